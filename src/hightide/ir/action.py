@@ -1,0 +1,169 @@
+"""A schedule: the actions of one pass over the model, each with lane, dependencies and memory effect.
+
+Text form, one action a line (fields that are empty are left out):
+
+    h2d fetch fetch.param.3@fwd.3 tick=3 opens=0 block=3 chunk=3 kind=param from=host to=gpu[1] bytes=4096
+    after=evict.param.0@fwd.3 prev=update.3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+from hightide.ir.tier import LANE_RULES, ChunkKind, Lane, Tier
+
+
+class Op(StrEnum):
+    FORWARD = "forward"  # tick: one call of a block, all its micro-batches
+    BACKWARD = "backward"  # tick
+    STEP = "step"  # tick: the user called optimizer.step()
+    FETCH = "fetch"  # PARAM or GRAD towards the GPU
+    EVICT = "evict"  # drop a clean copy
+    CLEAR = "clear"  # open a gradient at zero
+    WRITE_BACK = "write_back"  # a dirty gradient away from the GPU
+    STASH = "stash"  # block inputs, GPU to host, after forward
+    UNSTASH = "unstash"  # block inputs, host to GPU, before backward
+    UPDATE = "update"  # the optimizer's update of one chunk
+
+
+TICK_OPS = frozenset({Op.FORWARD, Op.BACKWARD, Op.STEP})
+
+
+class Mode(StrEnum):
+    """Which pass over the model a schedule describes."""
+
+    TRAIN = "train"  # forward, backward, step; gradients start at zero
+    ACCUMULATE = "accumulate"  # the same, on top of gradients that exist already
+    EVAL = "eval"  # forward only
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tier, and on the GPU a slot. A persistent chunk has no slot: its place is its own."""
+
+    tier: Tier
+    slot: int | None = None
+
+    def __str__(self) -> str:
+        return str(self.tier) if self.slot is None else f"{self.tier}[{self.slot}]"
+
+    @classmethod
+    def parse(cls, text: str) -> Place:
+        tier, bracket, slot = text.partition("[")
+        return cls(Tier(tier), int(slot.rstrip("]")) if bracket else None)
+
+
+@dataclass(frozen=True)
+class Action:
+    id: str
+    op: Op
+    lane: Lane
+    tick: int  # the tick that needs it (its own index, if it is a tick). Past the last tick: needed by the next pass
+    opens: int = -1  # it may be issued when this tick has been left; -1: from the beginning of the pass
+    block: int | None = None
+    call: int | None = None  # index of the block's call in the model's forward, for ticks and block inputs
+    chunk: int | None = None
+    kind: ChunkKind | None = None
+    source: Place | None = None
+    target: Place | None = None
+    num_bytes: int = 0  # bytes moved, or touched by an update
+    after: tuple[str, ...] = ()  # actions of this pass
+    after_prev: tuple[str, ...] = ()  # actions of the latest earlier pass that had them
+    gpu_takes: int = 0  # bytes of GPU memory alive from its start on
+    gpu_gives: int = 0  # bytes of GPU memory released at its end
+    gpu_transient: int = 0  # further bytes alive only while it runs
+    host_takes: int = 0
+    host_gives: int = 0
+
+    def __str__(self) -> str:
+        words = [str(self.lane), str(self.op), self.id, f"tick={self.tick}"]
+        for label, name in _FIELDS.items():
+            value = getattr(self, name)
+            if value in (None, (), _DEFAULTS[name]):
+                continue
+            words.append(f"{label}={','.join(value) if isinstance(value, tuple) else value}")
+        return " ".join(words)
+
+    @classmethod
+    def parse(cls, line: str) -> Action:
+        lane, op, identity, *rest = line.split()
+        values: dict[str, object] = {}
+        for word in rest:
+            label, _, text = word.partition("=")
+            if label == "tick":
+                values["tick"] = int(text)
+                continue
+            if label not in _FIELDS:
+                raise ValueError(f"unknown field {label!r} in the action {line!r}; known are {', '.join(_FIELDS)}")
+            name = _FIELDS[label]
+            if name in ("after", "after_prev"):
+                values[name] = tuple(text.split(","))
+            elif name in ("source", "target"):
+                values[name] = Place.parse(text)
+            elif name == "kind":
+                values[name] = ChunkKind(text)
+            else:
+                values[name] = int(text)
+        return cls(id=identity, op=Op(op), lane=Lane(lane), **values)  # type: ignore[arg-type]
+
+
+_FIELDS = {
+    "opens": "opens",
+    "block": "block",
+    "call": "call",
+    "chunk": "chunk",
+    "kind": "kind",
+    "from": "source",
+    "to": "target",
+    "bytes": "num_bytes",
+    "after": "after",
+    "prev": "after_prev",
+    "gpu+": "gpu_takes",
+    "gpu-": "gpu_gives",
+    "gpu~": "gpu_transient",
+    "host+": "host_takes",
+    "host-": "host_gives",
+}
+_DEFAULTS: dict[str, object] = {
+    name: Action.__dataclass_fields__[name].default
+    for name in _FIELDS.values()  # type: ignore[attr-defined]
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Actions in an order in which they could run one by one. The order on a lane is the order here."""
+
+    mode: Mode
+    gpu_base_bytes: int  # slots, persistent chunks, batch, buffers: alive during the whole pass
+    host_base_bytes: int
+    actions: tuple[Action, ...]
+
+    @cached_property
+    def ticks(self) -> tuple[Action, ...]:
+        return tuple(action for action in self.actions if action.op in TICK_OPS)
+
+    @cached_property
+    def by_id(self) -> dict[str, Action]:
+        return {action.id: action for action in self.actions}
+
+    def lane(self, lane: Lane) -> tuple[Action, ...]:
+        return tuple(action for action in self.actions if action.lane is lane)
+
+    def to_text(self) -> str:
+        rules = " ".join(f"{lane}:{rule.replace(' ', '_')}" for lane, rule in LANE_RULES.items())
+        head = (
+            f"# schedule mode={self.mode} gpu_base={self.gpu_base_bytes} host_base={self.host_base_bytes} rules={rules}"
+        )
+        return "\n".join([head, *(str(action) for action in self.actions)]) + "\n"
+
+    @classmethod
+    def from_text(cls, text: str) -> Schedule:
+        head, *lines = text.splitlines()
+        words = dict(word.split("=", 1) for word in head.split() if "=" in word)
+        if not head.startswith("# schedule") or not {"mode", "gpu_base", "host_base"} <= words.keys():
+            raise ValueError(f"not a schedule: the first line is {head[:80]!r}")
+        actions = tuple(Action.parse(line) for line in lines if line.strip() and not line.startswith("#"))
+        return cls(Mode(words["mode"]), int(words["gpu_base"]), int(words["host_base"]), actions)

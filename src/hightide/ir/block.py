@@ -1,0 +1,95 @@
+"""What the model is made of: parameters, blocks, and the calls of blocks in one forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter object. A tied parameter is one ParamSpec with several names; names[0] is its key everywhere."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str  # a key of DTYPE_BYTES
+    trainable: bool
+    group: int | None  # index into the optimizer's param_groups; None: not optimised
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """One unit of compute. `loose` is the one pseudo-block that holds parameters which the model's own code uses
+    outside
+    of any block: they stay on the GPU and plain autograd sees them."""
+
+    index: int
+    name: str  # the module's name in the model; "" for the loose pseudo-block
+    kind: str  # the module's class name
+    params: tuple[
+        str, ...
+    ]  # keys of the parameters it uses, first use in execution order; shared ones appear in each user
+    loose: bool = False
+    lazy_head: bool = False  # projection and loss are fused over slices of tokens (see runtime/loss.py)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Bytes as a function of the number of samples: fixed + per_sample * n."""
+
+    fixed: int = 0
+    per_sample: int = 0
+
+    def at(self, num_samples: int) -> int:
+        return self.fixed + self.per_sample * num_samples
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """One call of a block in one forward, in execution order. All bytes are those that the accelerator would hold."""
+
+    block: int
+    needs_backward: bool
+    splittable: bool  # False: the block runs the whole batch at once (reason in `note`)
+    note: str
+    new_inputs: Affine  # input tensors that no earlier call produced or received (made by glue code), whole batch
+    saved_inputs: Affine  # input tensors that carry gradients: what a "checkpoint" of this call is, whole batch
+    outputs: Affine  # output tensors, whole batch
+    forward_peak: (
+        Affine  # most bytes alive inside forward beyond inputs and outputs, for one micro-batch, without graph
+    )
+    kept: Affine  # bytes that the graph of one micro-batch keeps from forward to backward beyond inputs
+    backward_peak: (
+        Affine  # most bytes alive in recompute + backward of one micro-batch, beyond inputs, outputs' gradients
+    )
+    input_grads: Affine  # gradients of inputs, whole batch
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """Facts about a model and one example batch; no decisions."""
+
+    fingerprint: str  # of names, shapes, dtypes, groups and blocks: a plan for another model is refused by it
+    num_samples: int  # in the example batch
+    tokens_per_sample: int  # elements per sample of the head's input rows; 1 where the model has no tokens
+    batch_bytes: int
+    buffer_bytes: int
+    params: tuple[ParamSpec, ...]
+    blocks: tuple[BlockSpec, ...]  # in order of first call; never-called blocks last
+    calls: tuple[CallSpec, ...]
+    vocabulary: int  # rows of the lazy head; 0 without one
+
+    def param(self, key: str) -> ParamSpec:
+        return {spec.name: spec for spec in self.params}[key]

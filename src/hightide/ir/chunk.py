@@ -1,0 +1,74 @@
+"""How parameters are packed into chunks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hightide.ir.block import DTYPE_BYTES
+
+ALIGN_NUMEL = 128  # every parameter starts at a multiple of this many elements: 256 bytes in bf16, 512 in fp32
+GRAD_BYTES = 4  # gradients are summed in fp32
+STATE_BYTES = 4  # master copies and moments are fp32
+
+
+def aligned(numel: int) -> int:
+    return -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one parameter lies inside its chunk."""
+
+    param: str
+    offset_numel: int
+    numel: int
+
+    @property
+    def end_numel(self) -> int:
+        return self.offset_numel + aligned(self.numel)
+
+
+@dataclass(frozen=True)
+class ChunkSpec:
+    """Parameters of one block and one dtype, packed. Optimised parameters come first (group by group), then
+    trainable ones
+    that no optimizer owns, then frozen ones: GRAD and STATE are prefixes of the element range."""
+
+    index: int
+    block: int  # the owner: the first block in execution order that uses it
+    users: tuple[int, ...]  # all blocks that use it; more than one for tied parameters
+    dtype: str
+    numel: int  # whole chunk, padded
+    trainable_numel: int
+    optimised_numel: int
+    params: tuple[Placement, ...]
+    num_states: (
+        int  # fp32 arrays per optimised element on its state tier: moments, and a master where dtype is not fp32
+    )
+
+    @property
+    def param_bytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+    @property
+    def grad_bytes(self) -> int:
+        return self.trainable_numel * GRAD_BYTES
+
+    @property
+    def state_bytes(self) -> int:
+        return self.optimised_numel * STATE_BYTES * self.num_states
+
+    @property
+    def has_master(self) -> bool:
+        return self.dtype != "float32"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All chunks, and the slot size in elements. A chunk larger than a slot occupies consecutive slots."""
+
+    slot_numel: int
+    chunks: tuple[ChunkSpec, ...]
+
+    def num_slots(self, chunk: ChunkSpec) -> int:
+        return max(1, -(-chunk.numel // self.slot_numel))

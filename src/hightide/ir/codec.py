@@ -1,0 +1,91 @@
+"""Frozen dataclasses to JSON and back. Unknown, missing and mistyped fields are errors that name the field."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from enum import Enum
+from typing import Any, TypeVar, Union
+
+T = TypeVar("T")
+
+
+def to_json(value: object) -> str:
+    return json.dumps(_plain(value), indent=1)
+
+
+def from_json(cls: type[T], text: str, source: str = "JSON") -> T:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source} is not JSON: {error}") from error
+    return typing.cast(T, build(cls, data, source))
+
+
+def build(cls: Any, data: Any, where: str) -> Any:
+    """Builds a value of type `cls` from plain data, checking every field."""
+    origin = typing.get_origin(cls)
+    if origin in (Union, types.UnionType):
+        return _build_union(cls, data, where)
+    if origin is tuple:
+        (item,) = {arg for arg in typing.get_args(cls) if arg is not Ellipsis}
+        if not isinstance(data, list | tuple):
+            raise ValueError(f"{where} must be a list, not {data!r}")
+        return tuple(build(item, entry, f"{where}[{index}]") for index, entry in enumerate(data))
+    if dataclasses.is_dataclass(cls):
+        return _build_dataclass(cls, data, where)
+    if isinstance(cls, type) and issubclass(cls, Enum):
+        try:
+            return cls(data)
+        except ValueError:
+            raise ValueError(f"{where} is {data!r}; it must be one of {', '.join(str(m.value) for m in cls)}") from None
+    if cls is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if not isinstance(data, cls) or (cls is int and isinstance(data, bool)):
+        raise ValueError(f"{where} is {data!r}; it must be of type {cls.__name__}")
+    return data
+
+
+def _build_union(cls: Any, data: Any, where: str) -> Any:
+    problems = []
+    for option in typing.get_args(cls):
+        if option is type(None):
+            if data is None:
+                return None
+            continue
+        try:
+            return build(option, data, where)
+        except ValueError as error:
+            problems.append(str(error))
+    raise ValueError("; or ".join(problems) or f"{where} must be null, not {data!r}")
+
+
+def _build_dataclass(cls: Any, data: Any, where: str) -> Any:
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} must be a mapping with the fields of {cls.__name__}, not {data!r}")
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for key in data:
+        if key not in fields:
+            nearest = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.0)
+            raise ValueError(f"{where} has an unknown key {key!r}; did you mean {nearest[0]!r}?")
+    values = {}
+    for name, field in fields.items():
+        if name in data:
+            values[name] = build(hints[name], data[name], f"{where}: {name}")
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{where} lacks the key {name!r}")
+    return cls(**values)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value

@@ -1,0 +1,67 @@
+"""How much of each tier a run may use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hightide.ir.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class DiskLimit:
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Upper bounds per tier. `None` means: whatever the machine has.
+
+    >>> Limits(gpu="24GiB", host="96GiB", disk="/scratch:200GiB").gpu
+    25769803776
+    """
+
+    gpu: int | str | None = None
+    host: int | str | None = None
+    disk: str | Sequence[str | DiskLimit] | None = None
+
+    def __post_init__(self) -> None:
+        if self.gpu is not None:
+            object.__setattr__(self, "gpu", parse_bytes(self.gpu, "Limits(gpu)"))
+        if self.host is not None:
+            object.__setattr__(self, "host", parse_bytes(self.host, "Limits(host)"))
+        object.__setattr__(self, "disk", _parse_disks(self.disk))
+
+    @property
+    def gpu_bytes(self) -> int | None:
+        assert self.gpu is None or isinstance(self.gpu, int)
+        return self.gpu
+
+    @property
+    def host_bytes(self) -> int | None:
+        assert self.host is None or isinstance(self.host, int)
+        return self.host
+
+    @property
+    def disks(self) -> tuple[DiskLimit, ...]:
+        return tuple(disk for disk in self.disk or () if isinstance(disk, DiskLimit))
+
+
+def _parse_disks(value: str | Sequence[str | DiskLimit] | None) -> tuple[DiskLimit, ...]:
+    if value is None:
+        return ()
+    entries = [value] if isinstance(value, str) else list(value)
+    disks: list[DiskLimit] = []
+    for entry in entries:
+        if isinstance(entry, DiskLimit):
+            disks.append(entry)
+            continue
+        path, colon, size = entry.rpartition(":") if isinstance(entry, str) else ("", "", "")
+        if not colon or not path:
+            raise ValueError(f"Limits(disk)={entry!r} is not a folder and a size; write '/path:200GiB'")
+        disks.append(DiskLimit(path, parse_bytes(size, f"Limits(disk) of {path!r}")))
+    paths = [disk.path for disk in disks]
+    if len(set(paths)) != len(paths):
+        raise ValueError(f"Limits(disk) names a folder twice: {paths}; give each folder once, with its whole size")
+    return tuple(disks)

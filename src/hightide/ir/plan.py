@@ -1,0 +1,70 @@
+"""A plan: every decision about one model on one machine. JSON, editable, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from hightide.ir.chunk import Layout
+from hightide.ir.codec import from_json, to_json
+from hightide.ir.tier import Tier
+
+
+class Update(StrEnum):
+    """When the optimizer's update of a block runs."""
+
+    DEFERRED = "deferred"  # at step(), hidden behind the next forward; clipping and accumulation are exact
+    IN_BACKWARD = (
+        "in_backward"  # as soon as the gradient is final; the user promises one step per backward, no clipping
+    )
+
+
+class Activation(StrEnum):
+    """What becomes of a block's activations between forward and backward."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    name: str
+    params: Tier  # GPU: persistent. HOST: streamed through slots
+    states: Tier  # where gradients end up and the update runs. GPU only with params on GPU
+    activation: Activation
+    inputs: Tier  # where the block's inputs wait for backward
+
+
+@dataclass(frozen=True)
+class Forecast:
+    gpu_peak_bytes: int
+    host_peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    version: int
+    fingerprint: str  # of the model it was made for
+    num_samples: int  # the largest batch it holds
+    micro_batch: int
+    update: Update
+    num_slots: int
+    num_grad_slots: int
+    loss_tile_tokens: int
+    gpu_limit_bytes: int
+    host_limit_bytes: int
+    blocks: tuple[BlockPlan, ...]
+    layout: Layout
+    forecast: Forecast
+    explanation: str  # the text of explain(), written by the planner when the plan was made
+
+    def explain(self) -> str:
+        return self.explanation
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(to_json(self) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        return from_json(cls, Path(path).read_text(), source=str(path))

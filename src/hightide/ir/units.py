@@ -1,0 +1,46 @@
+"""Bytes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """Turns 25769803776, "24GiB" or "1.5TB" into bytes. `name` is what an error calls the value."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(f"{name}={value!r} is not a size; write bytes as an integer or text such as '24GiB'")
+    if isinstance(value, int):
+        num_bytes = value
+    else:
+        match = _PATTERN.fullmatch(value)
+        if match is None or match[2].lower() not in _UNITS:
+            known = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
+            raise ValueError(f"{name}={value!r} is not a size; write a number and a unit ({known}), such as '24GiB'")
+        num_bytes = int(float(match[1]) * _UNITS[match[2].lower()])
+    if num_bytes <= 0:
+        raise ValueError(f"{name}={value!r} must be more than zero bytes")
+    return num_bytes
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Short text for people: 1536 -> '1.5 KiB'."""
+    size, unit = float(num_bytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{int(size)} B" if unit == "B" else f"{size:.{1 if abs(size) < 100 else 0}f} {unit}"

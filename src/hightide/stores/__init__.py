@@ -1,0 +1,1 @@
+"""Where bytes live: one store per tier behind one small interface. See base.py."""

@@ -1,0 +1,43 @@
+"""A store on one anonymous mapping of exactly its capacity. Pages become real when they are first touched."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+
+import torch
+
+from hightide.ir.tier import Tier
+from hightide.stores.base import Region, Store
+
+# A capacity is a limit, not a need: do not ask the system to set it aside. Python names the flag from 3.13 on.
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+class ArenaStore(Store):
+    def __init__(self, tier: Tier, capacity_bytes: int) -> None:
+        super().__init__(tier, capacity_bytes)
+        try:
+            mapping = mmap.mmap(-1, capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+        except (OSError, OverflowError) as error:
+            problem = f"cannot map {capacity_bytes} bytes for {tier}: {error}"
+            raise ValueError(f"{problem}; lower Limits({tier}=...)") from error
+        # The storage owns the mapping. It is never unmapped by hand: torch.frombuffer exports no buffer, so
+        # mmap.close() would succeed under living views and the next access would be a segmentation fault.
+        self._storage: torch.UntypedStorage | None = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
+        self._base = self._storage.data_ptr()
+
+    def view(self, region: Region, dtype: torch.dtype, offset_bytes: int = 0, numel: int | None = None) -> torch.Tensor:
+        with self._lock:
+            numel = self._check_bounds(region, dtype, offset_bytes, numel)
+            storage = self._storage
+        assert storage is not None
+        # set_() and not a slice of one base tensor: slices share a version counter, so that filling one slot would
+        # invalidate what autograd saved of all others.
+        with torch.no_grad():
+            start = (region.offset + offset_bytes) // dtype.itemsize
+            return torch.empty(0, dtype=dtype).set_(storage, start, (numel,), (1,))
+
+    def close(self) -> None:
+        super().close()
+        self._storage = None

@@ -1,0 +1,13 @@
+"""The HOST tier."""
+
+from __future__ import annotations
+
+from hightide.ir.tier import Tier
+from hightide.stores.arena import ArenaStore
+
+
+class HostArena(ArenaStore):
+    """Homes of streamed chunks, optimizer states and stashed block inputs, in one mapping of exactly the limit."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(Tier.HOST, capacity_bytes)

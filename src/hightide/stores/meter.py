@@ -1,0 +1,207 @@
+"""Counts every storage that is allocated while a dispatch mode is active, until the storage dies.
+
+[Note: how storages are counted]
+A storage's Python object lives as long as the storage itself, however many tensors and graphs share it, so one weak
+reference per storage tells when its bytes are free. The reference's callback may fire in any thread and in the middle
+of anything (the garbage collector runs when it likes), so it does nothing but append to a deque, which needs no lock
+and cannot fail. The ledger settles these deaths before it counts a birth and before it answers a question, so live and
+peak bytes are exact.
+
+Not seen: buffers that a kernel allocates and frees inside one operation.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEFAULT_LABEL = "activations"
+
+OnChange = Callable[[int, str], object]  # (delta_bytes, label)
+
+
+class _StorageRef(weakref.ref):
+    """Weak reference to a storage, with what was counted for it."""
+
+    __slots__ = ("key", "label", "num_bytes")
+    key: int
+    label: str
+    num_bytes: int
+
+
+class StorageLedger:
+    """The storages that are alive and counted, for the meters of all threads. See [Note: how storages are counted]."""
+
+    def __init__(self, on_change: OnChange | None = None, lock: threading.RLock | None = None) -> None:
+        # A store that answers on_change passes its own lock: two locks taken in both orders would deadlock.
+        self._lock = threading.RLock() if lock is None else lock
+        self._on_change = on_change
+        self._known: dict[int, _StorageRef] = {}
+        self._dead: deque[_StorageRef] = deque()
+        self._live_bytes = 0
+        self._peak_bytes = 0
+
+    @property
+    def live_bytes(self) -> int:
+        self.settle()
+        return self._live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak_bytes
+
+    def reset_peak(self) -> None:
+        with self._lock:
+            self.settle()
+            self._peak_bytes = self._live_bytes
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        ref = self._known.get(id(storage))
+        return ref is not None and ref() is storage
+
+    def count(self, storage: torch.UntypedStorage, label: str, num_bytes: int | None = None) -> None:
+        """Counts a storage from now until it dies. A known one is only measured again: `out=` may have resized it."""
+        with self._lock:
+            self.settle()
+            ref = self._known.get(id(storage))
+            if ref is not None and ref() is storage:
+                self._recount(ref, storage, num_bytes)
+                return
+            size = storage.nbytes() if num_bytes is None else num_bytes
+            ref = _StorageRef(storage, self._dead.append)
+            ref.key, ref.label, ref.num_bytes = id(storage), label, size
+            self._known[ref.key] = ref
+            self._change(size, label)
+
+    def ignore(self, storage: torch.UntypedStorage) -> None:
+        """Makes a storage known at no cost: somebody else counts it."""
+        self.count(storage, "", num_bytes=0)
+
+    def settle(self) -> None:
+        """Takes the storages that have died off the books."""
+        if not self._dead:
+            return
+        with self._lock:
+            while True:
+                try:
+                    ref = self._dead.popleft()
+                except IndexError:
+                    return
+                if self._known.get(ref.key) is ref:  # else the address already belongs to a younger storage
+                    del self._known[ref.key]
+                self._change(-ref.num_bytes, ref.label)
+
+    def _recount(self, ref: _StorageRef, storage: torch.UntypedStorage, num_bytes: int | None) -> None:
+        if ref.label == "":  # ignored: stays so
+            return
+        size = storage.nbytes() if num_bytes is None else num_bytes
+        if size != ref.num_bytes:
+            delta, ref.num_bytes = size - ref.num_bytes, size
+            self._change(delta, ref.label)
+
+    def _change(self, delta_bytes: int, label: str) -> None:
+        if delta_bytes == 0:
+            return
+        self._live_bytes += delta_bytes
+        if self._live_bytes > self._peak_bytes:
+            self._peak_bytes = self._live_bytes
+        if self._on_change is not None:
+            self._on_change(delta_bytes, label)
+
+
+class AllocationMeter(TorchDispatchMode):
+    """Counts new storages of the thread that entered it, of real and of fake tensors (enter it inside the fake mode).
+
+    An instance belongs to one thread; threads share a ledger. `on_change(delta_bytes, label)` may raise on growth: the
+    exception leaves the operation that allocated. It must not raise on a negative delta.
+    """
+
+    def __init__(
+        self, on_change: OnChange | None = None, label: str = DEFAULT_LABEL, ledger: StorageLedger | None = None
+    ) -> None:
+        super().__init__()
+        assert on_change is None or ledger is None, "a shared ledger has its own on_change"
+        self.ledger = StorageLedger(on_change) if ledger is None else ledger
+        self.label = label
+
+    @property
+    def live_bytes(self) -> int:
+        return self.ledger.live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.ledger.peak_bytes
+
+    def reset_peak(self) -> None:
+        self.ledger.reset_peak()
+
+    def adopt(self, tensor: torch.Tensor, label: str | None = None) -> None:
+        """Counts an existing tensor's storage until it dies, unless it is known."""
+        for storage in _storages(tensor):
+            self.ledger.count(storage, self.label if label is None else label)
+
+    def ignore(self, tensor: torch.Tensor) -> None:
+        """Never counts this tensor's storage."""
+        for storage in _storages(tensor):
+            self.ledger.ignore(storage)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        look = _look_of.get(func)
+        if look is None:
+            look = _look_of.setdefault(func, _classify(func))
+        if look == _SKIP:
+            return out
+        for storage in _storages(out):
+            if look == _FRESH or self.ledger.knows(storage) or not _is_input(storage, args, kwargs):
+                self.ledger.count(storage, self.label)
+        return out
+
+
+# What an operation's outputs can be, by its schema.
+_SKIP = 1  # only views of its inputs, or its inputs changed in place
+_LOOK = 2  # new storages, or (composite operations, dropout in eval, _unsafe_view) an input's
+_FRESH = 3  # annotated as a view, of a tensor that was made below the dispatcher: torch.tensor(...)
+
+_look_of: dict[Any, int] = {}
+
+
+def _classify(func: Any) -> int:
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # a higher-order operator
+        return _LOOK
+    if not any("Tensor" in str(result.type) for result in schema.returns):  # prim.device of a fake tensor, sizes
+        return _SKIP
+    if schema.name in ("aten::lift_fresh", "aten::lift"):
+        return _FRESH
+    resizes = any(argument.is_out for argument in schema.arguments) or schema.name.startswith("aten::resize")
+    # Under inference_mode composites arrive whole: reshape is annotated as a view but copies when it must.
+    if resizes or func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        return _LOOK
+    return _SKIP if all(result.alias_info is not None for result in schema.returns) else _LOOK
+
+
+def _is_input(storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
+    for arg in args:
+        for other in _storages(arg):
+            if other is storage:
+                return True
+    return bool(kwargs) and _is_input(storage, tuple(kwargs.values()), None)
+
+
+def _storages(value: Any) -> Sequence[torch.UntypedStorage]:
+    """The storages of a tensor, or of the tensors in nested lists. No generator: it runs several times an operation."""
+    if isinstance(value, torch.Tensor):
+        try:
+            return (value.untyped_storage(),)
+        except (NotImplementedError, RuntimeError):  # sparse and wrapper tensors have none of their own
+            return ()
+    if isinstance(value, list | tuple):
+        return [storage for entry in value for storage in _storages(entry)]
+    return ()

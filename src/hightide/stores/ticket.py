@@ -1,0 +1,90 @@
+"""The completion of something in flight."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+DEFAULT_TIMEOUT_S = 120.0
+
+# One lock for all tickets keeps a ticket as cheap as its attributes. It guards a few assignments and is never held
+# while anything else runs; re-entrant because the garbage collector may run a finaliser that completes another ticket.
+_lock = threading.RLock()
+
+
+class Ticket:
+    """Completed once, with a result or an error, by whoever does the work; waited on by anyone, for a bounded time."""
+
+    __slots__ = ("_callbacks", "_done", "_error", "_result", "label")
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._done = False
+        self._result: object = None
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[Ticket], object]] = []
+
+    @classmethod
+    def completed(cls, label: str, value: object = None) -> Ticket:
+        ticket = cls(label)
+        ticket.set_result(value)
+        return ticket
+
+    @property
+    def done(self) -> bool:
+        """True after a result and after an error."""
+        return self._done
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+    def set_result(self, value: object = None) -> None:
+        self._complete(value, None)
+
+    def set_error(self, error: BaseException) -> None:
+        self._complete(None, error)
+
+    def add_done_callback(self, callback: Callable[[Ticket], object]) -> None:
+        """Calls `callback(self)` in the thread that completes it, or here and now if it is done. It must not raise."""
+        with _lock:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def wait(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> object:
+        """The result. A failure is raised as the very exception object that the work raised."""
+        if not self._done:
+            self._block(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._done else "done" if self._error is None else f"failed: {self._error!r}"
+        return f"Ticket({self.label!r}, {state})"
+
+    def _block(self, timeout_s: float) -> None:
+        event = threading.Event()
+
+        def wake(_: Ticket) -> None:
+            event.set()
+
+        self.add_done_callback(wake)
+        if event.wait(timeout_s):
+            return
+        with _lock:
+            if self._done:
+                return
+            self._callbacks.remove(wake)
+        raise TimeoutError(f"{self.label!r} was not done after {timeout_s:g} s")
+
+    def _complete(self, value: object, error: BaseException | None) -> None:
+        with _lock:
+            assert not self._done, f"the ticket {self.label!r} was completed twice"
+            self._result, self._error = value, error
+            self._done = True  # last: `done` and `wait` look without the lock
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback(self)
