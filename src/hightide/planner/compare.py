@@ -1,0 +1,78 @@
+"""What was scheduled against what the lanes recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from hightide.ir.action import Schedule
+from hightide.ir.tier import LANE_RULES, Lane, Rule
+
+
+class Record(Protocol):
+    """What a lane writes down when an action is done."""
+
+    @property
+    def lane(self) -> Lane: ...
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def ready(self) -> tuple[str, ...]:
+        """On a due-first lane: all actions that were ready when this one was picked, itself included."""
+        ...
+
+    @property
+    def ready_dues(self) -> tuple[int, ...]:
+        """When each of `ready` was due."""
+        ...
+
+
+def compare(schedule: Schedule, records: Sequence[Record]) -> list[str]:
+    """Deviations, one line each; empty if execution followed the schedule: the same set of actions, the same order on
+    lanes that work in order, and the stated picking rule on the others."""
+    deviations: list[str] = []
+    for lane in Lane:
+        planned = [action.id for action in schedule.lane(lane)]
+        done = [record for record in records if record.lane is lane]
+        ids = [record.id for record in done]
+        deviations += _compare_sets(lane, planned, ids)
+        if LANE_RULES[lane] is Rule.IN_ORDER:
+            deviations += _compare_order(lane, planned, ids)
+        else:
+            deviations += [line for record in done for line in _check_pick(schedule, record)]
+    return deviations
+
+
+def _compare_sets(lane: Lane, planned: list[str], done: list[str]) -> list[str]:
+    twice = sorted({name for name in done if done.count(name) > 1}) if len(set(done)) < len(done) else []
+    return [
+        *(f"{lane}: {name} was scheduled and did not run" for name in sorted(set(planned) - set(done))),
+        *(f"{lane}: {name} ran and was not scheduled" for name in sorted(set(done) - set(planned))),
+        *(f"{lane}: {name} ran more than once" for name in twice),
+    ]
+
+
+def _compare_order(lane: Lane, planned: list[str], done: list[str]) -> list[str]:
+    """Compares what both have, so that one missing action is not reported as a shift of all that follow."""
+    common = set(planned) & set(done)
+    expected = [name for name in planned if name in common]
+    actual = [name for name in dict.fromkeys(done) if name in common]
+    pairs = zip(expected, actual, strict=True)
+    return [f"{lane}: {ran} ran where {due} was scheduled" for due, ran in pairs if due != ran]
+
+
+def _check_pick(schedule: Schedule, record: Record) -> list[str]:
+    dues = dict(zip(record.ready, record.ready_dues, strict=True))
+    if record.id not in dues:
+        return [f"{record.lane}: {record.id} was picked and was not ready"]
+    wrong = [
+        f"{record.lane}: {name} was recorded as due at {due}, scheduled for {schedule.by_id[name].tick}"
+        for name, due in dues.items()
+        if name in schedule.by_id and schedule.by_id[name].tick != due
+    ]
+    first = min(dues, key=lambda name: dues[name])
+    if dues[first] < dues[record.id]:
+        wrong.append(f"{record.lane}: {record.id} was picked while {first} was ready and due earlier")
+    return wrong

@@ -1,0 +1,116 @@
+"""A plan in words, 80 columns wide."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from itertools import groupby
+
+from hightide.ir.action import Mode, Schedule
+from hightide.ir.block import ModelProfile
+from hightide.ir.plan import BlockPlan, Plan
+from hightide.ir.tier import Lane, Tier
+from hightide.ir.units import format_bytes
+from hightide.planner.memory import peaks
+from hightide.planner.place import grad_slot_bytes, slot_bytes
+
+WIDTH = 80
+_COLUMNS = ("params", "states", "activations", "inputs")
+
+
+def explain(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> str:
+    schedule = schedules[Mode.TRAIN]
+    parts = [_memory(plan, schedule), _batch(profile, plan), _table(profile, plan), _precision(plan)]
+    lines = [line for part in [*parts, _timing(plan), _traffic(schedule)] for line in part]
+    assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
+    return "\n".join(lines)
+
+
+def _memory(plan: Plan, schedule: Schedule) -> list[str]:
+    peak = peaks(schedule)
+    rows = [
+        (Tier.GPU, peak.gpu_peak_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
+        (Tier.HOST, peak.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),
+    ]
+    fits = all(used <= limit for _, used, limit, _ in rows)
+    whole = all(block.params is Tier.GPU and block.states is Tier.GPU for block in plan.blocks)
+    head = "fits the limits" if fits else "DOES NOT FIT the limits"
+    lines = [head + (": everything stays on the GPU" if fits and whole else "")]
+    for tier, used, limit, moment in rows:
+        margin = f"{format_bytes(abs(limit - used))} {'free' if used <= limit else 'TOO MUCH'}"
+        where = f"  at {moment}" if moment else ""
+        row = f"  {tier:<5} peak {format_bytes(used):>10} of {format_bytes(limit):>10}  {margin:>18}{where}"
+        lines.append(_clip(row, WIDTH))
+    return lines
+
+
+def _batch(profile: ModelProfile, plan: Plan) -> list[str]:
+    num_micro = -(-plan.num_samples // plan.micro_batch)
+    lines = [f"batch: {plan.num_samples} samples in {num_micro} micro-batches of up to {plan.micro_batch}"]
+    unsplit = Counter(call.note or "?" for call in profile.calls if not call.splittable)
+    lines += [_clip(f"  {count} calls run unsplit: {note}", WIDTH) for note, count in unsplit.items()]
+    if profile.vocabulary:
+        lines.append(f"loss: over slices of {plan.loss_tile_tokens} tokens x {profile.vocabulary} logits")
+    slot, grad_slot = format_bytes(slot_bytes(plan.layout)), format_bytes(grad_slot_bytes(plan.layout))
+    lines.append(f"slots: {plan.num_slots} of {slot}, {plan.num_grad_slots} of {grad_slot} for gradients")
+    return lines
+
+
+def _table(profile: ModelProfile, plan: Plan) -> list[str]:
+    """One row per run of consecutive blocks with equal decisions."""
+    called = {call.block for call in profile.calls}
+    rows = []
+    place = 0
+    for key, run in groupby(range(len(plan.blocks)), lambda i: _decisions(plan.blocks[i], profile, i, called)):
+        names = [plan.blocks[index].name or "(loose parameters)" for index in run]
+        rows.append((_range_of(names), *key))
+        place += len(names)
+    widths = [10, 6, 6, 11, 6]
+    name_width = WIDTH - sum(widths[1:]) - 2 * 4
+    lines = [f"{'block':<{name_width}}" + "".join(f"  {n:<{w}}" for n, w in zip(_COLUMNS, widths[1:], strict=True))]
+    for name, *cells in rows:
+        cell_text = "".join(f"  {cell:<{w}}" for cell, w in zip(cells, widths[1:], strict=True))
+        lines.append(f"{_clip(name, name_width):<{name_width}}{cell_text}".rstrip())
+    return lines
+
+
+def _decisions(block: BlockPlan, profile: ModelProfile, index: int, called: set[int]) -> tuple[str, str, str, str]:
+    if index not in called:  # never called, or loose: there are no activations of its own
+        return str(block.params), str(block.states), "-", "-"
+    return str(block.params), str(block.states), str(block.activation), str(block.inputs)
+
+
+def _range_of(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+def _precision(plan: Plan) -> list[str]:
+    dtypes = sorted({chunk.dtype for chunk in plan.layout.chunks})
+    optimised = [chunk for chunk in plan.layout.chunks if chunk.optimised_numel]
+    moments = sorted({chunk.num_states - chunk.has_master for chunk in optimised})
+    masters = sorted({chunk.dtype for chunk in optimised if chunk.has_master})
+    master = f"; float32 master copies of {', '.join(masters)} parameters" if masters else ""
+    moment = "/".join(map(str, moments)) or "no"
+    return [
+        _clip(f"precision: parameters {', '.join(dtypes)}; gradients summed in float32;", WIDTH),
+        _clip(f"  {moment} moments in float32{master}", WIDTH),
+    ]
+
+
+def _timing(plan: Plan) -> list[str]:
+    text = {
+        "deferred": "at step(), hidden behind the next forward",
+        "in_backward": "in backward, as soon as a gradient is final",
+    }
+    return [f"update: {plan.update}, {text[plan.update]}"]
+
+
+def _traffic(schedule: Schedule) -> list[str]:
+    moved = {lane: sum(action.num_bytes for action in schedule.lane(lane)) for lane in (Lane.H2D, Lane.D2H)}
+    return [f"traffic per step: {format_bytes(moved[Lane.H2D])} to the GPU, {format_bytes(moved[Lane.D2H])} from it"]
+
+
+def _clip(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,113 @@
+"""Parameters into chunks, and the slot size that wastes least."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+
+from hightide.ir.block import ModelProfile, ParamSpec
+from hightide.ir.chunk import ALIGN_NUMEL, ChunkSpec, Layout, Placement, aligned
+
+LATENCY_NUMEL = 64 * 1024  # what one more transfer costs, in elements that the link could have moved instead
+
+
+def pack(profile: ModelProfile, slot_numel: int, num_moments: int = 2) -> Layout:
+    """Chunks in execution order, block by block and dtype by dtype.
+
+    Shared parameters go to the first block that uses them (to the loose pseudo-block, if that is one of them: plain
+    autograd must find them on the GPU), in chunks of their own, so that the other users fetch nothing but them."""
+    chunks: list[ChunkSpec] = []
+    for (block, users, dtype), params in _bundles(profile):
+        for members in _cut(params, slot_numel):
+            chunks.append(_chunk(len(chunks), block, users, dtype, members, num_moments))
+    return Layout(slot_numel, tuple(chunks))
+
+
+def search_slot_numel(profile: ModelProfile) -> int:
+    """The slot size of least cost among the block sizes, their halves, thirds and quarters; the larger one of equals.
+
+    Cost of a size, over all fetches of a step: slot elements that stay empty, plus LATENCY_NUMEL for each transfer."""
+    candidates = slot_candidates(profile)
+    return min(sorted(candidates, reverse=True), key=lambda slot_numel: slot_cost(profile, slot_numel))
+
+
+def slot_candidates(profile: ModelProfile) -> set[int]:
+    specs = {spec.name: spec for spec in profile.params}
+    sizes = {sum(aligned(specs[key].numel) for key in block.params) for block in profile.blocks if not block.loose}
+    parts = {aligned(-(-size // part)) for size in sizes for part in (1, 2, 3, 4)}
+    return {max(part, ALIGN_NUMEL) for part in parts} or {ALIGN_NUMEL}
+
+
+def slot_cost(profile: ModelProfile, slot_numel: int) -> int:
+    layout = pack(profile, slot_numel)
+    num_fetches = [0] * len(profile.blocks)
+    for call in profile.calls:
+        num_fetches[call.block] += 2 if call.needs_backward else 1
+    return sum(
+        num_fetches[user] * (layout.num_slots(chunk) * slot_numel - chunk.numel + LATENCY_NUMEL)
+        for chunk in layout.chunks
+        if not profile.blocks[chunk.block].loose
+        for user in chunk.users
+    )
+
+
+Bundle = tuple[int, tuple[int, ...], str]  # owner, users, dtype
+
+
+def _bundles(profile: ModelProfile) -> Iterator[tuple[Bundle, Iterable[ParamSpec]]]:
+    """Parameters that may lie together, in the order of their chunks."""
+    users: dict[str, list[int]] = {}
+    rank: dict[str, int] = {}
+    for block in profile.blocks:
+        for key in block.params:
+            rank.setdefault(key, len(rank))
+            users.setdefault(key, []).append(block.index)
+    lost = [spec.name for spec in profile.params if spec.name not in users]
+    assert not lost, f"parameters of no block: {lost}"
+    loose = {block.index for block in profile.blocks if block.loose}
+
+    def bundle(spec: ParamSpec) -> Bundle:
+        mine = users[spec.name]
+        owner = next((user for user in mine if user in loose), mine[0])
+        return owner, tuple(mine), spec.dtype
+
+    def order(spec: ParamSpec) -> tuple[int, bool, tuple[int, ...], str, int, int, int]:
+        owner, mine, dtype = bundle(spec)
+        return owner, len(mine) > 1, mine, dtype, *_section(spec), rank[spec.name]
+
+    return groupby(sorted(profile.params, key=order), key=bundle)
+
+
+def _section(spec: ParamSpec) -> tuple[int, int]:
+    """Optimised group by group, then trainable, then frozen: gradients and states are prefixes of a chunk."""
+    if not spec.trainable:
+        return 2, 0
+    return (1, 0) if spec.group is None else (0, spec.group)
+
+
+def _cut(params: Iterable[ParamSpec], slot_numel: int) -> Iterator[Sequence[ParamSpec]]:
+    """Cuts where the slot would overflow. A parameter larger than a slot is alone and spans several."""
+    members: list[ParamSpec] = []
+    numel = 0
+    for spec in params:
+        if members and numel + aligned(spec.numel) > slot_numel:
+            yield members
+            members, numel = [], 0
+        members.append(spec)
+        numel += aligned(spec.numel)
+    yield members
+
+
+def _chunk(
+    index: int, block: int, users: tuple[int, ...], dtype: str, members: Sequence[ParamSpec], num_moments: int
+) -> ChunkSpec:
+    placements: list[Placement] = []
+    ends = [0, 0, 0]  # of the optimised, the trainable and all parameters
+    end = 0
+    for spec in members:
+        placements.append(Placement(spec.name, end, spec.numel))
+        end = placements[-1].end_numel
+        for section in range(_section(spec)[0], 3):
+            ends[section] = end
+    num_states = num_moments + (dtype != "float32")
+    return ChunkSpec(index, block, users, dtype, ends[2], ends[1], ends[0], tuple(placements), num_states)

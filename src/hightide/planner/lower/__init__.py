@@ -1,0 +1,36 @@
+"""Plan to Schedule, by small passes over a draft. Read the pipeline in `lower`; each pass has a file."""
+
+from __future__ import annotations
+
+from hightide.ir.action import Mode, Schedule
+from hightide.ir.block import ModelProfile
+from hightide.ir.plan import Plan, Update
+from hightide.planner.lower.draft import Draft
+from hightide.planner.lower.effects import add_effects, gpu_base_bytes, host_base_bytes
+from hightide.planner.lower.gradients import move_gradients
+from hightide.planner.lower.inputs import move_inputs
+from hightide.planner.lower.order import order_actions
+from hightide.planner.lower.params import fetch_params
+from hightide.planner.lower.ticks import lay_ticks
+from hightide.planner.lower.updates import add_updates
+
+
+def lower(profile: ModelProfile, plan: Plan, mode: Mode) -> Schedule:
+    """The schedule of one pass over the model in this mode. Pure; the same arguments give the same text."""
+    if mode is Mode.ACCUMULATE and plan.update is Update.IN_BACKWARD:
+        raise ValueError(
+            "update='in_backward' has updated the parameters when a second backward begins, so gradients cannot be "
+            "accumulated; wrap with update='deferred', or call step() after each backward"
+        )
+    draft = Draft(profile, plan, mode)
+    lay_ticks(draft)
+    fetch_params(draft)
+    if mode is not Mode.EVAL:
+        move_gradients(draft)
+        move_inputs(draft)
+        add_updates(draft)
+    actions = add_effects(draft, order_actions(draft))
+    return Schedule(mode, gpu_base_bytes(profile, plan), host_base_bytes(plan), tuple(actions))
+
+
+__all__ = ["lower"]

@@ -1,0 +1,152 @@
+"""Pass 7: what each action takes and gives on each tier.
+
+The flow of block inputs is simplified to a chain: what a call returns is what the next call receives. Tensors that do not
+follow the chain (masks, rotary tables, an encoder's output read by every decoder layer) are counted from the call that saw
+them first to the last moment at which a reader may hold them. Where the truth is not known the larger number is taken: the
+limit of a tier is hard."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+from hightide.ir.action import Action, Mode, Op
+from hightide.ir.block import Affine, CallSpec, ModelProfile
+from hightide.ir.chunk import STATE_BYTES
+from hightide.ir.plan import Activation, Plan
+from hightide.ir.tier import Lane, Tier
+from hightide.planner.lower.draft import Draft
+from hightide.planner.place import gpu_chunk_bytes, grad_slot_bytes, host_chunk_bytes, slot_bytes
+
+UPDATE_TILE_NUMEL = 4 * 1024**2  # an update on the GPU works in tiles; it may need one as scratch
+LOSS_TILE_COPIES = {Op.FORWARD: 4, Op.BACKWARD: 6}  # fp32 tiles of logits alive at once in the fused loss
+LOGIT_BYTES = 4
+
+Effects = dict[str, Counter[str]]
+
+
+def gpu_base_bytes(profile: ModelProfile, plan: Plan) -> int:
+    chunks = sum(gpu_chunk_bytes(plan, chunk) for chunk in plan.layout.chunks)
+    slots = plan.num_slots * slot_bytes(plan.layout) + plan.num_grad_slots * grad_slot_bytes(plan.layout)
+    return chunks + slots + profile.batch_bytes + profile.buffer_bytes
+
+
+def host_base_bytes(plan: Plan) -> int:
+    return sum(host_chunk_bytes(plan, chunk) for chunk in plan.layout.chunks)
+
+
+def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
+    effects: Effects = defaultdict(Counter)
+    _count_inputs_and_outputs(draft, effects)
+    for index, call in enumerate(draft.profile.calls):
+        _count_inside(draft, index, call, effects)
+    if draft.mode is not Mode.EVAL:
+        _count_output_gradients(draft, effects)
+        _count_updates(draft, effects)
+    return [_with(action, effects[action.id]) if action.id in effects else action for action in actions]
+
+
+def _with(action: Action, effect: Counter[str]) -> Action:
+    return replace(
+        action,
+        gpu_takes=effect["gpu_takes"],
+        gpu_gives=effect["gpu_gives"],
+        gpu_transient=effect["gpu_transient"],
+        host_takes=effect["host_takes"],
+        host_gives=effect["host_gives"],
+    )
+
+
+def _count_inputs_and_outputs(draft: Draft, effects: Effects) -> None:
+    arriving = 0  # what the previous call returned
+    glue = 0  # inputs made outside of blocks that later calls without backward may still read
+    for index, call in enumerate(draft.profile.calls):
+        forward = effects[f"fwd.{index}"]
+        new = _at(draft, call.new_inputs)
+        forward["gpu_takes"] += new + _output_bytes(draft, call)
+        if draft.mode is not Mode.EVAL and call.needs_backward:
+            _count_saved(draft, index, call, arriving + new, effects)
+        else:
+            forward["gpu_gives"] += arriving + min(new, glue)
+            glue = max(glue, new)
+        arriving = _output_bytes(draft, call)
+    if draft.mode is not Mode.EVAL:
+        effects["step"]["gpu_gives"] += arriving + glue
+
+
+def _count_saved(draft: Draft, index: int, call: CallSpec, received: int, effects: Effects) -> None:
+    """All inputs of a call wait for its backward on the GPU, except what is stashed."""
+    saved = _at(draft, call.saved_inputs)
+    effects[f"fwd.{index}"]["gpu_takes"] += max(0, saved - received)  # shared ones that the chain has let go
+    effects[f"bwd.{index}"]["gpu_gives"] += max(saved, received)
+    if draft.plan.blocks[call.block].inputs is Tier.HOST:
+        effects[f"stash.{index}"].update(gpu_gives=saved, host_takes=saved)
+        effects[f"unstash.{index}"].update(gpu_takes=saved, host_gives=saved)
+
+
+def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) -> None:
+    forward, backward = effects[f"fwd.{index}"], effects[f"bwd.{index}"]
+    backwards = draft.mode is not Mode.EVAL and call.needs_backward
+    if draft.profile.blocks[call.block].lazy_head:
+        tile = draft.plan.loss_tile_tokens * draft.profile.vocabulary * LOGIT_BYTES
+        forward["gpu_transient"] += tile * LOSS_TILE_COPIES[Op.FORWARD]
+        backward["gpu_transient"] += tile * LOSS_TILE_COPIES[Op.BACKWARD]
+        return
+    micro = micro_batch_of(draft.plan, call, draft.mode)
+    forward["gpu_transient"] += call.forward_peak.at(micro)
+    if micro < draft.plan.num_samples:  # its output exists beside that of the whole batch until it is copied there
+        forward["gpu_transient"] += call.outputs.at(micro)
+    if not backwards:
+        return
+    backward["gpu_transient"] += call.backward_peak.at(micro)
+    if draft.plan.blocks[call.block].activation is Activation.KEEP:
+        kept = kept_bytes(draft.plan, call, micro)
+        forward["gpu_takes"] += kept
+        backward["gpu_gives"] += kept
+        backward["gpu_transient"] = max(0, backward["gpu_transient"] - call.kept.at(micro))  # nothing to recompute
+
+
+def _count_output_gradients(draft: Draft, effects: Effects) -> None:
+    """The gradient of a call's inputs lives until the backward of the call before has read it."""
+    calls = draft.profile.calls
+    backwards = [index for index in reversed(range(len(calls))) if calls[index].needs_backward]
+    pending = aside = 0  # `aside`: gradients of inputs that did not come from the call before
+    for place, index in enumerate(backwards):
+        backward = effects[f"bwd.{index}"]
+        if place == 0:
+            pending = _output_bytes(draft, calls[index])  # made by the loss
+            backward["gpu_takes"] += pending
+        made = _at(draft, calls[index].input_grads)
+        other = max(0, made - (_output_bytes(draft, calls[index - 1]) if index else 0))
+        backward["gpu_takes"] += made
+        backward["gpu_gives"] += pending + min(other, aside)
+        pending, aside = made - other, max(aside, other)
+    effects["step"]["gpu_gives"] += pending + aside
+
+
+def _count_updates(draft: Draft, effects: Effects) -> None:
+    for action in draft.actions:
+        if action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
+            assert action.chunk is not None
+            numel = draft.plan.layout.chunks[action.chunk].optimised_numel
+            effects[action.id]["gpu_transient"] += min(numel, UPDATE_TILE_NUMEL) * STATE_BYTES
+
+
+def micro_batch_of(plan: Plan, call: CallSpec, mode: Mode) -> int:
+    """Samples that run through a block at once. Without gradients a block runs unsplit (a cache cannot be split)."""
+    return plan.micro_batch if call.splittable and mode is not Mode.EVAL else plan.num_samples
+
+
+def kept_bytes(plan: Plan, call: CallSpec, micro: int) -> int:
+    """Graphs of all micro-batches; the last one may be smaller."""
+    whole, rest = divmod(plan.num_samples, micro)
+    return whole * call.kept.at(micro) + (call.kept.at(rest) if rest else 0)
+
+
+def _at(draft: Draft, size: Affine) -> int:
+    return size.at(draft.plan.num_samples)
+
+
+def _output_bytes(draft: Draft, call: CallSpec) -> int:
+    """The logits of a lazy head never exist as a whole."""
+    return 0 if draft.profile.blocks[call.block].lazy_head else _at(draft, call.outputs)

@@ -1,0 +1,157 @@
+"""Pass 3: gradients. One whose states are on the host is summed in a grad slot and written back when its block is done.
+
+A chunk that is used again later in the pass (tied parameters), or that has a gradient from an earlier pass, continues its sum:
+it is fetched instead of cleared. So the GPU always adds to the whole sum, and rounding does not depend on placement."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from hightide.ir.action import Action, Mode, Op, Place
+from hightide.ir.chunk import ChunkSpec
+from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.planner.lower.draft import Draft
+from hightide.planner.place import grad_width, states_on_gpu
+from hightide.planner.slots import choose_windows
+
+
+@dataclass
+class _GradSlots:
+    occupants: list[int | None]  # chunks whose gradient is open
+    last_tick: dict[int, int] = field(default_factory=dict)  # chunk in a slot -> last BACKWARD that added to it
+    exits: dict[int, Action] = field(default_factory=dict)  # slot -> WRITE_BACK that frees it
+    first_entries: dict[int, str] = field(default_factory=dict)  # slot -> id of the first entry in this pass
+
+
+def move_gradients(draft: Draft) -> None:
+    slots = _GradSlots([None] * draft.plan.num_grad_slots)
+    for tick in draft.ticks:
+        if tick.op is not Op.BACKWARD:
+            continue
+        needed: dict[int, int] = {}
+        for chunk in draft.chunks_at(tick):
+            if chunk.trainable_numel == 0:
+                continue
+            if not states_on_gpu(draft.plan, chunk):
+                needed[chunk.index] = grad_width(draft.plan.layout, chunk)
+            elif draft.mode is Mode.TRAIN and draft.backward_uses[chunk.index][0] == tick.tick:
+                _clear(draft, chunk, tick, None, [])
+        _exit_all(draft, slots, {chunk for chunk in slots.last_tick if chunk not in needed})
+        _enter_all(draft, slots, tick, needed)
+    _exit_all(draft, slots, set(slots.last_tick))
+    _follow_previous_pass(draft, slots)
+
+
+def _enter_all(draft: Draft, slots: _GradSlots, tick: Action, needed: dict[int, int]) -> None:
+    """All chunks still in slots are needed by this tick; slots left by others stand in as ghosts, oldest exit first."""
+    room = [
+        _ghost(slot) if chunk is None and slot in slots.exits else chunk for slot, chunk in enumerate(slots.occupants)
+    ]
+    windows = choose_windows(room, needed, lambda _: math.inf, lambda ghost: slots.exits[_ghost(ghost)].opens)
+    _exit_all(draft, slots, windows.keys() & slots.last_tick.keys())
+    for index, start in windows.items():
+        window = range(start, start + needed[index])
+        entry = _enter(draft, slots, draft.plan.layout.chunks[index], tick, window)
+        for slot in window:
+            slots.occupants[slot] = index
+            slots.first_entries.setdefault(slot, entry)
+    for index in needed:
+        slots.last_tick[index] = tick.tick
+
+
+def _ghost(slot: int) -> int:
+    """A name for a slot that was left, which no chunk has. Its own inverse."""
+    return -1 - slot
+
+
+def _enter(draft: Draft, slots: _GradSlots, chunk: ChunkSpec, tick: Action, window: range) -> str:
+    before = [slots.exits[slot] for slot in window if slot in slots.exits]
+    earlier = draft.last_write_back.get(chunk.index)
+    if earlier is None and draft.mode is Mode.TRAIN:
+        return _clear(draft, chunk, tick, window.start, before)
+    action = Action(
+        id=f"fetch.grad.{chunk.index}@{tick.id}",
+        op=Op.FETCH,
+        lane=Lane.H2D,
+        tick=tick.tick,
+        opens=max((exit.opens for exit in [*before, *([earlier] if earlier else [])]), default=-1),
+        block=chunk.block,
+        chunk=chunk.index,
+        kind=ChunkKind.GRAD,
+        source=Place(Tier.HOST),
+        target=Place(Tier.GPU, window.start),
+        num_bytes=chunk.grad_bytes,
+        after=tuple(dict.fromkeys(exit.id for exit in [*before, *([earlier] if earlier else [])])),
+    )
+    draft.actions.append(action)
+    draft.awaited[tick.tick].append(action.id)
+    return action.id
+
+
+def _clear(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int | None, before: list[Action]) -> str:
+    """Runs inline on entry of its tick. A gradient that lives on the GPU was read there by the previous update."""
+    action = Action(
+        id=f"clear.{chunk.index}@{tick.id}",
+        op=Op.CLEAR,
+        lane=Lane.COMPUTE,
+        tick=tick.tick,
+        opens=tick.tick - 1,
+        block=chunk.block,
+        chunk=chunk.index,
+        kind=ChunkKind.GRAD,
+        target=Place(Tier.GPU, slot),
+        num_bytes=chunk.grad_bytes,
+        after=tuple(dict.fromkeys(exit.id for exit in before)),
+        after_prev=(f"update.{chunk.index}",) if slot is None and chunk.optimised_numel else (),
+    )
+    draft.actions.append(action)
+    return action.id
+
+
+def _exit_all(draft: Draft, slots: _GradSlots, chunks: set[int]) -> None:
+    for index in sorted(chunks):
+        _exit(draft, slots, draft.plan.layout.chunks[index], slots.last_tick.pop(index))
+
+
+def _exit(draft: Draft, slots: _GradSlots, chunk: ChunkSpec, last_tick: int) -> None:
+    tick = draft.ticks[last_tick]
+    places = [slot for slot, occupant in enumerate(slots.occupants) if occupant == chunk.index]
+    action = Action(
+        id=f"write_back.{chunk.index}@{tick.id}",
+        op=Op.WRITE_BACK,
+        lane=Lane.D2H,
+        tick=len(draft.ticks) - 1,  # at the latest step() needs it
+        opens=last_tick,
+        block=chunk.block,
+        chunk=chunk.index,
+        kind=ChunkKind.GRAD,
+        source=Place(Tier.GPU, places[0]),
+        target=Place(Tier.HOST),
+        num_bytes=chunk.grad_bytes,
+        after=(tick.id,),
+        after_prev=(f"update.{chunk.index}",) if chunk.optimised_numel else (),
+    )
+    draft.actions.append(action)
+    draft.last_write_back[chunk.index] = action
+    for slot in places:
+        slots.occupants[slot] = None
+        slots.exits[slot] = action
+
+
+def _follow_previous_pass(draft: Draft, slots: _GradSlots) -> None:
+    """The first entry of each grad slot waits for the last exit of the pass before, and a sum that continues one of an
+    earlier pass waits for it to be at home. Both passes have the same ids: the windows do not depend on the mode."""
+    previous: dict[str, list[str]] = {}
+    for slot, entry in slots.first_entries.items():
+        previous.setdefault(entry, []).append(slots.exits[slot].id)
+    seen: set[int] = set()
+    for place, action in enumerate(draft.actions):
+        extra = previous.get(action.id, [])
+        if action.op is Op.FETCH and action.kind is ChunkKind.GRAD and action.chunk not in seen:
+            assert action.chunk is not None
+            seen.add(action.chunk)
+            if draft.mode is Mode.ACCUMULATE:
+                extra = [*extra, draft.last_write_back[action.chunk].id]
+        if extra:
+            draft.actions[place] = replace(action, after_prev=(*action.after_prev, *dict.fromkeys(extra)))

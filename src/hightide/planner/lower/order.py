@@ -1,0 +1,67 @@
+"""Pass 6: one sequential order, in which the order on each lane is the one that the executor will follow.
+
+[Note: why no lane can lock up]
+A lane that works in order must never hold an action whose dependencies are issued after it. Here each action is issued when
+the tick `opens` has been left, and depends only on ticks up to that one and on actions issued up to that moment. On h2d the
+order is that of need, so an action may stand behind one that opens later; its `opens` is then raised to the same tick. That
+tick still lies before the one that needs it, because whoever stands before it is needed no later and opened before its need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hightide.ir.action import Action, Mode, Op
+from hightide.ir.tier import ChunkKind, Lane
+from hightide.planner.lower.draft import Draft
+
+
+def order_actions(draft: Draft) -> list[Action]:
+    ticks = [
+        replace(tick, after=tuple(dict.fromkeys((*tick.after, *draft.awaited.get(tick.tick, ())))))
+        for tick in draft.ticks
+    ]
+    by_lane: dict[Lane, list[Action]] = {lane: [] for lane in Lane}
+    for action in draft.actions:
+        by_lane[action.lane].append(action)
+    fetches = _order_fetches(draft, sorted(by_lane[Lane.H2D], key=lambda action: (action.tick, action.opens)))
+    exits = sorted(by_lane[Lane.D2H], key=lambda action: (action.opens, action.tick))
+    updates = sorted(by_lane[Lane.CPU], key=lambda action: (action.opens, action.tick))
+    return sorted([*ticks, *by_lane[Lane.COMPUTE], *exits, *fetches, *updates], key=_moment)
+
+
+def _order_fetches(draft: Draft, by_need: list[Action]) -> list[Action]:
+    """Only when backward begins does the executor learn that it adds to gradients; up to then it has followed the TRAIN
+    schedule. What TRAIN issues in forward therefore stands before all gradients that continue an earlier pass."""
+    if draft.mode is not Mode.ACCUMULATE:
+        return _raise_opens(by_need)
+    last_forward = len(draft.profile.calls) - 1
+    continued: dict[int | None, Action] = {}
+    for action in by_need:
+        if action.kind is ChunkKind.GRAD:
+            continued.setdefault(action.chunk, action)
+    as_in_train = _raise_opens([action for action in by_need if continued.get(action.chunk) is not action])
+    early = [action for action in as_in_train if action.opens <= last_forward]
+    names = {action.id for action in early}
+    late = [replace(action, opens=max(action.opens, last_forward)) for action in by_need if action.id not in names]
+    return early + _raise_opens(late)
+
+
+def _raise_opens(actions: list[Action]) -> list[Action]:
+    opens = -1
+    raised = []
+    for action in actions:
+        opens = max(opens, action.opens)
+        raised.append(replace(action, opens=opens))
+    return raised
+
+
+def _moment(action: Action) -> tuple[int, int]:
+    """When the executor comes to it: on entry of a tick, in it, or after it, and then what others wait for first."""
+    if action.op in (Op.FORWARD, Op.BACKWARD, Op.STEP):
+        return action.tick, 1
+    if action.op is Op.EVICT:
+        return action.opens, 2
+    if action.lane is Lane.COMPUTE:
+        return action.tick, 0
+    return action.opens, {Lane.D2H: 3, Lane.H2D: 4, Lane.CPU: 5}[action.lane]

@@ -1,0 +1,67 @@
+"""Pass 5: the optimizer's update of each chunk that got a gradient, where its states are."""
+
+from __future__ import annotations
+
+from hightide.ir.action import Action, Op
+from hightide.ir.block import DTYPE_BYTES
+from hightide.ir.chunk import GRAD_BYTES, ChunkSpec
+from hightide.ir.plan import Update
+from hightide.ir.tier import ChunkKind, Lane
+from hightide.planner.lower.draft import Draft
+from hightide.planner.place import states_on_gpu
+
+
+def add_updates(draft: Draft) -> None:
+    for chunk in draft.plan.layout.chunks:
+        if chunk.optimised_numel == 0:
+            continue
+        if draft.profile.blocks[chunk.block].loose:
+            draft.actions.append(_at_step(draft, chunk, _last_backward(draft)))
+        elif draft.backward_uses.get(chunk.index):
+            draft.actions.append(_update(draft, chunk))
+
+
+def _update(draft: Draft, chunk: ChunkSpec) -> Action:
+    if not states_on_gpu(draft.plan, chunk):
+        return _on_host(draft, chunk)
+    last = draft.ticks[draft.backward_uses[chunk.index][-1]]
+    if draft.plan.update is Update.DEFERRED:
+        return _at_step(draft, chunk, last)
+    return _action(chunk, Lane.COMPUTE, tick=last.tick + 1, opens=last.tick, after=(last.id,))
+
+
+def _on_host(draft: Draft, chunk: ChunkSpec) -> Action:
+    """Due when the next pass uses the chunk first: that is the order in which the cpu lane takes them."""
+    due = len(draft.ticks) + draft.uses[chunk.index][0]
+    home = draft.last_write_back[chunk.index]
+    if draft.plan.update is Update.IN_BACKWARD:
+        return _action(chunk, Lane.CPU, tick=due, opens=home.opens, after=(home.id,))
+    step = draft.ticks[-1]
+    return _action(chunk, Lane.CPU, tick=due, opens=step.tick, after=(step.id, home.id))
+
+
+def _at_step(draft: Draft, chunk: ChunkSpec, last: Action | None) -> Action:
+    """Inline on entry of the STEP tick, in the user's thread."""
+    step = draft.ticks[-1]
+    return _action(chunk, Lane.COMPUTE, tick=step.tick, opens=step.tick - 1, after=(last.id,) if last else ())
+
+
+def _last_backward(draft: Draft) -> Action | None:
+    last = draft.ticks[-2] if len(draft.ticks) > 1 else None
+    return last if last is not None and last.op is Op.BACKWARD else None
+
+
+def _action(chunk: ChunkSpec, lane: Lane, tick: int, opens: int, after: tuple[str, ...]) -> Action:
+    touched = chunk.optimised_numel * (GRAD_BYTES + DTYPE_BYTES[chunk.dtype]) + chunk.state_bytes
+    return Action(
+        id=f"update.{chunk.index}",
+        op=Op.UPDATE,
+        lane=lane,
+        tick=tick,
+        opens=opens,
+        block=chunk.block,
+        chunk=chunk.index,
+        kind=ChunkKind.STATE,
+        num_bytes=touched,
+        after=after,
+    )

@@ -1,0 +1,55 @@
+"""The most bytes that a schedule may hold at once on each tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hightide.ir.action import TICK_OPS, Action, Schedule
+from hightide.ir.tier import Lane
+from hightide.planner.precedence import Precedence
+
+
+@dataclass(frozen=True)
+class Peaks:
+    gpu_peak_bytes: int
+    gpu_peak_at: str  # id of the action; "" if the peak is what is always there
+    host_peak_bytes: int
+    host_peak_at: str
+
+
+def peaks(schedule: Schedule, precedence: Precedence | None = None) -> Peaks:
+    """Walks the actions in order: takes at the start, transient during, gives at the end.
+
+    Transfers run beside compute and may be as slow as they like: what they take counts from the moment they are issued,
+    what they give only from the first tick that surely follows their end. So the peak holds whatever the lanes' speeds."""
+    precedence = precedence or Precedence(schedule)
+    gpu, host = _Level(schedule.gpu_base_bytes), _Level(schedule.host_base_bytes)
+    in_flight: list[Action] = []
+    for action in schedule.actions:
+        if action.op in TICK_OPS:
+            for done in [other for other in in_flight if precedence.before(other.id, action.id)]:
+                in_flight.remove(done)
+                gpu.fall(done.gpu_gives)
+                host.fall(done.host_gives)
+        gpu.rise(action.gpu_takes, action.gpu_transient, action.id)
+        host.rise(action.host_takes, 0, action.id)
+        if action.lane is Lane.COMPUTE:
+            gpu.fall(action.gpu_gives)
+            host.fall(action.host_gives)
+        elif action.gpu_gives or action.host_gives:
+            in_flight.append(action)
+    return Peaks(gpu.peak_bytes, gpu.peak_at, host.peak_bytes, host.peak_at)
+
+
+class _Level:
+    def __init__(self, base_bytes: int) -> None:
+        self.now_bytes = self.peak_bytes = base_bytes
+        self.peak_at = ""
+
+    def rise(self, num_bytes: int, transient_bytes: int, at: str) -> None:
+        self.now_bytes += num_bytes
+        if self.now_bytes + transient_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_at = self.now_bytes + transient_bytes, at
+
+    def fall(self, num_bytes: int) -> None:
+        self.now_bytes -= num_bytes

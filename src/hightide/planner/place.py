@@ -1,0 +1,74 @@
+"""Where the bytes of each chunk live under a plan. The runtime allocates by these answers, the passes count by them."""
+
+from __future__ import annotations
+
+from hightide.ir.block import DTYPE_BYTES
+from hightide.ir.chunk import GRAD_BYTES, ChunkSpec, Layout
+from hightide.ir.plan import Plan
+from hightide.ir.tier import Tier
+
+
+def params_on_gpu(plan: Plan, chunk: ChunkSpec) -> bool:
+    """Its parameters are persistent: they have a place of their own and no slot."""
+    return plan.blocks[chunk.block].params is Tier.GPU
+
+
+def states_on_gpu(plan: Plan, chunk: ChunkSpec) -> bool:
+    return plan.blocks[chunk.block].states is Tier.GPU
+
+
+def is_refreshed(plan: Plan, chunk: ChunkSpec) -> bool:
+    """Used on the GPU, updated on the host: each pass begins by fetching the new values into the persistent place."""
+    return params_on_gpu(plan, chunk) and not states_on_gpu(plan, chunk) and chunk.optimised_numel > 0
+
+
+def has_host_params(plan: Plan, chunk: ChunkSpec) -> bool:
+    return not params_on_gpu(plan, chunk) or is_refreshed(plan, chunk)
+
+
+def gpu_chunk_bytes(plan: Plan, chunk: ChunkSpec) -> int:
+    """Bytes on the GPU for the whole run."""
+    params = chunk.param_bytes if params_on_gpu(plan, chunk) else 0
+    return params + (chunk.grad_bytes + chunk.state_bytes if states_on_gpu(plan, chunk) else 0)
+
+
+def host_chunk_bytes(plan: Plan, chunk: ChunkSpec) -> int:
+    """Bytes on the host for the whole run."""
+    params = chunk.param_bytes if has_host_params(plan, chunk) else 0
+    return params + (0 if states_on_gpu(plan, chunk) else chunk.grad_bytes + chunk.state_bytes)
+
+
+def slot_bytes(layout: Layout) -> int:
+    """Slots are shared by all dtypes, so each holds the widest."""
+    return layout.slot_numel * max((DTYPE_BYTES[chunk.dtype] for chunk in layout.chunks), default=0)
+
+
+def grad_slot_bytes(layout: Layout) -> int:
+    return layout.slot_numel * GRAD_BYTES
+
+
+def grad_width(layout: Layout, chunk: ChunkSpec) -> int:
+    """Grad slots that the chunk's gradient takes: only its trainable prefix has one."""
+    return max(1, -(-chunk.trainable_numel // layout.slot_numel))
+
+
+def chunks_by_block(layout: Layout, num_blocks: int) -> tuple[tuple[ChunkSpec, ...], ...]:
+    """For each block all chunks that it uses, its own and those it shares."""
+    uses: list[list[ChunkSpec]] = [[] for _ in range(num_blocks)]
+    for chunk in layout.chunks:
+        for user in chunk.users:
+            uses[user].append(chunk)
+    return tuple(tuple(chunks) for chunks in uses)
+
+
+def widest_tick(plan: Plan, called: set[int]) -> tuple[int, int]:
+    """Slots and grad slots that the most demanding of the called blocks needs at once."""
+    params = grads = 0
+    for block, chunks in enumerate(chunks_by_block(plan.layout, len(plan.blocks))):
+        if block not in called:
+            continue
+        streamed = [chunk for chunk in chunks if not params_on_gpu(plan, chunk)]
+        leaving = [chunk for chunk in chunks if not states_on_gpu(plan, chunk) and chunk.trainable_numel]
+        params = max(params, sum(plan.layout.num_slots(chunk) for chunk in streamed))
+        grads = max(grads, sum(grad_width(plan.layout, chunk) for chunk in leaving))
+    return params, grads

@@ -1,0 +1,114 @@
+"""What surely happens before what, whatever the lanes' speeds.
+
+Three things order two actions: a dependency, the order of a lane that works in order, and the tick that must have been left
+before an action is issued. For every action we keep how far each in-order lane has surely come when it starts (a vector clock),
+and on other lanes which actions are surely done (a bit set)."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hightide.ir.action import TICK_OPS, Action, Schedule
+from hightide.ir.tier import LANE_RULES, Lane, Rule
+
+_IN_ORDER = tuple(lane for lane in Lane if LANE_RULES[lane] is Rule.IN_ORDER)
+
+
+class Disorder(Exception):
+    """The schedule cannot run: an unknown id, an id given twice, or actions that wait for each other."""
+
+    def __init__(self, message: str, at: str) -> None:
+        super().__init__(message)
+        self.at = at
+
+
+class Precedence:
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._actions = schedule.actions
+        self._place = {action.id: place for place, action in enumerate(self._actions)}
+        self._rank = self._ranks()
+        self._predecessors = self._edges()
+        self._clocks: list[tuple[int, ...]] = [()] * len(self._actions)
+        self._run()
+
+    def before(self, first: str, second: str) -> bool:
+        """Whether `first` has surely ended when `second` starts."""
+        action = self._actions[self._place[first]]
+        clock = self._clocks[self._place[second]]
+        rank = self._rank[self._place[first]]
+        if first == second:
+            return False
+        if action.lane in _IN_ORDER:
+            return clock[_IN_ORDER.index(action.lane)] >= rank
+        return bool(clock[-1] >> rank & 1)
+
+    def listed_before(self, first: str, second: str) -> bool:
+        return self._place[first] < self._place[second]
+
+    def _ranks(self) -> list[int]:
+        counts = dict.fromkeys(Lane, -1)
+        ranks = []
+        for action in self._actions:
+            counts[action.lane] += 1
+            ranks.append(counts[action.lane])
+        return ranks
+
+    def _edges(self) -> list[list[int]]:
+        if len(self._place) != len(self._actions):
+            twice = next(a.id for place, a in enumerate(self._actions) if self._place[a.id] != place)
+            raise Disorder(f"the id {twice} is given to two actions", twice)
+        ticks = self._schedule.ticks
+        latest: dict[Lane, int] = {}
+        edges: list[list[int]] = []
+        for place, action in enumerate(self._actions):
+            before = [self._known(name, action) for name in action.after]
+            if action.opens >= len(ticks):
+                raise Disorder(f"{action.id} opens after tick {action.opens}; the last is {len(ticks) - 1}", action.id)
+            if action.opens >= 0 and action.op not in TICK_OPS:
+                before.append(self._place[ticks[action.opens].id])
+            if action.lane in _IN_ORDER:
+                before += [latest[action.lane]] if action.lane in latest else []
+                latest[action.lane] = place
+            edges.append(before)
+        return edges
+
+    def _known(self, name: str, action: Action) -> int:
+        if name not in self._place:
+            raise Disorder(f"{action.id} waits for {name}, which is not in the schedule", action.id)
+        return self._place[name]
+
+    def _run(self) -> None:
+        followers: list[list[int]] = [[] for _ in self._actions]
+        missing = [len(before) for before in self._predecessors]
+        for place, before in enumerate(self._predecessors):
+            for other in before:
+                followers[other].append(place)
+        ready = deque(place for place, count in enumerate(missing) if count == 0)
+        num_run = 0
+        while ready:
+            place = ready.popleft()
+            self._clocks[place] = self._clock(place)
+            num_run += 1
+            for follower in followers[place]:
+                missing[follower] -= 1
+                if missing[follower] == 0:
+                    ready.append(follower)
+        if num_run < len(self._actions):
+            stuck = [self._actions[place].id for place, count in enumerate(missing) if count]
+            raise Disorder(f"actions wait for each other, {len(stuck)} in all: {', '.join(stuck[:6])}", stuck[0])
+
+    def _clock(self, place: int) -> tuple[int, ...]:
+        in_order = [-1] * len(_IN_ORDER)
+        done = 0
+        for other in self._predecessors[place]:
+            *clock, bits = self._clocks[other]
+            lane = self._actions[other].lane
+            done |= bits
+            if lane in _IN_ORDER:
+                index = _IN_ORDER.index(lane)
+                clock[index] = max(clock[index], self._rank[other])
+            else:
+                done |= 1 << self._rank[other]
+            in_order = [max(pair) for pair in zip(in_order, clock, strict=True)]
+        return (*in_order, done)

@@ -1,0 +1,211 @@
+"""A plan by a simple rule: start lean, then fill the GPU in execution order.
+
+The first blocks gain most from being persistent: nothing can hide their fetch or their update. So from the front: blocks wholly
+on the GPU, then parameters only; then, from the back, activations that are kept instead of recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from hightide.ir.action import Mode
+from hightide.ir.block import BlockSpec, ModelProfile
+from hightide.ir.chunk import Layout
+from hightide.ir.plan import Activation, BlockPlan, Forecast, Plan, Update
+from hightide.ir.tier import Tier
+from hightide.ir.units import format_bytes
+from hightide.planner.explain import explain
+from hightide.planner.layout import pack, search_slot_numel
+from hightide.planner.lower import lower
+from hightide.planner.memory import Peaks, peaks
+from hightide.planner.place import chunks_by_block, slot_bytes, widest_tick
+from hightide.planner.verify import PLAN_VERSION, InfeasiblePlan
+
+LEAN_FRACTION = 3 / 4  # of the GPU that the leanest plan may use before the micro-batch is halved instead
+FILL_FRACTION = 0.95  # of the GPU that optional things may fill: a forecast is not a measurement
+TINY_FRACTION = 1 / 8  # of a slot: smaller blocks are not worth streaming
+LOSS_TILE_BYTES = 64 * 1024**2
+MIN_LOSS_TILE_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What the rule decides; everything else in a plan follows."""
+
+    micro_batch: int
+    inputs: Tier = Tier.GPU
+    spare_slots: int = 1
+    whole: frozenset[int] = field(default_factory=frozenset)  # blocks with params and states on the GPU
+    params: frozenset[int] = field(default_factory=frozenset)  # blocks with params only
+    keep: frozenset[int] = field(default_factory=frozenset)
+
+
+def plan_by_rule(
+    profile: ModelProfile,
+    gpu_bytes: int,
+    host_bytes: int,
+    update: Update,
+    micro_batch: int | None = None,
+    num_moments: int = 2,
+) -> Plan:
+    if micro_batch is not None and not 1 <= micro_batch <= profile.num_samples:
+        raise ValueError(
+            f"micro_batch={micro_batch} does not fit the batch of {profile.num_samples} samples; "
+            f"choose a number from 1 to {profile.num_samples}, or None"
+        )
+    layout = pack(profile, search_slot_numel(profile), num_moments)
+    rule = _Rule(profile, layout, gpu_bytes, host_bytes, update)
+    plan = rule.build(rule.fill(rule.lean(micro_batch)))
+    schedule = lower(profile, plan, Mode.TRAIN)
+    peak = peaks(schedule)
+    _require(Tier.HOST, peak.host_peak_bytes, host_bytes, peak.host_peak_at)
+    plan = replace(plan, forecast=Forecast(peak.gpu_peak_bytes, peak.host_peak_bytes))
+    return replace(plan, explanation=explain(profile, plan, {Mode.TRAIN: schedule}))
+
+
+def loss_tile_tokens(profile: ModelProfile, micro_batch: int) -> int:
+    """Depends on the model and the micro-batch only: results must not depend on placement."""
+    rows = max(1, micro_batch * profile.tokens_per_sample)
+    if profile.vocabulary == 0:
+        return rows
+    return min(rows, max(MIN_LOSS_TILE_TOKENS, LOSS_TILE_BYTES // (4 * profile.vocabulary)))
+
+
+@dataclass(frozen=True)
+class _Rule:
+    profile: ModelProfile
+    layout: Layout
+    gpu_bytes: int
+    host_bytes: int
+    update: Update
+
+    def lean(self, micro_batch: int | None) -> _Choice:
+        """Everything streamed and recomputed; the largest micro-batch that leaves room, the plainest variant first."""
+        variants = [(Tier.GPU, 1), (Tier.HOST, 1), (Tier.HOST, 0)]
+        sizes = _halvings(self.profile.num_samples) if micro_batch is None else [micro_batch]
+        for inputs, spare in variants:
+            for size in sizes:
+                choice = _Choice(size, inputs, spare)
+                if self._fits(choice, LEAN_FRACTION):
+                    return choice
+        for inputs, spare in variants:
+            choice = _Choice(sizes[-1], inputs, spare)
+            if self._fits(choice, 1.0):
+                return choice
+        return self._last_resort(choice)
+
+    def _last_resort(self, leanest: _Choice) -> _Choice:
+        """Slots may cost more than the model itself: then everything on the GPU fits where the leanest stream does not."""
+        whole = replace(leanest, inputs=Tier.GPU, whole=frozenset(self._movable()))
+        if self._fits(whole, 1.0):
+            return whole
+        peak = self.peaks(leanest)
+        _require(Tier.GPU, peak.gpu_peak_bytes, self.gpu_bytes, peak.gpu_peak_at)
+        raise AssertionError("the leanest plan did not fit, and does")
+
+    def fill(self, lean: _Choice) -> _Choice:
+        movable = self._movable()
+        everything = replace(lean, inputs=Tier.GPU, whole=frozenset(movable))
+        if self._fits(everything, FILL_FRACTION):
+            choice = everything
+        else:
+            choice = self._most(lambda count: replace(lean, whole=frozenset(movable[:count])), len(movable))
+            rest = [block for block in movable if block not in choice.whole]
+            base = choice
+            choice = self._most(lambda count: replace(base, params=frozenset(rest[:count])), len(rest))
+        keepable = self._keepable()
+        filled = choice
+        return self._most(lambda count: replace(filled, keep=frozenset(keepable[:count])), len(keepable))
+
+    def _most(self, make: Callable[[int], _Choice], limit: int) -> _Choice:
+        """The largest count that fits. None at all is always right: it is what fitted before."""
+        low, high = 0, limit
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._fits(make(middle), FILL_FRACTION) else (low, middle - 1)
+        return make(low)
+
+    def _movable(self) -> list[int]:
+        """Called blocks in the order in which they become persistent: tiny ones, then as they run."""
+        chunks = chunks_by_block(self.layout, len(self.profile.blocks))
+        called = {call.block for call in self.profile.calls}
+        tiny_bytes = TINY_FRACTION * slot_bytes(self.layout)
+
+        def is_large(block: int) -> bool:
+            return sum(chunk.param_bytes for chunk in chunks[block] if chunk.block == block) >= tiny_bytes
+
+        blocks = [block.index for block in self.profile.blocks if not block.loose and block.index in called]
+        return sorted(blocks, key=is_large)
+
+    def _keepable(self) -> list[int]:
+        """From the back. A lazy head recomputes its logits anyway."""
+        blocks = {call.block for call in self.profile.calls if call.needs_backward}
+        return [block for block in sorted(blocks, reverse=True) if not self.profile.blocks[block].lazy_head]
+
+    def _fits(self, choice: _Choice, fraction: float) -> bool:
+        return self.peaks(choice).gpu_peak_bytes <= fraction * self.gpu_bytes
+
+    def peaks(self, choice: _Choice) -> Peaks:
+        return peaks(lower(self.profile, self.build(choice), Mode.TRAIN))
+
+    def build(self, choice: _Choice) -> Plan:
+        plan = Plan(
+            version=PLAN_VERSION,
+            fingerprint=self.profile.fingerprint,
+            num_samples=self.profile.num_samples,
+            micro_batch=choice.micro_batch,
+            update=self.update,
+            num_slots=0,
+            num_grad_slots=0,
+            loss_tile_tokens=loss_tile_tokens(self.profile, choice.micro_batch),
+            gpu_limit_bytes=self.gpu_bytes,
+            host_limit_bytes=self.host_bytes,
+            blocks=tuple(_block_plan(block, choice) for block in self.profile.blocks),
+            layout=self.layout,
+            forecast=Forecast(0, 0),
+            explanation="",
+        )
+        slots, grad_slots = widest_tick(plan, {call.block for call in self.profile.calls})
+        return replace(
+            plan,
+            num_slots=_with_spare(slots, choice.spare_slots),
+            num_grad_slots=_with_spare(grad_slots, choice.spare_slots),
+        )
+
+
+def _with_spare(widest: int, spare: int) -> int:
+    """A spare slot lets the next fetch run beside compute. Nothing streamed: no slots."""
+    return widest + spare if widest else 0
+
+
+def _block_plan(block: BlockSpec, choice: _Choice) -> BlockPlan:
+    whole = block.loose or block.index in choice.whole
+    keep = block.index in choice.keep
+    return BlockPlan(
+        name=block.name,
+        params=Tier.GPU if whole or block.index in choice.params else Tier.HOST,
+        states=Tier.GPU if whole else Tier.HOST,
+        activation=Activation.KEEP if keep else Activation.RECOMPUTE,
+        inputs=Tier.GPU if keep or block.loose else choice.inputs,
+    )
+
+
+def _halvings(num_samples: int) -> list[int]:
+    sizes = [num_samples]
+    while sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // 2))
+    return sizes
+
+
+def _require(tier: Tier, needed_bytes: int, limit_bytes: int, moment: str) -> None:
+    if needed_bytes <= limit_bytes:
+        return
+    remedy = "a smaller micro_batch or batch, or " if tier is Tier.GPU else "more GPU memory, or "
+    raise InfeasiblePlan(
+        f"the leanest plan does not fit the {tier}: it needs {needed_bytes} bytes ({format_bytes(needed_bytes)}), the "
+        f"limit is {limit_bytes} ({format_bytes(limit_bytes)}), {needed_bytes - limit_bytes} bytes "
+        f"({format_bytes(needed_bytes - limit_bytes)}) are missing; give it {remedy}a larger Limits({tier}=...)",
+        moment,
+        tier,
+        needed_bytes,
+    )

@@ -1,0 +1,145 @@
+"""A little executor with lanes of random speed: an independent witness for what the planner claims about any timing.
+
+It follows the rules of the real one (see runtime/executor.py) and nothing else: it knows nothing of Precedence."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass
+
+from hightide.ir.action import Action, Op, Schedule
+from hightide.ir.plan import Plan
+from hightide.ir.tier import ChunkKind, Lane
+from hightide.planner.place import grad_width
+
+
+@dataclass(frozen=True)
+class Done:
+    lane: Lane
+    id: str
+    ready: tuple[str, ...] = ()
+    ready_dues: tuple[int, ...] = ()
+
+
+class RandomLanes:
+    def __init__(self, plan: Plan, schedule: Schedule, seed: int) -> None:
+        self.plan = plan
+        self.schedule = schedule
+        self.slots: dict[tuple[ChunkKind, int], int] = {}  # (param or grad slots, slot) -> chunk
+        self.random = random.Random(seed)
+        self.done: set[str] = set()
+        self.issued: set[str] = set()
+        self.records: list[Done] = []
+        self.queues: dict[Lane, deque[Action]] = {lane: deque() for lane in (Lane.H2D, Lane.D2H, Lane.CPU)}
+        self.running: dict[Lane, tuple[Action, tuple[tuple[str, int], ...]]] = {}
+        self.gpu_bytes = self.gpu_peak_bytes = schedule.gpu_base_bytes
+        self.host_bytes = self.host_peak_bytes = schedule.host_base_bytes
+
+    def run(self) -> RandomLanes:
+        self._leave(-1)
+        compute = self.schedule.lane(Lane.COMPUTE)
+        for tick in self.schedule.ticks:
+            for action in compute:
+                if action.tick == tick.tick and action.op in (Op.CLEAR, Op.UPDATE):
+                    self._inline(action)
+            self._inline(tick)
+            self._leave(tick.tick)
+        while self._can_step():
+            self._step()
+        assert len(self.done) == len(self.schedule.actions), "left over at the end"
+        return self
+
+    def _leave(self, tick: int) -> None:
+        for action in self.schedule.lane(Lane.COMPUTE):
+            if action.op is Op.EVICT and action.opens == tick:
+                self._inline(action)
+        for lane, queue in self.queues.items():
+            for action in self.schedule.lane(lane):
+                if action.id in self.issued:
+                    continue
+                if action.opens > tick:
+                    break
+                self.issued.add(action.id)
+                queue.append(action)
+
+    def _inline(self, action: Action) -> None:
+        for _ in range(self.random.choice([0, 0, 1, 5])):
+            if self._can_step():
+                self._step()
+        while not set(action.after) <= self.done:
+            assert self._can_step(), f"{action.id} waits forever for {set(action.after) - self.done}"
+            self._step()
+        self._start(action)
+        self._end(action)
+        self.records.append(Done(Lane.COMPUTE, action.id))
+
+    def _can_step(self) -> bool:
+        return bool(self.running) or any(self._ready(lane) for lane in self.queues)
+
+    def _ready(self, lane: Lane) -> list[Action]:
+        if lane in self.running:
+            return []
+        queue = self.queues[lane]
+        candidates = list(queue)[:1] if lane is not Lane.CPU else list(queue)
+        return [action for action in candidates if set(action.after) <= self.done]
+
+    def _step(self) -> None:
+        """Either a lane begins an action, or one that runs comes to its end."""
+        moves = [lane for lane in self.queues if lane in self.running or self._ready(lane)]
+        lane = self.random.choice(moves)
+        if lane in self.running:
+            action, ready = self.running.pop(lane)
+            self._end(action)
+            ids = tuple(other.id for other in ready)
+            self.records.append(Done(lane, action.id, ids, tuple(other.tick for other in ready)))
+            return
+        ready_now = self._ready(lane)
+        action = min(ready_now, key=lambda action: action.tick)
+        self.queues[lane].remove(action)
+        self.running[lane] = (action, ready_now)
+        self._start(action)
+
+    def _start(self, action: Action) -> None:
+        self.gpu_bytes += action.gpu_takes
+        self.host_bytes += action.host_takes
+        self.gpu_peak_bytes = max(self.gpu_peak_bytes, self.gpu_bytes + action.gpu_transient)
+        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
+        if action.op in (Op.FETCH, Op.CLEAR):
+            for place in self._window(action):
+                assert place not in self.slots, f"{action.id} overwrites chunk {self.slots[place]}"
+                self.slots[place] = action.chunk
+        if action.block is not None and action.op in (Op.FORWARD, Op.BACKWARD):
+            self._check_residents(action)
+
+    def _end(self, action: Action) -> None:
+        self.gpu_bytes -= action.gpu_gives
+        self.host_bytes -= action.host_gives
+        if action.op in (Op.EVICT, Op.WRITE_BACK):
+            held = [place for place, chunk in self.slots.items() if place[0] is action.kind and chunk == action.chunk]
+            assert held, f"{action.id}: not there"
+            for place in held:
+                del self.slots[place]
+        self.done.add(action.id)
+
+    def _window(self, action: Action) -> list[tuple[ChunkKind, int]]:
+        assert action.target is not None and action.chunk is not None and action.kind is not None
+        if action.target.slot is None:
+            return []
+        layout, chunk = self.plan.layout, self.plan.layout.chunks[action.chunk]
+        width = layout.num_slots(chunk) if action.kind is ChunkKind.PARAM else grad_width(layout, chunk)
+        return [(action.kind, action.target.slot + step) for step in range(width)]
+
+    def _check_residents(self, tick: Action) -> None:
+        """Reads are whole: the chunk stands in a slot and nothing is still on its way into it."""
+        arriving = {(action.kind, action.chunk) for action, _ in self.running.values() if action.op is Op.FETCH}
+        for chunk in self.plan.layout.chunks:
+            if tick.block not in chunk.users:
+                continue
+            owner = self.plan.blocks[chunk.block]
+            if owner.params != "gpu":
+                assert chunk.index in [c for (kind, _), c in self.slots.items() if kind is ChunkKind.PARAM], tick.id
+            if owner.states != "gpu" and tick.op is Op.BACKWARD and chunk.trainable_numel:
+                assert chunk.index in [c for (kind, _), c in self.slots.items() if kind is ChunkKind.GRAD], tick.id
+                assert (ChunkKind.GRAD, chunk.index) not in arriving
+            assert (ChunkKind.PARAM, chunk.index) not in arriving

@@ -1,0 +1,62 @@
+from dataclasses import replace
+
+from unit.planner.profiles import plan_with, stack
+
+from hightide.ir.action import Mode
+from hightide.ir.plan import Activation, Update
+from hightide.ir.tier import Tier
+from hightide.planner.explain import explain
+from hightide.planner.lower import lower
+from hightide.planner.memory import peaks
+
+
+def text_of(profile, plan):
+    return explain(profile, plan, {Mode.TRAIN: lower(profile, plan, Mode.TRAIN)})
+
+
+def test_equal_consecutive_blocks_are_one_row():
+    profile = stack(12)
+    plan = plan_with(profile)
+    blocks = tuple(
+        replace(b, params=Tier.GPU, states=Tier.GPU, activation=Activation.KEEP) if 0 < i < 5 else b
+        for i, b in enumerate(plan.blocks)
+    )
+    rows = text_of(profile, replace(plan, blocks=blocks)).splitlines()
+    table = [row.split() for row in rows[rows.index(next(r for r in rows if r.startswith("block"))) + 1 :]][:3]
+    assert table == [
+        ["embed", "host", "host", "recompute", "gpu"],
+        ["layers.0", "..", "layers.3", "(4)", "gpu", "gpu", "keep", "gpu"],
+        ["layers.4", "..", "head", "(10)", "host", "host", "recompute", "gpu"],
+    ]
+
+
+def test_it_says_whether_it_fits_and_by_how_much():
+    profile = stack()
+    plan = plan_with(profile)
+    peak = peaks(lower(profile, plan, Mode.TRAIN))
+    fits = replace(plan, gpu_limit_bytes=peak.gpu_peak_bytes + 1024, host_limit_bytes=peak.host_peak_bytes)
+    assert text_of(profile, fits).startswith("fits the limits\n") and "1.0 KiB free" in text_of(profile, fits)
+    tight = replace(fits, gpu_limit_bytes=peak.gpu_peak_bytes - 512)
+    assert text_of(profile, tight).startswith("DOES NOT FIT") and "512 B TOO MUCH" in text_of(profile, tight)
+
+
+def test_precision_timing_traffic_and_micro_batches_are_stated():
+    profile = stack(2, dtype="bfloat16")
+    text = text_of(profile, plan_with(profile, update=Update.IN_BACKWARD))
+    for words in (
+        "parameters bfloat16; gradients summed in float32",
+        "2 moments in float32; float32 master copies of bfloat16",
+        "update: in_backward",
+        "6 samples in 3 micro-batches of up to 2",
+        "1 calls run unsplit: integer inputs only",
+        "traffic per step:",
+    ):
+        assert words in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_long_names_do_not_break_the_columns():
+    profile = stack(2)
+    plan = plan_with(profile)
+    named = replace(plan, blocks=tuple(replace(b, name="a.very.long.module.path." * 4 + b.name) for b in plan.blocks))
+    assert max(map(len, text_of(profile, named).splitlines())) <= 80
