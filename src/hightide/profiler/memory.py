@@ -1,0 +1,160 @@
+"""How much memory one call of a block needs, metered while it runs on tensors without values.
+
+[Note: two sizes are enough]
+Every tensor's bytes are affine in the number of samples, so a peak is the largest of several affine functions: convex.
+A line through the smallest and the largest micro-batch is therefore never below it in between, and exact at both ends.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hightide.ir.block import Affine
+from hightide.ir.split import Split
+from hightide.profiler.probe import Record
+from hightide.profiler.split import flatten, narrow, tensors, unflatten
+from hightide.stores.meter import AllocationMeter
+
+
+@dataclass(frozen=True)
+class MeteredBytes:
+    """Of one run of a block on one micro-batch. Inputs, parameters and their gradients are never counted."""
+
+    outputs: int
+    forward_peak: int  # without graph, with the outputs
+    kept: int  # by the graph, after the outputs are gone
+    backward_peak: int  # of forward with graph, then backward: with outputs and the gradients of inputs
+
+
+@dataclass(frozen=True)
+class CallMemory:
+    """The memory of one call as in ir.block.CallSpec."""
+
+    forward_peak: Affine
+    kept: Affine
+    backward_peak: Affine
+
+
+class MemoryProbe:
+    """Measures calls; equal calls of equal blocks once."""
+
+    def __init__(self) -> None:
+        self._measured: dict[Any, CallMemory] = {}
+
+    def measure(self, module: nn.Module, split: Split, one: Record, two: Record | None, num_samples: int) -> CallMemory:
+        """`one` and `two` are the same call with num_samples and with one more. To be called with fake parameters."""
+        key = (_identity(module), split, num_samples, _leaves_key(one.leaves), two is None)
+        if key not in self._measured:
+            try:
+                if split.splittable and two is not None:
+                    self._measured[key] = _measure_split(module, split, two, num_samples)
+                else:
+                    self._measured[key] = _measure_whole(module, one, two, num_samples)
+            except Exception as error:  # code that asks for values, or an operation that has no fake version
+                self._measured[key] = CallMemory(Affine(), Affine(), Affine())
+                warnings.warn(
+                    f"the memory of {type(module).__name__} could not be measured ({type(error).__name__}: {error}); "
+                    "the plan takes its activations for 0 bytes: leave room for them in the limits",
+                    stacklevel=2,
+                )
+        return self._measured[key]
+
+
+def _measure_split(module: nn.Module, split: Split, record: Record, num_samples: int) -> CallMemory:
+    large = max(num_samples, 2)
+    low, high = (meter_call(module, _micro_batch(record, split, size), record) for size in (1, large))
+    return _between(1, low, large, high)
+
+
+def _measure_whole(module: nn.Module, one: Record, two: Record | None, num_samples: int) -> CallMemory:
+    low = meter_call(module, one.leaves, one)
+    if two is None:
+        high, size = low, num_samples
+    else:
+        high, size = meter_call(module, two.leaves, two), num_samples + 1
+    return _between(num_samples, low, size, high)
+
+
+def _between(low: int, at_low: MeteredBytes, high: int, at_high: MeteredBytes) -> CallMemory:
+    return CallMemory(
+        forward_peak=_line(low, at_low.forward_peak - at_low.outputs, high, at_high.forward_peak - at_high.outputs),
+        kept=_line(low, at_low.kept, high, at_high.kept),
+        backward_peak=_line(low, at_low.backward_peak, high, at_high.backward_peak),
+    )
+
+
+def _line(low: int, at_low: int, high: int, at_high: int) -> Affine:
+    """The line through two points, rounded up; through the origin, if there is only one or it would fall below it."""
+    per_sample = -(-(at_high - at_low) // (high - low)) if high > low else -1
+    if per_sample < 0 or at_low < per_sample * low:
+        return Affine(0, max(-(-at_low // low), -(-at_high // high)))
+    return Affine(at_low - per_sample * low, per_sample)
+
+
+def _micro_batch(record: Record, split: Split, num_samples: int) -> list[Any]:
+    dims = iter(split.inputs)
+    return [
+        narrow(leaf, next(dims), 0, num_samples) if isinstance(leaf, torch.Tensor) else leaf for leaf in record.leaves
+    ]
+
+
+def meter_call(module: nn.Module, leaves: Sequence[Any], record: Record) -> MeteredBytes:
+    """Runs one call forward without graph, forward with graph, and backward, and reads the meter."""
+    args, kwargs = unflatten([_detached(leaf, record.mutated) for leaf in leaves], record.tree)
+    with torch.no_grad(), AllocationMeter() as meter:
+        results = tensors(flatten(module.forward(*args, **kwargs))[0])
+        outputs, forward_peak = meter.live_bytes, meter.peak_bytes
+    shapes = [torch.empty_like(result) for result in results]
+    del results
+    for param in module.parameters():
+        if param.requires_grad and param.grad is None:
+            param.grad = torch.empty_like(param)  # gradients are added in place
+    kept = _meter_kept(module, args, kwargs)
+    backward_peak = _meter_backward(module, args, kwargs, shapes)
+    return MeteredBytes(outputs, forward_peak, kept, backward_peak)
+
+
+def _meter_kept(module: nn.Module, args: Any, kwargs: Any) -> int:
+    with torch.enable_grad(), AllocationMeter() as meter:
+        results = tensors(flatten(module.forward(*args, **kwargs))[0])
+        graph = [result.grad_fn for result in results]
+        del results
+        kept = meter.live_bytes
+        del graph
+    return kept
+
+
+def _meter_backward(module: nn.Module, args: Any, kwargs: Any, gradients: list[torch.Tensor]) -> int:
+    with torch.enable_grad(), AllocationMeter() as meter:
+        results = tensors(flatten(module.forward(*args, **kwargs))[0])
+        roots = [(r, g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
+        if not roots:
+            return 0
+        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        return meter.peak_bytes
+
+
+def _detached(leaf: Any, mutated: bool) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    alone = leaf.detach().requires_grad_(leaf.requires_grad)
+    with torch.enable_grad():
+        return alone.clone() if mutated else alone  # autograd forbids to change a leaf in place, not its clone
+
+
+def _identity(module: nn.Module) -> tuple[Any, ...]:
+    params = tuple((name, param.shape, param.dtype, param.requires_grad) for name, param in module.named_parameters())
+    return type(module), module.training, repr(module), params
+
+
+def _leaves_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(
+        (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else type(leaf)
+        for leaf in leaves
+    )

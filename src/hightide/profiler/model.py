@@ -1,0 +1,193 @@
+"""Everything that planning must know about a model and its batch: parameters, blocks, calls and their bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from hightide.ir.block import DTYPE_BYTES, BlockSpec, CallSpec, ModelProfile, ParamSpec
+from hightide.profiler.blocks import FoundBlocks, find_blocks, first_names
+from hightide.profiler.fake import fake_parameters
+from hightide.profiler.memory import CallMemory, MemoryProbe
+from hightide.profiler.probe import ProbedCall, ProbeResult, Recording, compare, pair_records, record_runs
+from hightide.profiler.split import Batch, batch_size, call_arguments, flatten_call, tensors
+
+Runs = tuple[Recording, Recording]  # with B and with B + 1 samples
+MAX_PROBES = 4  # each one more finds parameters to be loose, which may free others of their block
+
+
+def profile_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Batch
+) -> tuple[ModelProfile, ProbeResult]:
+    """The profile, and what the runtime needs of the probe. Blocks have the same indices in both: by first call."""
+    num_samples = batch_size(batch)
+    params = param_specs(model, optimizer)
+    with fake_parameters(model):
+        found, probed, runs = _probe_until_settled(model, batch)
+        memories = _measure(probed, runs)
+    if probed.failure:
+        warnings.warn(
+            f"the model could not be probed ({probed.failure}): its blocks run all {num_samples} samples "
+            "at once, which takes more memory; results are the same",
+            stacklevel=2,
+        )
+    head = _find_lazy_head(model, probed)
+    blocks = _block_specs(model, found, probed, head)
+    calls = tuple(_call_spec(call, memory) for call, memory in zip(probed.calls, memories, strict=True))
+    head_call = next((call for call in probed.calls if call.block == head), None)
+    profile = ModelProfile(
+        fingerprint=fingerprint(params, blocks),
+        num_samples=num_samples,
+        tokens_per_sample=prod(head_call.input_shapes[0][:-1]) // num_samples if head_call else 1,
+        batch_bytes=_bytes(tensors(flatten_call(*call_arguments(batch))[0])),
+        buffer_bytes=_bytes(list(model.buffers())),
+        params=params,
+        blocks=blocks,
+        calls=calls,
+        vocabulary=head_call.output_shapes[0][-1] if head_call else 0,
+    )
+    return profile, probed
+
+
+def param_specs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[ParamSpec, ...]:
+    names: dict[int, list[str]] = {}
+    objects: dict[int, nn.Parameter] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+        objects[id(param)] = param
+    if not objects:
+        raise ValueError("the model has 0 parameters; there is nothing to train")
+    groups = _groups(optimizer, objects)
+    specs = []
+    for key, param in objects.items():
+        dtype = str(param.dtype).removeprefix("torch.")
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(
+                f"parameter {names[key][0]!r} has the unsupported dtype {dtype}; convert it to one of "
+                f"{', '.join(DTYPE_BYTES)} with model.to(...), or make it a buffer"
+            )
+        group = groups.get(key) if param.requires_grad else None
+        specs.append(ParamSpec(tuple(names[key]), tuple(param.shape), dtype, param.requires_grad, group))
+    return tuple(specs)
+
+
+def fingerprint(params: tuple[ParamSpec, ...], blocks: tuple[BlockSpec, ...]) -> str:
+    facts = [[spec.names, spec.shape, spec.dtype, spec.trainable, spec.group] for spec in params]
+    text = json.dumps([facts, [block.name for block in blocks]])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _groups(optimizer: torch.optim.Optimizer | None, objects: dict[int, nn.Parameter]) -> dict[int, int]:
+    if optimizer is None:
+        return {}
+    groups = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    foreign = sum(key not in objects for key in groups)
+    if foreign:
+        raise ValueError(
+            f"{foreign} of the optimizer's {len(groups)} parameters are not among the model's {len(objects)}; make the "
+            "optimizer from model.parameters() of the very model that is passed, after any copy or conversion of it"
+        )
+    return groups
+
+
+def _probe_until_settled(model: nn.Module, batch: Batch) -> tuple[FoundBlocks, ProbeResult, Runs]:
+    """Parameters seen outside of their blocks become loose, which may change what the blocks are: then probes again."""
+    found = find_blocks(model)
+    for _ in range(MAX_PROBES):
+        runs = record_runs(model, found.blocks, batch)
+        probed = compare(found.blocks, *runs)
+        more = probed.loose - set(found.loose)
+        if not more:
+            break
+        found = found.without(model, more)
+    else:
+        runs = record_runs(model, found.blocks, batch)
+        probed = compare(found.blocks, *runs)
+    order = _order_of_first_call(probed)
+    found = FoundBlocks(tuple(found.blocks[old] for old in order), found.loose)
+    return found, _reordered(probed, order), _reordered_runs(runs, order)
+
+
+def _order_of_first_call(probed: ProbeResult) -> list[int]:
+    """Old indices of blocks: called ones in order of their first call, then the others."""
+    return list(dict.fromkeys([*(call.block for call in probed.calls), *range(len(probed.blocks))]))
+
+
+def _reordered(probed: ProbeResult, order: list[int]) -> ProbeResult:
+    return replace(
+        probed,
+        blocks=tuple(probed.blocks[old] for old in order),
+        calls=tuple(replace(call, block=order.index(call.block)) for call in probed.calls),
+        uses={new: probed.uses.get(old, ()) for new, old in enumerate(order)},
+    )
+
+
+def _reordered_runs(runs: Runs, order: list[int]) -> Runs:
+    for run in runs:
+        for record in run.records:
+            record.block = order.index(record.block)
+    return runs
+
+
+def _measure(probed: ProbeResult, runs: Runs) -> list[CallMemory]:
+    memory = MemoryProbe()
+    return [
+        memory.measure(probed.blocks[call.block].module, call.split, one, two, probed.num_samples)
+        for call, (one, two) in zip(probed.calls, pair_records(*runs), strict=True)
+    ]
+
+
+def _call_spec(call: ProbedCall, memory: CallMemory) -> CallSpec:
+    return CallSpec(
+        block=call.block,
+        needs_backward=call.needs_backward,
+        splittable=call.split.splittable,
+        note=call.split.note,
+        new_inputs=call.new_inputs,
+        saved_inputs=call.saved_inputs,
+        outputs=call.outputs,
+        forward_peak=memory.forward_peak,
+        kept=memory.kept,
+        backward_peak=memory.backward_peak,
+        input_grads=call.input_grads,
+    )
+
+
+def _block_specs(model: nn.Module, found: FoundBlocks, probed: ProbeResult, head: int | None) -> tuple[BlockSpec, ...]:
+    names = first_names(model)
+    specs = []
+    for index, block in enumerate(found.blocks):
+        held = dict.fromkeys(names[id(param)] for param in block.module.parameters())
+        used_first = dict.fromkeys([*probed.uses.get(index, ()), *held])
+        params = tuple(name for name in used_first if name not in found.loose)
+        specs.append(BlockSpec(index, block.name, type(block.module).__name__, params, lazy_head=index == head))
+    if found.loose:
+        specs.append(BlockSpec(len(specs), "", "loose", found.loose, loose=True))
+    return tuple(specs)
+
+
+def _find_lazy_head(model: nn.Module, probed: ProbeResult) -> int | None:
+    """The output embedding of a language model, if it is a block that is called once."""
+    get = getattr(model, "get_output_embeddings", None)
+    module = get() if callable(get) else None
+    if not isinstance(module, nn.Linear):
+        return None
+    config: Any = getattr(model, "config", None)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text_config, "vocab_size", None) != module.out_features:
+        return None
+    for index, block in enumerate(probed.blocks):
+        if block.module is module and sum(call.block == index for call in probed.calls) == 1:
+            return index
+    return None
+
+
+def _bytes(values: list[torch.Tensor]) -> int:
+    return sum(value.numel() * value.element_size() for value in {id(value): value for value in values}.values())

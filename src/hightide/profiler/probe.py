@@ -1,0 +1,456 @@
+"""Two runs of a model without values, with B and B + 1 samples: the calls of its blocks, and how each divides.
+
+[Note: what the two runs tell]
+A dimension of size rows * B in the first run and rows * (B + 1) in the second carries the batch; one that stays does
+not. The samples are the user's own, so that paths which depend on data (a mask for padded batches only) are the real
+ones; the extra sample repeats the last one. Tensors are followed by storage, which tells inputs that an earlier call
+made or got from those that the model's code made in between. A dispatch mode watches for parameters used while no block
+that holds them is running: these must be loose.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hightide.ir.block import Affine
+from hightide.ir.split import BatchDim, Split
+from hightide.profiler.blocks import FoundBlock, first_names
+from hightide.profiler.fake import fake_parameters
+from hightide.profiler.split import (
+    Batch,
+    Tree,
+    batch_size,
+    call_arguments,
+    flatten,
+    flatten_call,
+    signature_of,
+    tensors,
+)
+
+Forward = Callable[..., object]  # called like the model
+
+NOT_PROBED = "this way of calling the block was not probed"
+
+
+@dataclass(frozen=True)
+class ProbedCall:
+    """One call of a block in one forward. Bytes are those of the whole batch; shapes are those of the example batch."""
+
+    block: int  # index into ProbeResult.blocks
+    split: Split
+    needs_backward: bool
+    input_shapes: tuple[tuple[int, ...], ...]  # per tensor leaf, as in `split`
+    output_shapes: tuple[tuple[int, ...], ...]
+    new_inputs: Affine
+    saved_inputs: Affine
+    outputs: Affine
+    input_grads: Affine
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    num_samples: int
+    blocks: tuple[FoundBlock, ...]
+    calls: tuple[ProbedCall, ...]  # in execution order; only the part before the failure, if there was one
+    uses: Mapping[int, tuple[str, ...]]  # per block: keys of the parameters that its calls used, in order of first use
+    loose: frozenset[str]  # keys of parameters used outside of the calls of their blocks
+    failure: str  # why the model could not be probed to its end; "" if it could
+
+    def split(self, block: int, signature: str) -> Split:
+        """How a call divides. A block that was not called this way learns from one that is built the same."""
+        module = self.blocks[block].module
+        found = [call for call in self.calls if call.split.signature == signature]
+        for call in sorted(found, key=lambda call: call.block != block):
+            if call.block == block or _look_alike(self.blocks[call.block].module, module):
+                return call.split
+        return Split(signature, (), (), note=NOT_PROBED)
+
+
+@dataclass
+class Record:
+    """One call as it happened in one run. Holds the tensors, so that no storage is mistaken for another."""
+
+    block: int
+    leaves: list[Any]  # of the arguments
+    tree: Tree
+    signature: str
+    versions: list[int]
+    results: list[Any] = field(default_factory=list)
+    mutated: bool = False
+    finished: bool = False
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        return tensors(self.leaves)
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        return tensors(self.results)
+
+
+@dataclass
+class Recording:
+    """One run of the model."""
+
+    num_samples: int
+    records: list[Record]  # finished calls
+    known: list[torch.Tensor]  # batch, parameters and buffers: not made by the model's code
+    uses: dict[int, tuple[str, ...]]
+    loose: frozenset[str]
+    failure: str
+
+
+def probe(
+    model: nn.Module, blocks: Sequence[FoundBlock], batch: Batch, *, forward: Forward | None = None
+) -> ProbeResult:
+    """Runs the model twice without values and tells what its blocks do. Leaves the model as it was, whatever happens.
+
+    `forward` is called in the model's place (a wrapped model passes its plain forward).
+    """
+    with fake_parameters(model):
+        first, second = record_runs(model, blocks, batch, forward)
+        return compare(blocks, first, second)
+
+
+def record_runs(
+    model: nn.Module, blocks: Sequence[FoundBlock], batch: Batch, forward: Forward | None = None
+) -> tuple[Recording, Recording]:
+    """The two runs. To be called with fake parameters."""
+    num_samples = batch_size(batch)
+    with _rng_kept() as rewind, no_cache(model) as cache_kwargs, torch.enable_grad():
+        runs = []
+        for extra in (0, 1):
+            rewind()
+            args, kwargs = call_arguments(_resized(batch, num_samples, extra))
+            recorder = _Recorder(model, blocks, num_samples + extra)
+            runs.append(recorder.run(forward or model, args, kwargs | cache_kwargs))
+    return runs[0], runs[1]
+
+
+def compare(blocks: Sequence[FoundBlock], first: Recording, second: Recording) -> ProbeResult:
+    """What the two runs tell; see [Note: what the two runs tell]."""
+    failure = first.failure or second.failure
+    sizes = _sizes(first) | _sizes(second)
+    fit = _Fit(first.num_samples)
+    calls = []
+    for one, two in pair_records(first, second):
+        split = _learn_split(blocks[one.block].module, one, two, first.num_samples)
+        if failure and split.splittable:
+            split = replace(split, note=f"the probe of the model failed ({failure})")
+        larger = sizes[id(two)] if two else _Sizes()
+        call = ProbedCall(
+            block=one.block,
+            split=split,
+            needs_backward=any(tensor.requires_grad for tensor in one.outputs),
+            input_shapes=_shapes(one.inputs),
+            output_shapes=_shapes(one.outputs),
+            new_inputs=fit(sizes[id(one)].new_inputs, larger.new_inputs),
+            saved_inputs=fit(sizes[id(one)].saved_inputs, larger.saved_inputs),
+            outputs=fit(sizes[id(one)].outputs, larger.outputs),
+            input_grads=fit(sizes[id(one)].saved_inputs, larger.saved_inputs),
+        )
+        calls.append(call)
+    loose = first.loose | second.loose
+    return ProbeResult(first.num_samples, tuple(blocks), _agreed(calls), first.uses, loose, failure)
+
+
+def pair_records(first: Recording, second: Recording) -> Iterator[tuple[Record, Record | None]]:
+    """Each call of the first run with the same call of the second: the n-th of a block with a signature."""
+    partners = dict(zip(_occurrences(second.records), second.records, strict=True))
+    for occurrence, record in zip(_occurrences(first.records), first.records, strict=True):
+        yield record, partners.get(occurrence)
+
+
+def _occurrences(records: list[Record]) -> Iterator[tuple[int, str, int]]:
+    count: Counter[tuple[int, str]] = Counter()
+    for record in records:
+        count[record.block, record.signature] += 1
+        yield record.block, record.signature, count[record.block, record.signature]
+
+
+@contextmanager
+def no_cache(model: nn.Module) -> Iterator[dict[str, bool]]:
+    """Switches off the key-value caches of transformers models; yields what else must be passed to the model's call."""
+    changed = []
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", None) is True:
+            changed.append(config)
+            config.use_cache = False
+    try:
+        accepts = "use_cache" in inspect.signature(model.forward).parameters
+        yield {"use_cache": False} if accepts else {}
+    finally:
+        for config in changed:
+            config.use_cache = True
+
+
+class _Recorder:
+    """Hooks on the blocks that write down their calls."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[FoundBlock], num_samples: int) -> None:
+        self._model = model
+        self._blocks = blocks
+        self._num_samples = num_samples
+        self._records: list[Record] = []
+        self._running: list[Record] = []
+
+    def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+        known = [*tensors(flatten_call(args, kwargs)[0]), *self._model.parameters(), *self._model.buffers()]
+        watch = _ParameterWatch(self._model, self._blocks, self._running)
+        failure = ""
+        with ExitStack() as stack:
+            for index, block in enumerate(self._blocks):
+                # Last before forward and first after it: we see what forward itself gets and returns.
+                enter = block.module.register_forward_pre_hook(self._enter(index), with_kwargs=True)
+                leave = block.module.register_forward_hook(self._leave, with_kwargs=True, prepend=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            stack.enter_context(watch)
+            try:
+                forward(*args, **kwargs)
+            except Exception as error:  # whatever the model raises without values: the caller falls back
+                failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        finished = [record for record in self._records if record.finished]
+        uses = {block: tuple(names) for block, names in watch.uses.items()}
+        return Recording(self._num_samples, finished, known, uses, frozenset(watch.loose), failure)
+
+    def _enter(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            leaves, tree = flatten_call(args, kwargs)
+            record = Record(index, leaves, tree, signature_of(leaves, tree), [t._version for t in tensors(leaves)])
+            self._records.append(record)
+            self._running.append(record)
+
+        return hook
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        record = self._running.pop()
+        record.results = flatten(result)[0]
+        record.mutated = record.versions != [tensor._version for tensor in record.inputs]
+        record.finished = True
+
+
+class _ParameterWatch(TorchDispatchMode):
+    """Sees which parameters operations use, inside and outside of the blocks that hold them."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[FoundBlock], running: list[Record]) -> None:
+        super().__init__()
+        self.uses: dict[int, dict[str, None]] = {}
+        self.loose: set[str] = set()
+        self._running = running
+        names = first_names(model)
+        self._names = {_storage(param): names[id(param)] for param in model.parameters()}
+        self._owners: dict[str, set[int]] = {}
+        for index, block in enumerate(blocks):
+            for param in block.module.parameters():
+                self._owners.setdefault(names[id(param)], set()).add(index)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.arg_tree_leaves(*args, **(kwargs or {})):
+            if isinstance(leaf, torch.Tensor):
+                self._see(self._names.get(_storage(leaf)))
+        return func(*args, **(kwargs or {}))
+
+    def _see(self, name: str | None) -> None:
+        if name is None:
+            return
+        owners = self._owners.get(name, set())
+        users = [record.block for record in self._running if record.block in owners]
+        for block in users:
+            self.uses.setdefault(block, {})[name] = None
+        if not users:
+            self.loose.add(name)
+
+
+def _learn_split(module: nn.Module, one: Record, two: Record | None, num_samples: int) -> Split:
+    if two is None:
+        return Split(one.signature, (), (), note="the calls of the block depend on the batch size")
+    try:
+        inputs = tuple(_batch_dims("input", one.inputs, two.inputs, num_samples))
+        outputs = tuple(_batch_dims("output", one.outputs, two.outputs, num_samples))
+    except _NotSplittable as reason:
+        return Split(one.signature, (), (), note=str(reason))
+    return Split(one.signature, inputs, outputs, note=_obstacle(module, two, inputs, outputs))
+
+
+class _NotSplittable(Exception):
+    pass
+
+
+def _batch_dims(
+    what: str, one: list[torch.Tensor], two: list[torch.Tensor], num_samples: int
+) -> Iterator[BatchDim | None]:
+    if len(one) != len(two):
+        raise _NotSplittable(f"the number of {what} tensors depends on the batch size ({len(one)} and {len(two)})")
+    for index, (a, b) in enumerate(zip(one, two, strict=True)):
+        changed = [dim for dim in range(a.ndim) if a.shape[dim] != b.shape[dim]]
+        if not changed:
+            yield None
+            continue
+        rows, rest = divmod(a.shape[changed[0]], num_samples)
+        if len(changed) > 1 or rest or b.shape[changed[0]] != rows * (num_samples + 1):
+            raise _NotSplittable(
+                f"{what} {index} has shape {tuple(a.shape)} for {num_samples} samples and {tuple(b.shape)} for "
+                f"{num_samples + 1}: not one dimension in proportion"
+            )
+        yield BatchDim(changed[0], rows)
+
+
+def _obstacle(
+    module: nn.Module, record: Record, inputs: tuple[BatchDim | None, ...], outputs: tuple[BatchDim | None, ...]
+) -> str:
+    """Why a call must see the whole batch at once; "" if it need not."""
+    if record.inputs and not any(tensor.is_floating_point() for tensor in record.inputs):
+        return "only integer inputs: split, it would write a dense gradient for each micro-batch"
+    if not any(inputs):
+        return "no input carries the batch"
+    if not any(outputs):
+        return "no output carries the batch"
+    if record.mutated:
+        return "it changes an input in place"
+    if any(isinstance(part, _BatchNorm) and (part.training or part.running_mean is None) for part in module.modules()):
+        return "batch normalisation needs the statistics of the whole batch"
+    sources = [tensor for tensor, dim in zip(record.inputs, inputs, strict=True) if dim]
+    for index, (tensor, dim) in enumerate(zip(record.outputs, outputs, strict=True)):
+        if dim is None and _depends_on(tensor, sources):
+            return f"output {index} has no batch dimension but is computed from the batch (an auxiliary loss?)"
+    return ""
+
+
+def _depends_on(result: torch.Tensor, sources: list[torch.Tensor]) -> bool:
+    """Whether autograd leads from a result to one of the sources. Tensors that need no gradient cannot be told."""
+    goals = {tensor.grad_fn for tensor in sources if tensor.grad_fn is not None}
+    leaves = {id(tensor) for tensor in sources if tensor.requires_grad and tensor.grad_fn is None}
+    todo, seen = [result.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        if node in goals or id(getattr(node, "variable", None)) in leaves:
+            return True
+        seen.add(node)
+        todo.extend(parent for parent, _ in node.next_functions)
+    return False
+
+
+def _agreed(calls: list[ProbedCall]) -> tuple[ProbedCall, ...]:
+    """Calls of one block with one signature must divide in one way: at run time nothing else tells them apart."""
+    splits: dict[tuple[int, str], set[Split]] = {}
+    for call in calls:
+        splits.setdefault((call.block, call.split.signature), set()).add(call.split)
+    agreed = []
+    for call in calls:
+        if len(splits[call.block, call.split.signature]) > 1:
+            note = call.split.note or "calls with the same signature differ in which tensors carry the batch"
+            call = replace(call, split=Split(call.split.signature, (), (), note=note))
+        agreed.append(call)
+    return tuple(agreed)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Bytes as a function of the number of samples, from those of the two runs."""
+
+    num_samples: int
+
+    def __call__(self, first: int, second: int) -> Affine:
+        per_sample = second - first
+        if per_sample < 0 or per_sample * self.num_samples > first:  # also where the second run lacks the call
+            return Affine(0, -(-first // self.num_samples))
+        return Affine(first - per_sample * self.num_samples, per_sample)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes of one call in one run. -1: there was none."""
+
+    new_inputs: int = -1
+    saved_inputs: int = -1
+    outputs: int = -1
+
+
+def _sizes(run: Recording) -> dict[int, _Sizes]:
+    return {
+        id(record): _Sizes(new_inputs, _grad_bytes(record.inputs), _total_bytes(record.outputs))
+        for record, new_inputs in zip(run.records, _new_input_bytes(run), strict=True)
+    }
+
+
+def _new_input_bytes(run: Recording) -> Iterator[int]:
+    """Per call: bytes of input storages that are not the batch's, nor a parameter's, nor known from an earlier call."""
+    seen = {_storage(tensor) for tensor in run.known}
+    for record in run.records:
+        total = 0
+        for tensor in record.inputs:
+            if _storage(tensor) not in seen:
+                seen.add(_storage(tensor))
+                total += tensor.untyped_storage().nbytes()
+        seen.update(_storage(tensor) for tensor in record.outputs)
+        yield total
+
+
+def _grad_bytes(inputs: list[torch.Tensor]) -> int:
+    return _total_bytes([tensor for tensor in inputs if tensor.requires_grad])
+
+
+def _total_bytes(values: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in {id(value): value for value in values}.values())
+
+
+def _shapes(values: list[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(value.shape) for value in values)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _look_alike(one: nn.Module, two: nn.Module) -> bool:
+    if type(one) is not type(two):
+        return False
+    return [(name, param.shape) for name, param in one.named_parameters()] == [
+        (name, param.shape) for name, param in two.named_parameters()
+    ]
+
+
+def _resized(batch: Batch, num_samples: int, extra: int) -> Any:
+    """A copy of the batch on the CPU whose last sample is there `extra` times more."""
+
+    def resize(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        copy = leaf.detach().to("cpu", copy=True)
+        if copy.ndim > 0:
+            copy = torch.cat([copy, *[copy[-1:]] * extra])
+        return copy.requires_grad_(leaf.requires_grad)
+
+    plain = dict(batch) if isinstance(batch, Mapping) else batch  # a transformers BatchEncoding is a leaf to pytree
+    return pytree.tree_map(resize, plain)
+
+
+@contextmanager
+def _rng_kept() -> Iterator[Callable[[], None]]:
+    """Keeps the state of random numbers; yields a function that goes back to it, so that both runs draw the same."""
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+
+    def rewind() -> None:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+
+    try:
+        yield rewind
+    finally:
+        rewind()

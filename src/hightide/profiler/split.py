@@ -1,0 +1,164 @@
+"""Arguments and results of a call as flat lists of leaves, and how to take a micro-batch out of them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from hightide.ir.split import BatchDim
+
+Batch = (
+    Mapping[str, Any] | Sequence[Any] | torch.Tensor
+)  # keyword arguments, positional arguments, or the only argument
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """The structure that `flatten` took off: what torch's pytree knows, and plain dataclasses, which it does not."""
+
+    spec: pytree.TreeSpec
+    records: Mapping[int, tuple[Any, Tree]]  # dataclass objects, by their position among the leaves of `spec`
+    num_leaves: int
+
+    def __str__(self) -> str:
+        inner = "".join(f"@{at}:{type(value).__qualname__}{tree}" for at, (value, tree) in self.records.items())
+        return _spec_text(self.spec) + inner
+
+
+def flatten(value: Any) -> tuple[list[Any], Tree]:
+    """Leaves of nested lists, tuples, mappings, model outputs and dataclasses that hold tensors. All else is a leaf."""
+    outer, spec = pytree.tree_flatten(value)
+    leaves: list[Any] = []
+    records: dict[int, tuple[Any, Tree]] = {}
+    for position, leaf in enumerate(outer):
+        if _is_record(leaf):
+            inner, tree = flatten({field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)})
+            if any(isinstance(entry, torch.Tensor) for entry in inner):
+                records[position] = (leaf, tree)
+                leaves.extend(inner)
+                continue
+        leaves.append(leaf)
+    return leaves, Tree(spec, records, len(leaves))
+
+
+def unflatten(leaves: Sequence[Any], tree: Tree) -> Any:
+    assert len(leaves) == tree.num_leaves, f"{len(leaves)} leaves for a tree of {tree.num_leaves}"
+    if not tree.records:
+        return pytree.tree_unflatten(list(leaves), tree.spec)
+    rest = iter(leaves)
+    outer: list[Any] = []
+    for position in range(tree.spec.num_leaves):
+        if position not in tree.records:
+            outer.append(next(rest))
+            continue
+        record, inner = tree.records[position]
+        fields = unflatten([next(rest) for _ in range(inner.num_leaves)], inner)
+        record = copy.copy(record)  # not a new one: fields may be missing from its constructor
+        for name, value in fields.items():
+            object.__setattr__(record, name, value)
+        outer.append(record)
+    return pytree.tree_unflatten(outer, tree.spec)
+
+
+def flatten_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Tree]:
+    """Leaves of the arguments of one call. `unflatten` gives back the pair (args, kwargs)."""
+    return flatten((tuple(args), dict(kwargs)))
+
+
+def tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def signature(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """What tells two ways of calling a block apart: structure, dtypes, numbers of dimensions; not sizes."""
+    return signature_of(*flatten_call(args, kwargs))
+
+
+def signature_of(leaves: Sequence[Any], tree: Tree) -> str:
+    return f"{tree} {' '.join(_leaf_text(leaf) for leaf in leaves)}"
+
+
+def narrow(tensor: torch.Tensor, batch_dim: BatchDim | None, start: int, num_samples: int) -> torch.Tensor:
+    """The samples [start, start + num_samples) of a tensor; all of it, if it does not carry the batch."""
+    if batch_dim is None:
+        return tensor
+    return tensor.narrow(batch_dim.dim, start * batch_dim.rows, num_samples * batch_dim.rows)
+
+
+def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The batch as the (args, kwargs) of the model's call."""
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple | list):
+        return tuple(batch), {}
+    raise ValueError(
+        f"a batch of type {type(batch).__name__} is not understood; pass a mapping (keyword arguments of the model), a "
+        "tuple or list (positional arguments) or a single tensor"
+    )
+
+
+def batch_size(batch: Batch) -> int:
+    """Number of samples: the first dimension of every tensor of the batch that has dimensions."""
+    args, kwargs = call_arguments(batch)
+    sizes = {name: tensor.shape[0] for name, tensor in _named_tensors(args, kwargs) if tensor.ndim > 0}
+    if not sizes:
+        found = ", ".join(f"{name}: {type(value).__name__}" for name, value in _named(args, kwargs)) or "nothing"
+        raise ValueError(
+            f"a batch without a batch dimension: none of its entries is a tensor with a dimension (found {found}); "
+            "pass the whole batch of one step, with the samples along the first dimension of each tensor"
+        )
+    if len(set(sizes.values())) > 1:
+        listing = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"the batch size differs between tensors ({listing}); the first dimension of each must be the number of "
+            "samples: expand or drop the ones that differ"
+        )
+    (size,) = set(sizes.values())
+    if size == 0:
+        raise ValueError(f"a batch of 0 samples ({', '.join(sizes)}); pass at least 1")
+    return size
+
+
+def _named_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in _named(args, kwargs):
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            if isinstance(leaf, torch.Tensor):
+                yield name + pytree.keystr(path), leaf
+
+
+def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from ((f"argument {index}", value) for index, value in enumerate(args))
+    yield from kwargs.items()
+
+
+def _is_record(leaf: Any) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | torch.Tensor | torch.nn.Module)
+
+
+def _spec_text(spec: pytree.TreeSpec) -> str:
+    """Short text of a TreeSpec. Its own repr is slow, and this runs at every call of a block."""
+    if spec.is_leaf():
+        return "*"
+    children = spec.children() if callable(getattr(spec, "children", None)) else spec.children_specs
+    parts = [_spec_text(child) for child in children]
+    if spec.type is tuple:
+        return f"({','.join(parts)})"
+    if spec.type is list:
+        return f"[{','.join(parts)}]"
+    keys = spec.context if isinstance(spec.context, list | tuple) else [spec.context]
+    return f"{spec.type.__name__}<{keys}>{{{','.join(parts)}}}"
+
+
+def _leaf_text(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}[{leaf.ndim}]"
+    if isinstance(leaf, bool):  # a flag may change what a block returns
+        return str(leaf)
+    return type(leaf).__name__
