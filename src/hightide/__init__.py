@@ -1,0 +1,9 @@
+"""hightide trains PyTorch models that are bigger than the GPU, on few GPUs, without hand-tuning."""
+
+from hightide.api import plan, stats, unwrap, wrap
+from hightide.ir.limits import Limits
+from hightide.ir.plan import Plan
+from hightide.stats import Stats
+
+__all__ = ["Limits", "Plan", "Stats", "plan", "stats", "unwrap", "wrap"]
+__version__ = "0.1.0"

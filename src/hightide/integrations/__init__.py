@@ -1,0 +1,1 @@
+"""What hightide knows about other libraries' models."""

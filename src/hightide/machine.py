@@ -1,0 +1,31 @@
+"""How much memory this machine has to give, when the user sets no limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CGROUP_USES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+HEADROOM = 0.9  # of what is free: the process itself, its libraries and other programs need some
+
+
+def free_host_bytes() -> int:
+    """The smaller of free RAM and what the control group still allows."""
+    free_bytes = int(psutil.virtual_memory().available)
+    limit, used = _first_number(_CGROUP_LIMITS), _first_number(_CGROUP_USES)
+    if limit is not None and used is not None:
+        free_bytes = min(free_bytes, max(0, limit - used))
+    return int(free_bytes * HEADROOM)
+
+
+def _first_number(paths: tuple[str, ...]) -> int | None:
+    for path in paths:
+        try:
+            text = Path(path).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            return int(text)
+    return None

@@ -1,0 +1,1 @@
+"""Update rules on chunks, and the gradients that users see of parameters which are not there."""

@@ -1,0 +1,131 @@
+"""The optimizer that `wrap` returns: the user's own, by type, groups and state layout, whose step happens in chunks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hightide.ir.plan import Update
+from hightide.optim.rule import Rule, rule_for
+from hightide.optim.updates import ChunkUpdates
+from hightide.runtime.run import Run
+
+
+class WrappedOptimizer(torch.optim.Optimizer):
+    """Mixed into a subclass of the user's optimizer class. Shares the original's list of groups, so that schedulers
+    that were
+    made before wrapping go on working."""
+
+    _run: Run
+    _rule: Rule
+    _updates: ChunkUpdates
+    _original: torch.optim.Optimizer
+
+    @torch.optim.Optimizer.profile_hook_step
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._run.plan.update is Update.IN_BACKWARD:
+            self._check_promise()
+        self._run.step()
+        self._updates.used.clear()
+        self._original._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before wrapping
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Updates that were issued by step() still read their gradients; this only ends the gradients' visible life."""
+        if set_to_none:
+            self._run.gradients.drop(self._keys())
+            return
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.zero_()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips the gradients of all the optimizer's parameters by their global norm, exactly; returns the norm."""
+        if self._run.plan.update is Update.IN_BACKWARD:
+            raise RuntimeError(
+                "clip_grad_norm_ after update='in_backward': the updates have run already, unclipped. Wrap with "
+                "update='deferred' (the default) to clip."
+            )
+        params = [param for group in self.param_groups for param in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+
+    def state_dict(self) -> dict[str, Any]:
+        """In the layout of the plain optimizer, with copies of the states."""
+        self._run.executor.wait_for_updates()
+        names = self._rule.moment_names
+        for group in self.param_groups:
+            for param in group["params"]:
+                key = self._run.keys[id(param)]
+                if steps := self._updates.num_steps[key]:
+                    moments = [moment.clone() for moment in self._updates.moments_of(key)]
+                    self.state[param] = {"step": torch.tensor(float(steps)), **dict(zip(names, moments, strict=True))}
+        try:
+            return super().state_dict()
+        finally:
+            self.state.clear()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._run.executor.wait_for_updates()
+        shared = self.param_groups
+        super().load_state_dict(state_dict)
+        shared[:] = self.param_groups
+        self.param_groups = shared
+        self._take_states(self.state)
+        self.state.clear()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ValueError(
+            "a group cannot be added after hightide.wrap, which has packed the parameters by group; add it to the "
+            "optimizer "
+            "before wrapping"
+        )
+
+    def _take_states(self, states: Any) -> None:
+        """Moves plain optimizer states into the chunks."""
+        for param, state in states.items():
+            key = self._run.keys[id(param)]
+            if not state:
+                continue
+            self._updates.num_steps[key] = int(state["step"])
+            for place, name in zip(self._updates.moments_of(key), self._rule.moment_names, strict=True):
+                place.copy_(state[name])
+
+    def _keys(self) -> list[str]:
+        return [self._run.keys[id(param)] for group in self.param_groups for param in group["params"]]
+
+    def _check_promise(self) -> None:
+        for group, used in self._updates.used.items():
+            now = self._updates.hyper(group)
+            if now != used:
+                raise RuntimeError(
+                    f"the hyper-parameters of group {group} changed between backward and step() (from {used} to "
+                    f"{now}), but "
+                    "this model was wrapped with update='in_backward': the updates have run already, with the old "
+                    "ones. Change "
+                    "them after step(), or wrap with update='deferred' (the default)."
+                )
+
+
+def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
+    rule = rule_for(original)
+    body = {"__module__": type(original).__module__, "__qualname__": type(original).__qualname__}
+    cls = type(type(original).__name__, (WrappedOptimizer, type(original)), body)
+    wrapped: WrappedOptimizer = object.__new__(cls)
+    patched = {"step", "state"}  # a scheduler has put its own step on the original; states move into chunks
+    wrapped.__dict__.update({name: value for name, value in vars(original).items() if name not in patched})
+    wrapped.state = defaultdict(dict)
+    wrapped._run, wrapped._rule, wrapped._original = run, rule, original
+    wrapped._updates = ChunkUpdates(run.profile, rule, original.param_groups, run.chunks, run.gradients)
+    run.performer.updates = wrapped._updates
+    wrapped._take_states(original.state)
+    original.state.clear()
+    return wrapped

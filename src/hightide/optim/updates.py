@@ -1,0 +1,96 @@
+"""The optimizer's update of one chunk: a few contiguous ranges, with the hyper-parameters of the moment in which it
+was issued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hightide.ir.block import ModelProfile
+from hightide.ir.tier import ChunkKind
+from hightide.optim.rule import Rule
+from hightide.runtime.chunks import Chunks
+from hightide.runtime.gradients import Gradients
+
+
+@dataclass(frozen=True)
+class Range:
+    """Neighbouring parameters that update alike, as one range of elements."""
+
+    start: int
+    stop: int
+    group: int
+    step: int
+    factor: float
+
+
+class ChunkUpdates:
+    def __init__(
+        self,
+        profile: ModelProfile,
+        rule: Rule,
+        groups: Sequence[Mapping[str, Any]],
+        chunks: Chunks,
+        gradients: Gradients,
+    ) -> None:
+        self._rule = rule
+        self._groups = groups
+        self._chunks = chunks
+        self._gradients = gradients
+        self._group_of = {spec.name: spec.group for spec in profile.params}
+        self.num_steps = dict.fromkeys(self._group_of, 0)  # updates that each parameter has received
+        self.used: dict[int, Any] = {}  # hyper-parameters per group of the updates issued since the last step()
+
+    def prepare(self, chunk: int) -> Callable[[], None] | None:
+        ranges = self._ranges(chunk)
+        if not ranges:
+            return None
+        hypers = {group: self.hyper(group) for group in {entry.group for entry in ranges}}
+        self.used.update(hypers)
+        return lambda: self._apply(chunk, ranges, hypers)
+
+    def hyper(self, group: int) -> Any:
+        return self._rule.read(self._groups[group])
+
+    def _ranges(self, chunk: int) -> list[Range]:
+        ranges: list[Range] = []
+        for entry, factor in self._gradients.ready(chunk):
+            group = self._group_of[entry.param]
+            if group is None:
+                continue
+            self.num_steps[entry.param] += 1
+            one = Range(entry.offset_numel, entry.end_numel, group, self.num_steps[entry.param], factor)
+            last = ranges[-1] if ranges else None
+            if last is not None and (last.stop, last.group, last.step, last.factor) == (
+                one.start,
+                group,
+                one.step,
+                factor,
+            ):
+                ranges[-1] = Range(last.start, one.stop, group, one.step, factor)
+            else:
+                ranges.append(one)
+        return ranges
+
+    def _apply(self, chunk: int, ranges: list[Range], hypers: dict[int, Any]) -> None:
+        spec = self._chunks.specs[chunk]
+        master, grad, home = self._chunks.master(chunk), self._gradients.flat(chunk), self._chunks.home(chunk)
+        moments = self.moments(chunk)
+        for part in ranges:
+            at = slice(part.start, part.stop)
+            slices = [moment[at] for moment in moments]
+            self._rule.update(master[at], grad[at], slices, part.step, hypers[part.group], part.factor)
+            if spec.has_master:
+                home[at].copy_(master[at])
+
+    def moments(self, chunk: int) -> list[Tensor]:
+        tier = self._chunks.states_tier(chunk)
+        return [self._chunks.flat(chunk, ChunkKind.STATE, tier, array) for array in range(self._rule.num_moments)]
+
+    def moments_of(self, key: str) -> list[Tensor]:
+        """Views of one parameter's moments, in its shape."""
+        chunk, entry = self._chunks.places[key]
+        return [self._chunks.view_of(moment, entry) for moment in self.moments(chunk)]

@@ -1,0 +1,177 @@
+"""What waits between a block's forward and its backward: kept graphs, and inputs on the GPU or on host.
+
+[Note: kept graphs and slots] A kept graph saves views of the slot that its weights were in, and the slot holds
+another block's weights by
+the time backward comes: wrong numbers, with no version error. So a saved tensor that lies in a slot is packed as
+(chunk, offset, shape,
+stride) and unpacked from whatever slot holds the chunk in backward. Hooks switch off autograd's own version check;
+ours replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from hightide.runtime.chunks import DTYPES, Chunks
+from hightide.stores.base import Region, Store
+from hightide.stores.ticket import Ticket
+
+MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a block's "
+    "input or saved "
+    "tensor of shape {shape} changed after the block's forward"
+)
+FREED = (
+    "Trying to backward through a block a second time: its saved inputs have been freed. "
+    "hightide runs one backward per forward."
+)
+
+
+@dataclass(frozen=True)
+class _InSlot:
+    chunk: int
+    offset_bytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def keep_hooks(chunks: Chunks) -> saved_tensors_hooks:
+    """Saved-tensor hooks for a graph that outlives the slots it was made in."""
+
+    def pack(tensor: Tensor) -> _InSlot | tuple[Tensor, int]:
+        place = chunks.slot_offset(tensor)
+        if place is None:
+            return tensor, tensor._version
+        chunk, offset_bytes = place
+        return _InSlot(chunk, offset_bytes, tensor.dtype, tensor.shape, tensor.stride())
+
+    def unpack(packed: _InSlot | tuple[Tensor, int]) -> Tensor:
+        if isinstance(packed, _InSlot):
+            flat = chunks.param_on_gpu(packed.chunk)
+            assert flat.dtype == packed.dtype == DTYPES[chunks.specs[packed.chunk].dtype]
+            start = flat.storage_offset() + packed.offset_bytes // flat.element_size()
+            return flat.as_strided(packed.shape, packed.stride, start)
+        tensor, version = packed
+        if tensor._version != version:
+            raise RuntimeError(MODIFIED.format(shape=tuple(tensor.shape)))
+        return tensor
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+class _Entry:
+    """One stashed tensor, shared by all calls that received it. On the GPU until stashed, and again from unstash on."""
+
+    def __init__(self, tensor: Tensor, free_regions: list[Region]) -> None:
+        self.tensor: Tensor | None = tensor
+        self.version = tensor._version
+        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.region: Region | None = None
+        self.num_users = 0
+        self._free_regions = free_regions
+
+    def checked(self) -> Tensor:
+        assert self.tensor is not None
+        if self.tensor._version != self.version:
+            raise RuntimeError(MODIFIED.format(shape=tuple(self.shape)))
+        return self.tensor
+
+    def __del__(self) -> None:  # a graph that is dropped without backward gives its host memory back too
+        if self.region is not None:
+            self._free_regions.append(self.region)
+
+
+class Stash:
+    """The inputs of one call that wait for backward on host. Belongs to the call's autograd context."""
+
+    def __init__(self, entries: list[_Entry]) -> None:
+        self.entries = entries
+        self.consumed = False
+        self.on_the_way: list[Ticket] = []  # the lanes' copies to host and back
+
+
+class Stashes:
+    """Block inputs on host: `store` runs on the lane away from the GPU, `restore` on the lane towards it."""
+
+    def __init__(self, adopt: Callable[[Tensor, str], None], host: Store) -> None:
+        self._adopt = adopt
+        self._host = host
+        self._by_call: dict[int, Stash] = {}
+        self._shared: dict[tuple[int, int, torch.Size, int], _Entry] = {}
+        self._free_regions: list[Region] = []
+
+    def begin_pass(self) -> None:
+        """Forgets the last pass. What a live graph still needs stays reachable from its autograd context."""
+        self._by_call.clear()
+        self._shared.clear()
+
+    def register(self, call: int, tensors: list[Tensor]) -> Stash:
+        entries = []
+        for tensor in tensors:
+            key = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape, tensor._version)
+            entry = self._shared.get(key)
+            if entry is None or entry.tensor is not tensor:
+                entry = self._shared[key] = _Entry(tensor, self._free_regions)
+            entry.num_users += 1
+            entries.append(entry)
+        stash = self._by_call[call] = Stash(entries)
+        return stash
+
+    def of(self, call: int) -> Stash | None:
+        return self._by_call.get(call)
+
+    def store(self, stash: Stash) -> int:
+        """Copies a call's inputs to host and lets go of them on the GPU. Returns the bytes moved."""
+        moved_bytes = 0
+        for entry in stash.entries:
+            if entry.tensor is None or entry.region is not None:
+                continue
+            tensor = entry.tensor.detach()
+            region = self._region(tensor.numel() * tensor.element_size())
+            self._host.write(region, tensor.contiguous()).wait()
+            entry.checked()
+            entry.region, entry.tensor = region, None
+            moved_bytes += region.num_bytes
+        return moved_bytes
+
+    def restore(self, stash: Stash) -> int:
+        moved_bytes = 0
+        for entry in stash.entries:
+            if entry.tensor is None:
+                assert entry.region is not None
+                tensor = torch.empty(entry.shape, dtype=entry.dtype)
+                self._adopt(tensor, "block inputs")
+                self._host.read(entry.region, tensor).wait()
+                entry.tensor, entry.version = tensor, tensor._version
+                moved_bytes += entry.region.num_bytes
+        return moved_bytes
+
+    def consume(self, stash: Stash) -> list[Tensor]:
+        """The tensors of a stash, for its one backward."""
+        if stash.consumed:
+            raise RuntimeError(FREED)
+        for ticket in stash.on_the_way:
+            ticket.wait()
+        self.restore(stash)
+        stash.consumed = True
+        return [entry.checked() for entry in stash.entries]
+
+    def release(self, stash: Stash) -> None:
+        """After backward the GPU copy goes; host memory is reused once no other call shares the tensor."""
+        for entry in stash.entries:
+            entry.num_users -= 1
+            if entry.region is not None or entry.num_users == 0:
+                entry.tensor = None
+        stash.entries = []
+
+    def _region(self, num_bytes: int) -> Region:
+        for index, region in enumerate(self._free_regions):
+            if region.num_bytes == num_bytes:
+                return self._free_regions.pop(index)
+        return self._host.allocate(num_bytes, "block inputs")

@@ -1,0 +1,390 @@
+"""Blocks as single autograd functions: all micro-batches of a block run while its parameters are there.
+
+[Note: the block function] Forward holds the block, runs it micro-batch by micro-batch without a graph (or with one
+that is kept), writes the
+outputs into whole-batch tensors and lets go. Backward holds it again, gets each micro-batch's graph back (kept, or
+recomputed) and runs
+backward inside it: parameters are leaves whose `.grad` is bound to the gradient chunk. To autograd outside,
+parameters are invisible; so that a
+block with no differentiable input (a trainable embedding behind integer inputs) still gets its backward, every block
+with trainable
+parameters has an empty tensor that requires grad, the anchor, as an extra input. Whether parameters take part in
+this particular backward
+(`torch.autograd.grad` of inputs must not touch them) is asked from the engine: will the anchor's accumulation node run?
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from hightide.ir.action import Op
+from hightide.ir.plan import Activation
+from hightide.ir.split import BatchDim, Split
+from hightide.ir.tier import Tier
+from hightide.profiler.split import flatten, flatten_call, narrow, signature_of, unflatten
+from hightide.runtime.activations import Stash, keep_hooks
+from hightide.runtime.autocast import Autocast
+
+if TYPE_CHECKING:
+    from hightide.runtime.run import Run
+
+
+class BlockRunner:
+    """How one block executes. Lives in the block's swapped class."""
+
+    def __init__(self, run: Run, index: int, original: Callable[..., Any]) -> None:
+        self.run = run
+        self.index = index
+        self.original = original  # the class's own forward
+        self.spec = run.profile.blocks[index]
+        self.plan = run.plan.blocks[index]
+        self.trainable = any(run.gradients.is_trainable(chunk) for chunk in run.chunks.by_block[index])
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.run.probing:
+            return self.original(module, *args, **kwargs)
+        with self.run.pass_for_block(self.index):
+            if not torch.is_grad_enabled():
+                return self._without_grad(module, args, kwargs)
+            return self.with_grad(module, args, kwargs)
+
+    def _without_grad(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Unsplit: splitting would break what callers keep between calls, such as the cache of `generate`."""
+        with self.run.tick(Op.FORWARD, self.index), Autocast.capture().restored():
+            return self.original(module, *args, **kwargs)
+
+    def with_grad(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = BlockCall(self, module, args, kwargs)
+        outputs = BlockFunction.apply(call, self.anchor, *call.tensors())
+        return call.assemble(list(outputs))
+
+    @property
+    def anchor(self) -> Tensor | None:
+        return self.run.anchor if self.trainable else None
+
+    def will_accumulate(self) -> bool:
+        return self.trainable and torch._C._will_engine_execute_node(self.run.anchor_edge.node)
+
+
+class BlockCall:
+    """One call of one block, from its forward to its backward."""
+
+    def __init__(self, runner: BlockRunner, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.runner = runner
+        self.module = module
+        leaves, self._tree = flatten_call(args, kwargs)
+        self._positions = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        self._tensors: list[Tensor] | None = [leaves[at] for at in self._positions]
+        for at in self._positions:
+            leaves[at] = None  # this object lives as long as the graph and must not keep tensors alive
+        self._leaves = leaves
+        self.call: int | None = None  # set by forward
+        self.stash: Stash | None = None
+        self.requires_grad = [tensor.requires_grad for tensor in self._tensors]
+        self.on_host: list[bool] = [False] * len(self._tensors)  # which inputs wait for backward on host
+        self._graphs: list[_Graph] | None = None
+        self._autocast = Autocast.capture()
+        split = runner.run.split_of(runner.index, signature_of(self._merged(self._tensors), self._tree))
+        self._bounds, self._inputs, self._outputs = _micro_batches(split, self._tensors, runner.run.plan.micro_batch)
+        self._draws = runner.run.draws(runner.index, len(self._bounds))
+
+    def tensors(self) -> list[Tensor]:
+        tensors, self._tensors = self._tensors, None
+        assert tensors is not None
+        return tensors
+
+    def assemble(self, outputs: list[Tensor]) -> Any:
+        """The block's result as its caller expects it."""
+        leaves = list(self._out_leaves)
+        for at, output in zip(self._out_positions, outputs, strict=True):
+            leaves[at] = output
+        return unflatten(leaves, self._out_tree)
+
+    # -- forward --------------------------------------------------------------------------------------------------
+
+    def forward(self, tensors: Sequence[Tensor], needs_backward: bool) -> list[Tensor]:
+        run = self.runner.run
+        keep = self.runner.plan.activation is Activation.KEEP
+        graphs: list[_Graph] = []
+        gathered: _Gathered | None = None
+        with run.tick(Op.FORWARD, self.runner.index) as tick:
+            self.call = tick.call
+            for number, (start, num_samples) in enumerate(self._bounds):
+                with self._draws.forward(number), self._autocast.restored():
+                    inputs = self._slice(tensors, start, num_samples, with_grad=keep)
+                    with keep_hooks(run.chunks) if keep else nullcontext(), torch.set_grad_enabled(keep):
+                        outputs = self._run(inputs)
+                if gathered is None:
+                    gathered = _Gathered(outputs, self._outputs, self._bounds)
+                gathered.put(number, outputs)
+                if keep:
+                    graphs.append(_Graph.of(inputs, outputs))
+                del inputs, outputs
+            self._graphs = graphs if keep else None
+            if needs_backward and self.runner.plan.inputs is Tier.HOST:
+                self._register_stash(tensors)
+        assert gathered is not None
+        return gathered.whole
+
+    def _register_stash(self, tensors: Sequence[Tensor]) -> None:
+        """Inputs that carry gradients wait on host. The rest (masks, positions) are shared and stay; so does everything
+        that a kept graph holds anyway, or that the plan did not foresee."""
+        if self._graphs is not None or self.call is None:
+            return
+        self.on_host = list(self.requires_grad)
+        away = [tensor for tensor, on_host in zip(tensors, self.on_host, strict=True) if on_host]
+        self.stash = self.runner.run.stashes.register(self.call, away)
+
+    def _run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Runs the block on one micro-batch; returns the tensors of its result."""
+        args, kwargs = unflatten(self._merged(inputs), self._tree)
+        result = self.runner.original(self.module, *args, **kwargs)
+        leaves, tree = flatten(result)
+        self._out_tree = tree
+        self._out_positions = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        outputs = [leaves[at] for at in self._out_positions]
+        self._out_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        return outputs
+
+    def _merged(self, tensors: Sequence[Tensor]) -> list[Any]:
+        leaves = list(self._leaves)
+        for at, tensor in zip(self._positions, tensors, strict=True):
+            leaves[at] = tensor
+        return leaves
+
+    def _slice(self, tensors: Sequence[Tensor], start: int, num_samples: int, with_grad: bool) -> list[Tensor]:
+        slices = []
+        for tensor, dim, requires_grad in zip(tensors, self._inputs, self.requires_grad, strict=True):
+            part = narrow(tensor, dim, start, num_samples).detach()
+            slices.append(part.requires_grad_() if with_grad and requires_grad else part)
+        return slices
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def backward(
+        self, here: Sequence[Tensor], grads: Sequence[Tensor | None], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """`here`: the inputs that waited on the GPU; `wanted`: which inputs need a gradient."""
+        run = self.runner.run
+        accumulate = self.runner.will_accumulate()
+        run.queue_end_of_backward()
+        run.adopt([grad for grad in grads if grad is not None], "activations")
+        with run.tick(Op.BACKWARD, self.runner.index, self.call, accumulate):
+            tensors = self._inputs_back(here)
+            summed = [
+                _InputGradient(tensor, dim, len(self._bounds))
+                for tensor, dim in zip(tensors, self._inputs, strict=True)
+            ]
+            for number, (start, num_samples) in enumerate(self._bounds):
+                graph = self._graph(number, tensors, start, num_samples)
+                roots = graph.roots(self._slice_grads(grads, number, start, num_samples))
+                if roots:
+                    graph.backward(roots, wanted, accumulate)
+                for index, want in enumerate(wanted):
+                    if want:
+                        summed[index].add(graph.take_grad(index), start, num_samples)
+                del graph, roots
+        if self.stash is not None:
+            run.stashes.release(self.stash)
+        self._graphs = None
+        return [total.value if want else None for total, want in zip(summed, wanted, strict=True)]
+
+    def _inputs_back(self, here: Sequence[Tensor]) -> list[Tensor]:
+        staying = iter(here)
+        away = iter(self.runner.run.stashes.consume(self.stash) if self.stash is not None else ())
+        return [next(away) if on_host else next(staying) for on_host in self.on_host]
+
+    def _graph(self, number: int, tensors: Sequence[Tensor], start: int, num_samples: int) -> _Graph:
+        if self._graphs is not None:
+            graph, self._graphs[number] = self._graphs[number], None  # type: ignore[call-overload]
+            return graph
+        with torch.enable_grad(), self._draws.replay(number), self._autocast.restored():
+            inputs = self._slice(tensors, start, num_samples, with_grad=True)
+            return _Graph.of(inputs, self._run(inputs))
+
+    def _slice_grads(
+        self, grads: Sequence[Tensor | None], number: int, start: int, num_samples: int
+    ) -> list[Tensor | None]:
+        """The outputs' gradients for one micro-batch. An output without batch dimension takes its own in the first
+        only."""
+        parts: list[Tensor | None] = []
+        for grad, dim in zip(grads, self._outputs or [None] * len(grads), strict=True):
+            if grad is None or (dim is None and number > 0):
+                parts.append(None)
+            else:
+                parts.append(narrow(grad, dim, start, num_samples))
+        return parts
+
+
+class BlockFunction(torch.autograd.Function):
+    """See [Note: the block function]."""
+
+    @staticmethod
+    def forward(ctx: Any, call: BlockCall, anchor: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs = call.forward(tensors, any(ctx.needs_input_grad))
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.save_for_backward(*(tensor for tensor, away in zip(tensors, call.on_host, strict=True) if not away))
+        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        here = ctx.saved_tensors  # raises if this is the second backward
+        return None, None, *ctx.call.backward(here, grads, ctx.needs_input_grad[2:])
+
+
+class _Graph:
+    """The inner graph of one micro-batch: its leaves, and where its outputs' gradients enter. It does not hold the
+    outputs."""
+
+    def __init__(self, inputs: list[Tensor], edges: list[GradientEdge | None]) -> None:
+        self._inputs = inputs
+        self._edges = edges
+
+    @classmethod
+    def of(cls, inputs: list[Tensor], outputs: list[Tensor]) -> _Graph:
+        return cls(inputs, [get_gradient_edge(output) if output.requires_grad else None for output in outputs])
+
+    def roots(self, grads: list[Tensor | None]) -> list[tuple[GradientEdge, Tensor]]:
+        pairs = zip(self._edges, grads, strict=True)
+        return [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
+
+    def backward(self, roots: list[tuple[GradientEdge, Tensor]], wanted: Sequence[bool], accumulate: bool) -> None:
+        edges, grads = [edge for edge, _ in roots], [grad for _, grad in roots]
+        if accumulate:
+            torch.autograd.backward(edges, grads)
+            return
+        leaves = [tensor for tensor, want in zip(self._inputs, wanted, strict=True) if want]
+        if leaves:
+            for leaf, grad in zip(leaves, torch.autograd.grad(edges, leaves, grads, allow_unused=True), strict=True):
+                leaf.grad = grad
+
+    def take_grad(self, index: int) -> Tensor | None:
+        grad, self._inputs[index].grad = self._inputs[index].grad, None
+        return grad
+
+
+class _Gathered:
+    """Whole-batch outputs, filled micro-batch by micro-batch. One micro-batch is the whole batch and is not copied."""
+
+    def __init__(
+        self, first: list[Tensor], dims: Sequence[BatchDim | None] | None, bounds: list[tuple[int, int]]
+    ) -> None:
+        self._bounds = bounds
+        self._dims = dims or [None] * len(first)
+        total = sum(num_samples for _, num_samples in bounds)
+        if len(bounds) == 1:
+            self.whole = [output.detach() for output in first]
+            return
+        self.whole = []
+        for output, dim in zip(first, self._dims, strict=True):
+            shape = list(output.shape)
+            if dim is not None:
+                shape[dim.dim] = dim.rows * total
+            self.whole.append(output.new_empty(shape) if dim is not None else output.detach())
+
+    def put(self, number: int, outputs: list[Tensor]) -> None:
+        if len(self._bounds) == 1:
+            return
+        for whole, output, dim in zip(self.whole, outputs, self._dims, strict=True):
+            if dim is not None:
+                narrow(whole, dim, *self._bounds[number]).copy_(output.detach())
+
+
+class _InputGradient:
+    """The gradient of one input over all micro-batches: side by side if it carries the batch, summed if it does not."""
+
+    def __init__(self, tensor: Tensor, dim: BatchDim | None, num_micro_batches: int) -> None:
+        self._like = tensor
+        self._dim = dim
+        self._single = num_micro_batches == 1
+        self.value: Tensor | None = None
+
+    def add(self, grad: Tensor | None, start: int, num_samples: int) -> None:
+        if grad is None:
+            if self._dim is not None and self.value is not None:
+                narrow(self.value, self._dim, start, num_samples).zero_()
+        elif self._single:
+            self.value = grad
+        elif self._dim is None:
+            self.value = grad if self.value is None else self.value.add_(grad)
+        else:
+            if self.value is None:
+                self.value = torch.empty_like(self._like, memory_format=torch.contiguous_format)
+                narrow(self.value, self._dim, 0, start).zero_()
+            narrow(self.value, self._dim, start, num_samples).copy_(grad)
+
+
+def _micro_batches(
+    split: Split | None, tensors: list[Tensor], micro_batch: int
+) -> tuple[list[tuple[int, int]], Sequence[BatchDim | None], Sequence[BatchDim | None] | None]:
+    """(start, number of samples) of each micro-batch, and which dimensions carry the batch. Unknown calls run
+    unsplit."""
+    unsplit = [(0, 1)], [None] * len(tensors), None
+    if split is None or not split.splittable:
+        return unsplit
+    sizes = {
+        tensor.shape[dim.dim] / dim.rows for tensor, dim in zip(tensors, split.inputs, strict=True) if dim is not None
+    }
+    if len(sizes) != 1:
+        if sizes:
+            warnings.warn(
+                f"a block runs unsplit: its inputs disagree on the number of samples ({sorted(sizes)})", stacklevel=2
+            )
+        return unsplit
+    (size,) = sizes
+    if size != int(size):
+        return unsplit
+    num_samples = int(size)
+    bounds = [(start, min(micro_batch, num_samples - start)) for start in range(0, num_samples, micro_batch)]
+    return bounds, split.inputs, split.outputs
+
+
+class HeadCall:
+    """The head's side of a fused projection and loss (see runtime/loss.py): one call, forward and backward."""
+
+    def __init__(self, runner: BlockRunner, module: nn.Module) -> None:
+        self._runner = runner
+        self._module = module
+        self._call: int | None = None
+        self.tile_tokens = runner.run.plan.loss_tile_tokens
+        self.num_classes = runner.run.profile.vocabulary
+        self.anchor = runner.anchor
+
+    @property
+    def version(self) -> int:
+        """Changes with every step(): logits that are evaluated late must not use newer weights than their loss."""
+        return self._runner.run.num_steps
+
+    def project(self, rows: Tensor) -> Tensor:
+        result: Tensor = self._runner.original(self._module, rows)
+        return result
+
+    @contextmanager
+    def forward_hold(self) -> Iterator[None]:
+        run, block = self._runner.run, self._runner.index
+        with run.pass_for_block(block), run.tick(Op.FORWARD, block) as tick:
+            self._call = tick.call
+            yield
+
+    def backward_hold(self, accumulate: bool) -> AbstractContextManager[Any]:
+        self._runner.run.queue_end_of_backward()
+        return self._runner.run.tick(Op.BACKWARD, self._runner.index, self._call, accumulate)
+
+    def will_accumulate(self) -> bool:
+        return self._runner.will_accumulate()
+
+    def materialise(self, hidden: Tensor) -> Tensor:
+        with self._runner.run.pass_for_block(self._runner.index):
+            result: Tensor = self._runner.with_grad(self._module, (hidden,), {})
+            return result

@@ -1,0 +1,206 @@
+"""The bytes of all chunks: homes on host, persistent places and slots on the GPU, and the parameters that are bound
+to them.
+
+[Note: absent parameters] A parameter that is not in use is a NaN scalar expanded to its shape: shapes stay true,
+reads give NaN, writes
+raise. While its block is held, `param.data` is a view of the slot. Nothing is stored on the parameter itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hightide.ir.block import DTYPE_BYTES, ModelProfile
+from hightide.ir.chunk import ChunkSpec, Placement
+from hightide.ir.plan import Plan
+from hightide.ir.tier import ChunkKind, Tier
+from hightide.runtime.residency import Copy, Residency
+from hightide.runtime.slots import SlotTable
+from hightide.stores.base import Region, Store
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+GRAD_DTYPE = torch.float32
+
+
+class Chunks:
+    """Where every chunk's bytes are, on every tier."""
+
+    def __init__(
+        self, profile: ModelProfile, plan: Plan, gpu: Store, host: Store, parameters: Mapping[str, nn.Parameter]
+    ):
+        self.layout = plan.layout
+        self.specs: tuple[ChunkSpec, ...] = plan.layout.chunks
+        self.gpu, self.host = gpu, host
+        self.parameters = parameters
+        self.shapes = {spec.name: spec.shape for spec in profile.params}
+        self._block_plans = [plan.blocks[spec.block] for spec in self.specs]
+        self.by_block = [self._chunks_of(block.index) for block in profile.blocks]
+        self._params_of_block = [frozenset(block.params) for block in profile.blocks]
+
+        self.places = {entry.param: (spec.index, entry) for spec in self.specs for entry in spec.params}
+
+        widths = [self.layout.num_slots(spec) for spec in self.specs]
+        self.param_slots = SlotTable(plan.num_slots, widths)
+        self.grad_slots = SlotTable(plan.num_grad_slots, widths)
+        self.slot_bytes = param_slot_bytes(plan)
+        self.grad_slot_bytes = self.layout.slot_numel * GRAD_DTYPE.itemsize
+        self._slots = gpu.allocate(plan.num_slots * self.slot_bytes, "slots") if plan.num_slots else None
+        self._grad_slots = (
+            gpu.allocate(plan.num_grad_slots * self.grad_slot_bytes, "gradient slots") if plan.num_grad_slots else None
+        )
+
+        self._regions: dict[tuple[int, ChunkKind, Tier], Region] = {}
+        for spec in self.specs:
+            self._allocate(spec)
+        self.param_copies = [Copy(f"param {spec.index} on gpu") for spec in self.specs]
+        self.grad_copies = [Copy(f"gradient {spec.index} on gpu") for spec in self.specs]
+        self.homes = [Copy(f"param {spec.index} at home", Residency.CLEAN) for spec in self.specs]
+        self.stale = [False] * len(self.specs)  # persistent on the GPU, but updated on host since
+        self._absent = {name: _absent(param) for name, param in parameters.items()}
+        self._load()
+
+    # -- places ---------------------------------------------------------------------------------------------------
+
+    def params_tier(self, chunk: int) -> Tier:
+        return self._block_plans[chunk].params
+
+    def states_tier(self, chunk: int) -> Tier:
+        return self._block_plans[chunk].states
+
+    def is_streamed(self, chunk: int) -> bool:
+        return self.params_tier(chunk) is not Tier.GPU
+
+    def home(self, chunk: int) -> Tensor:
+        """The chunk's parameters where the update writes them."""
+        tier = Tier.GPU if (chunk, ChunkKind.PARAM, Tier.HOST) not in self._regions else Tier.HOST
+        return self.flat(chunk, ChunkKind.PARAM, tier)
+
+    def flat(self, chunk: int, kind: ChunkKind, tier: Tier, array: int = 0) -> Tensor:
+        """One flat array of a chunk at its fixed place on a tier. STATE has several arrays."""
+        spec = self.specs[chunk]
+        store = self.gpu if tier is Tier.GPU else self.host
+        region = self._regions[chunk, kind, tier]
+        if kind is ChunkKind.PARAM:
+            return store.view(region, DTYPES[spec.dtype], 0, spec.numel)
+        if kind is ChunkKind.GRAD:
+            return store.view(region, GRAD_DTYPE, 0, spec.trainable_numel)
+        return store.view(region, torch.float32, array * spec.optimised_numel * 4, spec.optimised_numel)
+
+    def region(self, chunk: int, kind: ChunkKind, tier: Tier) -> Region:
+        return self._regions[chunk, kind, tier]
+
+    def param_on_gpu(self, chunk: int) -> Tensor:
+        spec = self.specs[chunk]
+        if not self.is_streamed(chunk):
+            return self.flat(chunk, ChunkKind.PARAM, Tier.GPU)
+        first = self.param_slots.first(chunk)
+        assert first is not None and self._slots is not None, f"chunk {chunk} is not on the GPU"
+        return self.gpu.view(self._slots, DTYPES[spec.dtype], first * self.slot_bytes, spec.numel)
+
+    def grad_on_gpu(self, chunk: int) -> Tensor:
+        spec = self.specs[chunk]
+        if self.states_tier(chunk) is Tier.GPU:
+            return self.flat(chunk, ChunkKind.GRAD, Tier.GPU)
+        first = self.grad_slots.first(chunk)
+        assert first is not None and self._grad_slots is not None, f"the gradient of chunk {chunk} is not on the GPU"
+        return self.gpu.view(self._grad_slots, GRAD_DTYPE, first * self.grad_slot_bytes, spec.trainable_numel)
+
+    def slot_offset(self, tensor: Tensor) -> tuple[int, int] | None:
+        """(chunk, byte offset in it) of a tensor that lies in a parameter slot; None for any other tensor."""
+        if self._slots is None:
+            return None
+        base = self.gpu.view(self._slots, torch.uint8).data_ptr()
+        distance = tensor.data_ptr() - base
+        if not 0 <= distance < self._slots.num_bytes:
+            return None
+        for chunk in self.param_slots.everyone():
+            first = self.param_slots.first(chunk)
+            assert first is not None
+            offset = distance - first * self.slot_bytes
+            if 0 <= offset < self.specs[chunk].param_bytes:
+                return chunk, offset
+        return None
+
+    # -- parameters -----------------------------------------------------------------------------------------------
+
+    def placements(self, chunk: int, block: int | None = None) -> list[Placement]:
+        """The parameters of a chunk; with `block`, only those that this block uses."""
+        placed = self.specs[chunk].params
+        return [entry for entry in placed if block is None or entry.param in self._params_of_block[block]]
+
+    def view_of(self, flat: Tensor, entry: Placement) -> Tensor:
+        return flat[entry.offset_numel : entry.offset_numel + entry.numel].view(self.shapes[entry.param])
+
+    def bind(self, chunk: int, block: int | None = None) -> None:
+        flat = self.param_on_gpu(chunk)
+        for entry in self.placements(chunk, block):
+            self.parameters[entry.param].data = self.view_of(flat, entry)
+
+    def unbind(self, chunk: int, block: int | None = None) -> None:
+        if not self.is_streamed(chunk):
+            return
+        for entry in self.placements(chunk, block):
+            self.parameters[entry.param].data = self._absent[entry.param]
+
+    # -- set-up ---------------------------------------------------------------------------------------------------
+
+    def _chunks_of(self, block: int) -> tuple[int, ...]:
+        return tuple(spec.index for spec in self.specs if block in spec.users)
+
+    def _allocate(self, spec: ChunkSpec) -> None:
+        on_gpu = self.params_tier(spec.index) is Tier.GPU
+        states = self.states_tier(spec.index)
+        states_store = self.gpu if states is Tier.GPU else self.host
+        label = "persistent chunks"
+        if on_gpu:
+            self._regions[spec.index, ChunkKind.PARAM, Tier.GPU] = self.gpu.allocate(spec.param_bytes, label)
+        if not on_gpu or states is not Tier.GPU:
+            self._regions[spec.index, ChunkKind.PARAM, Tier.HOST] = self.host.allocate(spec.param_bytes, "parameters")
+        if spec.grad_bytes:
+            self._regions[spec.index, ChunkKind.GRAD, states] = states_store.allocate(spec.grad_bytes, "gradients")
+        if spec.state_bytes:
+            self._regions[spec.index, ChunkKind.STATE, states] = states_store.allocate(
+                spec.state_bytes, "optimizer states"
+            )
+
+    def _load(self) -> None:
+        """Moves the model's values into the chunks, one chunk at a time: the originals are freed on the way."""
+        for spec in self.specs:
+            home = self.home(spec.index)
+            home.zero_()
+            for entry in spec.params:
+                self.view_of(home, entry).copy_(self.parameters[entry.param].data)
+            for entry in spec.params:
+                self.parameters[entry.param].data = self._absent[entry.param]
+            if spec.state_bytes:
+                for array in range(spec.num_states):
+                    self.flat(spec.index, ChunkKind.STATE, self.states_tier(spec.index), array).zero_()
+                if spec.has_master:
+                    self.master(spec.index).copy_(home[: spec.optimised_numel])
+            if not self.is_streamed(spec.index):
+                if (spec.index, ChunkKind.PARAM, Tier.HOST) in self._regions:
+                    self.flat(spec.index, ChunkKind.PARAM, Tier.GPU).copy_(home)
+                self.param_copies[spec.index].move(Residency.CLEAN)
+                self.bind(spec.index)
+
+    def master(self, chunk: int) -> Tensor:
+        """What the update works on, fp32: the home itself, or the master copy (the last STATE array)."""
+        spec = self.specs[chunk]
+        if not spec.has_master:
+            return self.home(chunk)[: spec.optimised_numel]
+        return self.flat(chunk, ChunkKind.STATE, self.states_tier(chunk), spec.num_states - 1)
+
+
+def param_slot_bytes(plan: Plan) -> int:
+    """Bytes of one parameter slot: wide enough for the widest dtype that is streamed."""
+    streamed = [
+        DTYPE_BYTES[spec.dtype] for spec in plan.layout.chunks if plan.blocks[spec.block].params is not Tier.GPU
+    ]
+    return plan.layout.slot_numel * max(streamed, default=4)
+
+
+def _absent(param: nn.Parameter) -> Tensor:
+    return torch.full((), float("nan"), dtype=param.dtype, device="cpu").expand(param.shape)

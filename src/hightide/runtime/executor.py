@@ -1,0 +1,448 @@
+"""The interpreter of schedules.
+
+The model drives: autograd calls `enter` and `leave` around every block. On enter the executor finds the tick, runs
+what must precede it
+and waits for this tick's dependencies only; on leave it issues every action that the tick opened. Issuing never
+waits. Its only freedoms:
+a lane's stated picking rule, and fetching on demand when the model leaves the plan: slower, with one warning, never
+wrong.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hightide.ir.action import Action, Mode, Op, Schedule
+from hightide.ir.plan import Update
+from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.runtime.lanes import Lanes
+from hightide.runtime.performer import Performer, Work
+from hightide.runtime.program import Program
+from hightide.runtime.residency import Residency
+from hightide.stores.ticket import Ticket
+
+OFF_PLAN = (
+    "block {name!r} was called in an order that the plan did not foresee (or more often). It is fetched on demand "
+    "from now on: "
+    "slower, but right. If this is how your model always runs, wrap it with an example batch that takes this path."
+)
+
+
+@dataclass
+class Tick:
+    """A block between enter and leave."""
+
+    op: Op
+    block: int
+    index: int | None  # in the schedule; None: off the plan
+    call: int | None
+    started_s: float
+    accumulate: bool = False
+
+
+class Pass:
+    """Where one pass over a schedule stands."""
+
+    def __init__(self, program: Program, index: int) -> None:
+        self.index = index
+        self.cursor = 0  # the tick that the plan expects next
+        self.tickets: dict[str, Ticket] = {}
+        self.backward_begun = False
+        self.load(program)
+
+    def load(self, program: Program) -> None:
+        """Starts, or goes on after forward, with a program; what was issued already stays issued."""
+        self.program = program
+        self.pending = {
+            lane: deque(action for action in actions if action.id not in self.tickets)
+            for lane, actions in program.by_lane.items()
+        }
+
+
+class Executor:
+    def __init__(
+        self, schedules: Mapping[Mode, Schedule], lanes: Lanes, performer: Performer, update: Update, names: list[str]
+    ) -> None:
+        self.programs = {mode: Program(schedule) for mode, schedule in schedules.items()}
+        self.lanes = lanes
+        self.performer = performer
+        self.chunks = performer.chunks
+        self.gradients = performer.gradients
+        self.stall_s: dict[Lane, float] = defaultdict(float)  # how long compute waited for each lane
+        self.num_deviations = 0
+        self._update = update
+        self._names = names
+        self._pass: Pass | None = None
+        self._latest_updates: dict[str, Ticket] = {}  # satisfies `after_prev`
+        self._fetches: dict[int, Ticket] = {}  # the latest fetch of each chunk
+        self._gradient_fetches: dict[int, Ticket] = {}
+        self._suspended: Pass | None = None
+        self._last_use: dict[int, int] = {}
+        self._demands = 0
+        self._warned = False
+        self._owes_step = False  # in-backward updates have run, and step() was not called since
+
+    # -- passes ---------------------------------------------------------------------------------------------------
+
+    def begin(self, mode: Mode) -> None:
+        """Starts a pass. All slots start empty: the last step's update made their copies stale."""
+        self.lanes.check()
+        if mode is Mode.EVAL and self.mode is Mode.TRAIN and self._suspended is None:
+            self._suspended = self._pass  # evaluation between forward and backward; backward goes on with this one
+        elif mode is not Mode.EVAL:
+            self._suspended = None
+        self._settle_slots()
+        self.lanes.begin_pass()
+        self._pass = Pass(self.programs[mode], self.lanes.pass_index)
+        if mode is not Mode.EVAL:
+            self.gradients.begin_pass()
+            self.performer.stashes.begin_pass()
+        self._issue(-1)
+
+    @property
+    def mode(self) -> Mode | None:
+        return None if self._pass is None else self._pass.program.mode
+
+    def expects(self, mode: Mode, block: int) -> bool:
+        """Whether the present pass is of this mode and still has a forward of this block to come."""
+        current = self._pass
+        return (
+            current is not None
+            and self.mode is mode
+            and current.program.find_forward(block, current.cursor) is not None
+        )
+
+    def _settle_slots(self) -> None:
+        for chunk in self.chunks.param_slots.everyone():
+            if self.chunks.param_copies[chunk].state is Residency.ARRIVING:  # left over from an abandoned pass
+                self.lanes.wait(self._fetches[chunk], Lane.H2D)
+            if self.chunks.param_copies[chunk].state is Residency.CLEAN:
+                self.chunks.param_copies[chunk].move(Residency.ABSENT)
+                self.chunks.param_slots.drop(chunk)
+        for chunk in self.chunks.grad_slots.everyone():  # a backward that ended with an exception
+            if self.chunks.grad_copies[chunk].state is Residency.ARRIVING:
+                self.lanes.wait(self._gradient_fetches[chunk], Lane.H2D)
+            if self.chunks.grad_copies[chunk].state in (Residency.CLEAN, Residency.DIRTY):
+                self._submit_demand("write_back", Lane.D2H, chunk, self.performer.write_back(chunk))
+
+    # -- ticks ----------------------------------------------------------------------------------------------------
+
+    def enter(self, op: Op, block: int, call: int | None = None, accumulate: bool = False) -> Tick:
+        """Makes a block ready to compute: its parameters bound and, for an accumulating backward, its gradients."""
+        self.lanes.check()
+        if op is Op.BACKWARD and self._suspended is not None:
+            self._pass, self._suspended = self._suspended, None
+        current = self._pass
+        if current is None:
+            raise RuntimeError("a block ran outside of a pass; call the model that hightide.wrap returned")
+        if accumulate and not current.backward_begun:
+            self._begin_backward(current)
+        index = self._find(current, op, block, call)
+        if index is None:
+            self._note_off_plan(block)
+        else:
+            self._skip_to(current, index)
+            self._before(current, index, accumulate)
+            call = current.program.ticks[index].call
+        for chunk in self.chunks.by_block[block]:
+            self._hold_params(chunk, block)
+            if accumulate and self.gradients.is_trainable(chunk):
+                self._hold_gradient(chunk, block)
+        return Tick(op, block, index, call, time.perf_counter(), accumulate)
+
+    def leave(self, tick: Tick) -> None:
+        assert self._pass is not None
+        cursor = self._pass.cursor if tick.index is None else tick.index
+        for chunk in self.chunks.by_block[tick.block]:
+            self._release_params(chunk, tick.block)
+            self._last_use[chunk] = cursor
+            if tick.accumulate and self.gradients.is_trainable(chunk):
+                self._release_gradient(chunk, tick.block)
+        if tick.index is None:
+            self._write_back_on_demand(tick)
+        else:
+            name = self._pass.program.ticks[tick.index].id
+            self.lanes.record_inline(name, tick.started_s)
+            self._complete(self._pass, tick.index)
+
+    def finish_backward(self) -> None:
+        """At the end of autograd's backward: planned ticks that were not run are passed over, no gradient stays
+        behind."""
+        if self._pass is None:
+            return
+        step = self._pass.program.step_tick
+        if step is not None:
+            self._skip_to(self._pass, step)
+        for chunk in self.chunks.grad_slots.everyone():
+            if self.chunks.grad_copies[chunk].state is Residency.DIRTY:
+                self._submit_demand("write_back", Lane.D2H, chunk, self.performer.write_back(chunk))
+
+    def step(self, leftovers: list[int]) -> None:
+        """The user's optimizer.step(). `leftovers`: chunks with a gradient; those that no planned update covers run
+        on demand."""
+        self.lanes.check()
+        if self._update is Update.DEFERRED:
+            self.performer.updated.clear()
+        elif not self._owes_step and leftovers:
+            raise RuntimeError(
+                "optimizer.step() came again without a backward since the last one, but this model was wrapped with "
+                "update='in_backward': the promise of one step per backward. Wrap with update='deferred' (the default)."
+            )
+        started_s = time.perf_counter()
+        current = self._pass
+        step = None if current is None else current.program.step_tick
+        if current is not None and step is not None and current.cursor <= step and current.backward_begun:
+            self._skip_to(current, step)
+            self._before(current, step, accumulate=True)
+            self.lanes.record_inline(current.program.ticks[step].id, started_s)
+            self._complete(current, step)
+        for chunk in leftovers:
+            if chunk not in self.performer.updated:
+                self._update_on_demand(chunk)
+        self._owes_step = False
+
+    def wait_for_updates(self) -> None:
+        for ticket in self._latest_updates.values():
+            self.stall_s[Lane.CPU] += self.lanes.wait(ticket, Lane.CPU)
+
+    def abandon(self) -> None:
+        """After an exception inside a block: nothing stays bound, and the next pass starts afresh."""
+        for chunk, copy in enumerate(self.chunks.param_copies):
+            if copy.state is Residency.HELD:
+                self._release_params(chunk, None)
+        for chunk, copy in enumerate(self.chunks.grad_copies):
+            if copy.state is Residency.HELD:
+                on_gpu = self.chunks.states_tier(chunk) is Tier.GPU
+                self.gradients.harvest(chunk, None)
+                copy.move(Residency.CLEAN if on_gpu else Residency.DIRTY)
+        self._pass = self._suspended = None
+
+    # -- inside a pass --------------------------------------------------------------------------------------------
+
+    def _begin_backward(self, current: Pass) -> None:
+        """Only now is it known whether gradients exist: users call zero_grad before or after forward."""
+        exists = self.gradients.any_valid()
+        if self._update is Update.IN_BACKWARD and (self._owes_step or exists):
+            missing = "optimizer.step()" if self._owes_step else "optimizer.zero_grad()"
+            raise RuntimeError(
+                f"backward() came again without {missing} since the last one, but this model was wrapped with "
+                "update='in_backward': the promise of one step per backward. Wrap with update='deferred' (the "
+                "default) to "
+                "accumulate over several backwards or to skip steps."
+            )
+        current.backward_begun = True
+        self.performer.updated.clear()
+        self._owes_step = self._update is Update.IN_BACKWARD
+        if exists and current.program.mode is Mode.TRAIN:
+            current.load(self.programs[Mode.ACCUMULATE])
+            self._issue(current.cursor - 1)
+
+    def _find(self, current: Pass, op: Op, block: int, call: int | None) -> int | None:
+        if op is Op.FORWARD:
+            return current.program.find_forward(block, current.cursor)
+        return current.program.find_backward(call, current.cursor)
+
+    def _skip_to(self, current: Pass, index: int) -> None:
+        """Passes over planned ticks that the model did not run (layer drop). Their transfers run as planned, so that
+        the
+        slots stay as the plan thinks they are; what has nothing to act on does nothing."""
+        while current.cursor < index:
+            self.num_deviations += 1
+            for action in current.program.before_tick[current.cursor]:
+                if action.op is Op.UPDATE:
+                    self._run_inline(current, action)
+            self._complete(current, current.cursor)
+
+    def _before(self, current: Pass, index: int, accumulate: bool) -> None:
+        for action in current.program.before_tick[index]:
+            if accumulate or action.op is not Op.CLEAR:  # torch.autograd.grad must not touch parameters' gradients
+                self._run_inline(current, action)
+        for name in current.program.ticks[index].after:
+            if name in current.tickets:
+                self._wait(current, name)
+
+    def _complete(self, current: Pass, index: int) -> None:
+        name = current.program.ticks[index].id
+        current.tickets[name] = Ticket.completed(name)
+        current.cursor = index + 1
+        for action in current.program.when_open[index]:
+            self._run_inline(current, action)
+        self._issue(index)
+
+    def _issue(self, left: int) -> None:
+        """Hands every open action to its lane, in the lane's order. An action whose dependency on another lane is
+        itself not
+        issued yet holds its lane until it is."""
+        current = self._pass
+        assert current is not None
+        progress = True
+        while progress:
+            progress = False
+            for lane, pending in current.pending.items():
+                while (
+                    pending and pending[0].opens <= left and all(name in current.tickets for name in pending[0].after)
+                ):
+                    self._submit(current, lane, pending.popleft())
+                    progress = True
+
+    def _submit(self, current: Pass, lane: Lane, action: Action) -> None:
+        after = [current.tickets[name] for name in action.after]
+        after += [self._latest_updates[name] for name in action.after_prev if name in self._latest_updates]
+        ticket = self.lanes.submit(action.id, lane, action.tick, after, self.performer.prepare(action))
+        current.tickets[action.id] = ticket
+        self._remember(action, ticket)
+
+    def _remember(self, action: Action, ticket: Ticket) -> None:
+        if action.op is Op.UPDATE:
+            self._latest_updates[action.id] = ticket
+        elif action.op is Op.FETCH and action.chunk is not None:
+            (self._fetches if action.kind is ChunkKind.PARAM else self._gradient_fetches)[action.chunk] = ticket
+        elif action.op is Op.WRITE_BACK and action.chunk is not None:
+            self.gradients.exits[action.chunk] = ticket
+        elif action.op in (Op.STASH, Op.UNSTASH) and action.call is not None:
+            stash = self.performer.stashes.of(action.call)
+            if stash is not None:
+                stash.on_the_way.append(ticket)
+
+    def _run_inline(self, current: Pass, action: Action) -> None:
+        for name in action.after:
+            if name in current.tickets:
+                self._wait(current, name)
+        for name in action.after_prev:
+            if name in self._latest_updates:
+                self.stall_s[Lane.CPU] += self.lanes.wait(self._latest_updates[name], Lane.CPU)
+        self.lanes.run_inline(action.id, self.performer.prepare(action))
+        ticket = current.tickets[action.id] = Ticket.completed(action.id)
+        self._remember(action, ticket)
+
+    def _wait(self, current: Pass, name: str) -> None:
+        ticket = current.tickets[name]
+        lane = current.program.schedule.by_id[name].lane
+        self.stall_s[lane] += self.lanes.wait(ticket, lane)
+
+    # -- holding --------------------------------------------------------------------------------------------------
+
+    def _hold_params(self, chunk: int, block: int) -> None:
+        copy = self.chunks.param_copies[chunk]
+        if copy.state is Residency.ARRIVING or (chunk in self._fetches and not self._fetches[chunk].done):
+            self.stall_s[Lane.H2D] += self.lanes.wait(self._fetches[chunk], Lane.H2D)
+        if copy.state is Residency.ABSENT:
+            self._fetch_on_demand(chunk)
+        elif not self.chunks.is_streamed(chunk) and self.chunks.stale[chunk]:
+            self._submit_demand("refresh", Lane.H2D, chunk, self.performer.refresh(chunk), wait=True)
+        copy.move(Residency.HELD)
+        self.chunks.bind(chunk, block)
+
+    def _release_params(self, chunk: int, block: int | None) -> None:
+        self.chunks.unbind(chunk, block)
+        self.chunks.param_copies[chunk].move(Residency.CLEAN)
+
+    def _hold_gradient(self, chunk: int, block: int) -> None:
+        copy = self.chunks.grad_copies[chunk]
+        if self._update is Update.IN_BACKWARD and chunk in self.performer.updated:
+            raise RuntimeError(
+                f"block {self._names[block]!r} ran backward again after its update, but this model was wrapped with "
+                "update='in_backward': the promise of one backward per step. Wrap with update='deferred' (the default)."
+            )
+        if self.chunks.states_tier(chunk) is Tier.GPU:
+            if copy.state is Residency.ABSENT:
+                copy.move(Residency.CLEAN)  # its own place; the ledger clears what is not valid
+        else:
+            if copy.state is Residency.LEAVING:
+                self.stall_s[Lane.D2H] += self.lanes.wait(self.gradients.exits[chunk], Lane.D2H)
+            if copy.state is Residency.ABSENT:
+                self._gradient_on_demand(chunk)
+        copy.move(Residency.HELD)
+        self.gradients.bind(chunk, block)
+
+    def _release_gradient(self, chunk: int, block: int) -> None:
+        self.gradients.harvest(chunk, block)
+        at_home = self.chunks.states_tier(chunk) is Tier.GPU
+        self.chunks.grad_copies[chunk].move(Residency.CLEAN if at_home else Residency.DIRTY)
+
+    # -- off the plan ---------------------------------------------------------------------------------------------
+
+    def _note_off_plan(self, block: int) -> None:
+        self.num_deviations += 1
+        if not self._warned:
+            self._warned = True
+            warnings.warn(OFF_PLAN.format(name=self._names[block]), stacklevel=2)
+
+    def _submit_demand(self, what: str, lane: Lane, chunk: int, work: Work, wait: bool = False) -> Ticket:
+        self._demands += 1
+        after = [self._latest_updates[name] for name in (f"update.{chunk}",) if name in self._latest_updates]
+        ticket = self.lanes.submit(f"demand.{what}.{chunk}.{self._demands}", lane, 0, after, work)
+        if lane is Lane.D2H:
+            self.gradients.exits[chunk] = ticket
+        if wait:
+            self.stall_s[lane] += self.lanes.wait(ticket, lane)
+        return ticket
+
+    def _fetch_on_demand(self, chunk: int) -> None:
+        states = {other: self.chunks.param_copies[other].state for other in self.chunks.param_slots.everyone()}
+        pinned = {other for other, state in states.items() if state is Residency.HELD}
+        arriving = {other for other, state in states.items() if state is Residency.ARRIVING}
+        slot = self._window(chunk, pinned | arriving)
+        if slot is None:
+            for other in arriving:
+                self.stall_s[Lane.H2D] += self.lanes.wait(self._fetches[other], Lane.H2D)
+            slot = self._window(chunk, pinned)
+        if slot is None:
+            raise RuntimeError(
+                f"chunk {chunk} needs {self.chunks.layout.num_slots(self.chunks.specs[chunk])} free consecutive slots; "
+                f"the chunks {sorted(pinned)} are in use. Raise num_slots in the plan."
+            )
+        self._fetches[chunk] = self._submit_demand(
+            "fetch", Lane.H2D, chunk, self.performer.fetch_param(chunk, slot), wait=True
+        )
+
+    def _window(self, chunk: int, pinned: set[int]) -> int | None:
+        assert self._pass is not None
+        program, cursor = self._pass.program, self._pass.cursor
+        return self.chunks.param_slots.window_for(
+            chunk,
+            lambda other: program.next_use(self.chunks.specs[other].users, cursor),
+            lambda other: self._last_use.get(other, -1),
+            pinned,
+        )
+
+    def _gradient_on_demand(self, chunk: int) -> None:
+        """A slot for a gradient that the plan did not foresee: dirty ones leave until there is room."""
+        table = self.chunks.grad_slots
+        for _ in range(2):
+            slot = table.window_for(chunk, lambda _: 0.0, lambda _: 0.0, set(table.everyone()))
+            if slot is not None:
+                break
+            for other in table.everyone():
+                if self.chunks.grad_copies[other].state in (Residency.DIRTY, Residency.CLEAN):
+                    self._submit_demand("write_back", Lane.D2H, other, self.performer.write_back(other))
+                if other in self.gradients.exits:
+                    self.stall_s[Lane.D2H] += self.lanes.wait(self.gradients.exits[other], Lane.D2H)
+        else:
+            raise RuntimeError(
+                f"the gradient of chunk {chunk} needs {self.chunks.layout.num_slots(self.chunks.specs[chunk])} free "
+                "consecutive "
+                "slots; raise num_grad_slots in the plan."
+            )
+        self._submit_demand("gradient", Lane.H2D, chunk, lambda: self.performer.fetch_gradient(chunk, slot), wait=True)
+
+    def _write_back_on_demand(self, tick: Tick) -> None:
+        if not tick.accumulate:
+            return
+        for chunk in self.chunks.by_block[tick.block]:
+            if self.chunks.grad_copies[chunk].state is Residency.DIRTY:
+                self._submit_demand("write_back", Lane.D2H, chunk, self.performer.write_back(chunk))
+
+    def _update_on_demand(self, chunk: int) -> None:
+        after = [self.gradients.exits[chunk]] if chunk in self.gradients.exits else []
+        name = f"update.{chunk}"
+        after += [self._latest_updates[name]] if name in self._latest_updates else []
+        lane = Lane.CPU
+        ticket = self.lanes.submit(name, lane, 0, after, self.performer.update(chunk))
+        self._latest_updates[name] = ticket
+        if self.chunks.states_tier(chunk) is Tier.GPU:
+            self.stall_s[lane] += self.lanes.wait(ticket, lane)

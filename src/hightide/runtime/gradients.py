@@ -1,0 +1,194 @@
+"""The ledger of gradients: which parameters have one, where it is, by what it was scaled, and its norm.
+
+[Note: gradients that come and go] While a block runs backward, `param.grad` is a view of its gradient chunk on the
+GPU, so that autograd adds
+every micro-batch in place, in fp32. Each view is taken through `.data`, which gives it a version counter of its own:
+a counter above zero
+says that the parameter received a gradient (torch.optim skips parameters that did not, and so do we). Afterwards
+`param.grad` is a
+placeholder that answers norms, takes scalings and can be read; `None` still means that there is no gradient, whoever
+set it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hightide.ir.block import ModelProfile
+from hightide.ir.chunk import Placement
+from hightide.ir.plan import Update
+from hightide.ir.tier import ChunkKind
+from hightide.optim.placeholder import GradientPlaceholder
+from hightide.runtime.chunks import Chunks
+from hightide.stores.ticket import Ticket
+
+IN_BACKWARD_REFUSAL = (
+    "this model was wrapped with update='in_backward': updates run during backward, so gradients can no longer be "
+    "{what} afterwards. Wrap with update='deferred' (the default) to {what_for}."
+)
+
+
+class Gradients:
+    def __init__(self, profile: ModelProfile, chunks: Chunks, update: Update) -> None:
+        self._chunks = chunks
+        self._update = update
+        trainable = {spec.name for spec in profile.params if spec.trainable}
+        self._loose = {name for block in profile.blocks if block.loose for name in block.params} & trainable
+        self._entries: list[list[Placement]] = [
+            [entry for entry in spec.params if entry.param in trainable and entry.param not in self._loose]
+            for spec in chunks.specs
+        ]
+        self._placeholders = {
+            entry.param: GradientPlaceholder(chunks.parameters[entry.param], self, entry.param)
+            for entries in self._entries
+            for entry in entries
+        }
+        self._valid: set[str] = set()  # parameters whose chunk holds a gradient
+        self._factor: dict[str, float] = {}  # what it still has to be multiplied by; absent: 1
+        self._norms: dict[str, Tensor] = {}
+        self._opened: set[int] = set()  # chunks whose gradient was opened in this pass
+        self.exits: dict[int, Ticket] = {}  # the latest write-back of each chunk
+        for name in self._placeholders:
+            _allow_fp32_gradient(chunks.parameters[name])
+
+    # -- life of a gradient ---------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        self._opened.clear()
+
+    def any_valid(self) -> bool:
+        """Whether gradients exist that a backward would add to. The user's `p.grad = None` is the truth."""
+        gone = [key for key in self._valid if self._chunks.parameters[key].grad is not self._placeholders[key]]
+        for key in gone:
+            self._forget(key)
+        return bool(self._valid)
+
+    def has_gradient(self, chunk: int) -> bool:
+        return any(entry.param in self._valid for entry in self._entries[chunk])
+
+    def is_trainable(self, chunk: int) -> bool:
+        return bool(self._entries[chunk])
+
+    def cleared(self, chunk: int) -> None:
+        """The chunk's gradient on the GPU is all zero now."""
+        self._opened.add(chunk)
+
+    def bind(self, chunk: int, block: int) -> None:
+        """Points `param.grad` at the gradient chunk on the GPU, where autograd adds to it."""
+        flat = self._chunks.grad_on_gpu(chunk)
+        if chunk not in self._opened:
+            self._freshen(chunk, flat)
+        users = {entry.param for entry in self._chunks.placements(chunk, block)}
+        for entry in self._entries[chunk]:
+            if entry.param in users:
+                self._chunks.parameters[entry.param].grad = self._chunks.view_of(flat, entry).data
+
+    def harvest(self, chunk: int, block: int | None) -> None:
+        """After a block's backward: which parameters received a gradient, and its norm while it is on the GPU."""
+        users = {entry.param for entry in self._chunks.placements(chunk, block)}
+        mine = [entry.param for entry in self._entries[chunk] if entry.param in users]
+        for key in mine:
+            gradient = self._chunks.parameters[key].grad
+            if gradient is not None and gradient._version > 0:
+                self._valid.add(key)
+        received = [key for key in mine if key in self._valid]
+        if self._update is Update.DEFERRED and received:
+            gradients = [self._chunks.parameters[key].grad for key in received]
+            norms = torch._foreach_norm([gradient for gradient in gradients if gradient is not None])
+            self._norms.update(zip(received, norms, strict=True))
+        for key in mine:
+            self._chunks.parameters[key].grad = self._placeholders[key] if key in self._valid else None
+
+    def _freshen(self, chunk: int, flat: Tensor) -> None:
+        """Before adding to a gradient from an earlier backward: apply its scaling, and clear what has none."""
+        for entry in self._entries[chunk]:
+            if entry.param not in self._valid:
+                self._chunks.view_of(flat, entry).zero_()
+            elif (factor := self._factor.pop(entry.param, 1.0)) != 1.0:
+                _scale(self._chunks.view_of(flat, entry), factor)
+        self._opened.add(chunk)
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """As `zero_grad(set_to_none=True)`: the bytes stay for updates that still read them."""
+        for key in keys:
+            self._chunks.parameters[key].grad = None
+            self._forget(key)
+
+    def _forget(self, key: str) -> None:
+        self._valid.discard(key)
+        self._factor.pop(key, None)
+        self._norms.pop(key, None)
+
+    # -- for the update -------------------------------------------------------------------------------------------
+
+    def ready(self, chunk: int) -> list[tuple[Placement, float]]:
+        """The parameters of a chunk that have a gradient, with the factor that the update must apply."""
+        self._collect_loose(chunk)
+        parameters = self._chunks.parameters
+        present = [
+            entry
+            for entry in self._chunks.specs[chunk].params
+            if (entry.param in self._loose and parameters[entry.param].grad is not None)
+            or (entry.param in self._valid and parameters[entry.param].grad is self._placeholders[entry.param])
+        ]
+        return [(entry, self._factor.get(entry.param, 1.0)) for entry in present]
+
+    def flat(self, chunk: int) -> Tensor:
+        """The gradient at the place where the update reads it."""
+        return self._chunks.flat(chunk, ChunkKind.GRAD, self._chunks.states_tier(chunk))
+
+    def _collect_loose(self, chunk: int) -> None:
+        """Plain autograd made the gradients of loose parameters; bring them to their place in the chunk."""
+        for entry in self._chunks.specs[chunk].params:
+            if entry.param not in self._loose:
+                continue
+            param = self._chunks.parameters[entry.param]
+            place = self._chunks.view_of(self.flat(chunk), entry)
+            if param.grad is not None and param.grad.data_ptr() != place.data_ptr():
+                place.copy_(param.grad)
+                param.grad = place if param.dtype == place.dtype else param.grad
+
+    # -- what a placeholder answers (GradientOwner) ---------------------------------------------------------------
+
+    def norm(self, key: str, norm_type: float) -> Tensor:
+        self._refuse_in_backward("measured", "clip or inspect them")
+        if norm_type == 2.0 and key in self._norms:
+            return self._norms[key] * abs(self._factor.get(key, 1.0))
+        return torch.linalg.vector_norm(self.read(key), norm_type)
+
+    def scale(self, key: str, factor: float | Tensor) -> None:
+        self._refuse_in_backward("scaled", "clip or scale them")
+        self._factor[key] = self._factor.get(key, 1.0) * float(factor)
+
+    def zero(self, key: str) -> None:
+        self._factor[key] = 0.0
+
+    def read(self, key: str) -> Tensor:
+        """A copy of one gradient, as plain PyTorch would show it."""
+        self._refuse_in_backward("read", "read them")
+        chunk, entry = self._chunks.places[key]
+        if chunk in self.exits:
+            self.exits[chunk].wait()
+        value = self._chunks.view_of(self.flat(chunk), entry).clone()
+        _scale(value, self._factor.get(key, 1.0))
+        return value.to(self._chunks.parameters[key].dtype)
+
+    def _refuse_in_backward(self, what: str, what_for: str) -> None:
+        if self._update is Update.IN_BACKWARD:
+            raise RuntimeError(IN_BACKWARD_REFUSAL.format(what=what, what_for=what_for))
+
+
+def _scale(value: Tensor, factor: float) -> None:
+    if factor == 0.0:
+        value.zero_()  # not a product: zero times infinity is NaN, and the user asked for zero
+    elif factor != 1.0:
+        value.mul_(factor)
+
+
+def _allow_fp32_gradient(param: torch.nn.Parameter) -> None:
+    """Lets autograd add a low-precision gradient to an fp32 `.grad` in one pass."""
+    if param.dtype != torch.float32:
+        param.grad_dtype = None

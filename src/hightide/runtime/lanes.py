@@ -1,0 +1,385 @@
+"""Lanes: serial queues of work that overlap each other. The only file that creates threads.
+
+[Note: failure in a lane]
+The first exception of any lane is kept as `failure`. From then on every submission and every wait of the user's
+thread raises that very object, and the lanes give it to every task that is still queued instead of running it. So
+nothing hangs, nothing runs on half-moved data, and the user sees the cause and not a consequence.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from hightide.ir.tier import LANE_RULES, Lane, Rule
+from hightide.stores.ticket import DEFAULT_TIMEOUT_S, Ticket
+
+T = TypeVar("T")
+
+KEPT_PASSES = 4  # records of older passes are dropped
+JOIN_TIMEOUT_S = 10.0
+
+WORKERS: dict[Lane, str] = {
+    Lane.H2D: "hightide-h2d",  # fetches the next blocks' chunks and inputs while this block computes and others leave
+    Lane.D2H: "hightide-d2h",  # takes gradients and block inputs away while the next block computes and others arrive
+    Lane.CPU: "hightide-cpu",  # updates chunks on the host while the accelerator computes and both copies run
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One action that was completed. `ready` names what a DUE_FIRST lane could choose from, itself included."""
+
+    pass_index: int  # the pass that submitted it, even if it ended in the next
+    lane: Lane
+    id: str
+    started_s: float
+    ended_s: float
+    ready: tuple[str, ...] = ()
+    ready_dues: tuple[int, ...] = ()  # of the actions in `ready`, in the same order
+    due: int = 0
+
+
+class Lanes:
+    """One worker thread each for H2D, D2H and CPU. COMPUTE is the caller's own thread."""
+
+    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s
+        self._state = _State()
+        self._queues = {lane: _queue_for(lane, self._state, timeout_s) for lane in WORKERS}
+        # Threads hold the queues and never this object, so that forgotten lanes are collected and their threads end.
+        self._threads = [
+            threading.Thread(target=_work, args=(self._queues[lane], timeout_s), name=name, daemon=True)
+            for lane, name in WORKERS.items()
+        ]
+        self._finalizer = weakref.finalize(self, _State.stop, self._state)
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, id: str, lane: Lane, due: int, after: Sequence[Ticket], run: Callable[[], object]) -> Ticket:
+        """Queues an action and returns at once. If `run` returns a Ticket, the action is done when that is."""
+        self.check()
+        assert lane in self._queues, f"{id!r}: the lane {lane} has no thread; use run_inline"
+        task = _Task(id, lane, due, self._state.next_order(), self._state.pass_index, Ticket(id), run)
+        self._queues[lane].add(task, after)
+        return task.ticket
+
+    def run_inline(self, id: str, fn: Callable[[], T]) -> T:
+        """Runs a COMPUTE action in the caller's thread. Its exception goes to the caller, who may `fail` the lanes."""
+        self.check()
+        started_s = time.perf_counter()
+        result = fn()
+        self.record_inline(id, started_s)
+        return result
+
+    def record_inline(self, id: str, started_s: float) -> None:
+        """Records a COMPUTE action that ends now and could not be run as one call. `started_s` is a perf_counter."""
+        self._state.record(Record(self._state.pass_index, Lane.COMPUTE, id, started_s, time.perf_counter()))
+
+    def wait(self, ticket: Ticket, lane: Lane) -> float:
+        """Waits for something that `lane` owes. Returns the seconds stalled; raises the original exception."""
+        self.check()
+        if ticket.done and ticket.error is None:
+            return 0.0
+        started_s = time.perf_counter()
+        try:
+            ticket.wait(self.timeout_s)
+        except BaseException as error:
+            if ticket.error is not None:
+                self.fail(ticket.error)
+            elif isinstance(error, TimeoutError):
+                waited = f"waited {self.timeout_s:g} s for {ticket.label!r} on the lane {lane}"
+                self.fail(TimeoutError(f"{waited}; {self._describe()}"))
+            else:  # Ctrl-C while waiting: the lanes are well
+                raise
+        self.check()
+        return time.perf_counter() - started_s
+
+    def fail(self, error: BaseException) -> None:
+        """Stops all work with this error, unless there is an earlier one. See [Note: failure in a lane]."""
+        self._state.fail(error)
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._state.failure
+
+    def check(self) -> None:
+        if self._state.failure is not None:
+            raise self._state.failure
+        if self._state.closing:
+            raise RuntimeError("these lanes are closed; wrap the model again to go on")
+
+    def begin_pass(self) -> int:
+        return self._state.begin_pass()
+
+    @property
+    def pass_index(self) -> int:
+        return self._state.pass_index
+
+    @property
+    def records(self) -> list[Record]:
+        """What was done in the last few passes, by pass; within a pass in order of completion."""
+        with self._state.lock:
+            return [record for records in self._state.records.values() for record in records]
+
+    def records_of(self, pass_index: int) -> list[Record]:
+        with self._state.lock:
+            return list(self._state.records.get(pass_index, ()))
+
+    def close(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+        """Ends the threads. What runs is finished; what is queued fails. Wait for what matters before closing."""
+        self._state.stop()
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline_s - time.monotonic()))
+        stuck = [thread.name for thread in self._threads if thread.is_alive()]
+        if stuck:
+            warnings.warn(f"{', '.join(stuck)} still busy {timeout_s:g} s after close()", RuntimeWarning, stacklevel=2)
+
+    def _describe(self) -> str:
+        with self._state.lock:
+            return "queued: " + ", ".join(f"{lane} {len(queue)}" for lane, queue in self._queues.items())
+
+
+@dataclass(eq=False, slots=True)
+class _Task:
+    id: str
+    lane: Lane
+    due: int
+    order: int
+    pass_index: int
+    ticket: Ticket
+    run: Callable[[], object]
+    waits_for: tuple[Ticket, ...] = ()
+    num_pending: int = 0
+    ready: tuple[str, ...] = ()
+    ready_dues: tuple[int, ...] = ()
+
+
+class _State:
+    """What the lanes share. One lock: a lane's work takes far longer than any of its bookkeeping."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.conditions: list[threading.Condition] = []
+        self.failure: BaseException | None = None
+        self.closing = False
+        self.pass_index = 0
+        self.records: dict[int, list[Record]] = {0: []}
+        self._orders = itertools.count()
+
+    def next_order(self) -> int:
+        return next(self._orders)
+
+    def begin_pass(self) -> int:
+        with self.lock:
+            self.pass_index += 1
+            self.records[self.pass_index] = []
+            self.records.pop(self.pass_index - KEPT_PASSES, None)
+            return self.pass_index
+
+    def record(self, record: Record) -> None:
+        with self.lock:
+            if record.pass_index in self.records:
+                self.records[record.pass_index].append(record)
+
+    def fail(self, error: BaseException) -> None:
+        with self.lock:
+            if self.failure is None:
+                self.failure = error
+            self._wake_all()
+
+    def stop(self) -> None:
+        with self.lock:
+            self.closing = True
+            self._wake_all()
+
+    def end(self, task: _Task) -> BaseException | None:
+        """The error with which a queued task must end unrun, if any."""
+        if self.failure is not None:
+            return self.failure
+        if self.closing:
+            return RuntimeError(f"{task.id!r} was queued on the lane {task.lane} when the lanes were closed")
+        return None
+
+    def _wake_all(self) -> None:
+        for condition in self.conditions:
+            condition.notify_all()
+
+
+class _Queue:
+    """Tasks of one lane. Subclasses say which one is next."""
+
+    def __init__(self, state: _State, timeout_s: float) -> None:
+        self.state = state
+        self.timeout_s = timeout_s
+        self.condition = threading.Condition(state.lock)
+        state.conditions.append(self.condition)
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def _push(self, task: _Task) -> None:
+        raise NotImplementedError
+
+    def _became_ready(self, task: _Task) -> None:
+        raise NotImplementedError
+
+    def _pop_ready(self) -> _Task | None:
+        """The task to run now, if there is one."""
+        raise NotImplementedError
+
+    def _pop_first(self) -> _Task:
+        """The task that has to go first when nothing is ready."""
+        raise NotImplementedError
+
+    def add(self, task: _Task, after: Sequence[Ticket]) -> None:
+        waits_for = tuple(ticket for ticket in after if not ticket.done or ticket.error is not None)
+        with self.state.lock:
+            task.waits_for, task.num_pending = waits_for, len(waits_for)
+            self._push(task)
+            if not waits_for:
+                self._became_ready(task)
+            self.condition.notify()
+        for ticket in waits_for:  # outside the lock: a callback may be called at once
+            ticket.add_done_callback(lambda done: self._dependency_done(task, done))
+
+    def take(self) -> tuple[_Task, BaseException | None] | None:
+        """Blocks for the next task, and the error with which it must end instead of running. None: closed and empty."""
+        waiting_since_s: float | None = None
+        with self.state.lock:
+            while True:
+                if not len(self):
+                    if self.state.closing:
+                        return None
+                    waiting_since_s = None
+                    self.condition.wait()  # idle: nobody waits for this lane; submit and close wake it
+                    continue
+                if self.state.failure is not None or self.state.closing:
+                    task = self._pop_first()
+                    return task, self.state.end(task)
+                ready = self._pop_ready()
+                if ready is not None:
+                    return ready, None
+                now_s = time.monotonic()
+                waiting_since_s = now_s if waiting_since_s is None else waiting_since_s
+                left_s = waiting_since_s + self.timeout_s - now_s
+                if left_s <= 0:
+                    task = self._pop_first()
+                    error = self._timeout(task)
+                    self.state.fail(error)
+                    return task, error
+                self.condition.wait(left_s)
+
+    def _dependency_done(self, task: _Task, ticket: Ticket) -> None:
+        if ticket.error is not None:
+            self.state.fail(ticket.error)
+            return
+        with self.state.lock:
+            task.num_pending -= 1
+            if task.num_pending == 0:
+                self._became_ready(task)
+                self.condition.notify()
+
+    def _timeout(self, task: _Task) -> TimeoutError:
+        missing = ", ".join(repr(ticket.label) for ticket in task.waits_for if not ticket.done)
+        return TimeoutError(f"{task.id!r} on the lane {task.lane} waited {self.timeout_s:g} s for {missing}")
+
+
+class _InOrder(_Queue):
+    def __init__(self, state: _State, timeout_s: float) -> None:
+        super().__init__(state, timeout_s)
+        self._tasks: deque[_Task] = deque()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def _push(self, task: _Task) -> None:
+        self._tasks.append(task)
+
+    def _became_ready(self, task: _Task) -> None:
+        pass  # only the head counts, and the head is looked at on every wake
+
+    def _pop_ready(self) -> _Task | None:
+        return self._tasks.popleft() if self._tasks[0].num_pending == 0 else None
+
+    def _pop_first(self) -> _Task:
+        return self._tasks.popleft()
+
+
+class _DueFirst(_Queue):
+    def __init__(self, state: _State, timeout_s: float) -> None:
+        super().__init__(state, timeout_s)
+        self._tasks: dict[int, _Task] = {}  # by order of submission
+        self._heap: list[tuple[int, int]] = []  # (due, order) of the ready ones
+        # The ready ones again, as dicts whose values are copied into a record at C speed: 1,000 may be ready at a time.
+        self._ready_ids: dict[int, str] = {}
+        self._ready_dues: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def _push(self, task: _Task) -> None:
+        self._tasks[task.order] = task
+
+    def _became_ready(self, task: _Task) -> None:
+        if task.order in self._tasks:  # else it ended with an error already
+            heapq.heappush(self._heap, (task.due, task.order))
+            self._ready_ids[task.order] = task.id
+            self._ready_dues[task.order] = task.due
+
+    def _pop_ready(self) -> _Task | None:
+        if not self._heap:
+            return None
+        task = self._tasks.pop(heapq.heappop(self._heap)[1])
+        task.ready, task.ready_dues = tuple(self._ready_ids.values()), tuple(self._ready_dues.values())
+        del self._ready_ids[task.order], self._ready_dues[task.order]
+        return task
+
+    def _pop_first(self) -> _Task:
+        """Only on the way to an end with an error: nothing is picked from the heap after it."""
+        return self._tasks.pop(next(iter(self._tasks)))
+
+
+def _queue_for(lane: Lane, state: _State, timeout_s: float) -> _Queue:
+    return (_DueFirst if LANE_RULES[lane] is Rule.DUE_FIRST else _InOrder)(state, timeout_s)
+
+
+def _work(queue: _Queue, timeout_s: float) -> None:
+    """The life of a lane's thread."""
+    with torch.no_grad():  # copies and updates are no part of anyone's graph
+        while (taken := queue.take()) is not None:
+            task, error = taken
+            if error is None:
+                _run(task, queue.state, timeout_s)
+            else:
+                task.ticket.set_error(error)
+            del taken, task, error  # an idle thread must not keep a task's tensors alive
+
+
+def _run(task: _Task, state: _State, timeout_s: float) -> None:
+    started_s = time.perf_counter()
+    try:
+        result = task.run()
+        if isinstance(result, Ticket):
+            result = result.wait(timeout_s)
+    except BaseException as error:  # whatever it is, it belongs to the user's thread
+        state.fail(error)
+        task.ticket.set_error(error)
+        return
+    ended_s = time.perf_counter()
+    # The record comes before the ticket: who has waited for an action finds its record.
+    span = (started_s, ended_s)
+    state.record(Record(task.pass_index, task.lane, task.id, *span, task.ready, task.ready_dues, task.due))
+    task.ticket.set_result(result)

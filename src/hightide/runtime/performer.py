@@ -1,0 +1,214 @@
+"""What each kind of action does to the bytes. Bookkeeping happens in the user's thread when an action is issued
+(`prepare`); the work
+that it returns runs on the action's lane."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from hightide.ir.action import Action, Op
+from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.runtime.activations import Stashes
+from hightide.runtime.chunks import Chunks
+from hightide.runtime.gradients import Gradients
+from hightide.runtime.residency import Residency
+
+Work = Callable[[], object]
+
+
+class Updates(Protocol):
+    """The optimizer's side of an UPDATE."""
+
+    def prepare(self, chunk: int) -> Work | None:
+        """Called in the user's thread when the update is issued: copies hyper-parameters by value. None: nothing to
+        do."""
+
+
+class Performer:
+    def __init__(self, chunks: Chunks, gradients: Gradients, stashes: Stashes) -> None:
+        self.chunks = chunks
+        self.gradients = gradients
+        self.stashes = stashes
+        self.updates: Updates | None = None  # set by the optimizer
+        self.moved_bytes: Counter[Lane] = Counter()
+        self.num_evictions = 0
+        self.updated: set[int] = set()  # chunks whose update was issued since the last backward began, or step
+        self._prepare: dict[Op, Callable[[Action], Work]] = {
+            Op.FETCH: self._fetch,
+            Op.EVICT: self._evict,
+            Op.CLEAR: self._clear,
+            Op.WRITE_BACK: self._write_back,
+            Op.STASH: self._stash,
+            Op.UNSTASH: self._unstash,
+            Op.UPDATE: self._update,
+        }
+
+    def prepare(self, action: Action) -> Work:
+        return self._prepare[action.op](action)
+
+    # -- parameters -----------------------------------------------------------------------------------------------
+
+    def _fetch(self, action: Action) -> Work:
+        assert action.chunk is not None and action.target is not None
+        if action.kind is ChunkKind.GRAD:
+            return lambda: self.fetch_gradient(action.chunk, action.target.slot)  # type: ignore[arg-type,union-attr]
+        if action.target.slot is None:
+            return self.refresh(action.chunk)
+        return self.fetch_param(action.chunk, action.target.slot)
+
+    def fetch_param(self, chunk: int, slot: int) -> Work:
+        """Reserves the slots now; nothing to do if the chunk is there already or the slots are in use (off the
+        plan)."""
+        copy, table = self.chunks.param_copies[chunk], self.chunks.param_slots
+        if copy.state is not Residency.ABSENT or not table.fits(slot, chunk):
+            return _nothing
+        others = table.occupants(slot, chunk)
+        if any(self.chunks.param_copies[other].state is not Residency.CLEAN for other in others):
+            return _nothing
+        for other in others:
+            self.evict(other)
+        table.take(slot, chunk)
+        copy.move(Residency.ARRIVING)
+
+        def work() -> None:
+            self._copy_home_to_gpu(chunk)
+            copy.move(Residency.CLEAN)
+
+        return work
+
+    def refresh(self, chunk: int) -> Work:
+        """A persistent chunk whose update runs on host gets its new values."""
+
+        def work() -> None:
+            if self.chunks.stale[chunk]:
+                self.chunks.param_copies[chunk].move(Residency.ARRIVING)
+                self._copy_home_to_gpu(chunk)
+                self.chunks.param_copies[chunk].move(Residency.CLEAN)
+                self.chunks.stale[chunk] = False
+
+        return work
+
+    def _copy_home_to_gpu(self, chunk: int) -> None:
+        assert self.chunks.homes[chunk].state is Residency.CLEAN, f"chunk {chunk} was fetched during its update"
+        region = self.chunks.region(chunk, ChunkKind.PARAM, Tier.HOST)
+        self.chunks.host.read(region, self.chunks.param_on_gpu(chunk)).wait()
+        self.moved_bytes[Lane.H2D] += self.chunks.specs[chunk].param_bytes
+
+    def _evict(self, action: Action) -> Work:
+        assert action.chunk is not None
+        chunk = action.chunk
+
+        def work() -> None:
+            if self.chunks.param_copies[chunk].state is Residency.CLEAN:
+                self.evict(chunk)
+
+        return work
+
+    def evict(self, chunk: int) -> None:
+        self.chunks.param_copies[chunk].move(Residency.ABSENT)
+        self.chunks.param_slots.drop(chunk)
+        self.num_evictions += 1
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def _clear(self, action: Action) -> Work:
+        assert action.chunk is not None and action.target is not None
+        chunk, slot = action.chunk, action.target.slot
+        return lambda: self.clear(chunk, slot)
+
+    def clear(self, chunk: int, slot: int | None) -> None:
+        """Opens a gradient at zero: at its own place on the GPU, or in a slot."""
+        copy = self.chunks.grad_copies[chunk]
+        if slot is not None and not self._take_gradient_slot(chunk, slot):
+            return
+        self.chunks.grad_on_gpu(chunk).zero_()
+        self.gradients.cleared(chunk)
+        if copy.state is Residency.ABSENT:
+            copy.move(Residency.CLEAN)
+
+    def fetch_gradient(self, chunk: int, slot: int) -> None:
+        """Brings the sum so far back to the GPU, so that the GPU always sees the whole sum."""
+        if not self._take_gradient_slot(chunk, slot):
+            return
+        copy = self.chunks.grad_copies[chunk]
+        copy.move(Residency.ARRIVING)
+        if self.gradients.has_gradient(chunk):
+            region = self.chunks.region(chunk, ChunkKind.GRAD, Tier.HOST)
+            self.chunks.host.read(region, self.chunks.grad_on_gpu(chunk)).wait()
+            self.moved_bytes[Lane.H2D] += self.chunks.specs[chunk].grad_bytes
+        else:
+            self.chunks.grad_on_gpu(chunk).zero_()
+        copy.move(Residency.CLEAN)
+
+    def _take_gradient_slot(self, chunk: int, slot: int) -> bool:
+        table = self.chunks.grad_slots
+        if table.first(chunk) is not None or not table.fits(slot, chunk) or table.occupants(slot, chunk):
+            return False
+        table.take(slot, chunk)
+        return True
+
+    def _write_back(self, action: Action) -> Work:
+        assert action.chunk is not None
+        return self.write_back(action.chunk)
+
+    def write_back(self, chunk: int) -> Work:
+        """Sends a finished sum home and frees its slot. A gradient that nobody touched just leaves."""
+        copy = self.chunks.grad_copies[chunk]
+        if copy.state is Residency.CLEAN:  # opened, then its block was skipped
+            copy.move(Residency.ABSENT)
+            self.chunks.grad_slots.drop(chunk)
+        if copy.state is not Residency.DIRTY:
+            return _nothing
+        copy.move(Residency.LEAVING)
+
+        def work() -> None:
+            region = self.chunks.region(chunk, ChunkKind.GRAD, Tier.HOST)
+            self.chunks.host.write(region, self.chunks.grad_on_gpu(chunk)).wait()
+            self.moved_bytes[Lane.D2H] += self.chunks.specs[chunk].grad_bytes
+            copy.move(Residency.ABSENT)
+            self.chunks.grad_slots.drop(chunk)
+
+        return work
+
+    # -- block inputs ---------------------------------------------------------------------------------------------
+
+    def _stash(self, action: Action) -> Work:
+        assert action.call is not None
+        stash = self.stashes.of(action.call)
+        return _nothing if stash is None else lambda: self._count(Lane.D2H, self.stashes.store(stash))
+
+    def _unstash(self, action: Action) -> Work:
+        assert action.call is not None
+        stash = self.stashes.of(action.call)
+        return _nothing if stash is None else lambda: self._count(Lane.H2D, self.stashes.restore(stash))
+
+    def _count(self, lane: Lane, num_bytes: int) -> None:
+        self.moved_bytes[lane] += num_bytes
+
+    # -- updates --------------------------------------------------------------------------------------------------
+
+    def _update(self, action: Action) -> Work:
+        assert action.chunk is not None
+        return self.update(action.chunk)
+
+    def update(self, chunk: int) -> Work:
+        assert self.updates is not None, "a schedule with updates needs an optimizer"
+        apply = self.updates.prepare(chunk)
+        if apply is None:
+            return _nothing
+        self.updated.add(chunk)
+        home = self.chunks.homes[chunk]
+
+        def work() -> None:
+            home.move(Residency.HELD)
+            apply()
+            home.move(Residency.CLEAN)
+            self.chunks.stale[chunk] = self.chunks.states_tier(chunk) is Tier.HOST
+
+        return work
+
+
+def _nothing() -> None:
+    """An action that the model's path through this pass made unnecessary."""

@@ -1,0 +1,213 @@
+"""Everything that hightide keeps for one wrapped model, and what the model's swapped classes call."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from hightide.ir.action import Mode, Op, Schedule
+from hightide.ir.block import ModelProfile
+from hightide.ir.plan import Plan
+from hightide.ir.split import Split
+from hightide.profiler.probe import ProbeResult, probe
+from hightide.profiler.split import batch_size, flatten_call, tensors
+from hightide.runtime import rng
+from hightide.runtime.activations import Stashes
+from hightide.runtime.chunks import Chunks
+from hightide.runtime.executor import Executor, Tick
+from hightide.runtime.gradients import Gradients
+from hightide.runtime.lanes import Lanes
+from hightide.runtime.performer import Performer
+from hightide.stores.host import HostArena
+from hightide.stores.simulated import SimulatedAccelerator
+
+
+class Run:
+    def __init__(
+        self,
+        model: nn.Module,
+        profile: ModelProfile,
+        probed: ProbeResult,
+        plan: Plan,
+        schedules: Mapping[Mode, Schedule],
+        forced_kwargs: Mapping[str, Any],
+    ) -> None:
+        self.model, self.profile, self.plan = model, profile, plan
+        self.probed = probed
+        self.probing = False
+        self.forced_kwargs = dict(forced_kwargs)  # keyword arguments of every training call of the model
+        self.parameters = _by_key(model, profile)
+        self.keys = {id(param): key for key, param in self.parameters.items()}
+
+        self.gpu = SimulatedAccelerator(plan.gpu_limit_bytes)
+        self.host = HostArena(plan.host_limit_bytes)
+        for buffer in model.buffers():
+            self.gpu.adopt(buffer, "buffers")
+        self.lanes = Lanes()
+        self.chunks = Chunks(profile, plan, self.gpu, self.host, self.parameters)
+        self.gradients = Gradients(profile, self.chunks, plan.update)
+        self.stashes = Stashes(self.gpu.adopt, self.host)
+        self.performer = Performer(self.chunks, self.gradients, self.stashes)
+        names = [block.name or "(loose)" for block in profile.blocks]
+        self.executor = Executor(schedules, self.lanes, self.performer, plan.update, names)
+
+        self.anchor = torch.empty(0, requires_grad=True)
+        self.anchor_edge = get_gradient_edge(self.anchor)
+        self.num_passes = 0
+        self.num_steps = 0
+        self.step_s = 0.0
+        self._stepped_at_s: float | None = None
+        self._splits: dict[tuple[int, str], Split] = {}
+        self._warned_splits: set[str] = set()
+        self._pass_seed = b""
+        self._nth_call: Counter[int] = Counter()
+        self._root_depth = 0
+        self._root_batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._end_queued = False
+
+    # -- the model's own forward ----------------------------------------------------------------------------------
+
+    def forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.probing or self._root_depth:
+            return original(*args, **kwargs)
+        training = torch.is_grad_enabled()
+        if training:
+            kwargs = {**kwargs, **self.forced_kwargs}
+            self._check_batch(args, kwargs)
+        self.begin_pass(Mode.TRAIN if training else Mode.EVAL)
+        self._root_depth += 1
+        self._root_batch = (args, kwargs)
+        try:
+            self.adopt(tensors(flatten_call(args, kwargs)[0]), "batch")
+            with self.gpu.meter("activations"):
+                return original(*args, **kwargs)
+        finally:
+            self._root_depth -= 1
+            self._root_batch = None
+
+    def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        num_samples = batch_size(kwargs if not args else (*args, *kwargs.values()))
+        if num_samples > self.plan.num_samples:
+            raise ValueError(
+                f"a batch of {num_samples} samples, but the plan holds up to {self.plan.num_samples}; wrap the "
+                "model with the "
+                "largest batch of your run as its example, or pass smaller batches and step after several of them"
+            )
+
+    def begin_pass(self, mode: Mode) -> None:
+        self.executor.begin(mode)
+        if mode is not Mode.EVAL:
+            self.num_passes += 1
+            self._pass_seed = rng.pass_seed(self.num_passes)
+            self._nth_call.clear()
+            self._end_queued = False
+
+    @contextmanager
+    def pass_for_block(self, block: int) -> Iterator[None]:
+        """A block that is called without the whole model (`model.model(...)`) still needs a pass to run in."""
+        if not self._root_depth:
+            mode = Mode.TRAIN if torch.is_grad_enabled() else Mode.EVAL
+            if not self.executor.expects(mode, block):
+                self.begin_pass(mode)
+        yield
+
+    # -- what blocks call -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def tick(self, op: Op, block: int, call: int | None = None, accumulate: bool = False) -> Iterator[Tick]:
+        try:
+            tick = self.executor.enter(op, block, call, accumulate)
+            with self.gpu.meter("activations"):
+                yield tick
+            self.executor.leave(tick)
+        except BaseException:
+            self.executor.abandon()
+            raise
+
+    def draws(self, block: int, num_micro_batches: int) -> rng.Draws:
+        nth_call = self._nth_call[block]
+        self._nth_call[block] += 1
+        return rng.Draws(self._pass_seed, block, nth_call, num_micro_batches)
+
+    def split_of(self, block: int, signature: str) -> Split:
+        """How a call divides into micro-batches. A way of calling that was never probed is probed now."""
+        key = (block, signature)
+        if key not in self._splits:
+            split = self.probed.split(block, signature)
+            if not split.inputs and self._root_batch is not None:
+                self.probed = self._probe_again(*self._root_batch)
+                split = self.probed.split(block, signature)
+            self._splits[key] = split
+            self._warn_unsplit(block, split)
+        return self._splits[key]
+
+    def _probe_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProbeResult:
+        self.probing = True
+        try:
+            batch = args if args else kwargs
+            rest = kwargs if args else {}
+            return probe(self.model, self.probed.blocks, batch, forward=lambda *a, **k: self.model(*a, **{**rest, **k}))
+        finally:
+            self.probing = False
+
+    def _warn_unsplit(self, block: int, split: Split) -> None:
+        known = {call.note for call in self.profile.calls if call.block == block}
+        if split.note and split.note not in known and split.note not in self._warned_splits:
+            self._warned_splits.add(split.note)
+            name = self.profile.blocks[block].name
+            warnings.warn(f"block {name!r} runs the whole batch at once: {split.note}", stacklevel=2)
+
+    def adopt(self, values: Sequence[Tensor], label: str) -> None:
+        for value in values:
+            self.gpu.adopt(value, label)
+
+    def queue_end_of_backward(self) -> None:
+        if not self._end_queued:
+            self._end_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._end_queued = False
+        self.executor.finish_backward()
+
+    # -- what the optimizer and users call ------------------------------------------------------------------------
+
+    def step(self) -> None:
+        ready = [spec.index for spec in self.chunks.specs if spec.optimised_numel and self.gradients.ready(spec.index)]
+        self.executor.step(ready)
+        self.num_steps += 1
+        now_s = time.perf_counter()
+        if self._stepped_at_s is not None:
+            self.step_s = now_s - self._stepped_at_s
+        self._stepped_at_s = now_s
+
+    def value_of(self, key: str) -> Tensor:
+        """A copy of a parameter's present value."""
+        self.executor.wait_for_updates()
+        chunk, entry = self.chunks.places[key]
+        return self.chunks.view_of(self.chunks.home(chunk), entry).clone()
+
+    def close(self) -> None:
+        """Gives the parameters back their values and frees everything else. The model is plain again."""
+        if self.lanes.failure is None:
+            self.executor.wait_for_updates()
+        for spec in self.chunks.specs:
+            home = self.chunks.home(spec.index)
+            for entry in spec.params:
+                self.parameters[entry.param].data = self.chunks.view_of(home, entry).clone()
+        self.lanes.close()
+        self.gpu.close()
+        self.host.close()
+
+
+def _by_key(model: nn.Module, profile: ModelProfile) -> dict[str, nn.Parameter]:
+    parameters = dict(model.named_parameters())
+    return {spec.name: parameters[spec.name] for spec in profile.params}

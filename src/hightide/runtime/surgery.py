@@ -1,0 +1,129 @@
+"""Swapping classes: how a user's model comes to run through hightide without anything being stored on it.
+
+Each block, the root and the modules between them get a subclass of their own class, made for this one instance; the
+subclass, not the
+instance, knows the run. `unwrap` puts the old classes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from hightide.runtime.blocks import BlockRunner, HeadCall
+from hightide.runtime.lazy_logits import LazyLogits
+from hightide.runtime.run import Run
+
+
+class Wrapped:
+    """Mixed into the class of every module that hightide has swapped."""
+
+    hightide_run: Run
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Full values, each in storage of its own, whatever tier they live on."""
+        assert isinstance(self, nn.Module)
+        values = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        fill_values(self.hightide_run, self, values, prefix)
+        return values
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise RuntimeError(
+            "a wrapped model cannot be deep-copied: its parameters live in hightide's chunks. Copy the values with "
+            "model.state_dict(), or copy the model before hightide.wrap."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            "a wrapped model cannot be pickled: its parameters live in hightide's chunks. Save model.state_dict(), "
+            "or use "
+            "model.save_pretrained(folder)."
+        )
+
+
+class WrappedRoot(Wrapped):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hightide_run.forward(super().forward, args, kwargs)  # type: ignore[misc]
+
+
+class WrappedBlock(Wrapped):
+    hightide_runner: BlockRunner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hightide_runner(self, args, kwargs)  # type: ignore[arg-type]
+
+
+class WrappedHead(WrappedBlock):
+    """The output projection of a language model: in grad mode it returns logits that are computed when they are
+    used."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        lazy = torch.is_grad_enabled() and not self.hightide_run.probing
+        if lazy and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+            return LazyLogits(HeadCall(self.hightide_runner, self), args[0])  # type: ignore[arg-type]
+        return super().forward(*args, **kwargs)
+
+
+def wrap_modules(run: Run) -> None:
+    modules = dict(run.model.named_modules(remove_duplicate=False))
+    for name in _ancestors(block.name for block in run.profile.blocks if not block.loose):
+        if name:
+            _swap(modules[name], Wrapped, {"hightide_run": run})
+    for block in run.profile.blocks:
+        if not block.loose:
+            module = modules[block.name]
+            if "forward" in vars(module):
+                raise ValueError(
+                    f"the block {block.name!r} has a forward of its own on the instance, which hightide would "
+                    "bypass; undo "
+                    "that patch (or put it into a subclass) before hightide.wrap"
+                )
+            runner = BlockRunner(run, block.index, type(module).forward)
+            mixin = WrappedHead if block.lazy_head else WrappedBlock
+            _swap(module, mixin, {"hightide_run": run, "hightide_runner": runner})
+    _swap(run.model, WrappedRoot, {"hightide_run": run})
+
+
+def unwrap_modules(model: nn.Module) -> None:
+    for module in model.modules():
+        while isinstance(module, Wrapped):
+            module.__class__ = type(module).__bases__[1]
+
+
+def run_of(model: nn.Module) -> Run | None:
+    return model.hightide_run if isinstance(model, Wrapped) else None
+
+
+def fill_values(run: Run, module: nn.Module, values: dict[str, Any], prefix: str) -> None:
+    """Replaces absent parameters in a state dict by copies of their values. Tied ones share one copy, as in plain
+    PyTorch."""
+    copies: dict[str, Tensor] = {}
+    for name, param in module.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+        key = run.keys.get(id(param))
+        if key is None or name not in values:
+            continue
+        if key not in copies:
+            copies[key] = run.value_of(key)
+        values[name] = copies[key]
+
+
+def _ancestors(names: Iterable[str]) -> list[str]:
+    """Every module between the root and a block, without the blocks themselves."""
+    names = list(names)
+    found: dict[str, None] = {}
+    for name in names:
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            found[".".join(parts[:end])] = None
+    return [name for name in found if name not in names]
+
+
+def _swap(module: nn.Module, mixin: type, attributes: dict[str, Any]) -> None:
+    """The subclass keeps the class's name: transformers writes it into a saved config."""
+    original = type(module)
+    body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
+    module.__class__ = type(original.__name__, (mixin, original), {**body, **attributes})
