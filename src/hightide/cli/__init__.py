@@ -1,0 +1,1 @@
+"""The `hightide` command. It uses the library only through its public names."""

@@ -1,0 +1,218 @@
+"""Settings of `hightide train`: nested frozen data with defaults, read strictly from YAML."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hightide.ir.codec import build, to_json
+from hightide.ir.limits import Limits
+from hightide.ir.plan import Update
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A Llama-shaped model over bytes."""
+
+    hidden: int = 192
+    layers: int = 6
+    heads: int = 6
+    feed_forward: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "heads", "feed_forward"):
+            _at_least(1, getattr(self, name), f"model.{name}")
+        if self.hidden % (2 * self.heads):
+            raise ValueError(
+                f"model.hidden={self.hidden} must be an even multiple of model.heads={self.heads}; "
+                f"the nearest below is {self.hidden // (2 * self.heads) * 2 * self.heads or 2 * self.heads}"
+            )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """One step's batch is `sequences` windows of `sequence_bytes` bytes (one byte is one token)."""
+
+    path: str | None = None  # a file, or a folder of .py files; None: the Python standard library's own source
+    text_bytes: int = 4_000_000  # at most this much text is read
+    sequences: int = 16
+    sequence_bytes: int = 128
+
+    def __post_init__(self) -> None:
+        _at_least(1, self.sequences, "data.sequences")
+        _at_least(2, self.sequence_bytes, "data.sequence_bytes")
+        _at_least(self.sequence_bytes + 1, self.text_bytes, "data.text_bytes")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW; the learning rate warms up linearly, then falls along a cosine to `final_lr_fraction` of its peak."""
+
+    lr: float = 2e-3
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0  # 0: no clipping
+    warmup_steps: int = 30
+    final_lr_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        if len(self.betas) != 2:
+            raise ValueError(f"optimizer.betas has {len(self.betas)} values; AdamW takes two, such as [0.9, 0.95]")
+        _at_least(0, self.clip_norm, "optimizer.clip_norm")
+        _at_least(0, self.warmup_steps, "optimizer.warmup_steps")
+
+
+@dataclass(frozen=True)
+class LimitsConfig:
+    """Bytes as an integer or as text such as 24MiB. None: what the machine has."""
+
+    gpu: int | str | None = None
+    host: int | str | None = None
+
+    def __post_init__(self) -> None:
+        self.resolve()
+
+    def resolve(self) -> Limits:
+        return Limits(gpu=self.gpu, host=self.host)
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """The text that the trained model writes at the end; `num_bytes: 0` leaves it out."""
+
+    prompt: str = "def "
+    num_bytes: int = 160
+    temperature: float = 0.7
+
+    def __post_init__(self) -> None:
+        _at_least(0, self.num_bytes, "sample.num_bytes")
+        if not self.prompt:
+            raise ValueError("sample.prompt is empty; the model needs at least one byte to go on from")
+        if self.temperature <= 0:
+            raise ValueError(f"sample.temperature={self.temperature} must be more than 0")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    name: str = "train"  # the run folder is <out>/<name>-001, -002, ...
+    out: str = "runs"
+    seed: int = 0
+    steps: int = 100
+    log_every: int = 10  # a line is printed every so many steps; metrics are written at every step
+    micro_batch: int | None = None  # None: the planner chooses
+    update: Update = Update.DEFERRED
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    limits: LimitsConfig = field(default_factory=LimitsConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
+            raise ValueError(f"name={self.name!r} names a folder; use letters, digits, '-', '_' and '.'")
+        _at_least(1, self.steps, "steps")
+        _at_least(1, self.log_every, "log_every")
+        if self.micro_batch is not None:
+            _at_least(1, self.micro_batch, "micro_batch")
+        if self.update is Update.IN_BACKWARD and self.optimizer.clip_norm:
+            raise ValueError(
+                f"update=in_backward cannot clip: the global norm is known only after backward, and "
+                f"optimizer.clip_norm={self.optimizer.clip_norm}. Set it to 0 (--clip-norm 0), or use update=deferred"
+            )
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.data.sequences * self.data.sequence_bytes
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(json.loads(to_json(self)), sort_keys=False)
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What the command line says; None: as in the file."""
+
+    name: str | None = None
+    out: str | None = None
+    seed: int | None = None
+    steps: int | None = None
+    micro_batch: int | None = None
+    update: Update | None = None
+    gpu: str | None = None
+    host: str | None = None
+    clip_norm: float | None = None
+
+
+def load_config(path: Path | None, overrides: Overrides) -> TrainConfig:
+    """Reads a settings file, if any, and puts the command line's settings on top. Checked as a whole, once."""
+    data = {} if path is None else _read_yaml(path)
+    where = "settings" if path is None else str(path)
+    for key in ("name", "out", "seed", "steps", "micro_batch", "update"):
+        _override(data, where, (), key, getattr(overrides, key))
+    _override(data, where, ("limits",), "gpu", overrides.gpu)
+    _override(data, where, ("limits",), "host", overrides.host)
+    _override(data, where, ("optimizer",), "clip_norm", overrides.clip_norm)
+    config: TrainConfig = build(TrainConfig, data, where)
+    return config
+
+
+def _override(data: dict[str, Any], where: str, section: tuple[str, ...], key: str, value: object) -> None:
+    if value is None:
+        return
+    for name in section:
+        data = data.setdefault(name, {})
+        if not isinstance(data, dict):
+            raise ValueError(f"{where}: {name} must be a mapping, not {data!r}")
+    data[key] = value
+
+
+def _at_least(least: float, value: float, name: str) -> None:
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML as people expect it: 1e-3 is a number, and a key given twice is an error."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise ValueError(f"{self.name}, line {key_node.start_mark.line + 1}: the key {key!r} is given twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_StrictLoader.add_implicit_resolver(  # YAML 1.1, which PyYAML follows, reads 1e-3 as text
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
+)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read the settings file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the settings file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    loader = _StrictLoader(text)
+    loader.name = str(path)
+    try:
+        data = loader.get_single_data()
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    finally:
+        loader.dispose()
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} must hold settings as 'key: value' lines, not {data!r}")
+    return data

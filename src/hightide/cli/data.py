@@ -1,0 +1,54 @@
+"""Text as bytes, bytes as tokens: no tokenizer, no download."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hightide.cli.config import DataConfig
+
+VOCABULARY = 256
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
+
+
+def read_text(config: DataConfig) -> Tensor:
+    """The text as a tensor of bytes. Files come in sorted order, so that a seed means the same run everywhere."""
+    root = Path(config.path or sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for path in _files(root):
+        try:
+            text += path.read_bytes()
+        except OSError as error:
+            raise ValueError(f"cannot read the text file {path}: {error.strerror}") from error
+        if len(text) >= config.text_bytes:
+            break
+    del text[config.text_bytes :]
+    if len(text) <= config.sequence_bytes:
+        raise ValueError(
+            f"{root} holds {len(text)} bytes of text, but one sequence is {config.sequence_bytes} bytes; "
+            f"name a larger file or a folder of .py files in data.path, or make data.sequence_bytes smaller"
+        )
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def batches(text: Tensor, config: DataConfig, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Endless random windows of the text; the same seed gives the same windows."""
+    generator = torch.Generator().manual_seed(seed)
+    offsets = torch.arange(config.sequence_bytes)
+    while True:
+        starts = torch.randint(len(text) - config.sequence_bytes, (config.sequences, 1), generator=generator)
+        tokens = text[starts + offsets].long()
+        yield {"input_ids": tokens, "labels": tokens}
+
+
+def _files(root: Path) -> Iterator[Path]:
+    if root.is_dir():
+        for path in sorted(root.rglob("*.py")):
+            if not _SKIPPED.intersection(path.relative_to(root).parts):
+                yield path
+    else:
+        yield root

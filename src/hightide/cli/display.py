@@ -1,0 +1,112 @@
+"""What a training run shows: lines that stay, a bar where there is a terminal, tables at the end. Fits 80 columns."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from hightide.ir.units import format_bytes
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One line of metrics.jsonl. Peaks, bytes moved, stalls and counts are since the start of the run."""
+
+    step: int  # counts from 1
+    loss: float
+    lr: float  # as used by this step
+    grad_norm: float | None  # before clipping; None without clipping
+    step_s: float
+    tokens_per_s: float
+    peak_bytes: dict[str, int]
+    moved_bytes: dict[str, int]
+    stall_s: dict[str, float]
+    evictions: int
+    deviations: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class StepDisplay:
+    """A line every `log_every` steps. On a terminal a bar below them moves at every step; a pipe gets lines only."""
+
+    def __init__(self, console: Console, num_steps: int, log_every: int) -> None:
+        self._console = console
+        self._num_steps = num_steps
+        self._log_every = log_every
+        self._progress = Progress(
+            TextColumn("{task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(compact=True),
+            console=console,
+            expand=True,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("train", total=num_steps, text="first step")
+
+    def __enter__(self) -> StepDisplay:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def show(self, record: StepRecord) -> None:
+        text = _step_text(record)
+        self._progress.update(self._task, completed=record.step, text=text)
+        if record.step == 1 or record.step % self._log_every == 0 or record.step == self._num_steps:
+            width = len(str(self._num_steps))
+            line = f"step {record.step:>{width}}/{self._num_steps}  {text}"
+            self._console.print(line, markup=False, soft_wrap=True)
+
+
+def _step_text(record: StepRecord) -> str:
+    tiers = "  ".join(f"{tier} {format_bytes(peak)}" for tier, peak in record.peak_bytes.items())
+    return f"loss {record.loss:.3f}  {_thousands(record.tokens_per_s)} tok/s  {tiers}"
+
+
+def _thousands(value: float) -> str:
+    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
+def show_plan(console: Console, explanation: str) -> None:
+    console.rule("plan", style="dim")
+    console.print(explanation.rstrip("\n"), markup=False, soft_wrap=True)  # the planner has laid it out already
+    console.rule(style="dim")
+
+
+def show_sample(console: Console, prompt: str, text: str) -> None:
+    body = Text(text)
+    body.stylize("bold", 0, len(prompt))
+    console.print(Panel(body, title="what the model writes", title_align="left", border_style="dim"))
+
+
+@dataclass(frozen=True)
+class TierPeak:
+    name: str
+    limit_bytes: int
+    forecast_bytes: int
+    measured_bytes: int
+
+
+def show_peaks(console: Console, peaks: list[TierPeak]) -> None:
+    table = Table("peak memory", box=None, pad_edge=False, header_style="bold")
+    for heading in ("limit", "forecast", "measured", "measured / forecast"):
+        table.add_column(heading, justify="right")
+    for peak in peaks:
+        sizes = (format_bytes(size) for size in (peak.limit_bytes, peak.forecast_bytes, peak.measured_bytes))
+        share = f"{peak.measured_bytes / peak.forecast_bytes:.0%}" if peak.forecast_bytes else "-"
+        table.add_row(peak.name, *sizes, share)
+    console.print(table)

@@ -1,0 +1,87 @@
+"""The command: reads settings, starts the work, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from hightide.cli.config import Overrides, load_config
+from hightide.cli.train import train
+from hightide.ir.plan import Update
+from hightide.stores.base import OutOfMemory
+
+EXIT_OUT_OF_MEMORY = 1
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+app = typer.Typer(
+    help="Train PyTorch models that are bigger than the GPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hightide {importlib.metadata.version('hightide')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("train")
+def train_command(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; all have defaults.", show_default=False)
+    ] = None,
+    config_option: Annotated[Path | None, typer.Option("--config", help="The same, as an option.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Limit of accelerator memory, such as 24MiB.")] = None,
+    host: Annotated[str | None, typer.Option(help="Limit of host memory, such as 2GiB.")] = None,
+    update: Annotated[Update | None, typer.Option(help="When the optimizer's updates run.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch.")] = None,
+    clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm; 0: do not.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run folder.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder that run folders are made in.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights, data and sample.")] = None,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+) -> None:
+    """Train a small Llama-shaped model on bytes of text: by default, Python's own source."""
+    console = Console(highlight=False)
+    overrides = Overrides(
+        name=name,
+        out=out,
+        seed=seed,
+        steps=steps,
+        micro_batch=micro_batch,
+        update=update,
+        gpu=gpu,
+        host=host,
+        clip_norm=clip_norm,
+    )
+    try:
+        if config is not None and config_option is not None:
+            raise ValueError(f"two settings files, {config} and {config_option}; give one")
+        finished = train(load_config(config or config_option, overrides), console)
+    except KeyboardInterrupt:
+        console.print("\ninterrupted")
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except (ValueError, OutOfMemory) as error:
+        if traceback:
+            raise
+        Console(stderr=True, highlight=False).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(EXIT_OUT_OF_MEMORY if isinstance(error, OutOfMemory) else EXIT_BAD_INPUT) from None
+    if not finished:
+        raise typer.Exit(EXIT_INTERRUPTED)

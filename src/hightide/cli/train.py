@@ -1,0 +1,179 @@
+"""`hightide train`: an ordinary PyTorch loop around a wrapped model. Reads top to bottom."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import platform
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import hightide
+from hightide.cli.config import OptimizerConfig, TrainConfig
+from hightide.cli.data import batches, read_text
+from hightide.cli.display import StepDisplay, StepRecord, TierPeak, show_peaks, show_plan, show_sample
+from hightide.cli.interrupt import Interrupt
+from hightide.cli.model import build_model, write_sample
+from hightide.cli.run_folder import RunFolder
+from hightide.ir.units import format_bytes
+
+STATE_BYTES_PER_PARAMETER = 16  # fp32: weight, gradient, two moments of AdamW
+
+
+def train(config: TrainConfig, console: Console) -> bool:
+    """Runs the whole command. False: the user interrupted it."""
+    text = read_text(config.data)
+    stream = batches(text, config.data, config.seed)
+    example = next(stream)
+    stream = itertools.chain([example], stream)
+    model = build_model(config)
+    num_params = sum(param.numel() for param in model.parameters())
+    optimizer = _build_optimizer(model, config.optimizer)
+    model, optimizer = hightide.wrap(
+        model,
+        optimizer,
+        example,
+        limits=config.limits.resolve(),
+        micro_batch=config.micro_batch,
+        update=config.update.value,
+    )
+    run = _Run(config, console, model, optimizer, num_params)
+    run.introduce()
+    with RunFolder(config) as folder:
+        hightide.stats(model).plan.save(folder.plan_path)
+        try:
+            finished = run.steps(stream, folder)
+            if finished:
+                run.conclude(folder)
+        except KeyboardInterrupt:
+            finished = False
+        if not finished:
+            console.print(f"interrupted after step {len(run.losses)} of {config.steps}")
+        console.print(f"run folder: {folder.path}  (metrics.jsonl, plan.json, config.yaml)", soft_wrap=True)
+    return finished
+
+
+def _build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    first, second = config.betas
+    return torch.optim.AdamW(
+        model.parameters(), lr=config.lr, betas=(first, second), eps=config.eps, weight_decay=config.weight_decay
+    )
+
+
+def lr_factor(step: int, num_steps: int, config: OptimizerConfig) -> float:
+    """Share of the peak learning rate at a step (from 0): linear warm-up, then a cosine down to the final share."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, num_steps - config.warmup_steps)
+    cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return config.final_lr_fraction + (1 - config.final_lr_fraction) * cosine
+
+
+@dataclass
+class _Run:
+    config: TrainConfig
+    console: Console
+    model: Any
+    optimizer: torch.optim.Optimizer
+    num_params: int
+
+    def __post_init__(self) -> None:
+        self.losses: list[float] = []
+        self.started = time.perf_counter()
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: lr_factor(step, self.config.steps, self.config.optimizer)
+        )
+
+    @property
+    def states_bytes(self) -> int:
+        return self.num_params * STATE_BYTES_PER_PARAMETER
+
+    def introduce(self) -> None:
+        plan = hightide.stats(self.model).plan
+        show_plan(self.console, plan.explain())
+        self.console.print(
+            f"{self.num_params / 1e6:.2f}M parameters; weights, gradients and moments take "
+            f"{format_bytes(self.states_bytes)}\nthe accelerator may hold {format_bytes(plan.gpu_limit_bytes)} in all"
+        )
+
+    def steps(self, stream: Iterator[dict[str, Tensor]], folder: RunFolder) -> bool:
+        self.model.train()
+        display = StepDisplay(self.console, self.config.steps, self.config.log_every)
+        with Interrupt() as interrupt, display:
+            for step, batch in zip(range(1, self.config.steps + 1), stream, strict=False):
+                record = self.step(step, batch)
+                self.losses.append(record.loss)
+                folder.log(record.to_dict())
+                display.show(record)
+                if not math.isfinite(record.loss):
+                    raise ValueError(f"the loss is {record.loss} at step {step}; lower optimizer.lr or clip gradients")
+                if interrupt.requested:
+                    return False
+        return True
+
+    def step(self, step: int, batch: dict[str, Tensor]) -> StepRecord:
+        begin = time.perf_counter()
+        lr = self.optimizer.param_groups[0]["lr"]
+        loss = self.model(**batch).loss
+        loss.backward()
+        norm = None
+        if self.config.optimizer.clip_norm:
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm).item()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        loss_value = loss.item()
+        step_s = time.perf_counter() - begin
+        stats = hightide.stats(self.model)
+        return StepRecord(
+            step=step,
+            loss=loss_value,
+            lr=lr,
+            grad_norm=norm,
+            step_s=step_s,
+            tokens_per_s=self.config.tokens_per_step / step_s,
+            peak_bytes={str(tier): peak for tier, peak in stats.peak_bytes.items()},
+            moved_bytes={str(lane): moved for lane, moved in stats.moved_bytes.items()},
+            stall_s={str(lane): stall for lane, stall in stats.stall_s.items()},
+            evictions=stats.evictions,
+            deviations=stats.deviations,
+        )
+
+    def conclude(self, folder: RunFolder) -> None:
+        """Sample first: what it makes the accelerator hold belongs into the measured peaks."""
+        train_s = time.perf_counter() - self.started
+        sample = self.config.sample
+        if sample.num_bytes:
+            show_sample(self.console, sample.prompt, write_sample(self.model, sample, self.config.seed))
+        peaks = self.peaks()
+        show_peaks(self.console, peaks)
+        self.console.print(
+            f"loss {self.losses[0]:.2f} -> {self.losses[-1]:.2f} in {len(self.losses)} steps, {train_s:.0f} s"
+        )
+        folder.write_summary(
+            {
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+                "steps": len(self.losses),
+                "train_s": round(train_s, 3),
+                "first_loss": self.losses[0],
+                "last_loss": self.losses[-1],
+                "states_bytes": self.states_bytes,
+                "peaks": [vars(peak) for peak in peaks],
+            }
+        )
+
+    def peaks(self) -> list[TierPeak]:
+        stats = hightide.stats(self.model)
+        plan, forecast, measured = stats.plan, stats.forecast, stats.peak_bytes
+        return [
+            TierPeak("accelerator", plan.gpu_limit_bytes, forecast.gpu_peak_bytes, measured["gpu"]),
+            TierPeak("host", plan.host_limit_bytes, forecast.host_peak_bytes, measured["host"]),
+        ]

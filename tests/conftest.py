@@ -1,0 +1,32 @@
+"""Every test starts from the same seeds and one thread, and needs no network. Timeouts are in pyproject.toml."""
+
+from __future__ import annotations
+
+import os
+import random
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: a test must not wait for a download
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
+settings.load_profile("repeatable")
+
+torch.set_num_threads(1)  # tests run side by side; more threads only make them wait for each other
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,105 @@
+"""Settings are read strictly: what is not understood is named, never ignored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hightide.cli.config import Overrides, TrainConfig, load_config
+from hightide.ir.plan import Update
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def load(tmp_path: Path, text: str, **overrides: object) -> TrainConfig:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    return load_config(path, Overrides(**overrides))  # type: ignore[arg-type]
+
+
+def test_no_file_gives_the_defaults() -> None:
+    assert load_config(None, Overrides()) == TrainConfig()
+
+
+def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, "# nothing\n") == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "unknown", "nearest"),
+    [
+        ("stpes: 3", "stpes", "steps"),
+        ("model: {hiden: 64}", "hiden", "hidden"),
+        ("optimizer: {learning_rate: 0.1}", "learning_rate", None),
+        ("limits: {gpus: 24MiB}", "gpus", "gpu"),
+        ("3: 4", "3", None),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_valid_one(
+    tmp_path: Path, text: str, unknown: str, nearest: str | None
+) -> None:
+    with pytest.raises(ValueError, match=r"unknown key .*; did you mean '\w+'\?") as caught:
+        load(tmp_path, text)
+    assert unknown in str(caught.value)
+    assert nearest is None or f"did you mean '{nearest}'" in str(caught.value)
+    assert "settings.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("steps: many", r"steps is 'many'; it must be of type int"),
+        ("steps: true", r"steps is True; it must be of type int"),
+        ("steps: 0", r"steps=0 must be at least 1"),
+        ("update: later", r"update is 'later'; it must be one of deferred, in_backward"),
+        ("micro_batch: 0", r"micro_batch=0 must be at least 1"),
+        ("model: 7", r"model must be a mapping"),
+        ("model: {hidden: 100, heads: 6}", r"hidden=100 .*heads=6; the nearest below is 96"),
+        ("optimizer: {betas: [0.9]}", r"betas has 1 values"),
+        ("limits: {gpu: lots}", r"Limits\(gpu\)='lots' is not a size"),
+        ("name: a/b", r"name='a/b' names a folder"),
+        ("sample: {prompt: ''}", r"sample.prompt is empty"),
+        ("data: {sequence_bytes: 64, text_bytes: 64}", r"text_bytes=64 must be at least 65"),
+        ("update: in_backward", r"in_backward cannot clip.*clip_norm=1.0"),
+        ("steps: 3\nsteps: 4", r"settings.yaml, line 2: the key 'steps' is given twice"),
+        ("steps: [", r"settings.yaml is not YAML"),
+        ("- steps", r"must hold settings"),
+    ],
+)
+def test_bad_values_are_refused_with_the_value(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, text)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot read the settings file .*absent.yaml"):
+        load_config(tmp_path / "absent.yaml", Overrides())
+
+
+def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
+    config = load(tmp_path, "optimizer: {lr: 1e-3, weight_decay: 0, eps: 1.5E-4}")
+    assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.eps) == (1e-3, 0.0, 1.5e-4)
+
+
+def test_the_command_line_wins_over_the_file_and_leaves_the_rest(tmp_path: Path) -> None:
+    text = "steps: 3\nseed: 5\nlimits: {gpu: 1GiB, host: 2GiB}"
+    config = load(tmp_path, text, steps=7, gpu="24MiB", update=Update.IN_BACKWARD, clip_norm=0.0)
+    assert (config.steps, config.seed) == (7, 5)
+    assert (config.limits.resolve().gpu_bytes, config.limits.resolve().host_bytes) == (24 * 2**20, 2 * 2**30)
+    assert (config.update, config.optimizer.clip_norm) == (Update.IN_BACKWARD, 0.0)
+
+
+def test_the_effective_settings_can_be_read_back(tmp_path: Path) -> None:
+    config = load(tmp_path, "steps: 3\nlimits: {gpu: 1GiB}\noptimizer: {lr: 3e-5}", micro_batch=2)
+    assert load(tmp_path, config.to_yaml()) == config
+
+
+def test_the_demo_limits_the_accelerator_below_the_states_of_its_model() -> None:
+    config = load_config(REPOSITORY / "examples" / "demo.yaml", Overrides())
+    shape = config.model
+    per_layer = 4 * shape.hidden**2 + 3 * shape.hidden * shape.feed_forward + 2 * shape.hidden
+    num_params = shape.layers * per_layer + 2 * 256 * shape.hidden + shape.hidden
+    gpu_bytes = config.limits.resolve().gpu_bytes
+    assert gpu_bytes is not None
+    assert gpu_bytes < 16 * num_params

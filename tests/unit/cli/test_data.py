@@ -1,0 +1,52 @@
+"""The same settings mean the same text and the same batches."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from hightide.cli.config import DataConfig
+from hightide.cli.data import batches, read_text
+
+
+def test_default_text_is_python_source_up_to_the_cap() -> None:
+    text = read_text(DataConfig(text_bytes=100_000))
+    assert len(text) == 100_000
+    assert b"import " in bytes(text.tolist())
+
+
+def test_a_folder_is_read_in_sorted_order_without_installed_packages(tmp_path: Path) -> None:
+    for name, content in {"b.py": "bb", "a.py": "aa", "c.txt": "no", "site-packages/d.py": "no"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    text = read_text(DataConfig(path=str(tmp_path), sequence_bytes=2))
+    assert bytes(text.tolist()) == b"aabb"
+
+
+def test_too_little_text_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("abc")
+    with pytest.raises(ValueError, match=r"3 bytes of text, but one sequence is 128 bytes"):
+        read_text(DataConfig(path=str(tmp_path / "short.txt")))
+
+
+def test_a_missing_text_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot read the text file .*absent.txt"):
+        read_text(DataConfig(path=str(tmp_path / "absent.txt")))
+
+
+def test_batches_are_windows_of_the_text_and_depend_on_the_seed_only() -> None:
+    config = DataConfig(sequences=3, sequence_bytes=8)
+    text = torch.arange(200, dtype=torch.uint8)
+    first, again = (list(islice(batches(text, config, seed=1), 4)) for _ in range(2))
+    (other,) = islice(batches(text, config, seed=2), 1)
+    for left, right in zip(first, again, strict=True):
+        assert torch.equal(left["input_ids"], right["input_ids"])
+    assert not torch.equal(first[0]["input_ids"], other["input_ids"])
+    assert not torch.equal(first[0]["input_ids"], first[1]["input_ids"])
+    windows = first[0]["input_ids"]
+    assert windows.shape == (3, 8) and windows.dtype == torch.int64
+    assert torch.equal(windows - windows[:, :1], torch.arange(8).expand(3, 8))
+    assert torch.equal(first[0]["labels"], windows)

@@ -1,0 +1,68 @@
+"""Everything shown fits 80 columns; a pipe gets plain lines without control codes."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from hightide.cli.display import StepDisplay, StepRecord, TierPeak, show_peaks, show_sample
+from hightide.cli.model import printable
+
+
+def record(step: int) -> StepRecord:
+    peaks = {"gpu": 999 * 2**20, "host": 1023 * 2**30}
+    return StepRecord(step, 12.3456, 1e-3, 1.0, 0.5, 123_456.0, peaks, {"h2d": 1}, {"h2d": 0.0}, 2, 0)
+
+
+def piped() -> tuple[Console, io.StringIO]:
+    buffer = io.StringIO()
+    return Console(file=buffer, width=80, highlight=False), buffer
+
+
+def test_a_pipe_gets_the_first_the_last_and_every_nth_step_as_plain_lines() -> None:
+    console, buffer = piped()
+    with StepDisplay(console, num_steps=1234, log_every=500) as display:
+        for step in range(1, 1235):
+            display.show(record(step))
+    lines = buffer.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/1234", "500/1234", "1000/1234", "1234/1234"]
+    assert all("loss 12.346" in line and "123.5k tok/s" in line and "gpu 999 MiB" in line for line in lines)
+    assert all(len(line) <= 80 for line in lines)
+    assert "\x1b" not in buffer.getvalue()
+
+
+def test_a_terminal_shows_the_bar_within_80_columns() -> None:
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=80, force_terminal=True, color_system=None, highlight=False)
+    with StepDisplay(console, num_steps=100, log_every=10) as display:
+        display.show(record(7))
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", buffer.getvalue()))
+    bars = [line for line in lines if line.startswith("7/100")]
+    assert bars and all(re.search("[━╸]", bar) and "loss 12.346" in bar and "host 1023 GiB" in bar for bar in bars)
+    assert max(len(line) for line in lines) <= 80
+
+
+def test_peaks_fit_80_columns_and_show_measured_beside_forecast() -> None:
+    console, buffer = piped()
+    show_peaks(console, [TierPeak("accelerator", 24 * 2**20, 20 * 2**20, 19 * 2**20)])
+    heading, row = buffer.getvalue().splitlines()
+    assert heading.split()[:5] == ["peak", "memory", "limit", "forecast", "measured"]
+    assert row.split() == ["accelerator", "24.0", "MiB", "20.0", "MiB", "19.0", "MiB", "95%"]
+    assert len(heading) <= 80
+
+
+def test_text_of_the_model_is_never_read_as_markup() -> None:
+    console, buffer = piped()
+    show_sample(console, "def ", "def [bold]x[/nonsense]")
+    assert "def [bold]x[/nonsense]" in buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "shown"),
+    [(b"def f():\n\treturn", "def f():\n    return"), (b"\x1b[2J\x07\xff", "�[2J��"), ("é".encode(), "é")],
+)
+def test_bytes_that_could_upset_a_terminal_are_replaced(data: bytes, shown: str) -> None:
+    assert printable(data) == shown

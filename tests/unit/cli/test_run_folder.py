@@ -1,0 +1,43 @@
+"""A run never writes into another run's folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hightide.cli.config import Overrides, TrainConfig, load_config
+from hightide.cli.run_folder import RunFolder
+
+
+def test_folders_are_numbered_per_name_and_gaps_are_not_refilled(tmp_path: Path) -> None:
+    config = TrainConfig(out=str(tmp_path / "runs"), name="demo")
+    names = []
+    for _ in range(2):
+        with RunFolder(config) as folder:
+            names.append(folder.path.name)
+    (tmp_path / "runs" / "demo-041").mkdir()
+    (tmp_path / "runs" / "demo-notes").mkdir()
+    with RunFolder(config) as folder:
+        names.append(folder.path.name)
+    with RunFolder(replace(config, name="other")) as folder:
+        names.append(folder.path.name)
+    assert names == ["demo-001", "demo-002", "demo-042", "other-001"]
+
+
+def test_metrics_are_on_disk_after_each_line_and_settings_read_back(tmp_path: Path) -> None:
+    config = TrainConfig(out=str(tmp_path), steps=3)
+    with RunFolder(config) as folder:
+        for step in (1, 2):
+            folder.log({"step": step, "loss": 1.5})
+            lines = folder.metrics_path.read_text().splitlines()  # still open: a killed run keeps its metrics
+            assert [json.loads(line)["step"] for line in lines] == list(range(1, step + 1))
+    assert load_config(folder.path / "config.yaml", Overrides()) == config
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot create the run folder .*file.*choose another --out"):
+        RunFolder(TrainConfig(out=str(tmp_path / "file")))

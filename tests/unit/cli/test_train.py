@@ -1,0 +1,152 @@
+"""The command from the outside: real runs of a tiny model, its exit codes and what it leaves behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hightide.cli.config import OptimizerConfig
+from hightide.cli.main import app
+from hightide.cli.train import lr_factor
+from hightide.ir.plan import Plan
+
+pytest.importorskip("transformers")
+
+TINY = """
+name: tiny
+steps: {steps}
+log_every: 1
+limits: {{gpu: 4MiB, host: 1GiB}}
+micro_batch: 1
+model: {{hidden: 32, layers: 3, heads: 2, feed_forward: 64}}
+data: {{sequences: 3, sequence_bytes: 16, text_bytes: 50_000}}
+sample: {{num_bytes: 8}}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY.format(steps=3))
+    return path
+
+
+def metrics(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_tiny(tiny: Path, *options: str) -> Path:
+    """Runs the command in this process; returns the run folder."""
+    result = CliRunner().invoke(app, ["train", str(tiny), "--out", str(tiny.parent / "runs"), *options])
+    assert result.exit_code == 0, result.output
+    return sorted((tiny.parent / "runs").iterdir())[-1]
+
+
+def test_three_steps_leave_settings_plan_metrics_and_summary(tiny: Path) -> None:
+    result = CliRunner().invoke(app, ["train", str(tiny), "--out", str(tiny.parent / "runs")], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    folder = tiny.parent / "runs" / "tiny-001"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.yaml",
+        "metrics.jsonl",
+        "plan.json",
+        "summary.json",
+    ]
+    plan = Plan.load(folder / "plan.json")
+    assert plan.micro_batch == 1 and plan.gpu_limit_bytes == 4 * 2**20
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["peak_bytes"]["gpu"] <= 4 * 2**20 for line in lines)  # type: ignore[index]
+    assert 5.0 < lines[0]["loss"] < 6.0  # type: ignore[operator]
+    assert plan.explain().splitlines()[0] in result.output
+    assert "what the model writes" in result.output
+    assert "forecast" in result.output
+    assert all(len(line) <= 80 for line in result.output.splitlines() if not line.startswith("run folder"))
+
+
+def test_the_same_seed_gives_the_same_losses_and_another_seed_others(tiny: Path) -> None:
+    first, again, other = (run_tiny(tiny, "--seed", seed) for seed in ("1", "1", "2"))
+    losses = [[line["loss"] for line in metrics(folder)] for folder in (first, again, other)]
+    assert losses[0] == losses[1]
+    assert losses[0] != losses[2]
+
+
+def test_updates_in_backward_run_without_clipping(tiny: Path) -> None:
+    folder = run_tiny(tiny, "--update", "in_backward", "--clip-norm", "0")
+    assert Plan.load(folder / "plan.json").update == "in_backward"
+    assert all(line["grad_norm"] is None for line in metrics(folder))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gpu", "24QiB"), "Limits(gpu)='24QiB' is not a size"),
+        (("--gpu", "1KiB"), "1.0 KiB"),
+        (("--steps", "0"), "steps=0"),
+        (("--config", "other.yaml"), "two settings files"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(tiny: Path, options: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(app, ["train", str(tiny), "--out", str(tiny.parent / "runs"), *options])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert not (tiny.parent / "runs").exists()
+
+
+def test_an_unknown_key_is_exit_code_2_and_names_the_nearest(tiny: Path) -> None:
+    tiny.write_text("stpes: 3")
+    result = CliRunner().invoke(app, ["train", str(tiny)])
+    assert result.exit_code == 2
+    assert "unknown key 'stpes'; did you mean 'steps'?" in result.stderr
+
+
+def test_ctrl_c_ends_in_order_and_says_where_the_metrics_are(tmp_path: Path) -> None:
+    settings = tmp_path / "tiny.yaml"
+    settings.write_text(TINY.format(steps=100_000))
+    command = [sys.executable, "-m", "hightide", "train", str(settings), "--out", str(tmp_path / "runs")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment())
+    try:
+        folder = tmp_path / "runs" / "tiny-001"
+        _wait_for_metrics(process, folder / "metrics.jsonl")
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    num_lines = len(metrics(folder))
+    assert f"interrupted after step {num_lines} of 100000" in output
+    assert str(folder) in output
+
+
+def _environment() -> dict[str, str]:
+    source = str(Path(__file__).parents[3] / "src")
+    return {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+
+
+def _wait_for_metrics(process: subprocess.Popen[str], path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() or not path.read_text():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no step was finished within a minute"
+        time.sleep(0.05)
+
+
+def test_learning_rate_warms_up_then_falls_to_its_final_share() -> None:
+    config = OptimizerConfig(warmup_steps=4, final_lr_fraction=0.1)
+    factors = [lr_factor(step, 20, config) for step in range(21)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[4] == 1.0
+    assert all(later <= earlier for earlier, later in itertools.pairwise(factors[4:]))
+    assert factors[20] == pytest.approx(0.1)
