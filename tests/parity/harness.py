@@ -6,13 +6,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import models
 import torch
 from torch import Tensor, nn
 
 import hightide
+import models
 from hightide.planner.verify import InfeasiblePlan
 
 EPS = 1e-4  # with AdamW's default of 1e-8, biases whose true gradient is zero random-walk on rounding
@@ -20,6 +21,33 @@ HOST = "64MiB"
 NUM_STEPS = 20
 Batch = Any
 Step = Callable[["Loop", Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model of the zoo with a stream of batches that fits it."""
+
+    build: Callable[..., models.Pair]
+    batch: Callable[..., Batch]
+
+    def batches(self, num_steps: int = NUM_STEPS, num_samples: int = 7, seed: int = 10, **options: Any) -> list[Batch]:
+        return [self.batch(seed=seed + step, num_samples=num_samples, **options) for step in range(num_steps)]
+
+
+def _maskless(**options: Any) -> Batch:
+    return models.token_batch(mask=False, **options)
+
+
+SUBJECTS = {
+    "llama": Subject(partial(models.llama, tied=False, num_layers=3), models.token_batch),
+    "llama_tied": Subject(partial(models.llama, tied=True, num_layers=3), models.token_batch),
+    "gpt2": Subject(partial(models.gpt2, tied=True, num_layers=3), models.token_batch),
+    "gpt2_untied": Subject(partial(models.gpt2, tied=False, num_layers=3), models.token_batch),
+    "vit": Subject(models.vit, models.image_batch),
+    "plain": Subject(partial(models.plain, tied=False), _maskless),
+    "plain_tied": Subject(partial(models.plain, tied=True), _maskless),
+    "hand_written": Subject(models.hand_written, models.vector_batch),
+}
 
 
 @dataclass
@@ -62,29 +90,23 @@ def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 5, 5 / (step + 1)))
 
 
-def lean_limits(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, room: float = 1.02, **options: Any
-) -> hightide.Limits:
-    """`room` times the smallest GPU for which there is a plan. A refusal names the bytes that it misses, so a few rounds do."""
+def wrap(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, *, room: float = 1.02, **options: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`hightide.wrap`, by default with `room` times the smallest GPU for which there is a plan.
+
+    A refusal names the bytes that are needed and touches nothing, so a few rounds find that GPU."""
+    if "plan" in options or "limits" in options:
+        return hightide.wrap(model, optimizer, batch, **options)
     gpu_bytes = 1
-    for _ in range(8):
+    for _ in range(6):
         try:
-            hightide.plan(model, optimizer, batch, limits=hightide.Limits(gpu=gpu_bytes, host=HOST), **options)
-            return hightide.Limits(gpu=int(room * gpu_bytes), host=HOST)
+            limits = hightide.Limits(gpu=int(room * gpu_bytes), host=HOST)
+            return hightide.wrap(model, optimizer, batch, limits=limits, **options)
         except InfeasiblePlan as refusal:
             assert refusal.num_bytes > gpu_bytes, f"refused at {gpu_bytes} bytes: {refusal}"
             gpu_bytes = refusal.num_bytes
     raise AssertionError(f"no plan at {gpu_bytes} bytes, which an earlier refusal named")
-
-
-def wrap(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, *, room: float = 1.02, **options: Any
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """`hightide.wrap`, by default with a GPU that is hardly larger than it must be."""
-    if "plan" not in options and "limits" not in options:
-        fixed = {name: options[name] for name in ("micro_batch", "update") if name in options}
-        options["limits"] = lean_limits(model, optimizer, batch, room, **fixed)
-    return hightide.wrap(model, optimizer, batch, **options)
 
 
 def make_step(clip: str | None = None, accumulate: int = 1, zero_grad: str = "after", max_norm: float = 0.5) -> Step:
@@ -207,7 +229,9 @@ def assert_streamed(trained: Trained, micro_batches: Sequence[int] | None = None
 def samples_seen(model: nn.Module) -> Iterator[list[int]]:
     """Samples in each call of a norm inside a repeated block: what a block really ran on, micro-batch by micro-batch."""
     seen: list[int] = []
-    norms = [module for name, module in model.named_modules() if "norm" in type(module).__name__.lower() and ".1." in name]
+    norms = [
+        module for name, module in model.named_modules() if "norm" in type(module).__name__.lower() and ".1." in name
+    ]
     handle = norms[0].register_forward_pre_hook(lambda _, args: seen.append(len(args[0]))) if norms else None
     try:
         yield seen

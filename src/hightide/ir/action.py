@@ -126,10 +126,7 @@ _FIELDS = {
     "host+": "host_takes",
     "host-": "host_gives",
 }
-_DEFAULTS: dict[str, object] = {
-    name: Action.__dataclass_fields__[name].default
-    for name in _FIELDS.values()  # type: ignore[attr-defined]
-}
+_DEFAULTS: dict[str, object] = {name: Action.__dataclass_fields__[name].default for name in _FIELDS.values()}
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,6 @@ class Rule(Protocol):
 
     @property
     def moment_names(self) -> tuple[str, ...]:
-        """What the optimizer's own state calls them."""
-
-    @property
-    def moment_names(self) -> tuple[str, ...]:
         """What the plain optimizer calls its states, in the order in which `update` takes them."""
 
     @property

@@ -1,1 +1,2 @@
-"""Decisions: a pure function from facts (ModelProfile) and limits to a Plan, and from a Plan to a Schedule. No torch."""
+"""Decisions: a pure function from facts (ModelProfile) and limits to a Plan, and from a Plan to a Schedule. No
+torch."""

@@ -60,11 +60,9 @@ def _table(profile: ModelProfile, plan: Plan) -> list[str]:
     """One row per run of consecutive blocks with equal decisions."""
     called = {call.block for call in profile.calls}
     rows = []
-    place = 0
     for key, run in groupby(range(len(plan.blocks)), lambda i: _decisions(plan.blocks[i], profile, i, called)):
         names = [plan.blocks[index].name or "(loose parameters)" for index in run]
         rows.append((_range_of(names), *key))
-        place += len(names)
     widths = [10, 6, 6, 11, 6]
     name_width = WIDTH - sum(widths[1:]) - 2 * 4
     lines = [f"{'block':<{name_width}}" + "".join(f"  {n:<{w}}" for n, w in zip(_COLUMNS, widths[1:], strict=True))]

@@ -21,7 +21,8 @@ def peaks(schedule: Schedule, precedence: Precedence | None = None) -> Peaks:
     """Walks the actions in order: takes at the start, transient during, gives at the end.
 
     Transfers run beside compute and may be as slow as they like: what they take counts from the moment they are issued,
-    what they give only from the first tick that surely follows their end. So the peak holds whatever the lanes' speeds."""
+    what they give only from the first tick that surely follows their end. So the peak holds whatever the lanes'
+    speeds."""
     precedence = precedence or Precedence(schedule)
     gpu, host = _Level(schedule.gpu_base_bytes), _Level(schedule.host_base_bytes)
     in_flight: list[Action] = []

@@ -1,8 +1,8 @@
 """What surely happens before what, whatever the lanes' speeds.
 
-Three things order two actions: a dependency, the order of a lane that works in order, and the tick that must have been left
-before an action is issued. For every action we keep how far each in-order lane has surely come when it starts (a vector clock),
-and on other lanes which actions are surely done (a bit set)."""
+Three things order two actions: a dependency, the order of a lane that works in order, and the tick that must have
+been left before an action is issued. For every action we keep how far each in-order lane has surely come when it
+starts (a vector clock), and on other lanes which actions are surely done (a bit set)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A plan by a simple rule: start lean, then fill the GPU in execution order.
 
-The first blocks gain most from being persistent: nothing can hide their fetch or their update. So from the front: blocks wholly
-on the GPU, then parameters only; then, from the back, activations that are kept instead of recomputed."""
+The first blocks gain most from being persistent: nothing can hide their fetch or their update. So from the front:
+blocks wholly on the GPU, then parameters only; then, from the back, activations that are kept instead of recomputed."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ class _Rule:
         return self._last_resort(choice)
 
     def _last_resort(self, leanest: _Choice) -> _Choice:
-        """Slots may cost more than the model itself: then everything on the GPU fits where the leanest stream does not."""
+        """Slots may cost more than the model itself: then everything on the GPU fits where the leanest stream does
+        not."""
         whole = replace(leanest, inputs=Tier.GPU, whole=frozenset(self._movable()))
         if self._fits(whole, 1.0):
             return whole

@@ -1,4 +1,5 @@
-"""Which slots a chunk gets. One policy with two callers: the lowering passes, and the runtime when it fetches on demand."""
+"""Which slots a chunk gets. One policy with two callers: the lowering passes, and the runtime when it fetches on
+demand."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ def choose_window(
     """First slot of the best `width` consecutive slots, or None if pinned chunks leave no room.
 
     The best window is the one that is needed again last (an empty one is never needed again); among equals the one that
-    has been idle longest, because its fetch can start earliest; then the lowest. Every occupant of the window must go."""
+    has been idle longest, because its fetch can start earliest; then the lowest. Every occupant of the window must
+    go."""
     best: tuple[float, float, int] | None = None
     for start in range(len(occupants) - width + 1):
         chunks = {chunk for chunk in occupants[start : start + width] if chunk is not None}

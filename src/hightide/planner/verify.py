@@ -1,7 +1,8 @@
-"""A plan and its schedule are checked before they run: capacity, every use after its fetch, every gradient written back.
+"""A plan and its schedule are checked before they run: capacity, every use after its fetch, every gradient written
+back.
 
-`verify` replays the schedule. That one action is listed after another proves nothing when lanes overlap, so each rule is checked
-against `Precedence`: the order must be enforced by a dependency, a lane or a tick."""
+`verify` replays the schedule. That one action is listed after another proves nothing when lanes overlap, so each rule
+is checked against `Precedence`: the order must be enforced by a dependency, a lane or a tick."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ PLAN_VERSION = 1
 
 
 class InfeasiblePlan(ValueError):
-    """A plan or schedule that must not run. `moment` is the id of the action, `tier` and `num_bytes` say what is short."""
+    """A plan or schedule that must not run. `moment` is the id of the action, `tier` and `num_bytes` say what is
+    short."""
 
     def __init__(self, message: str, moment: str = "", tier: Tier | None = None, num_bytes: int = 0) -> None:
         super().__init__(message)
@@ -38,8 +40,8 @@ class InfeasiblePlan(ValueError):
 
 
 def verify(profile: ModelProfile, plan: Plan, schedule: Schedule, gpu_bytes: int, host_bytes: int) -> None:
-    """Raises InfeasiblePlan. The capacity of an evaluation pass is left to the stores: its batch and its outputs are the
-    user's affair, and a block runs unsplit there."""
+    """Raises InfeasiblePlan. The capacity of an evaluation pass is left to the stores: its batch and its outputs are
+    the user's affair, and a block runs unsplit there."""
     try:
         precedence = Precedence(schedule)
     except Disorder as disorder:
@@ -172,9 +174,10 @@ class _Replay:
             entry = self.grad_slots.entry(chunk.index)
             self._after(tick, entry, f"adds to the gradient of chunk {chunk.index}, which is not in a grad slot then")
             self.dirty[chunk.index] = tick
-        elif self.schedule.mode is Mode.TRAIN and chunk.index not in self.cleared:
-            if not self.profile.blocks[chunk.block].loose:
-                self._fail(tick, f"adds to the gradient of chunk {chunk.index}, which was not cleared")
+            return
+        loose = self.profile.blocks[chunk.block].loose  # the runtime clears these itself
+        if self.schedule.mode is Mode.TRAIN and chunk.index not in self.cleared and not loose:
+            self._fail(tick, f"adds to the gradient of chunk {chunk.index}, which was not cleared")
 
     def _fetch(self, action: Action) -> None:
         chunk = self._chunk(action)
@@ -313,7 +316,8 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
         raise InfeasiblePlan(f"micro_batch is {plan.micro_batch}; it must be from 1 to num_samples={plan.num_samples}")
     if plan.loss_tile_tokens < 1 or plan.layout.slot_numel < 1:
         raise InfeasiblePlan(
-            f"loss_tile_tokens is {plan.loss_tile_tokens} and slot_numel {plan.layout.slot_numel}; both must be at least 1"
+            f"loss_tile_tokens is {plan.loss_tile_tokens} and slot_numel {plan.layout.slot_numel}; both must be at "
+            f"least 1"
         )
     slots, grad_slots = widest_tick(plan, {call.block for call in profile.calls})
     if plan.num_slots < slots or plan.num_grad_slots < grad_slots:

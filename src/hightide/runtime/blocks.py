@@ -363,8 +363,9 @@ class HeadCall:
 
     @property
     def version(self) -> int:
-        """Changes with every step(): logits that are evaluated late must not use newer weights than their loss."""
-        return self._runner.run.num_steps
+        """Changes with every update: logits that are evaluated late must not use newer weights than their call."""
+        run = self._runner.run
+        return sum(run.performer.num_updates[chunk] for chunk in run.chunks.by_block[self._runner.index])
 
     def project(self, rows: Tensor) -> Tensor:
         result: Tensor = self._runner.original(self._module, rows)

@@ -297,8 +297,8 @@ class Executor:
         self._remember(action, ticket)
 
     def _remember(self, action: Action, ticket: Ticket) -> None:
-        if action.op is Op.UPDATE:
-            self._latest_updates[action.id] = ticket
+        if action.op is Op.UPDATE and action.chunk is not None:
+            self._latest_updates[action.id] = self.gradients.updates[action.chunk] = ticket
         elif action.op is Op.FETCH and action.chunk is not None:
             (self._fetches if action.kind is ChunkKind.PARAM else self._gradient_fetches)[action.chunk] = ticket
         elif action.op is Op.WRITE_BACK and action.chunk is not None:
@@ -443,6 +443,6 @@ class Executor:
         after += [self._latest_updates[name]] if name in self._latest_updates else []
         lane = Lane.CPU
         ticket = self.lanes.submit(name, lane, 0, after, self.performer.update(chunk))
-        self._latest_updates[name] = ticket
+        self._latest_updates[name] = self.gradients.updates[chunk] = ticket
         if self.chunks.states_tier(chunk) is Tier.GPU:
             self.stall_s[lane] += self.lanes.wait(ticket, lane)

@@ -21,8 +21,8 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import Placement
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind
-from hightide.optim.placeholder import GradientPlaceholder
-from hightide.runtime.chunks import Chunks
+from hightide.runtime.chunks import GRAD_DTYPE, Chunks
+from hightide.runtime.placeholder import GradientPlaceholder
 from hightide.stores.ticket import Ticket
 
 IN_BACKWARD_REFUSAL = (
@@ -51,6 +51,7 @@ class Gradients:
         self._norms: dict[str, Tensor] = {}
         self._opened: set[int] = set()  # chunks whose gradient was opened in this pass
         self.exits: dict[int, Ticket] = {}  # the latest write-back of each chunk
+        self.updates: dict[int, Ticket] = {}  # the latest update of each chunk
         for name in self._placeholders:
             _allow_fp32_gradient(chunks.parameters[name])
 
@@ -60,11 +61,33 @@ class Gradients:
         self._opened.clear()
 
     def any_valid(self) -> bool:
-        """Whether gradients exist that a backward would add to. The user's `p.grad = None` is the truth."""
-        gone = [key for key in self._valid if self._chunks.parameters[key].grad is not self._placeholders[key]]
-        for key in gone:
-            self._forget(key)
+        """Whether gradients exist that a backward would add to. What the user did to `p.grad` is the truth."""
+        for key in self._placeholders:
+            self._look_at(key)
         return bool(self._valid)
+
+    def _look_at(self, key: str) -> bool:
+        """Whether a parameter has a gradient now. The user may have set `p.grad` to None, or to a tensor of their
+        own."""
+        gradient = self._chunks.parameters[key].grad
+        if gradient is None:
+            self._forget(key)
+        elif gradient is not self._placeholders[key]:
+            self._take_over(key, gradient)
+        return key in self._valid
+
+    def _take_over(self, key: str, gradient: Tensor) -> None:
+        """`p.grad = p.grad * 0.5` has put a plain tensor there: its values go to the gradient's home."""
+        self._refuse_in_backward("replaced", "change them")
+        chunk, entry = self._chunks.places[key]
+        for ticket in (self.exits.get(chunk), self.updates.get(chunk)):
+            if ticket is not None:
+                ticket.wait()
+        self._chunks.view_of(self.flat(chunk), entry).copy_(gradient)
+        self._forget(key)
+        self._valid.add(key)
+        self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE)
+        self._chunks.parameters[key].grad = self._placeholders[key]
 
     def has_gradient(self, chunk: int) -> bool:
         return any(entry.param in self._valid for entry in self._entries[chunk])
@@ -132,7 +155,7 @@ class Gradients:
             entry
             for entry in self._chunks.specs[chunk].params
             if (entry.param in self._loose and parameters[entry.param].grad is not None)
-            or (entry.param in self._valid and parameters[entry.param].grad is self._placeholders[entry.param])
+            or (entry.param in self._placeholders and self._look_at(entry.param))
         ]
         return [(entry, self._factor.get(entry.param, 1.0)) for entry in present]
 

@@ -34,6 +34,7 @@ class Performer:
         self.updates: Updates | None = None  # set by the optimizer
         self.moved_bytes: Counter[Lane] = Counter()
         self.num_evictions = 0
+        self.num_updates: Counter[int] = Counter()  # issued, per chunk
         self.updated: set[int] = set()  # chunks whose update was issued since the last backward began, or step
         self._prepare: dict[Op, Callable[[Action], Work]] = {
             Op.FETCH: self._fetch,
@@ -199,6 +200,7 @@ class Performer:
         if apply is None:
             return _nothing
         self.updated.add(chunk)
+        self.num_updates[chunk] += 1
         home = self.chunks.homes[chunk]
 
         def work() -> None:

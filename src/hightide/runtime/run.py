@@ -84,14 +84,33 @@ class Run:
             self._check_batch(args, kwargs)
         self.begin_pass(Mode.TRAIN if training else Mode.EVAL)
         self._root_depth += 1
-        self._root_batch = (args, kwargs)
         try:
-            self.adopt(tensors(flatten_call(args, kwargs)[0]), "batch")
+            args, kwargs = self._moved(args, kwargs)
+            self._root_batch = (args, kwargs)
             with self.gpu.meter("activations"):
                 return original(*args, **kwargs)
         finally:
             self._root_depth -= 1
             self._root_batch = None
+
+    def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The batch on the accelerator: a copy that dies with the pass, as of `.to(device)`, so that batches which
+        the user
+        keeps in host memory do not count. What is nested (caches) is the accelerator's own, and stays the same
+        object."""
+        moved: dict[int, Tensor] = {}
+
+        def move(value: Any) -> Any:
+            if not isinstance(value, Tensor) or self.gpu.holds(value):
+                return value
+            if id(value) not in moved:  # labels are often the input ids themselves
+                moved[id(value)] = value.clone()
+            return moved[id(value)]
+
+        with self.gpu.meter("batch"):
+            args, kwargs = tuple(move(value) for value in args), {name: move(value) for name, value in kwargs.items()}
+        self.adopt(tensors(flatten_call(args, kwargs)[0]), "batch")
+        return args, kwargs
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         num_samples = batch_size(kwargs if not args else (*args, *kwargs.values()))

@@ -64,7 +64,7 @@ class WrappedHead(WrappedBlock):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         lazy = torch.is_grad_enabled() and not self.hightide_run.probing
         if lazy and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
-            return LazyLogits(HeadCall(self.hightide_runner, self), args[0])  # type: ignore[arg-type]
+            return LazyLogits(HeadCall(self.hightide_runner, self), args[0], identity=self.hightide_runner)  # type: ignore[arg-type]
         return super().forward(*args, **kwargs)
 
 

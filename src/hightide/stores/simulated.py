@@ -73,6 +73,10 @@ class SimulatedAccelerator(ArenaStore):
         """Counts an existing tensor's storage until it dies, unless it is counted already (views of the arena are)."""
         self._ledger.count(tensor.untyped_storage(), label)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether this tensor's bytes count here already."""
+        return self._ledger.knows(tensor.untyped_storage())
+
     def charge(self, num_bytes: int, label: str) -> None:
         """Counts bytes that are neither a region nor a storage."""
         with self._lock:

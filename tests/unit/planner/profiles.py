@@ -27,7 +27,9 @@ def param(name: str, numel: int, dtype: str = "float32", trainable: bool = True,
     return ParamSpec((name,), (numel,), dtype, trainable, group)
 
 
-def call(block: int, width: int = 64, needs_backward: bool = True, splittable: bool = True, first: bool = False) -> CallSpec:
+def call(
+    block: int, width: int = 64, needs_backward: bool = True, splittable: bool = True, first: bool = False
+) -> CallSpec:
     row = 4 * width
     return CallSpec(
         block=block,
@@ -135,7 +137,8 @@ def finish(
 
 @st.composite
 def profiles(draw: st.DrawFn) -> ModelProfile:
-    """Any mix of sizes, dtypes, groups, frozen, shared, loose and unused parameters; any order of calls, with repeats."""
+    """Any mix of sizes, dtypes, groups, frozen, shared, loose and unused parameters; any order of calls, with
+    repeats."""
     num_blocks = draw(st.integers(1, 6))
     specs: list[ParamSpec] = []
     sketches = [Sketch(f"blocks.{index}", []) for index in range(num_blocks)]
@@ -149,7 +152,9 @@ def profiles(draw: st.DrawFn) -> ModelProfile:
             group = int(kind[-1]) if kind[-1].isdigit() else None
             specs.append(param(f"b{index}.p{number}", numel, dtype, kind != "frozen", group))
             sketch.params.append(specs[-1].name)
-            for other in draw(st.sets(st.integers(index, len(sketches) - 1), max_size=2)) if draw(st.booleans()) else ():
+            for other in (
+                draw(st.sets(st.integers(index, len(sketches) - 1), max_size=2)) if draw(st.booleans()) else ()
+            ):
                 if other != index:
                     sketches[other].params.append(specs[-1].name)
     order = draw(st.lists(st.integers(0, num_blocks - 1), min_size=1, max_size=10))
@@ -166,7 +171,9 @@ def plans(draw: st.DrawFn, profile: ModelProfile, update: Update) -> Plan:
     blocks = []
     for block in profile.blocks:
         params, states = draw(
-            st.sampled_from([(Tier.HOST, Tier.HOST), (Tier.HOST, Tier.HOST), (Tier.GPU, Tier.HOST), (Tier.GPU, Tier.GPU)])
+            st.sampled_from(
+                [(Tier.HOST, Tier.HOST), (Tier.HOST, Tier.HOST), (Tier.GPU, Tier.HOST), (Tier.GPU, Tier.GPU)]
+            )
         )
         activation, inputs = draw(
             st.sampled_from(

@@ -32,7 +32,7 @@ class RandomLanes:
         self.issued: set[str] = set()
         self.records: list[Done] = []
         self.queues: dict[Lane, deque[Action]] = {lane: deque() for lane in (Lane.H2D, Lane.D2H, Lane.CPU)}
-        self.running: dict[Lane, tuple[Action, tuple[tuple[str, int], ...]]] = {}
+        self.running: dict[Lane, tuple[Action, list[Action]]] = {}
         self.gpu_bytes = self.gpu_peak_bytes = schedule.gpu_base_bytes
         self.host_bytes = self.host_peak_bytes = schedule.host_base_bytes
 

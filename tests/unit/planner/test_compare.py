@@ -1,13 +1,12 @@
 from dataclasses import replace
 
-from unit.planner.profiles import plan_with, stack
-from unit.planner.random_lanes import RandomLanes
-
 from hightide.ir.action import Mode
 from hightide.ir.plan import Update
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.compare import compare
 from hightide.planner.lower import lower
+from unit.planner.profiles import plan_with, stack
+from unit.planner.random_lanes import RandomLanes
 
 PROFILE = stack(4)
 PLAN = plan_with(PROFILE, inputs=Tier.HOST, update=Update.IN_BACKWARD)
@@ -48,9 +47,7 @@ def test_a_pick_against_the_rule_is_found():
     place = next(i for i, record in enumerate(records) if record.lane is Lane.CPU)
     record = records[place]
     earlier = next(a for a in SCHEDULE.lane(Lane.CPU) if a.tick < SCHEDULE.by_id[record.id].tick)
-    records[place] = replace(
-        record, ready=(*record.ready, earlier.id), ready_dues=(*record.ready_dues, earlier.tick)
-    )
+    records[place] = replace(record, ready=(*record.ready, earlier.id), ready_dues=(*record.ready_dues, earlier.tick))
     assert compare(SCHEDULE, records) == [f"cpu: {record.id} was picked while {earlier.id} was ready and due earlier"]
     records[place] = replace(record, ready=(), ready_dues=())
     assert compare(SCHEDULE, records) == [f"cpu: {record.id} was picked and was not ready"]

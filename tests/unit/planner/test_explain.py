@@ -1,13 +1,12 @@
 from dataclasses import replace
 
-from unit.planner.profiles import plan_with, stack
-
 from hightide.ir.action import Mode
 from hightide.ir.plan import Activation, Update
 from hightide.ir.tier import Tier
 from hightide.planner.explain import explain
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
+from unit.planner.profiles import plan_with, stack
 
 
 def text_of(profile, plan):

@@ -1,10 +1,10 @@
 from dataclasses import replace
 
 from hypothesis import given, settings
-from unit.planner.profiles import Sketch, build, call, param, profiles, stack
 
 from hightide.ir.chunk import ALIGN_NUMEL, aligned
 from hightide.planner.layout import LATENCY_NUMEL, pack, search_slot_numel, slot_candidates, slot_cost
+from unit.planner.profiles import Sketch, build, call, param, profiles, stack
 
 
 def names(chunk):

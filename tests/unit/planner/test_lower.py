@@ -1,8 +1,6 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, plan_with, plans, profiles, stack
-from unit.planner.random_lanes import RandomLanes
 
 from hightide.ir.action import Mode, Op, Place, Schedule
 from hightide.ir.plan import Activation, Update
@@ -11,6 +9,8 @@ from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
 from hightide.planner.place import params_on_gpu
 from hightide.planner.verify import check_plan, verify
+from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, plan_with, plans, profiles, stack
+from unit.planner.random_lanes import RandomLanes
 
 
 def of(schedule, op):
@@ -99,7 +99,7 @@ def test_accumulation_fetches_every_gradient_and_clears_none():
 
 
 def test_accumulation_and_update_in_backward_exclude_each_other():
-    with pytest.raises(ValueError, match="deferred"):
+    with pytest.raises(ValueError, match=r"deferred"):
         lower(stack(), plan_with(stack(), update=Update.IN_BACKWARD), Mode.ACCUMULATE)
 
 

@@ -1,10 +1,9 @@
-from unit.planner.profiles import plan_with, stack
-
 from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.plan import Activation
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.lower import lower
 from hightide.planner.memory import Peaks, peaks
+from unit.planner.profiles import plan_with, stack
 
 
 def tick(index, name, **effects):

@@ -3,7 +3,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, profiles, stack
 
 from hightide.ir.action import Mode
 from hightide.ir.block import Affine
@@ -13,6 +12,7 @@ from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
 from hightide.planner.rule import FILL_FRACTION, loss_tile_tokens, plan_by_rule
 from hightide.planner.verify import InfeasiblePlan, check_plan, verify
+from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, profiles, stack
 
 
 def rule(profile, gpu_bytes=UNLIMITED, host_bytes=UNLIMITED, update=Update.DEFERRED, micro_batch=None):
@@ -68,7 +68,9 @@ def test_the_leanest_limit_works_and_one_byte_less_is_refused_with_numbers_and_r
     profile = stack(12)
     least = leanest_bytes(profile)
     assert rule(profile, least).micro_batch == 1
-    with pytest.raises(ValueError, match=f"gpu.* needs {least} .* limit is {least - 1} .* 1 bytes .*micro_batch.*Limits"):
+    with pytest.raises(
+        ValueError, match=rf"gpu.* needs {least} .* limit is {least - 1} .* 1 bytes .*micro_batch.*Limits"
+    ):
         rule(profile, least - 1)
 
 
@@ -85,7 +87,7 @@ def test_a_host_too_small_is_refused_with_numbers():
 def test_a_pinned_micro_batch_is_kept_and_a_wrong_one_refused():
     assert rule(stack(), micro_batch=4).micro_batch == 4
     for wrong in (0, 7):
-        with pytest.raises(ValueError, match=f"micro_batch={wrong} .* 6 samples"):
+        with pytest.raises(ValueError, match=rf"micro_batch={wrong} .* 6 samples"):
             rule(stack(), micro_batch=wrong)
 
 
@@ -100,7 +102,8 @@ def test_inputs_go_to_the_host_when_they_do_not_fit():
     wide = tuple(replace(c, saved_inputs=Affine(0, 40_000), outputs=Affine(0, 40_000)) for c in profile.calls)
     profile = replace(profile, calls=wide)
     plan = rule(profile, leanest_bytes(profile) + 1000)
-    assert {block.inputs for block in plan.blocks} == {Tier.HOST}
+    assert {block.inputs for block in plan.blocks if block.name.startswith("layers")} == {Tier.HOST}
+    assert {block.inputs for block in rule(profile).blocks} == {Tier.GPU}
 
 
 def test_never_called_blocks_stay_on_the_host_and_loose_ones_on_the_gpu():
@@ -125,7 +128,7 @@ def test_a_plan_survives_its_file(tmp_path):
 
 
 @given(profiles(), st.sampled_from(list(Update)), st.floats(0, 1.2), st.booleans())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_plans_by_the_rule_always_verify(profile, update, fraction, pin):
     micro_batch = 1 if pin else None
     try:

@@ -43,5 +43,5 @@ def test_fragmentation_is_resolved_by_placing_all_afresh():
 
 
 def test_too_few_slots_are_refused_with_the_numbers():
-    with pytest.raises(ValueError, match="needs 3 slots at once .* the plan has 2"):
+    with pytest.raises(ValueError, match=r"needs 3 slots at once .* the plan has 2"):
         choose_windows([None, None], {1: 1, 2: 2}, lambda _: NEVER, lambda _: 0)

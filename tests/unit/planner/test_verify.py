@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, plan_with, stack
 
 from hightide.ir.action import Mode, Op, Place, Schedule
 from hightide.ir.plan import Activation
@@ -11,6 +10,7 @@ from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
 from hightide.planner.verify import InfeasiblePlan, check_plan, verify
+from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, plan_with, stack
 
 PROFILE = stack(4)
 PLAN = plan_with(PROFILE, inputs=Tier.HOST, slot_numel=3200)
@@ -30,9 +30,7 @@ def edit(name, schedule=SCHEDULE, **changes):
 def drop(name, schedule=SCHEDULE):
     assert name in schedule.by_id
     actions = [a for a in schedule.actions if a.id != name]
-    return replace(
-        schedule, actions=tuple(replace(a, after=tuple(i for i in a.after if i != name)) for a in actions)
-    )
+    return replace(schedule, actions=tuple(replace(a, after=tuple(i for i in a.after if i != name)) for a in actions))
 
 
 def forget(waiter, awaited, schedule=SCHEDULE):
@@ -61,18 +59,18 @@ def test_a_tick_that_does_not_wait_for_its_fetch():
 
 def test_a_fetch_into_an_occupied_slot():
     fetch = SCHEDULE.by_id["fetch.param.1@fwd.1"]
-    with pytest.raises(InfeasiblePlan, match="slot 0, which chunk 0 occupies"):
+    with pytest.raises(InfeasiblePlan, match=r"slot 0, which chunk 0 occupies"):
         check(edit(fetch.id, target=Place(Tier.GPU, 0)))
 
 
 def test_a_fetch_past_the_last_slot():
-    with pytest.raises(InfeasiblePlan, match="there are 2 slots"):
+    with pytest.raises(InfeasiblePlan, match=r"there are 2 slots"):
         check(edit("fetch.param.1@fwd.1", target=Place(Tier.GPU, PLAN.num_slots)))
 
 
 def test_a_missing_eviction():
     evict = first(Op.EVICT)
-    with pytest.raises(InfeasiblePlan, match="occupies"):
+    with pytest.raises(InfeasiblePlan, match=r"occupies"):
         check(drop(evict.id))
 
 
@@ -81,43 +79,43 @@ def test_an_eviction_before_the_last_use():
     actions = [a for a in SCHEDULE.actions if a.id != evict.id]
     place = next(i for i, a in enumerate(actions) if a.id == "fwd.1")
     actions.insert(place, replace(evict, opens=0))
-    with pytest.raises(InfeasiblePlan, match="chunk 1"):
+    with pytest.raises(InfeasiblePlan, match=r"chunk 1"):
         check(replace(SCHEDULE, actions=tuple(actions)))
 
 
 def test_a_fetch_that_ignores_the_previous_update():
-    with pytest.raises(InfeasiblePlan, match="previous update of chunk 1"):
+    with pytest.raises(InfeasiblePlan, match=r"previous update of chunk 1"):
         check(edit("fetch.param.1@fwd.1", after_prev=()))
 
 
 def test_a_fetch_that_does_not_wait_for_the_eviction_is_caught_though_listed_right():
     fetch = SCHEDULE.by_id["fetch.param.2@fwd.2"]
-    with pytest.raises(InfeasiblePlan, match="before chunk 0 has left it"):
+    with pytest.raises(InfeasiblePlan, match=r"before chunk 0 has left it"):
         check(edit(fetch.id, after=(), opens=-1))
 
 
 def test_a_gradient_never_written_back():
     name = [a.id for a in SCHEDULE.actions if a.op is Op.WRITE_BACK][-1]
-    with pytest.raises(InfeasiblePlan, match="not written back|never written back"):
+    with pytest.raises(InfeasiblePlan, match=r"not written back|never written back"):
         check(drop(name))
 
 
 def test_a_grad_slot_reused_before_the_gradient_left():
     clear = next(a for a in SCHEDULE.actions if a.op is Op.CLEAR and a.after)
-    with pytest.raises(InfeasiblePlan, match="before chunk .* has left it"):
+    with pytest.raises(InfeasiblePlan, match=r"before chunk .* has left it"):
         check(forget(clear.id, clear.after[0]))
 
 
 def test_a_write_back_that_does_not_wait_for_its_tick():
     write_back = first(Op.WRITE_BACK)
-    with pytest.raises(InfeasiblePlan, match="before it is summed"):
+    with pytest.raises(InfeasiblePlan, match=r"before it is summed"):
         check(edit(write_back.id, after=(), opens=-1))
 
 
 def test_an_update_before_its_gradient_is_at_home():
     update = SCHEDULE.lane(Lane.CPU)[0]
     home = next(name for name in update.after if name.startswith("write_back"))
-    with pytest.raises(InfeasiblePlan, match="before it is at home"):
+    with pytest.raises(InfeasiblePlan, match=r"before it is at home"):
         check(forget(update.id, home))
 
 
@@ -131,7 +129,7 @@ def test_an_update_before_step():
 def test_a_missing_update_and_a_missing_clear():
     with pytest.raises(InfeasiblePlan, match=r"\[3\] .* never updated"):
         check(drop("update.3"))
-    with pytest.raises(InfeasiblePlan, match="not in a grad slot"):
+    with pytest.raises(InfeasiblePlan, match=r"not in a grad slot"):
         check(drop(first(Op.CLEAR).id))
 
 
@@ -140,26 +138,26 @@ def test_a_tied_gradient_that_is_cleared_again_or_fetched_too_early():
     plan = plan_with(profile)
     schedule = lower(profile, plan, Mode.TRAIN)
     fetch = next(a for a in schedule.actions if a.op is Op.FETCH and a.kind is ChunkKind.GRAD)
-    with pytest.raises(InfeasiblePlan, match="holds sums"):
+    with pytest.raises(InfeasiblePlan, match=r"holds sums"):
         check(edit(fetch.id, schedule, op=Op.CLEAR), plan, profile)
     own = next(name for name in fetch.after if name.startswith(f"write_back.{fetch.chunk}@"))
     early = edit(fetch.id, schedule, after=(), opens=schedule.by_id[own].opens - 1)
-    with pytest.raises(InfeasiblePlan, match="at home|has left it"):
+    with pytest.raises(InfeasiblePlan, match=r"at home|has left it"):
         check(early, plan, profile)
 
 
 def test_inputs_that_do_not_come_back():
     with pytest.raises(InfeasiblePlan, match=r"bwd\.2 runs before its inputs are back"):
         check(drop("unstash.2"))
-    with pytest.raises(InfeasiblePlan, match=r"unstash\.2 moves the inputs of call 2 before"):
-        check(edit("unstash.2", after=(), opens=0))
+    with pytest.raises(InfeasiblePlan, match=r"unstash\.6 moves the inputs of call 6 before"):
+        check(edit("unstash.6", after=(), opens=-1))
 
 
 def test_a_circle_of_waiting_is_found():
     fetch = SCHEDULE.by_id["fetch.param.2@fwd.2"]
-    with pytest.raises(InfeasiblePlan, match="wait for each other"):
+    with pytest.raises(InfeasiblePlan, match=r"wait for each other"):
         check(edit(fetch.id, after=(*fetch.after, "fwd.3")))
-    with pytest.raises(InfeasiblePlan, match="wait for each other"):
+    with pytest.raises(InfeasiblePlan, match=r"wait for each other"):
         check(edit(fetch.id, opens=4))  # issued after the tick that waits for it
 
 
@@ -174,23 +172,23 @@ def test_two_fetches_swapped_on_their_lane_lock_it_up():
 def test_unknown_and_repeated_ids():
     with pytest.raises(InfeasiblePlan, match=r"fwd\.1 waits for nobody"):
         check(edit("fwd.1", after=("nobody",)))
-    with pytest.raises(InfeasiblePlan, match="two actions"):
+    with pytest.raises(InfeasiblePlan, match=r"two actions"):
         check(replace(SCHEDULE, actions=(*SCHEDULE.actions, SCHEDULE.actions[0])))
 
 
 def test_ticks_of_another_model():
-    with pytest.raises(InfeasiblePlan, match="do not follow the model's 7 calls"):
-        check(drop("bwd.3"))
+    with pytest.raises(InfeasiblePlan, match=r"do not follow the model's 7 calls"):
+        check(edit("bwd.3", call=2))
 
 
 def test_capacity_names_moment_tier_and_bytes():
     peak = peaks(SCHEDULE)
     verify(PROFILE, PLAN, SCHEDULE, peak.gpu_peak_bytes, peak.host_peak_bytes)
-    with pytest.raises(InfeasiblePlan, match=f"{peak.gpu_peak_bytes} bytes .* gpu .*: 1 bytes too many") as caught:
+    with pytest.raises(InfeasiblePlan, match=rf"{peak.gpu_peak_bytes} bytes .* gpu .*: 1 bytes too many") as caught:
         verify(PROFILE, PLAN, SCHEDULE, peak.gpu_peak_bytes - 1, UNLIMITED)
     error = caught.value
     assert (error.moment, error.tier, error.num_bytes) == (peak.gpu_peak_at, Tier.GPU, peak.gpu_peak_bytes)
-    with pytest.raises(InfeasiblePlan, match="host"):
+    with pytest.raises(InfeasiblePlan, match=r"host"):
         verify(PROFILE, PLAN, SCHEDULE, UNLIMITED, peak.host_peak_bytes - 1)
 
 
@@ -198,20 +196,20 @@ def test_new_values_of_persistent_parameters_must_arrive():
     plan = plan_with(PROFILE, params=Tier.GPU)
     schedule = lower(PROFILE, plan, Mode.EVAL)
     check(schedule, plan)
-    with pytest.raises(InfeasiblePlan, match="new values"):
+    with pytest.raises(InfeasiblePlan, match=r"new values"):
         check(drop("fetch.param.2@fwd.2", schedule), plan)
 
 
 def test_a_gradient_on_the_gpu_must_be_cleared():
     plan = plan_with(PROFILE, params=Tier.GPU, states=Tier.GPU)
     schedule = lower(PROFILE, plan, Mode.TRAIN)
-    with pytest.raises(InfeasiblePlan, match="was not cleared"):
+    with pytest.raises(InfeasiblePlan, match=r"was not cleared"):
         check(drop("clear.2@bwd.2", schedule), plan)
 
 
 def test_every_single_dependency_between_lanes_matters():
-    """No edge of a lowered schedule is there for nothing: without it verify must object, or the order or peak must still be
-    enforced by another way. Counted, so that a verifier that accepts everything cannot pass."""
+    """No edge of a lowered schedule is there for nothing: without it verify must object, or the order or peak must
+    still be enforced by another way. Counted, so that a verifier that accepts everything cannot pass."""
     objections = 0
     for action in SCHEDULE.actions:
         for name in action.after:
@@ -258,7 +256,7 @@ def test_a_bad_edit_of_a_plan_is_refused(plan, message):
 
 def test_loose_parameters_cannot_leave_the_gpu():
     profile = build([param("a", 9), param("l", 9)], [Sketch("x", ["a"]), Sketch("", ["l"], loose=True)], [call(0)])
-    with pytest.raises(InfeasiblePlan, match="outside of blocks"):
+    with pytest.raises(InfeasiblePlan, match=r"outside of blocks"):
         check_plan(profile, with_block(plan_with(profile), 1, states=Tier.HOST))
 
 

@@ -19,6 +19,8 @@ def captured_call(model: nn.Module, name: str, batch: Any) -> tuple[nn.Module, t
     module = model.get_submodule(name)
     calls: list[Any] = []
     handle = module.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    if hasattr(model, "config"):
+        model.config.use_cache = False
     models.loss_of(model, batch)
     handle.remove()
     args, kwargs = calls[0]

@@ -133,7 +133,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 def test_unsupported_dtypes_and_empty_models_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(torch.complex64)
-    with pytest.raises(ValueError, match="'0.weight' has the unsupported dtype complex64.*float32"):
+    with pytest.raises(ValueError, match=r"'0.weight' has the unsupported dtype complex64.*float32"):
         profile_model(model, None, torch.zeros(2, 2))
     with pytest.raises(ValueError, match="0 parameters"):
         profile_model(nn.ReLU(), None, torch.zeros(2, 2))

@@ -86,7 +86,7 @@ def test_batch_size_is_the_first_dimension(batch: Any) -> None:
 
 @pytest.mark.parametrize("batch", [{}, {"n": torch.tensor(1)}, (), torch.tensor(1.0), {"text": "words"}])
 def test_a_batch_without_a_batch_dimension_is_refused(batch: Any) -> None:
-    with pytest.raises(ValueError, match="without a batch dimension.*pass the whole batch"):
+    with pytest.raises(ValueError, match=r"without a batch dimension.*pass the whole batch"):
         batch_size(batch)
 
 

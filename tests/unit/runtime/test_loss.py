@@ -39,10 +39,13 @@ class LinearHead:
         self.is_held = False
         self.holds: list[str] = []
         self.num_materialised = 0
+        self.projected_dtypes: list[torch.dtype] = []
 
     def project(self, rows: Tensor) -> Tensor:
         assert self.is_held and rows.dim() == 2 and len(rows) <= self.tile_tokens
-        return self.original_forward(rows)
+        logits = self.original_forward(rows)
+        self.projected_dtypes.append(logits.dtype)
+        return logits
 
     @contextmanager
     def forward_hold(self) -> Iterator[None]:
@@ -322,6 +325,7 @@ def test_autocast_of_the_call_holds_in_loss_and_backward():
         losses[-1].backward()
     assert_close(losses[1].detach(), losses[0].detach())
     pair.assert_same_gradients(rtol=2e-2)
+    assert pair.head.projected_dtypes == [torch.bfloat16] * 22  # eleven tiles, twice
     with pytest.warns(UserWarning, match="needs whole logits"):
         assert torch.equal(logits.clone(), plain_logits)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -364,7 +368,11 @@ def test_metadata_costs_nothing():
 
 WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1).square().sum(),
-    "vocabulary index": lambda x: x[..., 3].sum() + x[:, :, 5:9].square().sum() + x[0, 0, 0],
+    "vocabulary index": lambda x: x[..., 3].square().sum(),
+    "vocabulary slice": lambda x: x[:, :, 5:9].square().sum(),
+    "vocabulary mask": lambda x: x[..., torch.arange(VOCABULARY) < 5].square().sum(),
+    "fewer classes": lambda x: F.cross_entropy(x[:, :, :9].flatten(0, 1), torch.arange(BATCH * SEQUENCE) % 9),
+    "one value": lambda x: x[0, 0, 0] * 3,
     "tensor arithmetic": lambda x: (x * torch.linspace(0, 1, VOCABULARY) + x.detach()).sum(),
     "after recording": lambda x: (x[:, 1:].float() / 2).tanh().view(-1, VOCABULARY).logsumexp(-1).sum(),
     "transpose": lambda x: F.cross_entropy(x.transpose(1, 2), torch.zeros(BATCH, SEQUENCE, dtype=torch.long)),
@@ -373,7 +381,6 @@ WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "list": lambda x: torch.stack([x, x * 2]).square().mean(),
     "keyword": lambda x: torch.tanh(input=x).sum(),
-    "trainable scalar": lambda x: (x * torch.ones((), requires_grad=True)).square().sum(),
     "new axis": lambda x: x[None].square().sum() + x.unsqueeze(0).sum(),
     "rows": lambda x: sum(row.square().sum() for row in x),
     "mask then softmax": lambda x: (
@@ -397,6 +404,16 @@ def test_other_operations_see_whole_logits_with_one_warning(operation):
         WHOLE[operation](pair.logits()[1])
     assert len([w for w in caught if "hightide" in str(w.message)]) == 1
     assert_close(found.detach(), expected.detach())
+    pair.assert_same_gradients()
+
+
+@pytest.mark.filterwarnings("ignore:hightide")
+def test_a_trainable_scalar_gets_its_gradient():
+    pair = Pair()
+    scales = [torch.tensor(0.7, requires_grad=True) for _ in range(2)]
+    for logits, scale in zip(pair.logits(), scales, strict=True):
+        F.cross_entropy(*flat(logits * scale, pair.labels)).backward()
+    assert_close(scales[1].grad, scales[0].grad)
     pair.assert_same_gradients()
 
 

@@ -1,9 +1,9 @@
 """Pass 7: what each action takes and gives on each tier.
 
-The flow of block inputs is simplified to a chain: what a call returns is what the next call receives. Tensors that do not
-follow the chain (masks, rotary tables, an encoder's output read by every decoder layer) are counted from the call that saw
-them first to the last moment at which a reader may hold them. Where the truth is not known the larger number is taken: the
-limit of a tier is hard."""
+The flow of block inputs is simplified to a chain: what a call returns is what the next call receives. Tensors that do
+not follow the chain (masks, rotary tables, an encoder's output read by every decoder layer) are counted from the call
+that saw them first to the last moment at which a reader may hold them. Where the truth is not known the larger number
+is taken: the limit of a tier is hard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 from hightide.ir.action import Action, Mode, Op
-from hightide.ir.block import Affine, CallSpec, ModelProfile
+from hightide.ir.block import DTYPE_BYTES, Affine, CallSpec, ModelProfile
 from hightide.ir.chunk import STATE_BYTES
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Lane, Tier
@@ -90,7 +90,7 @@ def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) ->
     if draft.profile.blocks[call.block].lazy_head:
         tile = draft.plan.loss_tile_tokens * draft.profile.vocabulary * LOGIT_BYTES
         forward["gpu_transient"] += tile * LOSS_TILE_COPIES[Op.FORWARD]
-        backward["gpu_transient"] += tile * LOSS_TILE_COPIES[Op.BACKWARD]
+        backward["gpu_transient"] += tile * LOSS_TILE_COPIES[Op.BACKWARD] + _weight_gradient_bytes(draft, call.block)
         return
     micro = micro_batch_of(draft.plan, call, draft.mode)
     forward["gpu_transient"] += call.forward_peak.at(micro)
@@ -145,6 +145,12 @@ def kept_bytes(plan: Plan, call: CallSpec, micro: int) -> int:
 
 def _at(draft: Draft, size: Affine) -> int:
     return size.at(draft.plan.num_samples)
+
+
+def _weight_gradient_bytes(draft: Draft, block: int) -> int:
+    """Autograd makes the gradient of one tile before it is added to the sum."""
+    params = [draft.profile.param(key) for key in draft.profile.blocks[block].params]
+    return sum(spec.numel * DTYPE_BYTES[spec.dtype] for spec in params if spec.trainable)
 
 
 def _output_bytes(draft: Draft, call: CallSpec) -> int:

@@ -1,7 +1,8 @@
 """Pass 3: gradients. One whose states are on the host is summed in a grad slot and written back when its block is done.
 
-A chunk that is used again later in the pass (tied parameters), or that has a gradient from an earlier pass, continues its sum:
-it is fetched instead of cleared. So the GPU always adds to the whole sum, and rounding does not depend on placement."""
+A chunk that is used again later in the pass (tied parameters), or that has a gradient from an earlier pass, continues
+its sum: it is fetched instead of cleared. So the GPU always adds to the whole sum, and rounding does not depend on
+placement."""
 
 from __future__ import annotations
 

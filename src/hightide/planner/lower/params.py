@@ -28,7 +28,7 @@ def fetch_params(draft: Draft) -> None:
         for index, start in windows.items():
             chunk = draft.plan.layout.chunks[index]
             window = range(start, start + needed[index])
-            _fetch(draft, chunk, tick, start, [gone[slot] for slot in window if slot in gone])
+            _fetch(draft, chunk, tick, start, [e for s, e in gone.items() if s in window or e.chunk == index])
             for slot in window:
                 slots[slot] = index
 
@@ -36,7 +36,8 @@ def fetch_params(draft: Draft) -> None:
 def _make_room(
     draft: Draft, tick: Action, slots: list[int | None], windows: dict[int, int], widths: dict[int, int]
 ) -> dict[int, Action]:
-    """Evicts whoever stands in the windows, and chunks that move to another window. Returns slot -> its EVICT."""
+    """Evicts whoever stands in the windows, and chunks that move to another window. Returns slot -> EVICT that frees
+    it."""
     taken = {slot for index, start in windows.items() for slot in range(start, start + widths[index])}
     leaving = {slots[slot] for slot in taken} | set(windows)
     evicts: dict[int, Action] = {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hightide.optim.placeholder import GradientPlaceholder
+from hightide.runtime.placeholder import GradientPlaceholder
 
 
 class Owner:

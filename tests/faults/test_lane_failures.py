@@ -1,0 +1,261 @@
+"""A failure in any lane or store reaches the user's thread as the original exception, soon, and nothing hangs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from unit.runtime.steps import Twins, twins
+
+import hightide
+from hightide.optim.adamw import AdamWRule
+from hightide.runtime.performer import Performer
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+class Broken(Exception):
+    """Nobody else raises this."""
+
+
+class Fault:
+    """Raises one exception object at the n-th call from now on; counts calls, so that a test can see that it did fire."""
+
+    def __init__(self, original: Callable[..., Any], nth: int) -> None:
+        self.original, self.nth, self.num_calls = original, nth, 0
+        self.error = Broken(f"call {nth}")
+        self.at_s = 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_calls += 1
+        if self.num_calls == self.nth:
+            self.at_s = time.monotonic()
+            raise self.error
+        return self.original(*args, **kwargs)
+
+
+def wrapped(update: str = "deferred") -> Twins:
+    model, batch = models.hand_written(num_layers=4)
+    return twins(model, batch, gpu="120KiB", update=update)
+
+
+# Each kind of failure: where it is planted. The names say what breaks; the lane or store is what runs it.
+def plant(kind: str, pair: Twins, monkeypatch: pytest.MonkeyPatch, nth: int) -> Fault:
+    run = pair.run
+    if kind == "lane h2d":
+        fault = Fault(run.performer._copy_home_to_gpu, nth)
+        monkeypatch.setattr(run.performer, "_copy_home_to_gpu", fault)
+    elif kind == "lane d2h":
+        fault = Fault(run.performer.write_back, 0)
+        monkeypatch.setattr(run.performer, "write_back", _work_fails(fault, nth))
+    elif kind == "lane cpu":
+        fault = Fault(AdamWRule.update, nth)
+        monkeypatch.setattr(AdamWRule, "update", lambda self, *args: fault(self, *args))
+    elif kind == "store host":
+        fault = Fault(run.host._copy, nth)
+        monkeypatch.setattr(run.host, "_copy", fault)
+    else:
+        assert kind == "store gpu"
+        fault = Fault(run.gpu.view, nth)
+        monkeypatch.setattr(run.gpu, "view", fault)
+    return fault
+
+
+def _work_fails(fault: Fault, nth: int) -> Callable[[int], Callable[[], object]]:
+    """What is submitted to the lane fails, not the submission."""
+    prepare, fault.nth = fault.original, nth
+
+    def write_back(chunk: int) -> Callable[[], object]:
+        work = prepare(chunk)
+
+        def run() -> object:
+            fault.original = work
+            return fault()
+
+        return run
+
+    return write_back
+
+
+KINDS = ["lane h2d", "lane d2h", "lane cpu", "store host", "store gpu"]
+
+
+def surfaces(pair: Twins, fault: Fault) -> str:
+    """Trains until the fault surfaces; returns in which of the user's calls it did."""
+    for _ in range(4):
+        where = "forward"
+        try:
+            loss = models.loss_of(pair.model, pair.batch)
+            where = "backward"
+            loss.backward()
+            where = "step"
+            pair.optimizer.step()
+            pair.optimizer.zero_grad()
+            where = "state_dict"
+            pair.model.state_dict()
+        except Broken as error:
+            assert error is fault.error
+            assert time.monotonic() - fault.at_s < 10
+            return where
+    raise AssertionError(f"the fault did not surface; it was called {fault.num_calls} times")
+
+
+def own_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("hightide-")}
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize("nth", [1, 2, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failure_surfaces_as_the_same_object_and_nothing_hangs(
+    kind: str, nth: int, update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = own_threads()
+    pair = wrapped(update)
+    pair.step()
+    fault = plant(kind, pair, monkeypatch, nth)
+    where = surfaces(pair, fault)
+    assert where in ("forward", "backward", "step", "state_dict")
+    assert fault.num_calls >= nth
+    started_s = time.monotonic()
+    if pair.run.lanes.failure is not None:  # a fault in a lane is for good; one in the user's own thread is not
+        for again in (
+            lambda: models.loss_of(pair.model, pair.batch),
+            pair.optimizer.step,
+            pair.model.state_dict,
+            pair.optimizer.state_dict,
+        ):
+            with pytest.raises(Broken) as caught:
+                again()
+            assert caught.value is fault.error
+    monkeypatch.undo()
+    hightide.unwrap(pair.model)
+    assert not any(thread.is_alive() for thread in own_threads() - before)
+    assert time.monotonic() - started_s < 10
+    pair.model(**pair.batch)  # plain again
+
+
+@pytest.mark.parametrize(("kind", "where"), [("lane h2d", "forward"), ("lane cpu", "state_dict")])
+def test_where_a_failure_surfaces(kind: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch fails in forward. The last update of a step has nobody waiting for it but who asks for values."""
+    pair = wrapped()
+    pair.step()
+    nth = 1 if kind == "lane h2d" else sum(1 for spec in pair.run.chunks.specs if spec.optimised_numel)
+    assert surfaces(pair, plant(kind, pair, monkeypatch, nth)) == where
+
+
+def test_a_failure_surfaces_when_backward_runs_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, where autograd has a thread of its own."""
+    pair = wrapped()
+    pair.step()
+    loss = models.loss_of(pair.model, pair.batch)
+    fault = plant("store host", pair, monkeypatch, 2)
+    caught: list[BaseException] = []
+
+    def backward() -> None:
+        try:
+            loss.backward()
+            pair.optimizer.step()
+            pair.model.state_dict()
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive() and caught == [fault.error]
+
+
+SCRIPT = """
+    import sys
+    import torch, hightide, models
+    from hightide.optim.adamw import AdamWRule
+    from hightide.runtime.surgery import run_of
+    torch.set_num_threads(1)
+    model, batch = models.hand_written(num_layers=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    limits = hightide.Limits(gpu="120KiB", host="8MiB")
+    model, optimizer = hightide.wrap(model, optimizer, batch, limits=limits, micro_batch=2)
+    run, kind = run_of(model), sys.argv[1]
+
+    class PlantedFailure(Exception):
+        pass
+
+    def fail(*args, **kwargs):
+        raise PlantedFailure(kind)
+
+    for step in range(4):
+        if step == 2:
+            if kind == "lane h2d":
+                run.performer._copy_home_to_gpu = fail
+            elif kind == "lane d2h":
+                run.performer.write_back = lambda chunk: fail
+            elif kind == "lane cpu":
+                AdamWRule.update = fail
+            elif kind == "store host":
+                run.host._copy = fail
+            elif kind == "store gpu":
+                run.gpu.view = fail
+        models.loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.state_dict()
+    print("not reached")
+"""
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "none"])
+def test_the_process_exits_cleanly(kind: str) -> None:
+    """With the lanes' threads still there: nobody calls unwrap."""
+    source = str(TESTS.parent / "src")
+    command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(SCRIPT), kind]
+    environment = {"PYTHONPATH": f"{source}:{TESTS}", "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment, check=False)
+    assert "Fatal Python error" not in done.stderr
+    if kind == "none":
+        assert (done.returncode, done.stdout) == (0, "not reached\n"), done.stderr
+        return
+    assert done.returncode == 1 and done.stdout == "", done.stderr
+    assert done.stderr.rstrip().endswith(f"PlantedFailure: {kind}")
+    assert 'in fail\n    raise PlantedFailure(kind)' in done.stderr or ", in fail" in done.stderr
+
+
+class UsersBug(Exception):
+    pass
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize("where", ["forward", "second micro-batch", "recomputation"])
+def test_training_goes_on_after_a_bug_in_the_users_block(
+    where: str, update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 2 raises inside a block. The user catches it, clears gradients and goes on, as with plain PyTorch."""
+    pair = wrapped(update)
+    pair.assert_equal(*pair.step())
+    error = UsersBug()
+    nth = {"forward": 1, "second micro-batch": 2, "recomputation": 4}[where]  # there are 3 micro-batches
+    layer = pair.model.layers[2].mlp[0]
+    fault = Fault(layer.forward, nth)
+    fault.error = error
+    monkeypatch.setattr(layer, "forward", fault)
+    with pytest.raises(UsersBug) as caught:
+        models.loss_of(pair.model, pair.batch).backward()
+    assert caught.value is error
+    monkeypatch.undo()
+    if where == "recomputation" and update == "in_backward":
+        return  # later blocks have been updated already: that is what the promise of one step per backward means
+    pair.optimizer.zero_grad()
+    for _ in range(3):
+        pair.assert_equal(*pair.step())
+    assert pair.run.lanes.failure is None
+    assert torch.isfinite(pair.step()[0])
+    pair.close()
