@@ -50,7 +50,9 @@ def wrap(
     if plan is not None and (limits is not None or micro_batch is not None):
         raise ValueError("plan= already fixes limits and micro_batch; pass either plan= or these, not both")
     rule = rule_for(_check_fresh(model, optimizer))
-    timing = _timing(update) if plan is None else plan.update
+    timing = _timing(update)
+    if plan is not None and timing not in (Update.DEFERRED, plan.update):  # the default asks for nothing
+        raise ValueError(f"update={update!r}, but the plan was made with update={str(plan.update)!r}; make a new plan with it")
     profile, probed = _profile(model, optimizer, batch)
     if plan is None:
         plan, schedules = _make_plan(profile, limits, timing, micro_batch, rule.num_moments)

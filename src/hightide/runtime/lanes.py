@@ -15,7 +15,8 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -50,19 +51,68 @@ class Record:
     due: int = 0
 
 
+class EventFence:
+    """A point in one CUDA stream."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = torch.cuda.Event()
+        self._event.record(stream)
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
+class Streams:
+    """The CUDA streams, one for each copying lane. Compute runs on the stream that is current in the user's thread, and
+    on which everything is allocated. Without a GPU there are none: work is through when it returns."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        self._streams: dict[Lane, torch.cuda.Stream] = {}
+        if device is not None:
+            self._streams[Lane.H2D] = torch.cuda.Stream(device)  # chunks and inputs arrive while kernels run
+            self._streams[Lane.D2H] = torch.cuda.Stream(device)  # gradients and inputs leave at the same time
+
+    def fence(self) -> EventFence | None:
+        """This moment in the caller's stream."""
+        return None if self._device is None else EventFence(torch.cuda.current_stream(self._device))
+
+    @contextmanager
+    def lane(self, lane: Lane, after: Sequence[Ticket]) -> Iterator[None]:
+        """Inside it, work is enqueued on the lane's stream behind everything that it depends on. The lane without a
+        stream works on the host, and waits there."""
+        fences = [ticket.fence for ticket in after if ticket.fence is not None]
+        if lane not in self._streams:
+            for fence in fences:
+                fence.synchronize()
+            yield
+            return
+        with torch.cuda.stream(self._streams[lane]):
+            for fence in fences:
+                fence.join()
+            yield
+
+
 class Lanes:
     """One worker thread each for H2D, D2H and CPU. COMPUTE is the caller's own thread."""
 
-    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S, device: torch.device | None = None) -> None:
         self.timeout_s = timeout_s
+        self.streams = Streams(device)
         self._state = _State()
         self._queues = {lane: _queue_for(lane, self._state, timeout_s) for lane in WORKERS}
         # Threads hold the queues and never this object, so that forgotten lanes are collected and their threads end.
         self._threads = [
-            threading.Thread(target=_work, args=(self._queues[lane], timeout_s), name=name, daemon=True)
+            threading.Thread(target=_work, args=(self._queues[lane], timeout_s, self.streams), name=name, daemon=True)
             for lane, name in WORKERS.items()
         ]
-        self._finalizer = weakref.finalize(self, _State.stop, self._state)
+        # At exit too, and joined: a thread that Python ends in the middle of a torch operation aborts the process.
+        self._finalizer = weakref.finalize(self, _end, self._state, self._threads, JOIN_TIMEOUT_S)
         for thread in self._threads:
             thread.start()
 
@@ -90,6 +140,7 @@ class Lanes:
         """Waits for something that `lane` owes. Returns the seconds stalled; raises the original exception."""
         self.check()
         if ticket.done and ticket.error is None:
+            _join(ticket)
             return 0.0
         started_s = time.perf_counter()
         try:
@@ -103,6 +154,7 @@ class Lanes:
             else:  # Ctrl-C while waiting: the lanes are well
                 raise
         self.check()
+        _join(ticket)
         return time.perf_counter() - started_s
 
     def fail(self, error: BaseException) -> None:
@@ -138,11 +190,7 @@ class Lanes:
 
     def close(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         """Ends the threads. What runs is finished; what is queued fails. Wait for what matters before closing."""
-        self._state.stop()
-        deadline_s = time.monotonic() + timeout_s
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, deadline_s - time.monotonic()))
+        _end(self._state, self._threads, timeout_s)
         stuck = [thread.name for thread in self._threads if thread.is_alive()]
         if stuck:
             warnings.warn(f"{', '.join(stuck)} still busy {timeout_s:g} s after close()", RuntimeWarning, stacklevel=2)
@@ -161,6 +209,7 @@ class _Task:
     pass_index: int
     ticket: Ticket
     run: Callable[[], object]
+    after: tuple[Ticket, ...] = ()
     waits_for: tuple[Ticket, ...] = ()
     num_pending: int = 0
     ready: tuple[str, ...] = ()
@@ -247,6 +296,7 @@ class _Queue:
     def add(self, task: _Task, after: Sequence[Ticket]) -> None:
         waits_for = tuple(ticket for ticket in after if not ticket.done or ticket.error is not None)
         with self.state.lock:
+            task.after = tuple(ticket for ticket in after if ticket.fence is not None or not ticket.done)
             task.waits_for, task.num_pending = waits_for, len(waits_for)
             self._push(task)
             if not waits_for:
@@ -356,24 +406,39 @@ def _queue_for(lane: Lane, state: _State, timeout_s: float) -> _Queue:
     return (_DueFirst if LANE_RULES[lane] is Rule.DUE_FIRST else _InOrder)(state, timeout_s)
 
 
-def _work(queue: _Queue, timeout_s: float) -> None:
+def _end(state: _State, threads: list[threading.Thread], timeout_s: float) -> None:
+    state.stop()
+    deadline_s = time.monotonic() + timeout_s
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+
+def _join(ticket: Ticket) -> None:
+    if ticket.fence is not None:
+        ticket.fence.join()
+
+
+def _work(queue: _Queue, timeout_s: float, streams: Streams) -> None:
     """The life of a lane's thread."""
     with torch.no_grad():  # copies and updates are no part of anyone's graph
         while (taken := queue.take()) is not None:
             task, error = taken
             if error is None:
-                _run(task, queue.state, timeout_s)
+                _run(task, queue.state, timeout_s, streams)
             else:
                 task.ticket.set_error(error)
             del taken, task, error  # an idle thread must not keep a task's tensors alive
 
 
-def _run(task: _Task, state: _State, timeout_s: float) -> None:
+def _run(task: _Task, state: _State, timeout_s: float, streams: Streams) -> None:
     started_s = time.perf_counter()
     try:
-        result = task.run()
-        if isinstance(result, Ticket):
-            result = result.wait(timeout_s)
+        with streams.lane(task.lane, task.after):
+            result = task.run()
+            if isinstance(result, Ticket):
+                result = result.wait(timeout_s)
+            task.ticket.fence = streams.fence() if task.lane is not Lane.CPU else None
     except BaseException as error:  # whatever it is, it belongs to the user's thread
         state.fail(error)
         task.ticket.set_error(error)

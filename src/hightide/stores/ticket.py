@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -12,10 +13,20 @@ DEFAULT_TIMEOUT_S = 120.0
 _lock = threading.RLock()
 
 
+class Fence(Protocol):
+    """A point in the work of a GPU. Data in flight travels with it."""
+
+    def join(self) -> None:
+        """Makes the calling thread's present stream wait for it; the thread itself goes on."""
+
+    def synchronize(self) -> None:
+        """Makes the calling thread wait for it."""
+
+
 class Ticket:
     """Completed once, with a result or an error, by whoever does the work; waited on by anyone, for a bounded time."""
 
-    __slots__ = ("_callbacks", "_done", "_error", "_result", "label")
+    __slots__ = ("_callbacks", "_done", "_error", "_result", "fence", "label")
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -23,10 +34,12 @@ class Ticket:
         self._result: object = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[Ticket], object]] = []
+        self.fence: Fence | None = None  # on a real GPU: done means enqueued, and the fence says when it is through
 
     @classmethod
-    def completed(cls, label: str, value: object = None) -> Ticket:
+    def completed(cls, label: str, value: object = None, fence: Fence | None = None) -> Ticket:
         ticket = cls(label)
+        ticket.fence = fence
         ticket.set_result(value)
         return ticket
 
