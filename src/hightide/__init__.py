@@ -3,7 +3,7 @@
 from hightide.api import plan, stats, unwrap, wrap
 from hightide.ir.limits import Limits
 from hightide.ir.plan import Plan
-from hightide.stats import Stats
+from hightide.measured import Stats
 
 __all__ = ["Limits", "Plan", "Stats", "plan", "stats", "unwrap", "wrap"]
 __version__ = "0.1.0"

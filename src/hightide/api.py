@@ -13,6 +13,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.limits import Limits
 from hightide.ir.plan import Plan, Update
 from hightide.machine import free_host_bytes
+from hightide.measured import Stats, read_stats
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.rule import rule_for
 from hightide.planner.explain import explain
@@ -24,7 +25,6 @@ from hightide.profiler.probe import ProbeResult
 from hightide.profiler.split import Batch
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of, unwrap_modules, wrap_modules
-from hightide.stats import Stats, read_stats
 
 
 def wrap(
@@ -52,7 +52,9 @@ def wrap(
     rule = rule_for(_check_fresh(model, optimizer))
     timing = _timing(update)
     if plan is not None and timing not in (Update.DEFERRED, plan.update):  # the default asks for nothing
-        raise ValueError(f"update={update!r}, but the plan was made with update={str(plan.update)!r}; make a new plan with it")
+        raise ValueError(
+            f"update={update!r}, but the plan was made with update={str(plan.update)!r}; make a new plan with it"
+        )
     profile, probed = _profile(model, optimizer, batch)
     if plan is None:
         plan, schedules = _make_plan(profile, limits, timing, micro_batch, rule.num_moments)

@@ -226,7 +226,7 @@ def test_the_process_exits_cleanly(kind: str) -> None:
         return
     assert done.returncode == 1 and done.stdout == "", done.stderr
     assert done.stderr.rstrip().endswith(f"PlantedFailure: {kind}")
-    assert 'in fail\n    raise PlantedFailure(kind)' in done.stderr or ", in fail" in done.stderr
+    assert "in fail\n    raise PlantedFailure(kind)" in done.stderr or ", in fail" in done.stderr
 
 
 class UsersBug(Exception):

@@ -153,7 +153,7 @@ def train(
     optimizer: torch.optim.Optimizer | None = None,
     **loop_options: Any,
 ) -> Trained:
-    """Trains a fresh (model, example batch) over `batches`, plain or wrapped. `scheduler`: made "before" or "after" wrapping."""
+    """Trains a fresh (model, example batch), plain or wrapped. `scheduler`: made "before" or "after" wrapping."""
     model, example = pair
     assert scheduler in (None, "before", "after")
     optimizer = optimizer or make_optimizer(model, groups)
@@ -227,7 +227,7 @@ def assert_streamed(trained: Trained, micro_batches: Sequence[int] | None = None
 
 @contextmanager
 def samples_seen(model: nn.Module) -> Iterator[list[int]]:
-    """Samples in each call of a norm inside a repeated block: what a block really ran on, micro-batch by micro-batch."""
+    """Samples in each call of a norm inside a repeated block: what the block really ran on, call by call."""
     seen: list[int] = []
     norms = [
         module for name, module in model.named_modules() if "norm" in type(module).__name__.lower() and ".1." in name

@@ -21,7 +21,7 @@ BUILD = partial(LLAMA.build, num_samples=7)
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_padded_batches_after_unpadded_ones(name: str) -> None:
-    """The example was full, so its mask was dropped on the way to the blocks; a padded batch brings one, and another probe."""
+    """The mask of a full example never reaches the blocks; a padded batch brings one, and with it another probe."""
     subject = SUBJECTS[name]
     batches = [subject.batch(seed=10 + step, num_samples=7, padded=step in (1, 2, 5)) for step in range(6)]
     _, wrapped = compare(partial(subject.build, num_samples=7), lambda: batches, wrap=WRAP | {"room": 1.3})
@@ -99,7 +99,7 @@ def test_own_cross_entropy_of_the_logits(name: str) -> None:
 
 
 def test_a_loss_that_needs_all_logits() -> None:
-    """z-loss: a function of the logits that is not cross-entropy. They are computed, once, with a warning, and are right."""
+    """z-loss: a function of the logits that is not cross-entropy. They are computed, with a warning, and are right."""
 
     def step(loop: Loop, batch: Any) -> Tensor:
         output = loop.model(**batch)

@@ -1,4 +1,4 @@
-"""What happens between the lines of a training loop: evaluation, generation, other models, other threads, torch.autograd."""
+"""Between the lines of a training loop: evaluation, generation, other models, other threads, torch.autograd."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def embedded(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])
 def test_gradients_of_inputs_leave_parameters_alone(update: str) -> None:
-    """torch.autograd.grad and backward(inputs=...) ask for other things than parameters; the next step is not disturbed."""
+    """torch.autograd.grad and backward(inputs=...) ask for other things; the next step is not disturbed."""
     found: dict[bool, list[Tensor]] = {False: [], True: []}
 
     def step(loop: Loop, batch: Any) -> Tensor:

@@ -40,7 +40,7 @@ def frozen_llama(which: str, tied: bool = False) -> models.Pair:
 def test_frozen_parameters(which: str, update: str) -> None:
     build = partial(frozen_llama, which)
     before = {name: value.clone() for name, value in build()[0].state_dict().items()}
-    plain, wrapped = compare(build, lambda: LLAMA.batches(6), wrap=WRAP | {"update": update}, clip=None)
+    _, wrapped = compare(build, lambda: LLAMA.batches(6), wrap=WRAP | {"update": update}, clip=None)
     assert_streamed(wrapped, micro_batches=[3, 3, 1])
     for name, value in wrapped.weights.items():
         assert torch.equal(value, before[name]) == FROZEN[which](name), name

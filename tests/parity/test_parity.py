@@ -63,7 +63,7 @@ def test_twenty_steps_equal_plain_pytorch_full(
 
 
 def test_clipping_is_not_idle() -> None:
-    """The parity above would also hold if nothing clipped at all: the norms must exceed the limit that is used there."""
+    """The parity above would also hold if nothing clipped at all: norms must exceed the limit that is used there."""
     subject = SUBJECTS["llama"]
     clipped, _ = compare(
         partial(subject.build, num_samples=7), lambda: subject.batches(4), wrap={"micro_batch": 3}, clip="torch"

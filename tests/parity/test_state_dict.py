@@ -151,7 +151,7 @@ def test_plain_optimizer_loads_a_wrapped_state_and_goes_on() -> None:
 
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])
 def test_wrapping_an_optimizer_that_has_trained_already(update: str) -> None:
-    """Moments and step counts move into the chunks: three plain steps, then wrapped ones, equal plain steps throughout."""
+    """Moments and step counts move into the chunks: three plain steps, then wrapped ones, equal all plain ones."""
     batches = LLAMA.batches(8)
     straight = train(LLAMA.build(num_samples=7), batches, groups=2)
     model, example = LLAMA.build(num_samples=7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Mapping
 from itertools import groupby
@@ -48,7 +49,9 @@ def _batch(profile: ModelProfile, plan: Plan) -> list[str]:
     num_micro = -(-plan.num_samples // plan.micro_batch)
     lines = [f"batch: {plan.num_samples} samples in {num_micro} micro-batches of up to {plan.micro_batch}"]
     unsplit = Counter(call.note or "?" for call in profile.calls if not call.splittable)
-    lines += [_clip(f"  {count} calls run unsplit: {note}", WIDTH) for note, count in unsplit.items()]
+    for note, count in unsplit.items():
+        text = f"  {count} call{'s' if count > 1 else ''} unsplit: {note}"
+        lines += textwrap.wrap(text, WIDTH, subsequent_indent="    ")
     if profile.vocabulary:
         lines.append(f"loss: over slices of {plan.loss_tile_tokens} tokens x {profile.vocabulary} logits")
     slot, grad_slot = format_bytes(slot_bytes(plan.layout)), format_bytes(grad_slot_bytes(plan.layout))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hightide.runtime.chunks import DTYPES, Chunks
-from hightide.stores.base import Region, Store
+from hightide.stores.base import Accelerator, Region, Store
 from hightide.stores.ticket import Ticket
 
 MODIFIED = (
@@ -66,7 +66,7 @@ def keep_hooks(chunks: Chunks) -> saved_tensors_hooks:
 
 
 class _Entry:
-    """One stashed tensor, shared by all calls that received it. On the GPU until stashed, and again from unstash on."""
+    """One stashed tensor, shared by all calls that received it. On the GPU until let go, and again once it is back."""
 
     def __init__(self, tensor: Tensor, free_regions: list[Region]) -> None:
         self.tensor: Tensor | None = tensor
@@ -97,10 +97,13 @@ class Stash:
 
 
 class Stashes:
-    """Block inputs on host: `store` runs on the lane away from the GPU, `restore` on the lane towards it."""
+    """Block inputs on host. Memory on the GPU is taken and given back in the user's thread, where everything is
+    allocated;
+    the lanes only copy. A tensor is let go when compute has waited for its copy to host, so that nothing overwrites
+    it."""
 
-    def __init__(self, adopt: Callable[[Tensor, str], None], host: Store) -> None:
-        self._adopt = adopt
+    def __init__(self, gpu: Accelerator, host: Store) -> None:
+        self._gpu = gpu
         self._host = host
         self._by_call: dict[int, Stash] = {}
         self._shared: dict[tuple[int, int, torch.Size, int], _Entry] = {}
@@ -126,39 +129,54 @@ class Stashes:
     def of(self, call: int) -> Stash | None:
         return self._by_call.get(call)
 
-    def store(self, stash: Stash) -> int:
-        """Copies a call's inputs to host and lets go of them on the GPU. Returns the bytes moved."""
-        moved_bytes = 0
+    def prepare_store(self, stash: Stash) -> Callable[[], int]:
+        """Away from the GPU. Returns the lane's work, which returns the bytes that it moved."""
+        leaving = []
         for entry in stash.entries:
-            if entry.tensor is None or entry.region is not None:
-                continue
-            tensor = entry.tensor.detach()
-            region = self._region(tensor.numel() * tensor.element_size())
-            self._host.write(region, tensor.contiguous()).wait()
-            entry.checked()
-            entry.region, entry.tensor = region, None
-            moved_bytes += region.num_bytes
-        return moved_bytes
+            if entry.tensor is not None and entry.region is None:
+                tensor = entry.tensor.detach()
+                entry.region = self._region(tensor.numel() * tensor.element_size())
+                leaving.append((tensor.contiguous(), entry.region))
 
-    def restore(self, stash: Stash) -> int:
-        moved_bytes = 0
+        def store() -> int:
+            for tensor, region in leaving:
+                self._host.write(region, tensor).wait()
+            return sum(region.num_bytes for _, region in leaving)
+
+        return store
+
+    def let_go(self, stash: Stash) -> None:
+        """Compute has waited for the copies to host: the GPU's memory may be used again."""
+        for entry in stash.entries:
+            if entry.tensor is not None and entry.region is not None and not stash.consumed:
+                entry.checked()
+                entry.tensor = None
+
+    def prepare_restore(self, stash: Stash) -> Callable[[], int]:
+        """Back to the GPU. Returns the lane's work."""
+        arriving = []
         for entry in stash.entries:
             if entry.tensor is None:
                 assert entry.region is not None
-                tensor = torch.empty(entry.shape, dtype=entry.dtype)
-                self._adopt(tensor, "block inputs")
-                self._host.read(entry.region, tensor).wait()
-                entry.tensor, entry.version = tensor, tensor._version
-                moved_bytes += entry.region.num_bytes
-        return moved_bytes
+                entry.tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._gpu.device)
+                self._gpu.adopt(entry.tensor, "block inputs")
+                entry.version = entry.tensor._version
+                arriving.append((entry.tensor.detach(), entry.region))
+
+        def restore() -> int:
+            for tensor, region in arriving:
+                self._host.read(region, tensor.data).wait()  # .data: what the lane writes is no change to autograd
+            return sum(region.num_bytes for _, region in arriving)
+
+        return restore
 
     def consume(self, stash: Stash) -> list[Tensor]:
-        """The tensors of a stash, for its one backward."""
+        """The tensors of a stash, for its one backward. What no lane has brought back is brought back now."""
         if stash.consumed:
             raise RuntimeError(FREED)
         for ticket in stash.on_the_way:
-            ticket.wait()
-        self.restore(stash)
+            ticket.join()
+        self.prepare_restore(stash)()
         stash.consumed = True
         return [entry.checked() for entry in stash.entries]
 

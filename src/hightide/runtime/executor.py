@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.runtime.activations import Stash
 from hightide.runtime.lanes import Lanes
 from hightide.runtime.performer import Performer, Work
 from hightide.runtime.program import Program
@@ -51,6 +52,7 @@ class Pass:
         self.index = index
         self.cursor = 0  # the tick that the plan expects next
         self.tickets: dict[str, Ticket] = {}
+        self.stashes: dict[str, Stash] = {}  # on their way to host, by the action that takes them there
         self.backward_begun = False
         self.load(program)
 
@@ -77,7 +79,8 @@ class Executor:
         self._update = update
         self._names = names
         self._pass: Pass | None = None
-        self._latest_updates: dict[str, Ticket] = {}  # satisfies `after_prev`
+        self._outlasting = {name for p in self.programs.values() for a in p.schedule.actions for name in a.after_prev}
+        self._latest: dict[str, Ticket] = {}  # actions of earlier passes that satisfy `after_prev`
         self._fetches: dict[int, Ticket] = {}  # the latest fetch of each chunk
         self._gradient_fetches: dict[int, Ticket] = {}
         self._suspended: Pass | None = None
@@ -206,7 +209,7 @@ class Executor:
         self._owes_step = False
 
     def wait_for_updates(self) -> None:
-        for ticket in self._latest_updates.values():
+        for ticket in self.gradients.updates.values():
             self.stall_s[Lane.CPU] += self.lanes.wait(ticket, Lane.CPU)
 
     def abandon(self) -> None:
@@ -291,14 +294,24 @@ class Executor:
 
     def _submit(self, current: Pass, lane: Lane, action: Action) -> None:
         after = [current.tickets[name] for name in action.after]
-        after += [self._latest_updates[name] for name in action.after_prev if name in self._latest_updates]
-        ticket = self.lanes.submit(action.id, lane, action.tick, after, self.performer.prepare(action))
+        after += [self._latest[name] for name in action.after_prev if name in self._latest]
+        work = self.performer.prepare(action)
+        ticket = self.lanes.submit(action.id, lane, action.tick, [*after, *self._moment(lane)], work)
         current.tickets[action.id] = ticket
         self._remember(action, ticket)
 
+    def _moment(self, lane: Lane) -> list[Ticket]:
+        """What compute has enqueued so far. A copy that is issued now may use memory that compute is still about to
+        leave;
+        so it stands behind that. The host's work does not."""
+        fence = self.lanes.streams.fence() if lane in (Lane.H2D, Lane.D2H) else None
+        return [] if fence is None else [Ticket.completed("compute so far", fence=fence)]
+
     def _remember(self, action: Action, ticket: Ticket) -> None:
+        if action.id in self._outlasting:
+            self._latest[action.id] = ticket
         if action.op is Op.UPDATE and action.chunk is not None:
-            self._latest_updates[action.id] = self.gradients.updates[action.chunk] = ticket
+            self.gradients.updates[action.chunk] = ticket
         elif action.op is Op.FETCH and action.chunk is not None:
             (self._fetches if action.kind is ChunkKind.PARAM else self._gradient_fetches)[action.chunk] = ticket
         elif action.op is Op.WRITE_BACK and action.chunk is not None:
@@ -307,14 +320,16 @@ class Executor:
             stash = self.performer.stashes.of(action.call)
             if stash is not None:
                 stash.on_the_way.append(ticket)
+                if action.op is Op.STASH and self._pass is not None:
+                    self._pass.stashes[action.id] = stash
 
     def _run_inline(self, current: Pass, action: Action) -> None:
         for name in action.after:
             if name in current.tickets:
                 self._wait(current, name)
         for name in action.after_prev:
-            if name in self._latest_updates:
-                self.stall_s[Lane.CPU] += self.lanes.wait(self._latest_updates[name], Lane.CPU)
+            if name in self._latest:
+                self.stall_s[Lane.CPU] += self.lanes.wait(self._latest[name], Lane.CPU)
         self.lanes.run_inline(action.id, self.performer.prepare(action))
         ticket = current.tickets[action.id] = Ticket.completed(action.id)
         self._remember(action, ticket)
@@ -323,6 +338,8 @@ class Executor:
         ticket = current.tickets[name]
         lane = current.program.schedule.by_id[name].lane
         self.stall_s[lane] += self.lanes.wait(ticket, lane)
+        if name in current.stashes:
+            self.performer.stashes.let_go(current.stashes.pop(name))
 
     # -- holding --------------------------------------------------------------------------------------------------
 
@@ -352,12 +369,19 @@ class Executor:
             if copy.state is Residency.ABSENT:
                 copy.move(Residency.CLEAN)  # its own place; the ledger clears what is not valid
         else:
+            self._settle_gradient_fetches([chunk])
             if copy.state is Residency.LEAVING:
                 self.stall_s[Lane.D2H] += self.lanes.wait(self.gradients.exits[chunk], Lane.D2H)
             if copy.state is Residency.ABSENT:
                 self._gradient_on_demand(chunk)
         copy.move(Residency.HELD)
         self.gradients.bind(chunk, block)
+
+    def _settle_gradient_fetches(self, chunks: list[int]) -> None:
+        """A planned fetch takes its slot on its lane; off the plan the block may come before it."""
+        for chunk in chunks:
+            if chunk in self._gradient_fetches and not self._gradient_fetches[chunk].done:
+                self.stall_s[Lane.H2D] += self.lanes.wait(self._gradient_fetches[chunk], Lane.H2D)
 
     def _release_gradient(self, chunk: int, block: int) -> None:
         self.gradients.harvest(chunk, block)
@@ -374,7 +398,8 @@ class Executor:
 
     def _submit_demand(self, what: str, lane: Lane, chunk: int, work: Work, wait: bool = False) -> Ticket:
         self._demands += 1
-        after = [self._latest_updates[name] for name in (f"update.{chunk}",) if name in self._latest_updates]
+        after = [self.gradients.updates[chunk]] if chunk in self.gradients.updates else []
+        after += self._moment(lane)
         ticket = self.lanes.submit(f"demand.{what}.{chunk}.{self._demands}", lane, 0, after, work)
         if lane is Lane.D2H:
             self.gradients.exits[chunk] = ticket
@@ -413,6 +438,7 @@ class Executor:
     def _gradient_on_demand(self, chunk: int) -> None:
         """A slot for a gradient that the plan did not foresee: dirty ones leave until there is room."""
         table = self.chunks.grad_slots
+        self._settle_gradient_fetches(list(self._gradient_fetches))  # one that is still queued would take the room
         for _ in range(2):
             slot = table.window_for(chunk, lambda _: 0.0, lambda _: 0.0, set(table.everyone()))
             if slot is not None:
@@ -438,11 +464,12 @@ class Executor:
                 self._submit_demand("write_back", Lane.D2H, chunk, self.performer.write_back(chunk))
 
     def _update_on_demand(self, chunk: int) -> None:
-        after = [self.gradients.exits[chunk]] if chunk in self.gradients.exits else []
+        earlier = (self.gradients.exits.get(chunk), self.gradients.updates.get(chunk))
+        after = [ticket for ticket in earlier if ticket is not None]
+        work = self.performer.update(chunk)
         name = f"update.{chunk}"
-        after += [self._latest_updates[name]] if name in self._latest_updates else []
-        lane = Lane.CPU
-        ticket = self.lanes.submit(name, lane, 0, after, self.performer.update(chunk))
-        self._latest_updates[name] = self.gradients.updates[chunk] = ticket
         if self.chunks.states_tier(chunk) is Tier.GPU:
-            self.stall_s[lane] += self.lanes.wait(ticket, lane)
+            self.lanes.run_inline(name, work)
+            return
+        ticket = self.lanes.submit(name, Lane.CPU, 0, after, work)
+        self._latest[name] = self.gradients.updates[chunk] = ticket

@@ -82,7 +82,7 @@ class Gradients:
         chunk, entry = self._chunks.places[key]
         for ticket in (self.exits.get(chunk), self.updates.get(chunk)):
             if ticket is not None:
-                ticket.wait()
+                ticket.settle()
         self._chunks.view_of(self.flat(chunk), entry).copy_(gradient)
         self._forget(key)
         self._valid.add(key)
@@ -94,6 +94,10 @@ class Gradients:
 
     def is_trainable(self, chunk: int) -> bool:
         return bool(self._entries[chunk])
+
+    def is_open(self, chunk: int) -> bool:
+        """Whether the chunk's gradient was opened in this pass."""
+        return chunk in self._opened
 
     def cleared(self, chunk: int) -> None:
         """The chunk's gradient on the GPU is all zero now."""
@@ -194,7 +198,7 @@ class Gradients:
         self._refuse_in_backward("read", "read them")
         chunk, entry = self._chunks.places[key]
         if chunk in self.exits:
-            self.exits[chunk].wait()
+            self.exits[chunk].settle()
         value = self._chunks.view_of(self.flat(chunk), entry).clone()
         _scale(value, self._factor.get(key, 1.0))
         return value.to(self._chunks.parameters[key].dtype)

@@ -120,7 +120,11 @@ class Performer:
         return lambda: self.clear(chunk, slot)
 
     def clear(self, chunk: int, slot: int | None) -> None:
-        """Opens a gradient at zero: at its own place on the GPU, or in a slot."""
+        """Opens a gradient at zero: at its own place on the GPU, or in a slot. Not if a call that the plan did not
+        foresee has
+        added to it in this pass already: then the block's hold brings that sum back."""
+        if self.gradients.is_open(chunk):
+            return
         copy = self.chunks.grad_copies[chunk]
         if slot is not None and not self._take_gradient_slot(chunk, slot):
             return
@@ -178,15 +182,18 @@ class Performer:
     def _stash(self, action: Action) -> Work:
         assert action.call is not None
         stash = self.stashes.of(action.call)
-        return _nothing if stash is None else lambda: self._count(Lane.D2H, self.stashes.store(stash))
+        return _nothing if stash is None else self._counted(Lane.D2H, self.stashes.prepare_store(stash))
 
     def _unstash(self, action: Action) -> Work:
         assert action.call is not None
         stash = self.stashes.of(action.call)
-        return _nothing if stash is None else lambda: self._count(Lane.H2D, self.stashes.restore(stash))
+        return _nothing if stash is None else self._counted(Lane.H2D, self.stashes.prepare_restore(stash))
 
-    def _count(self, lane: Lane, num_bytes: int) -> None:
-        self.moved_bytes[lane] += num_bytes
+    def _counted(self, lane: Lane, copy: Callable[[], int]) -> Work:
+        def work() -> None:
+            self.moved_bytes[lane] += copy()
+
+        return work
 
     # -- updates --------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class Run:
         self.lanes = Lanes()
         self.chunks = Chunks(profile, plan, self.gpu, self.host, self.parameters)
         self.gradients = Gradients(profile, self.chunks, plan.update)
-        self.stashes = Stashes(self.gpu.adopt, self.host)
+        self.stashes = Stashes(self.gpu, self.host)
         self.performer = Performer(self.chunks, self.gradients, self.stashes)
         names = [block.name or "(loose)" for block in profile.blocks]
         self.executor = Executor(schedules, self.lanes, self.performer, plan.update, names)

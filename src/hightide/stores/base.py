@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -239,6 +240,24 @@ class Store(ABC):
         if numel < 0 or end > region.num_bytes:
             raise ValueError(f"{numel} elements of {dtype} at {offset_bytes} end at {end}, outside of {region}")
         return numel
+
+
+class Accelerator(Store):
+    """The GPU tier: a store that also holds what blocks allocate while they run."""
+
+    device: torch.device
+
+    @abstractmethod
+    def meter(self, label: str = "activations") -> AbstractContextManager[None]:
+        """Counts what the calling thread allocates inside, where the device does not count by itself."""
+
+    @abstractmethod
+    def adopt(self, tensor: torch.Tensor, label: str) -> None:
+        """Counts an existing tensor's memory until it dies, unless it is counted already."""
+
+    @abstractmethod
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether this tensor is here already."""
 
 
 def _rounded(num_bytes: int) -> int:

@@ -11,16 +11,17 @@ import torch
 
 from hightide.ir.tier import Tier
 from hightide.stores.arena import ArenaStore
-from hightide.stores.base import Region
+from hightide.stores.base import Accelerator, Region
 from hightide.stores.meter import DEFAULT_LABEL, AllocationMeter, StorageLedger
 
 
-class SimulatedAccelerator(ArenaStore):
+class SimulatedAccelerator(ArenaStore, Accelerator):
     """Three things count against the capacity: regions (slots, persistent chunks), storages that were allocated under
     `meter()` or adopted, and explicit charges. Whatever exceeds it raises OutOfMemory with the numbers."""
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(Tier.GPU, capacity_bytes)
+        self.device = torch.device("cpu")
         self._offsets: list[int] = []  # of live regions, sorted
         self._ledger = StorageLedger(self._on_change, self._lock)
         self._active = threading.local()

@@ -74,6 +74,18 @@ class Ticket:
             raise self._error
         return self._result
 
+    def join(self) -> None:
+        """Waits until the work is under way, and lets the caller's stream wait until it is through."""
+        self.wait()
+        if self.fence is not None:
+            self.fence.join()
+
+    def settle(self) -> None:
+        """Waits until the work is through, in the caller's thread."""
+        self.wait()
+        if self.fence is not None:
+            self.fence.synchronize()
+
     def __repr__(self) -> str:
         state = "pending" if not self._done else "done" if self._error is None else f"failed: {self._error!r}"
         return f"Ticket({self.label!r}, {state})"
