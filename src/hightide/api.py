@@ -24,7 +24,7 @@ from hightide.profiler.model import profile_model
 from hightide.profiler.probe import ProbeResult
 from hightide.profiler.split import Batch
 from hightide.runtime.run import Run
-from hightide.runtime.surgery import run_of, unwrap_modules, wrap_modules
+from hightide.runtime.surgery import check_modules, run_of, unwrap_modules, wrap_modules
 
 
 def wrap(
@@ -62,6 +62,7 @@ def wrap(
         check_plan(profile, plan)
         schedules = _lower(profile, plan)
     _verify(profile, plan, schedules)
+    check_modules(model, profile.blocks)
     transformers.prepare(model)
     run = Run(model, profile, probed, plan, schedules, transformers.training_kwargs(model))
     wrapped = wrap_optimizer(optimizer, run)

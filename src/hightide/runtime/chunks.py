@@ -3,11 +3,12 @@ to them.
 
 [Note: absent parameters] A parameter that is not in use is a NaN scalar expanded to its shape: shapes stay true,
 reads give NaN, writes
-raise. While its block is held, `param.data` is a view of the slot. Nothing is stored on the parameter itself.
+raise (a write to one element, which torch lets pass, when its block is next used). While its block is held, `param.data` is a view of the slot. Nothing is stored on the parameter itself.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -23,6 +24,10 @@ from hightide.stores.base import Region, Store
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GRAD_DTYPE = torch.float32
+WRITTEN_WHILE_ABSENT = (
+    "the parameter {name!r} was written to while its values were elsewhere; the write is lost. Change values before hightide.wrap, or "
+    "after hightide.unwrap"
+)
 
 
 class Chunks:
@@ -59,7 +64,8 @@ class Chunks:
         self.grad_copies = [Copy(f"gradient {spec.index} on gpu") for spec in self.specs]
         self.homes = [Copy(f"param {spec.index} at home", Residency.CLEAN) for spec in self.specs]
         self.stale = [False] * len(self.specs)  # persistent on the GPU, but updated on host since
-        self._absent = {name: _absent(param) for name, param in parameters.items()}
+        self._scalars = {name: torch.full((), math.nan, dtype=param.dtype) for name, param in parameters.items()}
+        self._absent = {name: self._scalars[name].expand(param.shape) for name, param in parameters.items()}
         self._load()
 
     # -- places ---------------------------------------------------------------------------------------------------
@@ -137,6 +143,9 @@ class Chunks:
     def bind(self, chunk: int, block: int | None = None) -> None:
         flat = self.param_on_gpu(chunk)
         for entry in self.placements(chunk, block):
+            if not math.isnan(self._scalars[entry.param].item()):
+                self._scalars[entry.param].fill_(math.nan)
+                raise RuntimeError(WRITTEN_WHILE_ABSENT.format(name=entry.param))
             self.parameters[entry.param].data = self.view_of(flat, entry)
 
     def unbind(self, chunk: int, block: int | None = None) -> None:
@@ -200,7 +209,3 @@ def param_slot_bytes(plan: Plan) -> int:
         DTYPE_BYTES[spec.dtype] for spec in plan.layout.chunks if plan.blocks[spec.block].params is not Tier.GPU
     ]
     return plan.layout.slot_numel * max(streamed, default=4)
-
-
-def _absent(param: nn.Parameter) -> Tensor:
-    return torch.full((), float("nan"), dtype=param.dtype, device="cpu").expand(param.shape)

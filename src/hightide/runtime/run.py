@@ -173,7 +173,8 @@ class Run:
         try:
             batch = args if args else kwargs
             rest = kwargs if args else {}
-            return probe(self.model, self.probed.blocks, batch, forward=lambda *a, **k: self.model(*a, **{**rest, **k}))
+            with self.gpu.unmetered():  # a probe computes on shapes, and in host memory
+                return probe(self.model, self.probed.blocks, batch, forward=lambda *a, **k: self.model(*a, **{**rest, **k}))
         finally:
             self.probing = False
 

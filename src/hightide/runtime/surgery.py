@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from hightide.ir.block import BlockSpec
 from hightide.runtime.blocks import BlockRunner, HeadCall
 from hightide.runtime.lazy_logits import LazyLogits
 from hightide.runtime.run import Run
@@ -68,6 +69,17 @@ class WrappedHead(WrappedBlock):
         return super().forward(*args, **kwargs)
 
 
+def check_modules(model: nn.Module, blocks: Iterable[BlockSpec]) -> None:
+    """Whether the classes can be swapped. Asked before anything is moved: a refusal leaves the model as it was."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for block in blocks:
+        if not block.loose and "forward" in vars(modules[block.name]):
+            raise ValueError(
+                f"the block {block.name!r} has a forward of its own on the instance, which hightide would bypass; undo "
+                "that patch (or put it into a subclass) before hightide.wrap"
+            )
+
+
 def wrap_modules(run: Run) -> None:
     modules = dict(run.model.named_modules(remove_duplicate=False))
     for name in _ancestors(block.name for block in run.profile.blocks if not block.loose):
@@ -76,12 +88,6 @@ def wrap_modules(run: Run) -> None:
     for block in run.profile.blocks:
         if not block.loose:
             module = modules[block.name]
-            if "forward" in vars(module):
-                raise ValueError(
-                    f"the block {block.name!r} has a forward of its own on the instance, which hightide would "
-                    "bypass; undo "
-                    "that patch (or put it into a subclass) before hightide.wrap"
-                )
             runner = BlockRunner(run, block.index, type(module).forward)
             mixin = WrappedHead if block.lazy_head else WrappedBlock
             _swap(module, mixin, {"hightide_run": run, "hightide_runner": runner})

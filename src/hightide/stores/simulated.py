@@ -70,6 +70,19 @@ class SimulatedAccelerator(ArenaStore, Accelerator):
         finally:
             self._active.meter = None
 
+    @contextmanager
+    def unmetered(self) -> Iterator[None]:
+        """Inside, the calling thread's allocations do not count: work that a real accelerator would not see."""
+        active: AllocationMeter | None = getattr(self._active, "meter", None)
+        if active is None:
+            yield
+            return
+        outer, active.paused = active.paused, True
+        try:
+            yield
+        finally:
+            active.paused = outer
+
     def adopt(self, tensor: torch.Tensor, label: str) -> None:
         """Counts an existing tensor's storage until it dies, unless it is counted already (views of the arena are)."""
         self._ledger.count(tensor.untyped_storage(), label)

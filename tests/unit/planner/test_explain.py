@@ -47,7 +47,7 @@ def test_precision_timing_traffic_and_micro_batches_are_stated():
         "2 moments in float32; float32 master copies of bfloat16",
         "update: in_backward",
         "6 samples in 3 micro-batches of up to 2",
-        "1 calls run unsplit: integer inputs only",
+        "1 call unsplit: integer inputs only",
         "traffic per step:",
     ):
         assert words in text

@@ -28,7 +28,7 @@ def test_every_state_is_in_the_table() -> None:
     assert set(TRANSITIONS) == set(Residency)
 
 
-@pytest.mark.parametrize(("before", "after"), itertools.product(Residency, Residency))
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(Residency, Residency)))
 def test_transitions(before: Residency, after: Residency) -> None:
     copy = Copy("chunk 3 on gpu", before)
     if (before.value, after.value) in LEGAL:
