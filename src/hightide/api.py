@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
@@ -16,7 +14,6 @@ from hightide.machine import free_host_bytes
 from hightide.measured import Stats, read_stats
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.rule import rule_for
-from hightide.planner.explain import explain
 from hightide.planner.lower import lower
 from hightide.planner.rule import plan_by_rule
 from hightide.planner.verify import check_plan, verify
@@ -25,6 +22,8 @@ from hightide.profiler.probe import ProbeResult
 from hightide.profiler.split import Batch
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import check_modules, run_of, unwrap_modules, wrap_modules
+
+GPU_HEADROOM = 0.95  # of the GPU's free memory: the allocator's fragments and libraries' workspaces need some
 
 
 def wrap(
@@ -43,10 +42,10 @@ def wrap(
     `batch` is one whole step's batch, as an example: a mapping (keyword arguments), a tuple (positional arguments)
     or a tensor.
     `plan` uses a plan made earlier instead of making one. `micro_batch` pins the micro-batch size.
-    `update="in_backward"` is a promise
-    of one step per backward and no clipping, which hides more of the update; a broken promise raises.
+    `update="in_backward"` is a promise of one step per backward and no clipping, which hides more of the update; a
+    broken promise raises. `device`: CUDA where there is one, else the simulated accelerator, a bounded arena in RAM.
     """
-    _check_device(device)
+    place = _device(device)
     if plan is not None and (limits is not None or micro_batch is not None):
         raise ValueError("plan= already fixes limits and micro_batch; pass either plan= or these, not both")
     rule = rule_for(_check_fresh(model, optimizer))
@@ -57,14 +56,15 @@ def wrap(
         )
     profile, probed = _profile(model, optimizer, batch)
     if plan is None:
-        plan, schedules = _make_plan(profile, limits, timing, micro_batch, rule.num_moments)
+        resolved = _resolve(limits or Limits(), place)
+        plan, schedules = _make_plan(profile, resolved, timing, micro_batch, rule.num_moments)
     else:
         check_plan(profile, plan)
         schedules = _lower(profile, plan)
     _verify(profile, plan, schedules)
     check_modules(model, profile.blocks)
     transformers.prepare(model)
-    run = Run(model, profile, probed, plan, schedules, transformers.training_kwargs(model))
+    run = Run(model, profile, probed, plan, schedules, transformers.training_kwargs(model), place)
     wrapped = wrap_optimizer(optimizer, run)
     wrap_modules(run)
     return model, wrapped
@@ -78,11 +78,13 @@ def plan(
     limits: Limits | None = None,
     micro_batch: int | None = None,
     update: str = "deferred",
+    device: str | torch.device | None = None,
 ) -> Plan:
     """The plan that `wrap` would use, without touching the model."""
     rule = rule_for(_check_fresh(model, optimizer))
     profile, _ = _profile(model, optimizer, batch)
-    made, schedules = _make_plan(profile, limits, _timing(update), micro_batch, rule.num_moments)
+    resolved = _resolve(limits or Limits(), _device(device))
+    made, schedules = _make_plan(profile, resolved, _timing(update), micro_batch, rule.num_moments)
     _verify(profile, made, schedules)
     return made
 
@@ -121,12 +123,18 @@ def _check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.op
     return optimizer
 
 
-def _check_device(device: str | torch.device | None) -> None:
-    if device is not None and torch.device(device).type != "cpu":
+def _device(device: str | torch.device | None) -> torch.device:
+    """CUDA where there is one, else the simulated accelerator, which lives in RAM and is asked for as 'cpu'."""
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={str(device)!r}, but this machine has 0 usable CUDA devices; leave device out")
+    if place.type not in ("cuda", "cpu"):
         raise ValueError(
-            f"device={str(device)!r} is not supported yet: this version runs on the simulated accelerator only; "
-            "leave device out"
+            f"device={str(device)!r} is not supported; use 'cuda', 'cpu' (the simulated accelerator) or None"
         )
+    return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
 
 
 def _timing(update: str) -> Update:
@@ -141,25 +149,24 @@ def _profile(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -
 
 
 def _make_plan(
-    profile: ModelProfile, limits: Limits | None, update: Update, micro_batch: int | None, num_moments: int
+    profile: ModelProfile, limits: tuple[int, int], update: Update, micro_batch: int | None, num_moments: int
 ) -> tuple[Plan, dict[Mode, Schedule]]:
-    gpu_bytes, host_bytes = _resolve(limits or Limits())
-    made = plan_by_rule(profile, gpu_bytes, host_bytes, update, micro_batch, num_moments)
-    schedules = _lower(profile, made)
-    return replace(made, explanation=explain(profile, made, schedules)), schedules
+    made = plan_by_rule(profile, *limits, update, micro_batch, num_moments)
+    return made, _lower(profile, made)
 
 
-def _resolve(limits: Limits) -> tuple[int, int]:
-    """Fills in what the user left open. Without a GPU the simulated accelerator shares the RAM with the host tier."""
+def _resolve(limits: Limits, device: torch.device) -> tuple[int, int]:
+    """Fills in what the user left open. The simulated accelerator shares the RAM with the host tier."""
     if limits.disks:
         raise ValueError("Limits(disk=...) is not supported yet: this version has no disk tier; leave disk out")
     free_bytes = free_host_bytes()
     gpu_bytes, host_bytes = limits.gpu_bytes, limits.host_bytes
+    if device.type == "cuda":
+        free_on_gpu_bytes = int(torch.cuda.mem_get_info(device)[0] * GPU_HEADROOM)
+        return gpu_bytes or free_on_gpu_bytes, host_bytes or free_bytes
     if gpu_bytes is None:
         gpu_bytes = free_bytes // 2 if host_bytes is None else max(1, free_bytes - host_bytes)
-    if host_bytes is None:
-        host_bytes = max(1, free_bytes - gpu_bytes)
-    return gpu_bytes, host_bytes
+    return gpu_bytes, host_bytes or max(1, free_bytes - gpu_bytes)
 
 
 def _lower(profile: ModelProfile, made: Plan) -> dict[Mode, Schedule]:

@@ -11,14 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from unit.runtime.steps import Twins, twins
 
 import hightide
+import models
 from hightide.optim.adamw import AdamWRule
-from hightide.runtime.performer import Performer
+from unit.runtime.steps import Twins, twins
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -28,7 +27,7 @@ class Broken(Exception):
 
 
 class Fault:
-    """Raises one exception object at the n-th call from now on; counts calls, so that a test can see that it did fire."""
+    """Raises one exception object at the n-th call; counts calls, so that a test can see that it did fire."""
 
     def __init__(self, original: Callable[..., Any], nth: int) -> None:
         self.original, self.nth, self.num_calls = original, nth, 0

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import hightide
 import models
@@ -232,7 +233,12 @@ def samples_seen(model: nn.Module) -> Iterator[list[int]]:
     norms = [
         module for name, module in model.named_modules() if "norm" in type(module).__name__.lower() and ".1." in name
     ]
-    handle = norms[0].register_forward_pre_hook(lambda _, args: seen.append(len(args[0]))) if norms else None
+
+    def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if not isinstance(args[0], FakeTensor):  # else a probe
+            seen.append(len(args[0]))
+
+    handle = norms[0].register_forward_pre_hook(note) if norms else None
     try:
         yield seen
     finally:

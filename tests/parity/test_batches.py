@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from harness import SUBJECTS, Loop, assert_streamed, compare, no_warnings
+from harness import SUBJECTS, Loop, assert_streamed, compare, make_optimizer, no_warnings
 from torch import Tensor
 from torch.nn import functional as F
 
+import hightide
 import models
+from hightide.ir.plan import Activation
 
 LLAMA = SUBJECTS["llama"]
 WRAP = {"micro_batch": 3}
@@ -113,16 +116,28 @@ def test_a_loss_that_needs_all_logits() -> None:
         compare(BUILD, lambda: LLAMA.batches(5), wrap=WRAP | {"room": 2.0}, step=step)
 
 
-def test_a_loss_over_hidden_states() -> None:
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_loss_over_hidden_states(use_cache: bool) -> None:
+    """The inner model is called alone; a cache that each recomputation fills once more would be wrong."""
+
+    def build() -> models.Pair:
+        model, batch = BUILD()
+        model.config.use_cache = use_cache  # type: ignore[union-attr]
+        return model, batch
+
     def step(loop: Loop, batch: Any) -> Tensor:
-        hidden = loop.model.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])[0]
-        loss = hidden.float().square().mean() + hidden[:, 0].mean()
+        hidden = loop.model.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])[0]  # type: ignore[operator]
+        loss = F.mse_loss(hidden, torch.randn(hidden.shape, generator=torch.Generator().manual_seed(loop.index)))
         loss.backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
         return loss
 
-    compare(BUILD, lambda: LLAMA.batches(5), wrap=WRAP | {"room": 1.5}, step=step)
+    model, batch = build()
+    limits = hightide.Limits(gpu="4MiB", host="64MiB")
+    plan = hightide.plan(model, make_optimizer(model), batch, limits=limits, micro_batch=3)
+    blocks = tuple(replace(block, activation=Activation.RECOMPUTE) for block in plan.blocks)
+    compare(build, lambda: LLAMA.batches(5), wrap={"plan": replace(plan, blocks=blocks)}, step=step)
 
 
 def test_one_tensor_as_the_batch() -> None:

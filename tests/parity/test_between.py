@@ -174,11 +174,12 @@ def test_gradients_of_inputs_leave_parameters_alone(update: str) -> None:
     def step(loop: Loop, batch: Any) -> Tensor:
         asked = embedded(batch)
         (grad,) = torch.autograd.grad(loop.model(**asked).loss, asked["inputs_embeds"])
-        found[loop.wrapped].append(grad)
+        found[loop.wrapped].append(grad.clone())  # a copy in host memory; the gradient itself is on the GPU
         asked = embedded(batch)
         loop.model(**asked).loss.backward(inputs=[asked["inputs_embeds"]])
         assert asked["inputs_embeds"].grad is not None
-        found[loop.wrapped].append(asked["inputs_embeds"].grad)
+        found[loop.wrapped].append(asked["inputs_embeds"].grad.clone())
+        del asked, grad
         assert all(param.grad is None for param in loop.model.parameters())
         return finish(loop, models.loss_of(loop.model, batch))
 

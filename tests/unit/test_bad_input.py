@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
 from torch import nn
-from unit.runtime.steps import Twins, adamw, train_step, twins
 
 import hightide
+import models
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
+from unit.runtime.steps import Twins, adamw, train_step, twins
 
 LIMITS = hightide.Limits(gpu="1MiB", host="8MiB")
 
@@ -264,7 +264,12 @@ def test_a_plan_file_that_is_damaged(tmp_path: Path, planned: Any, refused: Any)
         ({"micro_batch": -1}, ("micro_batch=-1", "6 samples", "from 1 to 6")),
         ({"micro_batch": 7}, ("micro_batch=7", "6 samples", "from 1 to 6")),
         ({"update": "later"}, ("update='later'", "'deferred' or 'in_backward'")),
-        ({"device": "cuda"}, ("device='cuda'", "not supported yet", "leave device out")),
+        pytest.param(
+            {"device": "cuda"},
+            ("device='cuda'", "0 usable CUDA devices", "leave device out"),
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA"),
+        ),
+        ({"device": "meta"}, ("device='meta'", "not supported", "use 'cuda', 'cpu'")),
     ],
 )
 def test_options_that_are_wrong(options: dict[str, Any], words: tuple[str, ...], refused: Any) -> None:

@@ -67,13 +67,19 @@ class AdamWRule:
         )
 
     def update(
-        self, param: Tensor, grad: Tensor, moments: Sequence[Tensor], step: int, hyper: AdamWHyper, scale: float = 1.0
+        self,
+        param: Tensor,
+        grad: Tensor,
+        moments: Sequence[Tensor],
+        step: int,
+        hyper: AdamWHyper,
+        scale: float | Tensor = 1.0,
     ) -> None:
         first, second = moments
         for tensor in (param, grad, first, second):
             assert tensor.dim() == 1 and tensor.dtype == torch.float32 and len(tensor) == len(param), tensor.shape
         steps = torch.full((), float(step), device=param.device)
-        if scale == 1.0:
+        if isinstance(scale, float) and scale == 1.0:
             _fused(param, grad, first, second, steps, hyper)
             return
         # Not by the kernel's grad_scale: it divides, and writes the scaled gradient back.
@@ -81,7 +87,7 @@ class AdamWRule:
         for start in range(0, len(param), TILE_NUMEL):
             tile = slice(start, min(start + TILE_NUMEL, len(param)))
             scaled = scratch[: tile.stop - tile.start]
-            if scale == 0.0:
+            if isinstance(scale, float) and scale == 0.0:
                 scaled.zero_()  # not a product: zero times infinity is NaN
             else:
                 torch.mul(grad[tile], scale, out=scaled)

@@ -36,7 +36,7 @@ class Rule(Protocol):
         """The group's hyper-parameters of this moment, by value."""
 
     def update(
-        self, param: Tensor, grad: Tensor, moments: Sequence[Tensor], step: int, hyper: Any, scale: float = 1.0
+        self, param: Tensor, grad: Tensor, moments: Sequence[Tensor], step: int, hyper: Any, scale: float | Tensor = 1.0
     ) -> None:
         """Updates 1-D fp32 ranges in place with `grad * scale`; `step` counts from 1; `grad` is not changed."""
 

@@ -4,7 +4,7 @@ was issued."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.tier import ChunkKind
 from hightide.optim.rule import Rule
 from hightide.runtime.chunks import Chunks
-from hightide.runtime.gradients import Gradients
+from hightide.runtime.gradients import Factor, Gradients, HostNumber
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,13 @@ class Range:
     stop: int
     group: int
     step: int
-    factor: float
+    factor: Factor
+
+    def continues_in(self, other: Range) -> bool:
+        alike = (self.group, self.step) == (other.group, other.step)
+        # Factors from the GPU are compared by identity: one clipping gives all parameters the same tensor.
+        same_factor = self.factor is other.factor or (isinstance(self.factor, float) and self.factor == other.factor)
+        return self.stop == other.start and alike and same_factor
 
 
 class ChunkUpdates:
@@ -63,14 +69,8 @@ class ChunkUpdates:
                 continue
             self.num_steps[entry.param] += 1
             one = Range(entry.offset_numel, entry.end_numel, group, self.num_steps[entry.param], factor)
-            last = ranges[-1] if ranges else None
-            if last is not None and (last.stop, last.group, last.step, last.factor) == (
-                one.start,
-                group,
-                one.step,
-                factor,
-            ):
-                ranges[-1] = Range(last.start, one.stop, group, one.step, factor)
+            if ranges and ranges[-1].continues_in(one):
+                ranges[-1] = replace(ranges[-1], stop=one.stop)
             else:
                 ranges.append(one)
         return ranges
@@ -82,7 +82,7 @@ class ChunkUpdates:
         for part in ranges:
             at = slice(part.start, part.stop)
             slices = [moment[at] for moment in moments]
-            self._rule.update(master[at], grad[at], slices, part.step, hypers[part.group], part.factor)
+            self._rule.update(master[at], grad[at], slices, part.step, hypers[part.group], _number(part.factor))
             if spec.has_master:
                 home[at].copy_(master[at])
 
@@ -94,3 +94,7 @@ class ChunkUpdates:
         """Views of one parameter's moments, in its shape."""
         chunk, entry = self._chunks.places[key]
         return [self._chunks.view_of(moment, entry) for moment in self.moments(chunk)]
+
+
+def _number(factor: Factor) -> float | Tensor:
+    return float(factor) if isinstance(factor, HostNumber) else factor

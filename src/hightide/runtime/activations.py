@@ -47,7 +47,7 @@ def keep_hooks(chunks: Chunks) -> saved_tensors_hooks:
     def pack(tensor: Tensor) -> _InSlot | tuple[Tensor, int]:
         place = chunks.slot_offset(tensor)
         if place is None:
-            return tensor, tensor._version
+            return tensor.detach(), tensor._version  # detached: an output that its own node holds would never die
         chunk, offset_bytes = place
         return _InSlot(chunk, offset_bytes, tensor.dtype, tensor.shape, tensor.stride())
 
@@ -74,6 +74,7 @@ class _Entry:
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.region: Region | None = None
         self.num_users = 0
+        self.on_the_way: list[Ticket] = []  # lanes' copies, asked for by any call that shares the tensor
         self._free_regions = free_regions
 
     def checked(self) -> Tensor:
@@ -93,7 +94,6 @@ class Stash:
     def __init__(self, entries: list[_Entry]) -> None:
         self.entries = entries
         self.consumed = False
-        self.on_the_way: list[Ticket] = []  # the lanes' copies to host and back
 
 
 class Stashes:
@@ -145,6 +145,12 @@ class Stashes:
 
         return store
 
+    def is_moved_by(self, stash: Stash, ticket: Ticket) -> None:
+        """The lane's copy, there or back. Whoever uses one of the tensors waits for it, also for another call's
+        sake."""
+        for entry in stash.entries:
+            entry.on_the_way.append(ticket)
+
     def let_go(self, stash: Stash) -> None:
         """Compute has waited for the copies to host: the GPU's memory may be used again."""
         for entry in stash.entries:
@@ -174,8 +180,10 @@ class Stashes:
         """The tensors of a stash, for its one backward. What no lane has brought back is brought back now."""
         if stash.consumed:
             raise RuntimeError(FREED)
-        for ticket in stash.on_the_way:
-            ticket.join()
+        for entry in stash.entries:
+            for ticket in entry.on_the_way:
+                ticket.join()
+            entry.on_the_way.clear()
         self.prepare_restore(stash)()
         stash.consumed = True
         return [entry.checked() for entry in stash.entries]

@@ -30,8 +30,7 @@ from hightide.ir.plan import Activation
 from hightide.ir.split import BatchDim, Split
 from hightide.ir.tier import Tier
 from hightide.profiler.split import flatten, flatten_call, narrow, signature_of, unflatten
-from hightide.runtime.activations import Stash, keep_hooks
-from hightide.runtime.autocast import Autocast
+from hightide.runtime.activations import FREED, Stash, keep_hooks
 
 if TYPE_CHECKING:
     from hightide.runtime.run import Run
@@ -58,7 +57,7 @@ class BlockRunner:
 
     def _without_grad(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Unsplit: splitting would break what callers keep between calls, such as the cache of `generate`."""
-        with self.run.tick(Op.FORWARD, self.index), Autocast.capture().restored():
+        with self.run.tick(Op.FORWARD, self.index), self.run.autocast().restored():
             return self.original(module, *args, **kwargs)
 
     def with_grad(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -91,7 +90,8 @@ class BlockCall:
         self.requires_grad = [tensor.requires_grad for tensor in self._tensors]
         self.on_host: list[bool] = [False] * len(self._tensors)  # which inputs wait for backward on host
         self._graphs: list[_Graph] | None = None
-        self._autocast = Autocast.capture()
+        self._spent = False  # its one backward has begun
+        self._autocast = runner.run.autocast()
         split = runner.run.split_of(runner.index, signature_of(self._merged(self._tensors), self._tree))
         self._bounds, self._inputs, self._outputs = _micro_batches(split, self._tensors, runner.run.plan.micro_batch)
         self._draws = runner.run.draws(runner.index, len(self._bounds))
@@ -173,6 +173,9 @@ class BlockCall:
         self, here: Sequence[Tensor], grads: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
         """`here`: the inputs that waited on the GPU; `wanted`: which inputs need a gradient."""
+        if self._spent:  # with retain_graph=True autograd itself lets it pass
+            raise RuntimeError(FREED)
+        self._spent = True
         run = self.runner.run
         accumulate = self.runner.will_accumulate()
         run.queue_end_of_backward()

@@ -2,8 +2,8 @@
 to them.
 
 [Note: absent parameters] A parameter that is not in use is a NaN scalar expanded to its shape: shapes stay true,
-reads give NaN, writes
-raise (a write to one element, which torch lets pass, when its block is next used). While its block is held, `param.data` is a view of the slot. Nothing is stored on the parameter itself.
+reads give NaN, writes raise (a write to one element, which torch lets pass, when its block is next used). While its
+block is held, `param.data` is a view of the slot. Nothing is stored on the parameter itself.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.runtime.residency import Copy, Residency
 from hightide.runtime.slots import SlotTable
-from hightide.stores.base import Region, Store
+from hightide.stores.base import Accelerator, Region, Store
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GRAD_DTYPE = torch.float32
 WRITTEN_WHILE_ABSENT = (
-    "the parameter {name!r} was written to while its values were elsewhere; the write is lost. Change values before hightide.wrap, or "
-    "after hightide.unwrap"
+    "the parameter {name!r} was written to while its values were elsewhere; the write is lost. Change values before "
+    "hightide.wrap, or after hightide.unwrap"
 )
 
 
@@ -34,7 +34,7 @@ class Chunks:
     """Where every chunk's bytes are, on every tier."""
 
     def __init__(
-        self, profile: ModelProfile, plan: Plan, gpu: Store, host: Store, parameters: Mapping[str, nn.Parameter]
+        self, profile: ModelProfile, plan: Plan, gpu: Accelerator, host: Store, parameters: Mapping[str, nn.Parameter]
     ):
         self.layout = plan.layout
         self.specs: tuple[ChunkSpec, ...] = plan.layout.chunks
@@ -64,7 +64,9 @@ class Chunks:
         self.grad_copies = [Copy(f"gradient {spec.index} on gpu") for spec in self.specs]
         self.homes = [Copy(f"param {spec.index} at home", Residency.CLEAN) for spec in self.specs]
         self.stale = [False] * len(self.specs)  # persistent on the GPU, but updated on host since
-        self._scalars = {name: torch.full((), math.nan, dtype=param.dtype) for name, param in parameters.items()}
+        self._scalars = {
+            name: torch.full((), math.nan, dtype=param.dtype, device=gpu.device) for name, param in parameters.items()
+        }
         self._absent = {name: self._scalars[name].expand(param.shape) for name, param in parameters.items()}
         self._load()
 
@@ -143,7 +145,7 @@ class Chunks:
     def bind(self, chunk: int, block: int | None = None) -> None:
         flat = self.param_on_gpu(chunk)
         for entry in self.placements(chunk, block):
-            if not math.isnan(self._scalars[entry.param].item()):
+            if self.gpu.device.type == "cpu" and not math.isnan(self._scalars[entry.param].item()):  # no sync on a GPU
                 self._scalars[entry.param].fill_(math.nan)
                 raise RuntimeError(WRITTEN_WHILE_ABSENT.format(name=entry.param))
             self.parameters[entry.param].data = self.view_of(flat, entry)

@@ -209,8 +209,12 @@ class Executor:
         self._owes_step = False
 
     def wait_for_updates(self) -> None:
-        for ticket in self.gradients.updates.values():
-            self.stall_s[Lane.CPU] += self.lanes.wait(ticket, Lane.CPU)
+        for chunk in self.gradients.updates:
+            self.wait_for_update(chunk)
+
+    def wait_for_update(self, chunk: int) -> None:
+        if chunk in self.gradients.updates:
+            self.stall_s[Lane.CPU] += self.lanes.wait(self.gradients.updates[chunk], Lane.CPU)
 
     def abandon(self) -> None:
         """After an exception inside a block: nothing stays bound, and the next pass starts afresh."""
@@ -319,7 +323,7 @@ class Executor:
         elif action.op in (Op.STASH, Op.UNSTASH) and action.call is not None:
             stash = self.performer.stashes.of(action.call)
             if stash is not None:
-                stash.on_the_way.append(ticket)
+                self.performer.stashes.is_moved_by(stash, ticket)
                 if action.op is Op.STASH and self._pass is not None:
                     self._pass.stashes[action.id] = stash
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import Placement
 from hightide.ir.plan import Update
-from hightide.ir.tier import ChunkKind
+from hightide.ir.tier import ChunkKind, Tier
 from hightide.runtime.chunks import GRAD_DTYPE, Chunks
+from hightide.runtime.lanes import EventFence
 from hightide.runtime.placeholder import GradientPlaceholder
 from hightide.stores.ticket import Ticket
 
@@ -47,8 +48,9 @@ class Gradients:
             for entry in entries
         }
         self._valid: set[str] = set()  # parameters whose chunk holds a gradient
-        self._factor: dict[str, float] = {}  # what it still has to be multiplied by; absent: 1
+        self._factor: dict[str, float | Tensor] = {}  # what it still has to be multiplied by; absent: 1
         self._norms: dict[str, Tensor] = {}
+        self._on_host: dict[int, HostNumber] = {}  # factors of this step, by the id of their tensor
         self._opened: set[int] = set()  # chunks whose gradient was opened in this pass
         self.exits: dict[int, Ticket] = {}  # the latest write-back of each chunk
         self.updates: dict[int, Ticket] = {}  # the latest update of each chunk
@@ -59,6 +61,7 @@ class Gradients:
 
     def begin_pass(self) -> None:
         self._opened.clear()
+        self._on_host.clear()
 
     def any_valid(self) -> bool:
         """Whether gradients exist that a backward would add to. What the user did to `p.grad` is the truth."""
@@ -134,8 +137,8 @@ class Gradients:
         for entry in self._entries[chunk]:
             if entry.param not in self._valid:
                 self._chunks.view_of(flat, entry).zero_()
-            elif (factor := self._factor.pop(entry.param, 1.0)) != 1.0:
-                _scale(self._chunks.view_of(flat, entry), factor)
+            elif entry.param in self._factor:
+                _scale(self._chunks.view_of(flat, entry), self._factor.pop(entry.param))
         self._opened.add(chunk)
 
     def drop(self, keys: Iterable[str]) -> None:
@@ -151,7 +154,7 @@ class Gradients:
 
     # -- for the update -------------------------------------------------------------------------------------------
 
-    def ready(self, chunk: int) -> list[tuple[Placement, float]]:
+    def ready(self, chunk: int) -> list[tuple[Placement, Factor]]:
         """The parameters of a chunk that have a gradient, with the factor that the update must apply."""
         self._collect_loose(chunk)
         parameters = self._chunks.parameters
@@ -161,7 +164,16 @@ class Gradients:
             if (entry.param in self._loose and parameters[entry.param].grad is not None)
             or (entry.param in self._placeholders and self._look_at(entry.param))
         ]
-        return [(entry, self._factor.get(entry.param, 1.0)) for entry in present]
+        return [(entry, self._factor_at(chunk, entry.param)) for entry in present]
+
+    def _factor_at(self, chunk: int, key: str) -> Factor:
+        """A factor that was computed on the GPU comes to host updates without anyone waiting for the GPU here."""
+        factor = self._factor.get(key, 1.0)
+        if isinstance(factor, Tensor) and self._chunks.states_tier(chunk) is Tier.HOST:
+            if id(factor) not in self._on_host:
+                self._on_host[id(factor)] = HostNumber(factor)
+            return self._on_host[id(factor)]
+        return factor
 
     def flat(self, chunk: int) -> Tensor:
         """The gradient at the place where the update reads it."""
@@ -188,7 +200,10 @@ class Gradients:
 
     def scale(self, key: str, factor: float | Tensor) -> None:
         self._refuse_in_backward("scaled", "clip or scale them")
-        self._factor[key] = self._factor.get(key, 1.0) * float(factor)
+        if isinstance(factor, Tensor) and factor.device.type == "cpu":
+            factor = float(factor)
+        earlier = self._factor.get(key)
+        self._factor[key] = factor if earlier is None else earlier * factor
 
     def zero(self, key: str) -> None:
         self._factor[key] = 0.0
@@ -201,17 +216,34 @@ class Gradients:
             self.exits[chunk].settle()
         value = self._chunks.view_of(self.flat(chunk), entry).clone()
         _scale(value, self._factor.get(key, 1.0))
-        return value.to(self._chunks.parameters[key].dtype)
+        return value.to(self._chunks.parameters[key].dtype).to(self._chunks.gpu.device)
 
     def _refuse_in_backward(self, what: str, what_for: str) -> None:
         if self._update is Update.IN_BACKWARD:
             raise RuntimeError(IN_BACKWARD_REFUSAL.format(what=what, what_for=what_for))
 
 
-def _scale(value: Tensor, factor: float) -> None:
-    if factor == 0.0:
+class HostNumber:
+    """A number on its way from the GPU. `float` waits until it is there."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._of = value  # its id is the key under which this is found: it must live as long
+        self._number = torch.empty((), dtype=value.dtype, pin_memory=True)
+        self._number.copy_(value, non_blocking=True)
+        self._arrived = EventFence(torch.cuda.current_stream(value.device))
+
+    def __float__(self) -> float:
+        self._arrived.synchronize()
+        return self._number.item()
+
+
+Factor = float | Tensor | HostNumber
+
+
+def _scale(value: Tensor, factor: float | Tensor) -> None:
+    if isinstance(factor, float) and factor == 0.0:
         value.zero_()  # not a product: zero times infinity is NaN, and the user asked for zero
-    elif factor != 1.0:
+    else:
         value.mul_(factor)
 
 

@@ -17,6 +17,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+CPU = torch.device("cpu")
+
+
+def generators(device: torch.device) -> list[torch.Generator]:
+    """The global generators that code on this device draws from."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    return [torch.default_generator, torch.cuda.default_generators[device.index or 0]]
+
 
 def pass_seed(pass_index: int) -> bytes:
     """A seed for one pass, derived from the global generator's state without drawing from it."""
@@ -27,38 +36,48 @@ def pass_seed(pass_index: int) -> bytes:
 class Draws:
     """The random numbers of one call of one block: the same in forward and in recomputation."""
 
-    def __init__(self, seed: bytes, block: int, nth_call: int, num_micro_batches: int) -> None:
+    def __init__(
+        self, seed: bytes, block: int, nth_call: int, num_micro_batches: int, device: torch.device = CPU
+    ) -> None:
+        self._generators = generators(device)
         self._seeds = [_derive(seed, block, nth_call, index) for index in range(num_micro_batches)]
-        self._state: Tensor | None = None
+        self._states: list[Tensor] | None = None
 
     @contextmanager
     def forward(self, micro_batch: int) -> Iterator[None]:
         if len(self._seeds) == 1:
-            self._state = torch.default_generator.get_state()
+            self._states = [generator.get_state() for generator in self._generators]
             yield
         else:
-            with _restored():
-                torch.default_generator.manual_seed(self._seeds[micro_batch])
+            with self._restored():
+                self._seed(micro_batch)
                 yield
 
     @contextmanager
     def replay(self, micro_batch: int) -> Iterator[None]:
-        with _restored():
+        with self._restored():
             if len(self._seeds) == 1:
-                assert self._state is not None, "replayed before forward"
-                torch.default_generator.set_state(self._state)
+                assert self._states is not None, "replayed before forward"
+                self._set(self._states)
             else:
-                torch.default_generator.manual_seed(self._seeds[micro_batch])
+                self._seed(micro_batch)
             yield
 
+    def _seed(self, micro_batch: int) -> None:
+        for generator in self._generators:
+            generator.manual_seed(self._seeds[micro_batch])
 
-@contextmanager
-def _restored() -> Iterator[None]:
-    state = torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
+    def _set(self, states: list[Tensor]) -> None:
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        states = [generator.get_state() for generator in self._generators]
+        try:
+            yield
+        finally:
+            self._set(states)
 
 
 def _derive(seed: bytes, block: int, nth_call: int, micro_batch: int) -> int:

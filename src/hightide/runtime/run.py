@@ -17,15 +17,19 @@ from hightide.ir.action import Mode, Op, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan
 from hightide.ir.split import Split
+from hightide.planner.memory import peaks
 from hightide.profiler.probe import ProbeResult, probe
 from hightide.profiler.split import batch_size, flatten_call, tensors
 from hightide.runtime import rng
 from hightide.runtime.activations import Stashes
+from hightide.runtime.autocast import Autocast
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.executor import Executor, Tick
 from hightide.runtime.gradients import Gradients
 from hightide.runtime.lanes import Lanes
 from hightide.runtime.performer import Performer
+from hightide.stores.base import ALIGN_BYTES, Accelerator
+from hightide.stores.cuda import CudaAccelerator, PinnedArena
 from hightide.stores.host import HostArena
 from hightide.stores.simulated import SimulatedAccelerator
 
@@ -39,6 +43,7 @@ class Run:
         plan: Plan,
         schedules: Mapping[Mode, Schedule],
         forced_kwargs: Mapping[str, Any],
+        device: torch.device = rng.CPU,
     ) -> None:
         self.model, self.profile, self.plan = model, profile, plan
         self.probed = probed
@@ -47,11 +52,9 @@ class Run:
         self.parameters = _by_key(model, profile)
         self.keys = {id(param): key for key, param in self.parameters.items()}
 
-        self.gpu = SimulatedAccelerator(plan.gpu_limit_bytes)
-        self.host = HostArena(plan.host_limit_bytes)
-        for buffer in model.buffers():
-            self.gpu.adopt(buffer, "buffers")
-        self.lanes = Lanes()
+        self.gpu, self.host = _stores(plan, schedules, device)
+        self._move_buffers()
+        self.lanes = Lanes(device=device if device.type == "cuda" else None)
         self.chunks = Chunks(profile, plan, self.gpu, self.host, self.parameters)
         self.gradients = Gradients(profile, self.chunks, plan.update)
         self.stashes = Stashes(self.gpu, self.host)
@@ -59,7 +62,7 @@ class Run:
         names = [block.name or "(loose)" for block in profile.blocks]
         self.executor = Executor(schedules, self.lanes, self.performer, plan.update, names)
 
-        self.anchor = torch.empty(0, requires_grad=True)
+        self.anchor = torch.empty(0, device=device, requires_grad=True)
         self.anchor_edge = get_gradient_edge(self.anchor)
         self.num_passes = 0
         self.num_steps = 0
@@ -104,7 +107,7 @@ class Run:
             if not isinstance(value, Tensor) or self.gpu.holds(value):
                 return value
             if id(value) not in moved:  # labels are often the input ids themselves
-                moved[id(value)] = value.clone()
+                moved[id(value)] = _copy_to(value, self.gpu.device)
             return moved[id(value)]
 
         with self.gpu.meter("batch"):
@@ -154,7 +157,7 @@ class Run:
     def draws(self, block: int, num_micro_batches: int) -> rng.Draws:
         nth_call = self._nth_call[block]
         self._nth_call[block] += 1
-        return rng.Draws(self._pass_seed, block, nth_call, num_micro_batches)
+        return rng.Draws(self._pass_seed, block, nth_call, num_micro_batches, self.gpu.device)
 
     def split_of(self, block: int, signature: str) -> Split:
         """How a call divides into micro-batches. A way of calling that was never probed is probed now."""
@@ -174,7 +177,8 @@ class Run:
             batch = args if args else kwargs
             rest = kwargs if args else {}
             with self.gpu.unmetered():  # a probe computes on shapes, and in host memory
-                return probe(self.model, self.probed.blocks, batch, forward=lambda *a, **k: self.model(*a, **{**rest, **k}))
+                again = lambda *a, **k: self.model(*a, **{**rest, **k})  # noqa: E731
+                return probe(self.model, self.probed.blocks, batch, forward=again)
         finally:
             self.probing = False
 
@@ -184,6 +188,16 @@ class Run:
             self._warned_splits.add(split.note)
             name = self.profile.blocks[block].name
             warnings.warn(f"block {name!r} runs the whole batch at once: {split.note}", stacklevel=2)
+
+    def autocast(self) -> Autocast:
+        return Autocast.capture(self.gpu.device.type)
+
+    def _move_buffers(self) -> None:
+        for module in self.model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = buffer.to(self.gpu.device)
+                    self.gpu.adopt(module._buffers[name], "buffers")  # type: ignore[arg-type]
 
     def adopt(self, values: Sequence[Tensor], label: str) -> None:
         for value in values:
@@ -211,9 +225,9 @@ class Run:
 
     def value_of(self, key: str) -> Tensor:
         """A copy of a parameter's present value."""
-        self.executor.wait_for_updates()
         chunk, entry = self.chunks.places[key]
-        return self.chunks.view_of(self.chunks.home(chunk), entry).clone()
+        self.executor.wait_for_update(chunk)
+        return self.chunks.view_of(self.chunks.home(chunk), entry).detach().to("cpu", copy=True)
 
     def close(self) -> None:
         """Gives the parameters back their values and frees everything else. The model is plain again."""
@@ -226,6 +240,22 @@ class Run:
         self.lanes.close()
         self.gpu.close()
         self.host.close()
+
+
+def _stores(plan: Plan, schedules: Mapping[Mode, Schedule], device: torch.device) -> tuple[Accelerator, HostArena]:
+    if device.type != "cuda":
+        return SimulatedAccelerator(plan.gpu_limit_bytes), HostArena(plan.host_limit_bytes)
+    peak_bytes = max(peaks(schedule).host_peak_bytes for schedule in schedules.values())
+    return CudaAccelerator(plan.gpu_limit_bytes, device), PinnedArena(max(peak_bytes, ALIGN_BYTES))
+
+
+def _copy_to(value: Tensor, device: torch.device) -> Tensor:
+    """On a GPU the copy is asynchronous: from pinned memory, so that it does not wait for what is enqueued already."""
+    if device.type == "cpu":
+        return value.clone()
+    if value.device.type == "cpu" and not value.requires_grad:
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)
 
 
 def _by_key(model: nn.Module, profile: ModelProfile) -> dict[str, nn.Parameter]:

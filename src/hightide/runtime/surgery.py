@@ -7,6 +7,7 @@ instance, knows the run. `unwrap` puts the old classes back.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -51,6 +52,18 @@ class WrappedRoot(Wrapped):
         return self.hightide_run.forward(super().forward, args, kwargs)  # type: ignore[misc]
 
 
+class WrappedInner(Wrapped):
+    """A module between the root and its blocks. Called alone, as `model.model(...)`, it trains on the root's terms: a
+    cache, filled once more by each recomputation, would give wrong gradients."""
+
+    hightide_forced: dict[str, Any]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            kwargs = {**kwargs, **self.hightide_forced}
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+
 class WrappedBlock(Wrapped):
     hightide_runner: BlockRunner
 
@@ -84,13 +97,16 @@ def wrap_modules(run: Run) -> None:
     modules = dict(run.model.named_modules(remove_duplicate=False))
     for name in _ancestors(block.name for block in run.profile.blocks if not block.loose):
         if name:
-            _swap(modules[name], Wrapped, {"hightide_run": run})
+            known = inspect.signature(type(modules[name]).forward).parameters
+            forced = {key: value for key, value in run.forced_kwargs.items() if key in known}
+            mixin = WrappedInner if forced else Wrapped
+            _swap(modules[name], mixin, {"hightide_run": run} | ({"hightide_forced": forced} if forced else {}))
     for block in run.profile.blocks:
         if not block.loose:
             module = modules[block.name]
             runner = BlockRunner(run, block.index, type(module).forward)
-            mixin = WrappedHead if block.lazy_head else WrappedBlock
-            _swap(module, mixin, {"hightide_run": run, "hightide_runner": runner})
+            kind = WrappedHead if block.lazy_head else WrappedBlock
+            _swap(module, kind, {"hightide_run": run, "hightide_runner": runner})
     _swap(run.model, WrappedRoot, {"hightide_run": run})
 
 

@@ -252,6 +252,10 @@ class Accelerator(Store):
         """Counts what the calling thread allocates inside, where the device does not count by itself."""
 
     @abstractmethod
+    def unmetered(self) -> AbstractContextManager[None]:
+        """Inside `meter()`, counts nothing for a while."""
+
+    @abstractmethod
     def adopt(self, tensor: torch.Tensor, label: str) -> None:
         """Counts an existing tensor's memory until it dies, unless it is counted already."""
 

@@ -1,17 +1,17 @@
-"""A loop under autocast: the same as plain PyTorch within bf16, and recomputation under the same autocast as forward."""
+"""A loop under autocast: as plain PyTorch within bf16, with recomputation under the same autocast as forward."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import models
 import torch
 from torch import nn
-from unit.runtime.steps import Twins, twins
 
+import models
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
 from hightide.runtime.autocast import Autocast
+from unit.runtime.steps import Twins, twins
 
 TOLERANCE = 2**-7  # bf16 has 8 bits of mantissa
 

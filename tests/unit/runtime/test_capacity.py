@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import models
 import pytest
 import torch
-from unit.runtime.steps import Twins, adamw, train_step, twins
 
 import hightide
+import models
 from hightide import api
 from hightide.ir.tier import Tier
 from hightide.stores.base import OutOfMemory
+from unit.runtime.steps import Twins, adamw, train_step, twins
 
 
 def measured(pair: Twins) -> tuple[int, int]:
@@ -26,8 +26,8 @@ def measured(pair: Twins) -> tuple[int, int]:
 
 LIMITS = {
     "llama": ("190KiB", "300KiB", "500KiB", "4MiB"),
-    "gpt2": ("230KiB", "400KiB", "4MiB"),
-    "vit": ("190KiB", "300KiB", "4MiB"),
+    "gpt2": ("260KiB", "400KiB", "4MiB"),
+    "vit": ("210KiB", "300KiB", "4MiB"),
     "plain": ("190KiB", "300KiB", "4MiB"),
 }
 
@@ -118,9 +118,7 @@ def test_chunks_plus_less_than_one_blocks_activations_are_refused() -> None:
     model, batch = models.llama()
     lean = hightide.plan(model, adamw(model), batch, limits=hightide.Limits(gpu="190KiB", host="8MiB"), micro_batch=2)
     slots = lean.layout.slot_numel * 4 * (lean.num_slots + lean.num_grad_slots)
-    persistent = sum(
-        chunk.param_bytes for chunk in lean.layout.chunks if lean.blocks[chunk.block].params is Tier.GPU
-    )
+    persistent = sum(chunk.param_bytes for chunk in lean.layout.chunks if lean.blocks[chunk.block].params is Tier.GPU)
     too_little = slots + persistent + 2048
     assert too_little < lean.forecast.gpu_peak_bytes
     with pytest.raises(ValueError, match=f"(?s)limit is {too_little}.*Limits\\(gpu=") as refused:

@@ -41,7 +41,7 @@ def test_transitions(before: Residency, after: Residency) -> None:
 
 
 def test_nothing_dirty_is_ever_dropped_directly() -> None:
-    """Whatever path leads from DIRTY to ABSENT goes through LEAVING, unless a hold ends clean: that is a bug of the holder."""
+    """A path from DIRTY to ABSENT goes through LEAVING, unless a hold ends clean: that is a bug of the holder."""
     assert Residency.ABSENT not in TRANSITIONS[Residency.DIRTY] | TRANSITIONS[Residency.HELD]
     assert Residency.ARRIVING not in TRANSITIONS[Residency.DIRTY] | TRANSITIONS[Residency.HELD]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import models
 import pytest
 import torch
-from unit.runtime.steps import Twins, train_step, twins
 
+import models
 from hightide.runtime.rng import Draws, pass_seed
+from unit.runtime.steps import Twins, train_step, twins
 
 
 def drawn(draws: Draws, micro_batch: int, replay: bool = False) -> torch.Tensor:

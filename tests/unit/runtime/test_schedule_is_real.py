@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import models
 import pytest
 import torch
-from unit.runtime.steps import Twins, train_step, twins
 
 import hightide
+import models
 from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.compare import compare
 from hightide.runtime.lanes import Record
 from hightide.runtime.program import Program
+from unit.runtime.steps import Twins, train_step, twins
 
 
 def two_slots_more(plan: Plan) -> Plan:

@@ -21,6 +21,7 @@ from hightide.planner.place import gpu_chunk_bytes, grad_slot_bytes, host_chunk_
 UPDATE_TILE_NUMEL = 4 * 1024**2  # an update on the GPU works in tiles; it may need one as scratch
 LOSS_TILE_COPIES = {Op.FORWARD: 4, Op.BACKWARD: 6}  # fp32 tiles of logits alive at once in the fused loss
 LOGIT_BYTES = 4
+REGION_BYTES = 512  # a store gives space in multiples of this
 
 Effects = dict[str, Counter[str]]
 
@@ -80,8 +81,9 @@ def _count_saved(draft: Draft, index: int, call: CallSpec, received: int, effect
     effects[f"fwd.{index}"]["gpu_takes"] += max(0, saved - received)  # shared ones that the chain has let go
     effects[f"bwd.{index}"]["gpu_gives"] += max(saved, received)
     if draft.plan.blocks[call.block].inputs is Tier.HOST:
-        effects[f"stash.{index}"].update(gpu_gives=saved, host_takes=saved)
-        effects[f"unstash.{index}"].update(gpu_takes=saved, host_gives=saved)
+        region = -(-saved // REGION_BYTES) * REGION_BYTES
+        effects[f"stash.{index}"].update(gpu_gives=saved, host_takes=region)
+        effects[f"unstash.{index}"].update(gpu_takes=saved, host_gives=region)
 
 
 def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) -> None:
@@ -111,11 +113,12 @@ def _count_output_gradients(draft: Draft, effects: Effects) -> None:
     calls = draft.profile.calls
     backwards = [index for index in reversed(range(len(calls))) if calls[index].needs_backward]
     pending = aside = 0  # `aside`: gradients of inputs that did not come from the call before
-    for place, index in enumerate(backwards):
+    for index in backwards:
         backward = effects[f"bwd.{index}"]
-        if place == 0:
-            pending = _output_bytes(draft, calls[index])  # made by the loss
-            backward["gpu_takes"] += pending
+        # The loss makes the first; later ones may grow in the glue: the gradient of a slice is that of the whole again.
+        grown = max(0, _output_bytes(draft, calls[index]) - pending)
+        backward["gpu_takes"] += grown
+        pending += grown
         made = _at(draft, calls[index].input_grads)
         other = max(0, made - (_output_bytes(draft, calls[index - 1]) if index else 0))
         backward["gpu_takes"] += made

@@ -1,0 +1,107 @@
+"""The GPU tier on a real GPU, and host memory that it can copy from at full speed."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from hightide.ir.tier import Tier
+from hightide.stores.base import Accelerator, Region
+from hightide.stores.host import HostArena
+
+
+class CudaAccelerator(Accelerator):
+    """Slots and persistent chunks are exact-size allocations, made once. Activations come from torch's caching
+    allocator,
+    which the process limits to the plan's capacity; everything is allocated on the stream of the user's thread."""
+
+    def __init__(self, capacity_bytes: int, device: torch.device) -> None:
+        super().__init__(Tier.GPU, capacity_bytes)
+        self.device = device
+        self._memory: dict[int, torch.UntypedStorage] = {}  # by the region's offset
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def allocate(self, num_bytes: int, label: str) -> Region:
+        with self._lock:
+            region = super().allocate(num_bytes, label)
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            self._memory[region.offset] = memory.untyped_storage()
+            return region
+
+    def free(self, region: Region) -> None:
+        with self._lock:
+            super().free(region)
+            self._memory.pop(region.offset, None)
+
+    def view(self, region: Region, dtype: torch.dtype, offset_bytes: int = 0, numel: int | None = None) -> torch.Tensor:
+        with self._lock:
+            numel = self._check_bounds(region, dtype, offset_bytes, numel)
+            storage = self._memory[region.offset]
+        with torch.no_grad():
+            start = offset_bytes // dtype.itemsize
+            return torch.empty(0, dtype=dtype, device=self.device).set_(storage, start, (numel,), (1,))
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(source, non_blocking=True)
+
+    @property
+    def used_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    @property
+    def peak_bytes(self) -> int:
+        """What torch has reserved from the driver at most: that is what another process cannot have."""
+        return torch.cuda.max_memory_reserved(self.device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def meter(self, label: str = "activations") -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def unmetered(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def adopt(self, tensor: torch.Tensor, label: str) -> None:
+        """The device counts by itself."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self.device
+
+    def close(self) -> None:
+        super().close()
+        self._memory.clear()
+
+
+class PinnedArena(HostArena):
+    """A host arena that is registered with CUDA: exactly its size is pinned, and copies run asynchronously."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self.is_pinned = self._register()
+
+    def _register(self) -> bool:
+        status = torch.cuda.cudart().cudaHostRegister(self._base, self.capacity_bytes, 0)
+        if int(status) == 0:
+            return True
+        warnings.warn(
+            f"{self.capacity_bytes} bytes of host memory could not be pinned (CUDA error {int(status)}): copies to "
+            "and from "
+            "the GPU will be slower and will not overlap. Raise the limit of locked memory (ulimit -l), or lower "
+            "Limits(host=...)",
+            stacklevel=2,
+        )
+        return False
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(source, non_blocking=self.is_pinned)
+
+    def close(self) -> None:
+        if self.is_pinned and not self._closed:
+            torch.cuda.synchronize()
+            torch.cuda.cudart().cudaHostUnregister(self._base)
+        super().close()

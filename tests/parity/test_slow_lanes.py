@@ -1,0 +1,97 @@
+"""Results must not depend on how fast the lanes are. Each lane in turn is slowed down at random; a copy that
+somebody uses
+without having waited for it shows up as a wrong weight."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import hightide
+import models
+from hightide.ir.plan import Activation, Plan
+from hightide.ir.tier import Lane, Tier
+from hightide.runtime import lanes
+
+NUM_STEPS = 3
+DELAYS_S = (0.0, 0.0, 0.001, 0.004, 0.015)
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, lane: Lane) -> list[str]:
+    """Lets the lane start late, at random. Returns a list that grows with every delayed action."""
+    run, delayed, delays = lanes._run, [], random.Random(7)
+
+    def late(task: Any, *rest: Any) -> None:
+        if task.lane is lane:
+            time.sleep(delays.choice(DELAYS_S))
+            delayed.append(task.id)
+        run(task, *rest)
+
+    monkeypatch.setattr(lanes, "_run", late)
+    return delayed
+
+
+def streamed(plan: Plan, inputs: Tier, activation: Activation, params: Tier) -> Plan:
+    """Everything moves: params on the GPU are still updated on host and refreshed."""
+    blocks = tuple(
+        replace(block, params=params, states=Tier.HOST, inputs=inputs, activation=activation) if block.name else block
+        for block in plan.blocks
+    )
+    slots = {"num_slots": 0} if params is Tier.GPU else {"num_slots": max(2, plan.num_slots)}
+    return replace(plan, blocks=blocks, num_grad_slots=max(2, plan.num_grad_slots), gpu_limit_bytes=2**24, **slots)
+
+
+PLANS = {
+    "inputs on host": (Tier.HOST, Activation.RECOMPUTE, Tier.HOST),
+    "kept": (Tier.GPU, Activation.KEEP, Tier.HOST),
+    "refreshed": (Tier.HOST, Activation.RECOMPUTE, Tier.GPU),
+}
+
+
+@pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H, Lane.CPU])
+@pytest.mark.parametrize("plan_name", PLANS)
+@pytest.mark.parametrize("make", [models.llama_tied, models.hand_written, models.t5], ids=lambda make: make.__name__)
+def test_a_slow_lane_changes_nothing(make: Any, plan_name: str, lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = "in_backward" if plan_name == "kept" else "deferred"
+    losses, weights = train(make, plan_name, update)
+    delayed = slow_down(monkeypatch, lane)
+    slow_losses, slow_weights = train(make, plan_name, update)
+    assert delayed, "nothing ran on this lane"
+    assert losses == slow_losses
+    assert weights.keys() == slow_weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, slow_weights[name]), name
+
+
+def train(make: Any, plan_name: str, update: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    model, batch = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    limits = hightide.Limits(gpu="16MiB", host="64MiB")
+    plan = hightide.plan(model, optimizer, batch, limits=limits, micro_batch=2, update=update)
+    plan = widened(streamed(plan, *PLANS[plan_name]))
+    model, optimizer = hightide.wrap(model, optimizer, batch, plan=plan, update=update)
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = models.loss_of(model, batch)
+        loss.backward()
+        if update == "deferred" and step:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    weights = {name: value for name, value in model.state_dict().items()}
+    hightide.unwrap(model)
+    return losses, weights
+
+
+def widened(plan: Plan) -> Plan:
+    """Slots for the widest block, whatever the model."""
+    widths = [plan.layout.num_slots(chunk) for chunk in plan.layout.chunks]
+    enough = 2 * max(widths) + 2
+    return replace(plan, num_slots=enough if plan.num_slots else 0, num_grad_slots=enough)
