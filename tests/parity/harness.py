@@ -99,15 +99,28 @@ def wrap(
     A refusal names the bytes that are needed and touches nothing, so a few rounds find that GPU."""
     if "plan" in options or "limits" in options:
         return hightide.wrap(model, optimizer, batch, **options)
-    gpu_bytes = 1
+    case = _case(model, optimizer, batch, options)
     for _ in range(6):
+        gpu_bytes = _needed_bytes.setdefault(case, 1)
         try:
             limits = hightide.Limits(gpu=int(room * gpu_bytes), host=HOST)
             return hightide.wrap(model, optimizer, batch, limits=limits, **options)
         except InfeasiblePlan as refusal:
             assert refusal.num_bytes > gpu_bytes, f"refused at {gpu_bytes} bytes: {refusal}"
-            gpu_bytes = refusal.num_bytes
-    raise AssertionError(f"no plan at {gpu_bytes} bytes, which an earlier refusal named")
+            _needed_bytes[case] = refusal.num_bytes
+    raise AssertionError(f"no plan at {_needed_bytes[case]} bytes, which an earlier refusal named")
+
+
+_needed_bytes: dict[object, int] = {}  # of cases seen before: saves a round
+
+
+def _case(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, options: dict[str, Any]) -> object:
+    """What the smallest GPU depends on."""
+    params = tuple((name, param.shape, param.requires_grad) for name, param in model.named_parameters())
+    groups = tuple(len(group["params"]) for group in optimizer.param_groups)
+    arguments = batch.items() if isinstance(batch, dict) else enumerate([batch] if isinstance(batch, Tensor) else batch)
+    shapes = tuple((name, value.shape, int(value.sum())) for name, value in arguments)
+    return type(model).__qualname__, str(getattr(model, "order", "")), params, groups, shapes, tuple(options.items())
 
 
 def make_step(clip: str | None = None, accumulate: int = 1, zero_grad: str = "after", max_norm: float = 0.5) -> Step:

@@ -32,7 +32,7 @@ WRAP = {"micro_batch": 3}
 NAMES = ["llama", "llama_tied", "gpt2"]
 
 
-def trained_pair(name: str, num_steps: int = 4, **options: Any) -> Any:
+def trained_pair(name: str, num_steps: int = 3, **options: Any) -> Any:
     subject = SUBJECTS[name]
     return compare(partial(subject.build, num_samples=7), lambda: subject.batches(num_steps), wrap=WRAP, **options)
 

@@ -195,7 +195,8 @@ class Gradients:
     def norm(self, key: str, norm_type: float) -> Tensor:
         self._refuse_in_backward("measured", "clip or inspect them")
         if norm_type == 2.0 and key in self._norms:
-            return self._norms[key] * abs(self._factor.get(key, 1.0))
+            factor = self._factor.get(key, 1.0)
+            return self._norms[key] * (factor.abs() if isinstance(factor, Tensor) else abs(factor))
         return torch.linalg.vector_norm(self.read(key), norm_type)
 
     def scale(self, key: str, factor: float | Tensor) -> None:
