@@ -143,13 +143,14 @@ def test_a_failure_surfaces_as_the_same_object_and_nothing_hangs(
     pair.model(**pair.batch)  # plain again
 
 
-@pytest.mark.parametrize(("kind", "where"), [("lane h2d", "forward"), ("lane cpu", "state_dict")])
-def test_where_a_failure_surfaces(kind: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fetch fails in forward. The last update of a step has nobody waiting for it but who asks for values."""
+@pytest.mark.parametrize(("kind", "where"), [("lane h2d", {"forward"}), ("lane cpu", {"step", "state_dict"})])
+def test_where_a_failure_surfaces(kind: str, where: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch fails in forward. The last update of a step has nobody waiting for it but who asks for values; if the
+    lane is quicker than the rest of step(), it shows there."""
     pair = wrapped()
     pair.step()
     nth = 1 if kind == "lane h2d" else sum(1 for spec in pair.run.chunks.specs if spec.optimised_numel)
-    assert surfaces(pair, plant(kind, pair, monkeypatch, nth)) == where
+    assert surfaces(pair, plant(kind, pair, monkeypatch, nth)) in where
 
 
 def test_a_failure_surfaces_when_backward_runs_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:

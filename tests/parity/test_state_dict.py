@@ -95,17 +95,14 @@ def test_torch_save_and_load() -> None:
         assert torch.equal(value, wrapped.weights[key]), key
 
 
-INSIDE = pytest.mark.xfail(reason="modules inside a block are not swapped and show their absent parameters: NaN")
-
-
 @pytest.mark.parametrize(
     "path",
     [
         "model",
         "model.layers",
         "model.layers.1",
-        pytest.param("model.layers.1.mlp", marks=INSIDE),
-        pytest.param("model.layers.1.mlp.up_proj", marks=INSIDE),
+        "model.layers.1.mlp",
+        "model.layers.1.mlp.up_proj",
     ],
 )
 def test_state_dict_of_a_part(path: str) -> None:

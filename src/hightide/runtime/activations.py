@@ -74,6 +74,7 @@ class _Entry:
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.region: Region | None = None
         self.num_users = 0
+        self.ordered_back = False  # the tensor here is a new one, and a lane may be writing it
         self.on_the_way: list[Ticket] = []  # lanes' copies, asked for by any call that shares the tensor
         self._free_regions = free_regions
 
@@ -154,7 +155,7 @@ class Stashes:
     def let_go(self, stash: Stash) -> None:
         """Compute has waited for the copies to host: the GPU's memory may be used again."""
         for entry in stash.entries:
-            if entry.tensor is not None and entry.region is not None and not stash.consumed:
+            if entry.tensor is not None and entry.region is not None and not entry.ordered_back:
                 entry.checked()
                 entry.tensor = None
 
@@ -166,7 +167,7 @@ class Stashes:
                 assert entry.region is not None
                 entry.tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._gpu.device)
                 self._gpu.adopt(entry.tensor, "block inputs")
-                entry.version = entry.tensor._version
+                entry.version, entry.ordered_back = entry.tensor._version, True
                 arriving.append((entry.tensor.detach(), entry.region))
 
         def restore() -> int:

@@ -94,6 +94,7 @@ def check_modules(model: nn.Module, blocks: Iterable[BlockSpec]) -> None:
 
 
 def wrap_modules(run: Run) -> None:
+    inner_classes: dict[type, type] = {}
     modules = dict(run.model.named_modules(remove_duplicate=False))
     for name in _ancestors(block.name for block in run.profile.blocks if not block.loose):
         if name:
@@ -106,6 +107,7 @@ def wrap_modules(run: Run) -> None:
             module = modules[block.name]
             runner = BlockRunner(run, block.index, type(module).forward)
             kind = WrappedHead if block.lazy_head else WrappedBlock
+            _swap_inside(module, run, inner_classes)
             _swap(module, kind, {"hightide_run": run, "hightide_runner": runner})
     _swap(run.model, WrappedRoot, {"hightide_run": run})
 
@@ -144,8 +146,23 @@ def _ancestors(names: Iterable[str]) -> list[str]:
     return [name for name in found if name not in names]
 
 
+def _swap_inside(block: nn.Module, run: Run, classes: dict[type, type]) -> None:
+    """The modules inside a block, for the sake of their state dicts. Equal modules share a class, as they did before:
+    torch.compile tells modules apart by it."""
+    for module in block.modules():
+        if module is block or isinstance(module, Wrapped) or next(module.parameters(), None) is None:
+            continue
+        original = type(module)
+        if original not in classes:
+            classes[original] = _subclass(original, Wrapped, {"hightide_run": run})
+        module.__class__ = classes[original]
+
+
 def _swap(module: nn.Module, mixin: type, attributes: dict[str, Any]) -> None:
-    """The subclass keeps the class's name: transformers writes it into a saved config."""
-    original = type(module)
+    module.__class__ = _subclass(type(module), mixin, attributes)
+
+
+def _subclass(original: type, mixin: type, attributes: dict[str, Any]) -> type:
+    """It keeps the class's name: transformers writes it into a saved config."""
     body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    module.__class__ = type(original.__name__, (mixin, original), {**body, **attributes})
+    return type(original.__name__, (mixin, original), {**body, **attributes})
