@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from statistics import median_high
 
 from hightide.ir.block import ModelProfile, ParamSpec
 from hightide.ir.chunk import ALIGN_NUMEL, ChunkSpec, Layout, Placement, aligned
 
-LATENCY_NUMEL = 64 * 1024  # what one more transfer costs, in elements that the link could have moved instead
+LATENCY_NUMEL = 1024 * 1024  # what one more transfer costs, in elements that the link could have moved instead
+TINY_FRACTION = 1 / 64  # of the median block: smaller blocks are not worth streaming
 
 
 def pack(profile: ModelProfile, slot_numel: int, num_moments: int = 2) -> Layout:
@@ -26,27 +28,38 @@ def pack(profile: ModelProfile, slot_numel: int, num_moments: int = 2) -> Layout
 def search_slot_numel(profile: ModelProfile) -> int:
     """The slot size of least cost among the block sizes, their halves, thirds and quarters; the larger one of equals.
 
-    Cost of a size, over all fetches of a step: slot elements that stay empty, plus LATENCY_NUMEL for each transfer."""
+    Cost of a size, over all fetches of a step: slot elements that stay empty, plus LATENCY_NUMEL for each transfer.
+    Tiny blocks do not count: they are the first to become persistent, and must not decide about the others."""
     candidates = slot_candidates(profile)
     return min(sorted(candidates, reverse=True), key=lambda slot_numel: slot_cost(profile, slot_numel))
 
 
 def slot_candidates(profile: ModelProfile) -> set[int]:
     specs = {spec.name: spec for spec in profile.params}
-    sizes = {sum(aligned(specs[key].numel) for key in block.params) for block in profile.blocks if not block.loose}
+    tiny = tiny_blocks(profile)
+    counted = [block for block in profile.blocks if not block.loose and block.index not in tiny]
+    sizes = {sum(aligned(specs[key].numel) for key in block.params) for block in counted}
     parts = {aligned(-(-size // part)) for size in sizes for part in (1, 2, 3, 4)}
     return {max(part, ALIGN_NUMEL) for part in parts} or {ALIGN_NUMEL}
 
 
+def tiny_blocks(profile: ModelProfile) -> frozenset[int]:
+    specs = {spec.name: spec for spec in profile.params}
+    sizes = {b.index: sum(specs[key].numel for key in b.params) for b in profile.blocks if not b.loose}
+    median = median_high(sizes.values()) if sizes else 0
+    return frozenset(block for block, size in sizes.items() if size < TINY_FRACTION * median)
+
+
 def slot_cost(profile: ModelProfile, slot_numel: int) -> int:
     layout = pack(profile, slot_numel)
+    tiny = tiny_blocks(profile)
     num_fetches = [0] * len(profile.blocks)
     for call in profile.calls:
         num_fetches[call.block] += 2 if call.needs_backward else 1
     return sum(
         num_fetches[user] * (layout.num_slots(chunk) * slot_numel - chunk.numel + LATENCY_NUMEL)
         for chunk in layout.chunks
-        if not profile.blocks[chunk.block].loose
+        if not profile.blocks[chunk.block].loose and chunk.block not in tiny
         for user in chunk.users
     )
 

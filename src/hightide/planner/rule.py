@@ -15,16 +15,15 @@ from hightide.ir.plan import Activation, BlockPlan, Forecast, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.explain import explain
-from hightide.planner.layout import pack, search_slot_numel
+from hightide.planner.layout import pack, search_slot_numel, tiny_blocks
 from hightide.planner.lower import lower
 from hightide.planner.memory import Peaks, peaks
-from hightide.planner.place import chunks_by_block, slot_bytes, widest_tick
+from hightide.planner.place import widest_tick
 from hightide.planner.verify import PLAN_VERSION, InfeasiblePlan
 
 LEAN_FRACTION = 3 / 4  # of the GPU that the leanest plan may use before the micro-batch is halved instead
 FILL_FRACTION = 0.95  # of the GPU that optional things may fill: a forecast is not a measurement
-TINY_FRACTION = 1 / 8  # of a slot: smaller blocks are not worth streaming
-LOSS_TILE_BYTES = 64 * 1024**2
+LOSS_TILE_BYTES = 256 * 1024**2
 MIN_LOSS_TILE_TOKENS = 128
 
 
@@ -128,15 +127,10 @@ class _Rule:
 
     def _movable(self) -> list[int]:
         """Called blocks in the order in which they become persistent: tiny ones, then as they run."""
-        chunks = chunks_by_block(self.layout, len(self.profile.blocks))
         called = {call.block for call in self.profile.calls}
-        tiny_bytes = TINY_FRACTION * slot_bytes(self.layout)
-
-        def is_large(block: int) -> bool:
-            return sum(chunk.param_bytes for chunk in chunks[block] if chunk.block == block) >= tiny_bytes
-
+        tiny = tiny_blocks(self.profile)
         blocks = [block.index for block in self.profile.blocks if not block.loose and block.index in called]
-        return sorted(blocks, key=is_large)
+        return sorted(blocks, key=lambda block: block not in tiny)
 
     def _keepable(self) -> list[int]:
         """From the back. A lazy head recomputes its logits anyway."""

@@ -89,11 +89,16 @@ def test_every_parameter_lies_once_aligned_and_without_overlap(profile):
 def brute_cost(profile, slot_numel):
     """Written out again from the definition, fetch by fetch."""
     layout = pack(profile, slot_numel)
+    numel = {spec.name: spec.numel for spec in profile.params}
+    sizes = [sum(numel[key] for key in block.params) for block in profile.blocks if not block.loose]
+    middle = sorted(sizes)[len(sizes) // 2]
     cost = 0
     for entry in profile.calls:
         for _ in ("forward", "backward") if entry.needs_backward else ("forward",):
             for chunk in layout.chunks:
-                if entry.block in chunk.users and not profile.blocks[chunk.block].loose:
+                if entry.block not in chunk.users or profile.blocks[chunk.block].loose:
+                    continue
+                if sum(numel[key] for key in profile.blocks[chunk.block].params) * 64 >= middle:
                     slots = max(1, -(-chunk.numel // slot_numel))
                     cost += slots * slot_numel - chunk.numel + LATENCY_NUMEL
     return cost
