@@ -117,7 +117,7 @@ def test_the_loss_tile_depends_on_model_and_micro_batch_only():
     plans = [rule(profile, limit, micro_batch=2) for limit in (leanest_bytes(profile, 2), UNLIMITED)]
     assert {plan.loss_tile_tokens for plan in plans} == {16}  # 2 samples of 8 tokens
     large = replace(profile, vocabulary=128_000, tokens_per_sample=4096)
-    assert loss_tile_tokens(large, 4) == 64 * 1024**2 // (4 * 128_000)
+    assert loss_tile_tokens(large, 4) == 256 * 1024**2 // (4 * 128_000)
     assert loss_tile_tokens(replace(large, vocabulary=1_000_000), 4) == 128
 
 
