@@ -43,7 +43,7 @@ def wrap(
     or a tensor.
     `plan` uses a plan made earlier instead of making one. `micro_batch` pins the micro-batch size.
     `update="in_backward"` is a promise of one step per backward and no clipping, which hides more of the update; a
-    broken promise raises. `device`: CUDA where there is one, else the simulated accelerator, a bounded arena in RAM.
+    broken promise raises. `device`: the simulated accelerator, a bounded arena in RAM; 'cuda' is experimental.
     """
     place = _device(device)
     if plan is not None and (limits is not None or micro_batch is not None):
@@ -62,9 +62,10 @@ def wrap(
         check_plan(profile, plan)
         schedules = _lower(profile, plan)
     _verify(profile, plan, schedules)
-    check_modules(model, profile.blocks)
+    check_modules(model, profile)
     transformers.prepare(model)
-    run = Run(model, profile, probed, plan, schedules, transformers.training_kwargs(model), place)
+    checks = transformers.refuse_captures(model)
+    run = Run(model, profile, probed, plan, schedules, transformers.training_kwargs(model), checks, place)
     wrapped = wrap_optimizer(optimizer, run)
     wrap_modules(run)
     return model, wrapped
@@ -124,9 +125,9 @@ def _check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.op
 
 
 def _device(device: str | torch.device | None) -> torch.device:
-    """CUDA where there is one, else the simulated accelerator, which lives in RAM and is asked for as 'cpu'."""
+    """The simulated accelerator, which lives in RAM, unless CUDA is asked for: that path is not proven enough yet."""
     if device is None:
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return torch.device("cpu")
     place = torch.device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={str(device)!r}, but this machine has 0 usable CUDA devices; leave device out")

@@ -8,6 +8,7 @@ from hightide.ir.block import DTYPE_BYTES
 
 ALIGN_NUMEL = 128  # every parameter starts at a multiple of this many elements: 256 bytes in bf16, 512 in fp32
 GRAD_BYTES = 4  # gradients are summed in fp32
+REGION_BYTES = 512  # stores give space in multiples of this
 STATE_BYTES = 4  # master copies and moments are fp32
 
 

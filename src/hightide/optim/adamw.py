@@ -7,7 +7,6 @@ and results are the same bits however a chunk is cut into tiles, lanes or ranks.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,6 @@ from torch import Tensor
 from hightide.ir.chunk import ALIGN_NUMEL
 
 TILE_NUMEL = 4 * 2**20  # a scaled copy of the gradient exists for this many elements at a time
-SCRATCH_BYTES = TILE_NUMEL * 4  # at most, per thread and device
 assert TILE_NUMEL % ALIGN_NUMEL == 0
 
 _REFUSED = {
@@ -74,6 +72,7 @@ class AdamWRule:
         step: int,
         hyper: AdamWHyper,
         scale: float | Tensor = 1.0,
+        scratch: Tensor | None = None,
     ) -> None:
         first, second = moments
         for tensor in (param, grad, first, second):
@@ -83,7 +82,8 @@ class AdamWRule:
             _fused(param, grad, first, second, steps, hyper)
             return
         # Not by the kernel's grad_scale: it divides, and writes the scaled gradient back.
-        scratch = _scratch(min(len(param), TILE_NUMEL), param.device)
+        if scratch is None:
+            scratch = torch.empty(min(len(param), TILE_NUMEL), dtype=torch.float32, device=param.device)
         for start in range(0, len(param), TILE_NUMEL):
             tile = slice(start, min(start + TILE_NUMEL, len(param)))
             scaled = scratch[: tile.stop - tile.start]
@@ -111,13 +111,3 @@ def _fused(param: Tensor, grad: Tensor, first: Tensor, second: Tensor, steps: Te
             amsgrad=False,
             maximize=hyper.maximize,
         )
-
-
-_scratches = threading.local()  # the cpu lane and the compute lane update at the same time
-
-
-def _scratch(numel: int, device: torch.device) -> Tensor:
-    held: dict[torch.device, Tensor] = _scratches.__dict__.setdefault("by_device", {})
-    if device not in held or len(held[device]) < numel:
-        held[device] = torch.empty(numel, dtype=torch.float32, device=device)
-    return held[device]

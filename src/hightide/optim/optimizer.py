@@ -40,7 +40,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Updates that were issued by step() still read their gradients; this only ends the gradients' visible life."""
-        if set_to_none:
+        if set_to_none or self._run.plan.update is Update.IN_BACKWARD:
             self._run.gradients.drop(self._keys())
             return
         for group in self.param_groups:
@@ -120,7 +120,9 @@ def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> torch.optim.Opt
     body = {"__module__": type(original).__module__, "__qualname__": type(original).__qualname__}
     cls = type(type(original).__name__, (WrappedOptimizer, type(original)), body)
     wrapped: WrappedOptimizer = object.__new__(cls)
-    patched = {"step", "state"}  # a scheduler has put its own step on the original; states move into chunks
+    # A scheduler has put its own step on the original; states move into chunks; a GradScaler must unscale p.grad
+    # itself.
+    patched = {"step", "state", "_step_supports_amp_scaling"}
     wrapped.__dict__.update({name: value for name, value in vars(original).items() if name not in patched})
     wrapped.state = defaultdict(dict)
     wrapped._run, wrapped._rule, wrapped._original = run, rule, original

@@ -36,9 +36,17 @@ class Rule(Protocol):
         """The group's hyper-parameters of this moment, by value."""
 
     def update(
-        self, param: Tensor, grad: Tensor, moments: Sequence[Tensor], step: int, hyper: Any, scale: float | Tensor = 1.0
+        self,
+        param: Tensor,
+        grad: Tensor,
+        moments: Sequence[Tensor],
+        step: int,
+        hyper: Any,
+        scale: float | Tensor = 1.0,
+        scratch: Tensor | None = None,
     ) -> None:
-        """Updates 1-D fp32 ranges in place with `grad * scale`; `step` counts from 1; `grad` is not changed."""
+        """Updates 1-D fp32 ranges in place with `grad * scale`; `step` counts from 1; `grad` is not changed. `scratch`:
+        TILE_NUMEL elements to work in; without it the rule allocates them."""
 
 
 _RULES: tuple[Rule, ...] = (AdamWRule(),)

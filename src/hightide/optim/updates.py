@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hightide.ir.block import ModelProfile
-from hightide.ir.tier import ChunkKind
+from hightide.ir.tier import ChunkKind, Tier
+from hightide.optim.adamw import TILE_NUMEL
 from hightide.optim.rule import Rule
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.gradients import Factor, Gradients, HostNumber
@@ -48,6 +50,7 @@ class ChunkUpdates:
         self._gradients = gradients
         self._group_of = {spec.name: spec.group for spec in profile.params}
         self.num_steps = dict.fromkeys(self._group_of, 0)  # updates that each parameter has received
+        self._host_scratch: Tensor | None = None
         self.used: dict[int, Any] = {}  # hyper-parameters per group of the updates issued since the last step()
 
     def prepare(self, chunk: int) -> Callable[[], None] | None:
@@ -79,12 +82,22 @@ class ChunkUpdates:
         spec = self._chunks.specs[chunk]
         master, grad, home = self._chunks.master(chunk), self._gradients.flat(chunk), self._chunks.home(chunk)
         moments = self.moments(chunk)
+        scratch = self._scratch() if self._chunks.states_tier(chunk) is Tier.HOST else None
         for part in ranges:
             at = slice(part.start, part.stop)
             slices = [moment[at] for moment in moments]
-            self._rule.update(master[at], grad[at], slices, part.step, hypers[part.group], _number(part.factor))
+            self._rule.update(
+                master[at], grad[at], slices, part.step, hypers[part.group], _number(part.factor), scratch
+            )
             if spec.has_master:
                 home[at].copy_(master[at])
+
+    def _scratch(self) -> Tensor:
+        """For the cpu lane, one for all its updates: fresh memory would cost a page fault every 4 KiB. An update on the
+        GPU allocates its own, where it counts."""
+        if self._host_scratch is None:
+            self._host_scratch = torch.empty(TILE_NUMEL, dtype=torch.float32)
+        return self._host_scratch
 
     def moments(self, chunk: int) -> list[Tensor]:
         tier = self._chunks.states_tier(chunk)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hightide.ir.block import DTYPE_BYTES
-from hightide.ir.chunk import GRAD_BYTES, ChunkSpec, Layout
+from hightide.ir.chunk import GRAD_BYTES, REGION_BYTES, ChunkSpec, Layout
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 
@@ -28,14 +28,23 @@ def has_host_params(plan: Plan, chunk: ChunkSpec) -> bool:
 
 def gpu_chunk_bytes(plan: Plan, chunk: ChunkSpec) -> int:
     """Bytes on the GPU for the whole run."""
-    params = chunk.param_bytes if params_on_gpu(plan, chunk) else 0
-    return params + (chunk.grad_bytes + chunk.state_bytes if states_on_gpu(plan, chunk) else 0)
+    params = region_bytes(chunk.param_bytes) if params_on_gpu(plan, chunk) else 0
+    return params + (_training_bytes(chunk) if states_on_gpu(plan, chunk) else 0)
 
 
 def host_chunk_bytes(plan: Plan, chunk: ChunkSpec) -> int:
     """Bytes on the host for the whole run."""
-    params = chunk.param_bytes if has_host_params(plan, chunk) else 0
-    return params + (0 if states_on_gpu(plan, chunk) else chunk.grad_bytes + chunk.state_bytes)
+    params = region_bytes(chunk.param_bytes) if has_host_params(plan, chunk) else 0
+    return params + (0 if states_on_gpu(plan, chunk) else _training_bytes(chunk))
+
+
+def region_bytes(num_bytes: int) -> int:
+    """What a store sets aside for so many bytes."""
+    return -(-num_bytes // REGION_BYTES) * REGION_BYTES
+
+
+def _training_bytes(chunk: ChunkSpec) -> int:
+    return region_bytes(chunk.grad_bytes) + region_bytes(chunk.state_bytes)
 
 
 def slot_bytes(layout: Layout) -> int:

@@ -41,6 +41,7 @@ from hightide.profiler.split import (
 
 Forward = Callable[..., object]  # called like the model
 
+MUTATES_INPUT = "it changes an input in place"
 NOT_PROBED = "this way of calling the block was not probed"
 
 
@@ -320,7 +321,7 @@ def _obstacle(
     if not any(outputs):
         return "no output carries the batch"
     if record.mutated:
-        return "it changes an input in place"
+        return MUTATES_INPUT
     if any(isinstance(part, _BatchNorm) and (part.training or part.running_mean is None) for part in module.modules()):
         return "batch normalisation needs the statistics of the whole batch"
     sources = [tensor for tensor, dim in zip(record.inputs, inputs, strict=True) if dim]

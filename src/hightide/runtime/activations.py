@@ -68,7 +68,7 @@ def keep_hooks(chunks: Chunks) -> saved_tensors_hooks:
 class _Entry:
     """One stashed tensor, shared by all calls that received it. On the GPU until let go, and again once it is back."""
 
-    def __init__(self, tensor: Tensor, free_regions: list[Region]) -> None:
+    def __init__(self, tensor: Tensor, host: Store) -> None:
         self.tensor: Tensor | None = tensor
         self.version = tensor._version
         self.shape, self.dtype = tensor.shape, tensor.dtype
@@ -76,7 +76,8 @@ class _Entry:
         self.num_users = 0
         self.ordered_back = False  # the tensor here is a new one, and a lane may be writing it
         self.on_the_way: list[Ticket] = []  # lanes' copies, asked for by any call that shares the tensor
-        self._free_regions = free_regions
+        self.leaving: Tensor | None = None  # what the lane reads: the tensor, or a contiguous copy of it
+        self._host = host
 
     def checked(self) -> Tensor:
         assert self.tensor is not None
@@ -86,7 +87,7 @@ class _Entry:
 
     def __del__(self) -> None:  # a graph that is dropped without backward gives its host memory back too
         if self.region is not None:
-            self._free_regions.append(self.region)
+            self._host.free_later(self.region)
 
 
 class Stash:
@@ -108,7 +109,6 @@ class Stashes:
         self._host = host
         self._by_call: dict[int, Stash] = {}
         self._shared: dict[tuple[int, int, torch.Size, int], _Entry] = {}
-        self._free_regions: list[Region] = []
 
     def begin_pass(self) -> None:
         """Forgets the last pass. What a live graph still needs stays reachable from its autograd context."""
@@ -121,7 +121,7 @@ class Stashes:
             key = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape, tensor._version)
             entry = self._shared.get(key)
             if entry is None or entry.tensor is not tensor:
-                entry = self._shared[key] = _Entry(tensor, self._free_regions)
+                entry = self._shared[key] = _Entry(tensor, self._host)
             entry.num_users += 1
             entries.append(entry)
         stash = self._by_call[call] = Stash(entries)
@@ -135,9 +135,10 @@ class Stashes:
         leaving = []
         for entry in stash.entries:
             if entry.tensor is not None and entry.region is None:
-                tensor = entry.tensor.detach()
-                entry.region = self._region(tensor.numel() * tensor.element_size())
-                leaving.append((tensor.contiguous(), entry.region))
+                entry.leaving = entry.tensor.detach().contiguous()
+                num_bytes = entry.leaving.numel() * entry.leaving.element_size()
+                entry.region = self._host.allocate(num_bytes, "block inputs")
+                leaving.append((entry.leaving, entry.region))
 
         def store() -> int:
             for tensor, region in leaving:
@@ -157,7 +158,7 @@ class Stashes:
         for entry in stash.entries:
             if entry.tensor is not None and entry.region is not None and not entry.ordered_back:
                 entry.checked()
-                entry.tensor = None
+                entry.tensor = entry.leaving = None
 
     def prepare_restore(self, stash: Stash) -> Callable[[], int]:
         """Back to the GPU. Returns the lane's work."""
@@ -194,11 +195,5 @@ class Stashes:
         for entry in stash.entries:
             entry.num_users -= 1
             if entry.region is not None or entry.num_users == 0:
-                entry.tensor = None
+                entry.tensor = entry.leaving = None
         stash.entries = []
-
-    def _region(self, num_bytes: int) -> Region:
-        for index, region in enumerate(self._free_regions):
-            if region.num_bytes == num_bytes:
-                return self._free_regions.pop(index)
-        return self._host.allocate(num_bytes, "block inputs")

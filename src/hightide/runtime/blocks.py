@@ -16,8 +16,8 @@ this particular backward
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hightide.ir.action import Op
-from hightide.ir.plan import Activation
+from hightide.ir.plan import Activation, Update
 from hightide.ir.split import BatchDim, Split
 from hightide.ir.tier import Tier
 from hightide.profiler.split import flatten, flatten_call, narrow, signature_of, unflatten
@@ -45,6 +45,7 @@ class BlockRunner:
         self.original = original  # the class's own forward
         self.spec = run.profile.blocks[index]
         self.plan = run.plan.blocks[index]
+        self._trainable = {s.name: s.trainable for s in run.profile.params if s.name in self.spec.params}
         self.trainable = any(run.gradients.is_trainable(chunk) for chunk in run.chunks.by_block[index])
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,6 +62,7 @@ class BlockRunner:
             return self.original(module, *args, **kwargs)
 
     def with_grad(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_requires_grad()
         call = BlockCall(self, module, args, kwargs)
         outputs = BlockFunction.apply(call, self.anchor, *call.tensors())
         return call.assemble(list(outputs))
@@ -68,6 +70,20 @@ class BlockRunner:
     @property
     def anchor(self) -> Tensor | None:
         return self.run.anchor if self.trainable else None
+
+    @property
+    def version(self) -> int:
+        """Changes with every update of the block's parameters."""
+        return sum(self.run.performer.num_updates[chunk] for chunk in self.run.chunks.by_block[self.index])
+
+    def _check_requires_grad(self) -> None:
+        for key, trainable in self._trainable.items():
+            if self.run.parameters[key].requires_grad is not trainable:
+                raise RuntimeError(
+                    f"requires_grad of the parameter {key!r} was {trainable} when the model was wrapped and is not "
+                    "any more; "
+                    "call hightide.unwrap(model), change it, and wrap again"
+                )
 
     def will_accumulate(self) -> bool:
         return self.trainable and torch._C._will_engine_execute_node(self.run.anchor_edge.node)
@@ -86,6 +102,7 @@ class BlockCall:
             leaves[at] = None  # this object lives as long as the graph and must not keep tensors alive
         self._leaves = leaves
         self.call: int | None = None  # set by forward
+        self._version = runner.version
         self.stash: Stash | None = None
         self.requires_grad = [tensor.requires_grad for tensor in self._tensors]
         self.on_host: list[bool] = [False] * len(self._tensors)  # which inputs wait for backward on host
@@ -177,6 +194,12 @@ class BlockCall:
             raise RuntimeError(FREED)
         self._spent = True
         run = self.runner.run
+        if run.plan.update is Update.DEFERRED and self.runner.version != self._version:
+            raise RuntimeError(
+                f"the parameters of block {self.runner.spec.name!r} were updated between its forward and its "
+                "backward: the "
+                "gradient would be that of other weights. Call backward() before optimizer.step()."
+            )
         accumulate = self.runner.will_accumulate()
         run.queue_end_of_backward()
         run.adopt([grad for grad in grads if grad is not None], "activations")
@@ -351,44 +374,3 @@ def _micro_batches(
     num_samples = int(size)
     bounds = [(start, min(micro_batch, num_samples - start)) for start in range(0, num_samples, micro_batch)]
     return bounds, split.inputs, split.outputs
-
-
-class HeadCall:
-    """The head's side of a fused projection and loss (see runtime/loss.py): one call, forward and backward."""
-
-    def __init__(self, runner: BlockRunner, module: nn.Module) -> None:
-        self._runner = runner
-        self._module = module
-        self._call: int | None = None
-        self.tile_tokens = runner.run.plan.loss_tile_tokens
-        self.num_classes = runner.run.profile.vocabulary
-        self.anchor = runner.anchor
-
-    @property
-    def version(self) -> int:
-        """Changes with every update: logits that are evaluated late must not use newer weights than their call."""
-        run = self._runner.run
-        return sum(run.performer.num_updates[chunk] for chunk in run.chunks.by_block[self._runner.index])
-
-    def project(self, rows: Tensor) -> Tensor:
-        result: Tensor = self._runner.original(self._module, rows)
-        return result
-
-    @contextmanager
-    def forward_hold(self) -> Iterator[None]:
-        run, block = self._runner.run, self._runner.index
-        with run.pass_for_block(block), run.tick(Op.FORWARD, block) as tick:
-            self._call = tick.call
-            yield
-
-    def backward_hold(self, accumulate: bool) -> AbstractContextManager[Any]:
-        self._runner.run.queue_end_of_backward()
-        return self._runner.run.tick(Op.BACKWARD, self._runner.index, self._call, accumulate)
-
-    def will_accumulate(self) -> bool:
-        return self._runner.will_accumulate()
-
-    def materialise(self, hidden: Tensor) -> Tensor:
-        with self._runner.run.pass_for_block(self._runner.index):
-            result: Tensor = self._runner.with_grad(self._module, (hidden,), {})
-            return result

@@ -14,10 +14,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from hightide.ir.block import DTYPE_BYTES, ModelProfile
+from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ChunkSpec, Placement
 from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Tier
+from hightide.planner.place import grad_slot_bytes, grad_width, has_host_params, slot_bytes
 from hightide.runtime.residency import Copy, Residency
 from hightide.runtime.slots import SlotTable
 from hightide.stores.base import Accelerator, Region, Store
@@ -36,6 +37,7 @@ class Chunks:
     def __init__(
         self, profile: ModelProfile, plan: Plan, gpu: Accelerator, host: Store, parameters: Mapping[str, nn.Parameter]
     ):
+        self._plan = plan
         self.layout = plan.layout
         self.specs: tuple[ChunkSpec, ...] = plan.layout.chunks
         self.gpu, self.host = gpu, host
@@ -49,9 +51,9 @@ class Chunks:
 
         widths = [self.layout.num_slots(spec) for spec in self.specs]
         self.param_slots = SlotTable(plan.num_slots, widths)
-        self.grad_slots = SlotTable(plan.num_grad_slots, widths)
-        self.slot_bytes = param_slot_bytes(plan)
-        self.grad_slot_bytes = self.layout.slot_numel * GRAD_DTYPE.itemsize
+        self.grad_slots = SlotTable(plan.num_grad_slots, [grad_width(self.layout, spec) for spec in self.specs])
+        self.slot_bytes = slot_bytes(self.layout)
+        self.grad_slot_bytes = grad_slot_bytes(self.layout)
         self._slots = gpu.allocate(plan.num_slots * self.slot_bytes, "slots") if plan.num_slots else None
         self._grad_slots = (
             gpu.allocate(plan.num_grad_slots * self.grad_slot_bytes, "gradient slots") if plan.num_grad_slots else None
@@ -68,6 +70,7 @@ class Chunks:
             name: torch.full((), math.nan, dtype=param.dtype, device=gpu.device) for name, param in parameters.items()
         }
         self._absent = {name: self._scalars[name].expand(param.shape) for name, param in parameters.items()}
+        self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self._load()
 
     # -- places ---------------------------------------------------------------------------------------------------
@@ -148,7 +151,28 @@ class Chunks:
             if self.gpu.device.type == "cpu" and not math.isnan(self._scalars[entry.param].item()):  # no sync on a GPU
                 self._scalars[entry.param].fill_(math.nan)
                 raise RuntimeError(WRITTEN_WHILE_ABSENT.format(name=entry.param))
+            self._check_unwritten(chunk, entry.param)
             self.parameters[entry.param].data = self.view_of(flat, entry)
+
+    def _check_unwritten(self, chunk: int, key: str) -> None:
+        """Persistent parameters can be written in place, which is right only where nobody keeps another copy."""
+        version = self.parameters[key]._version
+        elsewhere = self.specs[chunk].has_master or (chunk, ChunkKind.PARAM, Tier.HOST) in self._regions
+        if self._versions.setdefault(key, version) != version and elsewhere:
+            self._versions[key] = version
+            raise RuntimeError(WRITTEN_WHILE_ABSENT.format(name=key))
+
+    def store(self, key: str, value: Tensor) -> None:
+        """New values for a parameter, wherever copies of it are; nothing may be under way with its chunk."""
+        chunk, entry = self.places[key]
+        self.view_of(self.home(chunk), entry).copy_(value)
+        spec = self.specs[chunk]
+        if spec.state_bytes and spec.has_master and entry.offset_numel < spec.optimised_numel:
+            self.view_of(self.master(chunk), entry).copy_(value)
+        self.stale[chunk] = (chunk, ChunkKind.PARAM, Tier.HOST) in self._regions and not self.is_streamed(chunk)
+        param = self.parameters[key]
+        param.data = self._absent[key] if self.is_streamed(chunk) else self.view_of(self.param_on_gpu(chunk), entry)
+        self._versions[key] = param._version
 
     def unbind(self, chunk: int, block: int | None = None) -> None:
         if not self.is_streamed(chunk):
@@ -168,7 +192,7 @@ class Chunks:
         label = "persistent chunks"
         if on_gpu:
             self._regions[spec.index, ChunkKind.PARAM, Tier.GPU] = self.gpu.allocate(spec.param_bytes, label)
-        if not on_gpu or states is not Tier.GPU:
+        if has_host_params(self._plan, spec):
             self._regions[spec.index, ChunkKind.PARAM, Tier.HOST] = self.host.allocate(spec.param_bytes, "parameters")
         if spec.grad_bytes:
             self._regions[spec.index, ChunkKind.GRAD, states] = states_store.allocate(spec.grad_bytes, "gradients")
@@ -203,11 +227,3 @@ class Chunks:
         if not spec.has_master:
             return self.home(chunk)[: spec.optimised_numel]
         return self.flat(chunk, ChunkKind.STATE, self.states_tier(chunk), spec.num_states - 1)
-
-
-def param_slot_bytes(plan: Plan) -> int:
-    """Bytes of one parameter slot: wide enough for the widest dtype that is streamed."""
-    streamed = [
-        DTYPE_BYTES[spec.dtype] for spec in plan.layout.chunks if plan.blocks[spec.block].params is not Tier.GPU
-    ]
-    return plan.layout.slot_numel * max(streamed, default=4)

@@ -54,6 +54,7 @@ class Pass:
         self.tickets: dict[str, Ticket] = {}
         self.stashes: dict[str, Stash] = {}  # on their way to host, by the action that takes them there
         self.backward_begun = False
+        self.backward_ended = False
         self.load(program)
 
     def load(self, program: Program) -> None:
@@ -144,6 +145,9 @@ class Executor:
             raise RuntimeError("a block ran outside of a pass; call the model that hightide.wrap returned")
         if accumulate and not current.backward_begun:
             self._begin_backward(current)
+        elif accumulate and current.backward_ended:
+            self.gradients.any_valid()  # another backward through the same pass
+            current.backward_ended = False
         index = self._find(current, op, block, call)
         if index is None:
             self._note_off_plan(block)
@@ -180,6 +184,11 @@ class Executor:
         step = self._pass.program.step_tick
         if step is not None:
             self._skip_to(self._pass, step)
+        self._send_gradients_home()
+        self.gradients.end_backward()
+        self._pass.backward_ended = True
+
+    def _send_gradients_home(self) -> None:
         for chunk in self.chunks.grad_slots.everyone():
             if self.chunks.grad_copies[chunk].state is Residency.DIRTY:
                 self._submit_demand("write_back", Lane.D2H, chunk, self.performer.write_back(chunk))
@@ -190,11 +199,12 @@ class Executor:
         self.lanes.check()
         if self._update is Update.DEFERRED:
             self.performer.updated.clear()
-        elif not self._owes_step and leftovers:
+        elif not self._owes_step and any(self.gradients.is_trainable(chunk) for chunk in leftovers):
             raise RuntimeError(
                 "optimizer.step() came again without a backward since the last one, but this model was wrapped with "
                 "update='in_backward': the promise of one step per backward. Wrap with update='deferred' (the default)."
             )
+        self._send_gradients_home()  # a backward that ended with an exception has left some behind
         started_s = time.perf_counter()
         current = self._pass
         step = None if current is None else current.program.step_tick
@@ -334,7 +344,9 @@ class Executor:
         for name in action.after_prev:
             if name in self._latest:
                 self.stall_s[Lane.CPU] += self.lanes.wait(self._latest[name], Lane.CPU)
-        self.lanes.run_inline(action.id, self.performer.prepare(action))
+        work = self.performer.prepare(action)
+        with self.chunks.gpu.meter("updates"):
+            self.lanes.run_inline(action.id, work)
         ticket = current.tickets[action.id] = Ticket.completed(action.id)
         self._remember(action, ticket)
 
@@ -349,12 +361,14 @@ class Executor:
 
     def _hold_params(self, chunk: int, block: int) -> None:
         copy = self.chunks.param_copies[chunk]
-        if copy.state is Residency.ARRIVING or (chunk in self._fetches and not self._fetches[chunk].done):
+        if chunk in self._fetches:
             self.stall_s[Lane.H2D] += self.lanes.wait(self._fetches[chunk], Lane.H2D)
         if copy.state is Residency.ABSENT:
             self._fetch_on_demand(chunk)
-        elif not self.chunks.is_streamed(chunk) and self.chunks.stale[chunk]:
-            self._submit_demand("refresh", Lane.H2D, chunk, self.performer.refresh(chunk), wait=True)
+        elif not self.chunks.is_streamed(chunk):
+            self.wait_for_update(chunk)  # the lane says with `stale` that there are newer values at home
+            if self.chunks.stale[chunk]:
+                self._submit_demand("refresh", Lane.H2D, chunk, self.performer.refresh(chunk), wait=True)
         copy.move(Residency.HELD)
         self.chunks.bind(chunk, block)
 
@@ -384,7 +398,7 @@ class Executor:
     def _settle_gradient_fetches(self, chunks: list[int]) -> None:
         """A planned fetch takes its slot on its lane; off the plan the block may come before it."""
         for chunk in chunks:
-            if chunk in self._gradient_fetches and not self._gradient_fetches[chunk].done:
+            if chunk in self._gradient_fetches:
                 self.stall_s[Lane.H2D] += self.lanes.wait(self._gradient_fetches[chunk], Lane.H2D)
 
     def _release_gradient(self, chunk: int, block: int) -> None:
@@ -473,7 +487,8 @@ class Executor:
         work = self.performer.update(chunk)
         name = f"update.{chunk}"
         if self.chunks.states_tier(chunk) is Tier.GPU:
-            self.lanes.run_inline(name, work)
+            with self.chunks.gpu.meter("updates"):
+                self.lanes.run_inline(name, work)
             return
         ticket = self.lanes.submit(name, Lane.CPU, 0, after, work)
         self._latest[name] = self.gradients.updates[chunk] = ticket

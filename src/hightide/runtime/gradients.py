@@ -63,6 +63,10 @@ class Gradients:
         self._opened.clear()
         self._on_host.clear()
 
+    def end_backward(self) -> None:
+        """The user may scale or drop gradients now; the next backward looks again, also one of the same pass."""
+        self._opened.clear()
+
     def any_valid(self) -> bool:
         """Whether gradients exist that a backward would add to. What the user did to `p.grad` is the truth."""
         for key in self._placeholders:

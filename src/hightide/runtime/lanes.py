@@ -54,14 +54,15 @@ class Record:
 class EventFence:
     """A point in one CUDA stream."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("_device", "_event")
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device = stream.device
         self._event = torch.cuda.Event()
         self._event.record(stream)
 
     def join(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
         self._event.synchronize()

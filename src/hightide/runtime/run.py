@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from hightide.ir.action import Mode, Op, Schedule
 from hightide.ir.block import ModelProfile
-from hightide.ir.plan import Plan
+from hightide.ir.plan import Plan, Update
 from hightide.ir.split import Split
 from hightide.planner.memory import peaks
 from hightide.profiler.probe import ProbeResult, probe
@@ -28,6 +28,7 @@ from hightide.runtime.executor import Executor, Tick
 from hightide.runtime.gradients import Gradients
 from hightide.runtime.lanes import Lanes
 from hightide.runtime.performer import Performer
+from hightide.runtime.placeholder import GradientPlaceholder
 from hightide.stores.base import ALIGN_BYTES, Accelerator
 from hightide.stores.cuda import CudaAccelerator, PinnedArena
 from hightide.stores.host import HostArena
@@ -43,11 +44,13 @@ class Run:
         plan: Plan,
         schedules: Mapping[Mode, Schedule],
         forced_kwargs: Mapping[str, Any],
+        check_call: Callable[[Mapping[str, Any]], None],
         device: torch.device = rng.CPU,
     ) -> None:
         self.model, self.profile, self.plan = model, profile, plan
         self.probed = probed
         self.probing = False
+        self._check_call = check_call  # raises for arguments under which training through blocks would be wrong
         self.forced_kwargs = dict(forced_kwargs)  # keyword arguments of every training call of the model
         self.parameters = _by_key(model, profile)
         self.keys = {id(param): key for key, param in self.parameters.items()}
@@ -84,6 +87,7 @@ class Run:
         training = torch.is_grad_enabled()
         if training:
             kwargs = {**kwargs, **self.forced_kwargs}
+            self._check_call(kwargs)
             self._check_batch(args, kwargs)
         self.begin_pass(Mode.TRAIN if training else Mode.EVAL)
         self._root_depth += 1
@@ -167,6 +171,8 @@ class Run:
             if not split.inputs and self._root_batch is not None:
                 self.probed = self._probe_again(*self._root_batch)
                 split = self.probed.split(block, signature)
+            if not split.inputs and self._root_batch is None:
+                return split  # called without the whole model: there is no batch to probe with; ask again next time
             self._splits[key] = split
             self._warn_unsplit(block, split)
         return self._splits[key]
@@ -233,6 +239,7 @@ class Run:
         """Gives the parameters back their values and frees everything else. The model is plain again."""
         if self.lanes.failure is None:
             self.executor.wait_for_updates()
+        self._give_gradients_back()
         for spec in self.chunks.specs:
             home = self.chunks.home(spec.index)
             for entry in spec.params:
@@ -240,6 +247,12 @@ class Run:
         self.lanes.close()
         self.gpu.close()
         self.host.close()
+
+    def _give_gradients_back(self) -> None:
+        readable = self.plan.update is Update.DEFERRED and self.lanes.failure is None
+        for key, param in self.parameters.items():
+            if isinstance(param.grad, GradientPlaceholder):
+                param.grad = self.gradients.read(key) if readable else None
 
 
 def _stores(plan: Plan, schedules: Mapping[Mode, Schedule], device: torch.device) -> tuple[Accelerator, HostArena]:

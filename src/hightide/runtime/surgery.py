@@ -14,8 +14,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from hightide.ir.block import BlockSpec
-from hightide.runtime.blocks import BlockRunner, HeadCall
+from hightide.ir.block import ModelProfile
+from hightide.profiler.probe import MUTATES_INPUT
+from hightide.runtime.blocks import BlockRunner
+from hightide.runtime.head import HeadCall
 from hightide.runtime.lazy_logits import LazyLogits
 from hightide.runtime.run import Run
 
@@ -32,6 +34,18 @@ class Wrapped:
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         fill_values(self.hightide_run, self, values, prefix)
         return values
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """As plain PyTorch loads: into real values, which then go to wherever the parameters live."""
+        assert isinstance(self, nn.Module)
+        mine = {self.hightide_run.keys[id(param)]: param for param in self._parameters.values() if param is not None}
+        for key, param in mine.items():
+            param.data = self.hightide_run.value_of(key)
+        try:
+            super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            for key, param in mine.items():
+                self.hightide_run.chunks.store(key, param.data)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(
@@ -82,10 +96,22 @@ class WrappedHead(WrappedBlock):
         return super().forward(*args, **kwargs)
 
 
-def check_modules(model: nn.Module, blocks: Iterable[BlockSpec]) -> None:
-    """Whether the classes can be swapped. Asked before anything is moved: a refusal leaves the model as it was."""
+def check_modules(model: nn.Module, profile: ModelProfile) -> None:
+    """What blocks cannot do. Asked before anything is moved: a refusal leaves the model as it was."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    for block in blocks:
+    for name, param in model.named_parameters():
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"the parameter {name!r} has a gradient hook, which would see the gradient of each micro-batch and not "
+                "their sum; remove it, and change gradients between backward() and step()"
+            )
+    for call in profile.calls:
+        if call.note == MUTATES_INPUT:
+            raise ValueError(
+                f"the block {profile.blocks[call.block].name!r} changes an input in place, which cannot be recomputed; "
+                "write that operation out of place (x = x + y instead of x += y, ReLU(inplace=False))"
+            )
+    for block in profile.blocks:
         if not block.loose and "forward" in vars(modules[block.name]):
             raise ValueError(
                 f"the block {block.name!r} has a forward of its own on the instance, which hightide would bypass; undo "

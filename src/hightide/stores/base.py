@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from hightide.ir.chunk import REGION_BYTES
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.stores.freelist import FreeList
 from hightide.stores.ticket import Ticket
 
-ALIGN_BYTES = 512  # what CUDA's allocator uses, and a sector of a disk
+ALIGN_BYTES = REGION_BYTES  # what CUDA's allocator uses, and a sector of a disk
 
 _REMEDIES = {
     Tier.GPU: "Give more with Limits(gpu=...), or pin a smaller micro_batch",

@@ -16,12 +16,11 @@ from hightide.ir.chunk import STATE_BYTES
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.lower.draft import Draft
-from hightide.planner.place import gpu_chunk_bytes, grad_slot_bytes, host_chunk_bytes, slot_bytes
+from hightide.planner.place import gpu_chunk_bytes, grad_slot_bytes, host_chunk_bytes, region_bytes, slot_bytes
 
 UPDATE_TILE_NUMEL = 4 * 1024**2  # an update on the GPU works in tiles; it may need one as scratch
 LOSS_TILE_COPIES = {Op.FORWARD: 4, Op.BACKWARD: 6}  # fp32 tiles of logits alive at once in the fused loss
 LOGIT_BYTES = 4
-REGION_BYTES = 512  # a store gives space in multiples of this
 
 Effects = dict[str, Counter[str]]
 
@@ -81,7 +80,7 @@ def _count_saved(draft: Draft, index: int, call: CallSpec, received: int, effect
     effects[f"fwd.{index}"]["gpu_takes"] += max(0, saved - received)  # shared ones that the chain has let go
     effects[f"bwd.{index}"]["gpu_gives"] += max(saved, received)
     if draft.plan.blocks[call.block].inputs is Tier.HOST:
-        region = -(-saved // REGION_BYTES) * REGION_BYTES
+        region = region_bytes(saved)
         effects[f"stash.{index}"].update(gpu_gives=saved, host_takes=region)
         effects[f"unstash.{index}"].update(gpu_takes=saved, host_gives=region)
 

@@ -1,0 +1,52 @@
+"""The output projection of a language model, as the fused loss sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from hightide.ir.action import Op
+from hightide.runtime.blocks import BlockRunner
+
+
+class HeadCall:
+    """The head's side of a fused projection and loss (see runtime/loss.py): one call, forward and backward."""
+
+    def __init__(self, runner: BlockRunner, module: nn.Module) -> None:
+        self._runner = runner
+        self._module = module
+        self._call: int | None = None
+        self.tile_tokens = runner.run.plan.loss_tile_tokens
+        self.num_classes = runner.run.profile.vocabulary
+        self.anchor = runner.anchor
+
+    @property
+    def version(self) -> int:
+        """Logits that are evaluated late must not use newer weights than their call."""
+        return self._runner.version
+
+    def project(self, rows: Tensor) -> Tensor:
+        result: Tensor = self._runner.original(self._module, rows)
+        return result
+
+    @contextmanager
+    def forward_hold(self) -> Iterator[None]:
+        run, block = self._runner.run, self._runner.index
+        with run.pass_for_block(block), run.tick(Op.FORWARD, block) as tick:
+            self._call = tick.call
+            yield
+
+    def backward_hold(self, accumulate: bool) -> AbstractContextManager[Any]:
+        self._runner.run.queue_end_of_backward()
+        return self._runner.run.tick(Op.BACKWARD, self._runner.index, self._call, accumulate)
+
+    def will_accumulate(self) -> bool:
+        return self._runner.will_accumulate()
+
+    def materialise(self, hidden: Tensor) -> Tensor:
+        with self._runner.run.pass_for_block(self._runner.index):
+            result: Tensor = self._runner.with_grad(self._module, (hidden,), {})
+            return result
