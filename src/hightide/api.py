@@ -62,7 +62,7 @@ def wrap(
         check_plan(profile, plan)
         schedules = _lower(profile, plan)
     _verify(profile, plan, schedules)
-    check_modules(model, profile)
+    check_modules(model, profile, sorted(probed.captured))
     transformers.prepare(model)
     checks = transformers.refuse_captures(model)
     run = Run(model, profile, probed, plan, schedules, transformers.training_kwargs(model), checks, place)

@@ -37,6 +37,7 @@ from hightide.profiler.split import (
     flatten_call,
     signature_of,
     tensors,
+    unflatten,
 )
 
 Forward = Callable[..., object]  # called like the model
@@ -68,6 +69,7 @@ class ProbeResult:
     uses: Mapping[int, tuple[str, ...]]  # per block: keys of the parameters that its calls used, in order of first use
     loose: frozenset[str]  # keys of parameters used outside of the calls of their blocks
     failure: str  # why the model could not be probed to its end; "" if it could
+    captured: frozenset[str] = frozenset()  # blocks out of whose middle the model took a tensor that gradients pass
 
     def split(self, block: int, signature: str) -> Split:
         """How a call divides. A block that was not called this way learns from one that is built the same."""
@@ -111,6 +113,7 @@ class Recording:
     uses: dict[int, tuple[str, ...]]
     loose: frozenset[str]
     failure: str
+    captured: frozenset[str] = frozenset()
 
 
 def probe(
@@ -164,7 +167,8 @@ def compare(blocks: Sequence[FoundBlock], first: Recording, second: Recording) -
         )
         calls.append(call)
     loose = first.loose | second.loose
-    return ProbeResult(first.num_samples, tuple(blocks), _agreed(calls), first.uses, loose, failure)
+    captured = first.captured | second.captured
+    return ProbeResult(first.num_samples, tuple(blocks), _agreed(calls), first.uses, loose, failure, captured)
 
 
 def pair_records(first: Recording, second: Recording) -> Iterator[tuple[Record, Record | None]]:
@@ -212,6 +216,7 @@ class _Recorder:
         known = [*tensors(flatten_call(args, kwargs)[0]), *self._model.parameters(), *self._model.buffers()]
         watch = _ParameterWatch(self._model, self._blocks, self._running)
         failure = ""
+        result: object = None
         with ExitStack() as stack:
             for index, block in enumerate(self._blocks):
                 # Last before forward and first after it: we see what forward itself gets and returns.
@@ -221,12 +226,13 @@ class _Recorder:
                 stack.callback(leave.remove)
             stack.enter_context(watch)
             try:
-                forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
             except Exception as error:  # whatever the model raises without values: the caller falls back
                 failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         finished = [record for record in self._records if record.finished]
         uses = {block: tuple(names) for block, names in watch.uses.items()}
-        return Recording(self._num_samples, finished, known, uses, frozenset(watch.loose), failure)
+        captured = frozenset(_captured(result, finished, self._blocks, watch.loose, first_names(self._model)))
+        return Recording(self._num_samples, finished, known, uses, frozenset(watch.loose), failure, captured)
 
     def _enter(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -237,11 +243,39 @@ class _Recorder:
 
         return hook
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+        """The caller gets views of the outputs: gradients that come through them pass a node of their own, and those of
+        a tensor that was taken out of the block's middle do not."""
         record = self._running.pop()
-        record.results = flatten(result)[0]
+        leaves, tree = flatten(result)
+        record.results = [_bordered(leaf) for leaf in leaves]
         record.mutated = record.versions != [tensor._version for tensor in record.inputs]
         record.finished = True
+        return unflatten(record.results, tree)
+
+
+def _bordered(leaf: Any) -> Any:
+    return leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None else leaf
+
+
+def _captured(
+    result: object, records: list[Record], blocks: Sequence[FoundBlock], loose: set[str], names: dict[int, str]
+) -> Iterator[str]:
+    """Names of blocks whose parameters gradients reach from the model's results without passing a block's outputs: the
+    model has taken a tensor out of the middle of a block (an auxiliary loss, by a hook or an attribute)."""
+    owners = {id(param): block.name for block in blocks for param in block.module.parameters()}
+    borders = {tensor.grad_fn for record in records for tensor in record.outputs if tensor.grad_fn is not None}
+    todo: list[Any] = [tensor.grad_fn for tensor in tensors(flatten(result)[0]) if tensor.grad_fn is not None]
+    seen = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or node in borders:
+            continue
+        seen.add(node)
+        param = getattr(node, "variable", None)
+        if param is not None and id(param) in owners and names.get(id(param)) not in loose:
+            yield owners[id(param)]
+        todo.extend(next_node for next_node, _ in node.next_functions)
 
 
 class _ParameterWatch(TorchDispatchMode):

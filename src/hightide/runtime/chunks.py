@@ -26,8 +26,9 @@ from hightide.stores.base import Accelerator, Region, Store
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GRAD_DTYPE = torch.float32
 WRITTEN_WHILE_ABSENT = (
-    "the parameter {name!r} was written to while its values were elsewhere; the write is lost. Change values before "
-    "hightide.wrap, or after hightide.unwrap"
+    "the parameter {name!r} was written to while its values were elsewhere; the write is lost. Use "
+    "model.load_state_dict(), "
+    "or change values before hightide.wrap or after hightide.unwrap"
 )
 
 

@@ -217,6 +217,7 @@ class Executor:
             if chunk not in self.performer.updated:
                 self._update_on_demand(chunk)
         self._owes_step = False
+        self.performer.updated.clear()
 
     def wait_for_updates(self) -> None:
         for chunk in self.gradients.updates:

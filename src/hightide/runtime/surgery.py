@@ -96,8 +96,14 @@ class WrappedHead(WrappedBlock):
         return super().forward(*args, **kwargs)
 
 
-def check_modules(model: nn.Module, profile: ModelProfile) -> None:
+def check_modules(model: nn.Module, profile: ModelProfile, captured: Iterable[str]) -> None:
     """What blocks cannot do. Asked before anything is moved: a refusal leaves the model as it was."""
+    for name in captured:
+        raise ValueError(
+            f"the model takes a tensor out of the middle of the block {name!r} (by a hook or an attribute) and its "
+            "result "
+            "depends on it: its gradient would be lost. Return it from the block's forward instead"
+        )
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, param in model.named_parameters():
         if param._backward_hooks or param._post_accumulate_grad_hooks:
