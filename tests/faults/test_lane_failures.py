@@ -8,6 +8,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 import hightide
 import models
+from hightide.ir.plan import Activation
 from hightide.optim.adamw import AdamWRule
 from unit.runtime.steps import Twins, twins
 
@@ -44,7 +46,13 @@ class Fault:
 
 def wrapped(update: str = "deferred") -> Twins:
     model, batch = models.hand_written(num_layers=4)
-    return twins(model, batch, gpu="120KiB", update=update)
+    return twins(model, batch, gpu="120KiB", update=update, edit=recomputed)
+
+
+def recomputed(plan: hightide.Plan) -> hightide.Plan:
+    """Whatever the rule would keep: a failure in recomputation needs a recomputation."""
+    blocks = tuple(replace(block, activation=Activation.RECOMPUTE) for block in plan.blocks)
+    return replace(plan, blocks=blocks)
 
 
 # Each kind of failure: where it is planted. The names say what breaks; the lane or store is what runs it.
