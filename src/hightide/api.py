@@ -39,9 +39,8 @@ def wrap(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Makes a model and its optimizer train within limits; the training loop stays as it is.
 
-    `batch` is one whole step's batch, as an example: a mapping (keyword arguments), a tuple (positional arguments)
-    or a tensor.
-    `plan` uses a plan made earlier instead of making one. `micro_batch` pins the micro-batch size.
+    `batch` is one whole step's batch, as an example: a mapping (keyword arguments), a tuple (positional arguments) or
+    a tensor. `plan` uses a plan made earlier instead of making one. `micro_batch` pins the micro-batch size.
     `update="in_backward"` is a promise of one step per backward and no clipping, which hides more of the update; a
     broken promise raises. `device`: the simulated accelerator, a bounded arena in RAM; 'cuda' is experimental.
     """

@@ -32,8 +32,7 @@ class ParamSpec:
 @dataclass(frozen=True)
 class BlockSpec:
     """One unit of compute. `loose` is the one pseudo-block that holds parameters which the model's own code uses
-    outside
-    of any block: they stay on the GPU and plain autograd sees them."""
+    outside of any block: they stay on the GPU and plain autograd sees them."""
 
     index: int
     name: str  # the module's name in the model; "" for the loose pseudo-block

@@ -31,9 +31,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class ChunkSpec:
-    """Parameters of one block and one dtype, packed. Optimised parameters come first (group by group), then
-    trainable ones
-    that no optimizer owns, then frozen ones: GRAD and STATE are prefixes of the element range."""
+    """Parameters of one block and one dtype, packed. Optimised parameters come first (group by group), then trainable
+    ones that no optimizer owns, then frozen ones: GRAD and STATE are prefixes of the element range."""
 
     index: int
     block: int  # the owner: the first block in execution order that uses it

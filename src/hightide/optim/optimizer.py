@@ -17,8 +17,7 @@ from hightide.runtime.run import Run
 
 class WrappedOptimizer(torch.optim.Optimizer):
     """Mixed into a subclass of the user's optimizer class. Shares the original's list of groups, so that schedulers
-    that were
-    made before wrapping go on working."""
+    that were made before wrapping go on working."""
 
     _run: Run
     _rule: Rule

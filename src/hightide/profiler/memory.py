@@ -1,8 +1,8 @@
 """How much memory one call of a block needs, metered while it runs on tensors without values.
 
-[Note: two sizes are enough]
-Every tensor's bytes are affine in the number of samples, so a peak is the largest of several affine functions: convex.
-A line through the smallest and the largest micro-batch is therefore never below it in between, and exact at both ends.
+[Note: two sizes are enough] Every tensor's bytes are affine in the number of samples, so a peak is the largest of
+several affine functions: convex. A line through the smallest and the largest micro-batch is therefore never below it
+in between, and exact at both ends.
 """
 
 from __future__ import annotations

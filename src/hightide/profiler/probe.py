@@ -1,11 +1,10 @@
 """Two runs of a model without values, with B and B + 1 samples: the calls of its blocks, and how each divides.
 
-[Note: what the two runs tell]
-A dimension of size rows * B in the first run and rows * (B + 1) in the second carries the batch; one that stays does
-not. The samples are the user's own, so that paths which depend on data (a mask for padded batches only) are the real
-ones; the extra sample repeats the last one. Tensors are followed by storage, which tells inputs that an earlier call
-made or got from those that the model's code made in between. A dispatch mode watches for parameters used while no block
-that holds them is running: these must be loose.
+[Note: what the two runs tell] A dimension of size rows * B in the first run and rows * (B + 1) in the second carries
+the batch; one that stays does not. The samples are the user's own, so that paths which depend on data (a mask for
+padded batches only) are the real ones; the extra sample repeats the last one. Tensors are followed by storage, which
+tells inputs that an earlier call made or got from those that the model's code made in between. A dispatch mode
+watches for parameters used while no block that holds them is running: these must be loose.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """What waits between a block's forward and its backward: kept graphs, and inputs on the GPU or on host.
 
 [Note: kept graphs and slots] A kept graph saves views of the slot that its weights were in, and the slot holds
-another block's weights by
-the time backward comes: wrong numbers, with no version error. So a saved tensor that lies in a slot is packed as
-(chunk, offset, shape,
-stride) and unpacked from whatever slot holds the chunk in backward. Hooks switch off autograd's own version check;
-ours replaces it.
+another block's weights by the time backward comes: wrong numbers, with no version error. So a saved tensor that lies
+in a slot is packed as (chunk, offset, shape, stride) and unpacked from whatever slot holds the chunk in backward.
+Hooks switch off autograd's own version check; ours replaces it.
 """
 
 from __future__ import annotations
@@ -100,9 +98,8 @@ class Stash:
 
 class Stashes:
     """Block inputs on host. Memory on the GPU is taken and given back in the user's thread, where everything is
-    allocated;
-    the lanes only copy. A tensor is let go when compute has waited for its copy to host, so that nothing overwrites
-    it."""
+    allocated; the lanes only copy. A tensor is let go when compute has waited for its copy to host, so that nothing
+    overwrites it."""
 
     def __init__(self, gpu: Accelerator, host: Store) -> None:
         self._gpu = gpu

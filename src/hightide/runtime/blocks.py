@@ -1,16 +1,13 @@
 """Blocks as single autograd functions: all micro-batches of a block run while its parameters are there.
 
 [Note: the block function] Forward holds the block, runs it micro-batch by micro-batch without a graph (or with one
-that is kept), writes the
-outputs into whole-batch tensors and lets go. Backward holds it again, gets each micro-batch's graph back (kept, or
-recomputed) and runs
-backward inside it: parameters are leaves whose `.grad` is bound to the gradient chunk. To autograd outside,
-parameters are invisible; so that a
-block with no differentiable input (a trainable embedding behind integer inputs) still gets its backward, every block
-with trainable
-parameters has an empty tensor that requires grad, the anchor, as an extra input. Whether parameters take part in
-this particular backward
-(`torch.autograd.grad` of inputs must not touch them) is asked from the engine: will the anchor's accumulation node run?
+that is kept), writes the outputs into whole-batch tensors and lets go. Backward holds it again, gets each
+micro-batch's graph back (kept, or recomputed) and runs backward inside it: parameters are leaves whose `.grad` is
+bound to the gradient chunk. To autograd outside, parameters are invisible; so that a block with no differentiable
+input (a trainable embedding behind integer inputs) still gets its backward, every block with trainable parameters has
+an empty tensor that requires grad, the anchor, as an extra input. Whether parameters take part in this particular
+backward (`torch.autograd.grad` of inputs must not touch them) is asked from the engine: will the anchor's
+accumulation node run?
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The interpreter of schedules.
 
 The model drives: autograd calls `enter` and `leave` around every block. On enter the executor finds the tick, runs
-what must precede it
-and waits for this tick's dependencies only; on leave it issues every action that the tick opened. Issuing never
-waits. Its only freedoms:
-a lane's stated picking rule, and fetching on demand when the model leaves the plan: slower, with one warning, never
-wrong.
+what must precede it and waits for this tick's dependencies only; on leave it issues every action that the tick
+opened. Issuing never waits. Its only freedoms: a lane's stated picking rule, and fetching on demand when the model
+leaves the plan: slower, with one warning, never wrong.
 """
 
 from __future__ import annotations
@@ -266,8 +264,7 @@ class Executor:
 
     def _skip_to(self, current: Pass, index: int) -> None:
         """Passes over planned ticks that the model did not run (layer drop). Their transfers run as planned, so that
-        the
-        slots stay as the plan thinks they are; what has nothing to act on does nothing."""
+        the slots stay as the plan thinks they are; what has nothing to act on does nothing."""
         while current.cursor < index:
             self.num_deviations += 1
             for action in current.program.before_tick[current.cursor]:
@@ -293,8 +290,7 @@ class Executor:
 
     def _issue(self, left: int) -> None:
         """Hands every open action to its lane, in the lane's order. An action whose dependency on another lane is
-        itself not
-        issued yet holds its lane until it is."""
+        itself not issued yet holds its lane until it is."""
         current = self._pass
         assert current is not None
         progress = True
@@ -317,8 +313,7 @@ class Executor:
 
     def _moment(self, lane: Lane) -> list[Ticket]:
         """What compute has enqueued so far. A copy that is issued now may use memory that compute is still about to
-        leave;
-        so it stands behind that. The host's work does not."""
+        leave; so it stands behind that. The host's work does not."""
         fence = self.lanes.streams.fence() if lane in (Lane.H2D, Lane.D2H) else None
         return [] if fence is None else [Ticket.completed("compute so far", fence=fence)]
 

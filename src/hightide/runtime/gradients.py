@@ -1,13 +1,10 @@
 """The ledger of gradients: which parameters have one, where it is, by what it was scaled, and its norm.
 
 [Note: gradients that come and go] While a block runs backward, `param.grad` is a view of its gradient chunk on the
-GPU, so that autograd adds
-every micro-batch in place, in fp32. Each view is taken through `.data`, which gives it a version counter of its own:
-a counter above zero
-says that the parameter received a gradient (torch.optim skips parameters that did not, and so do we). Afterwards
-`param.grad` is a
-placeholder that answers norms, takes scalings and can be read; `None` still means that there is no gradient, whoever
-set it.
+GPU, so that autograd adds every micro-batch in place, in fp32. Each view is taken through `.data`, which gives it a
+version counter of its own: a counter above zero says that the parameter received a gradient (torch.optim skips
+parameters that did not, and so do we). Afterwards `param.grad` is a placeholder that answers norms, takes scalings
+and can be read; `None` still means that there is no gradient, whoever set it.
 """
 
 from __future__ import annotations

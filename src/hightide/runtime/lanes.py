@@ -1,9 +1,9 @@
 """Lanes: serial queues of work that overlap each other. The only file that creates threads.
 
-[Note: failure in a lane]
-The first exception of any lane is kept as `failure`. From then on every submission and every wait of the user's
-thread raises that very object, and the lanes give it to every task that is still queued instead of running it. So
-nothing hangs, nothing runs on half-moved data, and the user sees the cause and not a consequence.
+[Note: failure in a lane] The first exception of any lane is kept as `failure`. From then on every submission and
+every wait of the user's thread raises that very object, and the lanes give it to every task that is still queued
+instead of running it. So nothing hangs, nothing runs on half-moved data, and the user sees the cause and not a
+consequence.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """A tensor that stands for logits which nobody has computed.
 
-[Note: lazy logits]
-In grad mode the head returns a `LazyLogits` instead of logits. It knows shape and dtype, and records through
-`__torch_function__` what models do between head and loss: casts, arithmetic with scalars (logit scaling, soft-capping),
-views of the leading dimensions and selections of rows. Views and selections are done at once to the hidden rows, since
-the head works row by row; the rest waits. `F.cross_entropy` then runs fused, tile by tile (see [Note: fused loss]).
-Every other operation computes the whole logits once, with one warning per head, and goes on with an ordinary tensor:
-more memory, the same values and gradients.
+[Note: lazy logits] In grad mode the head returns a `LazyLogits` instead of logits. It knows shape and dtype, and
+records through `__torch_function__` what models do between head and loss: casts, arithmetic with scalars (logit
+scaling, soft-capping), views of the leading dimensions and selections of rows. Views and selections are done at once
+to the hidden rows, since the head works row by row; the rest waits. `F.cross_entropy` then runs fused, tile by tile
+(see [Note: fused loss]). Every other operation computes the whole logits once, with one warning per head, and goes on
+with an ordinary tensor: more memory, the same values and gradients.
 
 Code that goes round `__torch_function__` (a custom autograd function over the logits) still reads right values, but its
 gradient arrives at this object itself, where it raises: silence would lose it.
@@ -437,12 +436,10 @@ def _check_in_place(logits: LazyLogits, operation: str) -> None:
 # -- names -------------------------------------------------------------------------------------------------------
 
 _METADATA = frozenset(
-    """
-    shape size dim ndim ndimension dtype device requires_grad numel nelement nbytes itemsize element_size layout stride
-    is_floating_point is_complex is_contiguous is_leaf is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized
-    is_nested is_mkldnn is_inference is_signed is_mps is_xpu is_xla is_hpu is_mtia is_conj is_neg get_device grad_fn
-    output_nr _version __len__ __hash__ __repr__ __format__
-    """.split()  # noqa: SIM905
+    """ shape size dim ndim ndimension dtype device requires_grad numel nelement nbytes itemsize element_size layout
+    stride is_floating_point is_complex is_contiguous is_leaf is_cuda is_cpu is_meta is_sparse is_sparse_csr
+    is_quantized is_nested is_mkldnn is_inference is_signed is_mps is_xpu is_xla is_hpu is_mtia is_conj is_neg
+    get_device grad_fn output_nr _version __len__ __hash__ __repr__ __format__ """.split()  # noqa: SIM905
 )
 _IN_PLACE_WORDS = frozenset({"__setitem__", "__set__", "register_hook", "retain_grad"})
 

@@ -1,12 +1,11 @@
 """Projection and cross-entropy fused over tiles of tokens: the logits of a whole batch never exist at once.
 
-[Note: fused loss]
-Forward walks over the rows tile by tile: project, replay what the model did to its logits, one loss per row; only the
-row losses (one number per token) survive. Backward walks again, this time with an inner graph per tile, writes the
-gradient of the tile's rows into one hidden gradient, and lets the inner autograd add the head's parameter gradients in
-place. So a head costs one projection more than plain PyTorch and memory for one tile instead of for all tokens. Row
-losses are summed once, at the end: the result does not depend on where tiles are cut, beyond the rounding of the
-matrix multiplication itself.
+[Note: fused loss] Forward walks over the rows tile by tile: project, replay what the model did to its logits, one
+loss per row; only the row losses (one number per token) survive. Backward walks again, this time with an inner graph
+per tile, writes the gradient of the tile's rows into one hidden gradient, and lets the inner autograd add the head's
+parameter gradients in place. So a head costs one projection more than plain PyTorch and memory for one tile instead
+of for all tokens. Row losses are summed once, at the end: the result does not depend on where tiles are cut, beyond
+the rounding of the matrix multiplication itself.
 """
 
 from __future__ import annotations

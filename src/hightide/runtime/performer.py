@@ -1,6 +1,5 @@
 """What each kind of action does to the bytes. Bookkeeping happens in the user's thread when an action is issued
-(`prepare`); the work
-that it returns runs on the action's lane."""
+(`prepare`); the work that it returns runs on the action's lane."""
 
 from __future__ import annotations
 
@@ -121,8 +120,7 @@ class Performer:
 
     def clear(self, chunk: int, slot: int | None) -> None:
         """Opens a gradient at zero: at its own place on the GPU, or in a slot. Not if a call that the plan did not
-        foresee has
-        added to it in this pass already: then the block's hold brings that sum back."""
+        foresee has added to it in this pass already: then the block's hold brings that sum back."""
         if self.gradients.is_open(chunk):
             return
         copy = self.chunks.grad_copies[chunk]

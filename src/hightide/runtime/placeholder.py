@@ -1,11 +1,10 @@
 """What stands in `p.grad` while the real gradient lies in a chunk somewhere else.
 
-[Note: gradient placeholder]
-Code around an optimizer looks at `p.grad`: `clip_grad_norm_` takes norms and multiplies, a GradScaler unscales, loops
-test for None or print. With None there, clipping would silently do nothing. A placeholder has shape and dtype, no
-memory, and forwards the few operations that make sense where the gradient is: norm, product with a number, zero.
-Other reads fetch a copy; a view of a placeholder is again a placeholder, so that a write through it is noticed. Any
-other write raises.
+[Note: gradient placeholder] Code around an optimizer looks at `p.grad`: `clip_grad_norm_` takes norms and multiplies,
+a GradScaler unscales, loops test for None or print. With None there, clipping would silently do nothing. A
+placeholder has shape and dtype, no memory, and forwards the few operations that make sense where the gradient is:
+norm, product with a number, zero. Other reads fetch a copy; a view of a placeholder is again a placeholder, so that a
+write through it is noticed. Any other write raises.
 """
 
 from __future__ import annotations

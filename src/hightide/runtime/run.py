@@ -102,9 +102,8 @@ class Run:
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The batch on the accelerator: a copy that dies with the pass, as of `.to(device)`, so that batches which
-        the user
-        keeps in host memory do not count. What is nested (caches) is the accelerator's own, and stays the same
-        object."""
+        the user keeps in host memory do not count. What is nested (caches) is the accelerator's own, and stays the
+        same object."""
         moved: dict[int, Tensor] = {}
 
         def move(value: Any) -> Any:

@@ -1,8 +1,7 @@
 """Swapping classes: how a user's model comes to run through hightide without anything being stored on it.
 
 Each block, the root and the modules between them get a subclass of their own class, made for this one instance; the
-subclass, not the
-instance, knows the run. `unwrap` puts the old classes back.
+subclass, not the instance, knows the run. `unwrap` puts the old classes back.
 """
 
 from __future__ import annotations

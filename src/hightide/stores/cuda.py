@@ -14,8 +14,8 @@ from hightide.stores.host import HostArena
 
 class CudaAccelerator(Accelerator):
     """Slots and persistent chunks are exact-size allocations, made once. Activations come from torch's caching
-    allocator,
-    which the process limits to the plan's capacity; everything is allocated on the stream of the user's thread."""
+    allocator, which the process limits to the plan's capacity; everything is allocated on the stream of the user's
+    thread."""
 
     def __init__(self, capacity_bytes: int, device: torch.device) -> None:
         super().__init__(Tier.GPU, capacity_bytes)

@@ -1,11 +1,10 @@
 """Counts every storage that is allocated while a dispatch mode is active, until the storage dies.
 
-[Note: how storages are counted]
-A storage's Python object lives as long as the storage itself, however many tensors and graphs share it, so one weak
-reference per storage tells when its bytes are free. The reference's callback may fire in any thread and in the middle
-of anything (the garbage collector runs when it likes), so it does nothing but append to a deque, which needs no lock
-and cannot fail. The ledger settles these deaths before it counts a birth and before it answers a question, so live and
-peak bytes are exact.
+[Note: how storages are counted] A storage's Python object lives as long as the storage itself, however many tensors
+and graphs share it, so one weak reference per storage tells when its bytes are free. The reference's callback may
+fire in any thread and in the middle of anything (the garbage collector runs when it likes), so it does nothing but
+append to a deque, which needs no lock and cannot fail. The ledger settles these deaths before it counts a birth and
+before it answers a question, so live and peak bytes are exact.
 
 Not seen: buffers that a kernel allocates and frees inside one operation.
 """

@@ -1,11 +1,10 @@
 """Pass 6: one sequential order, in which the order on each lane is the one that the executor will follow.
 
-[Note: why no lane can lock up]
-A lane that works in order must never hold an action whose dependencies are issued after it. Here each action is
-issued when the tick `opens` has been left, and depends only on ticks up to that one and on actions issued up to that
-moment. On h2d the order is that of need, so an action may stand behind one that opens later; its `opens` is then
-raised to the same tick. That tick still lies before the one that needs it, because whoever stands before it is needed
-no later and opened before its need.
+[Note: why no lane can lock up] A lane that works in order must never hold an action whose dependencies are issued
+after it. Here each action is issued when the tick `opens` has been left, and depends only on ticks up to that one and
+on actions issued up to that moment. On h2d the order is that of need, so an action may stand behind one that opens
+later; its `opens` is then raised to the same tick. That tick still lies before the one that needs it, because whoever
+stands before it is needed no later and opened before its need.
 """
 
 from __future__ import annotations
