@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hightide.ir.chunk import ALIGN_NUMEL
+from hightide.ir.chunk import ALIGN_NUMEL, UPDATE_TILE_NUMEL
 
-TILE_NUMEL = 4 * 2**20  # a scaled copy of the gradient exists for this many elements at a time
+TILE_NUMEL = UPDATE_TILE_NUMEL  # a scaled copy of the gradient exists for this many elements at a time
 assert TILE_NUMEL % ALIGN_NUMEL == 0
 
 _REFUSED = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right, insort
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,46 +10,21 @@ import torch
 
 from hightide.ir.tier import Tier
 from hightide.stores.arena import ArenaStore
-from hightide.stores.base import Accelerator, Region
+from hightide.stores.base import Accelerator
 from hightide.stores.meter import DEFAULT_LABEL, AllocationMeter, StorageLedger
 
 
 class SimulatedAccelerator(ArenaStore, Accelerator):
-    """Three things count against the capacity: regions (slots, persistent chunks), storages that were allocated under
-    `meter()` or adopted, and explicit charges. Whatever exceeds it raises OutOfMemory with the numbers."""
+    """Two things count against the capacity: regions (slots, persistent chunks), and storages that were allocated under
+    `meter()` or adopted. Whatever exceeds it raises OutOfMemory with the numbers."""
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(Tier.GPU, capacity_bytes)
         self.device = torch.device("cpu")
-        self._offsets: list[int] = []  # of live regions, sorted
         self._ledger = StorageLedger(self._on_change, self._lock)
         self._active = threading.local()
         assert self._storage is not None
         self._ledger.ignore(self._storage)  # its regions are counted one by one
-
-    def allocate(self, num_bytes: int, label: str) -> Region:
-        with self._lock:
-            region = super().allocate(num_bytes, label)
-            insort(self._offsets, region.offset)
-            return region
-
-    def free(self, region: Region) -> None:
-        with self._lock:
-            super().free(region)
-            if not self._closed:
-                del self._offsets[bisect_right(self._offsets, region.offset) - 1]
-
-    def region_at(self, data_ptr: int) -> Region | None:
-        """The region that holds this address, if any: which chunk a saved tensor is a view of."""
-        offset = data_ptr - self._base
-        if not 0 <= offset < self.capacity_bytes:
-            return None
-        with self._lock:
-            index = bisect_right(self._offsets, offset) - 1
-            if index < 0:
-                return None
-            region = self._regions[self._offsets[index]]
-            return region if offset < region.offset + region.num_bytes else None
 
     @contextmanager
     def meter(self, label: str = DEFAULT_LABEL) -> Iterator[None]:
@@ -90,28 +64,6 @@ class SimulatedAccelerator(ArenaStore, Accelerator):
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether this tensor's bytes count here already."""
         return self._ledger.knows(tensor.untyped_storage())
-
-    def charge(self, num_bytes: int, label: str) -> None:
-        """Counts bytes that are neither a region nor a storage."""
-        with self._lock:
-            self._check_open()
-            self._settle()
-            if self._used_bytes + num_bytes > self.capacity_bytes:
-                raise self._out_of_memory(num_bytes, label)
-            self._account(num_bytes, label)
-
-    def discharge(self, num_bytes: int, label: str) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            charged_bytes = self._by_label.get(label, 0)
-            if num_bytes > charged_bytes:
-                raise ValueError(f"cannot discharge {num_bytes} bytes of {label!r}: {charged_bytes} are charged")
-            self._account(-num_bytes, label)
-
-    def close(self) -> None:
-        super().close()
-        self._offsets.clear()
 
     def _settle(self) -> None:
         super()._settle()

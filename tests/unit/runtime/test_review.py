@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +17,6 @@ import hightide
 import models
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
-from hightide.optim import adamw as adamw_rule
 from hightide.planner.memory import peaks
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
@@ -503,7 +501,6 @@ def test_the_host_holds_no_more_than_forecast(edit: Edit, frozen: bool, dtype: t
 
 
 def test_the_scratch_of_scaled_updates_counts_on_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adamw_rule, "_scratches", threading.local(), raising=False)  # none left by another test
     model, batch = small_llama()
     pair = twins(model, batch, edit=RESIDENT)
     models.loss_of(pair.model, batch).backward()

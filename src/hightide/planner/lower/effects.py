@@ -12,13 +12,12 @@ from dataclasses import replace
 
 from hightide.ir.action import Action, Mode, Op
 from hightide.ir.block import DTYPE_BYTES, Affine, CallSpec, ModelProfile
-from hightide.ir.chunk import STATE_BYTES
+from hightide.ir.chunk import STATE_BYTES, UPDATE_TILE_NUMEL
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.lower.draft import Draft
 from hightide.planner.place import gpu_chunk_bytes, grad_slot_bytes, host_chunk_bytes, region_bytes, slot_bytes
 
-UPDATE_TILE_NUMEL = 4 * 1024**2  # an update on the GPU works in tiles; it may need one as scratch
 LOSS_TILE_COPIES = {Op.FORWARD: 4, Op.BACKWARD: 6}  # fp32 tiles of logits alive at once in the fused loss
 LOGIT_BYTES = 4
 
