@@ -181,7 +181,7 @@ def train(
     with samples_seen(model) as seen:
         for index, batch in enumerate(batches):
             loop.index = index
-            losses.append(float(step(loop, batch)))
+            losses.append(step(loop, batch).detach().item())
             if rates is not None:
                 rates.step()
     stats = hightide.stats(model) if wrap is not None else None

@@ -122,7 +122,7 @@ def test_two_wrapped_models_in_one_process() -> None:
     for batch in LLAMA.batches(4):
         pairs = [(models.loss_of(plain, batch), models.loss_of(model, batch)) for plain, _, model, _ in loops]
         for expected, loss in pairs:
-            assert abs(float(loss) - float(expected)) <= 1e-6 * float(expected)
+            assert abs(loss.item() - expected.item()) <= 1e-6 * expected.item()
         sum(loss for _, loss in pairs).backward()  # type: ignore[union-attr]  # one backward through both
         sum(expected for expected, _ in pairs).backward()  # type: ignore[union-attr]
         for _, plain_optimizer, _, optimizer in loops:

@@ -187,7 +187,7 @@ def test_a_wrapped_optimizer_loads_a_state() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss))
+        losses.append(loss.detach().item())
     assert losses == straight.losses[3:]
     for key, value in model.state_dict().items():
         assert torch.equal(value, straight.weights[key]), key
