@@ -35,6 +35,7 @@ def wrap(
     plan: Plan | None = None,
     micro_batch: int | None = None,
     update: str = "deferred",
+    compile: bool = False,
     device: str | torch.device | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Makes a model and its optimizer train within limits; the training loop stays as it is.
@@ -42,7 +43,7 @@ def wrap(
     `batch` is one whole step's batch, as an example: a mapping (keyword arguments), a tuple (positional arguments) or
     a tensor. `plan` uses a plan made earlier instead of making one. `micro_batch` pins the micro-batch size.
     `update="in_backward"` is a promise of one step per backward and no clipping, which hides more of the update; a
-    broken promise raises. `device`: the simulated accelerator, a bounded arena in RAM; 'cuda' is experimental.
+    broken promise raises. `compile` compiles the blocks with torch.compile, equal ones once. `device`: the simulated accelerator, a bounded arena in RAM; 'cuda' is experimental.
     """
     place = _device(device)
     if plan is not None and (limits is not None or micro_batch is not None):
@@ -64,7 +65,7 @@ def wrap(
     check_modules(model, profile, sorted(probed.captured))
     transformers.prepare(model)
     checks = transformers.refuse_captures(model)
-    run = Run(model, profile, probed, plan, schedules, transformers.training_kwargs(model), checks, place)
+    run = Run(model, profile, probed, plan, schedules, transformers.training_kwargs(model), checks, place, compile)
     wrapped = wrap_optimizer(optimizer, run)
     wrap_modules(run)
     return model, wrapped

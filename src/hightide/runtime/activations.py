@@ -1,6 +1,6 @@
 """What waits between a block's forward and its backward: kept graphs, and inputs on the GPU or on host.
 
-[Note: kept graphs and slots] A kept graph saves views of the slot that its weights were in, and the slot holds
+[Note: kept graphs and slots] A graph that is kept saves views of the slot that its weights were in, and the slot holds
 another block's weights by the time backward comes: wrong numbers, with no version error. So a saved tensor that lies
 in a slot is packed as (chunk, offset, shape, stride) and unpacked from whatever slot holds the chunk in backward.
 Hooks switch off autograd's own version check; ours replaces it.
@@ -8,7 +8,7 @@ Hooks switch off autograd's own version check; ours replaces it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,22 +39,41 @@ class _InSlot:
     stride: tuple[int, ...]
 
 
-def keep_hooks(chunks: Chunks) -> saved_tensors_hooks:
-    """Saved-tensor hooks for a graph that outlives the slots it was made in."""
+@dataclass(frozen=True)
+class _InInput:
+    index: int
+    offset: int  # in elements, from the input's first
+    shape: torch.Size
+    stride: tuple[int, ...]
 
-    def pack(tensor: Tensor) -> _InSlot | tuple[Tensor, int]:
+
+def outlive_slots(
+    chunks: Chunks, away: Sequence[Tensor] = (), back: Callable[[], Sequence[Tensor]] = tuple
+) -> saved_tensors_hooks:
+    """Saved-tensor hooks for a graph that outlives the slots it was made in, and those of its inputs that wait on host
+    (`away`, contiguous). `back` gives these again, in backward."""
+    inputs = {tensor.untyped_storage().data_ptr(): index for index, tensor in enumerate(away)}
+    starts = [int(tensor.storage_offset()) for tensor in away]
+
+    def pack(tensor: Tensor) -> _InSlot | _InInput | tuple[Tensor, int]:
         place = chunks.slot_offset(tensor)
-        if place is None:
-            return tensor.detach(), tensor._version  # detached: an output that its own node holds would never die
-        chunk, offset_bytes = place
-        return _InSlot(chunk, offset_bytes, tensor.dtype, tensor.shape, tensor.stride())
+        if place is not None:
+            chunk, offset_bytes = place
+            return _InSlot(chunk, offset_bytes, tensor.dtype, tensor.shape, tensor.stride())
+        index = inputs.get(tensor.untyped_storage().data_ptr())
+        if index is not None:
+            return _InInput(index, int(tensor.storage_offset()) - starts[index], tensor.shape, tensor.stride())
+        return tensor.detach(), tensor._version  # detached: an output that its own node holds would never die
 
-    def unpack(packed: _InSlot | tuple[Tensor, int]) -> Tensor:
+    def unpack(packed: _InSlot | _InInput | tuple[Tensor, int]) -> Tensor:
         if isinstance(packed, _InSlot):
             flat = chunks.param_on_gpu(packed.chunk)
             assert flat.dtype == packed.dtype == DTYPES[chunks.specs[packed.chunk].dtype]
             start = flat.storage_offset() + packed.offset_bytes // flat.element_size()
             return flat.as_strided(packed.shape, packed.stride, start)
+        if isinstance(packed, _InInput):
+            whole = back()[packed.index].detach()
+            return whole.as_strided(packed.shape, packed.stride, whole.storage_offset() + packed.offset)
         tensor, version = packed
         if tensor._version != version:
             raise RuntimeError(MODIFIED.format(shape=tuple(tensor.shape)))

@@ -1,18 +1,25 @@
 """Blocks as single autograd functions: all micro-batches of a block run while its parameters are there.
 
-[Note: the block function] Forward holds the block, runs it micro-batch by micro-batch without a graph (or with one
-that is kept), writes the outputs into whole-batch tensors and lets go. Backward holds it again, gets each
-micro-batch's graph back (kept, or recomputed) and runs backward inside it: parameters are leaves whose `.grad` is
-bound to the gradient chunk. To autograd outside, parameters are invisible; so that a block with no differentiable
-input (a trainable embedding behind integer inputs) still gets its backward, every block with trainable parameters has
-an empty tensor that requires grad, the anchor, as an extra input. Whether parameters take part in this particular
-backward (`torch.autograd.grad` of inputs must not touch them) is asked from the engine: will the anchor's
-accumulation node run?
+[Note: the block function] Forward holds the block, runs it micro-batch by micro-batch under a graph of its own, writes
+the outputs into whole-batch tensors and lets go. Backward holds it again and runs backward through each micro-batch's
+graph: parameters are leaves whose `.grad` is bound to the gradient chunk. To autograd outside, parameters are
+invisible; so that a block with no differentiable input (a trainable embedding behind integer inputs) still gets its
+backward, every block with trainable parameters has an empty tensor that requires grad, the anchor, as an extra input.
+Whether parameters take part in this particular backward (`torch.autograd.grad` of inputs must not touch them) is asked
+from the engine: will the anchor's accumulation node run?
+
+[Note: recomputation] The graph of a block that is recomputed saves nothing but the way to make its tensors again: it
+is a checkpoint, entered in forward, whose output is dropped and whose gradient edge is kept. Recomputation then ends
+with the last tensor that backward needs, and a block's last projection is not repeated. Eager, torch's checkpoint does
+this; compiled, the checkpoint is inside of what is compiled, and the compiled backward contains the recomputation. What
+inputs it reads is decided in backward: they may have been on host in between.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -27,19 +34,21 @@ from hightide.ir.plan import Activation, Update
 from hightide.ir.split import BatchDim, Split
 from hightide.ir.tier import Tier
 from hightide.profiler.split import flatten, flatten_call, narrow, signature_of, unflatten
-from hightide.runtime.activations import FREED, Stash, keep_hooks
+from hightide.runtime.activations import FREED, Stash, outlive_slots
+from hightide.runtime.compiled import checkpointed
 
 if TYPE_CHECKING:
     from hightide.runtime.run import Run
 
 
 class BlockRunner:
-    """How one block executes. Lives in the block's swapped class."""
+    """How one block executes."""
 
     def __init__(self, run: Run, index: int, original: Callable[..., Any]) -> None:
         self.run = run
         self.index = index
         self.original = original  # the class's own forward
+        run.compiled.add(original)
         self.spec = run.profile.blocks[index]
         self.plan = run.plan.blocks[index]
         self._trainable = {s.name: s.trainable for s in run.profile.params if s.name in self.spec.params}
@@ -63,6 +72,12 @@ class BlockRunner:
         call = BlockCall(self, module, args, kwargs)
         outputs = BlockFunction.apply(call, self.anchor, *call.tensors())
         return call.assemble(list(outputs))
+
+    def compiled(self, num_samples: int, recompute: bool) -> Callable[..., Any] | None:
+        """None: eager. A smaller last micro-batch is not worth a compilation of its own."""
+        if num_samples != self.run.plan.micro_batch:
+            return None
+        return self.run.compiled.forward_of(self.original, recompute)
 
     @property
     def anchor(self) -> Tensor | None:
@@ -104,6 +119,7 @@ class BlockCall:
         self.requires_grad = [tensor.requires_grad for tensor in self._tensors]
         self.on_host: list[bool] = [False] * len(self._tensors)  # which inputs wait for backward on host
         self._graphs: list[_Graph] | None = None
+        self._now: list[Tensor] = []  # the inputs of the micro-batch that a recomputation is about
         self._spent = False  # its one backward has begun
         self._autocast = runner.run.autocast()
         split = runner.run.split_of(runner.index, signature_of(self._merged(self._tensors), self._tree))
@@ -126,41 +142,77 @@ class BlockCall:
 
     def forward(self, tensors: Sequence[Tensor], needs_backward: bool) -> list[Tensor]:
         run = self.runner.run
-        keep = self.runner.plan.activation is Activation.KEEP
         graphs: list[_Graph] = []
         gathered: _Gathered | None = None
         with run.tick(Op.FORWARD, self.runner.index) as tick:
             self.call = tick.call
+            if needs_backward:
+                tensors = self._choose_away(tensors)
             for number, (start, num_samples) in enumerate(self._bounds):
                 with self._draws.forward(number), self._autocast.restored():
-                    inputs = self._slice(tensors, start, num_samples, with_grad=keep)
-                    with keep_hooks(run.chunks) if keep else nullcontext(), torch.set_grad_enabled(keep):
-                        outputs = self._run(inputs)
+                    inputs = self._slice(tensors, start, num_samples, with_grad=needs_backward)
+                    outputs = self._with_graph(inputs, num_samples) if needs_backward else self.run(inputs)
                 if gathered is None:
                     gathered = _Gathered(outputs, self._outputs, self._bounds)
                 gathered.put(number, outputs)
-                if keep:
+                if needs_backward:
                     graphs.append(_Graph.of(inputs, outputs))
                 del inputs, outputs
-            self._graphs = graphs if keep else None
-            if needs_backward and self.runner.plan.inputs is Tier.HOST:
+            self._graphs = graphs
+            self._now = []
+            if any(self.on_host):
                 self._register_stash(tensors)
         assert gathered is not None
         return gathered.whole
 
-    def _register_stash(self, tensors: Sequence[Tensor]) -> None:
+    def _choose_away(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Inputs that carry gradients wait on host. The rest (masks, positions) are shared and stay; so does everything
-        that a kept graph holds anyway, or that the plan did not foresee."""
-        if self._graphs is not None or self.call is None:
-            return
+        that a kept graph holds anyway, or that the plan did not foresee. What comes back is contiguous, so it leaves
+        so."""
+        if self.runner.plan.inputs is not Tier.HOST or self._keep or self.call is None:
+            return tensors
         self.on_host = list(self.requires_grad)
+        return [tensor.contiguous() if away else tensor for tensor, away in zip(tensors, self.on_host, strict=True)]
+
+    def _register_stash(self, tensors: Sequence[Tensor]) -> None:
+        assert self.call is not None and self._graphs is not None
         away = [tensor for tensor, on_host in zip(tensors, self.on_host, strict=True) if on_host]
         self.stash = self.runner.run.stashes.register(self.call, away)
+        for graph in self._graphs:
+            graph.forget_inputs(self.on_host)
 
-    def _run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    @property
+    def _keep(self) -> bool:
+        return self.runner.plan.activation is Activation.KEEP
+
+    def _with_graph(self, inputs: list[Tensor], num_samples: int) -> list[Tensor]:
+        """Runs one micro-batch so that backward can follow. See [Note: recomputation]."""
+        run, again = self.runner.run, weakref.proxy(self)  # this object owns the graphs: they must not own it
+        compiled = self.runner.compiled(num_samples, recompute=not self._keep)
+        self._now = inputs
+        with torch.enable_grad():
+            if compiled is not None:
+                with run.gpu.unmetered(), outlive_slots(run.chunks, self.away_now(), lambda: again.away_now()):
+                    outputs = self.run(inputs, compiled)
+                run.adopt(outputs, "activations")
+                return outputs
+            if self._keep:
+                with outlive_slots(run.chunks):
+                    return self.run(inputs)
+            recomputed: list[Tensor] = checkpointed(lambda: again.run(again.now()))
+            return recomputed
+
+    def now(self) -> list[Tensor]:
+        return self._now
+
+    def away_now(self) -> list[Tensor]:
+        """Of the present micro-batch's inputs, those that wait on host."""
+        return [tensor for tensor, on_host in zip(self._now, self.on_host, strict=True) if on_host]
+
+    def run(self, inputs: Sequence[Tensor], forward: Callable[..., Any] | None = None) -> list[Tensor]:
         """Runs the block on one micro-batch; returns the tensors of its result."""
         args, kwargs = unflatten(self._merged(inputs), self._tree)
-        result = self.runner.original(self.module, *args, **kwargs)
+        result = (forward or self.runner.original)(self.module, *args, **kwargs)
         leaves, tree = flatten(result)
         self._out_tree = tree
         self._out_positions = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -207,10 +259,19 @@ class BlockCall:
                 for tensor, dim in zip(tensors, self._inputs, strict=True)
             ]
             for number, (start, num_samples) in enumerate(self._bounds):
-                graph = self._graph(number, tensors, start, num_samples)
+                assert self._graphs is not None
+                graph, self._graphs[number] = self._graphs[number], None  # type: ignore[call-overload]
                 roots = graph.roots(self._slice_grads(grads, number, start, num_samples))
                 if roots:
-                    graph.backward(roots, wanted, accumulate)
+                    self._now = self._slice(tensors, start, num_samples, with_grad=True)
+                    compiled = self.runner.compiled(num_samples, recompute=not self._keep) is not None
+                    with (
+                        self._draws.replay(number),
+                        self._autocast.restored(),
+                        run.gpu.unmetered() if compiled else nullcontext(),
+                    ):
+                        graph.backward(roots, wanted, accumulate)
+                    self._now = []
                 for index, want in enumerate(wanted):
                     if want:
                         summed[index].add(graph.take_grad(index), start, num_samples)
@@ -224,14 +285,6 @@ class BlockCall:
         staying = iter(here)
         away = iter(self.runner.run.stashes.consume(self.stash) if self.stash is not None else ())
         return [next(away) if on_host else next(staying) for on_host in self.on_host]
-
-    def _graph(self, number: int, tensors: Sequence[Tensor], start: int, num_samples: int) -> _Graph:
-        if self._graphs is not None:
-            graph, self._graphs[number] = self._graphs[number], None  # type: ignore[call-overload]
-            return graph
-        with torch.enable_grad(), self._draws.replay(number), self._autocast.restored():
-            inputs = self._slice(tensors, start, num_samples, with_grad=True)
-            return _Graph.of(inputs, self._run(inputs))
 
     def _slice_grads(
         self, grads: Sequence[Tensor | None], number: int, start: int, num_samples: int
@@ -277,6 +330,12 @@ class _Graph:
     @classmethod
     def of(cls, inputs: list[Tensor], outputs: list[Tensor]) -> _Graph:
         return cls(inputs, [get_gradient_edge(output) if output.requires_grad else None for output in outputs])
+
+    def forget_inputs(self, which: Sequence[bool]) -> None:
+        """The leaves stay as ends of the graph, their values do not: shape without memory."""
+        for leaf, forget in zip(self._inputs, which, strict=True):
+            if forget:
+                leaf.data = leaf.new_full((), math.nan).expand(leaf.shape)
 
     def roots(self, grads: list[Tensor | None]) -> list[tuple[GradientEdge, Tensor]]:
         pairs = zip(self._edges, grads, strict=True)

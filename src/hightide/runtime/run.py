@@ -23,7 +23,9 @@ from hightide.profiler.split import batch_size, flatten_call, tensors
 from hightide.runtime import rng
 from hightide.runtime.activations import Stashes
 from hightide.runtime.autocast import Autocast
+from hightide.runtime.blocks import BlockRunner
 from hightide.runtime.chunks import Chunks
+from hightide.runtime.compiled import CompiledForwards
 from hightide.runtime.executor import Executor, Tick
 from hightide.runtime.gradients import Gradients
 from hightide.runtime.lanes import Lanes
@@ -46,10 +48,13 @@ class Run:
         forced_kwargs: Mapping[str, Any],
         check_call: Callable[[Mapping[str, Any]], None],
         device: torch.device = rng.CPU,
+        compile: bool = False,
     ) -> None:
         self.model, self.profile, self.plan = model, profile, plan
         self.probed = probed
         self.probing = False
+        self.runners: dict[int, BlockRunner] = {}  # by the id of the block's module
+        self.compiled = CompiledForwards(compile)
         self._check_call = check_call  # raises for arguments under which training through blocks would be wrong
         self.forced_kwargs = dict(forced_kwargs)  # keyword arguments of every training call of the model
         self.parameters = _by_key(model, profile)

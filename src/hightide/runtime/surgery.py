@@ -1,7 +1,8 @@
 """Swapping classes: how a user's model comes to run through hightide without anything being stored on it.
 
-Each block, the root and the modules between them get a subclass of their own class, made for this one instance; the
-subclass, not the instance, knows the run. `unwrap` puts the old classes back.
+Each block, the root and the modules between them get a subclass of their own class; the subclass, not the instance,
+knows the run. Equal modules share one, as they did before: torch.compile tells modules apart by their class. `unwrap`
+puts the old classes back.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class WrappedInner(Wrapped):
 
 
 class WrappedBlock(Wrapped):
-    hightide_runner: BlockRunner
+    @property
+    def hightide_runner(self) -> BlockRunner:
+        return self.hightide_run.runners[id(self)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.hightide_runner(self, args, kwargs)  # type: ignore[arg-type]
@@ -125,7 +128,7 @@ def check_modules(model: nn.Module, profile: ModelProfile, captured: Iterable[st
 
 
 def wrap_modules(run: Run) -> None:
-    inner_classes: dict[type, type] = {}
+    classes: dict[tuple[type, type], type] = {}
     modules = dict(run.model.named_modules(remove_duplicate=False))
     for name in _ancestors(block.name for block in run.profile.blocks if not block.loose):
         if name:
@@ -136,10 +139,11 @@ def wrap_modules(run: Run) -> None:
     for block in run.profile.blocks:
         if not block.loose:
             module = modules[block.name]
-            runner = BlockRunner(run, block.index, type(module).forward)
-            kind = WrappedHead if block.lazy_head else WrappedBlock
-            _swap_inside(module, run, inner_classes)
-            _swap(module, kind, {"hightide_run": run, "hightide_runner": runner})
+            run.runners[id(module)] = BlockRunner(run, block.index, type(module).forward)
+            for inside in module.modules():  # for the sake of their state dicts
+                if inside is not module and next(inside.parameters(), None) is not None:
+                    _swap_shared(inside, Wrapped, run, classes)
+            _swap_shared(module, WrappedHead if block.lazy_head else WrappedBlock, run, classes)
     _swap(run.model, WrappedRoot, {"hightide_run": run})
 
 
@@ -177,16 +181,13 @@ def _ancestors(names: Iterable[str]) -> list[str]:
     return [name for name in found if name not in names]
 
 
-def _swap_inside(block: nn.Module, run: Run, classes: dict[type, type]) -> None:
-    """The modules inside a block, for the sake of their state dicts. Equal modules share a class, as they did before:
-    torch.compile tells modules apart by it."""
-    for module in block.modules():
-        if module is block or isinstance(module, Wrapped) or next(module.parameters(), None) is None:
-            continue
-        original = type(module)
-        if original not in classes:
-            classes[original] = _subclass(original, Wrapped, {"hightide_run": run})
-        module.__class__ = classes[original]
+def _swap_shared(module: nn.Module, mixin: type, run: Run, classes: dict[tuple[type, type], type]) -> None:
+    if isinstance(module, Wrapped):  # tied modules are met twice
+        return
+    key = (type(module), mixin)
+    if key not in classes:
+        classes[key] = _subclass(type(module), mixin, {"hightide_run": run})
+    module.__class__ = classes[key]
 
 
 def _swap(module: nn.Module, mixin: type, attributes: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hightide.ir.tier import Tier
 from hightide.stores.arena import ArenaStore
@@ -46,16 +47,18 @@ class SimulatedAccelerator(ArenaStore, Accelerator):
 
     @contextmanager
     def unmetered(self) -> Iterator[None]:
-        """Inside, the calling thread's allocations do not count: work that a real accelerator would not see."""
+        """Inside, the calling thread's allocations do not count: work that a real accelerator would not see, or that
+        torch.compile does, which refuses to run under a dispatch mode."""
         active: AllocationMeter | None = getattr(self._active, "meter", None)
         if active is None:
             yield
             return
-        outer, active.paused = active.paused, True
+        self._active.meter = None
         try:
-            yield
+            with _disable_current_modes():
+                yield
         finally:
-            active.paused = outer
+            self._active.meter = active
 
     def adopt(self, tensor: torch.Tensor, label: str) -> None:
         """Counts an existing tensor's storage until it dies, unless it is counted already (views of the arena are)."""
