@@ -53,7 +53,8 @@ class CompiledForwards:
             self._forwards[key] = None
             name = f"{original.__module__}.{original.__qualname__}"
             warnings.warn(
-                f"{name} cannot be compiled and runs eagerly from now on: slower, but right. torch.compile says: {error}",
+                f"{name} cannot be compiled and runs eagerly from now on: slower, but right. "
+                f"torch.compile says: {error}",
                 stacklevel=2,
             )
         return checkpointed(original, *args, **kwargs) if recompute else original(*args, **kwargs)
