@@ -1,12 +1,11 @@
 """The host's AdamW alone and while both links are busy: G parameters/s and share of the measured DRAM bandwidth.
 
     python bench/update.py                  all variants; small on a small machine
-    python bench/update.py --threads 16 --tiles 256Ki --huge-pages
+    python bench/update.py --threads 16 --tiles 256Ki --kernels c --huge-pages
 
-Two ways to use the cores: `omp` runs one tile at a time on all of them; `workers` gives each thread its own tiles, so
-that a tile stays in one core's cache and no operation waits for the slowest core. `fp32` is the kernel on fp32 arrays;
-`bf16` takes the gradient in bf16 through a reused scratch tile and writes the parameter's bf16 copy too.
-Both move 28 bytes per parameter through DRAM if tiles stay in cache.
+It measures the product's own code: `HostUpdate` on the cpu lane of `Lanes`, whose threads take tiles of one update. `c`
+is the compiled kernel, `torch` torch's operations. `fp32` is the update of fp32 arrays; `bf16` takes the gradient in
+bf16 and writes the parameter's bf16 copy too. Both move 28 bytes per parameter through DRAM.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +27,24 @@ import psutil
 import torch
 from torch import Tensor
 
+from hightide.ir.chunk import ALIGN_NUMEL
+from hightide.ir.tier import Lane
+from hightide.optim.adamw import AdamWHyper, AdamWRule
+from hightide.optim.host import HostUpdate
+from hightide.optim.operands import Operands
+from hightide.runtime.lanes import Lanes
+
 BYTES_PER_PARAM = {"fp32": 28, "bf16": 28}  # 4 read + 3 written fp32; or 2 + 3*4 read and 3*4 + 2 written
 STORED_BYTES_PER_PARAM = 20  # master, two moments, fp32 gradient (or its bf16 and the parameter's)
-HYPER = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8, "amsgrad": False}
+HYPER = AdamWHyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, maximize=False)
+RULE = AdamWRule()
+KERNELS = ("c", "torch")
 
 
 @dataclass(frozen=True)
 class Variant:
     kind: str  # fp32, bf16
-    mode: str  # omp, workers
+    kernel: str  # c, torch
     num_threads: int
     tile_numel: int
 
@@ -58,15 +65,9 @@ class Arrays:
             for target in (self.master, self.param, *self.grads.values()):
                 target[start : start + size] = noise[:size]
 
-    def update(self, kind: str, tile: slice, scratch: Tensor, steps: Tensor) -> None:
-        master, grad = self.master[tile], self.grads[kind][tile]
-        if kind == "bf16":
-            grad = scratch[: len(grad)].copy_(grad)
-        torch._fused_adamw_(
-            [master], [grad], [self.first[tile]], [self.second[tile]], [], [steps], **HYPER, maximize=False
-        )
-        if kind == "bf16":
-            self.param[tile].copy_(master)
+    def operands(self, kind: str) -> Operands:
+        param = self.param if kind == "bf16" else None
+        return Operands(self.master, self.grads[kind], (self.first, self.second), param)
 
 
 def _huge(numel: int, dtype: torch.dtype) -> Tensor:
@@ -76,33 +77,19 @@ def _huge(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 class Updater:
-    """Runs whole updates in one variant. Threads and scratch live as long as it."""
+    """Runs whole updates in one variant, as the product does: on the cpu lane, shared by its threads."""
 
     def __init__(self, arrays: Arrays, variant: Variant) -> None:
-        self.arrays, self.variant = arrays, variant
-        numel = len(arrays.master)
-        self.tiles = [slice(at, min(at + variant.tile_numel, numel)) for at in range(0, numel, variant.tile_numel)]
-        self.steps = torch.tensor(10.0)
-        self.num_workers = variant.num_threads if variant.mode == "workers" else 1
-        self.own = threading.local()
-        self.pool = ThreadPoolExecutor(self.num_workers, initializer=self._start)
-
-    def _start(self) -> None:
-        torch.set_num_threads(1 if self.variant.mode == "workers" else self.variant.num_threads)  # of this thread
-        self.own.scratch = torch.zeros(self.variant.tile_numel)
+        self.operands, self.step = arrays.operands(variant.kind), 10
+        self.lanes = Lanes(update_threads=variant.num_threads)
+        self.update = HostUpdate(RULE, self.lanes.sharers, variant.kernel, variant.tile_numel)
 
     def run(self) -> None:
-        numbers = itertools.count()  # shared: a thread that is slowed down takes fewer tiles
-        for done in [self.pool.submit(self._work, numbers) for _ in range(self.num_workers)]:
-            done.result()
-
-    def _work(self, numbers: itertools.count[int]) -> None:
-        with torch.no_grad():
-            while (index := next(numbers)) < len(self.tiles):
-                self.arrays.update(self.variant.kind, self.tiles[index], self.own.scratch, self.steps)
+        work = self.lanes.submit("update", Lane.CPU, 0, [], lambda: self.update.update(self.operands, self.step, HYPER))
+        self.lanes.wait(work, Lane.CPU)
 
     def close(self) -> None:
-        self.pool.shutdown()
+        self.lanes.close()
 
 
 class LinkLoad:
@@ -199,27 +186,20 @@ def measure(arrays: Arrays, variant: Variant, repeats: int, loaded: bool) -> dic
 
 
 def check() -> None:
-    """Every variant computes the same, to the bit, as torch's AdamW on the rounded gradient."""
-    for kind, mode in itertools.product(BYTES_PER_PARAM, ("omp", "workers")):
-        arrays, numel = Arrays(10_007), 10_007
+    """Every variant computes the same, to the bit, as torch's fused AdamW on the rounded gradient."""
+    numel = 80 * ALIGN_NUMEL
+    for kind, kernel in itertools.product(BYTES_PER_PARAM, KERNELS):
+        arrays = Arrays(numel)
         expected = arrays.master.clone().requires_grad_()
         expected.grad = arrays.grads[kind].float()
-        options = {"lr": HYPER["lr"], "weight_decay": HYPER["weight_decay"], "fused": True}
-        optimizer = torch.optim.AdamW([expected], **options)
-        updater = Updater(arrays, Variant(kind, mode, 2, 1024))
-        updater.steps = torch.tensor(1.0)
+        optimizer = torch.optim.AdamW([expected], lr=HYPER.lr, weight_decay=HYPER.weight_decay, fused=True)
         optimizer.step()
+        updater = Updater(arrays, Variant(kind, kernel, 2, 8 * ALIGN_NUMEL))
+        updater.step = 1
         updater.run()
         updater.close()
-        assert torch.equal(arrays.master, expected.detach()), (kind, mode, numel)
-        assert kind != "bf16" or torch.equal(arrays.param, expected.detach().bfloat16()), mode
-
-
-def variants(num_threads: list[int], tiles: list[int], numel: int) -> list[Variant]:
-    made = [Variant("fp32", "omp", threads, numel) for threads in num_threads]  # one call, as torch.optim does it
-    for kind, mode, threads, tile in itertools.product(BYTES_PER_PARAM, ("omp", "workers"), num_threads, tiles):
-        made.append(Variant(kind, mode, threads, tile))
-    return made
+        assert torch.equal(arrays.master, expected.detach()), (kind, kernel)
+        assert kind != "bf16" or torch.equal(arrays.param, expected.detach().bfloat16()), kernel
 
 
 def main() -> None:
@@ -231,7 +211,7 @@ def main() -> None:
     add("--threads", default=",".join(map(str, counts)), help="thread counts, with commas")
     add("--tiles", default="64Ki,256Ki,1Mi,4Mi", help="elements per tile, with commas")
     add("--kinds", default="fp32,bf16")
-    add("--modes", default="omp,workers")
+    add("--kernels", default=",".join(KERNELS))
     add("--repeats", type=int, default=7)
     add("--huge-pages", action="store_true", help="ask for transparent huge pages")
     add("--load", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(), help="links busy too")
@@ -247,9 +227,8 @@ def main() -> None:
     before = dram_bandwidth(probe_numel, options.repeats)
     arrays = Arrays(numel, options.huge_pages)
     results = []
-    for variant in variants(_numbers(options.threads), _numbers(options.tiles), numel):
-        if variant.kind not in options.kinds.split(",") or variant.mode not in options.modes.split(","):
-            continue
+    choices = (options.kinds.split(","), options.kernels.split(","), _numbers(options.threads), _numbers(options.tiles))
+    for variant in itertools.starmap(Variant, itertools.product(*choices)):
         for loaded in (False, True)[: 1 + options.load]:
             results.append(measure(arrays, variant, options.repeats, loaded))
             print(json.dumps(results[-1]), flush=True)
@@ -267,13 +246,13 @@ def _numbers(text: str) -> list[int]:
 
 def print_table(results: list[dict[str, Any]], dram_gb_per_s: float, count: int = 6) -> None:
     """The fastest few of each kind."""
-    print("kind  links  mode     threads  tile       Gparam/s  (min-max)    DRAM share  link GB/s")
+    print("kind  links  kernel   threads  tile       Gparam/s  (min-max)    DRAM share  link GB/s")
     for kind, loaded in itertools.product(BYTES_PER_PARAM, (False, True)):
         rows = [row for row in results if (row["kind"], row["loaded"]) == (kind, loaded)]
         for row in sorted(rows, key=lambda row: -row["gparams_per_s"])[:count]:
             links = " ".join(f"{way} {value:.1f}" for way, value in row["link_gb_per_s"].items())
             print(
-                f"{kind}  {'busy' if loaded else 'idle'}   {row['mode']:7}  {row['num_threads']:7}"
+                f"{kind}  {'busy' if loaded else 'idle'}   {row['kernel']:7}  {row['num_threads']:7}"
                 f"  {row['tile_numel']:<9}  {row['gparams_per_s']:8.2f}"
                 f"  ({row['min_gparams_per_s']:.2f}-{row['max_gparams_per_s']:.2f})"
                 f"  {row['gb_per_s'] / dram_gb_per_s:9.0%}  {links}"

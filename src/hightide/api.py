@@ -9,7 +9,7 @@ from hightide.integrations import transformers
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.limits import Limits
-from hightide.ir.plan import Plan, Update
+from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.machine import free_host_bytes
 from hightide.measured import Stats, read_stats
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
@@ -35,6 +35,7 @@ def wrap(
     plan: Plan | None = None,
     micro_batch: int | None = None,
     update: str = "deferred",
+    gradients: str = "float32",
     compile: bool = False,
     device: str | torch.device | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -43,7 +44,9 @@ def wrap(
     `batch` is one whole step's batch, as an example: a mapping (keyword arguments), a tuple (positional arguments) or
     a tensor. `plan` uses a plan made earlier instead of making one. `micro_batch` pins the micro-batch size.
     `update="in_backward"` is a promise of one step per backward and no clipping, which hides more of the update; a
-    broken promise raises. `compile` compiles the blocks with torch.compile, equal ones once. `device`: the simulated accelerator, a bounded arena in RAM; 'cuda' is experimental.
+    broken promise raises. `gradients="param"` rounds each finished gradient, whose sum is fp32, to its parameter's
+    dtype: half the bytes to move and to keep on the host. `compile` compiles the blocks with torch.compile, equal ones
+    once. `device`: the simulated accelerator, a bounded arena in RAM; 'cuda' is experimental.
     """
     place = _device(device)
     if plan is not None and (limits is not None or micro_batch is not None):
@@ -54,10 +57,15 @@ def wrap(
         raise ValueError(
             f"update={update!r}, but the plan was made with update={str(plan.update)!r}; make a new plan with it"
         )
+    rounding = _gradients(gradients)
+    if plan is not None and rounding not in (GradientDtype.FLOAT32, plan.gradients):
+        raise ValueError(
+            f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new plan"
+        )
     profile, probed = _profile(model, optimizer, batch)
     if plan is None:
         resolved = _resolve(limits or Limits(), place)
-        plan, schedules = _make_plan(profile, resolved, timing, micro_batch, rule.num_moments)
+        plan, schedules = _make_plan(profile, resolved, timing, micro_batch, rule.num_moments, rounding)
     else:
         check_plan(profile, plan)
         schedules = _lower(profile, plan)
@@ -79,13 +87,15 @@ def plan(
     limits: Limits | None = None,
     micro_batch: int | None = None,
     update: str = "deferred",
+    gradients: str = "float32",
     device: str | torch.device | None = None,
 ) -> Plan:
     """The plan that `wrap` would use, without touching the model."""
     rule = rule_for(_check_fresh(model, optimizer))
     profile, _ = _profile(model, optimizer, batch)
     resolved = _resolve(limits or Limits(), _device(device))
-    made, schedules = _make_plan(profile, resolved, _timing(update), micro_batch, rule.num_moments)
+    rounding = _gradients(gradients)
+    made, schedules = _make_plan(profile, resolved, _timing(update), micro_batch, rule.num_moments, rounding)
     _verify(profile, made, schedules)
     return made
 
@@ -145,14 +155,26 @@ def _timing(update: str) -> Update:
         raise ValueError(f"update={update!r} is not a timing; use 'deferred' or 'in_backward'") from None
 
 
+def _gradients(gradients: str) -> GradientDtype:
+    try:
+        return GradientDtype(gradients)
+    except ValueError:
+        raise ValueError(f"gradients={gradients!r} is not supported; use 'float32' or 'param'") from None
+
+
 def _profile(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[ModelProfile, ProbeResult]:
     return profile_model(model, optimizer, batch)
 
 
 def _make_plan(
-    profile: ModelProfile, limits: tuple[int, int], update: Update, micro_batch: int | None, num_moments: int
+    profile: ModelProfile,
+    limits: tuple[int, int],
+    update: Update,
+    micro_batch: int | None,
+    num_moments: int,
+    gradients: GradientDtype,
 ) -> tuple[Plan, dict[Mode, Schedule]]:
-    made = plan_by_rule(profile, *limits, update, micro_batch, num_moments)
+    made = plan_by_rule(profile, *limits, update, micro_batch, num_moments, gradients)
     return made, _lower(profile, made)
 
 

@@ -22,6 +22,7 @@ class Stats:
     stall_s: dict[str, float]  # per lane: how long compute waited for it
     evictions: int
     deviations: int  # ticks that the model ran outside of the plan, or not at all
+    update_kernel: str  # what computes updates on the host: "c" or "torch"
 
 
 def read_stats(run: Run) -> Stats:
@@ -37,4 +38,5 @@ def read_stats(run: Run) -> Stats:
         stall_s={str(lane): seconds for lane, seconds in run.executor.stall_s.items()},
         evictions=run.performer.num_evictions,
         deviations=run.executor.num_deviations,
+        update_kernel=run.performer.updates.kernel if run.performer.updates is not None else "",
     )

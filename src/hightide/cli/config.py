@@ -13,7 +13,7 @@ import yaml
 
 from hightide.ir.codec import build, to_json
 from hightide.ir.limits import Limits
-from hightide.ir.plan import Update
+from hightide.ir.plan import GradientDtype, Update
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class TrainConfig:
     log_every: int = 10  # a line is printed every so many steps; metrics are written at every step
     micro_batch: int | None = None  # None: the planner chooses
     update: Update = Update.DEFERRED
+    gradients: GradientDtype = GradientDtype.FLOAT32
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -43,6 +43,7 @@ def train(config: TrainConfig, console: Console) -> bool:
         limits=config.limits.resolve(),
         micro_batch=config.micro_batch,
         update=config.update.value,
+        gradients=config.gradients.value,
     )
     run = _Run(config, console, model, optimizer, num_params)
     run.introduce()

@@ -8,6 +8,8 @@ from hightide.ir.block import DTYPE_BYTES
 
 ALIGN_NUMEL = 128  # every parameter starts at a multiple of this many elements: 256 bytes in bf16, 512 in fp32
 GRAD_BYTES = 4  # gradients are summed in fp32
+STAGING_NUMEL = 4 * 1024**2  # gradients are rounded, and widened again, so many elements at a time
+NUM_STAGINGS = 3  # for those that leave the GPU, that come back, and that are rounded where they are: each its stream
 UPDATE_TILE_NUMEL = 4 * 1024**2  # an update works in tiles of this many elements, of which it may need one as scratch
 REGION_BYTES = 512  # stores give space in multiples of this
 STATE_BYTES = 4  # master copies and moments are fp32
@@ -53,6 +55,7 @@ class ChunkSpec:
 
     @property
     def grad_bytes(self) -> int:
+        """Of the fp32 sum on the GPU."""
         return self.trainable_numel * GRAD_BYTES
 
     @property

@@ -20,6 +20,13 @@ class Update(StrEnum):
     )
 
 
+class GradientDtype(StrEnum):
+    """What a finished gradient is rounded to. Sums over micro-batches are fp32 in any case."""
+
+    FLOAT32 = "float32"
+    PARAM = "param"  # the dtype of its parameter: half the bytes on the link and on the host, for one rounding
+
+
 class Activation(StrEnum):
     """What becomes of a block's activations between forward and backward."""
 
@@ -58,6 +65,7 @@ class Plan:
     layout: Layout
     forecast: Forecast
     explanation: str  # the text of explain(), written by the planner when the plan was made
+    gradients: GradientDtype = GradientDtype.FLOAT32
 
     def explain(self) -> str:
         return self.explanation

@@ -125,7 +125,8 @@ def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> torch.optim.Opt
     wrapped.__dict__.update({name: value for name, value in vars(original).items() if name not in patched})
     wrapped.state = defaultdict(dict)
     wrapped._run, wrapped._rule, wrapped._original = run, rule, original
-    wrapped._updates = ChunkUpdates(run.profile, rule, original.param_groups, run.chunks, run.gradients)
+    groups = original.param_groups
+    wrapped._updates = ChunkUpdates(run.profile, rule, groups, run.chunks, run.gradients, run.lanes.sharers)
     run.performer.updates = wrapped._updates
     wrapped._take_states(original.state)
     original.state.clear()

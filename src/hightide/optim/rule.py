@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hightide.optim.adamw import AdamWRule
+from hightide.optim.operands import Operands
 
 
 class Rule(Protocol):
@@ -37,16 +38,27 @@ class Rule(Protocol):
 
     def update(
         self,
-        param: Tensor,
-        grad: Tensor,
-        moments: Sequence[Tensor],
+        operands: Operands,
         step: int,
         hyper: Any,
         scale: float | Tensor = 1.0,
         scratch: Tensor | None = None,
     ) -> None:
-        """Updates 1-D fp32 ranges in place with `grad * scale`; `step` counts from 1; `grad` is not changed. `scratch`:
-        TILE_NUMEL elements to work in; without it the rule allocates them."""
+        """Updates ranges in place with `grad * scale` by torch's operations, on any device; `step` counts from 1.
+        `scratch`: fp32 elements to work in, which is as much as it works on at a time; without it the rule allocates
+        them."""
+
+    def kernel(self) -> Kernel | None:
+        """The same arithmetic in C, for ranges on the host, if there is one and it can be used here."""
+
+
+class Kernel(Protocol):
+    def supports(self, grad: torch.dtype, param: torch.dtype | None) -> bool:
+        """Whether it knows these dtypes. `param` None: the fp32 master is the parameter."""
+
+    def share(self, operands: Operands, step: int, hyper: Any, scale: float, tile_numel: int) -> Callable[[int], None]:
+        """One update as work for any number of threads at once: each calls it, with its own number, and takes tiles
+        until none are left."""
 
 
 _RULES: tuple[Rule, ...] = (AdamWRule(),)

@@ -7,15 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hightide.ir.block import ModelProfile
 from hightide.ir.tier import ChunkKind, Tier
-from hightide.optim.adamw import TILE_NUMEL
+from hightide.optim.host import HostUpdate
+from hightide.optim.operands import Operands
 from hightide.optim.rule import Rule
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.gradients import Factor, Gradients, HostNumber
+from hightide.runtime.lanes import Sharers
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class ChunkUpdates:
         groups: Sequence[Mapping[str, Any]],
         chunks: Chunks,
         gradients: Gradients,
+        sharers: Sharers,
     ) -> None:
         self._rule = rule
         self._groups = groups
@@ -50,7 +52,7 @@ class ChunkUpdates:
         self._gradients = gradients
         self._group_of = {spec.name: spec.group for spec in profile.params}
         self.num_steps = dict.fromkeys(self._group_of, 0)  # updates that each parameter has received
-        self._host_scratch: Tensor | None = None
+        self._on_host = HostUpdate(rule, sharers)
         self.used: dict[int, Any] = {}  # hyper-parameters per group of the updates issued since the last step()
 
     def prepare(self, chunk: int) -> Callable[[], None] | None:
@@ -78,26 +80,20 @@ class ChunkUpdates:
                 ranges.append(one)
         return ranges
 
-    def _apply(self, chunk: int, ranges: list[Range], hypers: dict[int, Any]) -> None:
-        spec = self._chunks.specs[chunk]
-        master, grad, home = self._chunks.master(chunk), self._gradients.flat(chunk), self._chunks.home(chunk)
-        moments = self.moments(chunk)
-        scratch = self._scratch() if self._chunks.states_tier(chunk) is Tier.HOST else None
-        for part in ranges:
-            at = slice(part.start, part.stop)
-            slices = [moment[at] for moment in moments]
-            self._rule.update(
-                master[at], grad[at], slices, part.step, hypers[part.group], _number(part.factor), scratch
-            )
-            if spec.has_master:
-                home[at].copy_(master[at])
+    @property
+    def kernel(self) -> str:
+        """What computes updates on the host: "c" or "torch"."""
+        return self._on_host.kernel
 
-    def _scratch(self) -> Tensor:
-        """For the cpu lane, one for all its updates: fresh memory would cost a page fault every 4 KiB. An update on the
-        GPU allocates its own, where it counts."""
-        if self._host_scratch is None:
-            self._host_scratch = torch.empty(TILE_NUMEL, dtype=torch.float32)
-        return self._host_scratch
+    def _apply(self, chunk: int, ranges: list[Range], hypers: dict[int, Any]) -> None:
+        grad, home = self._gradients.flat(chunk), self._chunks.home(chunk)
+        param = home if self._chunks.specs[chunk].has_master else None
+        master, moments = self._chunks.master(chunk), tuple(self.moments(chunk))
+        numel = len(master)
+        whole = Operands(master, grad[:numel], moments, None if param is None else param[:numel])
+        update = self._on_host.update if self._chunks.states_tier(chunk) is Tier.HOST else self._rule.update
+        for part in ranges:
+            update(whole[part.start : part.stop], part.step, hypers[part.group], _number(part.factor))
 
     def moments(self, chunk: int) -> list[Tensor]:
         tier = self._chunks.states_tier(chunk)

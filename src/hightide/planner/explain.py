@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 
 from hightide.ir.action import Mode, Schedule
@@ -13,7 +13,7 @@ from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.memory import peaks
-from hightide.planner.place import grad_slot_bytes, slot_bytes
+from hightide.planner.place import grad_dtype, grad_slot_bytes, rounds_gradient, slot_bytes
 
 WIDTH = 80
 _COLUMNS = ("params", "states", "activations", "inputs")
@@ -21,7 +21,7 @@ _COLUMNS = ("params", "states", "activations", "inputs")
 
 def explain(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> str:
     schedule = schedules[Mode.TRAIN]
-    parts = [_memory(plan, schedule), _batch(profile, plan), _table(profile, plan), _precision(plan)]
+    parts = [_memory(plan, schedule), _batch(profile, plan), _table(profile, plan), _precision(profile, plan)]
     lines = [line for part in [*parts, _timing(plan), _traffic(schedule)] for line in part]
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
     return "\n".join(lines)
@@ -87,17 +87,26 @@ def _range_of(names: list[str]) -> str:
     return f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
-def _precision(plan: Plan) -> list[str]:
-    dtypes = sorted({chunk.dtype for chunk in plan.layout.chunks})
-    optimised = [chunk for chunk in plan.layout.chunks if chunk.optimised_numel]
+def _precision(profile: ModelProfile, plan: Plan) -> list[str]:
+    chunks = plan.layout.chunks
+    optimised = [chunk for chunk in chunks if chunk.optimised_numel]
     moments = sorted({chunk.num_states - chunk.has_master for chunk in optimised})
-    masters = sorted({chunk.dtype for chunk in optimised if chunk.has_master})
-    master = f"; float32 master copies of {', '.join(masters)} parameters" if masters else ""
-    moment = "/".join(map(str, moments)) or "no"
-    return [
-        _clip(f"precision: parameters {', '.join(dtypes)}; gradients summed in float32;", WIDTH),
-        _clip(f"  {moment} moments in float32{master}", WIDTH),
-    ]
+    masters = _names(chunk.dtype for chunk in optimised if chunk.has_master)
+    at_rest = _names(grad_dtype(plan, chunk) for chunk in chunks if chunk.trainable_numel)
+    rounded = any(rounds_gradient(plan, chunk) for chunk in chunks)
+    rows = {
+        "parameters": _names(chunk.dtype for chunk in chunks) + ", and compute unless under autocast",
+        "gradient sums": "float32, and their norms",
+        "gradients": at_rest + (": the sum, rounded after each backward" if rounded else ""),
+        "master copies": f"float32, of {masters} parameters" if masters else "none: parameters are float32",
+        "moments": f"{'/'.join(map(str, moments)) or 'no'} in float32",
+        "loss": "float32, fused with the head" if profile.vocabulary else "as the model computes it",
+    }
+    return ["precision:", *(_clip(f"  {name:<14} {text}", WIDTH) for name, text in rows.items())]
+
+
+def _names(dtypes: Iterable[str]) -> str:
+    return ", ".join(sorted(set(dtypes)))
 
 
 def _timing(plan: Plan) -> list[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hightide.ir.block import DTYPE_BYTES
-from hightide.ir.chunk import GRAD_BYTES, REGION_BYTES, ChunkSpec, Layout
-from hightide.ir.plan import Plan
+from hightide.ir.chunk import GRAD_BYTES, NUM_STAGINGS, REGION_BYTES, STAGING_NUMEL, ChunkSpec, Layout
+from hightide.ir.plan import GradientDtype, Plan
 from hightide.ir.tier import Tier
 
 
@@ -26,25 +26,53 @@ def has_host_params(plan: Plan, chunk: ChunkSpec) -> bool:
     return not params_on_gpu(plan, chunk) or is_refreshed(plan, chunk)
 
 
+def grad_dtype(plan: Plan, chunk: ChunkSpec) -> str:
+    """Of a finished gradient, wherever it is. A dtype that is wider than the sum would only repeat zeros."""
+    if plan.gradients is GradientDtype.PARAM and DTYPE_BYTES[chunk.dtype] < GRAD_BYTES:
+        return chunk.dtype
+    return "float32"
+
+
+def rounds_gradient(plan: Plan, chunk: ChunkSpec) -> bool:
+    return grad_dtype(plan, chunk) != "float32" and chunk.trainable_numel > 0
+
+
+def host_grad_bytes(plan: Plan, chunk: ChunkSpec) -> int:
+    """On the link, and at home."""
+    return chunk.trainable_numel * DTYPE_BYTES[grad_dtype(plan, chunk)]
+
+
+def staging_bytes(plan: Plan) -> int:
+    """One buffer on the GPU through which rounded gradients pass. There are NUM_STAGINGS of them."""
+    sizes = [
+        min(chunk.trainable_numel, STAGING_NUMEL) * DTYPE_BYTES[grad_dtype(plan, chunk)]
+        for chunk in plan.layout.chunks
+        if rounds_gradient(plan, chunk)
+    ]
+    return max(sizes, default=0)
+
+
+def gpu_staging_bytes(plan: Plan) -> int:
+    return NUM_STAGINGS * region_bytes(staging_bytes(plan))
+
+
 def gpu_chunk_bytes(plan: Plan, chunk: ChunkSpec) -> int:
     """Bytes on the GPU for the whole run."""
     params = region_bytes(chunk.param_bytes) if params_on_gpu(plan, chunk) else 0
-    return params + (_training_bytes(chunk) if states_on_gpu(plan, chunk) else 0)
+    training = region_bytes(chunk.grad_bytes) + region_bytes(chunk.state_bytes)
+    return params + (training if states_on_gpu(plan, chunk) else 0)
 
 
 def host_chunk_bytes(plan: Plan, chunk: ChunkSpec) -> int:
     """Bytes on the host for the whole run."""
     params = region_bytes(chunk.param_bytes) if has_host_params(plan, chunk) else 0
-    return params + (0 if states_on_gpu(plan, chunk) else _training_bytes(chunk))
+    training = region_bytes(host_grad_bytes(plan, chunk)) + region_bytes(chunk.state_bytes)
+    return params + (0 if states_on_gpu(plan, chunk) else training)
 
 
 def region_bytes(num_bytes: int) -> int:
     """What a store sets aside for so many bytes."""
     return -(-num_bytes // REGION_BYTES) * REGION_BYTES
-
-
-def _training_bytes(chunk: ChunkSpec) -> int:
-    return region_bytes(chunk.grad_bytes) + region_bytes(chunk.state_bytes)
 
 
 def slot_bytes(layout: Layout) -> int:

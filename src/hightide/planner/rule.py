@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from hightide.ir.action import Mode
 from hightide.ir.block import BlockSpec, ModelProfile
 from hightide.ir.chunk import Layout
-from hightide.ir.plan import Activation, BlockPlan, Forecast, Plan, Update
+from hightide.ir.plan import Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.explain import explain
@@ -46,6 +46,7 @@ def plan_by_rule(
     update: Update,
     micro_batch: int | None = None,
     num_moments: int = 2,
+    gradients: GradientDtype = GradientDtype.FLOAT32,
 ) -> Plan:
     if micro_batch is not None and not 1 <= micro_batch <= profile.num_samples:
         raise ValueError(
@@ -53,7 +54,7 @@ def plan_by_rule(
             f"choose a number from 1 to {profile.num_samples}, or None"
         )
     layout = pack(profile, search_slot_numel(profile), num_moments)
-    rule = _Rule(profile, layout, gpu_bytes, host_bytes, update)
+    rule = _Rule(profile, layout, gpu_bytes, host_bytes, update, gradients)
     plan = rule.build(rule.fill(rule.lean(micro_batch)))
     schedule = lower(profile, plan, Mode.TRAIN)
     peak = peaks(schedule)
@@ -77,6 +78,7 @@ class _Rule:
     gpu_bytes: int
     host_bytes: int
     update: Update
+    gradients: GradientDtype = GradientDtype.FLOAT32
 
     def lean(self, micro_batch: int | None) -> _Choice:
         """Everything streamed and recomputed; the largest micro-batch that leaves room, the plainest variant first."""
@@ -159,6 +161,7 @@ class _Rule:
             layout=self.layout,
             forecast=Forecast(0, 0),
             explanation="",
+            gradients=self.gradients,
         )
         slots, grad_slots = widest_tick(plan, {call.block for call in self.profile.calls})
         return replace(

@@ -18,9 +18,19 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ChunkSpec, Placement
 from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Tier
-from hightide.planner.place import grad_slot_bytes, grad_width, has_host_params, slot_bytes
+from hightide.planner.place import (
+    grad_dtype,
+    grad_slot_bytes,
+    grad_width,
+    has_host_params,
+    host_grad_bytes,
+    rounds_gradient,
+    slot_bytes,
+    staging_bytes,
+)
 from hightide.runtime.residency import Copy, Residency
 from hightide.runtime.slots import SlotTable
+from hightide.runtime.staging import Staging
 from hightide.stores.base import Accelerator, Region, Store
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -58,6 +68,12 @@ class Chunks:
         self._slots = gpu.allocate(plan.num_slots * self.slot_bytes, "slots") if plan.num_slots else None
         self._grad_slots = (
             gpu.allocate(plan.num_grad_slots * self.grad_slot_bytes, "gradient slots") if plan.num_grad_slots else None
+        )
+
+        stage_bytes = staging_bytes(plan)
+        # Each is used on one stream only, whose order makes one buffer enough: see [Note: rounded gradients].
+        self._leaving, self._arriving, self._rounding = (
+            Staging(gpu, gpu.allocate(stage_bytes, "gradient staging")) if stage_bytes else None for _ in range(3)
         )
 
         self._regions: dict[tuple[int, ChunkKind, Tier], Region] = {}
@@ -98,7 +114,8 @@ class Chunks:
         if kind is ChunkKind.PARAM:
             return store.view(region, DTYPES[spec.dtype], 0, spec.numel)
         if kind is ChunkKind.GRAD:
-            return store.view(region, GRAD_DTYPE, 0, spec.trainable_numel)
+            dtype = GRAD_DTYPE if tier is Tier.GPU else self.grad_dtype(chunk)
+            return store.view(region, dtype, 0, spec.trainable_numel)
         return store.view(region, torch.float32, array * spec.optimised_numel * 4, spec.optimised_numel)
 
     def region(self, chunk: int, kind: ChunkKind, tier: Tier) -> Region:
@@ -119,6 +136,35 @@ class Chunks:
         first = self.grad_slots.first(chunk)
         assert first is not None and self._grad_slots is not None, f"the gradient of chunk {chunk} is not on the GPU"
         return self.gpu.view(self._grad_slots, GRAD_DTYPE, first * self.grad_slot_bytes, spec.trainable_numel)
+
+    # -- gradients on their way -----------------------------------------------------------------------------------
+
+    def grad_dtype(self, chunk: int) -> torch.dtype:
+        """Of a finished gradient. Its sum on the GPU is fp32."""
+        return DTYPES[grad_dtype(self._plan, self.specs[chunk])]
+
+    def send_gradient(self, chunk: int) -> int:
+        """From its slot home, on the d2h lane. Returns the bytes moved."""
+        region, source = self.region(chunk, ChunkKind.GRAD, Tier.HOST), self.grad_on_gpu(chunk)
+        if self._leaving is not None and rounds_gradient(self._plan, self.specs[chunk]):
+            self._leaving.send(source, self.grad_dtype(chunk), self.host, region)
+        else:
+            self.host.write(region, source).wait()
+        return host_grad_bytes(self._plan, self.specs[chunk])
+
+    def bring_gradient(self, chunk: int) -> int:
+        """From home into its slot, on the h2d lane. Returns the bytes moved."""
+        region, target = self.region(chunk, ChunkKind.GRAD, Tier.HOST), self.grad_on_gpu(chunk)
+        if self._arriving is not None and rounds_gradient(self._plan, self.specs[chunk]):
+            self._arriving.bring(target, self.grad_dtype(chunk), self.host, region)
+        else:
+            self.host.read(region, target).wait()
+        return host_grad_bytes(self._plan, self.specs[chunk])
+
+    def round_gradient(self, chunk: int) -> None:
+        """Where it is on the GPU, on the stream that computes."""
+        if self._rounding is not None and rounds_gradient(self._plan, self.specs[chunk]):
+            self._rounding.round(self.grad_on_gpu(chunk), self.grad_dtype(chunk))
 
     def slot_offset(self, tensor: Tensor) -> tuple[int, int] | None:
         """(chunk, byte offset in it) of a tensor that lies in a parameter slot; None for any other tensor."""
@@ -196,7 +242,8 @@ class Chunks:
         if has_host_params(self._plan, spec):
             self._regions[spec.index, ChunkKind.PARAM, Tier.HOST] = self.host.allocate(spec.param_bytes, "parameters")
         if spec.grad_bytes:
-            self._regions[spec.index, ChunkKind.GRAD, states] = states_store.allocate(spec.grad_bytes, "gradients")
+            grad_bytes = spec.grad_bytes if states is Tier.GPU else host_grad_bytes(self._plan, spec)
+            self._regions[spec.index, ChunkKind.GRAD, states] = states_store.allocate(grad_bytes, "gradients")
         if spec.state_bytes:
             self._regions[spec.index, ChunkKind.STATE, states] = states_store.allocate(
                 spec.state_bytes, "optimizer states"

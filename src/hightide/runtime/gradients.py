@@ -9,6 +9,7 @@ and can be read; `None` still means that there is no gradient, whoever set it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -43,6 +44,13 @@ class Gradients:
             entry.param: GradientPlaceholder(chunks.parameters[entry.param], self, entry.param)
             for entries in self._entries
             for entry in entries
+        }
+        calls = Counter(call.block for call in profile.calls if call.needs_backward)
+        # See [Note: rounded gradients].
+        self._rounded_in_place = {
+            spec.index
+            for spec in chunks.specs
+            if chunks.states_tier(spec.index) is Tier.GPU or sum(calls[block] for block in spec.users) > 1
         }
         self._valid: set[str] = set()  # parameters whose chunk holds a gradient
         self._factor: dict[str, float | Tensor] = {}  # what it still has to be multiplied by; absent: 1
@@ -87,7 +95,7 @@ class Gradients:
         for ticket in (self.exits.get(chunk), self.updates.get(chunk)):
             if ticket is not None:
                 ticket.settle()
-        self._chunks.view_of(self.flat(chunk), entry).copy_(gradient)
+        self._chunks.view_of(self.flat(chunk), entry).copy_(gradient.to(self._chunks.grad_dtype(chunk)))
         self._forget(key)
         self._valid.add(key)
         self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE)
@@ -118,7 +126,8 @@ class Gradients:
                 self._chunks.parameters[entry.param].grad = self._chunks.view_of(flat, entry).data
 
     def harvest(self, chunk: int, block: int | None) -> None:
-        """After a block's backward: which parameters received a gradient, and its norm while it is on the GPU."""
+        """After a block's backward: which parameters received a gradient, and its norm while it is on the GPU: that of
+        the fp32 sum, before any rounding."""
         users = {entry.param for entry in self._chunks.placements(chunk, block)}
         mine = [entry.param for entry in self._entries[chunk] if entry.param in users]
         for key in mine:
@@ -130,6 +139,8 @@ class Gradients:
             gradients = [self._chunks.parameters[key].grad for key in received]
             norms = torch._foreach_norm([gradient for gradient in gradients if gradient is not None])
             self._norms.update(zip(received, norms, strict=True))
+        if chunk in self._rounded_in_place:
+            self._chunks.round_gradient(chunk)
         for key in mine:
             self._chunks.parameters[key].grad = self._placeholders[key] if key in self._valid else None
 
@@ -216,7 +227,7 @@ class Gradients:
         chunk, entry = self._chunks.places[key]
         if chunk in self.exits:
             self.exits[chunk].settle()
-        value = self._chunks.view_of(self.flat(chunk), entry).clone()
+        value = self._chunks.view_of(self.flat(chunk), entry).to(GRAD_DTYPE, copy=True)
         _scale(value, self._factor.get(key, 1.0))
         return value.to(self._chunks.parameters[key].dtype).to(self._chunks.gpu.device)
 

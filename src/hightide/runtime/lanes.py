@@ -4,12 +4,19 @@
 every wait of the user's thread raises that very object, and the lanes give it to every task that is still queued
 instead of running it. So nothing hangs, nothing runs on half-moved data, and the user sees the cause and not a
 consequence.
+
+[Note: threads of torch] Torch's own threads (OpenMP) would divide every operation of an update among all cores, and
+each operation would wait for the slowest; how many there are depends on OMP_NUM_THREADS. So the threads that update
+run torch single-threaded and share an update tile by tile. `torch.set_num_threads` counts for the thread that calls
+it, but threads that are born later inherit the last call: the thread that makes the lanes therefore repeats its own
+number afterwards.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import threading
 import time
 import warnings
@@ -35,6 +42,15 @@ WORKERS: dict[Lane, str] = {
     Lane.D2H: "hightide-d2h",  # takes gradients and block inputs away while the next block computes and others arrive
     Lane.CPU: "hightide-cpu",  # updates chunks on the host while the accelerator computes and both copies run
 }
+SHARER = "hightide-update"  # works on the same update as the cpu lane, other tiles of it
+CORES_FOR_OTHERS = (
+    2  # Python's and autograd's threads with what they start, and the two copying lanes, which mostly wait
+)
+
+
+def default_update_threads() -> int:
+    """One for each core this process may use, less what the others need."""
+    return max(1, len(os.sched_getaffinity(0)) - CORES_FOR_OTHERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,22 +116,34 @@ class Streams:
 
 
 class Lanes:
-    """One worker thread each for H2D, D2H and CPU. COMPUTE is the caller's own thread."""
+    """One worker thread each for H2D, D2H and CPU, and those that share the CPU lane's updates. COMPUTE is the caller's
+    own thread."""
 
-    def __init__(self, timeout_s: float = DEFAULT_TIMEOUT_S, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        device: torch.device | None = None,
+        update_threads: int | None = None,
+    ) -> None:
         self.timeout_s = timeout_s
         self.streams = Streams(device)
+        begun = threading.Semaphore(0)
+        num_sharing = default_update_threads() if update_threads is None else update_threads
+        self.sharers = Sharers(num_sharing, begun, timeout_s)
         self._state = _State()
         self._queues = {lane: _queue_for(lane, self._state, timeout_s) for lane in WORKERS}
         # Threads hold the queues and never this object, so that forgotten lanes are collected and their threads end.
         self._threads = [
-            threading.Thread(target=_work, args=(self._queues[lane], timeout_s, self.streams), name=name, daemon=True)
+            threading.Thread(
+                target=_work, args=(self._queues[lane], lane, timeout_s, self.streams, begun), name=name, daemon=True
+            )
             for lane, name in WORKERS.items()
         ]
+        self._threads += self.sharers.threads
         # At exit too, and joined: a thread that Python ends in the middle of a torch operation aborts the process.
-        self._finalizer = weakref.finalize(self, _end, self._state, self._threads, JOIN_TIMEOUT_S)
-        for thread in self._threads:
-            thread.start()
+        ends = (self._state, self.sharers.desk, self._threads)
+        self._finalizer = weakref.finalize(self, _end, *ends, JOIN_TIMEOUT_S)
+        _start(self._threads, begun)
 
     def submit(self, id: str, lane: Lane, due: int, after: Sequence[Ticket], run: Callable[[], object]) -> Ticket:
         """Queues an action and returns at once. If `run` returns a Ticket, the action is done when that is."""
@@ -191,7 +219,7 @@ class Lanes:
 
     def close(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         """Ends the threads. What runs is finished; what is queued fails. Wait for what matters before closing."""
-        _end(self._state, self._threads, timeout_s)
+        _end(self._state, self.sharers.desk, self._threads, timeout_s)
         stuck = [thread.name for thread in self._threads if thread.is_alive()]
         if stuck:
             warnings.warn(f"{', '.join(stuck)} still busy {timeout_s:g} s after close()", RuntimeWarning, stacklevel=2)
@@ -199,6 +227,97 @@ class Lanes:
     def _describe(self) -> str:
         with self._state.lock:
             return "queued: " + ", ".join(f"{lane} {len(queue)}" for lane, queue in self._queues.items())
+
+
+class Sharers:
+    """Threads that do one thing together. The thread that brings the work, which is the cpu lane's, does its part."""
+
+    def __init__(self, num_threads: int, begun: threading.Semaphore, timeout_s: float) -> None:
+        if num_threads < 1:
+            raise ValueError(f"{num_threads} threads cannot update anything; give at least 1")
+        self.num_threads = num_threads
+        self.desk = _Desk()
+        self.threads = [
+            threading.Thread(target=_share, args=(self.desk, number, begun), name=f"{SHARER}-{number}", daemon=True)
+            for number in range(1, num_threads)
+        ]
+        self._timeout_s = timeout_s
+
+    def run(self, work: Callable[[int], object], num_threads: int) -> None:
+        """Calls `work(number)` once in each of up to `num_threads` threads, numbered from 0, and returns when all have
+        returned. The work itself divides what there is to do: a thread may also come too late to find any. The first
+        exception of any of them is raised here."""
+        if num_threads <= 1 or self.num_threads == 1:
+            work(0)
+            return
+        job = _Job(work)
+        self.desk.offer(job, min(num_threads, self.num_threads) - 1)
+        try:
+            work(0)
+        except BaseException as error:
+            job.fail(error)
+        if not self.desk.withdraw(job, self._timeout_s):
+            job.fail(TimeoutError(f"threads that share an update were still busy after {self._timeout_s:g} s"))
+        if job.error is not None:
+            raise job.error
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    work: Callable[[int], object]
+    num_wanted: int = 0  # threads that may still join
+    num_busy: int = 0
+    error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+
+
+class _Desk:
+    """Where the one job lies on which threads may join in."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._offered = threading.Condition(self._lock)
+        self._left = threading.Condition(self._lock)
+        self._job: _Job | None = None
+        self._closed = False
+
+    def offer(self, job: _Job, num_wanted: int) -> None:
+        with self._lock:
+            assert self._job is None, "one update at a time: only the cpu lane brings work"
+            self._job, job.num_wanted = job, num_wanted
+            self._offered.notify(num_wanted)
+
+    def join(self) -> _Job | None:
+        """Blocks for a job, of which the caller is now a part. None: closed."""
+        with self._lock:
+            while True:
+                if self._job is not None and self._job.num_wanted:
+                    self._job.num_wanted -= 1
+                    self._job.num_busy += 1
+                    return self._job
+                if self._closed:
+                    return None
+                self._offered.wait()  # idle: nobody waits for this thread; offer and close wake it
+
+    def leave(self, job: _Job) -> None:
+        with self._lock:
+            job.num_busy -= 1
+            if not job.num_busy:
+                self._left.notify_all()
+
+    def withdraw(self, job: _Job, timeout_s: float) -> bool:
+        """Nobody joins any more. Waits for those who have; whether they came back in time."""
+        with self._lock:
+            self._job = None
+            return self._left.wait_for(lambda: not job.num_busy, timeout_s)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._offered.notify_all()
 
 
 @dataclass(eq=False, slots=True)
@@ -407,8 +526,20 @@ def _queue_for(lane: Lane, state: _State, timeout_s: float) -> _Queue:
     return (_DueFirst if LANE_RULES[lane] is Rule.DUE_FIRST else _InOrder)(state, timeout_s)
 
 
-def _end(state: _State, threads: list[threading.Thread], timeout_s: float) -> None:
+def _start(threads: list[threading.Thread], begun: threading.Semaphore) -> None:
+    """See [Note: threads of torch]."""
+    num_threads = torch.get_num_threads()
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        begun.acquire(timeout=JOIN_TIMEOUT_S)
+    torch.set_num_threads(num_threads)
+
+
+def _end(state: _State, desk: _Desk, threads: list[threading.Thread], timeout_s: float) -> None:
+    """An update that runs is finished by all who share it."""
     state.stop()
+    desk.close()
     deadline_s = time.monotonic() + timeout_s
     for thread in threads:
         if thread is not threading.current_thread():
@@ -420,8 +551,25 @@ def _join(ticket: Ticket) -> None:
         ticket.fence.join()
 
 
-def _work(queue: _Queue, timeout_s: float, streams: Streams) -> None:
+def _share(desk: _Desk, number: int, begun: threading.Semaphore) -> None:
+    """The life of a thread that shares updates."""
+    torch.set_num_threads(1)
+    begun.release()
+    with torch.no_grad():
+        while (job := desk.join()) is not None:
+            try:
+                job.work(number)
+            except BaseException as error:  # it belongs to whoever brought the work
+                job.fail(error)
+            desk.leave(job)
+            del job  # an idle thread must not keep an update's tensors alive
+
+
+def _work(queue: _Queue, lane: Lane, timeout_s: float, streams: Streams, begun: threading.Semaphore) -> None:
     """The life of a lane's thread."""
+    if lane is Lane.CPU:
+        torch.set_num_threads(1)
+    begun.release()
     with torch.no_grad():  # copies and updates are no part of anyone's graph
         while (taken := queue.take()) is not None:
             task, error = taken

@@ -20,6 +20,10 @@ Work = Callable[[], object]
 class Updates(Protocol):
     """The optimizer's side of an UPDATE."""
 
+    @property
+    def kernel(self) -> str:
+        """What computes updates on the host: "c" or "torch"."""
+
     def prepare(self, chunk: int) -> Work | None:
         """Called in the user's thread when the update is issued: copies hyper-parameters by value. None: nothing to
         do."""
@@ -138,9 +142,7 @@ class Performer:
         copy = self.chunks.grad_copies[chunk]
         copy.move(Residency.ARRIVING)
         if self.gradients.has_gradient(chunk):
-            region = self.chunks.region(chunk, ChunkKind.GRAD, Tier.HOST)
-            self.chunks.host.read(region, self.chunks.grad_on_gpu(chunk)).wait()
-            self.moved_bytes[Lane.H2D] += self.chunks.specs[chunk].grad_bytes
+            self.moved_bytes[Lane.H2D] += self.chunks.bring_gradient(chunk)
         else:
             self.chunks.grad_on_gpu(chunk).zero_()
         copy.move(Residency.CLEAN)
@@ -167,9 +169,7 @@ class Performer:
         copy.move(Residency.LEAVING)
 
         def work() -> None:
-            region = self.chunks.region(chunk, ChunkKind.GRAD, Tier.HOST)
-            self.chunks.host.write(region, self.chunks.grad_on_gpu(chunk)).wait()
-            self.moved_bytes[Lane.D2H] += self.chunks.specs[chunk].grad_bytes
+            self.moved_bytes[Lane.D2H] += self.chunks.send_gradient(chunk)
             copy.move(Residency.ABSENT)
             self.chunks.grad_slots.drop(chunk)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.optim import adamw
 from hightide.optim.adamw import AdamWRule
+from hightide.optim.operands import Operands
 from hightide.optim.rule import rule_for
 
 OPTIONS = [
@@ -19,6 +20,10 @@ OPTIONS = [
     {"lr": 1e-2, "maximize": True, "weight_decay": 0.0},
     {"lr": torch.tensor(2e-3), "foreach": False},
 ]
+
+
+def update(rule, param, grad, moments, *rest) -> None:
+    rule.update(Operands(param, grad, tuple(moments)), *rest)
 
 
 def states(numel: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,7 +45,7 @@ def test_twenty_steps_equal_torch(options, numel):
         hyper = rule.read(optimizer.param_groups[0])
         optimizer.step()
         scheduler.step()
-        rule.update(param, grad, [first, second], step, hyper)
+        update(rule, param, grad, [first, second], step, hyper)
         torch.testing.assert_close(param, reference.detach(), rtol=3e-7, atol=2e-7)
     state = optimizer.state[reference]
     torch.testing.assert_close(first, state["exp_avg"], rtol=1e-6, atol=1e-7)
@@ -57,11 +62,11 @@ def test_cuts_at_aligned_elements_do_not_change_a_bit(scale, tail, monkeypatch):
     cuts = [0, ALIGN_NUMEL, 2 * ALIGN_NUMEL, 5 * ALIGN_NUMEL, 38 * ALIGN_NUMEL, numel]
     for step in range(1, 4):
         grad = states(numel, seed=step)[0]
-        rule.update(whole[0], grad, whole[1:], step, hyper, scale)
+        update(rule, whole[0], grad, whole[1:], step, hyper, scale)
         monkeypatch.setattr(adamw, "TILE_NUMEL", 3 * ALIGN_NUMEL)
         for start, stop in itertools.pairwise(cuts):
             cut = slice(start, stop)
-            rule.update(parts[0][cut], grad[cut], [m[cut] for m in parts[1:]], step, hyper, scale)
+            update(rule, parts[0][cut], grad[cut], [m[cut] for m in parts[1:]], step, hyper, scale)
         monkeypatch.undo()
     for one, other in zip(whole, parts, strict=True):
         assert torch.equal(one, other)
@@ -76,7 +81,7 @@ def test_large_ranges_are_independent_of_the_number_of_threads():
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
             param, *moments = states(numel)
-            rule.update(param, grad, moments, 1, hyper)
+            update(rule, param, grad, moments, 1, hyper)
             results.append(param)
     finally:
         torch.set_num_threads(threads)
@@ -91,15 +96,15 @@ def test_scale_multiplies_the_gradient_and_leaves_it_alone(monkeypatch):
     grad = states(numel, 3)[0]
     kept = grad.clone()
     scaled, expected = states(numel), states(numel)
-    rule.update(scaled[0], grad, scaled[1:], 1, hyper, scale)
-    rule.update(expected[0], grad * scale, expected[1:], 1, hyper)
+    update(rule, scaled[0], grad, scaled[1:], 1, hyper, scale)
+    update(rule, expected[0], grad * scale, expected[1:], 1, hyper)
     assert torch.equal(grad, kept)
     for one, other in zip(scaled, expected, strict=True):
         assert torch.equal(one, other)
     grad[0] = torch.inf
     zeroed, expected = states(numel), states(numel)
-    rule.update(zeroed[0], grad, zeroed[1:], 1, hyper, scale=0.0)
-    rule.update(expected[0], torch.zeros(numel), expected[1:], 1, hyper)
+    update(rule, zeroed[0], grad, zeroed[1:], 1, hyper, 0.0)
+    update(rule, expected[0], torch.zeros(numel), expected[1:], 1, hyper)
     assert torch.equal(zeroed[0], expected[0])
 
 
@@ -109,9 +114,9 @@ def test_scale_one_is_the_gradient_itself():
     hyper = rule.read(torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1e-2, eps=1e-3).param_groups[0])
     grad = states(numel, 3)[0]
     scaled = states(numel)
-    rule.update(scaled[0], grad, scaled[1:], 1, hyper, 0.37)
+    update(rule, scaled[0], grad, scaled[1:], 1, hyper, 0.37)
     unscaled = states(numel)
-    rule.update(unscaled[0], grad, unscaled[1:], 1, hyper)
+    update(rule, unscaled[0], grad, unscaled[1:], 1, hyper)
     assert not torch.equal(unscaled[0], scaled[0])
 
 

@@ -1,8 +1,8 @@
 from dataclasses import replace
 
 from hightide.ir.action import Mode
-from hightide.ir.plan import Activation, Update
-from hightide.ir.tier import Tier
+from hightide.ir.plan import Activation, GradientDtype, Update
+from hightide.ir.tier import Lane, Tier
 from hightide.planner.explain import explain
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
@@ -43,8 +43,12 @@ def test_precision_timing_traffic_and_micro_batches_are_stated():
     profile = stack(2, dtype="bfloat16")
     text = text_of(profile, plan_with(profile, update=Update.IN_BACKWARD))
     for words in (
-        "parameters bfloat16; gradients summed in float32",
-        "2 moments in float32; float32 master copies of bfloat16",
+        "  parameters     bfloat16, and compute unless under autocast\n",
+        "  gradient sums  float32, and their norms\n",
+        "  gradients      float32\n",
+        "  master copies  float32, of bfloat16 parameters\n",
+        "  moments        2 in float32\n",
+        "  loss           ",
         "update: in_backward",
         "6 samples in 3 micro-batches of up to 2",
         "1 call unsplit: integer inputs only",
@@ -52,6 +56,18 @@ def test_precision_timing_traffic_and_micro_batches_are_stated():
     ):
         assert words in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_gradients_that_are_rounded_say_so_and_move_half_the_bytes():
+    profile = stack(2, dtype="bfloat16")
+    plan = plan_with(profile)
+    rounded = replace(plan, gradients=GradientDtype.PARAM)
+    assert "  gradients      bfloat16: the sum, rounded after each backward\n" in text_of(profile, rounded)
+    moved = {made.gradients: lower(profile, made, Mode.TRAIN).lane(Lane.D2H) for made in (plan, rounded)}
+    sums = {dtype: sum(action.num_bytes for action in actions) for dtype, actions in moved.items()}
+    assert sums[GradientDtype.FLOAT32] == 2 * sums[GradientDtype.PARAM] > 0
+    same = stack(2)
+    assert text_of(same, plan_with(same)) == text_of(same, replace(plan_with(same), gradients=GradientDtype.PARAM))
 
 
 def test_long_names_do_not_break_the_columns():

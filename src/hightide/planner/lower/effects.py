@@ -16,7 +16,14 @@ from hightide.ir.chunk import STATE_BYTES, UPDATE_TILE_NUMEL
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.lower.draft import Draft
-from hightide.planner.place import gpu_chunk_bytes, grad_slot_bytes, host_chunk_bytes, region_bytes, slot_bytes
+from hightide.planner.place import (
+    gpu_chunk_bytes,
+    gpu_staging_bytes,
+    grad_slot_bytes,
+    host_chunk_bytes,
+    region_bytes,
+    slot_bytes,
+)
 
 LOSS_TILE_COPIES = {Op.FORWARD: 4, Op.BACKWARD: 6}  # fp32 tiles of logits alive at once in the fused loss
 LOGIT_BYTES = 4
@@ -27,7 +34,7 @@ Effects = dict[str, Counter[str]]
 def gpu_base_bytes(profile: ModelProfile, plan: Plan) -> int:
     chunks = sum(gpu_chunk_bytes(plan, chunk) for chunk in plan.layout.chunks)
     slots = plan.num_slots * slot_bytes(plan.layout) + plan.num_grad_slots * grad_slot_bytes(plan.layout)
-    return chunks + slots + profile.batch_bytes + profile.buffer_bytes
+    return chunks + slots + gpu_staging_bytes(plan) + profile.batch_bytes + profile.buffer_bytes
 
 
 def host_base_bytes(plan: Plan) -> int:

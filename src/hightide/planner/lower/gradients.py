@@ -2,7 +2,7 @@
 
 A chunk that is used again later in the pass (tied parameters), or that has a gradient from an earlier pass, continues
 its sum: it is fetched instead of cleared. So the GPU always adds to the whole sum, and rounding does not depend on
-placement."""
+placement. On the link and at home a gradient may be narrower than its sum (plan.gradients)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hightide.ir.action import Action, Mode, Op, Place
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower.draft import Draft
-from hightide.planner.place import grad_width, states_on_gpu
+from hightide.planner.place import grad_width, host_grad_bytes, states_on_gpu
 from hightide.planner.slots import choose_windows
 
 
@@ -82,7 +82,7 @@ def _enter(draft: Draft, slots: _GradSlots, chunk: ChunkSpec, tick: Action, wind
         kind=ChunkKind.GRAD,
         source=Place(Tier.HOST),
         target=Place(Tier.GPU, window.start),
-        num_bytes=chunk.grad_bytes,
+        num_bytes=host_grad_bytes(draft.plan, chunk),
         after=tuple(dict.fromkeys(exit.id for exit in [*before, *([earlier] if earlier else [])])),
     )
     draft.actions.append(action)
@@ -129,7 +129,7 @@ def _exit(draft: Draft, slots: _GradSlots, chunk: ChunkSpec, last_tick: int) -> 
         kind=ChunkKind.GRAD,
         source=Place(Tier.GPU, places[0]),
         target=Place(Tier.HOST),
-        num_bytes=chunk.grad_bytes,
+        num_bytes=host_grad_bytes(draft.plan, chunk),
         after=(tick.id,),
         after_prev=(f"update.{chunk.index}",) if chunk.optimised_numel else (),
     )

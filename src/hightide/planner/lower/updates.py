@@ -8,7 +8,7 @@ from hightide.ir.chunk import GRAD_BYTES, ChunkSpec
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane
 from hightide.planner.lower.draft import Draft
-from hightide.planner.place import states_on_gpu
+from hightide.planner.place import grad_dtype, states_on_gpu
 
 
 def add_updates(draft: Draft) -> None:
@@ -27,7 +27,7 @@ def _update(draft: Draft, chunk: ChunkSpec) -> Action:
     last = draft.ticks[draft.backward_uses[chunk.index][-1]]
     if draft.plan.update is Update.DEFERRED:
         return _at_step(draft, chunk, last)
-    return _action(chunk, Lane.COMPUTE, tick=last.tick + 1, opens=last.tick, after=(last.id,))
+    return _action(draft, chunk, Lane.COMPUTE, tick=last.tick + 1, opens=last.tick, after=(last.id,))
 
 
 def _on_host(draft: Draft, chunk: ChunkSpec) -> Action:
@@ -35,15 +35,15 @@ def _on_host(draft: Draft, chunk: ChunkSpec) -> Action:
     due = len(draft.ticks) + draft.uses[chunk.index][0]
     home = draft.last_write_back[chunk.index]
     if draft.plan.update is Update.IN_BACKWARD:
-        return _action(chunk, Lane.CPU, tick=due, opens=home.opens, after=(home.id,))
+        return _action(draft, chunk, Lane.CPU, tick=due, opens=home.opens, after=(home.id,))
     step = draft.ticks[-1]
-    return _action(chunk, Lane.CPU, tick=due, opens=step.tick, after=(step.id, home.id))
+    return _action(draft, chunk, Lane.CPU, tick=due, opens=step.tick, after=(step.id, home.id))
 
 
 def _at_step(draft: Draft, chunk: ChunkSpec, last: Action | None) -> Action:
     """Inline on entry of the STEP tick, in the user's thread."""
     step = draft.ticks[-1]
-    return _action(chunk, Lane.COMPUTE, tick=step.tick, opens=step.tick - 1, after=(last.id,) if last else ())
+    return _action(draft, chunk, Lane.COMPUTE, tick=step.tick, opens=step.tick - 1, after=(last.id,) if last else ())
 
 
 def _last_backward(draft: Draft) -> Action | None:
@@ -51,8 +51,9 @@ def _last_backward(draft: Draft) -> Action | None:
     return last if last is not None and last.op is Op.BACKWARD else None
 
 
-def _action(chunk: ChunkSpec, lane: Lane, tick: int, opens: int, after: tuple[str, ...]) -> Action:
-    touched = chunk.optimised_numel * (GRAD_BYTES + DTYPE_BYTES[chunk.dtype]) + chunk.state_bytes
+def _action(draft: Draft, chunk: ChunkSpec, lane: Lane, tick: int, opens: int, after: tuple[str, ...]) -> Action:
+    grad = GRAD_BYTES if states_on_gpu(draft.plan, chunk) else DTYPE_BYTES[grad_dtype(draft.plan, chunk)]
+    touched = chunk.optimised_numel * (grad + DTYPE_BYTES[chunk.dtype]) + chunk.state_bytes
     return Action(
         id=f"update.{chunk.index}",
         op=Op.UPDATE,
