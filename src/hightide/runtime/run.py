@@ -30,8 +30,9 @@ from hightide.runtime.lanes import Lanes
 from hightide.runtime.performer import Performer
 from hightide.runtime.placeholder import GradientPlaceholder
 from hightide.stores.base import ALIGN_BYTES, Accelerator
-from hightide.stores.cuda import CudaAccelerator, PinnedArena
+from hightide.stores.cuda import CudaAccelerator
 from hightide.stores.host import HostArena
+from hightide.stores.pinned import PinnedArena
 from hightide.stores.simulated import SimulatedAccelerator
 
 
@@ -59,6 +60,7 @@ class Run:
         self._move_buffers()
         self.lanes = Lanes(device=device if device.type == "cuda" else None)
         self.chunks = Chunks(profile, plan, self.gpu, self.host, self.parameters)
+        self.host.pin()
         self.gradients = Gradients(profile, self.chunks, plan.update)
         self.stashes = Stashes(self.gpu, self.host)
         self.performer = Performer(self.chunks, self.gradients, self.stashes)

@@ -1,15 +1,13 @@
-"""The GPU tier on a real GPU, and host memory that it can copy from at full speed."""
+"""The GPU tier on a real GPU."""
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from hightide.ir.tier import Tier
 from hightide.stores.base import Accelerator, Region
-from hightide.stores.host import HostArena
 
 
 class CudaAccelerator(Accelerator):
@@ -74,34 +72,3 @@ class CudaAccelerator(Accelerator):
     def close(self) -> None:
         super().close()
         self._memory.clear()
-
-
-class PinnedArena(HostArena):
-    """A host arena that is registered with CUDA: exactly its size is pinned, and copies run asynchronously."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__(capacity_bytes)
-        self.is_pinned = self._register()
-
-    def _register(self) -> bool:
-        status = torch.cuda.cudart().cudaHostRegister(self._base, self.capacity_bytes, 0)
-        if int(status) == 0:
-            return True
-        warnings.warn(
-            f"{self.capacity_bytes} bytes of host memory could not be pinned (CUDA error {int(status)}): copies to "
-            "and from "
-            "the GPU will be slower and will not overlap. Raise the limit of locked memory (ulimit -l), or lower "
-            "Limits(host=...)",
-            stacklevel=2,
-        )
-        return False
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.no_grad():
-            target.copy_(source, non_blocking=self.is_pinned)
-
-    def close(self) -> None:
-        if self.is_pinned and not self._closed:
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self._base)
-        super().close()
