@@ -26,14 +26,13 @@ class Stats:
 
 
 def read_stats(run: Run) -> Stats:
-    stores = {"gpu": run.gpu, "host": run.host}
     return Stats(
         plan=run.plan,
         forecast=run.plan.forecast,
         num_steps=run.num_steps,
         step_s=run.step_s,
-        peak_bytes={name: store.peak_bytes for name, store in stores.items()},
-        used_bytes={name: store.used_bytes for name, store in stores.items()},
+        peak_bytes={"gpu": run.gpu.device_peak_bytes, "host": run.host.peak_bytes},
+        used_bytes={"gpu": run.gpu.device_used_bytes, "host": run.host.used_bytes},
         moved_bytes={str(lane): num_bytes for lane, num_bytes in run.performer.moved_bytes.items()},
         stall_s={str(lane): seconds for lane, seconds in run.executor.stall_s.items()},
         evictions=run.performer.num_evictions,

@@ -11,16 +11,51 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from hightide.stores import pinned
 from hightide.stores.base import ALIGN_BYTES, OutOfMemory, Region, Store
+from hightide.stores.cuda import CudaAccelerator
 from hightide.stores.host import HostArena
+from hightide.stores.pinned import PinnedArena
 from hightide.stores.simulated import SimulatedAccelerator
 from hightide.stores.ticket import Ticket
 
 KIB = 1024
-FACTORIES: dict[str, Callable[[int], Store]] = {"simulated": SimulatedAccelerator, "host": HostArena}
 
 
-@pytest.fixture(params=FACTORIES)
+def cuda(capacity_bytes: int) -> Store:
+    return CudaAccelerator(capacity_bytes, torch.device("cuda"), slab_bytes=capacity_bytes)
+
+
+def registered(capacity_bytes: int) -> Store:
+    store = PinnedArena(capacity_bytes)
+    store.pin()
+    assert store.is_pinned
+    return store
+
+
+def refused(capacity_bytes: int) -> Store:
+    store = PinnedArena(capacity_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pinned, "_register", lambda address, num_bytes: 2)
+        with pytest.warns(UserWarning, match=rf"{capacity_bytes} bytes.*could not be pinned.*ulimit -l"):
+            store.pin()
+    assert not store.is_pinned
+    return store
+
+
+FACTORIES: dict[str, Callable[[int], Store]] = {
+    "simulated": SimulatedAccelerator,
+    "host": HostArena,
+    "not yet pinned": PinnedArena,
+    "pinning refused": refused,
+    "cuda": cuda,
+    "pinned": registered,
+}
+NEED_CUDA = ("cuda", "pinned")
+ALL = [pytest.param(name, marks=[pytest.mark.gpu] if name in NEED_CUDA else []) for name in FACTORIES]
+
+
+@pytest.fixture(params=ALL)
 def factory(request: pytest.FixtureRequest) -> Callable[[int], Store]:
     return FACTORIES[request.param]
 
@@ -217,7 +252,7 @@ def test_views_alias_the_region(store: Store) -> None:
 def test_writing_one_region_does_not_invalidate_what_autograd_saved_of_another(store: Store) -> None:
     weight, other = (store.view(store.allocate(64, name), torch.float32) for name in ("weight", "other"))
     weight.fill_(2.0)
-    x = torch.ones(16, requires_grad=True)
+    x = torch.ones(16, device=weight.device, requires_grad=True)
     y = (x * weight).sum()
     other.fill_(1.0)
     y.backward()
@@ -301,8 +336,9 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads resident memory from /proc")
-def test_memory_becomes_real_when_touched_and_goes_back_at_close(factory: Callable[[int], Store]) -> None:
-    mib = 1024 * KIB
+@pytest.mark.parametrize("name", [name for name in FACTORIES if name not in NEED_CUDA])
+def test_memory_becomes_real_when_touched_and_goes_back_at_close(name: str) -> None:
+    factory, mib = FACTORIES[name], 1024 * KIB
     before = resident_bytes()
     store = factory(4096 * mib)
     region = store.allocate(2048 * mib, "mostly untouched")

@@ -54,7 +54,7 @@ def test_equal_to_plain_pytorch(make: Any, edit: str, update: str) -> None:
     on_gpu = {name: value.cuda() for name, value in batch.items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-4)
-    limits = hightide.Limits(gpu="64MiB", host="64MiB")
+    limits = hightide.Limits(gpu="512MiB", host="64MiB")  # cuBLAS alone takes 64 MiB
     plan = hightide.plan(model, optimizer, batch, limits=limits, micro_batch=2, update=update, device="cuda")
     model, optimizer = hightide.wrap(model, optimizer, batch, plan=EDITS[edit](plan), update=update, device="cuda")
     for _ in range(NUM_STEPS):

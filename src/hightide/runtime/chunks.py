@@ -18,6 +18,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ChunkSpec, Placement
 from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Tier
+from hightide.machine import return_freed_memory
 from hightide.planner.place import (
     grad_dtype,
     grad_slot_bytes,
@@ -35,6 +36,7 @@ from hightide.stores.base import Accelerator, Region, Store
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GRAD_DTYPE = torch.float32
+RETURN_BYTES = 2**27  # of originals, while a model is loaded: as much of it may exist twice
 WRITTEN_WHILE_ABSENT = (
     "the parameter {name!r} was written to while its values were elsewhere; the write is lost. Use "
     "model.load_state_dict(), "
@@ -251,6 +253,7 @@ class Chunks:
 
     def _load(self) -> None:
         """Moves the model's values into the chunks, one chunk at a time: the originals are freed on the way."""
+        freed_bytes = 0
         for spec in self.specs:
             home = self.home(spec.index)
             home.zero_()
@@ -268,6 +271,10 @@ class Chunks:
                     self.flat(spec.index, ChunkKind.PARAM, Tier.GPU).copy_(home)
                 self.param_copies[spec.index].move(Residency.CLEAN)
                 self.bind(spec.index)
+            freed_bytes += spec.param_bytes
+            if freed_bytes >= RETURN_BYTES or spec is self.specs[-1]:
+                return_freed_memory()
+                freed_bytes = 0
 
     def master(self, chunk: int) -> Tensor:
         """What the update works on, fp32: the home itself, or the master copy (the last STATE array)."""

@@ -32,8 +32,9 @@ from hightide.runtime.lanes import Lanes
 from hightide.runtime.performer import Performer
 from hightide.runtime.placeholder import GradientPlaceholder
 from hightide.stores.base import ALIGN_BYTES, Accelerator
-from hightide.stores.cuda import CudaAccelerator, PinnedArena
+from hightide.stores.cuda import CudaAccelerator
 from hightide.stores.host import HostArena
+from hightide.stores.pinned import PinnedArena
 from hightide.stores.simulated import SimulatedAccelerator
 
 
@@ -60,10 +61,12 @@ class Run:
         self.parameters = _by_key(model, profile)
         self.keys = {id(param): key for key, param in self.parameters.items()}
 
-        self.gpu, self.host = _stores(plan, schedules, device)
+        self.gpu, self.host = _stores(profile, plan, schedules, device)
         self._move_buffers()
         self.lanes = Lanes(device=device if device.type == "cuda" else None)
         self.chunks = Chunks(profile, plan, self.gpu, self.host, self.parameters)
+        self.host.pin()
+        self.gpu.enforce_limit()
         self.gradients = Gradients(profile, self.chunks, plan.update)
         self.stashes = Stashes(self.gpu, self.host)
         self.performer = Performer(self.chunks, self.gradients, self.stashes)
@@ -259,11 +262,17 @@ class Run:
                 param.grad = self.gradients.read(key) if readable else None
 
 
-def _stores(plan: Plan, schedules: Mapping[Mode, Schedule], device: torch.device) -> tuple[Accelerator, HostArena]:
+def _stores(
+    profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule], device: torch.device
+) -> tuple[Accelerator, HostArena]:
     if device.type != "cuda":
         return SimulatedAccelerator(plan.gpu_limit_bytes), HostArena(plan.host_limit_bytes)
-    peak_bytes = max(peaks(schedule).host_peak_bytes for schedule in schedules.values())
-    return CudaAccelerator(plan.gpu_limit_bytes, device), PinnedArena(max(peak_bytes, ALIGN_BYTES))
+    host_bytes = max(peaks(schedule).host_peak_bytes for schedule in schedules.values())
+    base_bytes = max(schedule.gpu_base_bytes for schedule in schedules.values())
+    slab_bytes = base_bytes - profile.batch_bytes - profile.buffer_bytes  # these two are no regions
+    rounding_bytes = 2 * ALIGN_BYTES  # of the two pools of slots
+    gpu = CudaAccelerator(plan.gpu_limit_bytes, device, slab_bytes + rounding_bytes if slab_bytes else 0)
+    return gpu, PinnedArena(max(host_bytes, ALIGN_BYTES))
 
 
 def _copy_to(value: Tensor, device: torch.device) -> Tensor:

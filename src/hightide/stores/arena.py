@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from contextlib import suppress
 
 import torch
 
@@ -15,6 +16,8 @@ _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux
 
 
 class ArenaStore(Store):
+    huge_pages = False  # only where all of the mapping is used: a single touched byte makes a whole page real
+
     def __init__(self, tier: Tier, capacity_bytes: int) -> None:
         super().__init__(tier, capacity_bytes)
         try:
@@ -22,6 +25,9 @@ class ArenaStore(Store):
         except (OSError, OverflowError) as error:
             problem = f"cannot map {capacity_bytes} bytes for {tier}: {error}"
             raise ValueError(f"{problem}; lower Limits({tier}=...)") from error
+        if self.huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them: pages stay small
+                mapping.madvise(mmap.MADV_HUGEPAGE)
         # The storage owns the mapping. It is never unmapped by hand: torch.frombuffer exports no buffer, so
         # mmap.close() would succeed under living views and the next access would be a segmentation fault.
         self._storage: torch.UntypedStorage | None = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()

@@ -160,6 +160,7 @@ class Store(ABC):
 
     @property
     def used_bytes(self) -> int:
+        """What this store has handed out or counted; not what else may be on its device."""
         with self._lock:
             self._settle()
             return self._used_bytes
@@ -247,6 +248,20 @@ class Accelerator(Store):
     """The GPU tier: a store that also holds what blocks allocate while they run."""
 
     device: torch.device
+
+    def enforce_limit(self) -> None:
+        """Called once the model's values are in their places: from now on the capacity is hard for everything that the
+        device holds, where it was not from the beginning."""
+
+    @property
+    def device_used_bytes(self) -> int:
+        """Everything that the device holds, activations included, whoever counts it."""
+        return self.used_bytes
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """The most that the device had set aside, activations included. This is what must stay within the capacity."""
+        return self.peak_bytes
 
     @abstractmethod
     def meter(self, label: str = "activations") -> AbstractContextManager[None]:

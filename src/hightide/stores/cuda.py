@@ -1,66 +1,118 @@
-"""The GPU tier on a real GPU, and host memory that it can copy from at full speed."""
+"""The GPU tier on a real GPU."""
 
 from __future__ import annotations
 
-import warnings
-from contextlib import AbstractContextManager, nullcontext
+import re
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from hightide.ir.tier import Tier
-from hightide.stores.base import Accelerator, Region
-from hightide.stores.host import HostArena
+from hightide.ir.units import parse_bytes
+from hightide.stores import device_limit
+from hightide.stores.base import Accelerator, OutOfMemory, Region
 
 
 class CudaAccelerator(Accelerator):
-    """Slots and persistent chunks are exact-size allocations, made once. Activations come from torch's caching
-    allocator, which the process limits to the plan's capacity; everything is allocated on the stream of the user's
-    thread."""
+    """Regions lie in one slab, which is allocated at once: torch's allocator would round each of them up and could
+    leave holes between them. Activations come from torch's caching allocator. Everything is allocated on the stream
+    of the user's thread, and the process is held to the capacity by that allocator (device_limit.py)."""
 
-    def __init__(self, capacity_bytes: int, device: torch.device) -> None:
+    def __init__(self, capacity_bytes: int, device: torch.device, slab_bytes: int = 0) -> None:
+        """`slab_bytes`: what all regions will need together. A region beyond it gets memory of its own."""
         super().__init__(Tier.GPU, capacity_bytes)
-        self.device = device
-        self._memory: dict[int, torch.UntypedStorage] = {}  # by the region's offset
-        torch.cuda.reset_peak_memory_stats(device)
+        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        torch.cuda.empty_cache()  # a slab cut out of a larger cached block would share its fate
+        self._outside_bytes = torch.cuda.memory_reserved(self.device)
+        self._unlimit: weakref.finalize | None = None
+        self._slab_bytes = min(slab_bytes, capacity_bytes)
+        self._slab = self._memory(self._slab_bytes, "slots and persistent chunks") if slab_bytes else None
+        self._apart: dict[int, torch.UntypedStorage] = {}  # regions beyond the slab, by offset
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def allocate(self, num_bytes: int, label: str) -> Region:
         with self._lock:
             region = super().allocate(num_bytes, label)
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            self._memory[region.offset] = memory.untyped_storage()
+            if region.offset + num_bytes > self._slab_bytes:
+                try:
+                    self._apart[region.offset] = self._memory(num_bytes, label)
+                except OutOfMemory:
+                    super().free(region)
+                    raise
             return region
 
     def free(self, region: Region) -> None:
         with self._lock:
             super().free(region)
-            self._memory.pop(region.offset, None)
+            self._apart.pop(region.offset, None)
 
     def view(self, region: Region, dtype: torch.dtype, offset_bytes: int = 0, numel: int | None = None) -> torch.Tensor:
         with self._lock:
             numel = self._check_bounds(region, dtype, offset_bytes, numel)
-            storage = self._memory[region.offset]
-        with torch.no_grad():
-            start = offset_bytes // dtype.itemsize
+            apart = self._apart.get(region.offset)
+            storage, start = (self._slab, region.offset) if apart is None else (apart, 0)
+        assert storage is not None
+        with torch.no_grad():  # set_() and not a slice: see ArenaStore.view
+            start = (start + offset_bytes) // dtype.itemsize
             return torch.empty(0, dtype=dtype, device=self.device).set_(storage, start, (numel,), (1,))
+
+    def _memory(self, num_bytes: int, label: str) -> torch.UntypedStorage:
+        with self.meter(label):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.no_grad():
             target.copy_(source, non_blocking=True)
 
+    # ---- what the device holds
+
+    def enforce_limit(self) -> None:
+        """What was reserved before is outside of the limit, unless it was the model itself, which is gone by now."""
+        self._check_open()
+        if self._unlimit is not None:
+            return
+        torch.cuda.empty_cache()
+        outside_bytes = min(self._outside_bytes, torch.cuda.memory_reserved(self.device) - self._slab_bytes)
+        limit = (self.device.index, self.capacity_bytes)
+        device_limit.add(*limit, max(0, outside_bytes))
+        self._unlimit = weakref.finalize(self, device_limit.drop, *limit)  # also if nobody closes it
+        self._unlimit.atexit = False
+        torch.cuda.reset_peak_memory_stats(self.device)
+
     @property
-    def used_bytes(self) -> int:
+    def device_used_bytes(self) -> int:
         return torch.cuda.memory_allocated(self.device)
 
     @property
-    def peak_bytes(self) -> int:
+    def device_peak_bytes(self) -> int:
         """What torch has reserved from the driver at most: that is what another process cannot have."""
         return torch.cuda.max_memory_reserved(self.device)
 
     def reset_peak(self) -> None:
+        super().reset_peak()
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def meter(self, label: str = "activations") -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def meter(self, label: str = "activations") -> Iterator[None]:
+        """The device counts by itself. A refusal of its allocator is said in the words of all stores."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise self._refused(label, str(error)) from error
+
+    def _refused(self, label: str, message: str) -> OutOfMemory:
+        found = re.search(r"Tried to allocate ([\d.]+) (B|K|M|G)", message.replace("bytes", "B"))
+        requested_bytes = parse_bytes(f"{found[1]}{found[2]}iB".replace("BiB", "B"), "requested") if found else 0
+        reserved_bytes = torch.cuda.memory_reserved(self.device)
+        allocated_bytes = torch.cuda.memory_allocated(self.device)
+        parts = {
+            **self.breakdown(),
+            "activations and others": allocated_bytes - self.used_bytes,
+            "cached by torch": reserved_bytes - allocated_bytes,
+        }
+        return OutOfMemory(self.tier, label, requested_bytes, reserved_bytes, self.capacity_bytes, parts)
 
     def unmetered(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -73,35 +125,7 @@ class CudaAccelerator(Accelerator):
 
     def close(self) -> None:
         super().close()
-        self._memory.clear()
-
-
-class PinnedArena(HostArena):
-    """A host arena that is registered with CUDA: exactly its size is pinned, and copies run asynchronously."""
-
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__(capacity_bytes)
-        self.is_pinned = self._register()
-
-    def _register(self) -> bool:
-        status = torch.cuda.cudart().cudaHostRegister(self._base, self.capacity_bytes, 0)
-        if int(status) == 0:
-            return True
-        warnings.warn(
-            f"{self.capacity_bytes} bytes of host memory could not be pinned (CUDA error {int(status)}): copies to "
-            "and from "
-            "the GPU will be slower and will not overlap. Raise the limit of locked memory (ulimit -l), or lower "
-            "Limits(host=...)",
-            stacklevel=2,
-        )
-        return False
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.no_grad():
-            target.copy_(source, non_blocking=self.is_pinned)
-
-    def close(self) -> None:
-        if self.is_pinned and not self._closed:
-            torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self._base)
-        super().close()
+        self._slab = None
+        self._apart.clear()
+        if self._unlimit is not None:
+            self._unlimit()

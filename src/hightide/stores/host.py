@@ -11,3 +11,6 @@ class HostArena(ArenaStore):
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(Tier.HOST, capacity_bytes)
+
+    def pin(self) -> None:
+        """Called once the model's values are in their places. Without a GPU there is nobody to pin memory for."""

@@ -1,0 +1,77 @@
+"""Host memory that a GPU can copy from and to at full speed.
+
+[Note: when memory is pinned] Pinning makes every page of the arena real. Done before the model's values were moved
+in, the model would exist twice: as it was, and as empty pages. So an arena starts as plain memory and is pinned in a
+later step, when the originals are gone.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from contextlib import suppress
+
+import torch
+
+from hightide.ir.units import format_bytes
+from hightide.stores.host import HostArena
+
+
+class PinnedArena(HostArena):
+    """A host arena that is registered with CUDA: exactly its size is pinned, and copies run asynchronously. Where the
+    system refuses that, it says so and works as plain memory."""
+
+    huge_pages = True  # the arena is as large as the plan needs, so all of it is used
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(capacity_bytes)
+        self._unpin: weakref.finalize | None = None
+
+    @property
+    def is_pinned(self) -> bool:
+        return self._unpin is not None
+
+    def pin(self) -> None:
+        """See [Note: when memory is pinned]."""
+        self._check_open()
+        if self.is_pinned:
+            return
+        status = _register(self._base, self.capacity_bytes)
+        if status == 0:
+            # Also if nobody closes it: memory that is unmapped while it is registered cannot be registered again.
+            self._unpin = weakref.finalize(self, _unregister, self._base)
+            self._unpin.atexit = False
+            return
+        _forget_error()
+        warnings.warn(
+            f"{self.capacity_bytes} bytes ({format_bytes(self.capacity_bytes)}) of host memory could not be pinned "
+            f"(CUDA error {status}): copies to and from the GPU will be slower and will not overlap. Raise the limit "
+            "of locked memory (ulimit -l), or lower Limits(host=...)",
+            stacklevel=2,
+        )
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(source, non_blocking=self.is_pinned)
+
+    def close(self) -> None:
+        if self._unpin is not None:
+            self._unpin()
+        super().close()
+
+
+def _register(address: int, num_bytes: int) -> int:
+    return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.synchronize()  # a copy may still be on its way
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _forget_error() -> None:
+    """CUDA reports a refusal once more, at the next launch of a kernel. This is that launch, so that it is not the
+    user's."""
+    if torch.cuda.is_available():
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
