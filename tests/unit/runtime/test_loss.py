@@ -31,6 +31,9 @@ class LinearHead:
         self.tile_tokens = tile_tokens
         self.num_classes = linear.out_features
         self.version = 0
+        self.scratch_bytes = 3 * linear.out_features * 4  # three rows of fp32
+        self.kept_tokens = 0
+        self.plain_linear: nn.Linear | None = linear
         self.linear = linear
         self.original_forward = linear.forward
         self.params = [param for param in linear.parameters() if param.requires_grad]
@@ -40,6 +43,10 @@ class LinearHead:
         self.holds: list[str] = []
         self.num_materialised = 0
         self.projected_dtypes: list[torch.dtype] = []
+
+    def claim_kept_tokens(self) -> int:
+        kept, self.kept_tokens = self.kept_tokens, 0
+        return kept
 
     def project(self, rows: Tensor) -> Tensor:
         assert self.is_held and rows.dim() == 2 and len(rows) <= self.tile_tokens
