@@ -83,9 +83,11 @@ def _beside_logits_bytes(profile: ModelProfile, plan: Plan) -> int:
 
 
 def _product_bytes(profile: ModelProfile, head: BlockSpec) -> int:
-    """One slice of the weight's gradient, before it is added to the sum."""
+    """One slice of the weight's gradient, before it is added to the sum. Sums are fp32, and add fp32 products
+    directly."""
     params = [profile.param(key) for key in head.params]
-    return min(LOSS_SLICE_BYTES, sum(spec.numel * DTYPE_BYTES[spec.dtype] for spec in params if spec.trainable))
+    added = [spec for spec in params if spec.trainable and spec.dtype != "float32"]
+    return min(LOSS_SLICE_BYTES, sum(spec.numel * DTYPE_BYTES[spec.dtype] for spec in added))
 
 
 def _head(profile: ModelProfile, call: CallSpec) -> BlockSpec:
