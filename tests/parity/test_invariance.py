@@ -61,6 +61,7 @@ def plans_for(subject: Subject, update: str, **build: Any) -> dict[str, Plan]:
         "all on the gpu, kept": make(lambda _: (G, G, KEEP, G)),
         "states on host": make(lambda _: (G, H, RECOMPUTE, G)),
         "one slot": make(lambda _: (H, H, RECOMPUTE, G)),
+        "no logits kept": replace(make(lambda _: (G, G, KEEP, G)), loss_kept_tokens=0),
         "two slots, kept": make(lambda _: (H, H, KEEP, G), spare_slots=1),
         "many slots, inputs on host": make(lambda _: (H, H, RECOMPUTE, H), spare_slots=3),
         "tiny chunks, kept": make(lambda _: (H, H, KEEP, G), slot_numel=smallest, spare_slots=1),

@@ -42,6 +42,7 @@ class BlockSpec:
     ]  # keys of the parameters it uses, first use in execution order; shared ones appear in each user
     loose: bool = False
     lazy_head: bool = False  # projection and loss are fused over slices of tokens (see runtime/loss.py)
+    plain_linear: bool = False  # an nn.Linear and nothing more: its gradient is two matrix products
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class Affine:
 
     def at(self, num_samples: int) -> int:
         return self.fixed + self.per_sample * num_samples
+
+    def at_fraction(self, numerator: int, denominator: int) -> int:
+        """At numerator / denominator samples, rounded up."""
+        return self.fixed - (-self.per_sample * numerator // denominator)
 
 
 @dataclass(frozen=True)

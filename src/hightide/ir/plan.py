@@ -58,7 +58,7 @@ class Plan:
     update: Update
     num_slots: int
     num_grad_slots: int
-    loss_tile_tokens: int
+    loss_tile_tokens: int  # rows that the head projects at once
     gpu_limit_bytes: int
     host_limit_bytes: int
     blocks: tuple[BlockPlan, ...]
@@ -66,6 +66,7 @@ class Plan:
     forecast: Forecast
     explanation: str  # the text of explain(), written by the planner when the plan was made
     gradients: GradientDtype = GradientDtype.FLOAT32
+    loss_kept_tokens: int = 0  # whose logits stay on the GPU from forward to backward: the rest is projected twice
 
     def explain(self) -> str:
         return self.explanation

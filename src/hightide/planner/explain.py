@@ -53,7 +53,8 @@ def _batch(profile: ModelProfile, plan: Plan) -> list[str]:
         text = f"  {count} call{'s' if count > 1 else ''} unsplit: {note}"
         lines += textwrap.wrap(text, WIDTH, subsequent_indent="    ")
     if profile.vocabulary:
-        lines.append(f"loss: over slices of {plan.loss_tile_tokens} tokens x {profile.vocabulary} logits")
+        kept = f", those of {plan.loss_kept_tokens} kept" if plan.loss_kept_tokens else ""
+        lines.append(f"loss: over slices of {plan.loss_tile_tokens} tokens x {profile.vocabulary} logits{kept}")
     slot, grad_slot = format_bytes(slot_bytes(plan.layout)), format_bytes(grad_slot_bytes(plan.layout))
     lines.append(f"slots: {plan.num_slots} of {slot}, {plan.num_grad_slots} of {grad_slot} for gradients")
     return lines

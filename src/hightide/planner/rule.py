@@ -16,6 +16,7 @@ from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.explain import explain
 from hightide.planner.layout import pack, search_slot_numel, tiny_blocks
+from hightide.planner.loss import loss_tile_tokens, num_rows
 from hightide.planner.lower import lower
 from hightide.planner.memory import Peaks, peaks
 from hightide.planner.place import widest_tick
@@ -23,8 +24,6 @@ from hightide.planner.verify import PLAN_VERSION, InfeasiblePlan
 
 LEAN_FRACTION = 3 / 4  # of the GPU that the leanest plan may use before the micro-batch is halved instead
 FILL_FRACTION = 0.95  # of the GPU that optional things may fill: a forecast is not a measurement
-LOSS_TILE_BYTES = 256 * 1024**2
-MIN_LOSS_TILE_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class _Choice:
     whole: frozenset[int] = field(default_factory=frozenset)  # blocks with params and states on the GPU
     params: frozenset[int] = field(default_factory=frozenset)  # blocks with params only
     keep: frozenset[int] = field(default_factory=frozenset)
+    loss_kept_tokens: int = 0
 
 
 def plan_by_rule(
@@ -61,14 +61,6 @@ def plan_by_rule(
     _require(Tier.HOST, peak.host_peak_bytes, host_bytes, peak.host_peak_at)
     plan = replace(plan, forecast=Forecast(peak.gpu_peak_bytes, peak.host_peak_bytes))
     return replace(plan, explanation=explain(profile, plan, {Mode.TRAIN: schedule}))
-
-
-def loss_tile_tokens(profile: ModelProfile, micro_batch: int) -> int:
-    """Depends on the model and the micro-batch only: results must not depend on placement."""
-    rows = max(1, micro_batch * profile.tokens_per_sample)
-    if profile.vocabulary == 0:
-        return rows
-    return min(rows, max(MIN_LOSS_TILE_TOKENS, LOSS_TILE_BYTES // (4 * profile.vocabulary)))
 
 
 @dataclass(frozen=True)
@@ -115,9 +107,19 @@ class _Rule:
             rest = [block for block in movable if block not in choice.whole]
             base = choice
             choice = self._most(lambda count: replace(base, params=frozenset(rest[:count])), len(rest))
+        filled = self._keep_logits(choice)
         keepable = self._keepable()
-        filled = choice
         return self._most(lambda count: replace(filled, keep=frozenset(keepable[:count])), len(keepable))
+
+    def _keep_logits(self, choice: _Choice) -> _Choice:
+        """Before activations: per byte, a projection saved is more time than a block's recomputation."""
+        heads = {block.index for block in self.profile.blocks if block.lazy_head and block.plain_linear}
+        if not any(call.block in heads and call.needs_backward for call in self.profile.calls):
+            return choice
+        rows, tile = num_rows(self.profile), loss_tile_tokens(self.profile)
+        return self._most(
+            lambda count: replace(choice, loss_kept_tokens=min(rows, count * tile)), limit=-(-rows // tile)
+        )
 
     def _most(self, make: Callable[[int], _Choice], limit: int) -> _Choice:
         """The largest count that fits. None at all is always right: it is what fitted before."""
@@ -154,7 +156,7 @@ class _Rule:
             update=self.update,
             num_slots=0,
             num_grad_slots=0,
-            loss_tile_tokens=loss_tile_tokens(self.profile, choice.micro_batch),
+            loss_tile_tokens=loss_tile_tokens(self.profile),
             gpu_limit_bytes=self.gpu_bytes,
             host_limit_bytes=self.host_bytes,
             blocks=tuple(_block_plan(block, choice) for block in self.profile.blocks),
@@ -162,6 +164,7 @@ class _Rule:
             forecast=Forecast(0, 0),
             explanation="",
             gradients=self.gradients,
+            loss_kept_tokens=choice.loss_kept_tokens,
         )
         slots, grad_slots = widest_tick(plan, {call.block for call in self.profile.calls})
         return replace(

@@ -319,6 +319,14 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
             f"loss_tile_tokens is {plan.loss_tile_tokens} and slot_numel {plan.layout.slot_numel}; both must be at "
             f"least 1"
         )
+    if plan.loss_kept_tokens < 0:
+        raise InfeasiblePlan(f"loss_kept_tokens is {plan.loss_kept_tokens}; it must be 0 (none) or more")
+    heads = [block for block in profile.blocks if block.lazy_head]
+    if plan.loss_kept_tokens and not all(block.plain_linear for block in heads):
+        raise InfeasiblePlan(
+            f"loss_kept_tokens is {plan.loss_kept_tokens}, but the head ({', '.join(b.kind for b in heads)}) is more "
+            "than an nn.Linear, whose logits are made again with a graph in backward; use loss_kept_tokens=0"
+        )
     slots, grad_slots = widest_tick(plan, {call.block for call in profile.calls})
     if plan.num_slots < slots or plan.num_grad_slots < grad_slots:
         raise InfeasiblePlan(

@@ -167,10 +167,18 @@ def _block_specs(model: nn.Module, found: FoundBlocks, probed: ProbeResult, head
         held = dict.fromkeys(names[id(param)] for param in block.module.parameters())
         used_first = dict.fromkeys([*probed.uses.get(index, ()), *held])
         params = tuple(name for name in used_first if name not in found.loose)
-        specs.append(BlockSpec(index, block.name, type(block.module).__name__, params, lazy_head=index == head))
+        kind = type(block.module).__name__
+        plain = is_plain_linear(block.module)
+        specs.append(BlockSpec(index, block.name, kind, params, lazy_head=index == head, plain_linear=plain))
     if found.loose:
         specs.append(BlockSpec(len(specs), "", "loose", found.loose, loose=True))
     return tuple(specs)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Is its output F.linear of its own parameters? A parametrised weight (weight norm) is computed, and no parameter
+    of the module itself."""
+    return type(module).forward is nn.Linear.forward and {"weight", "bias"} <= module._parameters.keys()
 
 
 def _find_lazy_head(model: nn.Module, probed: ProbeResult) -> int | None:

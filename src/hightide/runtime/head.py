@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hightide.ir.action import Op
+from hightide.planner.loss import loss_scratch_bytes
 from hightide.runtime.blocks import BlockRunner
 
 
@@ -19,14 +20,22 @@ class HeadCall:
         self._runner = runner
         self._module = module
         self._call: int | None = None
-        self.tile_tokens = runner.run.plan.loss_tile_tokens
-        self.num_classes = runner.run.profile.vocabulary
+        plan, profile = runner.run.plan, runner.run.profile
+        self._kept_tokens = plan.loss_kept_tokens
+        self.tile_tokens = plan.loss_tile_tokens
+        self.scratch_bytes = loss_scratch_bytes(profile, plan.loss_tile_tokens)
+        self.plain_linear = module if runner.spec.plain_linear and isinstance(module, nn.Linear) else None
+        self.num_classes = profile.vocabulary
         self.anchor = runner.anchor
 
     @property
     def version(self) -> int:
         """Logits that are evaluated late must not use newer weights than their call."""
         return self._runner.version
+
+    def claim_kept_tokens(self) -> int:
+        claimed, self._kept_tokens = self._kept_tokens, 0
+        return claimed
 
     def project(self, rows: Tensor) -> Tensor:
         result: Tensor = self._runner.original(self._module, rows)

@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_map
 
 from hightide.ir.units import format_bytes
 from hightide.runtime.autocast import Autocast
-from hightide.runtime.loss import CrossEntropy, Head, Projection, Recorded, fused_cross_entropy, replay
+from hightide.runtime.cross_entropy import CrossEntropy
+from hightide.runtime.loss import Head, Projection, Recorded, fused_cross_entropy, replay
 
 
 @dataclass(frozen=True)

@@ -1,26 +1,44 @@
 """Projection and cross-entropy fused over tiles of tokens: the logits of a whole batch never exist at once.
 
-[Note: fused loss] Forward walks over the rows tile by tile: project, replay what the model did to its logits, one
-loss per row; only the row losses (one number per token) survive. Backward walks again, this time with an inner graph
-per tile, writes the gradient of the tile's rows into one hidden gradient, and lets the inner autograd add the head's
-parameter gradients in place. So a head costs one projection more than plain PyTorch and memory for one tile instead
-of for all tokens. Row losses are summed once, at the end: the result does not depend on where tiles are cut, beyond
-the rounding of the matrix multiplication itself.
+[Note: fused loss] Forward walks over the rows in tiles: it projects a tile in the compute dtype, and goes through its
+logits in smaller tiles of rows in fp32 (see [Note: softmax in passes]); only a few numbers per row survive. Backward
+projects each tile again, writes the gradient of the logits over the logits, and multiplies it with the rows and the
+weights. So a head costs one projection more than plain PyTorch and memory for one tile instead of for all tokens; as
+many tiles as the plan says keep their logits, and cost nothing more. The first tiles are kept: their memory is free
+again when backward makes the first projection. Which are kept changes no result, since tiles and their order stay.
+
+What the model did to its logits is replayed on the tiles of rows. Exact casts need nothing, because the passes read
+any dtype; everything else (scaling, soft-capping) gets an inner graph per tile of rows. A head that is an nn.Linear and
+nothing more has its backward by hand (runtime/linear.py); any other is projected with an inner graph in backward, which
+adds to its parameters' gradients.
+
+Row losses are summed once, at the end: the result does not depend on where tiles are cut, beyond the rounding of the
+matrix multiplication itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
 from hightide.runtime.autocast import Autocast
+from hightide.runtime.cross_entropy import (
+    CrossEntropy,
+    Labels,
+    RowGradients,
+    RowNumbers,
+    measure,
+    tiles,
+    write_gradient,
+)
+from hightide.runtime.linear import LinearBackward
 
 
 class Head(Protocol):
@@ -28,7 +46,15 @@ class Head(Protocol):
 
     @property
     def tile_tokens(self) -> int:
-        """Rows per tile."""
+        """Rows per projection."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """For the passes over a tile of rows, recorded operations included."""
+
+    @property
+    def plain_linear(self) -> nn.Linear | None:
+        """The module, where `project` is an nn.Linear's forward and nothing more."""
 
     @property
     def num_classes(self) -> int:
@@ -41,6 +67,9 @@ class Head(Protocol):
     @property
     def anchor(self) -> Tensor | None:
         """An empty tensor that requires grad; None where the head has no trainable parameters."""
+
+    def claim_kept_tokens(self) -> int:
+        """Rows whose logits may wait for backward: for the first loss that asks, so that memory is promised once."""
 
     def project(self, rows: Tensor) -> Tensor:
         """The module's own forward. Called only while held; rows are (tokens, hidden)."""
@@ -70,6 +99,11 @@ class Recorded:
     options: dict[str, object] = field(default_factory=dict)
     elementwise: bool = True
 
+    def is_exact_cast(self, before: Tensor, after: Tensor) -> bool:
+        """Whether all it did was to make logits wider, where they are."""
+        widened = torch.promote_types(before.dtype, after.dtype) == after.dtype
+        return self.function is Tensor.to and before.device == after.device and widened
+
     def __call__(self, logits: Tensor) -> Tensor:
         return self.function(*self.before, logits, *self.after, **self.options)
 
@@ -83,45 +117,12 @@ class Projection:
     operations: tuple[Recorded, ...]
     version: int  # the head's, when it was called
 
-    def logits(self, rows: Tensor) -> Tensor:
-        return replay(self.head.project(rows), [op for op in self.operations if op.elementwise])
-
     def check_version(self) -> None:
         if self.head.version != self.version:
             raise RuntimeError(
                 "the head's weights were updated after these logits were made, so they can no longer be computed; use "
                 "the logits, or call backward, before optimizer.step()"
             )
-
-
-@dataclass(frozen=True)
-class CrossEntropy:
-    """The options of `F.cross_entropy`, less its tensors."""
-
-    ignore_index: int = -100
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
-
-    def row_losses(self, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        """In fp32 at least, whatever the logits are: the loss is where bf16 hurts most, and a tile costs little."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        weight = None if weight is None else weight.to(logits.dtype)
-        return F.cross_entropy(
-            logits,
-            target,
-            weight,
-            ignore_index=self.ignore_index,
-            reduction="none",
-            label_smoothing=self.label_smoothing,
-        )
-
-    def normaliser(self, target: Tensor, weight: Tensor | None) -> Tensor:
-        """What "mean" divides by: the number of rows that count, or the sum of their weights."""
-        counts = target != self.ignore_index
-        if weight is None:
-            return counts.sum()
-        weights = weight[torch.where(counts, target, 0)]
-        return torch.where(counts, weights, 0).to(torch.promote_types(weight.dtype, torch.float32)).sum()
 
 
 def replay(logits: Tensor, operations: Sequence[Recorded]) -> Tensor:
@@ -153,17 +154,29 @@ class _FusedCrossEntropy(torch.autograd.Function):
         projection: Projection,
         options: CrossEntropy,
     ) -> Tensor:
-        losses: list[Tensor] = []
-        with projection.head.forward_hold(), projection.autocast.restored():
-            for tile in _tiles(len(rows), projection.head.tile_tokens):
-                # No name for the logits: a tile must be gone before the next one is made.
-                losses.append(options.row_losses(projection.logits(rows[tile]), target[tile], weight))
-        losses.append(target.new_zeros(0, dtype=torch.float32))  # so that no rows at all is a sum of nothing
-        row_losses = torch.cat(losses)
+        head = projection.head
+        num_kept = head.claim_kept_tokens() if head.plain_linear is not None and any(ctx.needs_input_grad) else 0
+        kept: list[Tensor] = []
+        passes: _Passes | None = None
+        row_losses = torch.zeros(0, device=rows.device)  # so that no rows at all is a sum of nothing
+        with head.forward_hold(), projection.autocast.restored():
+            for tile in tiles(len(rows), head.tile_tokens):
+                logits = head.project(rows[tile])
+                if passes is None:
+                    passes = _Passes.over(logits, projection)
+                    labels = Labels.of(target, weight, options, head.num_classes, passes.dtype)
+                    numbers = RowNumbers.empty(len(rows), passes.dtype, passes.device, options.label_smoothing)
+                passes.measure(logits, labels.index[tile], labels.class_weight, numbers[tile])
+                if tile.stop <= num_kept:
+                    kept.append(logits)
+                del logits  # a tile must be gone before the next one is made
+            if passes is not None:
+                row_losses = numbers.losses(labels)
         normaliser = options.normaliser(target, weight) if options.reduction == "mean" else None
+        saved = () if passes is None else (numbers.maximum, numbers.total, numbers.target, numbers.weighted)
         # Through save_for_backward: it refuses a second backward and inputs that were changed in place meanwhile.
-        ctx.save_for_backward(rows, target, weight, normaliser)
-        ctx.projection, ctx.options, ctx.has_run_backward = projection, options, False
+        ctx.save_for_backward(rows, target, weight, normaliser, *saved)
+        ctx.projection, ctx.options, ctx.kept, ctx.has_run_backward = projection, options, kept, False
         if options.reduction == "none":
             return row_losses
         total = row_losses.sum()
@@ -172,50 +185,137 @@ class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        rows, target, weight, normaliser = ctx.saved_tensors
+        rows, target, weight, normaliser, *saved = ctx.saved_tensors
         if ctx.has_run_backward:
             raise RuntimeError(
                 "a second backward through hightide's fused loss is not supported; add the losses, call backward once"
             )
         ctx.has_run_backward = True
+        kept, ctx.kept = ctx.kept, []
         projection, options = ctx.projection, ctx.options
         projection.check_version()
         needs_rows, needs_anchor = ctx.needs_input_grad[:2]
         accumulate = needs_anchor and projection.head.will_accumulate()
         if not (needs_rows or accumulate):
             return None, None, None, None, None, None
-        row_grads = grad_output if normaliser is None else grad_output / normaliser
-        row_grads = row_grads.expand(len(rows))
-        rows_grad = torch.empty_like(rows) if needs_rows else None
+        rows_grad = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_rows else None
         with projection.head.backward_hold(accumulate), projection.autocast.restored():
-            for tile in _tiles(len(rows), projection.head.tile_tokens):
-                leaf = rows[tile].detach().requires_grad_(needs_rows)
-                _tile_backward(projection, options, leaf, target[tile], weight, row_grads[tile], accumulate)
-                if rows_grad is not None:
-                    rows_grad[tile] = leaf.grad
+            if saved:
+                row_grads = grad_output if normaliser is None else grad_output / normaliser
+                numbers = RowNumbers(*saved)
+                labels = Labels.of(target, weight, options, projection.head.num_classes, numbers.total.dtype)
+                gradients = RowGradients.of(numbers, labels, row_grads.expand(len(rows)))
+                walk = _Backward(projection, labels.index, gradients, accumulate)
+                del numbers, labels, saved, row_grads
+                walk.run(rows, rows_grad, kept)
         return rows_grad, None, None, None, None, None
 
 
-def _tile_backward(
-    projection: Projection,
-    options: CrossEntropy,
-    leaf: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    row_grads: Tensor,
-    accumulate: bool,
-) -> None:
-    """Recomputes one tile with a graph and runs it backward; the gradient of the rows ends up in `leaf.grad`."""
-    with torch.enable_grad():
-        losses = options.row_losses(projection.logits(leaf), target, weight)
-    row_grads = row_grads.to(losses.dtype)
-    if accumulate:
-        torch.autograd.backward(losses, row_grads)
-    else:
-        (leaf.grad,) = torch.autograd.grad(losses, leaf, row_grads)
+@dataclass(frozen=True)
+class _Backward:
+    """The walk of backward over the tiles."""
+
+    projection: Projection
+    index: Tensor
+    gradients: RowGradients
+    accumulate: bool
+
+    def run(self, rows: Tensor, rows_grad: Tensor | None, kept: list[Tensor]) -> None:
+        """`kept`: logits of the first tiles; they are let go one by one."""
+        head = self.projection.head
+        passes: _Passes | None = None
+        linear: LinearBackward | None = None
+        kept.reverse()
+        for tile in tiles(len(rows), head.tile_tokens):
+            part = None if rows_grad is None else rows_grad[tile]
+            if head.plain_linear is None:
+                passes = self._graph_tile(rows[tile], part, tile, passes)
+                continue
+            logits = kept.pop() if kept else head.project(rows[tile])
+            if passes is None or linear is None:
+                passes = _Passes.over(logits, self.projection)
+                linear = LinearBackward(head.plain_linear, logits.dtype, self.accumulate)
+            passes.write_gradient(logits, self.index[tile], self.gradients[tile], logits)
+            linear(rows[tile], logits, part)
+            del logits
+
+    def _graph_tile(self, rows: Tensor, rows_grad: Tensor | None, tile: slice, passes: _Passes | None) -> _Passes:
+        """One tile of a head that autograd has to go through."""
+        leaf = rows.detach().requires_grad_(rows_grad is not None)
+        with torch.enable_grad(), _saved_storages() as saved:
+            logits = self.projection.head.project(leaf)
+        passes = _Passes.over(logits, self.projection) if passes is None else passes
+        free = logits.is_contiguous() and logits.untyped_storage().data_ptr() not in saved
+        grad = logits.detach() if free else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        passes.write_gradient(logits.detach(), self.index[tile], self.gradients[tile], grad)
+        if self.accumulate:
+            torch.autograd.backward(logits, grad)
+        else:
+            (leaf.grad,) = torch.autograd.grad(logits, leaf, grad)
+        if rows_grad is not None:
+            assert leaf.grad is not None
+            rows_grad.copy_(leaf.grad)
+        return passes
 
 
-def _tiles(num_rows: int, tile_tokens: int) -> Iterator[slice]:
-    assert tile_tokens > 0
-    for start in range(0, num_rows, tile_tokens):
-        yield slice(start, min(start + tile_tokens, num_rows))
+@contextmanager
+def _saved_storages() -> Iterator[set[int]]:
+    """The storages that autograd saves meanwhile: what must not be overwritten."""
+    saved: set[int] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.add(tensor.untyped_storage().data_ptr())
+        return tensor.detach()  # an output that its own node holds would never die
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The passes over the logits of a tile, behind the operations that the model recorded."""
+
+    operations: tuple[Recorded, ...]  # none, if all that was recorded are exact casts
+    dtype: torch.dtype  # of all sums
+    device: torch.device
+    scratch: Tensor  # its length is the number of rows that are gone through at once
+
+    @classmethod
+    def over(cls, logits: Tensor, projection: Projection) -> _Passes:
+        recorded = tuple(operation for operation in projection.operations if operation.elementwise)
+        result, exact, widest = logits.detach()[:0], True, 0
+        for operation in recorded:
+            before, result = result, operation(result)
+            exact = exact and operation.is_exact_cast(before, result)
+            widest = max(widest, result.element_size())
+        dtype = torch.promote_types(result.dtype, torch.float32)
+        operations = () if exact else recorded
+        # Of each operation up to two results in the graph; two gradients on their way, that of the result, the scratch.
+        copies = 2 * len(operations) + 4 if operations else 1
+        row_bytes = max(widest, dtype.itemsize) * logits.shape[1] * copies
+        num_rows = min(len(logits), max(1, projection.head.scratch_bytes // row_bytes))
+        scratch = torch.empty(num_rows, logits.shape[1], dtype=dtype, device=result.device)
+        return cls(operations, dtype, result.device, scratch)
+
+    def measure(self, logits: Tensor, index: Tensor, class_weight: Tensor | None, numbers: RowNumbers) -> None:
+        if not self.operations:
+            measure(logits, index, class_weight, numbers, self.scratch)
+            return
+        for rows in tiles(len(logits), len(self.scratch)):
+            seen = replay(logits[rows], self.operations)
+            measure(seen, index[rows], class_weight, numbers[rows], self.scratch)
+            del seen
+
+    def write_gradient(self, logits: Tensor, index: Tensor, gradients: RowGradients, out: Tensor) -> None:
+        if not self.operations:
+            write_gradient(logits, index, gradients, self.scratch, out)
+            return
+        for rows in tiles(len(logits), len(self.scratch)):
+            leaf = logits[rows].detach().requires_grad_()
+            with torch.enable_grad():
+                seen = replay(leaf, self.operations)
+            grad = torch.empty_like(seen, requires_grad=False)
+            write_gradient(seen.detach(), index[rows], gradients[rows], self.scratch, grad)
+            (grad,) = torch.autograd.grad(seen, leaf, grad)
+            out[rows].copy_(grad)
+            del seen, grad, leaf

@@ -11,8 +11,8 @@ from hightide.ir.block import Affine, BlockSpec, CallSpec, ModelProfile, ParamSp
 from hightide.ir.plan import Activation, BlockPlan, Forecast, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.layout import pack, search_slot_numel
+from hightide.planner.loss import loss_tile_tokens
 from hightide.planner.place import widest_tick
-from hightide.planner.rule import loss_tile_tokens
 
 
 @dataclass
@@ -123,7 +123,7 @@ def finish(
         update=update,
         num_slots=0,
         num_grad_slots=0,
-        loss_tile_tokens=loss_tile_tokens(profile, micro_batch),
+        loss_tile_tokens=loss_tile_tokens(profile),
         gpu_limit_bytes=2**60,
         host_limit_bytes=2**60,
         blocks=tuple(blocks),

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.plan import Activation
 from hightide.ir.tier import Lane, Tier
@@ -40,5 +42,7 @@ def test_keeping_costs_gpu_and_stashing_saves_it():
 
 def test_a_smaller_micro_batch_has_a_smaller_peak():
     profile = stack(4)
+    blocks = tuple(replace(block, lazy_head=False) for block in profile.blocks)
+    profile = replace(profile, blocks=blocks, vocabulary=0)  # the fused loss has tiles of its own
     sizes = [peaks(lower(profile, plan_with(profile, micro_batch=m), Mode.TRAIN)).gpu_peak_bytes for m in (1, 2, 3, 6)]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]

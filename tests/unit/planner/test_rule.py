@@ -8,9 +8,10 @@ from hightide.ir.action import Mode
 from hightide.ir.block import Affine
 from hightide.ir.plan import Activation, Plan, Update
 from hightide.ir.tier import Tier
+from hightide.planner.loss import loss_tile_tokens
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
-from hightide.planner.rule import FILL_FRACTION, loss_tile_tokens, plan_by_rule
+from hightide.planner.rule import FILL_FRACTION, plan_by_rule
 from hightide.planner.verify import InfeasiblePlan, check_plan, verify
 from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, profiles, stack
 
@@ -112,13 +113,31 @@ def test_never_called_blocks_stay_on_the_host_and_loose_ones_on_the_gpu():
     assert [block.params for block in rule(profile).blocks] == [Tier.GPU, Tier.HOST, Tier.GPU]
 
 
-def test_the_loss_tile_depends_on_model_and_micro_batch_only():
+def test_the_loss_tile_depends_on_model_and_batch_only():
     profile = stack(12)
     plans = [rule(profile, limit, micro_batch=2) for limit in (leanest_bytes(profile, 2), UNLIMITED)]
-    assert {plan.loss_tile_tokens for plan in plans} == {16}  # 2 samples of 8 tokens
-    large = replace(profile, vocabulary=128_000, tokens_per_sample=4096)
-    assert loss_tile_tokens(large, 4) == 256 * 1024**2 // (4 * 128_000)
-    assert loss_tile_tokens(replace(large, vocabulary=1_000_000), 4) == 128
+    assert {plan.loss_tile_tokens for plan in plans} == {48}  # 6 samples of 8 tokens
+    llama = replace(profile, vocabulary=128_256, tokens_per_sample=2048, num_samples=16)
+    assert loss_tile_tokens(llama) == 2048  # 1 GiB of fp32 logits
+    half = replace(llama, params=tuple(replace(spec, dtype="bfloat16") for spec in llama.params))
+    assert loss_tile_tokens(half) == 4096
+    assert loss_tile_tokens(replace(half, vocabulary=50_257)) == 8192  # 10,624 would fit: four equal tiles
+    assert loss_tile_tokens(replace(half, num_samples=3)) == 3072  # two equal tiles of 3 x 2048 tokens
+    assert loss_tile_tokens(replace(half, vocabulary=10_000_000)) == 128
+
+
+def test_logits_are_kept_before_activations_and_only_of_a_plain_linear_head():
+    profile = stack(12)
+    assert rule(profile, UNLIMITED).loss_kept_tokens == 0
+    head = next(block for block in profile.blocks if block.lazy_head)
+    blocks = tuple(replace(block, plain_linear=block is head) for block in profile.blocks)
+    plain = replace(profile, blocks=blocks)
+    full = rule(plain, UNLIMITED)
+    assert full.loss_kept_tokens == 48 and "those of 48 kept" in full.explain()
+    assert rule(plain, leanest_bytes(plain)).loss_kept_tokens == 0
+    less = rule(plain, full.forecast.gpu_peak_bytes - 1000)
+    assert less.loss_kept_tokens == 48
+    assert [block.activation for block in less.blocks].count(Activation.RECOMPUTE) > 1
 
 
 def test_a_plan_survives_its_file(tmp_path):

@@ -27,10 +27,13 @@ TILE = 5  # 51 tokens: ten tiles and a tail
 class LinearHead:
     """A head over an nn.Linear whose weights are NaN unless held, as those of a streamed block are."""
 
-    def __init__(self, linear: nn.Linear, tile_tokens: int = TILE) -> None:
+    def __init__(self, linear: nn.Linear, tile_tokens: int = TILE, plain: bool = True) -> None:
         self.tile_tokens = tile_tokens
         self.num_classes = linear.out_features
         self.version = 0
+        self.scratch_bytes = 3 * linear.out_features * 4  # three rows of fp32
+        self.kept_tokens = 0
+        self.plain_linear = linear if plain else None  # None: backward through an inner graph
         self.linear = linear
         self.original_forward = linear.forward
         self.params = [param for param in linear.parameters() if param.requires_grad]
@@ -40,6 +43,10 @@ class LinearHead:
         self.holds: list[str] = []
         self.num_materialised = 0
         self.projected_dtypes: list[torch.dtype] = []
+
+    def claim_kept_tokens(self) -> int:
+        kept, self.kept_tokens = self.kept_tokens, 0
+        return kept
 
     def project(self, rows: Tensor) -> Tensor:
         assert self.is_held and rows.dim() == 2 and len(rows) <= self.tile_tokens
@@ -98,7 +105,9 @@ class LargestLogits(TorchDispatchMode):
 class Pair:
     """The same hidden states and head, once plain and once lazy."""
 
-    def __init__(self, bias: bool = True, dtype: torch.dtype = torch.float32, tile_tokens: int = TILE) -> None:
+    def __init__(
+        self, bias: bool = True, dtype: torch.dtype = torch.float32, tile_tokens: int = TILE, plain: bool = True
+    ) -> None:
         torch.manual_seed(0)
         self.plain_linear = nn.Linear(HIDDEN, VOCABULARY, bias=bias, dtype=dtype)
         self.linear = copy.deepcopy(self.plain_linear)
@@ -106,7 +115,7 @@ class Pair:
         self.hidden = self.plain_hidden.detach().clone().requires_grad_()
         self.labels = torch.randint(VOCABULARY, (BATCH, SEQUENCE))
         self.labels[0, :4] = -100
-        self.head = LinearHead(self.linear, tile_tokens)
+        self.head = LinearHead(self.linear, tile_tokens, plain)
 
     def logits(self) -> tuple[Tensor, LazyLogits]:
         # Times one: hidden states come from a graph, they are no leaves.
@@ -157,9 +166,10 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_fused_losses_equal_ordinary_ones_tile_by_tile(loss):
-    pair = Pair()
+def test_fused_losses_equal_ordinary_ones_tile_by_tile(loss, plain):
+    pair = Pair(plain=plain)
     plain_logits, logits = pair.logits()
     expected = LOSSES[loss](plain_logits, pair.labels)
     expected.backward()

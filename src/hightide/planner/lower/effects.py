@@ -11,10 +11,11 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 
 from hightide.ir.action import Action, Mode, Op
-from hightide.ir.block import DTYPE_BYTES, Affine, CallSpec, ModelProfile
+from hightide.ir.block import Affine, CallSpec, ModelProfile
 from hightide.ir.chunk import STATE_BYTES, UPDATE_TILE_NUMEL
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Lane, Tier
+from hightide.planner import loss
 from hightide.planner.lower.draft import Draft
 from hightide.planner.place import (
     gpu_chunk_bytes,
@@ -24,9 +25,6 @@ from hightide.planner.place import (
     region_bytes,
     slot_bytes,
 )
-
-LOSS_TILE_COPIES = {Op.FORWARD: 4, Op.BACKWARD: 6}  # fp32 tiles of logits alive at once in the fused loss
-LOGIT_BYTES = 4
 
 Effects = dict[str, Counter[str]]
 
@@ -95,9 +93,12 @@ def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) ->
     forward, backward = effects[f"fwd.{index}"], effects[f"bwd.{index}"]
     backwards = draft.mode is not Mode.EVAL and call.needs_backward
     if draft.profile.blocks[call.block].lazy_head:
-        tile = draft.plan.loss_tile_tokens * draft.profile.vocabulary * LOGIT_BYTES
-        forward["gpu_transient"] += tile * LOSS_TILE_COPIES[Op.FORWARD]
-        backward["gpu_transient"] += tile * LOSS_TILE_COPIES[Op.BACKWARD] + _weight_gradient_bytes(draft, call.block)
+        forward["gpu_transient"] += loss.forward_transient_bytes(draft.profile, draft.plan, call)
+        if backwards:
+            saved = loss.saved_bytes(draft.profile, draft.plan)
+            forward["gpu_takes"] += saved
+            backward["gpu_gives"] += saved
+            backward["gpu_transient"] += loss.backward_transient_bytes(draft.profile, draft.plan, call)
         return
     micro = micro_batch_of(draft.plan, call, draft.mode)
     forward["gpu_transient"] += call.forward_peak.at(micro)
@@ -153,12 +154,6 @@ def kept_bytes(plan: Plan, call: CallSpec, micro: int) -> int:
 
 def _at(draft: Draft, size: Affine) -> int:
     return size.at(draft.plan.num_samples)
-
-
-def _weight_gradient_bytes(draft: Draft, block: int) -> int:
-    """Autograd makes the gradient of one tile before it is added to the sum."""
-    params = [draft.profile.param(key) for key in draft.profile.blocks[block].params]
-    return sum(spec.numel * DTYPE_BYTES[spec.dtype] for spec in params if spec.trainable)
 
 
 def _output_bytes(draft: Draft, call: CallSpec) -> int:
