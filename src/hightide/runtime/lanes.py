@@ -5,6 +5,11 @@ every wait of the user's thread raises that very object, and the lanes give it t
 instead of running it. So nothing hangs, nothing runs on half-moved data, and the user sees the cause and not a
 consequence.
 
+[Note: enqueued and through] A copying lane is done with an action when it is enqueued on its stream; its fence says when
+the GPU is through with it, which may be hundreds of milliseconds later, because the user's thread runs ahead. Lanes with
+a stream go on at once, behind the fence. The cpu lane must not choose what is only enqueued (it would then wait, while
+finished gradients lie there): its tasks become ready when a fence has passed, of which a thread tells.
+
 [Note: threads of torch] Torch's own threads (OpenMP) would divide every operation of an update among all cores, and
 each operation would wait for the slowest; how many there are depends on OMP_NUM_THREADS. So the threads that update
 run torch single-threaded and share an update tile by tile. `torch.set_num_threads` counts for the thread that calls
@@ -42,6 +47,7 @@ WORKERS: dict[Lane, str] = {
     Lane.D2H: "hightide-d2h",  # takes gradients and block inputs away while the next block computes and others arrive
     Lane.CPU: "hightide-cpu",  # updates chunks on the host while the accelerator computes and both copies run
 }
+WATCHER = "hightide-fences"  # waits for copies to host, so that the cpu lane can take what is finished
 SHARER = "hightide-update"  # works on the same update as the cpu lane, other tiles of it
 CORES_FOR_OTHERS = (
     2  # Python's and autograd's threads with what they start, and the two copying lanes, which mostly wait
@@ -74,7 +80,7 @@ class EventFence:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
-        self._event = torch.cuda.Event()
+        self._event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
         self._event.record(stream)
 
     def join(self) -> None:
@@ -132,6 +138,7 @@ class Lanes:
         self.sharers = Sharers(num_sharing, begun, timeout_s)
         self._state = _State()
         self._queues = {lane: _queue_for(lane, self._state, timeout_s) for lane in WORKERS}
+        watcher = self._queues[Lane.CPU].watcher = _Watcher(self._state)
         # Threads hold the queues and never this object, so that forgotten lanes are collected and their threads end.
         self._threads = [
             threading.Thread(
@@ -139,6 +146,7 @@ class Lanes:
             )
             for lane, name in WORKERS.items()
         ]
+        self._threads.append(threading.Thread(target=_watch, args=(watcher, begun), name=WATCHER, daemon=True))
         self._threads += self.sharers.threads
         # At exit too, and joined: a thread that Python ends in the middle of a torch operation aborts the process.
         ends = (self._state, self.sharers.desk, self._threads)
@@ -387,12 +395,37 @@ class _State:
             condition.notify_all()
 
 
+class _Watcher:
+    """Fences that something on the host waits for, in the order of their stream."""
+
+    def __init__(self, state: _State) -> None:
+        self.state = state
+        self._condition = threading.Condition(state.lock)
+        state.conditions.append(self._condition)
+        self._watched: deque[tuple[Ticket, Callable[[], object]]] = deque()
+
+    def watch(self, ticket: Ticket, then: Callable[[], object]) -> None:
+        with self.state.lock:
+            self._watched.append((ticket, then))
+            self._condition.notify()
+
+    def take(self) -> tuple[Ticket, Callable[[], object]] | None:
+        """Blocks for the next one. None: closed."""
+        with self.state.lock:
+            while not self._watched:
+                if self.state.closing:
+                    return None
+                self._condition.wait()  # idle: nobody waits for it; watch and close wake it
+            return self._watched.popleft()
+
+
 class _Queue:
     """Tasks of one lane. Subclasses say which one is next."""
 
     def __init__(self, state: _State, timeout_s: float) -> None:
         self.state = state
         self.timeout_s = timeout_s
+        self.watcher: _Watcher | None = None  # for a lane that works on the host
         self.condition = threading.Condition(state.lock)
         state.conditions.append(self.condition)
 
@@ -414,7 +447,7 @@ class _Queue:
         raise NotImplementedError
 
     def add(self, task: _Task, after: Sequence[Ticket]) -> None:
-        waits_for = tuple(ticket for ticket in after if not ticket.done or ticket.error is not None)
+        waits_for = tuple(ticket for ticket in after if self._is_pending(ticket))
         with self.state.lock:
             task.after = tuple(ticket for ticket in after if ticket.fence is not None or not ticket.done)
             task.waits_for, task.num_pending = waits_for, len(waits_for)
@@ -423,7 +456,17 @@ class _Queue:
                 self._became_ready(task)
             self.condition.notify()
         for ticket in waits_for:  # outside the lock: a callback may be called at once
-            ticket.add_done_callback(lambda done: self._dependency_done(task, done))
+            ticket.add_done_callback(lambda done: self._when_through(task, done))
+
+    def _is_pending(self, ticket: Ticket) -> bool:
+        return not ticket.done or ticket.error is not None or (self.watcher is not None and ticket.fence is not None)
+
+    def _when_through(self, task: _Task, ticket: Ticket) -> None:
+        """See [Note: enqueued and through]."""
+        if self.watcher is None or ticket.fence is None or ticket.error is not None:
+            self._dependency_done(task, ticket)
+        else:
+            self.watcher.watch(ticket, lambda: self._dependency_done(task, ticket))
 
     def take(self) -> tuple[_Task, BaseException | None] | None:
         """Blocks for the next task, and the error with which it must end instead of running. None: closed and empty."""
@@ -578,6 +621,21 @@ def _work(queue: _Queue, lane: Lane, timeout_s: float, streams: Streams, begun: 
             else:
                 task.ticket.set_error(error)
             del taken, task, error  # an idle thread must not keep a task's tensors alive
+
+
+def _watch(watcher: _Watcher, begun: threading.Semaphore) -> None:
+    """The life of the watching thread."""
+    begun.release()
+    while (taken := watcher.take()) is not None:
+        ticket, then = taken
+        try:
+            assert ticket.fence is not None
+            ticket.fence.synchronize()
+        except BaseException as error:  # whatever it is, it belongs to the user's thread
+            watcher.state.fail(error)
+        else:
+            then()
+        del taken, ticket, then
 
 
 def _run(task: _Task, state: _State, timeout_s: float, streams: Streams) -> None:

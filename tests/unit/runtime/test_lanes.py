@@ -14,6 +14,8 @@ from hightide.ir.tier import Lane
 from hightide.runtime.lanes import KEPT_PASSES, WORKERS, Lanes
 from hightide.stores.ticket import Ticket
 
+TIMEOUT_S = 30.0
+
 THREADED = tuple(WORKERS)
 
 
@@ -340,3 +342,42 @@ def test_two_thousand_actions_take_little_bookkeeping(lanes: Lanes) -> None:
         lanes.wait(ticket, THREADED[index % 3])
     assert time.perf_counter() - started_s < 5.0
     assert len(lanes.records) == 2000
+
+
+class LateFence:
+    """A point in a stream that is reached when the test says so."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+
+    def join(self) -> None:
+        raise AssertionError("a lane without a stream cannot stand behind a fence")
+
+    def synchronize(self) -> None:
+        assert self.reached.wait(TIMEOUT_S)
+
+
+def test_the_cpu_lane_takes_what_is_through_before_what_is_only_enqueued(lanes: Lanes) -> None:
+    fence = LateFence()
+    enqueued = Ticket.completed("copy", fence=fence)
+    order: list[str] = []
+    due_first = lanes.submit("due first", Lane.CPU, 1, [enqueued], lambda: order.append("due first"))
+    due_later = lanes.submit("due later", Lane.CPU, 2, [], lambda: order.append("due later"))
+    due_later.wait(TIMEOUT_S)
+    assert order == ["due later"] and not due_first.done
+    fence.reached.set()
+    due_first.wait(TIMEOUT_S)
+    assert order == ["due later", "due first"]
+
+
+def test_a_fence_that_fails_fails_the_lanes(lanes: Lanes) -> None:
+    error = RuntimeError("the GPU has fallen off the bus")
+
+    class Broken(LateFence):
+        def synchronize(self) -> None:
+            raise error
+
+    task = lanes.submit("update", Lane.CPU, 1, [Ticket.completed("copy", fence=Broken())], lambda: None)
+    with pytest.raises(RuntimeError) as raised:
+        task.wait(TIMEOUT_S)
+    assert raised.value is error and lanes.failure is error
