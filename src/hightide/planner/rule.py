@@ -27,8 +27,8 @@ FILL_FRACTION = 0.95  # of the GPU that optional things may fill: a forecast is 
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """What the rule decides; everything else in a plan follows."""
+class Choice:
+    """What is decided; everything else in a plan follows."""
 
     micro_batch: int
     inputs: Tier = Tier.GPU
@@ -53,14 +53,36 @@ def plan_by_rule(
             f"micro_batch={micro_batch} does not fit the batch of {profile.num_samples} samples; "
             f"choose a number from 1 to {profile.num_samples}, or None"
         )
+    rule = _rule(profile, gpu_bytes, host_bytes, update, num_moments, gradients)
+    return rule.finish(rule.fill(rule.lean(micro_batch)))
+
+
+def plan_by_hand(
+    profile: ModelProfile,
+    choice: Choice,
+    gpu_bytes: int,
+    host_bytes: int,
+    update: Update,
+    num_moments: int = 2,
+    gradients: GradientDtype = GradientDtype.FLOAT32,
+) -> Plan:
+    """The plan that follows from a person's choices."""
+    rule = _rule(profile, gpu_bytes, host_bytes, update, num_moments, gradients)
+    peak = rule.peaks(choice)
+    _require(Tier.GPU, peak.gpu_peak_bytes, gpu_bytes, peak.gpu_peak_at, what="this")
+    return rule.finish(choice)
+
+
+def _rule(
+    profile: ModelProfile,
+    gpu_bytes: int,
+    host_bytes: int,
+    update: Update,
+    num_moments: int,
+    gradients: GradientDtype,
+) -> _Rule:
     layout = pack(profile, search_slot_numel(profile), num_moments)
-    rule = _Rule(profile, layout, gpu_bytes, host_bytes, update, gradients)
-    plan = rule.build(rule.fill(rule.lean(micro_batch)))
-    schedule = lower(profile, plan, Mode.TRAIN)
-    peak = peaks(schedule)
-    _require(Tier.HOST, peak.host_peak_bytes, host_bytes, peak.host_peak_at)
-    plan = replace(plan, forecast=Forecast(peak.gpu_peak_bytes, peak.host_peak_bytes))
-    return replace(plan, explanation=explain(profile, plan, {Mode.TRAIN: schedule}))
+    return _Rule(profile, layout, gpu_bytes, host_bytes, update, gradients)
 
 
 @dataclass(frozen=True)
@@ -72,22 +94,30 @@ class _Rule:
     update: Update
     gradients: GradientDtype = GradientDtype.FLOAT32
 
-    def lean(self, micro_batch: int | None) -> _Choice:
+    def finish(self, choice: Choice) -> Plan:
+        plan = self.build(choice)
+        schedule = lower(self.profile, plan, Mode.TRAIN)
+        peak = peaks(schedule)
+        _require(Tier.HOST, peak.host_peak_bytes, self.host_bytes, peak.host_peak_at)
+        plan = replace(plan, forecast=Forecast(peak.gpu_peak_bytes, peak.host_peak_bytes))
+        return replace(plan, explanation=explain(self.profile, plan, {Mode.TRAIN: schedule}))
+
+    def lean(self, micro_batch: int | None) -> Choice:
         """Everything streamed and recomputed; the largest micro-batch that leaves room, the plainest variant first."""
         variants = [(Tier.GPU, 1), (Tier.HOST, 1), (Tier.HOST, 0)]
         sizes = _halvings(self.profile.num_samples) if micro_batch is None else [micro_batch]
         for inputs, spare in variants:
             for size in sizes:
-                choice = _Choice(size, inputs, spare)
+                choice = Choice(size, inputs, spare)
                 if self._fits(choice, LEAN_FRACTION):
                     return choice
         for inputs, spare in variants:
-            choice = _Choice(sizes[-1], inputs, spare)
+            choice = Choice(sizes[-1], inputs, spare)
             if self._fits(choice, 1.0):
                 return choice
         return self._last_resort(choice)
 
-    def _last_resort(self, leanest: _Choice) -> _Choice:
+    def _last_resort(self, leanest: Choice) -> Choice:
         """Slots may cost more than the model itself: then everything on the GPU fits where the leanest stream does
         not."""
         whole = replace(leanest, inputs=Tier.GPU, whole=frozenset(self._movable()))
@@ -97,7 +127,7 @@ class _Rule:
         _require(Tier.GPU, peak.gpu_peak_bytes, self.gpu_bytes, peak.gpu_peak_at)
         raise AssertionError("the leanest plan did not fit, and does")
 
-    def fill(self, lean: _Choice) -> _Choice:
+    def fill(self, lean: Choice) -> Choice:
         movable = self._movable()
         everything = replace(lean, inputs=Tier.GPU, whole=frozenset(movable))
         if self._fits(everything, FILL_FRACTION):
@@ -111,7 +141,7 @@ class _Rule:
         keepable = self._keepable()
         return self._most(lambda count: replace(filled, keep=frozenset(keepable[:count])), len(keepable))
 
-    def _keep_logits(self, choice: _Choice) -> _Choice:
+    def _keep_logits(self, choice: Choice) -> Choice:
         """Before activations: per byte, a projection saved is more time than a block's recomputation."""
         heads = {block.index for block in self.profile.blocks if block.lazy_head and block.plain_linear}
         if not any(call.block in heads and call.needs_backward for call in self.profile.calls):
@@ -121,7 +151,7 @@ class _Rule:
             lambda count: replace(choice, loss_kept_tokens=min(rows, count * tile)), limit=-(-rows // tile)
         )
 
-    def _most(self, make: Callable[[int], _Choice], limit: int) -> _Choice:
+    def _most(self, make: Callable[[int], Choice], limit: int) -> Choice:
         """The largest count that fits. None at all is always right: it is what fitted before."""
         low, high = 0, limit
         while low < high:
@@ -141,13 +171,13 @@ class _Rule:
         blocks = {call.block for call in self.profile.calls if call.needs_backward}
         return [block for block in sorted(blocks, reverse=True) if not self.profile.blocks[block].lazy_head]
 
-    def _fits(self, choice: _Choice, fraction: float) -> bool:
+    def _fits(self, choice: Choice, fraction: float) -> bool:
         return self.peaks(choice).gpu_peak_bytes <= fraction * self.gpu_bytes
 
-    def peaks(self, choice: _Choice) -> Peaks:
+    def peaks(self, choice: Choice) -> Peaks:
         return peaks(lower(self.profile, self.build(choice), Mode.TRAIN))
 
-    def build(self, choice: _Choice) -> Plan:
+    def build(self, choice: Choice) -> Plan:
         plan = Plan(
             version=PLAN_VERSION,
             fingerprint=self.profile.fingerprint,
@@ -179,7 +209,7 @@ def _with_spare(widest: int, spare: int) -> int:
     return widest + spare if widest else 0
 
 
-def _block_plan(block: BlockSpec, choice: _Choice) -> BlockPlan:
+def _block_plan(block: BlockSpec, choice: Choice) -> BlockPlan:
     whole = block.loose or block.index in choice.whole
     keep = block.index in choice.keep
     return BlockPlan(
@@ -198,12 +228,12 @@ def _halvings(num_samples: int) -> list[int]:
     return sizes
 
 
-def _require(tier: Tier, needed_bytes: int, limit_bytes: int, moment: str) -> None:
+def _require(tier: Tier, needed_bytes: int, limit_bytes: int, moment: str, what: str = "the leanest") -> None:
     if needed_bytes <= limit_bytes:
         return
     remedy = "a smaller micro_batch or batch, or " if tier is Tier.GPU else "more GPU memory, or "
     raise InfeasiblePlan(
-        f"the leanest plan does not fit the {tier}: it needs {needed_bytes} bytes ({format_bytes(needed_bytes)}), the "
+        f"{what} plan does not fit the {tier}: it needs {needed_bytes} bytes ({format_bytes(needed_bytes)}), the "
         f"limit is {limit_bytes} ({format_bytes(limit_bytes)}), {needed_bytes - limit_bytes} bytes "
         f"({format_bytes(needed_bytes - limit_bytes)}) are missing; give it {remedy}a larger Limits({tier}=...)",
         moment,

@@ -5,10 +5,10 @@ every wait of the user's thread raises that very object, and the lanes give it t
 instead of running it. So nothing hangs, nothing runs on half-moved data, and the user sees the cause and not a
 consequence.
 
-[Note: enqueued and through] A copying lane is done with an action when it is enqueued on its stream; its fence says when
-the GPU is through with it, which may be hundreds of milliseconds later, because the user's thread runs ahead. Lanes with
-a stream go on at once, behind the fence. The cpu lane must not choose what is only enqueued (it would then wait, while
-finished gradients lie there): its tasks become ready when a fence has passed, of which a thread tells.
+[Note: enqueued and through] A copying lane is done with an action when it is enqueued on its stream; its fence says
+when the GPU is through with it, which may be hundreds of milliseconds later, because the user's thread runs ahead.
+Lanes with a stream go on at once, behind the fence. The cpu lane must not choose what is only enqueued (it would then
+wait, while finished gradients lie there): its tasks become ready when a fence has passed, of which a thread tells.
 
 [Note: threads of torch] Torch's own threads (OpenMP) would divide every operation of an update among all cores, and
 each operation would wait for the slowest; how many there are depends on OMP_NUM_THREADS. So the threads that update

@@ -1,0 +1,118 @@
+"""The hand-written plans of the benchmarks: choices here, files in bench/plans.
+
+    python bench/plans.py [NAME ...]
+
+needs no GPU and no weights. `bench/throughput.py --plan bench/plans/NAME.json` runs one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from shapes import build
+
+from hightide.ir.block import ModelProfile
+from hightide.ir.plan import GradientDtype, Plan, Update
+from hightide.ir.tier import Tier
+from hightide.ir.units import format_bytes, parse_bytes
+from hightide.planner.rule import Choice, plan_by_hand
+from hightide.profiler.model import profile_model
+
+FOLDER = Path(__file__).parent / "plans"
+HOST = "112GiB"
+
+
+@dataclass(frozen=True)
+class HandWritten:
+    """Blocks are counted in order of execution: 0 is the embedding."""
+
+    model: str
+    sequences: int
+    length: int
+    gpu: str
+    update: Update
+    micro_batch: int
+    whole: int = 0  # so many first blocks wholly on the GPU, beside the tiny ones
+    params: int = 0  # parameters only of so many more
+    keep: int = 0  # so many last layers keep their activations
+    kept_logits: int = 0  # tokens
+    inputs: Tier = Tier.GPU
+    spare_slots: int = 1
+    gradients: GradientDtype = GradientDtype.PARAM
+    extra_whole: tuple[int, ...] = field(default=())
+
+
+W1 = {"model": "llama-3.2-3b", "sequences": 16, "length": 2048}
+
+PLANS: dict[str, HandWritten] = {
+    # All logits are kept: that memory is free when blocks run, so the whole batch is one micro-batch.
+    "w1-24gib": HandWritten(**W1, gpu="24GiB", update=Update.IN_BACKWARD, micro_batch=16, whole=1, kept_logits=32768),
+    "w1-24gib-mb8": HandWritten(
+        **W1, gpu="24GiB", update=Update.IN_BACKWARD, micro_batch=8, whole=1, kept_logits=32768
+    ),
+    # The update of what is on the host is what is left to hide: as many states as possible on the GPU.
+    "w1-24gib-clip": HandWritten(**W1, gpu="24GiB", update=Update.DEFERRED, micro_batch=8, whole=8, inputs=Tier.HOST),
+    "w1-8gib": HandWritten(**W1, gpu="8GiB", update=Update.IN_BACKWARD, micro_batch=8, inputs=Tier.HOST),
+    "w1-8k-24gib": HandWritten(
+        model="llama-3.2-3b", sequences=4, length=2048, gpu="24GiB", update=Update.IN_BACKWARD, micro_batch=4, whole=8
+    ),
+    "gpt2-xl-24gib": HandWritten(
+        model="gpt2-xl",
+        sequences=32,
+        length=1024,
+        gpu="24GiB",
+        update=Update.IN_BACKWARD,
+        micro_batch=32,
+        whole=8,
+        kept_logits=32768,
+    ),
+}
+
+
+def make(written: HandWritten, profile: ModelProfile) -> Plan:
+    layers = [block.index for block in profile.blocks if not block.loose and not block.lazy_head]
+    tiny = [index for index in layers if profile.blocks[index].kind.endswith("Norm")]
+    big = [index for index in layers if index not in tiny]
+    whole, params = big[: written.whole], big[written.whole : written.whole + written.params]
+    kept = big[len(big) - written.keep :]
+    choice = Choice(
+        micro_batch=written.micro_batch,
+        inputs=written.inputs,
+        spare_slots=written.spare_slots,
+        whole=frozenset([*whole, *tiny, *written.extra_whole]),
+        params=frozenset(params),
+        keep=frozenset(kept),
+        loss_kept_tokens=written.kept_logits,
+    )
+    limits = parse_bytes(written.gpu, "gpu"), parse_bytes(HOST, "host")
+    return plan_by_hand(profile, choice, *limits, written.update, gradients=written.gradients)
+
+
+def profile_of(model: str, sequences: int, length: int) -> ModelProfile:
+    shape = build(model, length, device="meta")
+    optimizer = torch.optim.AdamW(shape.parameters())
+    tokens = torch.zeros(sequences, length, dtype=torch.long)
+    return profile_model(shape, optimizer, {"input_ids": tokens, "labels": tokens})[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PLANS))
+    profiles: dict[tuple[str, int, int], ModelProfile] = {}
+    FOLDER.mkdir(exist_ok=True)
+    for name in parser.parse_args().names or PLANS:
+        written = PLANS[name]
+        key = (written.model, written.sequences, written.length)
+        if key not in profiles:
+            profiles[key] = profile_of(*key)
+        plan = make(written, profiles[key])
+        plan.save(FOLDER / f"{name}.json")
+        gpu, host = plan.forecast.gpu_peak_bytes, plan.forecast.host_peak_bytes
+        print(f"{name:24} GPU {format_bytes(gpu):>9} of {written.gpu:>6}, host {format_bytes(host):>9}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
