@@ -94,10 +94,11 @@ def _precision(profile: ModelProfile, plan: Plan) -> list[str]:
     moments = sorted({chunk.num_states - chunk.has_master for chunk in optimised})
     masters = _names(chunk.dtype for chunk in optimised if chunk.has_master)
     at_rest = _names(grad_dtype(plan, chunk) for chunk in chunks if chunk.trainable_numel)
+    overflows = any(grad_dtype(plan, chunk) == "float16" for chunk in chunks)
     rounded = any(rounds_gradient(plan, chunk) for chunk in chunks)
     rows = {
         "parameters": _names(chunk.dtype for chunk in chunks) + ", and compute unless under autocast",
-        "gradient sums": "float32, and their norms",
+        "gradient sums": "float32; norms are " + ("of what is kept" if overflows else "of the sums"),
         "gradients": at_rest + (": the sum, rounded after each backward" if rounded else ""),
         "master copies": f"float32, of {masters} parameters" if masters else "none: parameters are float32",
         "moments": f"{'/'.join(map(str, moments)) or 'no'} in float32",

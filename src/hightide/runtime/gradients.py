@@ -127,7 +127,7 @@ class Gradients:
 
     def harvest(self, chunk: int, block: int | None) -> None:
         """After a block's backward: which parameters received a gradient, and its norm while it is on the GPU: that of
-        the fp32 sum, before any rounding."""
+        the fp32 sum, before any rounding. But fp16 may overflow in rounding, and the norm must show it."""
         users = {entry.param for entry in self._chunks.placements(chunk, block)}
         mine = [entry.param for entry in self._entries[chunk] if entry.param in users]
         for key in mine:
@@ -135,6 +135,8 @@ class Gradients:
             if gradient is not None and gradient._version > 0:
                 self._valid.add(key)
         received = [key for key in mine if key in self._valid]
+        if self._chunks.grad_dtype(chunk) == torch.float16:
+            self._chunks.round_gradient(chunk)
         if self._update is Update.DEFERRED and received:
             gradients = [self._chunks.parameters[key].grad for key in received]
             norms = torch._foreach_norm([gradient for gradient in gradients if gradient is not None])

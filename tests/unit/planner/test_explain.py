@@ -44,7 +44,7 @@ def test_precision_timing_traffic_and_micro_batches_are_stated():
     text = text_of(profile, plan_with(profile, update=Update.IN_BACKWARD))
     for words in (
         "  parameters     bfloat16, and compute unless under autocast\n",
-        "  gradient sums  float32, and their norms\n",
+        "  gradient sums  float32; norms are of the sums\n",
         "  gradients      float32\n",
         "  master copies  float32, of bfloat16 parameters\n",
         "  moments        2 in float32\n",
