@@ -64,7 +64,7 @@ class Run:
         self.gpu.enforce_limit()
         self.gradients = Gradients(profile, self.chunks, plan.update)
         self.stashes = Stashes(self.gpu, self.host)
-        self.performer = Performer(self.chunks, self.gradients, self.stashes)
+        self.performer = Performer(self.chunks, self.gradients, self.stashes, self.lanes.streams.fence)
         names = [block.name or "(loose)" for block in profile.blocks]
         self.executor = Executor(schedules, self.lanes, self.performer, plan.update, names)
 
