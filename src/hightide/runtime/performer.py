@@ -36,6 +36,7 @@ class Performer:
     ) -> None:
         """`fence`: this moment in the caller's stream."""
         self._fence = fence
+        self._left: dict[int, Fence] = {}  # when the latest gradient of each chunk has reached home
         self.chunks = chunks
         self.gradients = gradients
         self.stashes = stashes
@@ -147,8 +148,8 @@ class Performer:
         copy = self.chunks.grad_copies[chunk]
         copy.move(Residency.ARRIVING)
         if self.gradients.has_gradient(chunk):
-            if copy.left is not None:
-                copy.left.join()
+            if chunk in self._left:
+                self._left[chunk].join()
             region = self.chunks.region(chunk, ChunkKind.GRAD, Tier.HOST)
             self.chunks.host.read(region, self.chunks.grad_on_gpu(chunk)).wait()
             self.moved_bytes[Lane.H2D] += self.chunks.specs[chunk].grad_bytes
@@ -184,8 +185,9 @@ class Performer:
             region = self.chunks.region(chunk, ChunkKind.GRAD, Tier.HOST)
             self.chunks.host.write(region, self.chunks.grad_on_gpu(chunk)).wait()
             self.moved_bytes[Lane.D2H] += self.chunks.specs[chunk].grad_bytes
-            copy.left = self._fence()
-            self.chunks.grad_slots.used_until(chunk, copy.left)
+            if (fence := self._fence()) is not None:
+                self._left[chunk] = fence
+                self.chunks.grad_slots.used_until(chunk, fence)
             copy.move(Residency.ABSENT)
             self.chunks.grad_slots.drop(chunk)
 

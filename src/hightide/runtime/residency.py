@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from hightide.stores.ticket import Fence
-
 
 class Residency(StrEnum):
     ABSENT = "absent"  # no copy here
@@ -35,12 +33,11 @@ class IllegalTransition(RuntimeError):
 class Copy:
     """One copy of one chunk on one tier. `move` is the only way to change its state."""
 
-    __slots__ = ("label", "left", "state")
+    __slots__ = ("label", "state")
 
     def __init__(self, label: str, state: Residency = Residency.ABSENT) -> None:
         self.label = label
         self.state = state
-        self.left: Fence | None = None  # when the last one that was written back has reached home
 
     def move(self, to: Residency) -> None:
         if to not in TRANSITIONS[self.state]:
