@@ -23,6 +23,7 @@ from hightide.profiler.split import batch_size, flatten_call, tensors
 from hightide.runtime import rng
 from hightide.runtime.activations import Stashes
 from hightide.runtime.autocast import Autocast
+from hightide.runtime.batch import copy_to, map_tensors
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.executor import Executor, Tick
 from hightide.runtime.gradients import Gradients
@@ -105,19 +106,18 @@ class Run:
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The batch on the accelerator: a copy that dies with the pass, as of `.to(device)`, so that batches which
-        the user keeps in host memory do not count. What is nested (caches) is the accelerator's own, and stays the
-        same object."""
+        the user keeps in host memory do not count."""
         moved: dict[int, Tensor] = {}
 
-        def move(value: Any) -> Any:
-            if not isinstance(value, Tensor) or self.gpu.holds(value):
+        def move(value: Tensor) -> Tensor:
+            if self.gpu.holds(value):
                 return value
             if id(value) not in moved:  # labels are often the input ids themselves
-                moved[id(value)] = _copy_to(value, self.gpu.device)
+                moved[id(value)] = copy_to(value, self.gpu.device)
             return moved[id(value)]
 
         with self.gpu.meter("batch"):
-            args, kwargs = tuple(move(value) for value in args), {name: move(value) for name, value in kwargs.items()}
+            args, kwargs = map_tensors((args, kwargs), move)
         self.adopt(tensors(flatten_call(args, kwargs)[0]), "batch")
         return args, kwargs
 
@@ -268,15 +268,6 @@ def _stores(
     rounding_bytes = 2 * ALIGN_BYTES  # of the two pools of slots
     gpu = CudaAccelerator(plan.gpu_limit_bytes, device, slab_bytes + rounding_bytes if slab_bytes else 0)
     return gpu, PinnedArena(max(host_bytes, ALIGN_BYTES))
-
-
-def _copy_to(value: Tensor, device: torch.device) -> Tensor:
-    """On a GPU the copy is asynchronous: from pinned memory, so that it does not wait for what is enqueued already."""
-    if device.type == "cpu":
-        return value.clone()
-    if value.device.type == "cpu" and not value.requires_grad:
-        value = value.pin_memory()
-    return value.to(device, non_blocking=True)
 
 
 def _by_key(model: nn.Module, profile: ModelProfile) -> dict[str, nn.Parameter]:
