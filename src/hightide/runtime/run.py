@@ -58,6 +58,7 @@ class Run:
         self.keys = {id(param): key for key, param in self.parameters.items()}
 
         self.gpu, self.host = _stores(profile, plan, schedules, device)
+        self._device_before = next((param.device for param in model.parameters()), rng.CPU)
         self._move_buffers()
         self.lanes = Lanes(device=device if device.type == "cuda" else None)
         self.chunks = Chunks(profile, plan, self.gpu, self.host, self.parameters)
@@ -200,12 +201,18 @@ class Run:
     def autocast(self) -> Autocast:
         return Autocast.capture(self.gpu.device.type)
 
-    def _move_buffers(self) -> None:
+    def _move_buffers(self, back: bool = False) -> None:
+        """To the accelerator, or back to where the model was. One that several modules share stays one."""
+        moved: dict[int, Tensor] = {}
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self.gpu.device)
-                    self.gpu.adopt(module._buffers[name], "buffers")  # type: ignore[arg-type]
+                if buffer is None:
+                    continue
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = buffer.to(self._device_before if back else self.gpu.device)
+                module._buffers[name] = moved[id(buffer)]
+                if not back:
+                    self.gpu.adopt(moved[id(buffer)], "buffers")
 
     def adopt(self, values: Sequence[Tensor], label: str) -> None:
         for value in values:
@@ -241,20 +248,30 @@ class Run:
         """Gives the parameters back their values and frees everything else. The model is plain again."""
         if self.lanes.failure is None:
             self.executor.wait_for_updates()
-        self._give_gradients_back()
+        gradients = self._take_gradients()
         for spec in self.chunks.specs:
             home = self.chunks.home(spec.index)
             for entry in spec.params:
-                self.parameters[entry.param].data = self.chunks.view_of(home, entry).clone()
+                value = self.chunks.view_of(home, entry).to(self._device_before, copy=True)
+                self.parameters[entry.param].data = value
+        for key, gradient in gradients.items():
+            self.parameters[key].grad = gradient
+        self._move_buffers(back=True)
         self.lanes.close()
         self.gpu.close()
         self.host.close()
 
-    def _give_gradients_back(self) -> None:
+    def _take_gradients(self) -> dict[str, Tensor]:
+        """The gradients as plain tensors, off the parameters: a gradient must be where its parameter is."""
         readable = self.plan.update is Update.DEFERRED and self.lanes.failure is None
+        taken: dict[str, Tensor] = {}
         for key, param in self.parameters.items():
-            if isinstance(param.grad, GradientPlaceholder):
-                param.grad = self.gradients.read(key) if readable else None
+            gradient, param.grad = param.grad, None
+            if isinstance(gradient, GradientPlaceholder):
+                gradient = self.gradients.read(key) if readable else None
+            if gradient is not None:
+                taken[key] = gradient.to(self._device_before)
+        return taken
 
 
 def _stores(
