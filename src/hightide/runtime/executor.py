@@ -306,6 +306,8 @@ class Executor:
     def _submit(self, current: Pass, lane: Lane, action: Action) -> None:
         after = [current.tickets[name] for name in action.after]
         after += [self._latest[name] for name in action.after_prev if name in self._latest]
+        if action.op is Op.UPDATE and action.chunk in self.gradients.exits:  # it may have left off the plan
+            after.append(self.gradients.exits[action.chunk])
         work = self.performer.prepare(action)
         ticket = self.lanes.submit(action.id, lane, action.tick, [*after, *self._moment(lane)], work)
         current.tickets[action.id] = ticket

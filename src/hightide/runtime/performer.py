@@ -13,6 +13,7 @@ from hightide.runtime.activations import Stashes
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.gradients import Gradients
 from hightide.runtime.residency import Residency
+from hightide.stores.ticket import Fence
 
 Work = Callable[[], object]
 
@@ -30,7 +31,16 @@ class Updates(Protocol):
 
 
 class Performer:
-    def __init__(self, chunks: Chunks, gradients: Gradients, stashes: Stashes) -> None:
+    def __init__(
+        self,
+        chunks: Chunks,
+        gradients: Gradients,
+        stashes: Stashes,
+        fence: Callable[[], Fence | None] = lambda: None,
+    ) -> None:
+        """`fence`: this moment in the caller's stream."""
+        self._fence = fence
+        self._left: dict[int, Fence] = {}  # when the latest gradient of each chunk has reached home
         self.chunks = chunks
         self.gradients = gradients
         self.stashes = stashes
@@ -142,16 +152,20 @@ class Performer:
         copy = self.chunks.grad_copies[chunk]
         copy.move(Residency.ARRIVING)
         if self.gradients.has_gradient(chunk):
+            if chunk in self._left:
+                self._left[chunk].join()
             self.moved_bytes[Lane.H2D] += self.chunks.bring_gradient(chunk)
         else:
             self.chunks.grad_on_gpu(chunk).zero_()
+        self.chunks.grad_slots.used_until(chunk, self._fence())
         copy.move(Residency.CLEAN)
 
     def _take_gradient_slot(self, chunk: int, slot: int) -> bool:
         table = self.chunks.grad_slots
         if table.first(chunk) is not None or not table.fits(slot, chunk) or table.occupants(slot, chunk):
             return False
-        table.take(slot, chunk)
+        for fence in table.take(slot, chunk):
+            fence.join()
         return True
 
     def _write_back(self, action: Action) -> Work:
@@ -163,6 +177,7 @@ class Performer:
         copy = self.chunks.grad_copies[chunk]
         if copy.state is Residency.CLEAN:  # opened, then its block was skipped
             copy.move(Residency.ABSENT)
+            self.chunks.grad_slots.used_until(chunk, self._fence())
             self.chunks.grad_slots.drop(chunk)
         if copy.state is not Residency.DIRTY:
             return _nothing
@@ -170,6 +185,9 @@ class Performer:
 
         def work() -> None:
             self.moved_bytes[Lane.D2H] += self.chunks.send_gradient(chunk)
+            if (fence := self._fence()) is not None:
+                self._left[chunk] = fence
+                self.chunks.grad_slots.used_until(chunk, fence)
             copy.move(Residency.ABSENT)
             self.chunks.grad_slots.drop(chunk)
 

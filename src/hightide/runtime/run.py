@@ -23,6 +23,7 @@ from hightide.profiler.split import batch_size, flatten_call, tensors
 from hightide.runtime import rng
 from hightide.runtime.activations import Stashes
 from hightide.runtime.autocast import Autocast
+from hightide.runtime.batch import copy_to, map_tensors
 from hightide.runtime.blocks import BlockRunner
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.compiled import CompiledForwards
@@ -62,6 +63,7 @@ class Run:
         self.keys = {id(param): key for key, param in self.parameters.items()}
 
         self.gpu, self.host = _stores(profile, plan, schedules, device)
+        self._device_before = next((param.device for param in model.parameters()), rng.CPU)
         self._move_buffers()
         self.lanes = Lanes(device=device if device.type == "cuda" else None)
         self.chunks = Chunks(profile, plan, self.gpu, self.host, self.parameters)
@@ -69,7 +71,7 @@ class Run:
         self.gpu.enforce_limit()
         self.gradients = Gradients(profile, self.chunks, plan.update)
         self.stashes = Stashes(self.gpu, self.host)
-        self.performer = Performer(self.chunks, self.gradients, self.stashes)
+        self.performer = Performer(self.chunks, self.gradients, self.stashes, self.lanes.streams.fence)
         names = [block.name or "(loose)" for block in profile.blocks]
         self.executor = Executor(schedules, self.lanes, self.performer, plan.update, names)
 
@@ -110,19 +112,18 @@ class Run:
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The batch on the accelerator: a copy that dies with the pass, as of `.to(device)`, so that batches which
-        the user keeps in host memory do not count. What is nested (caches) is the accelerator's own, and stays the
-        same object."""
+        the user keeps in host memory do not count."""
         moved: dict[int, Tensor] = {}
 
-        def move(value: Any) -> Any:
-            if not isinstance(value, Tensor) or self.gpu.holds(value):
+        def move(value: Tensor) -> Tensor:
+            if self.gpu.holds(value):
                 return value
             if id(value) not in moved:  # labels are often the input ids themselves
-                moved[id(value)] = _copy_to(value, self.gpu.device)
+                moved[id(value)] = copy_to(value, self.gpu.device)
             return moved[id(value)]
 
         with self.gpu.meter("batch"):
-            args, kwargs = tuple(move(value) for value in args), {name: move(value) for name, value in kwargs.items()}
+            args, kwargs = map_tensors((args, kwargs), move)
         self.adopt(tensors(flatten_call(args, kwargs)[0]), "batch")
         return args, kwargs
 
@@ -205,12 +206,18 @@ class Run:
     def autocast(self) -> Autocast:
         return Autocast.capture(self.gpu.device.type)
 
-    def _move_buffers(self) -> None:
+    def _move_buffers(self, back: bool = False) -> None:
+        """To the accelerator, or back to where the model was. One that several modules share stays one."""
+        moved: dict[int, Tensor] = {}
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self.gpu.device)
-                    self.gpu.adopt(module._buffers[name], "buffers")  # type: ignore[arg-type]
+                if buffer is None:
+                    continue
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = buffer.to(self._device_before if back else self.gpu.device)
+                module._buffers[name] = moved[id(buffer)]
+                if not back:
+                    self.gpu.adopt(moved[id(buffer)], "buffers")
 
     def adopt(self, values: Sequence[Tensor], label: str) -> None:
         for value in values:
@@ -246,20 +253,30 @@ class Run:
         """Gives the parameters back their values and frees everything else. The model is plain again."""
         if self.lanes.failure is None:
             self.executor.wait_for_updates()
-        self._give_gradients_back()
+        gradients = self._take_gradients()
         for spec in self.chunks.specs:
             home = self.chunks.home(spec.index)
             for entry in spec.params:
-                self.parameters[entry.param].data = self.chunks.view_of(home, entry).clone()
+                value = self.chunks.view_of(home, entry).to(self._device_before, copy=True)
+                self.parameters[entry.param].data = value
+        for key, gradient in gradients.items():
+            self.parameters[key].grad = gradient
+        self._move_buffers(back=True)
         self.lanes.close()
         self.gpu.close()
         self.host.close()
 
-    def _give_gradients_back(self) -> None:
+    def _take_gradients(self) -> dict[str, Tensor]:
+        """The gradients as plain tensors, off the parameters: a gradient must be where its parameter is."""
         readable = self.plan.update is Update.DEFERRED and self.lanes.failure is None
+        taken: dict[str, Tensor] = {}
         for key, param in self.parameters.items():
-            if isinstance(param.grad, GradientPlaceholder):
-                param.grad = self.gradients.read(key) if readable else None
+            gradient, param.grad = param.grad, None
+            if isinstance(gradient, GradientPlaceholder):
+                gradient = self.gradients.read(key) if readable else None
+            if gradient is not None:
+                taken[key] = gradient.to(self._device_before)
+        return taken
 
 
 def _stores(
@@ -273,15 +290,6 @@ def _stores(
     rounding_bytes = 2 * ALIGN_BYTES  # of the two pools of slots
     gpu = CudaAccelerator(plan.gpu_limit_bytes, device, slab_bytes + rounding_bytes if slab_bytes else 0)
     return gpu, PinnedArena(max(host_bytes, ALIGN_BYTES))
-
-
-def _copy_to(value: Tensor, device: torch.device) -> Tensor:
-    """On a GPU the copy is asynchronous: from pinned memory, so that it does not wait for what is enqueued already."""
-    if device.type == "cpu":
-        return value.clone()
-    if value.device.type == "cpu" and not value.requires_grad:
-        value = value.pin_memory()
-    return value.to(device, non_blocking=True)
 
 
 def _by_key(model: nn.Module, profile: ModelProfile) -> dict[str, nn.Parameter]:

@@ -1,4 +1,10 @@
-"""Which chunk occupies which slots. A chunk wider than a slot occupies consecutive ones."""
+"""Which chunk occupies which slots. A chunk wider than a slot occupies consecutive ones.
+
+[Note: slots and streams] On a GPU a slot is free in this table as soon as the copy that empties it is enqueued, which
+is before that copy has read it. The schedule orders takers behind leavers by dependencies, but only where the model
+keeps to the plan. So the table remembers the fences of those who left a slot, and every taker joins them on its own
+stream, planned or not: for a copy that is through this costs nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ import threading
 from collections.abc import Callable
 
 from hightide.planner.slots import choose_window
+from hightide.stores.ticket import Fence
 
 
 class SlotTable:
@@ -16,6 +23,7 @@ class SlotTable:
         self._occupants: list[int | None] = [None] * num_slots
         self._widths = widths
         self._first: dict[int, int] = {}  # chunk -> its first slot
+        self._fences: list[list[Fence]] = [[] for _ in range(num_slots)]  # of who used each slot since it was taken
 
     def first(self, chunk: int) -> int | None:
         return self._first.get(chunk)
@@ -31,13 +39,27 @@ class SlotTable:
     def fits(self, first: int, chunk: int) -> bool:
         return first + self._widths[chunk] <= len(self._occupants)
 
-    def take(self, first: int, chunk: int) -> None:
+    def take(self, first: int, chunk: int) -> list[Fence]:
+        """Returns what the taker's stream has to join. See [Note: slots and streams]."""
         with self._lock:
             width = self._widths[chunk]
             assert self.fits(first, chunk), f"chunk {chunk} needs {width} slots from {first} of {len(self._occupants)}"
             assert not self.occupants(first, chunk), f"slot {first} still holds {self.occupants(first, chunk)}"
             self._occupants[first : first + width] = [chunk] * width
             self._first[chunk] = first
+            window = range(first, first + width)
+            fences = {id(fence): fence for slot in window for fence in self._fences[slot]}
+            for slot in window:
+                self._fences[slot] = []
+            return list(fences.values())
+
+    def used_until(self, chunk: int, fence: Fence | None) -> None:
+        """A stream works in the chunk's slots until this fence."""
+        with self._lock:
+            first = self._first.get(chunk)
+            if fence is not None and first is not None:
+                for slot in range(first, first + self._widths[chunk]):
+                    self._fences[slot].append(fence)
 
     def drop(self, chunk: int) -> None:
         with self._lock:

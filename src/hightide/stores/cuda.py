@@ -77,7 +77,7 @@ class CudaAccelerator(Accelerator):
         outside_bytes = min(self._outside_bytes, torch.cuda.memory_reserved(self.device) - self._slab_bytes)
         limit = (self.device.index, self.capacity_bytes)
         device_limit.add(*limit, max(0, outside_bytes))
-        self._unlimit = weakref.finalize(self, device_limit.drop, *limit)  # also if nobody closes it
+        self._unlimit = weakref.finalize(self, _let_go, *limit)  # also if nobody closes it
         self._unlimit.atexit = False
         torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -124,8 +124,14 @@ class CudaAccelerator(Accelerator):
         return tensor.device == self.device
 
     def close(self) -> None:
+        if self._unlimit is not None:
+            self._unlimit()
         super().close()
         self._slab = None
         self._apart.clear()
-        if self._unlimit is not None:
-            self._unlimit()
+
+
+def _let_go(index: int, limit_bytes: int) -> None:
+    """While the slab still exists: a copy that is under way must not write into memory that is somebody else's."""
+    torch.cuda.synchronize(index)
+    device_limit.drop(index, limit_bytes)

@@ -1,0 +1,127 @@
+"""Finds copies and kernels that a real GPU could run in the wrong order, on a machine without one.
+
+Without a GPU, work is through when it returns; on one, it is only enqueued, and nothing but fences orders the streams.
+So every fence is replaced by one that carries a vector clock: what its stream has done, and what it had waited for.
+Every use of a slot or of a gradient's home is then checked against the last uses of the same place by other streams:
+the using stream must have joined a fence behind each of them. What threads wait for does not count."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from hightide.ir.tier import ChunkKind, Tier
+from hightide.runtime.lanes import WORKERS, Streams
+from hightide.runtime.run import Run
+from hightide.stores.base import Region
+from hightide.stores.ticket import Ticket
+
+STREAMS = {name: str(lane) for lane, name in WORKERS.items()}
+Place = tuple[str, int]  # ("slot" | "gradient slot" | "home of gradient", number)
+
+
+class Detector:
+    def __init__(self) -> None:
+        self.races: list[str] = []
+        self.num_uses: dict[str, int] = defaultdict(int)
+        self._clocks: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._last: dict[Place, dict[str, tuple[int, str, bool]]] = defaultdict(dict)
+        self._lock = threading.RLock()
+
+    def stream(self) -> str:
+        """Lanes have their own; the user's thread and autograd's run compute."""
+        return STREAMS.get(threading.current_thread().name, "compute")
+
+    def fence(self) -> FakeFence:
+        with self._lock:
+            return FakeFence(self, {**self._clocks[self.stream()]})
+
+    def join(self, seen: dict[str, int]) -> None:
+        with self._lock:
+            clock = self._clocks[self.stream()]
+            for stream, time in seen.items():
+                clock[stream] = max(clock[stream], time)
+
+    def use(self, places: list[Place], what: str, writes: bool = True) -> None:
+        with self._lock:
+            mine = self.stream()
+            clock = self._clocks[mine]
+            clock[mine] += 1
+            for place in places:
+                self.num_uses[place[0]] += 1
+                for other, (time, earlier, wrote) in self._last[place].items():
+                    ordered = other in (mine, "cpu") or clock[other] >= time  # cpu: through when it returns
+                    if not ordered and (writes or wrote):
+                        self.races.append(f"{what} on {mine} may overtake {earlier} on {other} in {place}")
+                self._last[place][mine] = (clock[mine], what, writes)
+
+    def watch(self, run: Run) -> None:
+        """Uses that begin with a wrapped call and last until a later one are noted at both ends."""
+        chunks = run.chunks
+        params, grads = chunks.param_slots, chunks.grad_slots
+
+        def window(table: Any, kind: str, chunk: int) -> list[Place]:
+            first = table.first(chunk)
+            return [] if first is None else [(kind, first + at) for at in range(table._widths[chunk])]
+
+        def noting(method: Any, table: Any, kind: str) -> Any:
+            def noted(chunk: int, *rest: Any) -> Any:
+                self.use(window(table, kind, chunk), f"{method.__name__} of {chunk}")
+                return method(chunk, *rest)
+
+            return noted
+
+        homes = {
+            id(chunks.region(spec.index, ChunkKind.GRAD, Tier.HOST)): spec.index
+            for spec in chunks.specs
+            if spec.grad_bytes and chunks.states_tier(spec.index) is Tier.HOST
+        }
+
+        def at_home(method: Any, writes: bool) -> Any:
+            def noted(region: Region, tensor: Tensor, *rest: Any) -> Ticket:
+                if id(region) in homes:
+                    what = f"{method.__name__} of {homes[id(region)]}"
+                    self.use([("home of gradient", homes[id(region)])], what, writes)
+                return method(region, tensor, *rest)
+
+            return noted
+
+        def update_reads(chunk: int) -> Tensor:
+            if self.stream() == "cpu":
+                self.use([("home of gradient", chunk)], f"update of {chunk}", writes=False)
+            return flat(chunk)
+
+        chunks.param_on_gpu = noting(chunks.param_on_gpu, params, "slot")
+        chunks.unbind = noting(chunks.unbind, params, "slot")
+        chunks.grad_on_gpu = noting(chunks.grad_on_gpu, grads, "gradient slot")
+        run.gradients.harvest = noting(run.gradients.harvest, grads, "gradient slot")
+        run.host.read, run.host.write = at_home(run.host.read, False), at_home(run.host.write, True)
+        flat, run.gradients.flat = run.gradients.flat, update_reads
+
+
+class FakeFence:
+    def __init__(self, detector: Detector, seen: dict[str, int]) -> None:
+        self._detector, self._seen = detector, seen
+
+    def join(self) -> None:
+        self._detector.join(self._seen)
+
+    synchronize = join
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Detector:
+    """From now on every wrapped model is watched."""
+    detector = Detector()
+    monkeypatch.setattr(Streams, "fence", lambda _: detector.fence())
+    construct = Run.__init__
+
+    def watched(run: Run, *args: Any, **options: Any) -> None:
+        construct(run, *args, **options)
+        detector.watch(run)
+
+    monkeypatch.setattr(Run, "__init__", watched)
+    return detector
