@@ -3,8 +3,8 @@
     python bench/loss.py                                   W1: 32,768 tokens, hidden 3072, vocabulary 128,256, bf16
     python bench/loss.py --device cpu --tokens 256 --hidden 64 --vocabulary 1000 --dtype float32
 
-One JSON line per number of tokens whose logits are kept (none, half, all). `floor_s` is the time of the bare products of
-the same tiles: projection, rows' gradient, weight's gradient, and one more projection where logits are not kept.
+One JSON line per number of tokens whose logits are kept (none, half, all). `floor_s` is the time of the bare products
+of the same tiles: projection, rows' gradient, weight's gradient, and one more projection where logits are not kept.
 """
 
 from __future__ import annotations
