@@ -8,9 +8,11 @@ from hightide.ir.block import DTYPE_BYTES
 
 ALIGN_NUMEL = 128  # every parameter starts at a multiple of this many elements: 256 bytes in bf16, 512 in fp32
 GRAD_BYTES = 4  # gradients are summed in fp32
-STAGING_NUMEL = 4 * 1024**2  # gradients are rounded, and widened again, so many elements at a time
-NUM_STAGINGS = 3  # for those that leave the GPU, that come back, and that are rounded where they are: each its stream
-UPDATE_TILE_NUMEL = 4 * 1024**2  # an update works in tiles of this many elements, of which it may need one as scratch
+# Gradients are rounded, and widened again, so many elements at a time. Those that leave the GPU wait behind compute for
+# every kernel: they take one.
+LEAVING_NUMEL = 128 * 1024**2
+STAGING_NUMEL = 4 * 1024**2
+UPDATE_TILE_NUMEL = 32 * 1024**2  # an update on the GPU works in tiles of so many elements, of which it may copy one
 REGION_BYTES = 512  # stores give space in multiples of this
 STATE_BYTES = 4  # master copies and moments are fp32
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hightide.ir.block import DTYPE_BYTES
-from hightide.ir.chunk import GRAD_BYTES, NUM_STAGINGS, REGION_BYTES, STAGING_NUMEL, ChunkSpec, Layout
+from hightide.ir.chunk import GRAD_BYTES, LEAVING_NUMEL, REGION_BYTES, STAGING_NUMEL, ChunkSpec, Layout
 from hightide.ir.plan import GradientDtype, Plan
 from hightide.ir.tier import Tier
 
@@ -42,18 +42,21 @@ def host_grad_bytes(plan: Plan, chunk: ChunkSpec) -> int:
     return chunk.trainable_numel * DTYPE_BYTES[grad_dtype(plan, chunk)]
 
 
-def staging_bytes(plan: Plan) -> int:
-    """One buffer on the GPU through which rounded gradients pass. There are NUM_STAGINGS of them."""
-    sizes = [
-        min(chunk.trainable_numel, STAGING_NUMEL) * DTYPE_BYTES[grad_dtype(plan, chunk)]
-        for chunk in plan.layout.chunks
-        if rounds_gradient(plan, chunk)
-    ]
-    return max(sizes, default=0)
+def staging_bytes(plan: Plan) -> tuple[int, int, int]:
+    """Buffers on the GPU through which rounded gradients pass: those that leave, that come back, and that are rounded
+    where they are. Each belongs to one stream, whose order makes it enough."""
+    rounded = [chunk for chunk in plan.layout.chunks if rounds_gradient(plan, chunk)]
+
+    def size(chunks: list[ChunkSpec], most_numel: int) -> int:
+        sizes = [min(chunk.trainable_numel, most_numel) * DTYPE_BYTES[grad_dtype(plan, chunk)] for chunk in chunks]
+        return max(sizes, default=0)
+
+    leaving = [chunk for chunk in rounded if not states_on_gpu(plan, chunk)]
+    return size(leaving, LEAVING_NUMEL), size(leaving, STAGING_NUMEL), size(rounded, STAGING_NUMEL)
 
 
 def gpu_staging_bytes(plan: Plan) -> int:
-    return NUM_STAGINGS * region_bytes(staging_bytes(plan))
+    return sum(region_bytes(num_bytes) for num_bytes in staging_bytes(plan))
 
 
 def gpu_chunk_bytes(plan: Plan, chunk: ChunkSpec) -> int:

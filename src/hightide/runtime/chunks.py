@@ -72,10 +72,9 @@ class Chunks:
             gpu.allocate(plan.num_grad_slots * self.grad_slot_bytes, "gradient slots") if plan.num_grad_slots else None
         )
 
-        stage_bytes = staging_bytes(plan)
-        # Each is used on one stream only, whose order makes one buffer enough: see [Note: rounded gradients].
         self._leaving, self._arriving, self._rounding = (
-            Staging(gpu, gpu.allocate(stage_bytes, "gradient staging")) if stage_bytes else None for _ in range(3)
+            Staging(gpu, gpu.allocate(num_bytes, "gradient staging")) if num_bytes else None
+            for num_bytes in staging_bytes(plan)
         )
 
         self._regions: dict[tuple[int, ChunkKind, Tier], Region] = {}

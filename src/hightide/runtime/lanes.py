@@ -98,8 +98,10 @@ class Streams:
         self._device = device
         self._streams: dict[Lane, torch.cuda.Stream] = {}
         if device is not None:
-            self._streams[Lane.H2D] = torch.cuda.Stream(device)  # chunks and inputs arrive while kernels run
-            self._streams[Lane.D2H] = torch.cuda.Stream(device)  # gradients and inputs leave at the same time
+            # Their few short kernels (conversions) go before those of compute, which would hold up the copies behind
+            # them.
+            self._streams[Lane.H2D] = torch.cuda.Stream(device, priority=-1)  # chunks and inputs arrive
+            self._streams[Lane.D2H] = torch.cuda.Stream(device, priority=-1)  # gradients and inputs leave meanwhile
 
     def fence(self) -> EventFence | None:
         """This moment in the caller's stream."""
