@@ -33,8 +33,10 @@ class Detector:
         self._lock = threading.RLock()
 
     def stream(self) -> str:
-        """Lanes have their own; the user's thread and autograd's run compute."""
-        return STREAMS.get(threading.current_thread().name, "compute")
+        """Lanes have their own; the user's thread and autograd's run compute. What other threads of hightide wait for
+        orders no stream."""
+        name = threading.current_thread().name
+        return STREAMS.get(name, name if name.startswith("hightide") else "compute")
 
     def fence(self) -> FakeFence:
         with self._lock:

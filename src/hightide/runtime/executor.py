@@ -2,15 +2,14 @@
 
 The model drives: autograd calls `enter` and `leave` around every block. On enter the executor finds the tick, runs
 what must precede it and waits for this tick's dependencies only; on leave it issues every action that the tick
-opened. Issuing never waits. Its only freedoms: a lane's stated picking rule, and fetching on demand when the model
-leaves the plan: slower, with one warning, never wrong.
+opened. Issuing never waits. Its only freedoms: a lane's stated picking rule, and fetching on demand (demand.py) when
+the model leaves the plan.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,17 +17,13 @@ from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.runtime.activations import Stash
+from hightide.runtime.demand import Demands
+from hightide.runtime.in_flight import InFlight
 from hightide.runtime.lanes import Lanes
-from hightide.runtime.performer import Performer, Work
+from hightide.runtime.performer import Performer
 from hightide.runtime.program import Program
 from hightide.runtime.residency import Residency
 from hightide.stores.ticket import Ticket
-
-OFF_PLAN = (
-    "block {name!r} was called in an order that the plan did not foresee (or more often). It is fetched on demand "
-    "from now on: "
-    "slower, but right. If this is how your model always runs, wrap it with an example batch that takes this path."
-)
 
 
 @dataclass
@@ -73,20 +68,20 @@ class Executor:
         self.performer = performer
         self.chunks = performer.chunks
         self.gradients = performer.gradients
-        self.stall_s: dict[Lane, float] = defaultdict(float)  # how long compute waited for each lane
         self.num_deviations = 0
+        self._flight = InFlight(lanes)
+        self._demands = Demands(self._flight, performer, names)
         self._update = update
         self._names = names
         self._pass: Pass | None = None
         self._outlasting = {name for p in self.programs.values() for a in p.schedule.actions for name in a.after_prev}
-        self._latest: dict[str, Ticket] = {}  # actions of earlier passes that satisfy `after_prev`
-        self._fetches: dict[int, Ticket] = {}  # the latest fetch of each chunk
-        self._gradient_fetches: dict[int, Ticket] = {}
         self._suspended: Pass | None = None
         self._last_use: dict[int, int] = {}
-        self._demands = 0
-        self._warned = False
         self._owes_step = False  # in-backward updates have run, and step() was not called since
+
+    @property
+    def stall_s(self) -> dict[Lane, float]:
+        return self._flight.stall_s
 
     # -- passes ---------------------------------------------------------------------------------------------------
 
@@ -121,15 +116,15 @@ class Executor:
     def _settle_slots(self) -> None:
         for chunk in self.chunks.param_slots.everyone():
             if self.chunks.param_copies[chunk].state is Residency.ARRIVING:  # left over from an abandoned pass
-                self.lanes.wait(self._fetches[chunk], Lane.H2D)
+                self.lanes.wait(self._flight.fetches[chunk], Lane.H2D)
             if self.chunks.param_copies[chunk].state is Residency.CLEAN:
                 self.chunks.param_copies[chunk].move(Residency.ABSENT)
                 self.chunks.param_slots.drop(chunk)
         for chunk in self.chunks.grad_slots.everyone():  # a backward that ended with an exception
             if self.chunks.grad_copies[chunk].state is Residency.ARRIVING:
-                self.lanes.wait(self._gradient_fetches[chunk], Lane.H2D)
+                self.lanes.wait(self._flight.gradient_fetches[chunk], Lane.H2D)
             if self.chunks.grad_copies[chunk].state in (Residency.CLEAN, Residency.DIRTY):
-                self._submit_demand("write_back", Lane.D2H, chunk, self.performer.write_back(chunk))
+                self._demands.write_back(chunk)
 
     # -- ticks ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +143,8 @@ class Executor:
             current.backward_ended = False
         index = self._find(current, op, block, call)
         if index is None:
-            self._note_off_plan(block)
+            self.num_deviations += 1
+            self._demands.warn(block)
         else:
             self._skip_to(current, index)
             self._before(current, index, accumulate)
@@ -168,11 +164,17 @@ class Executor:
             if tick.accumulate and self.gradients.is_trainable(chunk):
                 self._release_gradient(chunk, tick.block)
         if tick.index is None:
-            self._write_back_on_demand(tick)
+            self._send_home(tick)
         else:
             name = self._pass.program.ticks[tick.index].id
             self.lanes.record_inline(name, tick.started_s)
             self._complete(self._pass, tick.index)
+
+    def _send_home(self, tick: Tick) -> None:
+        """No write-back is planned for a block that ran off the plan."""
+        for chunk in self.chunks.by_block[tick.block] if tick.accumulate else ():
+            if self.chunks.grad_copies[chunk].state is Residency.DIRTY:
+                self._demands.write_back(chunk)
 
     def finish_backward(self) -> None:
         """At the end of autograd's backward: planned ticks that were not run are passed over, no gradient stays
@@ -189,7 +191,7 @@ class Executor:
     def _send_gradients_home(self) -> None:
         for chunk in self.chunks.grad_slots.everyone():
             if self.chunks.grad_copies[chunk].state is Residency.DIRTY:
-                self._submit_demand("write_back", Lane.D2H, chunk, self.performer.write_back(chunk))
+                self._demands.write_back(chunk)
 
     def step(self, leftovers: list[int]) -> None:
         """The user's optimizer.step(). `leftovers`: chunks with a gradient; those that no planned update covers run
@@ -213,7 +215,7 @@ class Executor:
             self._complete(current, step)
         for chunk in leftovers:
             if chunk not in self.performer.updated:
-                self._update_on_demand(chunk)
+                self._demands.update(chunk)
         self._owes_step = False
         self.performer.updated.clear()
 
@@ -223,7 +225,7 @@ class Executor:
 
     def wait_for_update(self, chunk: int) -> None:
         if chunk in self.gradients.updates:
-            self.stall_s[Lane.CPU] += self.lanes.wait(self.gradients.updates[chunk], Lane.CPU)
+            self._flight.wait(self.gradients.updates[chunk], Lane.CPU)
 
     def abandon(self) -> None:
         """After an exception inside a block: nothing stays bound, and the next pass starts afresh."""
@@ -305,27 +307,22 @@ class Executor:
 
     def _submit(self, current: Pass, lane: Lane, action: Action) -> None:
         after = [current.tickets[name] for name in action.after]
-        after += [self._latest[name] for name in action.after_prev if name in self._latest]
+        after += [self._flight.latest[name] for name in action.after_prev if name in self._flight.latest]
         if action.op is Op.UPDATE and action.chunk in self.gradients.exits:  # it may have left off the plan
             after.append(self.gradients.exits[action.chunk])
         work = self.performer.prepare(action)
-        ticket = self.lanes.submit(action.id, lane, action.tick, [*after, *self._moment(lane)], work)
+        ticket = self.lanes.submit(action.id, lane, action.tick, [*after, *self._flight.moment(lane)], work)
         current.tickets[action.id] = ticket
         self._remember(action, ticket)
 
-    def _moment(self, lane: Lane) -> list[Ticket]:
-        """What compute has enqueued so far. A copy that is issued now may use memory that compute is still about to
-        leave; so it stands behind that. The host's work does not."""
-        fence = self.lanes.streams.fence() if lane in (Lane.H2D, Lane.D2H) else None
-        return [] if fence is None else [Ticket.completed("compute so far", fence=fence)]
-
     def _remember(self, action: Action, ticket: Ticket) -> None:
         if action.id in self._outlasting:
-            self._latest[action.id] = ticket
+            self._flight.latest[action.id] = ticket
         if action.op is Op.UPDATE and action.chunk is not None:
             self.gradients.updates[action.chunk] = ticket
         elif action.op is Op.FETCH and action.chunk is not None:
-            (self._fetches if action.kind is ChunkKind.PARAM else self._gradient_fetches)[action.chunk] = ticket
+            flight = self._flight
+            (flight.fetches if action.kind is ChunkKind.PARAM else flight.gradient_fetches)[action.chunk] = ticket
         elif action.op is Op.WRITE_BACK and action.chunk is not None:
             self.gradients.exits[action.chunk] = ticket
         elif action.op in (Op.STASH, Op.UNSTASH) and action.call is not None:
@@ -340,8 +337,8 @@ class Executor:
             if name in current.tickets:
                 self._wait(current, name)
         for name in action.after_prev:
-            if name in self._latest:
-                self.stall_s[Lane.CPU] += self.lanes.wait(self._latest[name], Lane.CPU)
+            if name in self._flight.latest:
+                self._flight.wait(self._flight.latest[name], Lane.CPU)
         work = self.performer.prepare(action)
         with self.chunks.gpu.meter("updates"):
             self.lanes.run_inline(action.id, work)
@@ -351,7 +348,7 @@ class Executor:
     def _wait(self, current: Pass, name: str) -> None:
         ticket = current.tickets[name]
         lane = current.program.schedule.by_id[name].lane
-        self.stall_s[lane] += self.lanes.wait(ticket, lane)
+        self._flight.wait(ticket, lane)
         if name in current.stashes:
             self.performer.stashes.let_go(current.stashes.pop(name))
 
@@ -359,16 +356,20 @@ class Executor:
 
     def _hold_params(self, chunk: int, block: int) -> None:
         copy = self.chunks.param_copies[chunk]
-        if chunk in self._fetches:
-            self.stall_s[Lane.H2D] += self.lanes.wait(self._fetches[chunk], Lane.H2D)
+        if chunk in self._flight.fetches:
+            self._flight.wait(self._flight.fetches[chunk], Lane.H2D)
         if copy.state is Residency.ABSENT:
-            self._fetch_on_demand(chunk)
+            self._demands.fetch(chunk, self._next_use, lambda other: self._last_use.get(other, -1))
         elif not self.chunks.is_streamed(chunk):
             self.wait_for_update(chunk)  # the lane says with `stale` that there are newer values at home
             if self.chunks.stale[chunk]:
-                self._submit_demand("refresh", Lane.H2D, chunk, self.performer.refresh(chunk), wait=True)
+                self._demands.refresh(chunk)
         copy.move(Residency.HELD)
         self.chunks.bind(chunk, block)
+
+    def _next_use(self, chunk: int) -> float:
+        assert self._pass is not None
+        return self._pass.program.next_use(self.chunks.specs[chunk].users, self._pass.cursor)
 
     def _release_params(self, chunk: int, block: int | None) -> None:
         self.chunks.unbind(chunk, block)
@@ -385,108 +386,15 @@ class Executor:
             if copy.state is Residency.ABSENT:
                 copy.move(Residency.CLEAN)  # its own place; the ledger clears what is not valid
         else:
-            self._settle_gradient_fetches([chunk])
+            self._flight.wait_for_gradients([chunk])
             if copy.state is Residency.LEAVING:
-                self.stall_s[Lane.D2H] += self.lanes.wait(self.gradients.exits[chunk], Lane.D2H)
+                self._flight.wait(self.gradients.exits[chunk], Lane.D2H)
             if copy.state is Residency.ABSENT:
-                self._gradient_on_demand(chunk)
+                self._demands.gradient(chunk)
         copy.move(Residency.HELD)
         self.gradients.bind(chunk, block)
-
-    def _settle_gradient_fetches(self, chunks: list[int]) -> None:
-        """A planned fetch takes its slot on its lane; off the plan the block may come before it."""
-        for chunk in chunks:
-            if chunk in self._gradient_fetches:
-                self.stall_s[Lane.H2D] += self.lanes.wait(self._gradient_fetches[chunk], Lane.H2D)
 
     def _release_gradient(self, chunk: int, block: int) -> None:
         self.gradients.harvest(chunk, block)
         at_home = self.chunks.states_tier(chunk) is Tier.GPU
         self.chunks.grad_copies[chunk].move(Residency.CLEAN if at_home else Residency.DIRTY)
-
-    # -- off the plan ---------------------------------------------------------------------------------------------
-
-    def _note_off_plan(self, block: int) -> None:
-        self.num_deviations += 1
-        if not self._warned:
-            self._warned = True
-            warnings.warn(OFF_PLAN.format(name=self._names[block]), stacklevel=2)
-
-    def _submit_demand(self, what: str, lane: Lane, chunk: int, work: Work, wait: bool = False) -> Ticket:
-        self._demands += 1
-        after = [self.gradients.updates[chunk]] if chunk in self.gradients.updates else []
-        after += self._moment(lane)
-        ticket = self.lanes.submit(f"demand.{what}.{chunk}.{self._demands}", lane, 0, after, work)
-        if lane is Lane.D2H:
-            self.gradients.exits[chunk] = ticket
-        if wait:
-            self.stall_s[lane] += self.lanes.wait(ticket, lane)
-        return ticket
-
-    def _fetch_on_demand(self, chunk: int) -> None:
-        states = {other: self.chunks.param_copies[other].state for other in self.chunks.param_slots.everyone()}
-        pinned = {other for other, state in states.items() if state is Residency.HELD}
-        arriving = {other for other, state in states.items() if state is Residency.ARRIVING}
-        slot = self._window(chunk, pinned | arriving)
-        if slot is None:
-            for other in arriving:
-                self.stall_s[Lane.H2D] += self.lanes.wait(self._fetches[other], Lane.H2D)
-            slot = self._window(chunk, pinned)
-        if slot is None:
-            raise RuntimeError(
-                f"chunk {chunk} needs {self.chunks.layout.num_slots(self.chunks.specs[chunk])} free consecutive slots; "
-                f"the chunks {sorted(pinned)} are in use. Raise num_slots in the plan."
-            )
-        self._fetches[chunk] = self._submit_demand(
-            "fetch", Lane.H2D, chunk, self.performer.fetch_param(chunk, slot), wait=True
-        )
-
-    def _window(self, chunk: int, pinned: set[int]) -> int | None:
-        assert self._pass is not None
-        program, cursor = self._pass.program, self._pass.cursor
-        return self.chunks.param_slots.window_for(
-            chunk,
-            lambda other: program.next_use(self.chunks.specs[other].users, cursor),
-            lambda other: self._last_use.get(other, -1),
-            pinned,
-        )
-
-    def _gradient_on_demand(self, chunk: int) -> None:
-        """A slot for a gradient that the plan did not foresee: dirty ones leave until there is room."""
-        table = self.chunks.grad_slots
-        self._settle_gradient_fetches(list(self._gradient_fetches))  # one that is still queued would take the room
-        for _ in range(2):
-            slot = table.window_for(chunk, lambda _: 0.0, lambda _: 0.0, set(table.everyone()))
-            if slot is not None:
-                break
-            for other in table.everyone():
-                if self.chunks.grad_copies[other].state in (Residency.DIRTY, Residency.CLEAN):
-                    self._submit_demand("write_back", Lane.D2H, other, self.performer.write_back(other))
-                if other in self.gradients.exits:
-                    self.stall_s[Lane.D2H] += self.lanes.wait(self.gradients.exits[other], Lane.D2H)
-        else:
-            raise RuntimeError(
-                f"the gradient of chunk {chunk} needs {self.chunks.layout.num_slots(self.chunks.specs[chunk])} free "
-                "consecutive "
-                "slots; raise num_grad_slots in the plan."
-            )
-        self._submit_demand("gradient", Lane.H2D, chunk, lambda: self.performer.fetch_gradient(chunk, slot), wait=True)
-
-    def _write_back_on_demand(self, tick: Tick) -> None:
-        if not tick.accumulate:
-            return
-        for chunk in self.chunks.by_block[tick.block]:
-            if self.chunks.grad_copies[chunk].state is Residency.DIRTY:
-                self._submit_demand("write_back", Lane.D2H, chunk, self.performer.write_back(chunk))
-
-    def _update_on_demand(self, chunk: int) -> None:
-        earlier = (self.gradients.exits.get(chunk), self.gradients.updates.get(chunk))
-        after = [ticket for ticket in earlier if ticket is not None]
-        work = self.performer.update(chunk)
-        name = f"update.{chunk}"
-        if self.chunks.states_tier(chunk) is Tier.GPU:
-            with self.chunks.gpu.meter("updates"):
-                self.lanes.run_inline(name, work)
-            return
-        ticket = self.lanes.submit(name, Lane.CPU, 0, after, work)
-        self._latest[name] = self.gradients.updates[chunk] = ticket

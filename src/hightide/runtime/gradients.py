@@ -61,6 +61,9 @@ class Gradients:
         self.updates: dict[int, Ticket] = {}  # the latest update of each chunk
         for name in self._placeholders:
             _allow_fp32_gradient(chunks.parameters[name])
+        for name in self._loose:
+            if chunks.parameters[name].dtype == torch.float16:  # a GradScaler refuses gradients in fp16
+                chunks.parameters[name].grad_dtype = torch.float32
 
     # -- life of a gradient ---------------------------------------------------------------------------------------
 
@@ -231,7 +234,7 @@ class Gradients:
             self.exits[chunk].settle()
         value = self._chunks.view_of(self.flat(chunk), entry).to(GRAD_DTYPE, copy=True)
         _scale(value, self._factor.get(key, 1.0))
-        return value.to(self._chunks.parameters[key].dtype).to(self._chunks.gpu.device)
+        return value.to(self._placeholders[key].dtype).to(self._chunks.gpu.device)
 
     def _refuse_in_backward(self, what: str, what_for: str) -> None:
         if self._update is Update.IN_BACKWARD:

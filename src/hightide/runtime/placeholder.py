@@ -47,10 +47,10 @@ class GradientPlaceholder(Tensor):
 
     @staticmethod
     def __new__(cls, param_like: Tensor, owner: GradientOwner, key: Hashable) -> GradientPlaceholder:
-        # An absent parameter is an expanded scalar, so its strides are no example: the gradient is contiguous.
-        return _placeholder(
-            torch.empty(param_like.shape, dtype=param_like.dtype, device="meta"), param_like.device, owner, key
-        )
+        # An absent parameter is an expanded scalar, so its strides are no example: the gradient is contiguous. And a
+        # GradScaler refuses gradients in fp16, which would overflow when summed; ours are sums in fp32.
+        dtype = torch.float32 if param_like.dtype == torch.float16 else param_like.dtype
+        return _placeholder(torch.empty(param_like.shape, dtype=dtype, device="meta"), param_like.device, owner, key)
 
     def __init__(self, param_like: Tensor, owner: GradientOwner, key: Hashable) -> None:
         """Everything happens in __new__."""

@@ -272,10 +272,12 @@ class Run:
         taken: dict[str, Tensor] = {}
         for key, param in self.parameters.items():
             gradient, param.grad = param.grad, None
+            if param.dtype != torch.float32:  # see Gradients: sums were in fp32
+                param.grad_dtype = param.dtype
             if isinstance(gradient, GradientPlaceholder):
                 gradient = self.gradients.read(key) if readable else None
             if gradient is not None:
-                taken[key] = gradient.to(self._device_before)
+                taken[key] = gradient.to(self._device_before, param.dtype)
         return taken
 
 

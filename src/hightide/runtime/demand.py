@@ -1,0 +1,107 @@
+"""Off the plan: what a block needs that no schedule brings. Slower, with one warning, never wrong."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+from hightide.ir.tier import Lane, Tier
+from hightide.runtime.in_flight import InFlight
+from hightide.runtime.performer import Performer, Work
+from hightide.runtime.residency import Residency
+from hightide.stores.ticket import Ticket
+
+OFF_PLAN = (
+    "block {name!r} was called in an order that the plan did not foresee (or more often). It is fetched on demand "
+    "from now on: "
+    "slower, but right. If this is how your model always runs, wrap it with an example batch that takes this path."
+)
+
+
+class Demands:
+    def __init__(self, flight: InFlight, performer: Performer, names: list[str]) -> None:
+        self._flight = flight
+        self._performer = performer
+        self._chunks, self._gradients = performer.chunks, performer.gradients
+        self._names = names
+        self._count = 0
+        self._warned = False
+
+    def warn(self, block: int) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(OFF_PLAN.format(name=self._names[block]), stacklevel=2)
+
+    # -- parameters -----------------------------------------------------------------------------------------------
+
+    def fetch(self, chunk: int, next_use: Callable[[int], float], last_use: Callable[[int], float]) -> None:
+        """`next_use` and `last_use` of a chunk decide who makes room."""
+        table = self._chunks.param_slots
+        states = {other: self._chunks.param_copies[other].state for other in table.everyone()}
+        pinned = {other for other, state in states.items() if state is Residency.HELD}
+        arriving = {other for other, state in states.items() if state is Residency.ARRIVING}
+        slot = table.window_for(chunk, next_use, last_use, pinned | arriving)
+        if slot is None:
+            for other in arriving:
+                self._flight.wait(self._flight.fetches[other], Lane.H2D)
+            slot = table.window_for(chunk, next_use, last_use, pinned)
+        if slot is None:
+            raise RuntimeError(
+                f"chunk {chunk} needs {self._num_slots(chunk)} free consecutive slots; "
+                f"the chunks {sorted(pinned)} are in use. Raise num_slots in the plan."
+            )
+        ticket = self._submit("fetch", Lane.H2D, chunk, self._performer.fetch_param(chunk, slot), wait=True)
+        self._flight.fetches[chunk] = ticket
+
+    def refresh(self, chunk: int) -> None:
+        self._submit("refresh", Lane.H2D, chunk, self._performer.refresh(chunk), wait=True)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def gradient(self, chunk: int) -> None:
+        """A slot for a gradient that the plan did not foresee: dirty ones leave until there is room."""
+        table = self._chunks.grad_slots
+        self._flight.wait_for_gradients(list(self._flight.gradient_fetches))  # a queued one would take the room
+        for _ in range(2):
+            slot = table.window_for(chunk, lambda _: 0.0, lambda _: 0.0, set(table.everyone()))
+            if slot is not None:
+                break
+            for other in table.everyone():
+                if self._chunks.grad_copies[other].state in (Residency.DIRTY, Residency.CLEAN):
+                    self.write_back(other)
+                if other in self._gradients.exits:
+                    self._flight.wait(self._gradients.exits[other], Lane.D2H)
+        else:
+            raise RuntimeError(
+                f"the gradient of chunk {chunk} needs {self._num_slots(chunk)} free consecutive slots; raise "
+                "num_grad_slots in the plan."
+            )
+        self._submit("gradient", Lane.H2D, chunk, lambda: self._performer.fetch_gradient(chunk, slot), wait=True)
+
+    def write_back(self, chunk: int) -> None:
+        ticket = self._submit("write_back", Lane.D2H, chunk, self._performer.write_back(chunk))
+        self._gradients.exits[chunk] = ticket
+
+    def update(self, chunk: int) -> None:
+        earlier = (self._gradients.exits.get(chunk), self._gradients.updates.get(chunk))
+        after = [ticket for ticket in earlier if ticket is not None]
+        work = self._performer.update(chunk)
+        name = f"update.{chunk}"
+        if self._chunks.states_tier(chunk) is Tier.GPU:
+            with self._chunks.gpu.meter("updates"):
+                self._flight.lanes.run_inline(name, work)
+            return
+        ticket = self._flight.lanes.submit(name, Lane.CPU, 0, after, work)
+        self._flight.latest[name] = self._gradients.updates[chunk] = ticket
+
+    def _submit(self, what: str, lane: Lane, chunk: int, work: Work, wait: bool = False) -> Ticket:
+        self._count += 1
+        after = [self._gradients.updates[chunk]] if chunk in self._gradients.updates else []
+        after += self._flight.moment(lane)
+        ticket = self._flight.lanes.submit(f"demand.{what}.{chunk}.{self._count}", lane, 0, after, work)
+        if wait:
+            self._flight.wait(ticket, lane)
+        return ticket
+
+    def _num_slots(self, chunk: int) -> int:
+        return self._chunks.layout.num_slots(self._chunks.specs[chunk])

@@ -1,0 +1,31 @@
+"""Plans for GPU tests: everything that can move, moves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+import hightide
+from hightide.ir.plan import Activation, Plan
+from hightide.ir.tier import Tier
+
+LIMITS = hightide.Limits(gpu="1GiB", host="2GiB")  # libraries' workspaces alone may take 100 MiB
+
+
+def everything_moves(plan: Plan, inputs: Tier = Tier.HOST, activation: Activation = Activation.RECOMPUTE) -> Plan:
+    away = {"params": Tier.HOST, "states": Tier.HOST, "inputs": inputs, "activation": activation}
+    blocks = tuple(replace(block, **away) if block.name else block for block in plan.blocks)
+    widest = max(plan.layout.num_slots(chunk) for chunk in plan.layout.chunks)
+    return replace(plan, blocks=blocks, num_slots=2 * widest + 1, num_grad_slots=2 * widest + 1)
+
+
+def wrap(
+    model: nn.Module, batch: Any, edit: Any = everything_moves, update: str = "deferred", **options: Any
+) -> tuple[Any, Any]:
+    """`options` of AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, "eps": 1e-4, **options})
+    plan = hightide.plan(model, optimizer, batch, limits=LIMITS, micro_batch=2, update=update, device="cuda")
+    return hightide.wrap(model, optimizer, batch, plan=edit(plan), update=update, device="cuda")
