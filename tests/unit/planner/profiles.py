@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from hightide.ir.block import Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec
-from hightide.ir.plan import Activation, BlockPlan, Forecast, Plan, Update
+from hightide.ir.plan import Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.layout import pack, search_slot_numel
 from hightide.planner.loss import loss_tile_tokens
@@ -186,7 +186,8 @@ def plans(draw: st.DrawFn, profile: ModelProfile, update: Update) -> Plan:
     micro_batch = draw(st.integers(1, profile.num_samples))
     slot_numel = draw(st.sampled_from([128, 256, 1024, 4096]))
     spares = draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
-    return finish(profile, blocks, update, micro_batch, *spares, slot_numel)
+    plan = finish(profile, blocks, update, micro_batch, *spares, slot_numel)
+    return replace(plan, gradients=draw(st.sampled_from(GradientDtype)))
 
 
 UNLIMITED = 2**60
