@@ -113,7 +113,7 @@ def test_a_loss_that_needs_all_logits() -> None:
         return loss
 
     with pytest.warns(UserWarning, match="logits"):
-        compare(BUILD, lambda: LLAMA.batches(5), wrap=WRAP | {"room": 2.0}, step=step)
+        compare(BUILD, lambda: LLAMA.batches(5), wrap=WRAP | {"room": 2.5}, step=step)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
