@@ -48,16 +48,15 @@ class HandWritten:
 W1 = {"model": "llama-3.2-3b", "sequences": 16, "length": 2048}
 
 PLANS: dict[str, HandWritten] = {
-    # All logits are kept: that memory is free when blocks run, so the whole batch is one micro-batch.
-    "w1-24gib": HandWritten(**W1, gpu="24GiB", update=Update.IN_BACKWARD, micro_batch=16, whole=1, kept_logits=32768),
-    "w1-24gib-two": HandWritten(
-        **W1, gpu="24GiB", update=Update.IN_BACKWARD, micro_batch=16, whole=2, kept_logits=24576
-    ),
+    # Logits are kept: that memory is free when blocks run, so the whole batch is one micro-batch. The embedding and the
+    # first layer are needed first and finished last: nothing could hide their updates.
+    "w1-24gib": HandWritten(**W1, gpu="24GiB", update=Update.IN_BACKWARD, micro_batch=16, whole=2, kept_logits=24576),
     "w1-no-limit": HandWritten(
         **W1, gpu="120GiB", update=Update.IN_BACKWARD, micro_batch=16, whole=99, kept_logits=32768
     ),
     # The update of what is on the host is what is left to hide: as many states as possible on the GPU.
     "w1-24gib-clip": HandWritten(**W1, gpu="24GiB", update=Update.DEFERRED, micro_batch=8, whole=8, inputs=Tier.HOST),
+    # The embedding, four slots wide, stays in its slots until the head: two more let layers stream beside it.
     "w1-8gib": HandWritten(**W1, gpu="8GiB", update=Update.IN_BACKWARD, micro_batch=8, inputs=Tier.HOST),
     "w1-8k-24gib": HandWritten(
         model="llama-3.2-3b",
@@ -66,8 +65,7 @@ PLANS: dict[str, HandWritten] = {
         gpu="24GiB",
         update=Update.IN_BACKWARD,
         micro_batch=4,
-        whole=7,
-        kept_logits=8192,
+        whole=8,
     ),
     "gpt2-xl-24gib": HandWritten(
         model="gpt2-xl",
@@ -77,6 +75,7 @@ PLANS: dict[str, HandWritten] = {
         update=Update.IN_BACKWARD,
         micro_batch=32,
         whole=8,
+        keep=3,
         kept_logits=32768,
     ),
 }

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+import hightide.api
+
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("repeatable")
 
@@ -21,6 +23,13 @@ torch.set_num_threads(1)  # tests run side by side; more threads only make them 
 def _seeded() -> None:
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that are not about a GPU mean the simulated accelerator, also where there is one."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(hightide.api, "has_cuda", lambda: False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

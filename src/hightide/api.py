@@ -46,7 +46,7 @@ def wrap(
     `update="in_backward"` is a promise of one step per backward and no clipping, which hides more of the update; a
     broken promise raises. `gradients="param"` rounds each finished gradient, whose sum is fp32, to its parameter's
     dtype: half the bytes to move and to keep on the host. `compile` compiles the blocks with torch.compile, equal ones
-    once. `device`: the simulated accelerator, a bounded arena in RAM; 'cuda' is experimental.
+    once. `device`: CUDA where there is one, else 'cpu', the simulated accelerator: a bounded arena in RAM.
     """
     place = _device(device)
     if plan is not None and (limits is not None or micro_batch is not None):
@@ -134,12 +134,16 @@ def _check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.op
     return optimizer
 
 
+def has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
 def _device(device: str | torch.device | None) -> torch.device:
-    """The simulated accelerator, which lives in RAM, unless CUDA is asked for: that path is not proven enough yet."""
+    """CUDA where there is one, else the simulated accelerator, which lives in RAM."""
     if device is None:
-        return torch.device("cpu")
+        device = "cuda" if has_cuda() else "cpu"
     place = torch.device(device)
-    if place.type == "cuda" and not torch.cuda.is_available():
+    if place.type == "cuda" and not has_cuda():
         raise ValueError(f"device={str(device)!r}, but this machine has 0 usable CUDA devices; leave device out")
     if place.type not in ("cuda", "cpu"):
         raise ValueError(

@@ -205,8 +205,11 @@ class _Rule:
 
 
 def _with_spare(widest: int, spare: int) -> int:
-    """A spare slot lets the next fetch run beside compute. Nothing streamed: no slots."""
-    return widest + spare if widest else 0
+    """A spare slot lets the next fetch run beside compute; beside a chunk that is wider than one slot and stays for its
+    next use, that takes one more. Nothing streamed: no slots."""
+    if not widest:
+        return 0
+    return widest + (spare + 1 if spare and widest > 1 else spare)
 
 
 def _block_plan(block: BlockSpec, choice: Choice) -> BlockPlan:

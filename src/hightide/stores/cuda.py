@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import weakref
 from collections.abc import Iterator
@@ -15,6 +16,18 @@ from hightide.stores import device_limit
 from hightide.stores.base import Accelerator, OutOfMemory, Region
 
 
+def use_expandable_segments() -> None:
+    """Lets the caching allocator grow its segments instead of making new ones: activations of many sizes would
+    otherwise leave holes of gigabytes, which count against the limit. A user's own configuration stays."""
+    if any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        return
+    setting = "expandable_segments:True"
+    if hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        torch._C._accelerator_setAllocatorSettings(setting)
+    else:
+        torch.cuda.memory._set_allocator_settings(setting)
+
+
 class CudaAccelerator(Accelerator):
     """Regions lie in one slab, which is allocated at once: torch's allocator would round each of them up and could
     leave holes between them. Activations come from torch's caching allocator. Everything is allocated on the stream
@@ -24,6 +37,7 @@ class CudaAccelerator(Accelerator):
         """`slab_bytes`: what all regions will need together. A region beyond it gets memory of its own."""
         super().__init__(Tier.GPU, capacity_bytes)
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        use_expandable_segments()
         torch.cuda.empty_cache()  # a slab cut out of a larger cached block would share its fate
         self._outside_bytes = torch.cuda.memory_reserved(self.device)
         self._unlimit: weakref.finalize | None = None
