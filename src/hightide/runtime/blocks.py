@@ -17,6 +17,7 @@ inputs it reads is decided in backward: they may have been on host in between.
 
 from __future__ import annotations
 
+import gc
 import math
 import warnings
 import weakref
@@ -35,7 +36,7 @@ from hightide.ir.split import BatchDim, Split
 from hightide.ir.tier import Tier
 from hightide.profiler.split import flatten, flatten_call, narrow, signature_of, unflatten
 from hightide.runtime.activations import FREED, Stash, outlive_slots
-from hightide.runtime.compiled import checkpointed
+from hightide.runtime.compiled import NotCompiled, checkpointed
 
 if TYPE_CHECKING:
     from hightide.runtime.run import Run
@@ -192,15 +193,23 @@ class BlockCall:
         self._now = inputs
         with torch.enable_grad():
             if compiled is not None:
-                with run.gpu.unmetered(), outlive_slots(run.chunks, self.away_now(), lambda: again.away_now()):
-                    outputs = self.run(inputs, compiled)
-                run.adopt(outputs, "activations")
-                return outputs
+                try:
+                    return self._compiled(inputs, compiled)
+                except NotCompiled:  # the user has been told
+                    compiled = None
+                gc.collect()  # the failed attempt's frames hold tensors
             if self._keep:
                 with outlive_slots(run.chunks):
                     return self.run(inputs)
             recomputed: list[Tensor] = checkpointed(lambda: again.run(again.now()))
             return recomputed
+
+    def _compiled(self, inputs: list[Tensor], forward: Callable[..., Any]) -> list[Tensor]:
+        run, again = self.runner.run, weakref.proxy(self)
+        with run.gpu.unmetered(), outlive_slots(run.chunks, self.away_now(), lambda: again.away_now()):
+            outputs = self.run(inputs, forward)
+        run.adopt(outputs, "activations")
+        return outputs
 
     def now(self) -> list[Tensor]:
         return self._now

@@ -49,15 +49,18 @@ class CompiledForwards:
         try:
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:
-            original, recompute = key
             self._forwards[key] = None
-            name = f"{original.__module__}.{original.__qualname__}"
+            name = f"{key[0].__module__}.{key[0].__qualname__}"
             warnings.warn(
                 f"{name} cannot be compiled and runs eagerly from now on: slower, but right. "
                 f"torch.compile says: {error}",
                 stacklevel=2,
             )
-        return checkpointed(original, *args, **kwargs) if recompute else original(*args, **kwargs)
+            raise NotCompiled(name) from error
+
+
+class NotCompiled(Exception):
+    """This forward has to run eagerly, now and from now on."""
 
 
 def checkpointed(function: Forward, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,195 @@
+"""compile=True: equal to plain PyTorch, one compilation for all equal blocks, and no more recomputed than needed.
+
+The compiler behind torch.compile's tracing is its eager one here: what is tested is what hightide asks for. With the
+real one the same runs under the marks `long` and `gpu`."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from harness import SUBJECTS, compare, train
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hightide
+import models
+from hightide.ir.plan import Activation
+from hightide.ir.tier import Tier
+from hightide.runtime import compiled
+
+MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+class Graphs:
+    """What was compiled: matrix multiplications in each graph, forward and backward."""
+
+    def __init__(self) -> None:
+        self.forward: list[int] = []
+        self.backward: list[int] = []
+        self.backend = aot_autograd(
+            fw_compiler=partial(self._note, self.forward),
+            bw_compiler=partial(self._note, self.backward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    @staticmethod
+    def _note(counts: list[int], graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        counts.append(sum(node.target in MATMULS for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
+    torch._dynamo.reset()
+    made = Graphs()
+    compile = torch.compile
+    monkeypatch.setattr(compiled.torch, "compile", lambda fn, **options: compile(fn, backend=made.backend, **options))
+    yield made
+    torch._dynamo.reset()
+
+
+def check(name: str, wrap: dict[str, Any], **options: Any) -> hightide.Stats:
+    subject = SUBJECTS[name]
+    build = partial(subject.build, num_samples=7)
+    _, wrapped = compare(build, subject.batches, wrap={"micro_batch": 3, "compile": True, **wrap}, **options)
+    assert wrapped.stats is not None
+    return wrapped.stats
+
+
+@pytest.mark.parametrize(
+    ("name", "update", "room", "activation", "inputs"),
+    [
+        ("llama_tied", "deferred", 1.02, Activation.RECOMPUTE, Tier.HOST),
+        ("llama_tied", "in_backward", 1.9, Activation.RECOMPUTE, Tier.GPU),
+        ("gpt2", "in_backward", 1.02, Activation.RECOMPUTE, Tier.HOST),
+        ("plain_tied", "deferred", 50.0, Activation.KEEP, Tier.GPU),
+    ],
+)
+def test_twenty_steps_equal_plain_pytorch(
+    graphs: Graphs, name: str, update: str, room: float, activation: Activation, inputs: Tier
+) -> None:
+    stats = check(name, {"update": update, "room": room}, clip="torch" if update == "deferred" else None, groups=2)
+    layers = Counter((block.activation, block.inputs) for block in stats.plan.blocks)
+    assert layers[activation, inputs] >= 3, layers
+    assert len(graphs.forward) == 1, "equal blocks, slots and the smaller last micro-batch share one compilation"
+
+
+def test_dropout_is_recomputed_as_it_was(graphs: Graphs) -> None:
+    """Recomputed and kept give the same bits, though both draw random numbers in compiled code."""
+
+    def run(room: float) -> list[float]:
+        pair = models.gpt2(num_layers=3, num_samples=6, dropout=0.3)
+        torch.manual_seed(5)
+        batches = SUBJECTS["gpt2"].batches(5, num_samples=6)
+        trained = train(pair, batches, wrap={"micro_batch": 2, "compile": True, "room": room})
+        assert trained.stats is not None
+        kept = {block.activation for block in trained.stats.plan.blocks if block.name.startswith("transformer.h")}
+        assert len(kept) == 1
+        return trained.losses
+
+    assert run(1.02) == pytest.approx(run(50.0), rel=1e-5)
+
+
+class Breaks(nn.Module):
+    """torch.compile cannot trace through this."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return x + self.linear(x).tanh()
+
+
+def test_what_cannot_be_compiled_runs_eagerly_and_says_so(graphs: Graphs) -> None:
+    def build() -> models.Pair:
+        torch.manual_seed(0)
+        return nn.Sequential(*(Breaks() for _ in range(3))), torch.randn(6, 32)
+
+    def step(loop: Any, batch: Tensor) -> Tensor:
+        loss = loop.model(batch).square().mean()
+        loss.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        return loss
+
+    batches = [torch.randn(6, 32) for _ in range(5)]
+    plain = train(build(), batches, step=step)
+    with pytest.warns(UserWarning, match=r"Breaks\.forward cannot be compiled and runs eagerly") as caught:
+        wrapped = train(build(), batches, step=step, wrap={"micro_batch": 2, "compile": True})
+    assert len([one for one in caught if "cannot be compiled" in str(one.message)]) == 1
+    assert wrapped.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert not graphs.forward
+
+
+class Matmuls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in MATMULS
+        return func(*args, **(kwargs or {}))
+
+
+class Mlp(nn.Module):
+    """Three projections, of which backward needs the outputs of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.three(self.two(self.one(x).tanh()).tanh())
+
+
+@pytest.mark.parametrize("inputs", [Tier.GPU, Tier.HOST])
+def test_recomputation_skips_the_last_projection(inputs: Tier) -> None:
+    counts = {}
+    for recompute in (False, True):
+        model, batch = nn.Sequential(*(Mlp() for _ in range(4))), torch.randn(6, 32)
+        optimizer = torch.optim.AdamW(model.parameters())
+        limits = hightide.Limits(gpu="1MiB" if recompute else "64MiB", host="64MiB")
+        plan = hightide.plan(model, optimizer, batch, limits=limits, micro_batch=6)
+        model, optimizer = hightide.wrap(model, optimizer, batch, plan=with_activations(plan, recompute, inputs))
+        with Matmuls() as seen:
+            model(batch).sum().backward()
+        counts[recompute] = seen.count
+    assert counts[True] - counts[False] == 4 * 2, counts
+
+
+def test_a_compiled_backward_skips_the_last_projection(graphs: Graphs) -> None:
+    model, batch = nn.Sequential(*(Mlp() for _ in range(4))), torch.randn(6, 32, requires_grad=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = hightide.plan(model, optimizer, batch.detach(), limits=hightide.Limits(gpu="64MiB"), micro_batch=6)
+    plan = with_activations(plan, True, Tier.GPU)
+    model, optimizer = hightide.wrap(model, optimizer, batch.detach(), plan=plan, compile=True)
+    model(batch).sum().backward()
+    assert graphs.forward == [3]
+    assert graphs.backward == [2 + 2 * 3]  # recomputed, and two for each projection's backward
+
+
+def with_activations(plan: hightide.Plan, recompute: bool, inputs: Tier) -> hightide.Plan:
+    activation = Activation.RECOMPUTE if recompute else Activation.KEEP
+    blocks = tuple(replace(b, activation=activation, inputs=inputs if recompute else Tier.GPU) for b in plan.blocks)
+    return replace(plan, blocks=blocks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
+@pytest.mark.parametrize("room", [1.02, 50.0])
+def test_with_the_real_compiler(name: str, room: float) -> None:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*cannot be compiled.*")
+        check(name, {"room": room})
