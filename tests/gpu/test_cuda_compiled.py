@@ -1,0 +1,138 @@
+"""Compiled blocks on a real GPU: parity, one compilation, and a loss curve in bf16."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import hightide
+import models
+from hightide.ir.plan import Activation, Plan
+from hightide.ir.tier import Tier
+from parity.harness import SUBJECTS, assert_parity, train
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+
+def streamed(plan: Plan, activation: Activation, inputs: Tier) -> Plan:
+    """Every block moves, in slots for two."""
+    keep = activation is Activation.KEEP
+    blocks = tuple(
+        replace(block, params=Tier.HOST, states=Tier.HOST, activation=activation, inputs=Tier.GPU if keep else inputs)
+        for block in plan.blocks
+    )
+    widest = max(plan.layout.num_slots(chunk) for chunk in plan.layout.chunks)
+    slots = 2 * widest + 2
+    return replace(plan, blocks=blocks, num_slots=slots, num_grad_slots=slots, loss_kept_tokens=0)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
+@pytest.mark.parametrize(
+    ("activation", "inputs"),
+    [(Activation.RECOMPUTE, Tier.GPU), (Activation.RECOMPUTE, Tier.HOST), (Activation.KEEP, Tier.GPU)],
+)
+def test_twenty_steps_equal_plain_pytorch(name: str, activation: Activation, inputs: Tier) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    subject = SUBJECTS[name]
+
+    def pair() -> models.Pair:
+        model, batch = subject.build(num_samples=8)
+        return model.cuda(), {key: value.cuda() for key, value in batch.items()}
+
+    def batches() -> list[dict[str, Tensor]]:
+        made = subject.batches(num_samples=8)
+        return [{key: value.cuda() for key, value in batch.items()} for batch in made]
+
+    optimizer = partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
+    model, batch = pair()
+    plain = train((model, batch), batches(), optimizer=optimizer(model.parameters()))
+    model, batch = pair()
+    ours = optimizer(model.parameters())
+    plan = hightide.plan(model, ours, batch, limits=hightide.Limits(gpu="2GiB", host="1GiB"), micro_batch=4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*cannot be compiled.*")
+        options: dict[str, Any] = {"plan": streamed(plan, activation, inputs), "compile": True}
+        wrapped = train((model, batch), batches(), wrap=options, optimizer=ours)
+    cpu = {key: value.cpu() for key, value in plain.weights.items()}
+    assert_parity(
+        replace(plain, weights=cpu), replace(wrapped, weights={k: v.cpu() for k, v in wrapped.weights.items()})
+    )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_bf16_loss_curve_of_a_200m_model() -> None:
+    """100 steps, resident in plain PyTorch with fp32 masters twice (two orders of summation: the noise between runs) and
+    through hightide, everything streamed."""
+    config = transformers.LlamaConfig(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=14,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randint(0, 32000, (100, 8, 1), generator=generator)
+    data = (start + 7 * torch.arange(256)) % 4096  # sequences that can be learned
+
+    noise = max(abs(a - b) / a for a, b in zip(resident(model(), data, 4), resident(model(), data, 2), strict=True))
+    wrapped_model = model()
+    optimizer = torch.optim.AdamW(wrapped_model.parameters(), lr=3e-4)
+    example = {"input_ids": data[0], "labels": data[0]}
+    limits = hightide.Limits(gpu="2GiB", host="8GiB")
+    plan = hightide.plan(wrapped_model, optimizer, example, limits=limits, micro_batch=4)
+    plan = streamed(plan, Activation.RECOMPUTE, Tier.GPU)
+    ours, optimizer = hightide.wrap(wrapped_model, optimizer, example, plan=plan)
+    losses = []
+    for batch in data:
+        loss = ours(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    curve = [loss.item() for loss in losses]
+    expected = resident(model(), data, 4)
+    difference = max(abs(a - b) / a for a, b in zip(expected, curve, strict=True))
+    print(
+        f"loss {curve[0]:.4f} -> {curve[-1]:.4f}; largest difference {difference:.2e}, between plain runs {noise:.2e}"
+    )
+    assert curve[-1] < 0.7 * curve[0], "it learns"
+    assert difference <= 1.5 * noise, (difference, noise)
+
+
+def resident(model: nn.Module, data: Tensor, micro_batch: int) -> list[float]:
+    """Plain PyTorch: bf16 parameters, fp32 masters and sums."""
+    model = model.cuda()
+    params = list(model.parameters())
+    masters = [param.detach().float().requires_grad_() for param in params]
+    optimizer = torch.optim.AdamW(masters, lr=3e-4, fused=True)
+    losses = []
+    for batch in data:
+        total = torch.zeros((), device="cuda")
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        for part in batch.cuda().split(micro_batch):
+            loss = model(input_ids=part, labels=part).loss * (len(part) / len(batch))
+            for master, grad in zip(masters, torch.autograd.grad(loss, params), strict=True):
+                master.grad += grad  # type: ignore[operator]
+            total += loss.detach()
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(params, masters)
+        losses.append(total)
+    return [loss.item() for loss in losses]
