@@ -16,7 +16,7 @@ import hightide
 import models
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
-from parity.harness import SUBJECTS, assert_parity, train
+from parity.harness import SUBJECTS, Loop, assert_parity, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -51,16 +51,23 @@ def test_twenty_steps_equal_plain_pytorch(name: str, activation: Activation, inp
         made = subject.batches(num_samples=8)
         return [{key: value.cuda() for key, value in batch.items()} for batch in made]
 
+    def step(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+        loss = models.loss_of(loop.model, batch)
+        loss.backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        return loss
+
     optimizer = partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
     model, batch = pair()
-    plain = train((model, batch), batches(), optimizer=optimizer(model.parameters()))
+    plain = train((model, batch), batches(), step=step, optimizer=optimizer(model.parameters()))
     model, batch = pair()
     ours = optimizer(model.parameters())
     plan = hightide.plan(model, ours, batch, limits=hightide.Limits(gpu="2GiB", host="1GiB"), micro_batch=4)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*cannot be compiled.*")
         options: dict[str, Any] = {"plan": streamed(plan, activation, inputs), "compile": True}
-        wrapped = train((model, batch), batches(), wrap=options, optimizer=ours)
+        wrapped = train((model, batch), batches(), wrap=options, step=step, optimizer=ours)
     cpu = {key: value.cpu() for key, value in plain.weights.items()}
     assert_parity(
         replace(plain, weights=cpu), replace(wrapped, weights={k: v.cpu() for k, v in wrapped.weights.items()})
@@ -69,8 +76,8 @@ def test_twenty_steps_equal_plain_pytorch(name: str, activation: Activation, inp
 
 
 def test_bf16_loss_curve_of_a_200m_model() -> None:
-    """100 steps, resident in plain PyTorch with fp32 masters twice (two orders of summation: the noise between runs) and
-    through hightide, everything streamed."""
+    """100 steps: plain PyTorch with fp32 masters twice (two orders of summation: the noise between runs), and hightide,
+    everything streamed."""
     config = transformers.LlamaConfig(
         vocab_size=32000,
         hidden_size=1024,

@@ -15,9 +15,9 @@ from hightide.optim.rule import Kernel, Rule
 from hightide.runtime.lanes import Sharers
 
 # Torch makes several passes over a tile, which must stay in one core's cache meanwhile, and Python's lock is taken for
-# each. The kernel in C makes one pass and takes its tiles without Python: small ones share best.
+# each. The kernel in C makes one pass and takes its tiles without Python.
 TORCH_TILE_NUMEL = 256 * 1024
-C_TILE_NUMEL = 128 * 1024
+C_TILE_NUMEL = 512 * 1024
 
 
 class HostUpdate:

@@ -84,7 +84,7 @@ def test_autocast_was_really_on_in_recomputation() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.linear(x)
             seen.append((torch.is_grad_enabled(), y.dtype))
-            return x + y
+            return x + y.tanh()  # else backward would not need the product, and it would not be recomputed
 
     model = nn.Sequential(*(Noting() for _ in range(3)))
     batch = torch.randn(6, 32)

@@ -136,13 +136,12 @@ def test_trap_version_counters_a_kept_graphs_tensor_that_changed_raises() -> Non
                 z.mul_(1.0)
             return z * x
 
-    for activation in Activation:
-        model = nn.Sequential(Layer(), Spoiled(), Layer())
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            models.loss_of(model, BATCH).backward()
-        pair = twins(model, BATCH, edit=streamed(activation))
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            models.loss_of(pair.model, BATCH).backward()
+    model = nn.Sequential(Layer(), Spoiled(), Layer())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        models.loss_of(model, BATCH).backward()
+    pair = twins(model, BATCH, edit=streamed(Activation.KEEP))  # recomputed, it is as under torch's own checkpoint
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        models.loss_of(pair.model, BATCH).backward()
 
 
 class SharedBias(nn.Module):
