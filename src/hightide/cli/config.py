@@ -109,6 +109,8 @@ class TrainConfig:
     micro_batch: int | None = None  # None: the planner chooses
     update: Update = Update.DEFERRED
     gradients: GradientDtype = GradientDtype.FLOAT32
+    compile: bool = False  # torch.compile for blocks, equal ones once
+    device: str | None = None  # None: CUDA where there is one, else cpu, the simulated accelerator
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
