@@ -135,9 +135,7 @@ class TrainingRun:
         self.check_losses()
         return not interrupt.requested
 
-    def step(
-        self, step: int, batch: dict[str, Tensor], readings: Readings, log: Callable[[StepRecord], None]
-    ) -> None:
+    def step(self, step: int, batch: dict[str, Tensor], readings: Readings, log: Callable[[StepRecord], None]) -> None:
         lr = self.optimizer.param_groups[0]["lr"]
         loss = self.model(**batch).loss
         loss.backward()
