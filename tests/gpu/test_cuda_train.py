@@ -93,7 +93,8 @@ def test_the_steady_loop_of_the_command_never_waits_for_the_gpu(
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
     for line, other in zip(lines, expected, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-3)
-        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
+        norm = other["grad_norm"]
+        assert line["grad_norm"] == (None if norm is None else pytest.approx(norm, rel=2e-2))
         assert line["step_s"] > 0  # type: ignore[operator]
     losses = [line["loss"] for line in lines]
     assert losses[0] - losses[-1] > 0.1  # type: ignore[operator]  # so that a loss of another step would be noticed
