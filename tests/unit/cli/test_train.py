@@ -105,6 +105,8 @@ def test_updates_in_backward_run_without_clipping(tiny: Path) -> None:
         (("--gpu", "24QiB"), "Limits(gpu)='24QiB' is not a size"),
         (("--gpu", "1KiB"), "1.0 KiB"),
         (("--steps", "0"), "steps=0"),
+        (("--device", "cuda"), "0 usable CUDA devices"),
+        (("--device", "tpu"), "device='tpu' is not supported"),
         (("--config", "other.yaml"), "two settings files"),
     ],
 )
