@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hightide.ir.plan import Forecast, Plan
+from hightide.ir.units import format_bytes
 from hightide.runtime.run import Run
 
 
@@ -23,6 +24,32 @@ class Stats:
     evictions: int
     deviations: int  # ticks that the model ran outside of the plan, or not at all
     update_kernel: str  # what computes updates on the host: "c" or "torch"
+
+    def __str__(self) -> str:
+        """A table of at most 80 columns. The plan has its own: `plan.explain()`."""
+        last = f", the last took {self.step_s:.3f} s" if self.step_s else ""
+        forecast = {"gpu": self.forecast.gpu_peak_bytes, "host": self.forecast.host_peak_bytes}
+        limits = {"gpu": self.plan.gpu_limit_bytes, "host": self.plan.host_limit_bytes}
+        sizes = [(tier, limits[tier], forecast[tier], self.peak_bytes[tier], self.used_bytes[tier]) for tier in limits]
+        lanes = [lane for lane in self.stall_s | self.moved_bytes if self.stall_s.get(lane) or lane in self.moved_bytes]
+        lines = [
+            f"{self.num_steps} steps{last}",
+            _row("tier", "limit", "forecast", "peak", "in use now"),
+            *(_row(tier, *map(format_bytes, row)) for tier, *row in sizes),
+            *([_row("lane", "moved", "waited for")] if lanes else []),
+            *(
+                _row(lane, format_bytes(self.moved_bytes.get(lane, 0)), f"{self.stall_s.get(lane, 0.0):.3f} s")
+                for lane in sorted(lanes)
+            ),
+            f"evictions {self.evictions}, deviations from the plan {self.deviations}",
+        ]
+        if self.update_kernel:
+            lines.append(f"updates on the host: {self.update_kernel} kernel")
+        return "\n".join(lines)
+
+
+def _row(name: str, *cells: str) -> str:
+    return f"{name:<10}" + "".join(f"{cell:>12}" for cell in cells)
 
 
 def read_stats(run: Run) -> Stats:

@@ -109,6 +109,8 @@ class TrainConfig:
     micro_batch: int | None = None  # None: the planner chooses
     update: Update = Update.DEFERRED
     gradients: GradientDtype = GradientDtype.FLOAT32
+    compile: bool = False  # torch.compile for blocks, equal ones once
+    device: str | None = None  # None: CUDA where there is one, else cpu, the simulated accelerator
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -122,6 +124,8 @@ class TrainConfig:
         _at_least(1, self.log_every, "log_every")
         if self.micro_batch is not None:
             _at_least(1, self.micro_batch, "micro_batch")
+        if self.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise ValueError(f"device={self.device!r} is not supported; use 'cuda', 'cpu', or leave it out")
         if self.update is Update.IN_BACKWARD and self.optimizer.clip_norm:
             raise ValueError(
                 f"update=in_backward cannot clip: the global norm is known only after backward, and "
@@ -146,6 +150,7 @@ class Overrides:
     steps: int | None = None
     micro_batch: int | None = None
     update: Update | None = None
+    device: str | None = None
     gpu: str | None = None
     host: str | None = None
     clip_norm: float | None = None
@@ -155,7 +160,7 @@ def load_config(path: Path | None, overrides: Overrides) -> TrainConfig:
     """Reads a settings file, if any, and puts the command line's settings on top. Checked as a whole, once."""
     data = {} if path is None else _read_yaml(path)
     where = "settings" if path is None else str(path)
-    for key in ("name", "out", "seed", "steps", "micro_batch", "update"):
+    for key in ("name", "out", "seed", "steps", "micro_batch", "update", "device"):
         _override(data, where, (), key, getattr(overrides, key))
     _override(data, where, ("limits",), "gpu", overrides.gpu)
     _override(data, where, ("limits",), "host", overrides.host)

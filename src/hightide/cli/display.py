@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,7 +24,7 @@ class StepRecord:
     loss: float
     lr: float  # as used by this step
     grad_norm: float | None  # before clipping; None without clipping
-    step_s: float
+    step_s: float  # from the end of the step before, as the accelerator sees it
     tokens_per_s: float
     peak_bytes: dict[str, int]
     moved_bytes: dict[str, int]
@@ -79,6 +80,12 @@ def _step_text(record: StepRecord) -> str:
 
 def _thousands(value: float) -> str:
     return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
+def device_text(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} ({device})"
+    return "simulated accelerator: a bounded arena in RAM, on the CPU"
 
 
 def show_plan(console: Console, explanation: str) -> None:

@@ -43,7 +43,7 @@ def _max_positions(config: TrainConfig) -> int:
 
 def write_sample(model: Any, config: SampleConfig, seed: int) -> str:
     """Lets the model go on from the prompt. Bytes that are no printable text are shown as a replacement mark."""
-    prompt = torch.tensor([list(config.prompt.encode())])
+    prompt = torch.tensor([list(config.prompt.encode())], device=next(model.parameters()).device)
     was_training = model.training
     model.eval()
     torch.manual_seed(seed)

@@ -6,7 +6,7 @@ import itertools
 import math
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -18,9 +18,10 @@ from torch import Tensor
 import hightide
 from hightide.cli.config import OptimizerConfig, TrainConfig
 from hightide.cli.data import batches, read_text
-from hightide.cli.display import StepDisplay, StepRecord, TierPeak, show_peaks, show_plan, show_sample
+from hightide.cli.display import StepDisplay, StepRecord, TierPeak, device_text, show_peaks, show_plan, show_sample
 from hightide.cli.interrupt import Interrupt
 from hightide.cli.model import build_model, write_sample
+from hightide.cli.readings import Readings
 from hightide.cli.run_folder import RunFolder
 from hightide.ir.units import format_bytes
 
@@ -29,10 +30,27 @@ STATE_BYTES_PER_PARAMETER = 16  # fp32: weight, gradient, two moments of AdamW
 
 def train(config: TrainConfig, console: Console) -> bool:
     """Runs the whole command. False: the user interrupted it."""
+    run, stream = prepare(config, console)
+    run.introduce()
+    with RunFolder(config) as folder:
+        hightide.stats(run.model).plan.save(folder.plan_path)
+        try:
+            finished = run.steps(stream, folder)
+            if finished:
+                run.conclude(folder)
+        except KeyboardInterrupt:
+            finished = False
+        if not finished:
+            console.print(f"interrupted after step {len(run.losses)} of {config.steps}")
+        console.print(f"run folder: {folder.path}  (metrics.jsonl, plan.json, config.yaml)", soft_wrap=True)
+    return finished
+
+
+def prepare(config: TrainConfig, console: Console) -> tuple[TrainingRun, Iterator[dict[str, Tensor]]]:
+    """The wrapped model with all that belongs to it, and its batches."""
     text = read_text(config.data)
     stream = batches(text, config.data, config.seed)
     example = next(stream)
-    stream = itertools.chain([example], stream)
     model = build_model(config)
     num_params = sum(param.numel() for param in model.parameters())
     optimizer = _build_optimizer(model, config.optimizer)
@@ -44,21 +62,10 @@ def train(config: TrainConfig, console: Console) -> bool:
         micro_batch=config.micro_batch,
         update=config.update.value,
         gradients=config.gradients.value,
+        compile=config.compile,
+        device=config.device,
     )
-    run = _Run(config, console, model, optimizer, num_params)
-    run.introduce()
-    with RunFolder(config) as folder:
-        hightide.stats(model).plan.save(folder.plan_path)
-        try:
-            finished = run.steps(stream, folder)
-            if finished:
-                run.conclude(folder)
-        except KeyboardInterrupt:
-            finished = False
-        if not finished:
-            console.print(f"interrupted after step {len(run.losses)} of {config.steps}")
-        console.print(f"run folder: {folder.path}  (metrics.jsonl, plan.json, config.yaml)", soft_wrap=True)
-    return finished
+    return TrainingRun(config, console, model, optimizer, num_params), itertools.chain([example], stream)
 
 
 def _build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -78,7 +85,7 @@ def lr_factor(step: int, num_steps: int, config: OptimizerConfig) -> float:
 
 
 @dataclass
-class _Run:
+class TrainingRun:
     config: TrainConfig
     console: Console
     model: Any
@@ -86,7 +93,9 @@ class _Run:
     num_params: int
 
     def __post_init__(self) -> None:
-        self.losses: list[float] = []
+        self.device: torch.device = next(self.model.parameters()).device
+        self.losses: list[float] = []  # of step 1, 2, ...
+        self.num_checked = 0
         self.started = time.perf_counter()
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: lr_factor(step, self.config.steps, self.config.optimizer)
@@ -99,53 +108,71 @@ class _Run:
     def introduce(self) -> None:
         plan = hightide.stats(self.model).plan
         show_plan(self.console, plan.explain())
+        compiled = ", blocks compiled in the first step" if self.config.compile else ""
         self.console.print(
+            f"device: {device_text(self.device)}{compiled}\n"
             f"{self.num_params / 1e6:.2f}M parameters; weights, gradients and moments take "
-            f"{format_bytes(self.states_bytes)}\nthe accelerator may hold {format_bytes(plan.gpu_limit_bytes)} in all"
+            f"{format_bytes(self.states_bytes)}\nthe accelerator may hold {format_bytes(plan.gpu_limit_bytes)} in all",
+            markup=False,
         )
 
     def steps(self, stream: Iterator[dict[str, Tensor]], folder: RunFolder) -> bool:
+        """Nothing in this loop waits for the accelerator, except for losses that are old: see readings.py."""
         self.model.train()
         display = StepDisplay(self.console, self.config.steps, self.config.log_every)
-        with Interrupt() as interrupt, display:
-            for step, batch in zip(range(1, self.config.steps + 1), stream, strict=False):
-                record = self.step(step, batch)
-                self.losses.append(record.loss)
-                folder.log(record.to_dict())
-                display.show(record)
-                if not math.isfinite(record.loss):
-                    raise ValueError(f"the loss is {record.loss} at step {step}; lower optimizer.lr or clip gradients")
-                if interrupt.requested:
-                    return False
-        return True
 
-    def step(self, step: int, batch: dict[str, Tensor]) -> StepRecord:
-        begin = time.perf_counter()
+        def log(record: StepRecord) -> None:
+            self.losses.append(record.loss)
+            folder.log(record.to_dict())
+            display.show(record)
+
+        with Interrupt() as interrupt, display, Readings(self.device) as readings:
+            for step, batch in zip(range(1, self.config.steps + 1), stream, strict=False):
+                self.step(step, batch, readings, log)
+                self.check_losses()
+                if interrupt.requested:
+                    break
+        self.check_losses()
+        return not interrupt.requested
+
+    def step(self, step: int, batch: dict[str, Tensor], readings: Readings, log: Callable[[StepRecord], None]) -> None:
         lr = self.optimizer.param_groups[0]["lr"]
         loss = self.model(**batch).loss
         loss.backward()
-        norm = None
+        numbers = [loss]
         if self.config.optimizer.clip_norm:
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm).item()
+            numbers.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm))
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        loss_value = loss.item()
-        step_s = time.perf_counter() - begin
-        stats = hightide.stats(self.model)
-        return StepRecord(
-            step=step,
-            loss=loss_value,
-            lr=lr,
-            grad_norm=norm,
-            step_s=step_s,
-            tokens_per_s=self.config.tokens_per_step / step_s,
-            peak_bytes={str(tier): peak for tier, peak in stats.peak_bytes.items()},
-            moved_bytes={str(lane): moved for lane, moved in stats.moved_bytes.items()},
-            stall_s={str(lane): stall for lane, stall in stats.stall_s.items()},
-            evictions=stats.evictions,
-            deviations=stats.deviations,
-        )
+        stats = hightide.stats(self.model)  # now: when the loss arrives, younger steps have been counted too
+
+        def arrived(values: list[float], step_s: float) -> None:
+            loss_value, *norm = values
+            log(
+                StepRecord(
+                    step=step,
+                    loss=loss_value,
+                    lr=lr,
+                    grad_norm=norm[0] if norm else None,
+                    step_s=step_s,
+                    tokens_per_s=self.config.tokens_per_step / step_s,
+                    peak_bytes=stats.peak_bytes,
+                    moved_bytes=stats.moved_bytes,
+                    stall_s=stats.stall_s,
+                    evictions=stats.evictions,
+                    deviations=stats.deviations,
+                )
+            )
+
+        readings.add(numbers, arrived)
+
+    def check_losses(self) -> None:
+        """Of all steps whose losses are there: a younger step may have run already."""
+        for step, loss in enumerate(self.losses[self.num_checked :], self.num_checked + 1):
+            if not math.isfinite(loss):
+                raise ValueError(f"the loss is {loss} at step {step}; lower optimizer.lr or clip gradients")
+        self.num_checked = len(self.losses)
 
     def conclude(self, folder: RunFolder) -> None:
         """Sample first: what it makes the accelerator hold belongs into the measured peaks."""
@@ -162,6 +189,7 @@ class _Run:
             {
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+                "device": device_text(self.device),
                 "steps": len(self.losses),
                 "train_s": round(train_s, 3),
                 "first_loss": self.losses[0],

@@ -100,7 +100,7 @@ def _precision(profile: ModelProfile, plan: Plan) -> list[str]:
         "parameters": _names(chunk.dtype for chunk in chunks) + ", and compute unless under autocast",
         "gradient sums": "float32; norms are " + ("of what is kept" if overflows else "of the sums"),
         "gradients": at_rest + (": the sum, rounded after each backward" if rounded else ""),
-        "master copies": f"float32, of {masters} parameters" if masters else "none: parameters are float32",
+        "master copies": f"float32, of {masters} parameters" if masters else "none: what is trained is float32",
         "moments": f"{'/'.join(map(str, moments)) or 'no'} in float32",
         "loss": "float32, fused with the head" if profile.vocabulary else "as the model computes it",
     }

@@ -61,6 +61,7 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(
         ("name: a/b", r"name='a/b' names a folder"),
         ("sample: {prompt: ''}", r"sample.prompt is empty"),
         ("data: {sequence_bytes: 64, text_bytes: 64}", r"text_bytes=64 must be at least 65"),
+        ("compile: 1", r"compile is 1; it must be of type bool"),
         ("update: in_backward", r"in_backward cannot clip.*clip_norm=1.0"),
         ("steps: 3\nsteps: 4", r"settings.yaml, line 2: the key 'steps' is given twice"),
         ("steps: [", r"settings.yaml is not YAML"),
@@ -84,9 +85,10 @@ def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
 
 def test_the_command_line_wins_over_the_file_and_leaves_the_rest(tmp_path: Path) -> None:
     text = "steps: 3\nseed: 5\nlimits: {gpu: 1GiB, host: 2GiB}"
-    config = load(tmp_path, text, steps=7, gpu="24MiB", update=Update.IN_BACKWARD, clip_norm=0.0)
+    config = load(tmp_path, text, steps=7, gpu="24MiB", device="cpu", update=Update.IN_BACKWARD, clip_norm=0.0)
     assert (config.steps, config.seed) == (7, 5)
     assert (config.limits.resolve().gpu_bytes, config.limits.resolve().host_bytes) == (24 * 2**20, 2 * 2**30)
+    assert config.device == "cpu"
     assert (config.update, config.optimizer.clip_norm) == (Update.IN_BACKWARD, 0.0)
 
 

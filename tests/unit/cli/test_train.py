@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
@@ -9,20 +10,29 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
-from hightide.cli.config import OptimizerConfig
+import hightide
+from hightide.cli import train as train_module
+from hightide.cli.config import OptimizerConfig, Overrides, TrainConfig, load_config
 from hightide.cli.main import app
-from hightide.cli.train import lr_factor
+from hightide.cli.readings import HostMoment, Readings
+from hightide.cli.run_folder import RunFolder
+from hightide.cli.train import lr_factor, prepare
 from hightide.ir.plan import Plan
 
 pytest.importorskip("transformers")
 
 TINY = """
 name: tiny
+device: cpu
 steps: {steps}
 log_every: 1
 limits: {{gpu: 4MiB, host: 1GiB}}
@@ -68,6 +78,9 @@ def test_three_steps_leave_settings_plan_metrics_and_summary(tiny: Path) -> None
     assert all(line["peak_bytes"]["gpu"] <= 4 * 2**20 for line in lines)  # type: ignore[index]
     assert 5.0 < lines[0]["loss"] < 6.0  # type: ignore[operator]
     assert plan.explain().splitlines()[0] in result.output
+    assert "device: simulated accelerator" in result.output
+    for state in ("parameters", "gradient sums", "gradients", "master copies", "moments", "loss"):
+        assert any(line.split("  ")[1] == state for line in result.output.splitlines() if line.startswith("  ")), state
     assert "what the model writes" in result.output
     assert "forecast" in result.output
     assert all(len(line) <= 80 for line in result.output.splitlines() if not line.startswith("run folder"))
@@ -92,6 +105,8 @@ def test_updates_in_backward_run_without_clipping(tiny: Path) -> None:
         (("--gpu", "24QiB"), "Limits(gpu)='24QiB' is not a size"),
         (("--gpu", "1KiB"), "1.0 KiB"),
         (("--steps", "0"), "steps=0"),
+        (("--device", "cuda"), "0 usable CUDA devices"),
+        (("--device", "tpu"), "device='tpu' is not supported"),
         (("--config", "other.yaml"), "two settings files"),
     ],
 )
@@ -141,6 +156,131 @@ def _wait_for_metrics(process: subprocess.Popen[str], path: Path) -> None:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "no step was finished within a minute"
         time.sleep(0.05)
+
+
+# -- losses that arrive late, as those of a GPU do ---------------------------------------------------------------------
+
+
+class LateMoment(HostMoment):
+    """Passes when it was asked for a third time: one or two steps later, or when somebody waits for it."""
+
+    num_asked = 0
+
+    def passed(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked >= 3
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_module, "Readings", lambda device: Readings(device, LateMoment))
+
+
+def test_late_losses_are_logged_and_shown_for_every_step_in_order(tiny: Path, late: None) -> None:
+    folder = run_tiny(tiny, "--steps", "6")
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert len({line["loss"] for line in lines}) == 6
+    assert all(line["step_s"] > 0 and line["grad_norm"] > 0 for line in lines)  # type: ignore[operator]
+    at_once = run_tiny(tiny, "--steps", "6")
+    for key in ("loss", "grad_norm", "lr", "peak_bytes", "moved_bytes"):
+        assert [line[key] for line in metrics(at_once)] == [line[key] for line in lines], key
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 6
+
+
+@pytest.mark.parametrize("timing", ["at once", "late"])
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_its_step(
+    tiny: Path, timing: str, request: pytest.FixtureRequest
+) -> None:
+    tiny.write_text(TINY.format(steps=10) + "optimizer: {lr: 1e+30, warmup_steps: 0}\n")
+    if timing == "late":
+        request.getfixturevalue("late")
+    result = CliRunner().invoke(app, ["train", str(tiny), "--out", str(tiny.parent / "runs")])
+    assert result.exit_code == 2
+    assert "the loss is nan at step 3; lower optimizer.lr or clip gradients" in result.stderr
+    steps = [line["step"] for line in metrics(tiny.parent / "runs" / "tiny-001")]
+    last = {"at once": 3, "late": 5}[timing]  # what had run by then is logged too
+    assert steps == list(range(1, last + 1))
+
+
+def test_a_loss_that_is_not_finite_in_the_last_step_is_found(tiny: Path, late: None) -> None:
+    tiny.write_text(TINY.format(steps=3) + "optimizer: {lr: 1e+30, warmup_steps: 0}\n")
+    result = CliRunner().invoke(app, ["train", str(tiny), "--out", str(tiny.parent / "runs")])
+    assert result.exit_code == 2
+    assert "the loss is nan at step 3;" in result.stderr
+
+
+def run_with(tiny: Path, before_step_3: Callable[[], None]) -> tuple[bool | type[BaseException], list[object]]:
+    """Trains; something happens when the third batch is asked for. How the loop ended, and the steps in the metrics."""
+    config = load_config(tiny, Overrides(out=str(tiny.parent / "runs"), steps=9))
+    run, stream = prepare(config, Console(file=io.StringIO()))
+
+    def disturbed() -> Iterator[dict[str, torch.Tensor]]:
+        for step, batch in enumerate(stream, 1):
+            if step == 3:
+                before_step_3()
+            yield batch
+
+    ended: bool | type[BaseException]
+    with RunFolder(config) as folder:
+        try:
+            ended = run.steps(disturbed(), folder)
+        except BaseException as error:
+            ended = type(error)
+    assert len(run.losses) == len(metrics(folder.path))
+    return ended, [line["step"] for line in metrics(folder.path)]
+
+
+def _fail() -> None:
+    raise ConnectionError("the data are gone")
+
+
+def _interrupt_twice() -> None:
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("event", "ended", "steps"),
+    [
+        (lambda: signal.raise_signal(signal.SIGINT), False, [1, 2, 3]),
+        (_interrupt_twice, KeyboardInterrupt, [1, 2]),
+        (_fail, ConnectionError, [1, 2]),
+    ],
+    ids=["interrupt", "interrupt at once", "failure"],
+)
+def test_however_a_run_ends_every_finished_step_is_in_the_metrics(
+    tiny: Path, late: None, event: Callable[[], None], ended: object, steps: list[int]
+) -> None:
+    assert run_with(tiny, event) == (ended, steps)
+
+
+# -- settings that go to wrap ------------------------------------------------------------------------------------------
+
+
+class Wrapped(Exception):
+    """Ends the command where it calls wrap."""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {"compile": False, "device": None, "gradients": "float32", "update": "deferred"}),
+        ("compile: true\ndevice: cpu\ngradients: param", {"compile": True, "device": "cpu", "gradients": "param"}),
+    ],
+)
+def test_settings_reach_wrap(
+    tmp_path: Path, text: str, expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrap(*_: Any, **options: Any) -> Any:
+        raise Wrapped(options)
+
+    monkeypatch.setattr(hightide, "wrap", wrap)
+    (tmp_path / "settings.yaml").write_text(text)
+    config: TrainConfig = load_config(tmp_path / "settings.yaml", Overrides())
+    with pytest.raises(Wrapped) as caught:
+        prepare(config, Console())
+    assert caught.value.args[0].items() >= expected.items()
 
 
 def test_learning_rate_warms_up_then_falls_to_its_final_share() -> None:

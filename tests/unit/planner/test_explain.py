@@ -58,6 +58,11 @@ def test_precision_timing_traffic_and_micro_batches_are_stated():
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_a_plan_without_master_copies_says_why():
+    profile = stack(2)
+    assert "  master copies  none: what is trained is float32\n" in text_of(profile, plan_with(profile))
+
+
 def test_gradients_that_are_rounded_say_so_and_move_half_the_bytes():
     profile = stack(2, dtype="bfloat16")
     plan = plan_with(profile)

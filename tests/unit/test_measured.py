@@ -1,0 +1,56 @@
+"""`print(hightide.stats(model))` is a table that people can read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+import hightide
+import models
+
+GIB = 2**30
+
+
+def test_a_run_is_printed_with_its_measured_numbers() -> None:
+    model, batch = models.llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    limits = hightide.Limits(gpu="320KiB", host="1GiB")
+    model, optimizer = hightide.wrap(model, optimizer, batch, limits=limits, micro_batch=1)
+    assert str(hightide.stats(model)).startswith("0 steps\n")
+    for _ in range(2):
+        models.loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = hightide.stats(model)
+    text = str(stats)
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()}
+    assert text.startswith(f"2 steps, the last took {stats.step_s:.3f} s\n")
+    assert rows["tier"] == ["limit", "forecast", "peak", "in", "use", "now"]
+    assert rows["gpu"][:2] == ["320", "KiB"] and rows["host"][:2] == ["1.0", "GiB"]
+    assert set(stats.moved_bytes) == {"h2d", "d2h"} <= set(rows)
+    assert f"deviations from the plan {stats.deviations}" in text
+    assert f"updates on the host: {stats.update_kernel} kernel" in text
+    hightide.unwrap(model)
+
+
+def test_large_numbers_keep_the_columns_and_80_characters() -> None:
+    model, batch = models.llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = hightide.wrap(model, optimizer, batch, limits=hightide.Limits(gpu="64MiB", host="1GiB"))
+    sizes = {"gpu": 1023 * GIB, "host": 1023 * GIB}
+    lanes = {"h2d": 10**15, "d2h": 10**15}
+    stats = replace(
+        hightide.stats(model),
+        num_steps=1_000_000,
+        step_s=12345.678,
+        peak_bytes=sizes,
+        used_bytes=sizes,
+        moved_bytes=lanes,
+        stall_s={"h2d": 123456.789, "cpu": 1.0, "compute": 0.0},
+        evictions=10**9,
+    )
+    lines = str(stats).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if line.endswith(" s") and "steps" not in line] == ["cpu", "d2h", "h2d"]
+    hightide.unwrap(model)
