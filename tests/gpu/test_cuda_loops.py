@@ -167,7 +167,12 @@ def test_the_same_bits_from_every_plan(make: Any, monkeypatch: pytest.MonkeyPatc
     [partial(models.llama, mask=False), partial(models.gpt2, mask=False), models.hand_written],  # HF asks masks
     ids=["llama", "gpt2", "hand_written"],
 )
-def test_the_steady_loop_never_waits_for_the_gpu(make: Any, update: str, clip: bool) -> None:
+def test_the_steady_loop_never_waits_for_the_gpu(
+    make: Any, update: str, clip: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers itself asks the GPU whether sequences are packed or padded: not here."""
+    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda _: None)
+    monkeypatch.setattr(transformers.PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_, **__: None)
     model, batch = make()
     model, optimizer = wrap(model, batch, update=update)
     losses = []

@@ -8,11 +8,11 @@ from hightide.ir.block import DTYPE_BYTES, BlockSpec, CallSpec, ModelProfile
 from hightide.ir.plan import Plan
 
 LOSS_TILE_BYTES = 1024**3  # logits of one projection: large, because each tile passes over the weight's gradient
-LOSS_SCRATCH_BYTES = 128 * 1024**2  # where softmax runs in fp32, a few rows at a time: small, kernels fill a GPU anyway
+LOSS_SCRATCH_BYTES = 256 * 1024**2  # two arrays in which softmax runs in fp32: a few hundred rows fill a GPU
 LOSS_SLICE_BYTES = 64 * 1024**2  # of a weight's gradient, where it cannot be summed inside the matrix multiplication
 TILE_ALIGN_TOKENS = 128  # what a matrix multiplication does at once
 ROW_BYTES = 64  # numbers per token beside the logits, while the loss runs
-SAVED_ROW_BYTES = 20  # and of those, what waits for backward
+SAVED_ROW_BYTES = 12  # and of those, what waits for backward
 SUM_BYTES = 4  # softmax runs in fp32 at least
 
 
@@ -28,7 +28,7 @@ def loss_tile_tokens(profile: ModelProfile) -> int:
 
 
 def loss_scratch_bytes(profile: ModelProfile, tile_tokens: int) -> int:
-    return min(LOSS_SCRATCH_BYTES, tile_tokens * profile.vocabulary * max(SUM_BYTES, logit_bytes(profile)))
+    return min(LOSS_SCRATCH_BYTES, 2 * tile_tokens * profile.vocabulary * max(SUM_BYTES, logit_bytes(profile)))
 
 
 def num_rows(profile: ModelProfile, num_samples: int | None = None) -> int:

@@ -1,24 +1,27 @@
 """Cross-entropy of rows of logits, and its gradient by hand: in few passes over memory, and in one small scratch.
 
 [Note: softmax in passes] Logits are large and arithmetic costs nothing beside them, so what counts is how often they
-cross memory. All sums run in fp32 (fp64 for fp64 logits), a few rows at a time:
+cross memory. Torch's own kernels for log-softmax read 16-bit logits and write fp32, and their backward writes 16 bits,
+so nothing is ever converted for itself. A few rows at a time, in fp32 (fp64 for fp64 logits):
 
-    forward   maximum of rows | scratch = logits - maximum | scratch = exp(scratch) | total = sum(scratch)
-    backward                    scratch = logits - maximum | scratch = exp(scratch) | gradient = scratch * (g / total)
+    forward   first = log_softmax(logits) | the target's element of each row
+    backward  first = log_softmax(logits) | second = gradient of `first`: at the target | gradient of the logits
 
-That is 20 bytes per bf16 logit each. Maximum and total wait for backward (one number per row), so that it needs no
-reduction; they stay apart, because logits that are large all together would lose digits in maximum + log(total). The
-gradient may be written over the logits. The target's own element follows from the row's numbers and is put in last.
-Three kernels per tile of rows in each direction, and none that the host waits for.
+That is 6 bytes per bf16 logit in forward and 16 in backward, and the arithmetic of F.cross_entropy itself. The
+gradient may be written over the logits. Two kernels per tile of rows in forward, four in backward, and none that the
+host waits for. Where torch's kernels do not convert (on the CPU), a copy does.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -68,95 +71,130 @@ class Labels:
 
 @dataclass(frozen=True)
 class RowNumbers:
-    """What the passes of forward find, as columns of one number per row."""
+    """What forward finds, as columns of one number per row."""
 
-    maximum: Tensor
-    total: Tensor  # sum of exp(logit - maximum)
-    target: Tensor  # the target's logit - maximum
-    weighted: Tensor | None  # with label smoothing: sum of (logit - maximum) * class weight
+    target: Tensor  # log-probability of the target
+    weighted: Tensor | None  # with label smoothing: sum of log-probability * class weight over all classes
 
     @classmethod
     def empty(cls, num_rows: int, dtype: torch.dtype, device: torch.device, smoothing: float) -> RowNumbers:
-        columns = [torch.empty(num_rows, 1, dtype=dtype, device=device) for _ in range(4 if smoothing else 3)]
-        return cls(columns[0], columns[1], columns[2], columns[3] if smoothing else None)
+        columns = [torch.empty(num_rows, 1, dtype=dtype, device=device) for _ in range(2 if smoothing else 1)]
+        return cls(columns[0], columns[1] if smoothing else None)
 
     def __getitem__(self, rows: slice) -> RowNumbers:
-        weighted = None if self.weighted is None else self.weighted[rows]
-        return RowNumbers(self.maximum[rows], self.total[rows], self.target[rows], weighted)
+        return RowNumbers(self.target[rows], None if self.weighted is None else self.weighted[rows])
 
     def losses(self, labels: Labels) -> Tensor:
-        log_total = self.total.log()
-        losses = log_total - self.target
-        if labels.weight is not None:
-            losses = losses * labels.weight
+        losses = -self.target if labels.weight is None else -self.target * labels.weight
         if self.weighted is not None:
-            spread = log_total * labels.weight_sum - self.weighted
-            losses = losses * (1 - labels.smoothing) + spread * (labels.smoothing / labels.num_classes)
+            losses = losses * (1 - labels.smoothing) - self.weighted * (labels.smoothing / labels.num_classes)
         return torch.where(labels.counts, losses, 0).squeeze(1)
 
 
 @dataclass(frozen=True)
 class RowGradients:
-    """What the passes of backward need, as columns: the gradient is exp(logit - maximum) * scale - spread * class
-    weight, and `target` at the target."""
+    """The gradient of each row's log-probabilities, as columns: `target` at the target, and with label smoothing
+    `spread` * class weight everywhere."""
 
-    maximum: Tensor
-    scale: Tensor
     target: Tensor
-    spread: Tensor | None  # with label smoothing
+    spread: Tensor | None
+    total: Tensor  # the sum of the row
     class_weight: Tensor | None
 
     @classmethod
-    def of(cls, numbers: RowNumbers, labels: Labels, row_grads: Tensor) -> RowGradients:
+    def of(cls, labels: Labels, row_grads: Tensor, dtype: torch.dtype) -> RowGradients:
         """`row_grads`: of the row losses. Ignored rows get exactly zero."""
-        grads = torch.where(labels.counts, row_grads.unsqueeze(1).to(numbers.total.dtype), 0)
-        at_target = numbers.target - numbers.total.log()
-        sure = grads if labels.weight is None else grads * labels.weight
-        if numbers.weighted is None:
-            return cls(numbers.maximum, sure / numbers.total, sure * at_target.expm1(), None, labels.class_weight)
-        sure = sure * (1 - labels.smoothing)
-        spread = grads * (labels.smoothing / labels.num_classes)
-        both = sure + spread * labels.weight_sum
-        own = 1 if labels.weight is None else labels.weight
-        target = sure * at_target.expm1() + spread * (at_target.exp() * labels.weight_sum - own)
-        return cls(numbers.maximum, both / numbers.total, target, spread, labels.class_weight)
+        grads = -torch.where(labels.counts, row_grads.unsqueeze(1).to(dtype), 0)
+        target = grads if labels.weight is None else grads * labels.weight
+        if not labels.smoothing:
+            return cls(target, None, target, labels.class_weight)
+        target, spread = target * (1 - labels.smoothing), grads * (labels.smoothing / labels.num_classes)
+        return cls(target, spread, target + spread * labels.weight_sum, labels.class_weight)
 
     def __getitem__(self, rows: slice) -> RowGradients:
         spread = None if self.spread is None else self.spread[rows]
-        return RowGradients(self.maximum[rows], self.scale[rows], self.target[rows], spread, self.class_weight)
+        return RowGradients(self.target[rows], spread, self.total[rows], self.class_weight)
 
 
-def measure(logits: Tensor, index: Tensor, class_weight: Tensor | None, numbers: RowNumbers, scratch: Tensor) -> None:
+@dataclass(frozen=True)
+class Scratch:
+    """Room for two arrays of a few rows."""
+
+    first: Tensor
+    second: Tensor
+
+    @classmethod
+    def empty(cls, num_rows: int, num_classes: int, dtype: torch.dtype, device: torch.device) -> Scratch:
+        return cls(*torch.empty(2, num_rows, num_classes, dtype=dtype, device=device))
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def log_probabilities(self, logits: Tensor) -> Tensor:
+        """In `first`. `second` may be used on the way."""
+        first = self.first[: len(logits)]
+        if logits.dtype == first.dtype:
+            aten._log_softmax.out(logits, 1, False, out=first)
+        elif converts(logits.device, logits.dtype):
+            aten._log_softmax.out(logits, 1, True, out=first)
+        else:
+            second = self.second[: len(logits)]
+            aten._log_softmax.out(second.copy_(logits), 1, False, out=first)
+        return first
+
+
+def measure(logits: Tensor, index: Tensor, class_weight: Tensor | None, numbers: RowNumbers, scratch: Scratch) -> None:
     """Fills `numbers`. See [Note: softmax in passes]."""
-    numbers.maximum.copy_(logits.amax(1, keepdim=True))
-    torch.sub(logits.gather(1, index), numbers.maximum, out=numbers.target)
     for rows in tiles(len(logits), len(scratch)):
-        room = scratch[: rows.stop - rows.start]
-        torch.sub(logits[rows], numbers.maximum[rows], out=room)
+        log_probabilities = scratch.log_probabilities(logits[rows])
+        torch.gather(log_probabilities, 1, index[rows], out=numbers.target[rows])
         if numbers.weighted is not None:
             if class_weight is not None:
-                room.mul_(class_weight)
-            torch.sum(room, 1, keepdim=True, out=numbers.weighted[rows])
-            if class_weight is not None:
-                torch.sub(logits[rows], numbers.maximum[rows], out=room)
-        torch.sum(room.exp_(), 1, keepdim=True, out=numbers.total[rows])
+                log_probabilities.mul_(class_weight)
+            torch.sum(log_probabilities, 1, keepdim=True, out=numbers.weighted[rows])
 
 
-def write_gradient(logits: Tensor, index: Tensor, gradients: RowGradients, scratch: Tensor, out: Tensor) -> None:
+def write_gradient(logits: Tensor, index: Tensor, gradients: RowGradients, scratch: Scratch, out: Tensor) -> None:
     """The gradient of `logits` into `out`, which may be the logits themselves. See [Note: softmax in passes]."""
+    clean = gradients.spread is None and (logits.dtype == out.dtype == scratch.first.dtype or _direct(logits, out))
+    if clean:
+        scratch.second.zero_()
     for rows in tiles(len(logits), len(scratch)):
-        room = scratch[: rows.stop - rows.start]
-        torch.sub(logits[rows], gradients.maximum[rows], out=room).exp_()
-        if gradients.spread is None:
-            torch.mul(room, gradients.scale[rows], out=out[rows])
-            continue
-        room.mul_(gradients.scale[rows])
-        if gradients.class_weight is None:
-            room.sub_(gradients.spread[rows])
+        part = gradients[rows]
+        log_probabilities = scratch.log_probabilities(logits[rows])
+        second = scratch.second[: rows.stop - rows.start]
+        if part.spread is not None:
+            second.copy_(part.spread.expand_as(second))
+            if part.class_weight is not None:
+                second.mul_(part.class_weight)
+        elif not clean:
+            second.zero_()
+        second.scatter_add_(1, index[rows], part.target)
+        if out.dtype == second.dtype or _direct(logits, out):
+            aten._log_softmax_backward_data.out(second, log_probabilities, 1, out.dtype, out=out[rows])
         else:
-            room.addcmul_(gradients.spread[rows], gradients.class_weight, value=-1)
-        out[rows].copy_(room)
-    out.scatter_(1, index, gradients.target.to(out.dtype))
+            out[rows].copy_(second.sub_(log_probabilities.exp_().mul_(part.total)))
+        if clean:
+            second.scatter_(1, index[rows], 0.0)
+
+
+def _direct(logits: Tensor, out: Tensor) -> bool:
+    return out.dtype == logits.dtype and converts(logits.device, logits.dtype)
+
+
+@functools.cache
+def converts(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's kernels read this dtype and write fp32, and back. Not on the CPU."""
+    if device.type == "cpu" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    logits = torch.zeros(1, 2, dtype=dtype, device=device)
+    wide = torch.zeros(1, 2, device=device)
+    try:
+        aten._log_softmax.out(logits, 1, True, out=wide)
+        aten._log_softmax_backward_data.out(wide, wide.clone(), 1, dtype, out=logits)
+    except RuntimeError:
+        return False
+    return True
 
 
 def tiles(num_rows: int, tile_rows: int) -> Iterator[slice]:

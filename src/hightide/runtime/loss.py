@@ -34,6 +34,7 @@ from hightide.runtime.cross_entropy import (
     Labels,
     RowGradients,
     RowNumbers,
+    Scratch,
     measure,
     tiles,
     write_gradient,
@@ -173,9 +174,9 @@ class _FusedCrossEntropy(torch.autograd.Function):
             if passes is not None:
                 row_losses = numbers.losses(labels)
         normaliser = options.normaliser(target, weight) if options.reduction == "mean" else None
-        saved = () if passes is None else (numbers.maximum, numbers.total, numbers.target, numbers.weighted)
         # Through save_for_backward: it refuses a second backward and inputs that were changed in place meanwhile.
-        ctx.save_for_backward(rows, target, weight, normaliser, *saved)
+        ctx.save_for_backward(rows, target, weight, normaliser)
+        ctx.dtype = None if passes is None else passes.dtype
         ctx.projection, ctx.options, ctx.kept, ctx.has_run_backward = projection, options, kept, False
         if options.reduction == "none":
             return row_losses
@@ -185,7 +186,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        rows, target, weight, normaliser, *saved = ctx.saved_tensors
+        rows, target, weight, normaliser = ctx.saved_tensors
         if ctx.has_run_backward:
             raise RuntimeError(
                 "a second backward through hightide's fused loss is not supported; add the losses, call backward once"
@@ -200,13 +201,12 @@ class _FusedCrossEntropy(torch.autograd.Function):
             return None, None, None, None, None, None
         rows_grad = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_rows else None
         with projection.head.backward_hold(accumulate), projection.autocast.restored():
-            if saved:
+            if ctx.dtype is not None:
                 row_grads = grad_output if normaliser is None else grad_output / normaliser
-                numbers = RowNumbers(*saved)
-                labels = Labels.of(target, weight, options, projection.head.num_classes, numbers.total.dtype)
-                gradients = RowGradients.of(numbers, labels, row_grads.expand(len(rows)))
+                labels = Labels.of(target, weight, options, projection.head.num_classes, ctx.dtype)
+                gradients = RowGradients.of(labels, row_grads.expand(len(rows)), ctx.dtype)
                 walk = _Backward(projection, labels.index, gradients, accumulate)
-                del numbers, labels, saved, row_grads
+                del labels, row_grads
                 walk.run(rows, rows_grad, kept)
         return rows_grad, None, None, None, None, None
 
@@ -278,7 +278,7 @@ class _Passes:
     operations: tuple[Recorded, ...]  # none, if all that was recorded are exact casts
     dtype: torch.dtype  # of all sums
     device: torch.device
-    scratch: Tensor  # its length is the number of rows that are gone through at once
+    scratch: Scratch  # its length is the number of rows that are gone through at once
 
     @classmethod
     def over(cls, logits: Tensor, projection: Projection) -> _Passes:
@@ -290,11 +290,11 @@ class _Passes:
             widest = max(widest, result.element_size())
         dtype = torch.promote_types(result.dtype, torch.float32)
         operations = () if exact else recorded
-        # Of each operation up to two results in the graph; two gradients on their way, that of the result, the scratch.
-        copies = 2 * len(operations) + 4 if operations else 1
+        # Of each operation up to two results in the graph; two gradients on their way, the result's, and the scratch.
+        copies = 2 * len(operations) + 5 if operations else 2
         row_bytes = max(widest, dtype.itemsize) * logits.shape[1] * copies
         num_rows = min(len(logits), max(1, projection.head.scratch_bytes // row_bytes))
-        scratch = torch.empty(num_rows, logits.shape[1], dtype=dtype, device=result.device)
+        scratch = Scratch.empty(num_rows, logits.shape[1], dtype, result.device)
         return cls(operations, dtype, result.device, scratch)
 
     def measure(self, logits: Tensor, index: Tensor, class_weight: Tensor | None, numbers: RowNumbers) -> None:

@@ -291,7 +291,7 @@ def _stores(
     slab_bytes = base_bytes - profile.batch_bytes - profile.buffer_bytes  # these two are no regions
     rounding_bytes = 2 * ALIGN_BYTES  # of the two pools of slots
     gpu = CudaAccelerator(plan.gpu_limit_bytes, device, slab_bytes + rounding_bytes if slab_bytes else 0)
-    return gpu, PinnedArena(max(host_bytes, ALIGN_BYTES))
+    return gpu, PinnedArena(max(plan.host_limit_bytes, ALIGN_BYTES), max(host_bytes, ALIGN_BYTES))
 
 
 def _by_key(model: nn.Module, profile: ModelProfile) -> dict[str, nn.Parameter]:

@@ -16,18 +16,18 @@ _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux
 
 
 class ArenaStore(Store):
-    huge_pages = False  # only where all of the mapping is used: a single touched byte makes a whole page real
-
-    def __init__(self, tier: Tier, capacity_bytes: int) -> None:
+    def __init__(self, tier: Tier, capacity_bytes: int, huge_bytes: int = 0) -> None:
+        """`huge_bytes`: how much of the mapping's beginning is surely used: a single touched byte makes a huge page
+        real."""
         super().__init__(tier, capacity_bytes)
         try:
             mapping = mmap.mmap(-1, capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         except (OSError, OverflowError) as error:
             problem = f"cannot map {capacity_bytes} bytes for {tier}: {error}"
             raise ValueError(f"{problem}; lower Limits({tier}=...)") from error
-        if self.huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+        if huge_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without them: pages stay small
-                mapping.madvise(mmap.MADV_HUGEPAGE)
+                mapping.madvise(mmap.MADV_HUGEPAGE, 0, huge_bytes)
         # The storage owns the mapping. It is never unmapped by hand: torch.frombuffer exports no buffer, so
         # mmap.close() would succeed under living views and the next access would be a segmentation fault.
         self._storage: torch.UntypedStorage | None = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()

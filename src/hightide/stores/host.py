@@ -9,8 +9,8 @@ from hightide.stores.arena import ArenaStore
 class HostArena(ArenaStore):
     """Homes of streamed chunks, optimizer states and stashed block inputs, in one mapping of exactly the limit."""
 
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__(Tier.HOST, capacity_bytes)
+    def __init__(self, capacity_bytes: int, huge_bytes: int = 0) -> None:
+        super().__init__(Tier.HOST, capacity_bytes, huge_bytes)
 
     def pin(self) -> None:
         """Called once the model's values are in their places. Without a GPU there is nobody to pin memory for."""

@@ -18,13 +18,13 @@ from hightide.stores.host import HostArena
 
 
 class PinnedArena(HostArena):
-    """A host arena that is registered with CUDA: exactly its size is pinned, and copies run asynchronously. Where the
-    system refuses that, it says so and works as plain memory."""
+    """A host arena that is registered with CUDA: exactly what the plan needs is pinned, and copies there run
+    asynchronously. What goes beyond it, up to the limit, is plain memory: block inputs of a forward that somebody keeps
+    without its backward. Where the system refuses to pin, it says so and works as plain memory."""
 
-    huge_pages = True  # the arena is as large as the plan needs, so all of it is used
-
-    def __init__(self, capacity_bytes: int) -> None:
-        super().__init__(capacity_bytes)
+    def __init__(self, capacity_bytes: int, pinned_bytes: int | None = None) -> None:
+        self._pinned_bytes = capacity_bytes if pinned_bytes is None else min(pinned_bytes, capacity_bytes)
+        super().__init__(capacity_bytes, huge_bytes=self._pinned_bytes)
         self._unpin: weakref.finalize | None = None
 
     @property
@@ -36,7 +36,7 @@ class PinnedArena(HostArena):
         self._check_open()
         if self.is_pinned:
             return
-        status = _register(self._base, self.capacity_bytes)
+        status = _register(self._base, self._pinned_bytes)
         if status == 0:
             # Also if nobody closes it: memory that is unmapped while it is registered cannot be registered again.
             self._unpin = weakref.finalize(self, _unregister, self._base)
@@ -44,7 +44,7 @@ class PinnedArena(HostArena):
             return
         _forget_error()
         warnings.warn(
-            f"{self.capacity_bytes} bytes ({format_bytes(self.capacity_bytes)}) of host memory could not be pinned "
+            f"{self._pinned_bytes} bytes ({format_bytes(self._pinned_bytes)}) of host memory could not be pinned "
             f"(CUDA error {status}): copies to and from the GPU will be slower and will not overlap. Raise the limit "
             "of locked memory (ulimit -l), or lower Limits(host=...)",
             stacklevel=2,

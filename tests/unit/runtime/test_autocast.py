@@ -96,7 +96,7 @@ def test_autocast_was_really_on_in_recomputation() -> None:
     loss.backward()
     assert num_forward == 9 and len(seen) == 18
     assert all(dtype is torch.bfloat16 for _, dtype in seen)
-    assert [grad for grad, _ in seen] == [False] * 9 + [True] * 9
+    assert all(grad for grad, _ in seen)
     seen.clear()
     pair.model(batch).square().mean().backward()  # and off again
     assert all(dtype is torch.float32 for _, dtype in seen)

@@ -79,7 +79,7 @@ def test_the_forecast_bounds_recorded_operations(tile_tokens: int) -> None:
     """Soft-capping needs an inner graph, in the same scratch."""
     model, batch = language_model(torch.float32, soft_cap=True)
     forecast, peak = forecast_and_peak(model, batch, tile_tokens, 0)
-    assert peak <= forecast <= 1.25 * peak
+    assert peak <= forecast <= 1.35 * peak
 
 
 def test_the_forecast_bounds_a_head_that_is_more_than_linear() -> None:

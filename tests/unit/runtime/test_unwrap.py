@@ -13,11 +13,12 @@ LIMITS = hightide.Limits(gpu="512MiB", host="16MiB")
 
 
 class WithBuffers(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(8))  # loose: plain autograd makes its gradient
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        shared = torch.arange(8.0)
+        self.to(device)
+        shared = torch.arange(8.0, device=device)  # after to(), which would make one of each
         self.register_buffer("offset", shared)
         for layer in self.layers:
             layer.register_buffer("offset", shared)
@@ -31,7 +32,7 @@ class WithBuffers(nn.Module):
 
 def check_unwrapped(before: str, device: str | None) -> None:
     torch.manual_seed(0)
-    plain = WithBuffers().to(before)
+    plain = WithBuffers(before)
     model, batch = copy.deepcopy(plain), torch.randn(4, 8)
     plain(batch.to(before)).backward()
     model, _ = hightide.wrap(model, torch.optim.AdamW(model.parameters()), batch, limits=LIMITS, device=device)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from hightide.ir.action import Action, Mode, Op
 from hightide.ir.block import Affine, CallSpec, ModelProfile
-from hightide.ir.chunk import STATE_BYTES, UPDATE_TILE_NUMEL
+from hightide.ir.chunk import REGION_BYTES, STATE_BYTES, UPDATE_TILE_NUMEL
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner import loss
@@ -84,7 +84,7 @@ def _count_saved(draft: Draft, index: int, call: CallSpec, received: int, effect
     effects[f"fwd.{index}"]["gpu_takes"] += max(0, saved - received)  # shared ones that the chain has let go
     effects[f"bwd.{index}"]["gpu_gives"] += max(saved, received)
     if draft.plan.blocks[call.block].inputs is Tier.HOST:
-        region = region_bytes(saved)
+        region = region_bytes(saved) + REGION_BYTES  # there may be a second tensor, which is rounded up too
         effects[f"stash.{index}"].update(gpu_gives=saved, host_takes=region)
         effects[f"unstash.{index}"].update(gpu_takes=saved, host_gives=region)
 
