@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from torch import nn
 
 import hightide
@@ -29,3 +31,9 @@ def wrap(
     optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, "eps": 1e-4, **options})
     plan = hightide.plan(model, optimizer, batch, limits=LIMITS, micro_batch=2, update=update, device="cuda")
     return hightide.wrap(model, optimizer, batch, plan=edit(plan), update=update, device="cuda")
+
+
+def silence_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers asks the GPU in every forward whether sequences are packed or padded, and waits for the answer."""
+    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda _: None)
+    monkeypatch.setattr(transformers.PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_, **__: None)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import hightide
 import models
-from gpu.streamed import everything_moves, wrap
+from gpu.streamed import everything_moves, silence_transformers, wrap
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
 from hightide.runtime.surgery import run_of
@@ -170,9 +170,7 @@ def test_the_same_bits_from_every_plan(make: Any, monkeypatch: pytest.MonkeyPatc
 def test_the_steady_loop_never_waits_for_the_gpu(
     make: Any, update: str, clip: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformers itself asks the GPU whether sequences are packed or padded: not here."""
-    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda _: None)
-    monkeypatch.setattr(transformers.PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_, **__: None)
+    silence_transformers(monkeypatch)
     model, batch = make()
     model, optimizer = wrap(model, batch, update=update)
     losses = []

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import hightide
-from gpu.streamed import wrap
+from gpu.streamed import silence_transformers, wrap
 from hightide.cli.config import DataConfig, LimitsConfig, ModelConfig, OptimizerConfig, TrainConfig
 from hightide.cli.data import batches, read_text
 from hightide.cli.main import app
@@ -78,8 +78,9 @@ def train(run: TrainingRun, stream: Iterator[dict[str, torch.Tensor]]) -> list[d
 
 @pytest.mark.parametrize(("update", "clip_norm"), [(Update.DEFERRED, 1.0), (Update.IN_BACKWARD, 0.0)])
 def test_the_steady_loop_of_the_command_never_waits_for_the_gpu(
-    tmp_path: Path, update: Update, clip_norm: float
+    tmp_path: Path, update: Update, clip_norm: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    silence_transformers(monkeypatch)
     config = settings(tmp_path, update, clip_norm)
     run, stream = streamed_run(config)
     assert run.device.type == "cuda"

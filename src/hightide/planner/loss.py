@@ -12,7 +12,7 @@ LOSS_SCRATCH_BYTES = 256 * 1024**2  # two arrays in which softmax runs in fp32: 
 LOSS_SLICE_BYTES = 64 * 1024**2  # of a weight's gradient, where it cannot be summed inside the matrix multiplication
 TILE_ALIGN_TOKENS = 128  # what a matrix multiplication does at once
 ROW_BYTES = 64  # numbers per token beside the logits, while the loss runs
-SAVED_ROW_BYTES = 12  # and of those, what waits for backward
+SAVED_ROW_BYTES = 20  # and of those, what waits for backward
 SUM_BYTES = 4  # softmax runs in fp32 at least
 
 

@@ -9,7 +9,10 @@ so nothing is ever converted for itself. A few rows at a time, in fp32 (fp64 for
 
 That is 6 bytes per bf16 logit in forward and 16 in backward, and the arithmetic of F.cross_entropy itself. The
 gradient may be written over the logits. Two kernels per tile of rows in forward, four in backward, and none that the
-host waits for. Where torch's kernels do not convert (on the CPU), a copy does.
+host waits for. Where torch's kernels do not convert (on the CPU; bf16 in many versions), a copy does.
+
+On CUDA two kernels of our own do better (row_kernels.py): 2 bytes per bf16 logit in forward, 4 in backward, one kernel
+each for a whole tile. They need each row's maximum and sum of exponentials, which wait for backward.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from hightide.runtime import row_kernels
 
 aten = torch.ops.aten
 
@@ -74,15 +79,18 @@ class RowNumbers:
     """What forward finds, as columns of one number per row."""
 
     target: Tensor  # log-probability of the target
+    maximum: Tensor  # with our own kernels only
+    total: Tensor  # likewise: sum of exp(logit - maximum)
     weighted: Tensor | None  # with label smoothing: sum of log-probability * class weight over all classes
 
     @classmethod
     def empty(cls, num_rows: int, dtype: torch.dtype, device: torch.device, smoothing: float) -> RowNumbers:
-        columns = [torch.empty(num_rows, 1, dtype=dtype, device=device) for _ in range(2 if smoothing else 1)]
-        return cls(columns[0], columns[1] if smoothing else None)
+        columns = [torch.empty(num_rows, 1, dtype=dtype, device=device) for _ in range(4 if smoothing else 3)]
+        return cls(columns[0], columns[1], columns[2], columns[3] if smoothing else None)
 
     def __getitem__(self, rows: slice) -> RowNumbers:
-        return RowNumbers(self.target[rows], None if self.weighted is None else self.weighted[rows])
+        weighted = None if self.weighted is None else self.weighted[rows]
+        return RowNumbers(self.target[rows], self.maximum[rows], self.total[rows], weighted)
 
     def losses(self, labels: Labels) -> Tensor:
         losses = -self.target if labels.weight is None else -self.target * labels.weight
@@ -98,37 +106,50 @@ class RowGradients:
 
     target: Tensor
     spread: Tensor | None
-    total: Tensor  # the sum of the row
+    both: Tensor  # the sum of the row
     class_weight: Tensor | None
+    maximum: Tensor  # as forward has found it
+    total: Tensor
 
     @classmethod
-    def of(cls, labels: Labels, row_grads: Tensor, dtype: torch.dtype) -> RowGradients:
+    def of(cls, labels: Labels, row_grads: Tensor, maximum: Tensor, total: Tensor) -> RowGradients:
         """`row_grads`: of the row losses. Ignored rows get exactly zero."""
-        grads = -torch.where(labels.counts, row_grads.unsqueeze(1).to(dtype), 0)
+        grads = -torch.where(labels.counts, row_grads.unsqueeze(1).to(total.dtype), 0)
         target = grads if labels.weight is None else grads * labels.weight
         if not labels.smoothing:
-            return cls(target, None, target, labels.class_weight)
+            return cls(target, None, target, labels.class_weight, maximum, total)
         target, spread = target * (1 - labels.smoothing), grads * (labels.smoothing / labels.num_classes)
-        return cls(target, spread, target + spread * labels.weight_sum, labels.class_weight)
+        return cls(target, spread, target + spread * labels.weight_sum, labels.class_weight, maximum, total)
 
     def __getitem__(self, rows: slice) -> RowGradients:
         spread = None if self.spread is None else self.spread[rows]
-        return RowGradients(self.target[rows], spread, self.total[rows], self.class_weight)
+        columns = self.maximum[rows], self.total[rows]
+        return RowGradients(self.target[rows], spread, self.both[rows], self.class_weight, *columns)
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Room for two arrays of a few rows."""
+    """Room for two arrays of a few rows, made when they are needed."""
 
-    first: Tensor
-    second: Tensor
+    num_rows: int
+    num_classes: int
+    dtype: torch.dtype
+    device: torch.device
 
-    @classmethod
-    def empty(cls, num_rows: int, num_classes: int, dtype: torch.dtype, device: torch.device) -> Scratch:
-        return cls(*torch.empty(2, num_rows, num_classes, dtype=dtype, device=device))
+    @functools.cached_property
+    def _arrays(self) -> Tensor:
+        return torch.empty(2, self.num_rows, self.num_classes, dtype=self.dtype, device=self.device)
+
+    @property
+    def first(self) -> Tensor:
+        return self._arrays[0]
+
+    @property
+    def second(self) -> Tensor:
+        return self._arrays[1]
 
     def __len__(self) -> int:
-        return len(self.first)
+        return self.num_rows
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
         """In `first`. `second` may be used on the way."""
@@ -145,6 +166,9 @@ class Scratch:
 
 def measure(logits: Tensor, index: Tensor, class_weight: Tensor | None, numbers: RowNumbers, scratch: Scratch) -> None:
     """Fills `numbers`. See [Note: softmax in passes]."""
+    if numbers.weighted is None and row_kernels.usable(logits):
+        row_kernels.measure(logits, index, numbers.maximum, numbers.total, numbers.target)
+        return
     for rows in tiles(len(logits), len(scratch)):
         log_probabilities = scratch.log_probabilities(logits[rows])
         torch.gather(log_probabilities, 1, index[rows], out=numbers.target[rows])
@@ -156,7 +180,10 @@ def measure(logits: Tensor, index: Tensor, class_weight: Tensor | None, numbers:
 
 def write_gradient(logits: Tensor, index: Tensor, gradients: RowGradients, scratch: Scratch, out: Tensor) -> None:
     """The gradient of `logits` into `out`, which may be the logits themselves. See [Note: softmax in passes]."""
-    clean = gradients.spread is None and (logits.dtype == out.dtype == scratch.first.dtype or _direct(logits, out))
+    if gradients.spread is None and row_kernels.usable(logits):
+        row_kernels.write_gradient(logits, index, gradients.maximum, gradients.total, gradients.target, out)
+        return
+    clean = gradients.spread is None and (logits.dtype == out.dtype == scratch.dtype or _direct(logits, out))
     if clean:
         scratch.second.zero_()
     for rows in tiles(len(logits), len(scratch)):
@@ -173,7 +200,7 @@ def write_gradient(logits: Tensor, index: Tensor, gradients: RowGradients, scrat
         if out.dtype == second.dtype or _direct(logits, out):
             aten._log_softmax_backward_data.out(second, log_probabilities, 1, out.dtype, out=out[rows])
         else:
-            out[rows].copy_(second.sub_(log_probabilities.exp_().mul_(part.total)))
+            out[rows].copy_(second.sub_(log_probabilities.exp_().mul_(part.both)))
         if clean:
             second.scatter_(1, index[rows], 0.0)
 

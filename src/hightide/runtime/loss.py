@@ -175,8 +175,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
                 row_losses = numbers.losses(labels)
         normaliser = options.normaliser(target, weight) if options.reduction == "mean" else None
         # Through save_for_backward: it refuses a second backward and inputs that were changed in place meanwhile.
-        ctx.save_for_backward(rows, target, weight, normaliser)
-        ctx.dtype = None if passes is None else passes.dtype
+        found = (None, None) if passes is None else (numbers.maximum, numbers.total)
+        ctx.save_for_backward(rows, target, weight, normaliser, *found)
         ctx.projection, ctx.options, ctx.kept, ctx.has_run_backward = projection, options, kept, False
         if options.reduction == "none":
             return row_losses
@@ -186,7 +186,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        rows, target, weight, normaliser = ctx.saved_tensors
+        rows, target, weight, normaliser, maximum, total = ctx.saved_tensors
         if ctx.has_run_backward:
             raise RuntimeError(
                 "a second backward through hightide's fused loss is not supported; add the losses, call backward once"
@@ -201,10 +201,10 @@ class _FusedCrossEntropy(torch.autograd.Function):
             return None, None, None, None, None, None
         rows_grad = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_rows else None
         with projection.head.backward_hold(accumulate), projection.autocast.restored():
-            if ctx.dtype is not None:
+            if total is not None:
                 row_grads = grad_output if normaliser is None else grad_output / normaliser
-                labels = Labels.of(target, weight, options, projection.head.num_classes, ctx.dtype)
-                gradients = RowGradients.of(labels, row_grads.expand(len(rows)), ctx.dtype)
+                labels = Labels.of(target, weight, options, projection.head.num_classes, total.dtype)
+                gradients = RowGradients.of(labels, row_grads.expand(len(rows)), maximum, total)
                 walk = _Backward(projection, labels.index, gradients, accumulate)
                 del labels, row_grads
                 walk.run(rows, rows_grad, kept)
@@ -294,7 +294,7 @@ class _Passes:
         copies = 2 * len(operations) + 5 if operations else 2
         row_bytes = max(widest, dtype.itemsize) * logits.shape[1] * copies
         num_rows = min(len(logits), max(1, projection.head.scratch_bytes // row_bytes))
-        scratch = Scratch.empty(num_rows, logits.shape[1], dtype, result.device)
+        scratch = Scratch(num_rows, logits.shape[1], dtype, result.device)
         return cls(operations, dtype, result.device, scratch)
 
     def measure(self, logits: Tensor, index: Tensor, class_weight: Tensor | None, numbers: RowNumbers) -> None:

@@ -193,7 +193,7 @@ class WideKernels(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         wide = [t for t in tree_iter((args, kwargs, result)) if isinstance(t, Tensor) and CLASSES in t.shape]
-        if wide and name not in ("slice", "detach", "empty", "t", "view", "expand", "_unsafe_view", "alias", "unbind"):
+        if wide and name not in ("slice", "detach", "empty", "t", "view", "expand", "_unsafe_view", "alias", "select"):
             self.names[name] += 1
         return result
 

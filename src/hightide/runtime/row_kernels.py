@@ -1,0 +1,152 @@
+"""The two passes of cross-entropy over logits as Triton kernels: each reads the logits once, in any dtype, and needs no
+scratch. Triton comes with torch on CUDA. Without it, or where its results are not those of torch's own operations (this
+is tried once), cross_entropy.py goes through the logits with torch's kernels: several times, same results to rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch without CUDA
+    triton = None
+
+SWITCH = "HIGHTIDE_KERNELS"  # "0" in the environment: torch only
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+BLOCK = 8192
+
+
+def usable(logits: Tensor) -> bool:
+    if triton is None or not logits.is_cuda or logits.dtype not in DTYPES or logits.stride(1) != 1:
+        return False
+    return os.environ.get(SWITCH, "1") != "0" and _agree(logits.device, logits.dtype)
+
+
+def measure(logits: Tensor, index: Tensor, maximum: Tensor, total: Tensor, target: Tensor) -> None:
+    """For each row its maximum, the sum of exp(logit - maximum), and the log-probability of the class at `index`. All
+    but the logits are columns."""
+    _measure[(len(logits),)](
+        logits, index, maximum, total, target, logits.stride(0), logits.shape[1], BLOCK=BLOCK, num_warps=16
+    )
+
+
+def write_gradient(
+    logits: Tensor, index: Tensor, maximum: Tensor, total: Tensor, at_target: Tensor, out: Tensor
+) -> None:
+    """The gradient of the logits, where that of each row's log-probabilities is `at_target` at `index` and zero
+    elsewhere. `out` may be the logits."""
+    assert out.stride(1) == 1
+    grid = (len(logits), triton.cdiv(logits.shape[1], BLOCK))
+    _gradient[grid](
+        logits,
+        index,
+        maximum,
+        total,
+        at_target,
+        out,
+        logits.stride(0),
+        out.stride(0),
+        logits.shape[1],
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
+
+
+if triton is not None:
+
+    @triton.jit
+    def _measure(
+        logits: Any,
+        index: Any,
+        maximum: Any,
+        total: Any,
+        target: Any,
+        stride: Any,
+        num_classes: Any,
+        BLOCK: tl.constexpr,
+    ) -> None:
+        row = tl.program_id(0).to(tl.int64)
+        first = logits + row * stride
+        columns = tl.arange(0, BLOCK)
+        top = -float("inf")
+        sums = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, num_classes, BLOCK):
+            inside = start + columns < num_classes
+            x = tl.load(first + start + columns, mask=inside, other=-float("inf")).to(tl.float32)
+            higher = tl.maximum(top, tl.max(x, 0))
+            finite = tl.where(higher == -float("inf"), 0.0, higher)  # -inf - -inf would be NaN
+            sums = sums * tl.exp(top - finite) + tl.exp(x - finite)
+            top = higher
+        sum_of_row = tl.sum(sums, 0)
+        chosen = tl.load(first + tl.load(index + row)).to(tl.float32)
+        tl.store(maximum + row, top)
+        tl.store(total + row, sum_of_row)
+        tl.store(target + row, (chosen - top) - tl.log(sum_of_row))
+
+    @triton.jit
+    def _gradient(
+        logits: Any,
+        index: Any,
+        maximum: Any,
+        total: Any,
+        at_target: Any,
+        out: Any,
+        stride: Any,
+        out_stride: Any,
+        num_classes: Any,
+        BLOCK: tl.constexpr,
+    ) -> None:
+        row = tl.program_id(0).to(tl.int64)
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < num_classes
+        x = tl.load(logits + row * stride + columns, mask=inside).to(tl.float32)
+        gradient = tl.load(at_target + row)
+        probability = tl.exp(x - tl.load(maximum + row)) / tl.load(total + row)
+        at = tl.load(index + row)
+        result = tl.where(columns == at, gradient, 0.0) - probability * gradient
+        tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
+
+
+@functools.cache
+def _agree(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether both kernels give what torch gives, on a small example. Asked once."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(3, BLOCK + 77, generator=generator) * 5).to(device, dtype)
+    index = torch.tensor([[0], [BLOCK + 76], [4711]], device=device)
+    gradient = torch.tensor([[-1.0], [0.0], [-0.25]], device=device)
+    maximum, total, target = (torch.empty(3, 1, device=device) for _ in range(3))
+    out = torch.empty_like(logits)
+    waiting = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
+    if waiting:
+        torch.cuda.set_sync_debug_mode(0)  # this once, the host has to wait
+    try:
+        measure(logits, index, maximum, total, target)
+        write_gradient(logits, index, maximum, total, gradient, out)
+        expected = torch.log_softmax(logits.double(), 1)
+        slope = torch.zeros_like(expected).scatter_(1, index, gradient.double()) - expected.exp() * gradient.double()
+        error = max(
+            float((target.double() - expected.gather(1, index)).abs().max()) / 10,
+            float((out.double() - slope).abs().max() / torch.finfo(dtype).eps) * 1e-6,
+        )
+        problem = None if error <= 1e-6 else f"they are off by {error:.1e}"
+    except Exception as failure:  # whatever a compiler may raise: there is another way
+        problem = f"{type(failure).__name__}: {failure}"
+    finally:
+        if waiting:
+            torch.cuda.set_sync_debug_mode(waiting)
+    if problem is not None:
+        warnings.warn(
+            f"the Triton kernels of the loss are not used on {device} for {dtype} ({problem}); torch's operations are: "
+            f"slower, same results. {SWITCH}=0 silences this",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return problem is None
