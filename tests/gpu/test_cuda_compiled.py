@@ -14,23 +14,11 @@ from torch import Tensor, nn
 
 import hightide
 import models
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.plan import Activation
 from hightide.ir.tier import Tier
-from parity.harness import SUBJECTS, Loop, assert_parity, train
+from parity.harness import SUBJECTS, Loop, assert_parity, streamed, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
-
-
-def streamed(plan: Plan, activation: Activation, inputs: Tier) -> Plan:
-    """Every block moves, in slots for two."""
-    keep = activation is Activation.KEEP
-    blocks = tuple(
-        replace(block, params=Tier.HOST, states=Tier.HOST, activation=activation, inputs=Tier.GPU if keep else inputs)
-        for block in plan.blocks
-    )
-    widest = max(plan.layout.num_slots(chunk) for chunk in plan.layout.chunks)
-    slots = 2 * widest + 2
-    return replace(plan, blocks=blocks, num_slots=slots, num_grad_slots=slots, loss_kept_tokens=0)
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2"])

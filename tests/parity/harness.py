@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import hightide
 import models
+from hightide.ir.plan import Activation
+from hightide.ir.tier import Tier
 from hightide.planner.verify import InfeasiblePlan
 
 EPS = 1e-4  # with AdamW's default of 1e-8, biases whose true gradient is zero random-walk on rounding
@@ -109,6 +111,15 @@ def wrap(
             assert refusal.num_bytes > gpu_bytes, f"refused at {gpu_bytes} bytes: {refusal}"
             _needed_bytes[case] = refusal.num_bytes
     raise AssertionError(f"no plan at {_needed_bytes[case]} bytes, which an earlier refusal named")
+
+
+def streamed(plan: hightide.Plan, activation: Activation, inputs: Tier = Tier.GPU) -> hightide.Plan:
+    """The same plan with every block moving, through slots for two."""
+    inputs = Tier.GPU if activation is Activation.KEEP else inputs
+    moving = {"params": Tier.HOST, "states": Tier.HOST, "activation": activation, "inputs": inputs}
+    blocks = tuple(replace(block, **moving) if block.name else block for block in plan.blocks)
+    slots = 2 * max(plan.layout.num_slots(chunk) for chunk in plan.layout.chunks) + 2
+    return replace(plan, blocks=blocks, num_slots=slots, num_grad_slots=slots, loss_kept_tokens=0)
 
 
 _needed_bytes: dict[object, int] = {}  # of cases seen before: saves a round

@@ -167,12 +167,12 @@ def test_positional_arguments() -> None:
 
 def test_batches_that_the_user_keeps_do_not_fill_the_gpu() -> None:
     """A list of batches in host memory is the user's; only the one in use counts."""
-    batches = LLAMA.batches(12)
+    batches = LLAMA.batches(18)
     _, wrapped = compare(BUILD, lambda: batches, wrap=WRAP)
     assert wrapped.stats is not None
     batch_bytes = sum(value.nbytes for value in batches[0].values())
     spare_bytes = wrapped.stats.plan.gpu_limit_bytes - wrapped.stats.peak_bytes["gpu"]
-    assert spare_bytes < 8 * batch_bytes, "with this much room all batches would fit; the test shows nothing"
+    assert spare_bytes < 14 * batch_bytes, "with this much room all batches would fit; the test shows nothing"
 
 
 def test_the_same_tensor_as_input_and_label() -> None:

@@ -68,11 +68,6 @@ class Labels:
         row_weight = None if class_weight is None else class_weight[index]
         return cls(index, counts, row_weight, class_weight, num_classes, options.label_smoothing)
 
-    @property
-    def weight_sum(self) -> Tensor | int:
-        """Over all classes: what smoothing spreads the target over."""
-        return self.num_classes if self.class_weight is None else self.class_weight.sum()
-
 
 @dataclass(frozen=True)
 class RowNumbers:
@@ -106,7 +101,6 @@ class RowGradients:
 
     target: Tensor
     spread: Tensor | None
-    both: Tensor  # the sum of the row
     class_weight: Tensor | None
     maximum: Tensor  # as forward has found it
     total: Tensor
@@ -117,14 +111,14 @@ class RowGradients:
         grads = -torch.where(labels.counts, row_grads.unsqueeze(1).to(total.dtype), 0)
         target = grads if labels.weight is None else grads * labels.weight
         if not labels.smoothing:
-            return cls(target, None, target, labels.class_weight, maximum, total)
+            return cls(target, None, labels.class_weight, maximum, total)
         target, spread = target * (1 - labels.smoothing), grads * (labels.smoothing / labels.num_classes)
-        return cls(target, spread, target + spread * labels.weight_sum, labels.class_weight, maximum, total)
+        return cls(target, spread, labels.class_weight, maximum, total)
 
     def __getitem__(self, rows: slice) -> RowGradients:
         spread = None if self.spread is None else self.spread[rows]
         columns = self.maximum[rows], self.total[rows]
-        return RowGradients(self.target[rows], spread, self.both[rows], self.class_weight, *columns)
+        return RowGradients(self.target[rows], spread, self.class_weight, *columns)
 
 
 @dataclass(frozen=True)
@@ -183,7 +177,7 @@ def write_gradient(logits: Tensor, index: Tensor, gradients: RowGradients, scrat
     if gradients.spread is None and row_kernels.usable(logits):
         row_kernels.write_gradient(logits, index, gradients.maximum, gradients.total, gradients.target, out)
         return
-    clean = gradients.spread is None and (logits.dtype == out.dtype == scratch.dtype or _direct(logits, out))
+    clean = gradients.spread is None and (logits.dtype == scratch.dtype or converts(logits.device, logits.dtype))
     if clean:
         scratch.second.zero_()
     for rows in tiles(len(logits), len(scratch)):
@@ -200,7 +194,9 @@ def write_gradient(logits: Tensor, index: Tensor, gradients: RowGradients, scrat
         if out.dtype == second.dtype or _direct(logits, out):
             aten._log_softmax_backward_data.out(second, log_probabilities, 1, out.dtype, out=out[rows])
         else:
-            out[rows].copy_(second.sub_(log_probabilities.exp_().mul_(part.both)))
+            # In place: each element is read before it is written, by the same thread.
+            aten._log_softmax_backward_data.out(second, log_probabilities, 1, second.dtype, out=log_probabilities)
+            out[rows].copy_(log_probabilities)
         if clean:
             second.scatter_(1, index[rows], 0.0)
 

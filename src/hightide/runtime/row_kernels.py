@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,18 +60,9 @@ def write_gradient(
 
 
 if triton is not None:
-
+    # No annotations but constexpr: Triton would look for them on the GPU.
     @triton.jit
-    def _measure(
-        logits: Any,
-        index: Any,
-        maximum: Any,
-        total: Any,
-        target: Any,
-        stride: Any,
-        num_classes: Any,
-        BLOCK: tl.constexpr,
-    ) -> None:
+    def _measure(logits, index, maximum, total, target, stride, num_classes, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         row = tl.program_id(0).to(tl.int64)
         first = logits + row * stride
         columns = tl.arange(0, BLOCK)
@@ -92,18 +82,9 @@ if triton is not None:
         tl.store(target + row, (chosen - top) - tl.log(sum_of_row))
 
     @triton.jit
-    def _gradient(
-        logits: Any,
-        index: Any,
-        maximum: Any,
-        total: Any,
-        at_target: Any,
-        out: Any,
-        stride: Any,
-        out_stride: Any,
-        num_classes: Any,
-        BLOCK: tl.constexpr,
-    ) -> None:
+    def _gradient(  # type: ignore[no-untyped-def]
+        logits, index, maximum, total, at_target, out, stride, out_stride, num_classes, BLOCK: tl.constexpr
+    ):
         row = tl.program_id(0).to(tl.int64)
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = columns < num_classes
