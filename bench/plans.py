@@ -67,6 +67,16 @@ PLANS: dict[str, HandWritten] = {
         micro_batch=4,
         whole=8,
     ),
+    "w1-8k-no-limit": HandWritten(
+        model="llama-3.2-3b",
+        sequences=4,
+        length=2048,
+        gpu="120GiB",
+        update=Update.IN_BACKWARD,
+        micro_batch=4,
+        whole=99,
+        kept_logits=8192,
+    ),
     "gpt2-xl-24gib": HandWritten(
         model="gpt2-xl",
         sequences=32,

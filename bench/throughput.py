@@ -5,6 +5,9 @@
 compares two systems. `--run="OPTIONS"`, repeated, makes any other comparison: each adds a run whose options override
 those outside. The first run is the reference of the ratios.
 
+`--floors` adds what links and host update need alone. The step's floor is the largest of these and of compute alone,
+which is the same run with everything on the GPU.
+
 `step_s` is the time of all steps, started without waiting in between and finished to the last update, divided by their
 number. `event_s` are the same steps one by one, by GPU events; `synced_s` are other steps with a wait for the GPU after
 each one, which hides less.
@@ -25,6 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import floors
 import lane_trace
 import torch
 from resident import Resident
@@ -69,6 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--synced-steps", type=int, help="as many as --steps unless given")
     add("--warmup", type=int, default=3)
     add("--trace", help="write a Chrome trace of two more steps")
+    add("--floors", action="store_true", help="hightide: measure each lane alone too, after the steps")
     add("--label", help="name of the run in the table")
     return parser.parse_args(argv)
 
@@ -146,6 +151,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         result |= _hightide_part(before, after, result)
     else:
         result |= {"recompute": options.recompute, "micro_batch": options.micro_batch}
+    if options.floors and system.wrapped:
+        result["floors"] = floors.measure(run_of(system.model), result["moved_bytes_per_step"])
     if options.trace:
         result["busy"] = lane_trace.record(
             lambda: steps(2), run_of(system.model) if system.wrapped else None, options.trace

@@ -1,0 +1,72 @@
+"""The floor of a wrapped model's step: what each lane would need if it were alone.
+
+Compute is the step with everything on the GPU, which is another run; links and host update are measured here, on the
+run's own chunks, when its steps are done (the update runs with a learning rate of zero).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hightide.ir.chunk import ChunkSpec
+from hightide.ir.tier import ChunkKind, Tier
+from hightide.optim.operands import Operands
+
+
+def measure(run: Any, moved_bytes_per_step: dict[str, float], repeats: int = 3) -> dict[str, float]:
+    """Seconds per step of each lane alone, and the rates behind them."""
+    host_chunks = [spec for spec in run.chunks.specs if spec.optimised_numel and _on_host(run, spec)]
+    numel = sum(spec.optimised_numel for spec in host_chunks)
+    update_s = _best(lambda: [_update(run, spec) for spec in host_chunks], repeats) if host_chunks else 0.0
+    rates = {way: _link_rate(run, way, repeats) for way in ("h2d", "d2h")}
+    return {
+        "update_s": update_s,
+        "update_params_per_s": numel / update_s if update_s else 0.0,
+        **{f"{way}_s": moved_bytes_per_step.get(way, 0.0) / rate for way, rate in rates.items()},
+        **{f"{way}_bytes_per_s": rate for way, rate in rates.items()},
+    }
+
+
+def _on_host(run: Any, spec: ChunkSpec) -> bool:
+    return run.chunks.states_tier(spec.index) is Tier.HOST
+
+
+def _update(run: Any, spec: ChunkSpec) -> None:
+    updates = run.performer.updates
+    hyper = updates._rule.read({**updates._groups[0], "lr": 0.0, "weight_decay": 0.0})
+    numel = spec.optimised_numel
+    param = run.chunks.home(spec.index)[:numel] if spec.has_master else None
+    grad = run.gradients.flat(spec.index)[:numel]
+    operands = Operands(run.chunks.master(spec.index), grad, tuple(updates.moments(spec.index)), param)
+    updates._on_host.update(operands, 1, hyper)
+
+
+def _link_rate(run: Any, way: str, repeats: int) -> float:
+    """By copies of a streamed chunk's parameters, from pinned memory and back, as the lanes make them."""
+    streamed = [spec for spec in run.chunks.specs if run.chunks.is_streamed(spec.index)]
+    if not streamed or not torch.cuda.is_available():
+        return float("inf")
+    home = run.chunks.flat(streamed[0].index, ChunkKind.PARAM, Tier.HOST)
+    there = home.to(run.gpu.device)
+    count = max(1, 2**30 // home.nbytes)
+    source, target = (home, there) if way == "h2d" else (there, home)
+
+    def copies() -> None:
+        for _ in range(count):
+            target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+
+    return count * home.nbytes / _best(copies, repeats)
+
+
+def _best(work: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        started_s = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started_s)
+    return min(times)
