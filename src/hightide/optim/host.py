@@ -12,7 +12,7 @@ from torch import Tensor
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.optim.operands import Operands
 from hightide.optim.rule import Kernel, Rule
-from hightide.runtime.lanes import Sharers
+from hightide.runtime.sharing import Sharers
 
 # Torch makes several passes over a tile, which must stay in one core's cache meanwhile, and Python's lock is taken for
 # each. The kernel in C makes one pass and takes its tiles without Python.

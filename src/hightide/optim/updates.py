@@ -16,7 +16,7 @@ from hightide.optim.operands import Operands
 from hightide.optim.rule import Rule
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.gradients import Factor, Gradients, HostNumber
-from hightide.runtime.lanes import Sharers
+from hightide.runtime.sharing import Sharers
 
 
 @dataclass(frozen=True)

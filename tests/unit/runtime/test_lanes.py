@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hightide.ir.tier import Lane
-from hightide.runtime.lanes import KEPT_PASSES, WORKERS, Lanes
+from hightide.runtime.lanes import WORKERS, Lanes
+from hightide.runtime.queues import KEPT_PASSES
 from hightide.stores.ticket import Ticket
 
 TIMEOUT_S = 30.0

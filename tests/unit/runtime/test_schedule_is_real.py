@@ -13,8 +13,8 @@ from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.compare import compare
-from hightide.runtime.lanes import Record
 from hightide.runtime.program import Program
+from hightide.runtime.queues import Record
 from unit.runtime.steps import Twins, train_step, twins
 
 
@@ -216,27 +216,27 @@ def test_a_reordering_in_the_execution_is_found() -> None:
 
 def test_a_pick_against_the_rule_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cpu lane is made to take what is due last. Updates all become ready at step(), so it has a choice."""
-    from hightide.runtime import lanes
+    from hightide.runtime import queues
 
     pair = wrapped()
     pair.step()
     assert compare(schedule(pair), records(pair)) == []
-    right = lanes._DueFirst._pop_ready
+    right = queues.DueFirst._pop_ready
 
-    def due_last(queue: lanes._DueFirst) -> lanes._Task | None:
+    def due_last(queue: queues.DueFirst) -> queues.Task | None:
         if len(queue._heap) > 1:
             last = max(queue._heap)
             queue._heap.remove(last)
             queue._heap.insert(0, last)
             task = queue._tasks.pop(last[1])
             queue._heap.pop(0)
-            lanes.heapq.heapify(queue._heap)
+            queues.heapq.heapify(queue._heap)
             task.ready, task.ready_dues = tuple(queue._ready_ids.values()), tuple(queue._ready_dues.values())
             del queue._ready_ids[task.order], queue._ready_dues[task.order]
             return task
         return right(queue)
 
-    monkeypatch.setattr(lanes._DueFirst, "_pop_ready", due_last)
+    monkeypatch.setattr(queues.DueFirst, "_pop_ready", due_last)
     models.loss_of(pair.model, pair.batch).backward()
     with pair.run.lanes._state.lock:  # the lane cannot pick before all updates are there
         pair.optimizer.step()

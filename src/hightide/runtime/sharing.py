@@ -1,0 +1,95 @@
+"""One piece of work that several threads do together: the update of a chunk, tile by tile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+class Sharers:
+    """Threads that do one thing together. The thread that brings the work, which is the cpu lane's, does its part."""
+
+    def __init__(self, num_threads: int, timeout_s: float) -> None:
+        """One of the threads is the one that brings work; the others are made in lanes.py and wait at the desk."""
+        if num_threads < 1:
+            raise ValueError(f"{num_threads} threads cannot update anything; give at least 1")
+        self.num_threads = num_threads
+        self.desk = Desk()
+        self._timeout_s = timeout_s
+
+    def run(self, work: Callable[[int], object], num_threads: int) -> None:
+        """Calls `work(number)` once in each of up to `num_threads` threads, numbered from 0, and returns when all have
+        returned. The work itself divides what there is to do: a thread may also come too late to find any. The first
+        exception of any of them is raised here."""
+        if num_threads <= 1 or self.num_threads == 1:
+            work(0)
+            return
+        job = Job(work)
+        self.desk.offer(job, min(num_threads, self.num_threads) - 1)
+        try:
+            work(0)
+        except BaseException as error:
+            job.fail(error)
+        if not self.desk.withdraw(job, self._timeout_s):
+            job.fail(TimeoutError(f"threads that share an update were still busy after {self._timeout_s:g} s"))
+        if job.error is not None:
+            raise job.error
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    work: Callable[[int], object]
+    num_wanted: int = 0  # threads that may still join
+    num_busy: int = 0
+    error: BaseException | None = None
+
+    def fail(self, error: BaseException) -> None:
+        if self.error is None:
+            self.error = error
+
+
+class Desk:
+    """Where the one job lies on which threads may join in."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._offered = threading.Condition(self._lock)
+        self._left = threading.Condition(self._lock)
+        self._job: Job | None = None
+        self._closed = False
+
+    def offer(self, job: Job, num_wanted: int) -> None:
+        with self._lock:
+            assert self._job is None, "one update at a time: only the cpu lane brings work"
+            self._job, job.num_wanted = job, num_wanted
+            self._offered.notify(num_wanted)
+
+    def join(self) -> Job | None:
+        """Blocks for a job, of which the caller is now a part. None: closed."""
+        with self._lock:
+            while True:
+                if self._job is not None and self._job.num_wanted:
+                    self._job.num_wanted -= 1
+                    self._job.num_busy += 1
+                    return self._job
+                if self._closed:
+                    return None
+                self._offered.wait()  # idle: nobody waits for this thread; offer and close wake it
+
+    def leave(self, job: Job) -> None:
+        with self._lock:
+            job.num_busy -= 1
+            if not job.num_busy:
+                self._left.notify_all()
+
+    def withdraw(self, job: Job, timeout_s: float) -> bool:
+        """Nobody joins any more. Waits for those who have; whether they came back in time."""
+        with self._lock:
+            self._job = None
+            return self._left.wait_for(lambda: not job.num_busy, timeout_s)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._offered.notify_all()
