@@ -89,6 +89,7 @@ class Chunks:
         }
         self._absent = {name: self._scalars[name].expand(param.shape) for name, param in parameters.items()}
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
+        self._made: dict[tuple[int, int | None, int | None], list[tuple[str, Tensor]]] = {}
         self._load()
 
     # -- places ---------------------------------------------------------------------------------------------------
@@ -194,13 +195,21 @@ class Chunks:
         return flat[entry.offset_numel : entry.offset_numel + entry.numel].view(self.shapes[entry.param])
 
     def bind(self, chunk: int, block: int | None = None) -> None:
-        flat = self.param_on_gpu(chunk)
-        for entry in self.placements(chunk, block):
-            if self.gpu.device.type == "cpu" and not math.isnan(self._scalars[entry.param].item()):  # no sync on a GPU
-                self._scalars[entry.param].fill_(math.nan)
-                raise RuntimeError(WRITTEN_WHILE_ABSENT.format(name=entry.param))
-            self._check_unwritten(chunk, entry.param)
-            self.parameters[entry.param].data = self.view_of(flat, entry)
+        on_cpu = self.gpu.device.type == "cpu"
+        for key, view in self._views(chunk, block):
+            if on_cpu and not math.isnan(self._scalars[key].item()):  # no sync on a GPU
+                self._scalars[key].fill_(math.nan)
+                raise RuntimeError(WRITTEN_WHILE_ABSENT.format(name=key))
+            self._check_unwritten(chunk, key)
+            self.parameters[key].data = view
+
+    def _views(self, chunk: int, block: int | None) -> list[tuple[str, Tensor]]:
+        """The parameters of a chunk where it is now. A slot is always at the same place, so they are made once."""
+        place = (chunk, block, self.param_slots.first(chunk) if self.is_streamed(chunk) else None)
+        if place not in self._made:
+            flat = self.param_on_gpu(chunk)
+            self._made[place] = [(entry.param, self.view_of(flat, entry)) for entry in self.placements(chunk, block)]
+        return self._made[place]
 
     def _check_unwritten(self, chunk: int, key: str) -> None:
         """Persistent parameters can be written in place, which is right only where nobody keeps another copy."""
@@ -227,6 +236,10 @@ class Chunks:
             return
         for entry in self.placements(chunk, block):
             self.parameters[entry.param].data = self._absent[entry.param]
+
+    def close(self) -> None:
+        """Lets go of the stores' memory, which an optimizer that is still around would otherwise hold through here."""
+        self._made.clear()
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 

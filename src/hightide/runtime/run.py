@@ -263,6 +263,7 @@ class Run:
             self.parameters[key].grad = gradient
         self._move_buffers(back=True)
         self.lanes.close()
+        self.chunks.close()
         self.gpu.close()
         self.host.close()
 
