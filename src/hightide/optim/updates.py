@@ -51,7 +51,9 @@ class ChunkUpdates:
         self._chunks = chunks
         self._gradients = gradients
         self._group_of = {spec.name: spec.group for spec in profile.params}
-        self.num_steps = dict.fromkeys(self._group_of, 0)  # updates that each parameter has received, of those that use its moments
+        self.num_steps = dict.fromkeys(
+            self._group_of, 0
+        )  # updates that each parameter has received, of those that use its moments
         self._on_host = HostUpdate(rule, sharers)
         self.used: dict[int, Any] = {}  # hyper-parameters per group of the updates issued since the last step()
 

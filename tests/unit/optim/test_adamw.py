@@ -136,5 +136,3 @@ def test_unsupported_options_are_refused_by_name(option):
     optimizer.param_groups[0][option] = True
     with pytest.raises(ValueError, match=rf"AdamW\({option}=True\).*{option}=False"):
         rule_for(optimizer)
-
-

@@ -207,7 +207,7 @@ def test_momentum_that_comes_later_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     rule = rule_for(optimizer)
     optimizer.param_groups[0]["momentum"] = 0.9
-    with pytest.raises(ValueError, match="momentum=0.9.*wrap again with momentum"):
+    with pytest.raises(ValueError, match=r"momentum=0\.9.*wrap again with momentum"):
         rule.read(optimizer.param_groups[0])
     assert isinstance(rule, SGDRule) and not rule.keeps_states(rule.read({**optimizer.param_groups[0], "momentum": 0}))
 
