@@ -29,7 +29,7 @@ from torch import Tensor
 
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.ir.tier import Lane
-from hightide.optim.adamw import AdamWHyper, AdamWRule
+from hightide.optim.adam import AdamWHyper, AdamWRule
 from hightide.optim.host import HostUpdate
 from hightide.optim.operands import Operands
 from hightide.runtime.lanes import Lanes

@@ -13,10 +13,10 @@ from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.machine import free_host_bytes
 from hightide.measured import Stats, read_stats
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
-from hightide.optim.rule import rule_for
+from hightide.optim.registry import rule_for
 from hightide.planner.lower import lower
 from hightide.planner.rule import plan_by_rule
-from hightide.planner.verify import check_plan, verify
+from hightide.planner.verify import check_moments, check_plan, verify
 from hightide.profiler.model import profile_model
 from hightide.profiler.probe import ProbeResult
 from hightide.profiler.split import Batch
@@ -68,6 +68,7 @@ def wrap(
         plan, schedules = _make_plan(profile, resolved, timing, micro_batch, rule.num_moments, rounding)
     else:
         check_plan(profile, plan)
+        check_moments(plan, rule.num_moments)
         schedules = _lower(profile, plan)
     _verify(profile, plan, schedules)
     check_modules(model, profile, sorted(probed.captured))

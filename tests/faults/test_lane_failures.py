@@ -18,7 +18,7 @@ import torch
 import hightide
 import models
 from hightide.ir.plan import Activation
-from hightide.optim.adamw import AdamWRule
+from hightide.optim.adam import AdamWRule
 from unit.runtime.steps import Twins, twins
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -186,7 +186,7 @@ def test_a_failure_surfaces_when_backward_runs_in_another_thread(monkeypatch: py
 SCRIPT = """
     import sys
     import torch, hightide, models
-    from hightide.optim.adamw import AdamWRule
+    from hightide.optim.adam import AdamWRule
     from hightide.runtime.surgery import run_of
     torch.set_num_threads(1)
     model, batch = models.hand_written(num_layers=4)

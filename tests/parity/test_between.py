@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import SUBJECTS, Loop, assert_close_weights, assert_streamed, compare, make_optimizer, wrap
+from harness import SUBJECTS, Loop, assert_close_weights, assert_streamed, compare, make_optimizer, streamed, wrap
 from torch import Tensor, nn
 
+import hightide
 import models
+from hightide.ir.plan import Activation
 
 LLAMA = SUBJECTS["llama"]
 WRAP = {"micro_batch": 3}
@@ -131,6 +133,57 @@ def test_two_wrapped_models_in_one_process() -> None:
                 one.zero_grad()
     for plain, _, model, _ in loops:
         assert_close_weights(plain.state_dict(), model.state_dict())
+
+
+def test_two_wrapped_models_against_each_other() -> None:
+    """A generator whose loss goes through its critic, and a critic that sees the generator's output detached. The
+    critic's gradients from the generator's loss are dropped by its zero_grad, or by `backward(inputs=...)`."""
+
+    class Stack(nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            torch.manual_seed(seed)
+            self.layers = nn.ModuleList(nn.Linear(models.HIDDEN, models.HIDDEN) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + torch.tanh(layer(x))
+            return x
+
+    def run(is_wrapped: bool) -> list[dict[str, Tensor]]:
+        nets, optimizers = [], []
+        for seed in (0, 1):
+            net: nn.Module = Stack(seed)
+            optimizer: torch.optim.Optimizer = torch.optim.SGD(net.parameters(), lr=0.03, momentum=0.9)
+            if is_wrapped:
+                example, limits = models.vector_batch(num_samples=7)["x"], hightide.Limits(gpu="1MiB", host="1MiB")
+                plan = hightide.plan(net, optimizer, example, limits=limits, micro_batch=3)
+                plan = streamed(plan, Activation.RECOMPUTE)
+                net, optimizer = hightide.wrap(net, optimizer, example, plan=plan)
+            nets.append(net)
+            optimizers.append(optimizer)
+        generator, critic = nets
+        for step in range(6):
+            noise, real = (models.vector_batch(seed=100 * kind + step, num_samples=7)["x"] for kind in (1, 2))
+            optimizers[1].zero_grad()
+            made = generator(noise)
+            (critic(made.detach()).square().mean() - critic(real).mean()).backward()
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            loss = (critic(made) - 1).square().mean()
+            if step % 2:
+                loss.backward()
+            else:
+                before = [param.grad for param in critic.parameters()]
+                (gradient,) = torch.autograd.grad(loss, made)
+                made.backward(gradient)
+                after = [param.grad for param in critic.parameters()]
+                assert all(one is other for one, other in zip(before, after, strict=True))
+            optimizers[0].step()
+        return [net.state_dict() for net in nets]
+
+    for plain, wrapped in zip(run(False), run(True), strict=True):
+        assert_close_weights(plain, wrapped)
 
 
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -27,9 +28,8 @@ def load(name: str) -> ctypes.CDLL | None:
     """The library of kernels/<name>.c. None if it is switched off, or cannot be built here."""
     if os.environ.get(SWITCH, "1") == "0":
         return None
-    source = resources.files("hightide.optim").joinpath("kernels", f"{name}.c").read_bytes()
     try:
-        return ctypes.CDLL(str(build(name, source, cache_folder())))
+        return ctypes.CDLL(str(build(name, _source(f"{name}.c"), cache_folder())))
     except (OSError, subprocess.SubprocessError) as error:
         detail = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
         warnings.warn(
@@ -40,6 +40,12 @@ def load(name: str) -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
+
+
+def _source(file: str) -> bytes:
+    """With our headers put in: one text to hash and to compile."""
+    text = resources.files("hightide.optim").joinpath("kernels", file).read_bytes()
+    return re.sub(rb'^#include "(\w+\.h)"$', lambda found: _source(found[1].decode()), text, flags=re.MULTILINE)
 
 
 def build(name: str, source: bytes, folder: Path) -> Path:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hightide.ir.plan import Update
-from hightide.optim.rule import Rule, rule_for
+from hightide.optim.registry import rule_for
+from hightide.optim.rule import Rule
 from hightide.optim.updates import ChunkUpdates
 from hightide.runtime.run import Run
 
@@ -60,26 +61,33 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """In the layout of the plain optimizer, with copies of the states."""
         self._run.executor.wait_for_updates()
-        names = self._rule.moment_names
         for group in self.param_groups:
             for param in group["params"]:
                 key = self._run.keys[id(param)]
-                if steps := self._updates.num_steps[key]:
-                    moments = [moment.clone() for moment in self._updates.moments_of(key)]
-                    self.state[param] = {"step": torch.tensor(float(steps)), **dict(zip(names, moments, strict=True))}
+                if self._updates.num_steps[key]:
+                    self.state[param] = self._state_of(key)
         try:
             return super().state_dict()
         finally:
             self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of a plain optimizer or of a wrapped one. Moments are taken as they are: torch would round them to the
+        parameters' dtype. Hooks see the groups only."""
+        for group in state_dict["param_groups"]:
+            self._rule.check(group)
+        self._check_states(state_dict["state"].values())
         self._run.executor.wait_for_updates()
         shared = self.param_groups
-        super().load_state_dict(state_dict)
+        super().load_state_dict({**state_dict, "state": {}})
         shared[:] = self.param_groups
         self.param_groups = shared
-        self._take_states(self.state)
-        self.state.clear()
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = [param for group in shared for param in group["params"]]
+        states = state_dict["state"]
+        for key in self._updates.num_steps:
+            self._updates.reset(key)
+        self._take_states({param: states[index] for index, param in zip(saved, params, strict=True) if index in states})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ValueError(
@@ -88,15 +96,36 @@ class WrappedOptimizer(torch.optim.Optimizer):
             "before wrapping"
         )
 
-    def _take_states(self, states: Any) -> None:
+    def _state_of(self, key: str) -> dict[str, Tensor]:
+        """One parameter's entry in the plain optimizer's state."""
+        moments = [moment.clone() for moment in self._updates.moments_of(key)]
+        state = dict(zip(self._rule.moment_names, moments, strict=True))
+        if self._rule.step_name is None:
+            return state
+        return {self._rule.step_name: torch.tensor(float(self._updates.num_steps[key])), **state}
+
+    def _take_states(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
         """Moves plain optimizer states into the chunks."""
+        names, step_name = self._rule.moment_names, self._rule.step_name
+        self._check_states(states.values())
         for param, state in states.items():
-            key = self._run.keys[id(param)]
-            if not state:
+            if _is_empty(state):
                 continue
-            self._updates.num_steps[key] = int(state["step"])
-            for place, name in zip(self._updates.moments_of(key), self._rule.moment_names, strict=True):
+            key = self._run.keys[id(param)]
+            self._updates.num_steps[key] = 1 if step_name is None else int(state[step_name])
+            for place, name in zip(self._updates.moments_of(key), names, strict=True):
                 place.copy_(state[name])
+
+    def _check_states(self, states: Iterable[Mapping[str, Any]]) -> None:
+        step_name = self._rule.step_name
+        wanted = {*self._rule.moment_names, *([] if step_name is None else [step_name])}
+        for state in states:
+            if not _is_empty(state) and (not wanted or not wanted <= set(state)):
+                raise ValueError(
+                    f"a state with {', '.join(map(repr, state))}, but this {type(self).__name__} has "
+                    f"{', '.join(map(repr, sorted(wanted))) or 'none'}: it was saved by another optimizer, or with "
+                    "other options"
+                )
 
     def _keys(self) -> list[str]:
         return [self._run.keys[id(param)] for group in self.param_groups for param in group["params"]]
@@ -112,6 +141,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
                     "ones. Change "
                     "them after step(), or wrap with update='deferred' (the default)."
                 )
+
+
+def _is_empty(state: Mapping[str, Any]) -> bool:
+    return all(value is None for value in state.values())
 
 
 def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:

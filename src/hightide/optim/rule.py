@@ -1,40 +1,77 @@
-"""What an optimizer does to a range of elements, apart from where the range lies and when it happens."""
+"""What an optimizer does to a range of elements, apart from where the range lies and when it happens.
+
+Kernels work element by element. Torch's have vectors with a scalar tail, and the two may round differently. Ranges are
+therefore cut only at multiples of ALIGN_NUMEL elements, a multiple of every vector length: then no cut makes a tail,
+and results are the same bits however a chunk is cut into tiles, lanes or ranks.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from hightide.optim.adamw import AdamWRule
+from hightide.ir.chunk import ALIGN_NUMEL, UPDATE_TILE_NUMEL
 from hightide.optim.operands import Operands
 
+TILE_NUMEL = UPDATE_TILE_NUMEL  # without a given scratch, an fp32 copy of so many gradients exists at a time
+assert TILE_NUMEL % ALIGN_NUMEL == 0
 
-class Rule(Protocol):
-    """One optimizer's arithmetic. Its hyper-parameters are a frozen dataclass of the rule's own type, read at step(): a
-    deferred update runs when a scheduler may already have changed the group."""
+
+class Rule(ABC):
+    """One optimizer's arithmetic and state layout. Its hyper-parameters are a frozen dataclass of the rule's own, read
+    at step(): a deferred update runs when a scheduler may already have changed the group.
+
+    A new rule is a file with a subclass and a line in registry.py; see docs/optimizers.md."""
+
+    name: ClassVar[str]
+    optimizer: ClassVar[type[torch.optim.Optimizer]]
+    refused: ClassVar[Mapping[str, str]] = {}  # options of a group that must not be set, with the reason
+    step_name: ClassVar[str | None] = "step"  # what the plain optimizer calls its count of updates; None: it has none
 
     @property
-    def name(self) -> str: ...
-
-    @property
-    def optimizer(self) -> type[torch.optim.Optimizer]: ...
-
-    @property
+    @abstractmethod
     def moment_names(self) -> tuple[str, ...]:
-        """What the plain optimizer calls its states, in the order in which `update` takes them."""
+        """What the plain optimizer calls its states, in the order in which `apply` takes them. fp32, of the
+        parameter's shape, and zero at first."""
+
+    @abstractmethod
+    def read(self, group: Mapping[str, Any]) -> Any:
+        """The group's hyper-parameters of this moment, by value."""
+
+    @abstractmethod
+    def apply(self, master: Tensor, grad: Tensor, moments: tuple[Tensor, ...], step: int, hyper: Any) -> None:
+        """Updates ranges in place, on any device. All are fp32; `grad` is only read. `step` counts from 1."""
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> Rule:
+        """The rule for this optimizer. Its moments may depend on the options of all groups."""
+        return cls()
 
     @property
     def num_moments(self) -> int:
         """fp32 arrays per element beside the parameter."""
+        return len(self.moment_names)
 
     def check(self, group: Mapping[str, Any]) -> None:
         """ValueError for an option of the group that this rule does not know."""
+        for option, reason in self.refused.items():
+            if group.get(option):
+                raise ValueError(
+                    f"{self.optimizer.__name__}({option}=True) is not supported ({reason}); make the optimizer with "
+                    f"{option}=False"
+                )
 
-    def read(self, group: Mapping[str, Any]) -> Any:
-        """The group's hyper-parameters of this moment, by value."""
+    def keeps_states(self, hyper: Any) -> bool:
+        """Whether an update with these hyper-parameters uses the moments: only such updates are counted."""
+        return True
+
+    def kernel(self) -> Kernel | None:
+        """The same arithmetic in C, for ranges on the host, if there is one and it can be used here."""
+        return None
 
     def update(
         self,
@@ -44,12 +81,22 @@ class Rule(Protocol):
         scale: float | Tensor = 1.0,
         scratch: Tensor | None = None,
     ) -> None:
-        """Updates ranges in place with `grad * scale` by torch's operations, on any device; `step` counts from 1.
-        `scratch`: fp32 elements to work in, which is as much as it works on at a time; without it the rule allocates
-        them."""
+        """Updates ranges in place with `grad * scale`. `scratch`: fp32 elements to work in, which is as much as it
+        works on at a time; without it they are allocated."""
+        if operands.grad.dtype == torch.float32 and isinstance(scale, float) and scale == 1.0:
+            self._apply(operands, operands.grad, step, hyper)
+            return
+        if scratch is None:
+            scratch = torch.empty(min(len(operands), TILE_NUMEL), dtype=torch.float32, device=operands.master.device)
+        for start in range(0, len(operands), len(scratch)):
+            tile = operands[start : start + len(scratch)]
+            self._apply(tile, _scaled(tile.grad, scale, scratch[: len(tile)]), step, hyper)
 
-    def kernel(self) -> Kernel | None:
-        """The same arithmetic in C, for ranges on the host, if there is one and it can be used here."""
+    def _apply(self, operands: Operands, grad: Tensor, step: int, hyper: Any) -> None:
+        with torch.no_grad():
+            self.apply(operands.master, grad, operands.moments, step, hyper)
+            if operands.param is not None:
+                operands.param.copy_(operands.master)
 
 
 class Kernel(Protocol):
@@ -61,16 +108,11 @@ class Kernel(Protocol):
         until none are left."""
 
 
-_RULES: tuple[Rule, ...] = (AdamWRule(),)
-
-
-def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
-    """The rule of an optimizer, all of whose groups were checked. A subclass may do anything in its step: refused."""
-    for rule in _RULES:
-        if type(optimizer) is rule.optimizer:
-            for group in optimizer.param_groups:
-                rule.check(group)
-            return rule
-    supported = ", ".join(f"torch.optim.{rule.optimizer.__name__}" for rule in _RULES)
-    kind = type(optimizer)
-    raise ValueError(f"the optimizer {kind.__module__}.{kind.__qualname__} is not supported; use one of: {supported}")
+def _scaled(grad: Tensor, scale: float | Tensor, scratch: Tensor) -> Tensor:
+    """Not by torch's grad_scale: that divides, and writes the scaled gradient back. The product is taken in fp32."""
+    if isinstance(scale, float) and scale == 0.0:
+        return scratch.zero_()  # not a product: zero times infinity is NaN
+    if grad.dtype == torch.float32:
+        return torch.mul(grad, scale, out=scratch)
+    scratch.copy_(grad)
+    return scratch if isinstance(scale, float) and scale == 1.0 else scratch.mul_(scale)

@@ -51,28 +51,33 @@ class ChunkUpdates:
         self._chunks = chunks
         self._gradients = gradients
         self._group_of = {spec.name: spec.group for spec in profile.params}
-        self.num_steps = dict.fromkeys(self._group_of, 0)  # updates that each parameter has received
+        self.num_steps = dict.fromkeys(
+            self._group_of, 0
+        )  # updates that each parameter has received, of those that use its moments
         self._on_host = HostUpdate(rule, sharers)
         self.used: dict[int, Any] = {}  # hyper-parameters per group of the updates issued since the last step()
 
     def prepare(self, chunk: int) -> Callable[[], None] | None:
-        ranges = self._ranges(chunk)
+        hypers: dict[int, Any] = {}
+        ranges = self._ranges(chunk, hypers)
         if not ranges:
             return None
-        hypers = {group: self.hyper(group) for group in {entry.group for entry in ranges}}
         self.used.update(hypers)
         return lambda: self._apply(chunk, ranges, hypers)
 
     def hyper(self, group: int) -> Any:
         return self._rule.read(self._groups[group])
 
-    def _ranges(self, chunk: int) -> list[Range]:
+    def _ranges(self, chunk: int, hypers: dict[int, Any]) -> list[Range]:
+        """What is to be updated; the hyper-parameters of its groups go to `hypers`."""
         ranges: list[Range] = []
         for entry, factor in self._gradients.ready(chunk):
             group = self._group_of[entry.param]
             if group is None:
                 continue
-            self.num_steps[entry.param] += 1
+            if group not in hypers:
+                hypers[group] = self.hyper(group)
+            self.num_steps[entry.param] += self._rule.keeps_states(hypers[group])
             one = Range(entry.offset_numel, entry.end_numel, group, self.num_steps[entry.param], factor)
             if ranges and ranges[-1].continues_in(one):
                 ranges[-1] = replace(ranges[-1], stop=one.stop)
@@ -98,6 +103,13 @@ class ChunkUpdates:
     def moments(self, chunk: int) -> list[Tensor]:
         tier = self._chunks.states_tier(chunk)
         return [self._chunks.flat(chunk, ChunkKind.STATE, tier, array) for array in range(self._rule.num_moments)]
+
+    def reset(self, key: str) -> None:
+        """As if the parameter had never been updated."""
+        self.num_steps[key] = 0
+        if self._group_of[key] is not None:
+            for moment in self.moments_of(key):
+                moment.zero_()
 
     def moments_of(self, key: str) -> list[Tensor]:
         """Views of one parameter's moments, in its shape."""

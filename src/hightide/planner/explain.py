@@ -101,7 +101,7 @@ def _precision(profile: ModelProfile, plan: Plan) -> list[str]:
         "gradient sums": "float32; norms are " + ("of what is kept" if overflows else "of the sums"),
         "gradients": at_rest + (": the sum, rounded after each backward" if rounded else ""),
         "master copies": f"float32, of {masters} parameters" if masters else "none: what is trained is float32",
-        "moments": f"{'/'.join(map(str, moments)) or 'no'} in float32",
+        "moments": f"{'/'.join(map(str, moments))} in float32" if any(moments) else "none",
         "loss": "float32, fused with the head" if profile.vocabulary else "as the model computes it",
     }
     return ["precision:", *(_clip(f"  {name:<14} {text}", WIDTH) for name, text in rows.items())]

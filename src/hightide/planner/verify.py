@@ -283,6 +283,17 @@ def check_plan(profile: ModelProfile, plan: Plan) -> None:
     _check_numbers(profile, plan)
 
 
+def check_moments(plan: Plan, num_moments: int) -> None:
+    """Whether a plan was made for an optimizer with as many states."""
+    for chunk in plan.layout.chunks:
+        planned = chunk.num_states - chunk.has_master
+        if chunk.optimised_numel and planned != num_moments:
+            raise InfeasiblePlan(
+                f"the plan keeps {planned} moments of each element, this optimizer has {num_moments}; make a new plan "
+                "with hightide.plan(model, optimizer, batch)"
+            )
+
+
 def _check_layout(profile: ModelProfile, plan: Plan) -> None:
     placed = [(place.param, place.numel) for chunk in plan.layout.chunks for place in chunk.params]
     if sorted(placed) != sorted((spec.name, spec.numel) for spec in profile.params):

@@ -1,9 +1,11 @@
 """The bytes of all chunks: homes on host, persistent places and slots on the GPU, and the parameters that are bound
 to them.
 
-[Note: absent parameters] A parameter that is not in use is a NaN scalar expanded to its shape: shapes stay true,
-reads give NaN, writes raise (a write to one element, which torch lets pass, when its block is next used). While its
-block is held, `param.data` is a view of the slot. Nothing is stored on the parameter itself.
+[Note: absent parameters] A parameter that is not in use is a NaN scalar expanded to its shape: shapes stay true, and
+reads and writes raise, see [Note: reading absent parameters]. (What goes round that reads NaN, and writes raise: one
+to a single element, which torch lets pass, when its block is next used.) While its block is held, `param.data` is a
+view of the slot. Persistent parameters that are updated on host raise too: they may be older than their last update.
+Nothing is stored on the parameter itself.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from hightide.planner.place import (
     slot_bytes,
     staging_bytes,
 )
+from hightide.runtime.absent import absent_class
 from hightide.runtime.residency import Copy, Residency
 from hightide.runtime.slots import SlotTable
 from hightide.runtime.staging import Staging
@@ -90,7 +93,11 @@ class Chunks:
         self._absent = {name: self._scalars[name].expand(param.shape) for name, param in parameters.items()}
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self._made: dict[tuple[int, int | None, int | None], list[tuple[str, Tensor]]] = {}
+        self._classes: dict[str, type] = {name: type(param) for name, param in parameters.items()}
         self._load()
+        self._hidden = self._hiding_classes({block.index for block in profile.blocks if block.loose})
+        for name in parameters:
+            self._hide(name)
 
     # -- places ---------------------------------------------------------------------------------------------------
 
@@ -200,6 +207,7 @@ class Chunks:
             if on_cpu and not math.isnan(self._scalars[key].item()):  # no sync on a GPU
                 self._scalars[key].fill_(math.nan)
                 raise RuntimeError(WRITTEN_WHILE_ABSENT.format(name=key))
+            self.show(key)
             self._check_unwritten(chunk, key)
             self.parameters[key].data = view
 
@@ -227,15 +235,34 @@ class Chunks:
         if spec.state_bytes and spec.has_master and entry.offset_numel < spec.optimised_numel:
             self.view_of(self.master(chunk), entry).copy_(value)
         self.stale[chunk] = (chunk, ChunkKind.PARAM, Tier.HOST) in self._regions and not self.is_streamed(chunk)
+        self.show(key)
         param = self.parameters[key]
         param.data = self._absent[key] if self.is_streamed(chunk) else self.view_of(self.param_on_gpu(chunk), entry)
         self._versions[key] = param._version
+        self._hide(key)
 
     def unbind(self, chunk: int, block: int | None = None) -> None:
-        if not self.is_streamed(chunk):
-            return
+        streamed = self.is_streamed(chunk)
         for entry in self.placements(chunk, block):
-            self.parameters[entry.param].data = self._absent[entry.param]
+            if streamed:
+                self.show(entry.param)  # after an exception in `bind` it may not have been bound at all
+                self.parameters[entry.param].data = self._absent[entry.param]
+            self._hide(entry.param)
+
+    def show(self, key: str) -> None:
+        """From now on the parameter is what it was before wrapping: somebody has bound it, or will."""
+        self.parameters[key].__class__ = self._classes[key]
+
+    def _hide(self, key: str) -> None:
+        if key in self._hidden:
+            self.parameters[key].__class__ = self._hidden[key]
+
+    def _hiding_classes(self, loose: set[int]) -> dict[str, type]:
+        """For parameters whose values are not always on the GPU, or not always the newest there. Loose ones are."""
+        names = {id(param): name for name, param in self.parameters.items()}
+        kinds = {kind: absent_class(kind, names) for kind in set(self._classes.values())}
+        hidden = [spec for spec in self.specs if has_host_params(self._plan, spec) and spec.block not in loose]
+        return {entry.param: kinds[self._classes[entry.param]] for spec in hidden for entry in spec.params}
 
     def close(self) -> None:
         """Lets go of the stores' memory, which an optimizer that is still around would otherwise hold through here."""

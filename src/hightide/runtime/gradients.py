@@ -95,14 +95,18 @@ class Gradients:
         """`p.grad = p.grad * 0.5` has put a plain tensor there: its values go to the gradient's home."""
         self._refuse_in_backward("replaced", "change them")
         chunk, entry = self._chunks.places[key]
-        for ticket in (self.exits.get(chunk), self.updates.get(chunk)):
-            if ticket is not None:
-                ticket.settle()
+        self._settle(chunk)
         self._chunks.view_of(self.flat(chunk), entry).copy_(gradient.to(self._chunks.grad_dtype(chunk)))
         self._forget(key)
         self._valid.add(key)
         self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE)
         self._chunks.parameters[key].grad = self._placeholders[key]
+
+    def _settle(self, chunk: int) -> None:
+        """Until nobody moves or reads the gradient at its home."""
+        for ticket in (self.exits.get(chunk), self.updates.get(chunk)):
+            if ticket is not None:
+                ticket.settle()
 
     def has_gradient(self, chunk: int) -> bool:
         return any(entry.param in self._valid for entry in self._entries[chunk])
@@ -222,6 +226,15 @@ class Gradients:
             factor = float(factor)
         earlier = self._factor.get(key)
         self._factor[key] = factor if earlier is None else earlier * factor
+
+    def add(self, key: str, value: Tensor) -> None:
+        self._refuse_in_backward("changed", "change them")
+        chunk, entry = self._chunks.places[key]
+        self._settle(chunk)
+        place = self._chunks.view_of(self.flat(chunk), entry)
+        _scale(place, self._factor.pop(key, 1.0))
+        place.add_(value.to(place.device))
+        self._norms[key] = torch.linalg.vector_norm(place, dtype=GRAD_DTYPE).to(self._chunks.gpu.device)
 
     def zero(self, key: str) -> None:
         self._factor[key] = 0.0

@@ -3,8 +3,8 @@
 [Note: gradient placeholder] Code around an optimizer looks at `p.grad`: `clip_grad_norm_` takes norms and multiplies,
 a GradScaler unscales, loops test for None or print. With None there, clipping would silently do nothing. A
 placeholder has shape and dtype, no memory, and forwards the few operations that make sense where the gradient is:
-norm, product with a number, zero. Other reads fetch a copy; a view of a placeholder is again a placeholder, so that a
-write through it is noticed. Any other write raises.
+norm, product with a number, sum with a tensor, zero. Other reads fetch a copy; a view of a placeholder is again a
+placeholder, so that a write through it is noticed. Any other write raises.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ class GradientOwner(Protocol):
 
     def scale(self, key: Any, factor: float | Tensor) -> None:
         """Multiplies the gradient by a number or a 0-dimensional tensor."""
+
+    def add(self, key: Any, value: Tensor) -> None:
+        """Adds a tensor of the gradient's shape (or one that broadcasts to it)."""
 
     def zero(self, key: Any) -> None: ...
 
@@ -197,6 +200,15 @@ def _foreach_multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return None
 
 
+def _add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By hand, or by autograd: a parameter that is on the GPU may be part of the loss outside of its block too."""
+    gradient, value = args
+    if not _whole(gradient) or not isinstance(value, Tensor):
+        return NotImplemented
+    gradient._owner.add(gradient._key, _real(value) * kwargs.get("alpha", 1))
+    return gradient
+
+
 def _zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (gradient,) = args
     if not _whole(gradient):
@@ -233,6 +245,7 @@ _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     aten.div_: _multiply,
     aten._foreach_mul_: _foreach_multiply,
     aten._foreach_div_: _foreach_multiply,
+    aten.add_: _add,
     aten.zero_: _zero,
     aten._foreach_zero_: _foreach_zero,
     aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
@@ -260,7 +273,8 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             if isinstance(leaf, GradientPlaceholder):
                 raise RuntimeError(
                     f"hightide keeps gradients in chunks, where {func} cannot change the gradient of {leaf._key!r}; "
-                    "scale with p.grad.mul_(number), clip with torch.nn.utils.clip_grad_norm_ or "
+                    "scale with p.grad.mul_(number), add with p.grad.add_(tensor), replace with p.grad = tensor, clip "
+                    "with torch.nn.utils.clip_grad_norm_ or "
                     "optimizer.clip_grad_norm_, read with p.grad.clone()"
                 )
 

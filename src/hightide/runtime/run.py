@@ -258,6 +258,7 @@ class Run:
             home = self.chunks.home(spec.index)
             for entry in spec.params:
                 value = self.chunks.view_of(home, entry).to(self._device_before, copy=True)
+                self.chunks.show(entry.param)
                 self.parameters[entry.param].data = value
         for key, gradient in gradients.items():
             self.parameters[key].grad = gradient

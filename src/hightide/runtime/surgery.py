@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hightide.ir.block import ModelProfile
 from hightide.profiler.probe import MUTATES_INPUT
+from hightide.runtime.absent import Disabled
 from hightide.runtime.blocks import BlockRunner
 from hightide.runtime.head import HeadCall
 from hightide.runtime.lazy_logits import LazyLogits
@@ -30,7 +31,8 @@ class Wrapped:
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Full values, each in storage of its own, whatever tier they live on."""
         assert isinstance(self, nn.Module)
-        values = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+        with Disabled():  # it detaches parameters that are absent
+            values = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         fill_values(self.hightide_run, self, values, prefix)
         return values
@@ -40,6 +42,7 @@ class Wrapped:
         assert isinstance(self, nn.Module)
         mine = {self.hightide_run.keys[id(param)]: param for param in self._parameters.values() if param is not None}
         for key, param in mine.items():
+            self.hightide_run.chunks.show(key)
             param.data = self.hightide_run.value_of(key)
         try:
             super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]

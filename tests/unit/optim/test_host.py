@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.optim import compiled
-from hightide.optim.adamw import AdamWHyper, AdamWRule
+from hightide.optim.adam import AdamWHyper, AdamWRule
 from hightide.optim.host import HostUpdate
 from hightide.optim.operands import Operands
 from hightide.runtime.lanes import Lanes
@@ -236,7 +236,7 @@ def test_the_environment_switches_the_kernel_off(lanes, unloaded, monkeypatch):
 @needs_compiler
 def test_processes_that_build_at_once_all_get_the_kernel(tmp_path):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    code = "from hightide.optim.adamw import AdamWRule; print(AdamWRule().kernel() is not None)"
+    code = "from hightide.optim.adam import AdamWRule; print(AdamWRule().kernel() is not None)"
     command = [sys.executable, "-c", code]
     both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate(timeout=100)[0].strip() for process in both] == ["True", "True"]

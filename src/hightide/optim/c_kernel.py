@@ -1,0 +1,71 @@
+"""A rule's kernel in C as a `Kernel`: addresses, types and the numbers that it works with."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hightide.optim import compiled
+from hightide.optim.operands import Operands
+
+_NONE = 0
+_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+Numbers = Callable[[int, Any, float], ctypes.Structure]  # of step, hyper-parameters and scale
+
+
+def numbers_type(*names: str) -> type[ctypes.Structure]:
+    """The struct `Hyper` of a kernel, all floats."""
+    return type("Hyper", (ctypes.Structure,), {"_fields_": tuple((name, ctypes.c_float) for name in names)})
+
+
+def load(name: str, numbers: Numbers) -> CKernel | None:
+    """The function hightide_<name> of kernels/<name>.c, if it can be had here."""
+    library = compiled.load(name)
+    return None if library is None else CKernel(getattr(library, f"hightide_{name}"), numbers)
+
+
+class CKernel:
+    """Rules with up to two moments; a missing one is a null pointer."""
+
+    def __init__(self, function: Any, numbers: Numbers) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._update, self._numbers = function, numbers
+        self._update.argtypes = [pointer, number, number, *[pointer] * 5, ctypes.c_int, ctypes.c_int, pointer]
+        self._update.restype = None
+
+    def supports(self, grad: torch.dtype, param: torch.dtype | None) -> bool:
+        """A gradient in fp32 or in the parameter's own dtype."""
+        if param is None:
+            return grad == torch.float32
+        return param in (torch.bfloat16, torch.float16) and grad in (torch.float32, param)
+
+    def share(self, operands: Operands, step: int, hyper: Any, scale: float, tile_numel: int) -> Callable[[int], None]:
+        first, second = (*operands.moments, None, None)[:2]
+        param = operands.param
+        assert self.supports(operands.grad.dtype, None if param is None else param.dtype)
+        assert all(tensor.device.type == "cpu" for tensor in (operands.master, operands.grad))
+        numbers = self._numbers(step, hyper, scale)
+        next_tile = ctypes.c_int64(0)
+        arguments = (
+            ctypes.addressof(next_tile),
+            tile_numel,
+            len(operands),
+            operands.master.data_ptr(),
+            operands.grad.data_ptr(),
+            None if first is None else first.data_ptr(),
+            None if second is None else second.data_ptr(),
+            None if param is None else param.data_ptr(),
+            _NONE if scale == 0.0 else _TYPES[operands.grad.dtype],  # zero times infinity would be NaN
+            _NONE if param is None else _TYPES[param.dtype],
+            ctypes.addressof(numbers),
+        )
+        alive = (operands, numbers, next_tile)  # what the addresses point to
+
+        def work(_: int) -> None:
+            assert alive
+            self._update(*arguments)  # without Python's lock
+
+        return work

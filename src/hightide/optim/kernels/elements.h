@@ -1,0 +1,83 @@
+/* What every update is made of: types of elements, their conversions, and the way out of a strip.
+ *
+ * Compile with -ffp-contract=off: every fusion is written out, so a vector's body and its tail round alike, and a range
+ * may be cut anywhere. */
+
+#include <stdint.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#ifdef __FP_FAST_FMAF
+#define FMA(a, b, c) __builtin_fmaf((a), (b), (c))
+#else /* in software it would be a hundred times slower */
+#define FMA(a, b, c) ((a) * (b) + (c))
+#endif
+
+enum { NONE = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
+
+static inline uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* Conversions in integers, for any compiler, and so that loops over them become vectors. Rounding is to nearest, ties
+ * to even, as in torch. */
+
+static inline float from_half(uint16_t half) {
+    uint32_t magnitude = (uint32_t)(half & 0x7fff) << 13;
+    float finite = float_of(magnitude) * 0x1p112f; /* the exponent's new bias; exact, subnormal numbers too */
+    uint32_t bits = magnitude >= 0x0f800000 ? magnitude | 0x7f800000 : bits_of(finite);
+    return float_of(bits | (uint32_t)(half & 0x8000) << 16);
+}
+
+static inline uint16_t to_half(float value) {
+    uint32_t bits = bits_of(value), sign = bits & 0x80000000, magnitude = bits ^ sign;
+    uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+    uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000;
+    uint32_t normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    uint32_t half = magnitude >= 0x47800000 ? special : magnitude < 0x38800000 ? subnormal : normal;
+    return (uint16_t)(half | sign >> 16);
+}
+
+static inline uint16_t to_bfloat16(float value) {
+    uint32_t bits = bits_of(value);
+    return (uint16_t)(value != value ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+static inline __attribute__((always_inline)) float load(const void *from, int64_t i, int type) {
+    switch (type) {
+        case FLOAT32: return ((const float *)from)[i];
+        case BFLOAT16: return float_of((uint32_t)((const uint16_t *)from)[i] << 16);
+        case FLOAT16: return from_half(((const uint16_t *)from)[i]);
+        default: return 0.0f;
+    }
+}
+
+static inline __attribute__((always_inline)) void store(void *to, int64_t i, float value, int type) {
+    if (type == BFLOAT16) ((uint16_t *)to)[i] = to_bfloat16(value);
+    if (type == FLOAT16) ((uint16_t *)to)[i] = to_half(value);
+}
+
+/* The parameter is written and not read: an ordinary store would first fetch its line from memory, one byte in fifteen.
+ * So it is made in strips that stay in the cache, and streamed past it where the processor can. */
+
+enum { STRIP = 512 };
+
+static inline __attribute__((always_inline)) void stream(uint16_t *restrict to, const uint16_t *restrict strip, int64_t n) {
+#ifdef __AVX512F__
+    if (n == STRIP && ((uintptr_t)to & 63) == 0) {
+        for (int64_t i = 0; i < STRIP; i += 32) _mm512_stream_si512((void *)(to + i), _mm512_load_si512(strip + i));
+        return;
+    }
+#endif
+    memcpy(to, strip, (size_t)n * 2);
+}

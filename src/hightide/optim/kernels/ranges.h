@@ -1,0 +1,49 @@
+/* The entry of a kernel, NAME, around its `Hyper` and its `tile`. Threads share a range: each calls with the same
+ * arguments and takes tiles from `next` until none are left. A moment that the rule does not have is NULL. */
+
+#define AT(array, at) ((array) ? (array) + (at) : (array))
+
+static inline __attribute__((always_inline)) void strips(int64_t n, float *restrict master, const char *restrict grad,
+                                                         float *restrict first, float *restrict second,
+                                                         uint16_t *restrict param, Hyper h, int grad_type,
+                                                         int grad_size, int param_type) {
+    if (param_type == NONE) {
+        tile(n, master, grad, first, second, 0, h, grad_type, NONE);
+        return;
+    }
+    uint16_t strip[STRIP] __attribute__((aligned(64)));
+    for (int64_t at = 0; at < n; at += STRIP) {
+        int64_t count = n - at < STRIP ? n - at : STRIP;
+        tile(count, master + at, grad + at * grad_size, AT(first, at), AT(second, at), strip, h, grad_type, param_type);
+        stream(param + at, strip, count);
+    }
+#ifdef __AVX512F__
+    _mm_sfence(); /* whoever is told that the update is done finds it in memory */
+#endif
+}
+
+#define SIZE(type) ((type) == NONE ? 0 : (type) == FLOAT32 ? 4 : 2)
+#define CASE(g, p)                                                                                              \
+    case 4 * (g) + (p):                                                                                         \
+        strips(n, master + at, (const char *)grad + at * SIZE(g), AT(first, at), AT(second, at),                \
+               AT((uint16_t *)param, at), *hyper, g, SIZE(g), p);                                               \
+        break;
+
+void NAME(int64_t *next, int64_t tile_numel, int64_t numel, float *master, const void *grad, float *first,
+          float *second, void *param, int grad_type, int param_type, const Hyper *hyper) {
+    for (;;) {
+        int64_t at = __atomic_fetch_add(next, tile_numel, __ATOMIC_RELAXED);
+        if (at >= numel) return;
+        int64_t n = numel - at < tile_numel ? numel - at : tile_numel;
+        switch (4 * grad_type + param_type) {
+            CASE(NONE, NONE)
+            CASE(NONE, BFLOAT16)
+            CASE(FLOAT32, NONE)
+            CASE(FLOAT32, BFLOAT16)
+            CASE(BFLOAT16, BFLOAT16)
+            CASE(NONE, FLOAT16)
+            CASE(FLOAT32, FLOAT16)
+            CASE(FLOAT16, FLOAT16)
+        }
+    }
+}

@@ -1,0 +1,106 @@
+"""What a parameter is while its values are somewhere else: everything about it but its values.
+
+[Note: reading absent parameters] A regulariser over `model.parameters()`, a logged norm, a copy for an average: code
+outside of blocks that computes with parameters would get NaN, or the values before the last update, and a gradient
+that reaches no one. So while a parameter is not in use it has a subclass of its class, as an uninitialised parameter of
+torch has: shape, dtype and `.grad` are answered, computing raises and says what to call instead. While a block runs
+its parameters have their own class, so that blocks and torch.compile see nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import resolve_name
+from torch.utils._pytree import tree_leaves
+
+Disabled = torch._C.DisableTorchFunctionSubclass  # as a context: torch sees ordinary tensors
+METHODS = (
+    "__len__",
+    "dim",
+    "element_size",
+    "get_device",
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "is_inference",
+    "is_shared",
+    "is_signed",
+    "ndimension",
+    "nelement",
+    "numel",
+    "requires_grad_",
+    "size",
+    "storage_offset",
+    "stride",
+)
+VALUES = ("data", "T", "mT", "H", "mH", "real", "imag")  # properties that are values; the others describe
+_CONVERSIONS = ("to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type")
+CONVERSIONS = {getattr(Tensor, name) for name in _CONVERSIONS}
+_DESCRIBE = {getattr(Tensor, name) for name in METHODS}
+_DESCRIBE |= {torch.is_complex, torch.is_floating_point, torch.numel, torch._has_compatible_shallow_copy_type}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_OF_VALUES = {getattr(Tensor, name).__get__ for name in VALUES} | {_SET_DATA}
+
+REFUSAL = (
+    "{what} of the parameter {name!r}, whose values are elsewhere: hightide brings them in while its block runs. Read "
+    "a copy with model.get_submodule({module!r}).state_dict()[{leaf!r}], write with load_state_dict(), shrink weights by "
+    "the optimizer's weight_decay and not by a term of the loss, or make the model plain with hightide.unwrap(model)"
+)
+
+
+class AbsentParameter(nn.Parameter):
+    """See [Note: reading absent parameters]."""
+
+    hightide_names: Mapping[int, str]  # by the id of the parameter
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DESCRIBE or (type(func).__name__ == "method-wrapper" and func not in _OF_VALUES):
+            with Disabled():
+                return func(*args, **kwargs)
+        if func == _SET_DATA and args[0] is args[1]:  # model.to(where it is)
+            return None
+        if func in CONVERSIONS:
+            with Disabled():
+                result = func(*args, **kwargs)
+            if result is args[0] or isinstance(result, str):  # nothing to convert; or `p.type()`
+                return result
+        absent = next(_absent((args, kwargs)))
+        raise RuntimeError(refusal(_spoken(func), absent.hightide_names.get(id(absent), "?")))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        name = self.hightide_names.get(id(self), "?")
+        return (
+            f"Parameter {name!r} (shape={tuple(self.shape)}, dtype={self.dtype}; values elsewhere: model.state_dict())"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+
+def absent_class(original: type, names: Mapping[int, str]) -> type[nn.Parameter]:
+    """It keeps the class's name."""
+    bases = (AbsentParameter,) if original is nn.Parameter else (AbsentParameter, original)
+    body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "hightide_names": names}
+    return type(original)(original.__name__, bases, body)
+
+
+def refusal(what: str, name: str) -> str:
+    module, _, leaf = name.rpartition(".")
+    return REFUSAL.format(what=what, name=name, module=module, leaf=leaf)
+
+
+def _absent(values: Any) -> Iterator[AbsentParameter]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, AbsentParameter))
+
+
+def _spoken(func: Callable[..., Any]) -> str:
+    name = resolve_name(func) or getattr(func, "__name__", str(func))
+    return str(name).removesuffix(".__get__").replace(".__set__", " = ...")
