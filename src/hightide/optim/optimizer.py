@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from hightide.ir.plan import Update
+from hightide.machine import return_freed_memory
+from hightide.optim.masters import add_masters, take_masters
 from hightide.optim.rule import Rule, rule_for
 from hightide.optim.updates import ChunkUpdates
+from hightide.runtime.chunks import RETURN_BYTES
 from hightide.runtime.run import Run
 
 
@@ -68,18 +71,25 @@ class WrappedOptimizer(torch.optim.Optimizer):
                     moments = [moment.clone() for moment in self._updates.moments_of(key)]
                     self.state[param] = {"step": torch.tensor(float(steps)), **dict(zip(names, moments, strict=True))}
         try:
-            return super().state_dict()
+            return add_masters(super().state_dict(), self._run, self._params())
         finally:
             self.state.clear()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of a plain optimizer or of a wrapped one. Moments are taken as they are: torch would round them to the
+        parameters' dtype. Hooks see the groups only."""
         self._run.executor.wait_for_updates()
         shared = self.param_groups
-        super().load_state_dict(state_dict)
+        super().load_state_dict({**state_dict, "state": {}})
         shared[:] = self.param_groups
         self.param_groups = shared
-        self._take_states(self.state)
-        self.state.clear()
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = self._params()
+        states = state_dict["state"]
+        for key in self._updates.num_steps:
+            self._updates.reset(key)
+        self._take_states({param: states[index] for index, param in zip(saved, params, strict=True) if index in states})
+        take_masters(state_dict, self._run, params)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ValueError(
@@ -89,14 +99,29 @@ class WrappedOptimizer(torch.optim.Optimizer):
         )
 
     def _take_states(self, states: Any) -> None:
-        """Moves plain optimizer states into the chunks."""
-        for param, state in states.items():
-            key = self._run.keys[id(param)]
+        """Moves plain optimizer states into the chunks, out of `states`: they never exist twice."""
+        freed_bytes = 0
+        for param in list(states):
+            state = states.pop(param)
             if not state:
                 continue
+            key = self._run.keys[id(param)]
             self._updates.num_steps[key] = int(state["step"])
             for place, name in zip(self._updates.moments_of(key), self._rule.moment_names, strict=True):
+                if state[name].shape != place.shape:
+                    raise ValueError(
+                        f"the state {name!r} of {key!r} has the shape {tuple(state[name].shape)}, the parameter "
+                        f"{tuple(place.shape)}; it was saved by the optimizer of another model, or of other groups"
+                    )
                 place.copy_(state[name])
+                freed_bytes += place.nbytes
+            del state
+            if freed_bytes >= RETURN_BYTES:
+                return_freed_memory()
+                freed_bytes = 0
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     def _keys(self) -> list[str]:
         return [self._run.keys[id(param)] for group in self.param_groups for param in group["params"]]
@@ -129,5 +154,5 @@ def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> torch.optim.Opt
     wrapped._updates = ChunkUpdates(run.profile, rule, groups, run.chunks, run.gradients, run.lanes.sharers)
     run.performer.updates = wrapped._updates
     wrapped._take_states(original.state)
-    original.state.clear()
+    return_freed_memory()
     return wrapped

@@ -99,6 +99,13 @@ class ChunkUpdates:
         tier = self._chunks.states_tier(chunk)
         return [self._chunks.flat(chunk, ChunkKind.STATE, tier, array) for array in range(self._rule.num_moments)]
 
+    def reset(self, key: str) -> None:
+        """As before the first update."""
+        if self.num_steps[key]:
+            self.num_steps[key] = 0
+            for moment in self.moments_of(key):
+                moment.zero_()
+
     def moments_of(self, key: str) -> list[Tensor]:
         """Views of one parameter's moments, in its shape."""
         chunk, entry = self._chunks.places[key]
