@@ -52,19 +52,30 @@ class StoredTensor:
         self.fill(value)
         return value
 
+    def pieces(self) -> Iterator[Tensor]:
+        """All elements in order, in memory that the next piece overwrites."""
+        numel = prod(self.shape)
+        piece = torch.empty(min(PIECE_BYTES // self.dtype.itemsize, numel), dtype=self.dtype)
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.offset)
+            for start in range(0, numel, PIECE_BYTES // self.dtype.itemsize):
+                part = piece[: numel - start]
+                self._read_into(file.fileno(), part)
+                yield part
+
     def fill(self, target: Tensor) -> None:
         assert target.shape == self.shape and target.is_contiguous()
         flat = target.view(-1)
-        with torch.no_grad(), open(self.path, "rb", buffering=0) as file:
-            file.seek(self.offset)
-            if flat.dtype == self.dtype and flat.device.type == "cpu":
+        if flat.dtype == self.dtype and flat.device.type == "cpu":
+            with open(self.path, "rb", buffering=0) as file:
+                file.seek(self.offset)
                 self._read_into(file.fileno(), flat)
-                return
-            piece = torch.empty(min(PIECE_BYTES // self.dtype.itemsize, max(len(flat), 1)), dtype=self.dtype)
-            for start in range(0, len(flat), len(piece)):
-                part = piece[: len(flat) - start]
-                self._read_into(file.fileno(), part)
+            return
+        start = 0
+        with torch.no_grad():
+            for part in self.pieces():
                 flat[start : start + len(part)].copy_(part)
+                start += len(part)
 
     def _read_into(self, file: int, flat: Tensor) -> None:
         if not flat.nbytes:
@@ -107,3 +118,12 @@ def _stored(path: Path, entries: dict[str, Any], base: int) -> Iterator[StoredTe
         if stored.num_bytes != end - start or start < 0:
             raise ValueError(f"{name!r} has {end - start} bytes, its shape takes {stored.num_bytes}")
         yield stored
+
+
+def same_values(one: object, other: object) -> bool:
+    """Whether two stored tensors are equal, element by element."""
+    if not isinstance(one, StoredTensor) or not isinstance(other, StoredTensor):
+        return False
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return all(torch.equal(*pair) for pair in zip(one.pieces(), other.pieces(), strict=True))
