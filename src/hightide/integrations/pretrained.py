@@ -36,9 +36,9 @@ def from_pretrained(
     """A model of a Hugging Face folder (config.json and safetensors files) whose values stay in the files until `wrap`
     reads them, straight into its chunks: in RAM the model never exists beside them.
 
-    `dtype`: of the parameters; by default the config's, else the files'. `model_class`: a transformers class, by default
-    the one that the config names. Other options change the config, as in transformers. Like there, the model is in
-    evaluation mode: call `model.train()`. Until it is wrapped it cannot be called.
+    `dtype`: of the parameters; by default the config's, else the files'. `model_class`: a transformers class, by
+    default the one that the config names. Other options change the config, as in transformers. Like there, the model
+    is in evaluation mode: call `model.train()`. Until it is wrapped it cannot be called.
     """
     transformers = _transformers()
     path = Path(folder)
@@ -109,7 +109,7 @@ def _model_class(transformers: Any, config: Any, asked: Any) -> Any:
         mapping = getattr(asked, "_model_mapping", None)  # of an AutoModel class
         if mapping is None:
             return asked
-        if type(config) not in mapping.keys():
+        if type(config) not in mapping:
             raise ValueError(f"{asked.__name__} has no model for a {type(config).__name__}; pass another model_class")
         return mapping[type(config)]
     names = getattr(config, "architectures", None) or []

@@ -4,13 +4,15 @@
 PyTorch, or a transformers model's `initialize_weights()`. It may touch any parameter, its children's too. So it runs
 under a mode that gives a parameter real memory when an operation first touches it, and moves the oldest ones into
 their chunks when too much is real. Initialisers run in the order in which constructors would have called them
-(children first) and draw on the CPU: torch.manual_seed decides about the values, the plan does not.
+(children first) and draw on the CPU: torch.manual_seed decides about the values, the plan does not. A parameter that
+several modules own (a head tied to its embedding) has the values of the first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -58,7 +60,11 @@ def initialise(model: nn.Module, modules: list[nn.Module], keys: frozenset[str],
         with torch.no_grad(), real:
             for module in modules:
                 reset = _reset_of(module)
-                (module.initialize_weights if reset is None else reset)()  # type: ignore[operator]
+                if reset is None:
+                    module.initialize_weights()  # type: ignore[operator]
+                else:
+                    with real.keeping(module.parameters(recurse=False)):
+                        reset()
     finally:
         real.move_all()
         flags.restore()
@@ -77,6 +83,7 @@ class _Real(TorchFunctionMode):
         self._chunks = chunks
         self._keys = {id(chunks.parameters[key]): key for key in keys}
         self._held: dict[str, nn.Parameter] = {}  # real at present, oldest first
+        self._owned: set[str] = set()  # by a module that has initialised them
         self.unset = set(keys)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,6 +98,18 @@ class _Real(TorchFunctionMode):
             self._move(oldest)
         return func(*args, **(kwargs or {}))
 
+    @contextmanager
+    def keeping(self, own: Iterable[nn.Parameter]) -> Iterator[None]:
+        """While a module initialises its `own` parameters: those that another one has set before stay as they are."""
+        keys = [self._keys[id(param)] for param in own if id(param) in self._keys]
+        kept = {key: self._value(key) for key in keys if key in self._owned}
+        yield
+        for key, value in kept.items():
+            if key not in self._held:
+                self._make_real(key)
+            self._held[key].data = value
+        self._owned.update(keys)
+
     def move_all(self) -> None:
         for key in list(self._held):
             self._move(key)
@@ -100,9 +119,14 @@ class _Real(TorchFunctionMode):
         if key in self.unset:
             param.data = torch.full(param.shape, math.nan, dtype=param.dtype)
         else:
-            chunk, entry = self._chunks.places[key]
-            param.data = self._chunks.view_of(self._chunks.home(chunk), entry).to("cpu", copy=True)
+            param.data = self._value(key)
         self._held[key] = param
+
+    def _value(self, key: str) -> Tensor:
+        if key in self._held:
+            return self._held[key].data.clone()
+        chunk, entry = self._chunks.places[key]
+        return self._chunks.view_of(self._chunks.home(chunk), entry).to("cpu", copy=True)
 
     def _move(self, key: str) -> None:
         value = self._held.pop(key).data

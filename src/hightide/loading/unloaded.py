@@ -84,7 +84,7 @@ def parameters_on_meta() -> Iterator[None]:
             made[id(param)] = (ref(param), empty)
         return empty
 
-    handle = nn.modules.module.register_module_parameter_registration_hook(on_meta)
+    handle = nn.modules.module.register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
         yield
     finally:

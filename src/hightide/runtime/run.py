@@ -258,8 +258,8 @@ class Run:
         self._stepped_at_s = now_s
 
     def value_of(self, key: str, borrow: bool = False) -> Tensor:
-        """A copy of a parameter's present value. With `borrow` it is the very memory where it lies in RAM, to be read at
-        once; it looks as if it had a storage of its own, or writers of files would take all parameters for one."""
+        """A copy of a parameter's present value. With `borrow` it is the very memory where it lies in RAM, to be read
+        at once; it looks as if it had a storage of its own, or writers of files would take all parameters for one."""
         chunk, entry = self.chunks.places[key]
         self.executor.wait_for_update(chunk)
         value = self.chunks.view_of(self.chunks.home(chunk), entry).detach()
