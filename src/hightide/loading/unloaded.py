@@ -31,7 +31,8 @@ class Unloaded:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert isinstance(self, nn.Module)
-        if any(param.is_meta for param in self.parameters()):  # a probe of wrap sees others
+        # Not param.is_meta: a probe has put other parameters there, and takes any question for a use of them.
+        if any(id(param) in self.hightide_remembered.origins for param in self.parameters()):
             raise RuntimeError(
                 f"the values of this model are still in {self.hightide_remembered.source}: hightide.wrap(model, "
                 "optimizer, batch) reads them into its chunks. For a plain model use transformers' own from_pretrained"
