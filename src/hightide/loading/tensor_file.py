@@ -29,7 +29,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-PIECE_BYTES = 16 * 1024**2
+PIECE_BYTES = 4 * 1024**2  # larger ones would leave larger holes in the heap
 MAX_HEADER_BYTES = 100_000_000  # as the format's own reader
 
 
