@@ -10,6 +10,8 @@ from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.limits import Limits
 from hightide.ir.plan import GradientDtype, Plan, Update
+from hightide.loading.unloaded import forget
+from hightide.loading.values import first_values
 from hightide.machine import free_host_bytes
 from hightide.measured import Stats, read_stats
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
@@ -74,8 +76,12 @@ def wrap(
     check_modules(model, profile, sorted(probed.captured))
     transformers.prepare(model)
     checks = transformers.refuse_captures(model)
-    run = Run(model, profile, probed, plan, schedules, transformers.training_kwargs(model), checks, place, compile)
+    values = first_values(model)
+    forced = transformers.training_kwargs(model)
+    run = Run(model, profile, probed, plan, schedules, forced, checks, place, compile, values)
+    forget(model)
     wrapped = wrap_optimizer(optimizer, run)
+    run.settle()
     wrap_modules(run)
     return model, wrapped
 

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from hightide.ir.plan import Update
+from hightide.machine import return_freed_memory
+from hightide.optim.masters import add_masters, take_masters
 from hightide.optim.registry import rule_for
 from hightide.optim.rule import Rule
 from hightide.optim.updates import ChunkUpdates
+from hightide.runtime.chunks import RETURN_BYTES
 from hightide.runtime.run import Run
 
 
@@ -67,7 +70,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 if self._updates.num_steps[key]:
                     self.state[param] = self._state_of(key)
         try:
-            return super().state_dict()
+            return add_masters(super().state_dict(), self._run, self._params())
         finally:
             self.state.clear()
 
@@ -83,11 +86,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
         shared[:] = self.param_groups
         self.param_groups = shared
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        params = [param for group in shared for param in group["params"]]
+        params = self._params()
         states = state_dict["state"]
         for key in self._updates.num_steps:
             self._updates.reset(key)
         self._take_states({param: states[index] for index, param in zip(saved, params, strict=True) if index in states})
+        take_masters(state_dict, self._run, params)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ValueError(
@@ -104,17 +108,32 @@ class WrappedOptimizer(torch.optim.Optimizer):
             return state
         return {self._rule.step_name: torch.tensor(float(self._updates.num_steps[key])), **state}
 
-    def _take_states(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Moves plain optimizer states into the chunks."""
+    def _take_states(self, states: dict[Any, Any]) -> None:
+        """Moves plain optimizer states into the chunks, out of `states`: they never exist twice."""
         names, step_name = self._rule.moment_names, self._rule.step_name
         self._check_states(states.values())
-        for param, state in states.items():
+        freed_bytes = 0
+        for param in list(states):
+            state = states.pop(param)
             if _is_empty(state):
                 continue
             key = self._run.keys[id(param)]
             self._updates.num_steps[key] = 1 if step_name is None else int(state[step_name])
             for place, name in zip(self._updates.moments_of(key), names, strict=True):
+                if state[name].shape != place.shape:
+                    raise ValueError(
+                        f"the state {name!r} of {key!r} has the shape {tuple(state[name].shape)}, the parameter "
+                        f"{tuple(place.shape)}; it was saved by the optimizer of another model, or of other groups"
+                    )
                 place.copy_(state[name])
+                freed_bytes += place.nbytes
+            del state
+            if freed_bytes >= RETURN_BYTES:
+                return_freed_memory()
+                freed_bytes = 0
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
 
     def _check_states(self, states: Iterable[Mapping[str, Any]]) -> None:
         step_name = self._rule.step_name
@@ -162,5 +181,5 @@ def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> torch.optim.Opt
     wrapped._updates = ChunkUpdates(run.profile, rule, groups, run.chunks, run.gradients, run.lanes.sharers)
     run.performer.updates = wrapped._updates
     wrapped._take_states(original.state)
-    original.state.clear()
+    return_freed_memory()
     return wrapped

@@ -32,6 +32,7 @@ from hightide.planner.place import (
     staging_bytes,
 )
 from hightide.runtime.absent import absent_class
+from hightide.runtime.origin import Origin
 from hightide.runtime.residency import Copy, Residency
 from hightide.runtime.slots import SlotTable
 from hightide.runtime.staging import Staging
@@ -51,7 +52,13 @@ class Chunks:
     """Where every chunk's bytes are, on every tier."""
 
     def __init__(
-        self, profile: ModelProfile, plan: Plan, gpu: Accelerator, host: Store, parameters: Mapping[str, nn.Parameter]
+        self,
+        profile: ModelProfile,
+        plan: Plan,
+        gpu: Accelerator,
+        host: Store,
+        parameters: Mapping[str, nn.Parameter],
+        origins: Mapping[str, Origin] | None = None,
     ):
         self._plan = plan
         self.layout = plan.layout
@@ -94,7 +101,7 @@ class Chunks:
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self._made: dict[tuple[int, int | None, int | None], list[tuple[str, Tensor]]] = {}
         self._classes: dict[str, type] = {name: type(param) for name, param in parameters.items()}
-        self._load()
+        self._load(origins or {})
         self._hidden = self._hiding_classes({block.index for block in profile.blocks if block.loose})
         for name in parameters:
             self._hide(name)
@@ -228,12 +235,13 @@ class Chunks:
             raise RuntimeError(WRITTEN_WHILE_ABSENT.format(name=key))
 
     def store(self, key: str, value: Tensor) -> None:
-        """New values for a parameter, wherever copies of it are; nothing may be under way with its chunk."""
+        """New values for a parameter, wherever copies of it are; nothing may be under way with its chunk. A master copy
+        that rounds to these very values stays: it knows more than they do."""
         chunk, entry = self.places[key]
         self.view_of(self.home(chunk), entry).copy_(value)
-        spec = self.specs[chunk]
-        if spec.state_bytes and spec.has_master and entry.offset_numel < spec.optimised_numel:
-            self.view_of(self.master(chunk), entry).copy_(value)
+        master = self.master_of(key)
+        if master is not None and not rounds_to(master, value):
+            master.copy_(value)
         self.stale[chunk] = (chunk, ChunkKind.PARAM, Tier.HOST) in self._regions and not self.is_streamed(chunk)
         self.show(key)
         param = self.parameters[key]
@@ -290,19 +298,27 @@ class Chunks:
                 spec.state_bytes, "optimizer states"
             )
 
-    def _load(self) -> None:
-        """Moves the model's values into the chunks, one chunk at a time: the originals are freed on the way."""
+    def _load(self, origins: Mapping[str, Origin]) -> None:
+        """Moves the model's values into the chunks, one chunk at a time: the originals are freed on the way. Values
+        that are somewhere else are read straight into their places, and those that do not exist yet are zero."""
         freed_bytes = 0
         for spec in self.specs:
             home = self.home(spec.index)
-            home.zero_()
+            _zero(self.gpu if home.device.type != "cpu" else self.host, home)
             for entry in spec.params:
-                self.view_of(home, entry).copy_(self.parameters[entry.param].data)
+                if entry.param in origins:
+                    origins[entry.param].fill(self.view_of(home, entry))
+                elif not self.parameters[entry.param].is_meta:
+                    self.view_of(home, entry).copy_(self.parameters[entry.param].data)
             for entry in spec.params:
-                self.parameters[entry.param].data = self._absent[entry.param]
+                self._make_absent(entry.param)
             if spec.state_bytes:
+                tier = self.states_tier(spec.index)
                 for array in range(spec.num_states):
-                    self.flat(spec.index, ChunkKind.STATE, self.states_tier(spec.index), array).zero_()
+                    _zero(
+                        self.gpu if tier is Tier.GPU else self.host,
+                        self.flat(spec.index, ChunkKind.STATE, tier, array),
+                    )
                 if spec.has_master:
                     self.master(spec.index).copy_(home[: spec.optimised_numel])
             if not self.is_streamed(spec.index):
@@ -315,9 +331,46 @@ class Chunks:
                 return_freed_memory()
                 freed_bytes = 0
 
+    def _make_absent(self, key: str) -> None:
+        """A meta parameter refuses other data. Its contents are swapped, so that it stays the object that the optimizer
+        knows."""
+        param = self.parameters[key]
+        if param.is_meta:
+            torch.utils.swap_tensors(param, nn.Parameter(self._absent[key], requires_grad=param.requires_grad))
+        else:
+            param.data = self._absent[key]
+
     def master(self, chunk: int) -> Tensor:
         """What the update works on, fp32: the home itself, or the master copy (the last STATE array)."""
         spec = self.specs[chunk]
         if not spec.has_master:
             return self.home(chunk)[: spec.optimised_numel]
         return self.flat(chunk, ChunkKind.STATE, self.states_tier(chunk), spec.num_states - 1)
+
+    def master_of(self, key: str) -> Tensor | None:
+        """The fp32 master copy of one parameter, in its shape; None where the parameter is its own."""
+        chunk, entry = self.places[key]
+        spec = self.specs[chunk]
+        if not (spec.state_bytes and spec.has_master and entry.offset_numel < spec.optimised_numel):
+            return None
+        return self.view_of(self.master(chunk), entry)
+
+    def restore_master(self, key: str, saved: Tensor) -> bool:
+        """Takes a saved master copy, if it is one of the parameter's present values."""
+        chunk, entry = self.places[key]
+        master, value = self.master_of(key), self.view_of(self.home(chunk), entry)
+        if master is None or saved.shape != value.shape or not rounds_to(saved, value):
+            return False
+        master.copy_(saved)
+        return True
+
+
+def rounds_to(master: Tensor, value: Tensor) -> bool:
+    """Whether these are the values of which `master` is the exact original."""
+    return torch.equal(master.to(value.dtype), value.to(master.device))
+
+
+def _zero(store: Store, fresh: Tensor) -> None:
+    """Zeros written over zeros would make memory real before it is needed."""
+    if not store.starts_zeroed:
+        fresh.zero_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 import warnings
 from collections import Counter
@@ -30,6 +31,7 @@ from hightide.runtime.compiled import CompiledForwards
 from hightide.runtime.executor import Executor, Tick
 from hightide.runtime.gradients import Gradients
 from hightide.runtime.lanes import Lanes
+from hightide.runtime.origin import FirstValues
 from hightide.runtime.performer import Performer
 from hightide.runtime.placeholder import GradientPlaceholder
 from hightide.stores.base import ALIGN_BYTES, Accelerator
@@ -51,6 +53,7 @@ class Run:
         check_call: Callable[[Mapping[str, Any]], None],
         device: torch.device = rng.CPU,
         compile: bool = False,
+        first_values: FirstValues | None = None,
     ) -> None:
         self.model, self.profile, self.plan = model, profile, plan
         self.probed = probed
@@ -63,12 +66,14 @@ class Run:
         self.keys = {id(param): key for key, param in self.parameters.items()}
 
         self.gpu, self.host = _stores(profile, plan, schedules, device)
-        self._device_before = next((param.device for param in model.parameters()), rng.CPU)
+        devices = (param.device for param in model.parameters() if not param.is_meta)
+        self._device_before = next(devices, rng.CPU)
+        first_values = first_values or FirstValues()
+        self.chunks = Chunks(profile, plan, self.gpu, self.host, self.parameters, first_values.origins)
+        if first_values.initialise is not None:
+            first_values.initialise(self.chunks)
         self._move_buffers()
         self.lanes = Lanes(device=device if device.type == "cuda" else None)
-        self.chunks = Chunks(profile, plan, self.gpu, self.host, self.parameters)
-        self.host.pin()
-        self.gpu.enforce_limit()
         self.gradients = Gradients(profile, self.chunks, plan.update)
         self.stashes = Stashes(self.gpu, self.host)
         self.performer = Performer(self.chunks, self.gradients, self.stashes, self.lanes.streams.fence)
@@ -77,6 +82,8 @@ class Run:
 
         self.anchor = torch.empty(0, device=device, requires_grad=True)
         self.anchor_edge = get_gradient_edge(self.anchor)
+        self.lends = False  # see borrowed()
+        self.loaded_masters: dict[str, Tensor] = {}  # since the last step: their parameters may be loaded after them
         self.num_passes = 0
         self.num_steps = 0
         self.step_s = 0.0
@@ -88,6 +95,12 @@ class Run:
         self._root_depth = 0
         self._root_batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._end_queued = False
+
+    def settle(self) -> None:
+        """Once all values are in their places, the optimizer's too: fixes memory there. Earlier, what is still to move
+        in would exist twice."""
+        self.host.pin()
+        self.gpu.enforce_limit()
 
     # -- the model's own forward ----------------------------------------------------------------------------------
 
@@ -237,17 +250,35 @@ class Run:
     def step(self) -> None:
         ready = [spec.index for spec in self.chunks.specs if spec.optimised_numel and self.gradients.ready(spec.index)]
         self.executor.step(ready)
+        self.loaded_masters.clear()
         self.num_steps += 1
         now_s = time.perf_counter()
         if self._stepped_at_s is not None:
             self.step_s = now_s - self._stepped_at_s
         self._stepped_at_s = now_s
 
-    def value_of(self, key: str) -> Tensor:
-        """A copy of a parameter's present value."""
+    def value_of(self, key: str, borrow: bool = False) -> Tensor:
+        """A copy of a parameter's present value. With `borrow` it is the very memory where it lies in RAM, to be read
+        at once; it looks as if it had a storage of its own, or writers of files would take all parameters for one."""
         chunk, entry = self.chunks.places[key]
         self.executor.wait_for_update(chunk)
-        return self.chunks.view_of(self.chunks.home(chunk), entry).detach().to("cpu", copy=True)
+        value = self.chunks.view_of(self.chunks.home(chunk), entry).detach()
+        return alone(value) if borrow and value.device.type == "cpu" else value.to("cpu", copy=True)
+
+    @contextmanager
+    def borrowed(self) -> Iterator[None]:
+        """Inside, state dicts have the memory of the chunks itself. Nothing may train meanwhile."""
+        before, self.lends = self.lends, True
+        try:
+            yield
+        finally:
+            self.lends = before
+
+    def store(self, key: str, value: Tensor) -> None:
+        """New values for a parameter, from a state dict."""
+        self.chunks.store(key, value)
+        if (master := self.loaded_masters.get(key)) is not None:
+            self.chunks.restore_master(key, master)
 
     def close(self) -> None:
         """Gives the parameters back their values and frees everything else. The model is plain again."""
@@ -294,6 +325,13 @@ def _stores(
     rounding_bytes = 2 * ALIGN_BYTES  # of the two pools of slots
     gpu = CudaAccelerator(plan.gpu_limit_bytes, device, slab_bytes + rounding_bytes if slab_bytes else 0)
     return gpu, PinnedArena(max(plan.host_limit_bytes, ALIGN_BYTES), max(host_bytes, ALIGN_BYTES))
+
+
+def alone(value: Tensor) -> Tensor:
+    """The same memory under a storage that begins and ends with this tensor. Nothing keeps the memory alive."""
+    assert value.is_contiguous()
+    memory = (ctypes.c_uint8 * value.nbytes).from_address(value.data_ptr())
+    return torch.frombuffer(memory, dtype=value.dtype).view(value.shape)
 
 
 def _by_key(model: nn.Module, profile: ModelProfile) -> dict[str, nn.Parameter]:

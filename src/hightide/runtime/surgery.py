@@ -37,18 +37,23 @@ class Wrapped:
         fill_values(self.hightide_run, self, values, prefix)
         return values
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         """As plain PyTorch loads: into real values, which then go to wherever the parameters live."""
         assert isinstance(self, nn.Module)
+        if local_metadata.get("assign_to_params_buffers", False):
+            raise ValueError(
+                "load_state_dict(assign=True) would replace parameters that live in hightide's chunks; leave assign "
+                "out: values are copied to where they live, one module at a time"
+            )
         mine = {self.hightide_run.keys[id(param)]: param for param in self._parameters.values() if param is not None}
         for key, param in mine.items():
             self.hightide_run.chunks.show(key)
             param.data = self.hightide_run.value_of(key)
         try:
-            super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
         finally:
             for key, param in mine.items():
-                self.hightide_run.chunks.store(key, param.data)
+                self.hightide_run.store(key, param.data)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise RuntimeError(
@@ -62,6 +67,17 @@ class Wrapped:
             "or use "
             "model.save_pretrained(folder)."
         )
+
+
+class SavesInPlace:
+    """Mixed into the class of a module that can write itself to a folder, as those of transformers and PEFT."""
+
+    hightide_run: Run
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Files are written from where the values lie: a copy of a model that hardly fits would not fit."""
+        with self.hightide_run.borrowed():
+            return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 
 class WrappedRoot(Wrapped):
@@ -153,7 +169,7 @@ def wrap_modules(run: Run) -> None:
 def unwrap_modules(model: nn.Module) -> None:
     for module in model.modules():
         while isinstance(module, Wrapped):
-            module.__class__ = type(module).__bases__[1]
+            module.__class__ = type(module).__bases__[-1]
 
 
 def run_of(model: nn.Module) -> Run | None:
@@ -169,7 +185,7 @@ def fill_values(run: Run, module: nn.Module, values: dict[str, Any], prefix: str
         if key is None or name not in values:
             continue
         if key not in copies:
-            copies[key] = run.value_of(key)
+            copies[key] = run.value_of(key, borrow=run.lends)
         values[name] = copies[key]
 
 
@@ -200,4 +216,5 @@ def _swap(module: nn.Module, mixin: type, attributes: dict[str, Any]) -> None:
 def _subclass(original: type, mixin: type, attributes: dict[str, Any]) -> type:
     """It keeps the class's name: transformers writes it into a saved config."""
     body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    return type(original.__name__, (mixin, original), {**body, **attributes})
+    savers = (SavesInPlace,) if hasattr(original, "save_pretrained") else ()
+    return type(original.__name__, (*savers, mixin, original), {**body, **attributes})

@@ -16,6 +16,8 @@ _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux
 
 
 class ArenaStore(Store):
+    starts_zeroed = True
+
     def __init__(self, tier: Tier, capacity_bytes: int, huge_bytes: int = 0) -> None:
         """`huge_bytes`: how much of the mapping's beginning is surely used: a single touched byte makes a huge page
         real."""

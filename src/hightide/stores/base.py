@@ -80,6 +80,8 @@ class Store(ABC):
     A region occupies a multiple of ALIGN_BYTES, and that is what counts as used.
     """
 
+    starts_zeroed = False  # True: what was never written reads as zero, and takes no memory until then
+
     def __init__(self, tier: Tier, capacity_bytes: int) -> None:
         if capacity_bytes <= 0:
             raise ValueError(f"a store of {capacity_bytes} bytes on {tier}: the capacity must be more than zero bytes")

@@ -1,0 +1,1 @@
+"""Where a model's first values come from: files, read straight into chunks, or its own initialisers."""

@@ -1,0 +1,24 @@
+"""Which parameters have no values yet, and where these will come from."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import nn
+
+from hightide.loading.initial import check_initialisers, initialise, initialised_modules
+from hightide.loading.unloaded import origins_in
+from hightide.runtime.origin import FirstValues
+
+
+def first_values(model: nn.Module) -> FirstValues:
+    """ValueError where a parameter or a buffer could not get values. The model is not touched."""
+    known = origins_in(model)
+    missing = {name: param for name, param in model.named_parameters() if param.is_meta}
+    origins = {name: known[id(param)] for name, param in missing.items() if id(param) in known}
+    rest = {name: param for name, param in missing.items() if name not in origins}
+    if not rest and not any(buffer.is_meta for buffer in model.buffers()):
+        return FirstValues(origins)
+    check_initialisers(model, rest)
+    modules = list(initialised_modules(model))
+    return FirstValues(origins, partial(initialise, model, modules, frozenset(rest)))

@@ -1,0 +1,44 @@
+"""Master copies in an optimizer's state dict.
+
+[Note: masters in a state dict] A 16-bit parameter is updated in fp32, on a master copy of which it is the rounded
+image. Plain PyTorch has no such thing, so it has no place in the layout of its states; but `load_state_dict` ignores
+what else lies beside them. There the masters go, under KEY: a wrapped run resumes with the same bits, a plain one
+takes the rest. A master counts only while it rounds to the parameter's present values: one that other training has
+made obsolete is dropped, and the parameter itself becomes the master, as in `wrap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hightide.runtime.run import Run
+
+KEY = "hightide_masters"  # parameter index, as in "state" -> fp32 tensor
+
+
+def add_masters(state_dict: dict[str, Any], run: Run, params: Sequence[Tensor]) -> dict[str, Any]:
+    """With copies of the masters of all `params`, in the order of the state dict's own indices."""
+    masters = {}
+    for index, param in zip(_indices(state_dict), params, strict=True):
+        if (master := run.chunks.master_of(run.keys[id(param)])) is not None:
+            masters[index] = master.detach().to("cpu", copy=True)
+    return {**state_dict, KEY: masters} if masters else state_dict
+
+
+def take_masters(state_dict: Mapping[str, Any], run: Run, params: Sequence[Tensor]) -> None:
+    """Those whose parameters have other values now may fit later: a model's own state may be loaded after this one."""
+    saved: Mapping[int, Tensor] = state_dict.get(KEY, {})
+    run.loaded_masters.clear()
+    for index, param in zip(_indices(state_dict), params, strict=True):
+        if index in saved:
+            key = run.keys[id(param)]
+            if not run.chunks.restore_master(key, saved[index]):
+                run.loaded_masters[key] = saved[index]
+
+
+def _indices(state_dict: Mapping[str, Any]) -> Iterator[int]:
+    for group in state_dict["param_groups"]:
+        yield from group["params"]

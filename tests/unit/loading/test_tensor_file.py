@@ -1,0 +1,104 @@
+"""Tensors are read from safetensors files as the format's own reader reads them, into memory that exists already."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hightide.loading import tensor_file
+from hightide.loading.tensor_file import read_header, same_values
+
+
+def tensors() -> dict[str, Tensor]:
+    return {
+        "matrix": torch.randn(7, 11),
+        "half": torch.randn(5, 3).to(torch.bfloat16),
+        "steps": torch.arange(9),
+        "flag": torch.tensor([True, False]),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4),
+    }
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    save_file(tensors(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path / "model.safetensors"
+
+
+def test_all_tensors_are_found_and_read(tmp_path: Path) -> None:
+    values = tensors()
+    save_file(values, tmp_path / "file", metadata={"format": "pt"})
+    stored = read_header(tmp_path / "file")
+    assert set(stored) == set(values)
+    for name, value in values.items():
+        assert (stored[name].shape, stored[name].dtype) == (tuple(value.shape), value.dtype)
+        assert torch.equal(stored[name].read(), value), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_values_are_converted_piece_by_piece(
+    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = torch.randn(13, 17)
+    save_file({"x": value}, tmp_path / "file")
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 100)  # 25 elements: the last piece is shorter
+    target = torch.full((13, 17), float("nan"), dtype=dtype)
+    read_header(tmp_path / "file")["x"].fill(target)
+    assert torch.equal(target, value.to(dtype))
+
+
+def test_reading_fills_only_its_own_place(file: Path) -> None:
+    flat = torch.full((100,), 7.0)
+    stored = read_header(file)["matrix"]
+    stored.fill(flat[10:87].view(7, 11))
+    assert torch.equal(flat[10:87].view(7, 11), stored.read())
+    assert bool((flat[:10] == 7).all()) and bool((flat[87:] == 7).all())
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 8, 100, -1])
+def test_a_damaged_file_is_refused(file: Path, num_bytes: int) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[:num_bytes])
+    with pytest.raises(ValueError, match="copy it again"):
+        read_header(file)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}, "F8_E4M3"),
+        ({"dtype": "F32", "shape": [4], "data_offsets": [0, 4]}, "has 4 bytes, its shape takes 16"),
+        ({"dtype": "F32", "shape": [4]}, "data_offsets"),
+    ],
+)
+def test_a_strange_header_is_refused(tmp_path: Path, entry: dict[str, object], message: str) -> None:
+    header = json.dumps({"x": entry}).encode()
+    path = tmp_path / "file"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
+    with pytest.raises(ValueError, match=message):
+        read_header(path)
+
+
+def test_a_file_that_shrinks_meanwhile_is_an_error(file: Path) -> None:
+    stored = read_header(file)
+    last = max(stored.values(), key=lambda one: one.offset + one.num_bytes)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="ends 1 bytes before"):
+        last.read()
+
+
+def test_same_values(tmp_path: Path) -> None:
+    value = torch.randn(6, 6)
+    other = value.clone()
+    other[-1, -1] += 1
+    save_file({"a": value, "b": value.clone(), "c": other, "d": value.double()}, tmp_path / "file")
+    stored = read_header(tmp_path / "file")
+    assert same_values(stored["a"], stored["b"])
+    assert not same_values(stored["a"], stored["c"])
+    assert not same_values(stored["a"], stored["d"])
