@@ -151,6 +151,15 @@ def test_parameters_are_known_whatever_is_built_around_the_model(tmp_path: Path)
     assert bool(model(**batch).loss.isfinite())
 
 
+def test_parameters_added_on_the_meta_device_are_refused(tmp_path: Path) -> None:
+    """PEFT puts adapters where the base is. Initialised like any layer they would change what the model computes."""
+    folder, batch = save(models.llama, tmp_path)
+    model: Any = hightide.from_pretrained(folder)
+    model.model.layers[0].adapter = nn.Linear(4, 4, device="meta")
+    with pytest.raises(ValueError, match=r"2 parameters .*layers\.0\.adapter\.weight.*before hightide\.wrap"):
+        wrap(model, make_optimizer(model), batch, **WRAP)
+
+
 def test_it_cannot_be_called_or_copied_before_it_is_wrapped(tmp_path: Path) -> None:
     folder, batch = save(models.llama, tmp_path)
     model = hightide.from_pretrained(folder)
@@ -248,7 +257,7 @@ def test_folders_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"1 of {shards} files .* are missing: model-00001"):
         hightide.from_pretrained(folder)
     index.unlink()
-    with pytest.raises(ValueError, match="neither model.safetensors nor"):
+    with pytest.raises(ValueError, match=r"neither model\.safetensors nor"):
         hightide.from_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "elsewhere").rename(folder / "model.safetensors")
