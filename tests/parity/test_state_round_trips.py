@@ -36,9 +36,17 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]
     return losses
 
 
-@pytest.mark.parametrize("how", ["before", "after"])
-@pytest.mark.parametrize("first", ["plain", "wrapped"])
-@pytest.mark.parametrize("name", ["llama_tied", pytest.param("gpt2", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("name", "first", "how"),
+    [
+        ("llama_tied", "plain", "before"),
+        ("llama_tied", "wrapped", "after"),
+        pytest.param("llama_tied", "plain", "after", marks=pytest.mark.long),
+        pytest.param("llama_tied", "wrapped", "before", marks=pytest.mark.long),
+        pytest.param("gpt2", "plain", "after", marks=pytest.mark.long),
+        pytest.param("gpt2", "wrapped", "before", marks=pytest.mark.long),
+    ],
+)
 def test_plain_and_wrapped_take_turns(name: str, first: str, how: str) -> None:
     """Five steps each, three times, through state dicts; `how`: states are loaded before or after wrapping."""
     subject = SUBJECTS[name]
@@ -253,8 +261,16 @@ def test_hooks_on_the_optimizers_state_run() -> None:
     assert seen == ["saved", "loaded"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "vit"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama_tied", torch.bfloat16),
+        ("gpt2", torch.float32),
+        pytest.param("vit", torch.float32, marks=pytest.mark.long),
+        pytest.param("llama_tied", torch.float32, marks=pytest.mark.long),
+        pytest.param("gpt2", torch.bfloat16, marks=pytest.mark.long),
+    ],
+)
 def test_save_pretrained_writes_the_same_files(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     subject = SUBJECTS[name]
     model, example = subject.build(num_samples=7)
