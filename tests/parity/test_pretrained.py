@@ -57,7 +57,9 @@ def save(build: Any, folder: Path, max_shard_size: str = "60KB", **options: Any)
     return folder, batch
 
 
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in ("llama", "vit") else []) for name in BUILDS]
+)
 def test_all_values_are_those_that_transformers_loads(name: str, tmp_path: Path) -> None:
     folder, batch = save(BUILDS[name], tmp_path)
     kind = type(BUILDS[name]()[0])
@@ -80,8 +82,7 @@ def test_all_values_are_those_that_transformers_loads(name: str, tmp_path: Path)
         assert torch.equal(plain(**batch).loss, expected(**batch).loss)
 
 
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
+@pytest.mark.parametrize(("name", "update"), [("llama_tied", "deferred"), ("gpt2", "in_backward")])
 def test_it_trains_as_the_plain_model_does(name: str, update: str, tmp_path: Path) -> None:
     subject = SUBJECTS[name]
     folder, example = save(partial(subject.build, num_samples=7), tmp_path)
@@ -92,8 +93,9 @@ def test_it_trains_as_the_plain_model_does(name: str, update: str, tmp_path: Pat
     assert_parity(plain, wrapped)
 
 
-@pytest.mark.parametrize("shards", ["60KB", "1GB"])
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16, "float32", "auto"])
+@pytest.mark.parametrize(
+    ("dtype", "shards"), [(None, "60KB"), (torch.bfloat16, "1GB"), ("float32", "60KB"), ("auto", "1GB")]
+)
 def test_dtype_is_the_configs_or_the_one_asked_for(dtype: Any, shards: str, tmp_path: Path) -> None:
     model, batch = models.llama()
     model.to(torch.float16).save_pretrained(tmp_path, max_shard_size=shards)  # type: ignore[operator]
@@ -149,6 +151,15 @@ def test_parameters_are_known_whatever_is_built_around_the_model(tmp_path: Path)
     for key, value in models.llama()[0].state_dict().items():
         assert torch.equal(values["inner." + key.replace("up_proj.", "up_proj.base_layer.")], value), key
     assert bool(model(**batch).loss.isfinite())
+
+
+def test_parameters_added_on_the_meta_device_are_refused(tmp_path: Path) -> None:
+    """PEFT puts adapters where the base is. Initialised like any layer they would change what the model computes."""
+    folder, batch = save(models.llama, tmp_path)
+    model: Any = hightide.from_pretrained(folder)
+    model.model.layers[0].adapter = nn.Linear(4, 4, device="meta")
+    with pytest.raises(ValueError, match=r"2 parameters .*layers\.0\.adapter\.weight.*before hightide\.wrap"):
+        wrap(model, make_optimizer(model), batch, **WRAP)
 
 
 def test_it_cannot_be_called_or_copied_before_it_is_wrapped(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import nn
 
-from hightide.loading.initial import check_initialisers, initialise, initialised_modules
+from hightide.loading.initial import NAMED, check_initialisers, initialise, initialised_modules
 from hightide.loading.unloaded import origins_in
 from hightide.runtime.origin import FirstValues
 
@@ -19,6 +19,12 @@ def first_values(model: nn.Module) -> FirstValues:
     rest = {name: param for name, param in missing.items() if name not in origins}
     if not rest and not any(buffer.is_meta for buffer in model.buffers()):
         return FirstValues(origins)
+    if origins and rest:  # such as adapters: initialising them like any other part would change what the model computes
+        raise ValueError(
+            f"{len(rest)} parameters on the meta device were added to a model of hightide.from_pretrained and have no "
+            f"values ({', '.join(list(rest)[:NAMED])}): give them values on the CPU before hightide.wrap, or load the "
+            "model with transformers' own from_pretrained"
+        )
     check_initialisers(model, rest)
     modules = list(initialised_modules(model))
     return FirstValues(origins, partial(initialise, model, modules, frozenset(rest)))

@@ -263,7 +263,8 @@ class Run:
         chunk, entry = self.chunks.places[key]
         self.executor.wait_for_update(chunk)
         value = self.chunks.view_of(self.chunks.home(chunk), entry).detach()
-        return alone(value) if borrow and value.device.type == "cpu" else value.to("cpu", copy=True)
+        has_memory = value.device.type == "cpu" and value.numel() > 0
+        return alone(value) if borrow and has_memory else value.to("cpu", copy=True)
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:

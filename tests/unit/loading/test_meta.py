@@ -101,7 +101,9 @@ def test_a_parent_that_initialises_its_children_has_the_last_word() -> None:
     assert float(model(batch()).detach()) < before
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2", "t5", "bert", "vit"])
+@pytest.mark.parametrize(
+    "name", ["llama_tied", "gpt2", "t5", *(pytest.param(name, marks=pytest.mark.long) for name in ("bert", "vit"))]
+)
 def test_a_transformers_model_gets_what_its_init_weights_gives(name: str) -> None:
     expected, example = models.ZOO[name]()
     kind, config = type(expected), expected.config
