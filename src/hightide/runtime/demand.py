@@ -83,7 +83,8 @@ class Demands:
         self._gradients.exits[chunk] = ticket
 
     def update(self, chunk: int) -> None:
-        earlier = (self._gradients.exits.get(chunk), self._gradients.updates.get(chunk))
+        flight = self._flight.fetches.get(chunk)  # a copy may still be reading what the update writes
+        earlier = (self._gradients.exits.get(chunk), self._gradients.updates.get(chunk), flight)
         after = [ticket for ticket in earlier if ticket is not None]
         work = self._performer.update(chunk)
         name = f"update.{chunk}"

@@ -310,6 +310,10 @@ class Executor:
         after += [self._flight.latest[name] for name in action.after_prev if name in self._flight.latest]
         if action.op is Op.UPDATE and action.chunk in self.gradients.exits:  # it may have left off the plan
             after.append(self.gradients.exits[action.chunk])
+        if (
+            action.op is Op.UPDATE and action.chunk in self._flight.fetches
+        ):  # a copy may still be reading what it writes
+            after.append(self._flight.fetches[action.chunk])
         work = self.performer.prepare(action)
         ticket = self.lanes.submit(action.id, lane, action.tick, [*after, *self._flight.moment(lane)], work)
         current.tickets[action.id] = ticket

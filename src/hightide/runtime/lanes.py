@@ -19,6 +19,7 @@ number afterwards.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -59,10 +60,12 @@ def default_update_threads() -> int:
 class EventFence:
     """A point in one CUDA stream."""
 
-    __slots__ = ("_device", "_event")
+    __slots__ = ("_device", "_event", "number")
+    _numbers = itertools.count()
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
+        self.number = next(self._numbers)
         self._event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
         self._event.record(stream)
 

@@ -98,17 +98,19 @@ class State:
 
 
 class Watcher:
-    """Fences that something on the host waits for, in the order of their stream."""
+    """Fences that something on the host waits for, in the order in which they were set: so they pass."""
 
     def __init__(self, state: State) -> None:
         self.state = state
         self._condition = threading.Condition(state.lock)
         state.conditions.append(self._condition)
-        self._watched: deque[tuple[Ticket, Callable[[], object]]] = deque()
+        self._watched: list[tuple[int, int, Ticket, Callable[[], object]]] = []
+        self._orders = itertools.count()
 
     def watch(self, ticket: Ticket, then: Callable[[], object]) -> None:
         with self.state.lock:
-            self._watched.append((ticket, then))
+            number = ticket.fence.number if ticket.fence is not None else 0
+            heapq.heappush(self._watched, (number, next(self._orders), ticket, then))
             self._condition.notify()
 
     def take(self) -> tuple[Ticket, Callable[[], object]] | None:
@@ -118,7 +120,7 @@ class Watcher:
                 if self.state.closing:
                     return None
                 self._condition.wait()  # idle: nobody waits for it; watch and close wake it
-            return self._watched.popleft()
+            return heapq.heappop(self._watched)[2:]
 
 
 class Queue:
@@ -151,7 +153,9 @@ class Queue:
     def add(self, task: Task, after: Sequence[Ticket]) -> None:
         waits_for = tuple(ticket for ticket in after if self._is_pending(ticket))
         with self.state.lock:
-            task.after = tuple(ticket for ticket in after if ticket.fence is not None or not ticket.done)
+            task.after = tuple(
+                ticket for ticket in after if not ticket.done or ticket.fence is not None
+            )  # in this order
             task.waits_for, task.num_pending = waits_for, len(waits_for)
             self._push(task)
             if not waits_for:
@@ -208,7 +212,9 @@ class Queue:
                 self.condition.notify()
 
     def _timeout(self, task: Task) -> TimeoutError:
-        missing = ", ".join(repr(ticket.label) for ticket in task.waits_for if not ticket.done)
+        missing = ", ".join(
+            repr(ticket.label) for ticket in task.waits_for if not ticket.done or ticket.fence is not None
+        )
         return TimeoutError(f"{task.id!r} on the lane {task.lane} waited {self.timeout_s:g} s for {missing}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -32,9 +33,10 @@ def usable(logits: Tensor) -> bool:
 def measure(logits: Tensor, index: Tensor, maximum: Tensor, total: Tensor, target: Tensor) -> None:
     """For each row its maximum, the sum of exp(logit - maximum), and the log-probability of the class at `index`. All
     but the logits are columns."""
-    _measure[(len(logits),)](
-        logits, index, maximum, total, target, logits.stride(0), logits.shape[1], BLOCK=BLOCK, num_warps=16
-    )
+    with _on(logits):
+        _measure[(len(logits),)](
+            logits, index, maximum, total, target, logits.stride(0), logits.shape[1], BLOCK=BLOCK, num_warps=16
+        )
 
 
 def write_gradient(
@@ -44,19 +46,16 @@ def write_gradient(
     elsewhere. `out` may be the logits."""
     assert out.stride(1) == 1
     grid = (len(logits), triton.cdiv(logits.shape[1], BLOCK))
-    _gradient[grid](
-        logits,
-        index,
-        maximum,
-        total,
-        at_target,
-        out,
-        logits.stride(0),
-        out.stride(0),
-        logits.shape[1],
-        BLOCK=BLOCK,
-        num_warps=8,
-    )
+    strides = logits.stride(0), out.stride(0)
+    with _on(logits):
+        _gradient[grid](
+            logits, index, maximum, total, at_target, out, *strides, logits.shape[1], BLOCK=BLOCK, num_warps=8
+        )
+
+
+def _on(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 if triton is not None:
@@ -76,7 +75,9 @@ if triton is not None:
             sums = sums * tl.exp(top - finite) + tl.exp(x - finite)
             top = higher
         sum_of_row = tl.sum(sums, 0)
-        chosen = tl.load(first + tl.load(index + row)).to(tl.float32)
+        at = tl.load(index + row)
+        known = (at >= 0) & (at < num_classes)  # torch's own kernels would stop the device; here it shows as NaN
+        chosen = tl.where(known, tl.load(first + at, mask=known, other=0.0).to(tl.float32), float("nan"))
         tl.store(maximum + row, top)
         tl.store(total + row, sum_of_row)
         tl.store(target + row, (chosen - top) - tl.log(sum_of_row))
@@ -92,7 +93,8 @@ if triton is not None:
         gradient = tl.load(at_target + row)
         probability = tl.exp(x - tl.load(maximum + row)) / tl.load(total + row)
         at = tl.load(index + row)
-        result = tl.where(columns == at, gradient, 0.0) - probability * gradient
+        known = (at >= 0) & (at < num_classes)
+        result = tl.where(columns == at, gradient, 0.0) - probability * tl.where(known, gradient, float("nan"))
         tl.store(out + row * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
 
 

@@ -30,6 +30,8 @@ class ArenaStore(Store):
         if huge_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without them: pages stay small
                 mapping.madvise(mmap.MADV_HUGEPAGE, 0, huge_bytes)
+        if hasattr(mmap, "MADV_DONTFORK"):  # a worker of a DataLoader would make every page that is written exist twice
+            mapping.madvise(mmap.MADV_DONTFORK)
         # The storage owns the mapping. It is never unmapped by hand: torch.frombuffer exports no buffer, so
         # mmap.close() would succeed under living views and the next access would be a segmentation fault.
         self._storage: torch.UntypedStorage | None = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()

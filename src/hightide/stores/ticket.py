@@ -16,6 +16,10 @@ _lock = threading.RLock()
 class Fence(Protocol):
     """A point in the work of a GPU. Data in flight travels with it."""
 
+    @property
+    def number(self) -> int:
+        """Fences are numbered as they are set."""
+
     def join(self) -> None:
         """Makes the calling thread's present stream wait for it; the thread itself goes on."""
 
