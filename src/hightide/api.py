@@ -72,7 +72,7 @@ def wrap(
     _verify(profile, plan, schedules)
     check_modules(model, profile, sorted(probed.captured))
     transformers.prepare(model)
-    checks = transformers.refuse_captures(model)
+    checks = transformers.refuse_captures(model, batch)
     run = Run(model, profile, probed, plan, schedules, transformers.training_kwargs(model), checks, place, compile)
     wrapped = wrap_optimizer(optimizer, run)
     wrap_modules(run)

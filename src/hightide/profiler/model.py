@@ -17,6 +17,7 @@ from hightide.profiler.blocks import FoundBlocks, find_blocks, first_names
 from hightide.profiler.fake import fake_parameters
 from hightide.profiler.memory import CallMemory, MemoryProbe
 from hightide.profiler.probe import ProbedCall, ProbeResult, Recording, compare, pair_records, record_runs
+from hightide.profiler.tap_search import Taps
 from hightide.profiler.split import Batch, batch_size, call_arguments, flatten_call, tensors
 
 Runs = tuple[Recording, Recording]  # with B and with B + 1 samples
@@ -100,15 +101,19 @@ def _groups(optimizer: torch.optim.Optimizer | None, objects: dict[int, nn.Param
 def _probe_until_settled(model: nn.Module, batch: Batch) -> tuple[FoundBlocks, ProbeResult, Runs]:
     """Parameters seen outside of their blocks become loose, which may change what the blocks are: then probes again."""
     found = find_blocks(model)
+    taps: Taps = {}
     for _ in range(MAX_PROBES):
-        runs = record_runs(model, found.blocks, batch)
+        runs = record_runs(model, found.blocks, batch, taps=taps)
         probed = compare(found.blocks, *runs)
         more = probed.loose - set(found.loose)
-        if not more:
+        if not more and not probed.more_taps:
             break
-        found = found.without(model, more)
+        kept = found.without(model, more)
+        taps = {kept.blocks.index(found.blocks[old]): entry for old, entry in probed.all_taps.items()
+                if found.blocks[old] in kept.blocks}
+        found = kept
     else:
-        runs = record_runs(model, found.blocks, batch)
+        runs = record_runs(model, found.blocks, batch, taps=taps)
         probed = compare(found.blocks, *runs)
     order = _order_of_first_call(probed)
     found = FoundBlocks(tuple(found.blocks[old] for old in order), found.loose)
@@ -126,6 +131,7 @@ def _reordered(probed: ProbeResult, order: list[int]) -> ProbeResult:
         blocks=tuple(probed.blocks[old] for old in order),
         calls=tuple(replace(call, block=order.index(call.block)) for call in probed.calls),
         uses={new: probed.uses.get(old, ()) for new, old in enumerate(order)},
+        taps={new: probed.taps[old] for new, old in enumerate(order) if old in probed.taps},
     )
 
 
@@ -139,7 +145,9 @@ def _reordered_runs(runs: Runs, order: list[int]) -> Runs:
 def _measure(probed: ProbeResult, runs: Runs) -> list[CallMemory]:
     memory = MemoryProbe()
     return [
-        memory.measure(probed.blocks[call.block].module, call.split, one, two, probed.num_samples)
+        memory.measure(
+            probed.blocks[call.block].module, call.split, one, two, probed.num_samples, probed.taps.get(call.block, ())
+        )
         for call, (one, two) in zip(probed.calls, pair_records(*runs), strict=True)
     ]
 
@@ -157,6 +165,7 @@ def _call_spec(call: ProbedCall, memory: CallMemory) -> CallSpec:
         kept=memory.kept,
         backward_peak=memory.backward_peak,
         input_grads=call.input_grads,
+        tapped=call.tapped,
     )
 
 

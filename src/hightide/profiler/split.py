@@ -12,9 +12,18 @@ from torch.utils import _pytree as pytree
 
 from hightide.ir.split import BatchDim
 
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """A batch that is passed partly by position and partly by keyword."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
 Batch = (
-    Mapping[str, Any] | Sequence[Any] | torch.Tensor
-)  # keyword arguments, positional arguments, or the only argument
+    Mapping[str, Any] | Sequence[Any] | torch.Tensor | Arguments
+)  # keyword arguments, positional arguments, the only argument, or both kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +101,9 @@ def narrow(tensor: torch.Tensor, batch_dim: BatchDim | None, start: int, num_sam
 
 def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The batch as the (args, kwargs) of the model's call."""
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, Arguments):
+        return batch.args, dict(batch.kwargs)
+    if isinstance(batch, torch.Tensor) or (_is_record(batch) and not isinstance(batch, Mapping)):
         return (batch,), {}
     if isinstance(batch, Mapping):
         return (), dict(batch)
@@ -100,7 +111,7 @@ def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(batch), {}
     raise ValueError(
         f"a batch of type {type(batch).__name__} is not understood; pass a mapping (keyword arguments of the model), a "
-        "tuple or list (positional arguments) or a single tensor"
+        "tuple or list (positional arguments), or a single tensor or dataclass"
     )
 
 
@@ -129,8 +140,12 @@ def batch_size(batch: Batch) -> int:
 def _named_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in _named(args, kwargs):
         for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            where = name + pytree.keystr(path)
             if isinstance(leaf, torch.Tensor):
-                yield name + pytree.keystr(path), leaf
+                yield where, leaf
+            elif _is_record(leaf):
+                fields = {f"{where}.{field.name}": getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+                yield from _named_tensors((), fields)
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from hightide.ir.plan import Plan, Update
 from hightide.ir.split import Split
 from hightide.planner.memory import peaks
 from hightide.profiler.probe import ProbeResult, probe
-from hightide.profiler.split import batch_size, flatten_call, tensors
+from hightide.profiler.split import Arguments, batch_size, flatten_call, tensors
 from hightide.runtime import rng
 from hightide.runtime.activations import Stashes
 from hightide.runtime.autocast import Autocast
@@ -128,7 +128,7 @@ class Run:
         return args, kwargs
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        num_samples = batch_size(kwargs if not args else (*args, *kwargs.values()))
+        num_samples = batch_size(Arguments(args, kwargs))
         if num_samples > self.plan.num_samples:
             raise ValueError(
                 f"a batch of {num_samples} samples, but the plan holds up to {self.plan.num_samples}; wrap the "
@@ -188,11 +188,9 @@ class Run:
     def _probe_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProbeResult:
         self.probing = True
         try:
-            batch = args if args else kwargs
-            rest = kwargs if args else {}
             with self.gpu.unmetered():  # a probe computes on shapes, and in host memory
-                again = lambda *a, **k: self.model(*a, **{**rest, **k})  # noqa: E731
-                return probe(self.model, self.probed.blocks, batch, forward=again)
+                batch = Arguments(*map_tensors((args, kwargs), lambda tensor: tensor.cpu()))
+                return probe(self.model, self.probed.blocks, batch, taps=self.probed.taps)
         finally:
             self.probing = False
 
