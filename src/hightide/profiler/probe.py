@@ -45,6 +45,8 @@ Forward = Callable[..., object]  # called like the model
 
 MUTATES_INPUT = "it changes an input in place"
 NOT_PROBED = "this way of calling the block was not probed"
+FAILED = "the probe of the model failed ({})"
+GRAPH_PER_OUTPUT = 17  # bytes that the graph of a transformer layer holds, in bytes of its output
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,24 @@ class ProbeResult:
         for call in sorted(found, key=lambda call: call.block != block):
             if call.block == block or _look_alike(self.blocks[call.block].module, module):
                 return call.split
-        return Split(signature, (), (), note=NOT_PROBED)
+        return Split(signature, (), (), note=FAILED.format(self.failure) if self.failure else NOT_PROBED)
+
+    def completed(self, output_bytes: int) -> ProbeResult:
+        """With a call of each block that a failed probe did not come to, in the order of definition. What is not known
+        is assumed: that it returns as much as the largest of the others, or `output_bytes`."""
+        if not self.failure:
+            return self
+        called = {call.block for call in self.calls}
+        trains = any(param.requires_grad for block in self.blocks for param in block.module.parameters())
+        largest = max([call.outputs.at(self.num_samples) for call in self.calls] or [output_bytes])
+        assumed = Affine(0, -(-largest // self.num_samples))
+        split = Split("", (), (), note=FAILED.format(self.failure))
+        missing = tuple(
+            ProbedCall(index, split, trains, (), (), Affine(), assumed, assumed, assumed)
+            for index in range(len(self.blocks))
+            if index not in called
+        )
+        return replace(self, calls=self.calls + missing)
 
 
 @dataclass
@@ -157,7 +176,7 @@ def record_runs(
         runs = []
         for extra in (0, 1):
             rewind()
-            args, kwargs = _resized(batch, extra)
+            args, kwargs = _resized(batch, num_samples, extra)
             recorder = _Recorder(model, blocks, num_samples + extra, taps or {})
             runs.append(recorder.run(forward or model, args, kwargs | cache_kwargs))
     return runs[0], runs[1]
@@ -172,7 +191,7 @@ def compare(blocks: Sequence[FoundBlock], first: Recording, second: Recording) -
     for one, two in pair_records(first, second):
         split = _learn_split(blocks[one.block].module, one, two, first.num_samples)
         if failure and split.splittable:
-            split = replace(split, note=f"the probe of the model failed ({failure})")
+            split = replace(split, note=FAILED.format(failure))
         larger = sizes[id(two)] if two else _Sizes()
         call = ProbedCall(
             block=one.block,
@@ -549,14 +568,14 @@ def _look_alike(one: nn.Module, two: nn.Module) -> bool:
     ]
 
 
-def _resized(batch: Batch, extra: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _resized(batch: Batch, num_samples: int, extra: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the model's call, copied to the CPU, with the last sample there `extra` times more."""
 
     def resize(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         copy = leaf.detach().to("cpu", copy=True)
-        if copy.ndim > 0:
+        if copy.ndim > 0 and len(copy) == num_samples:
             copy = torch.cat([copy, *[copy[-1:]] * extra])
         return copy.requires_grad_(leaf.requires_grad)
 

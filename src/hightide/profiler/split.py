@@ -116,9 +116,12 @@ def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def batch_size(batch: Batch) -> int:
-    """Number of samples: the first dimension of every tensor of the batch that has dimensions."""
+    """Number of samples: the first dimension of every tensor of the batch that has dimensions. Only a dataclass may hold
+    others beside them: there it is the size of the batch's other tensors that tells."""
     args, kwargs = call_arguments(batch)
-    sizes = {name: tensor.shape[0] for name, tensor in _named_tensors(args, kwargs) if tensor.ndim > 0}
+    named = [entry for entry in _named_tensors(args, kwargs) if entry[1].ndim > 0]
+    decisive = {name: tensor.shape[0] for name, tensor, in_record in named if not in_record}
+    sizes = decisive or {name: tensor.shape[0] for name, tensor, _ in named}
     if not sizes:
         found = ", ".join(f"{name}: {type(value).__name__}" for name, value in _named(args, kwargs)) or "nothing"
         raise ValueError(
@@ -137,18 +140,21 @@ def batch_size(batch: Batch) -> int:
     return size
 
 
-def _named_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], in_record: bool = False
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Names and tensors, and whether they are in a dataclass."""
     for name, value in _named(args, kwargs):
         for path, leaf in pytree.tree_flatten_with_path(value)[0]:
             where = name + pytree.keystr(path)
             if isinstance(leaf, torch.Tensor):
-                yield where, leaf
+                yield where, leaf, in_record
             elif _is_record(leaf):
                 fields = {f"{where}.{field.name}": getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
-                yield from _named_tensors((), fields)
+                yield from _named_tensors((), fields, in_record=True)
 
 
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from ((f"argument {index}", value) for index, value in enumerate(args))
     yield from kwargs.items()
 

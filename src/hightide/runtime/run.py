@@ -176,9 +176,11 @@ class Run:
         key = (block, signature)
         if key not in self._splits:
             split = self.probed.split(block, signature)
-            if not split.inputs and self._root_batch is not None:
-                self.probed = self._probe_again(*self._root_batch)
-                split = self.probed.split(block, signature)
+            if not split.inputs and self._root_batch is not None and not self.probed.failure:
+                again = self._probe_again(*self._root_batch)
+                split = again.split(block, signature)
+                if not again.failure:
+                    self.probed = again
             if not split.inputs and self._root_batch is None:
                 return split  # called without the whole model: there is no batch to probe with; ask again next time
             self._splits[key] = split
