@@ -49,8 +49,8 @@ def wrap(
     broken promise raises. `gradients="param"` rounds each finished gradient, whose sum is fp32, to its parameter's
     dtype: half the bytes to move and to keep on the host. `compile` compiles the blocks with torch.compile, equal ones
     once. `device`: CUDA where there is one, else 'cpu', the simulated accelerator: a bounded arena in RAM.
-    `blocks` names the modules that move as a whole, by patterns of their names ("model.layers.*") or by their classes; by
-    default they are found. A plan that was made with it needs it again.
+    `blocks` names the modules that move as a whole, by patterns of their names ("model.layers.*") or by their classes;
+    by default they are found. A plan that was made with it needs it again.
     """
     place = _device(device)
     if plan is not None and (limits is not None or micro_batch is not None):

@@ -22,6 +22,7 @@ import hightide
 import models
 from hightide.ir.plan import Activation
 from hightide.ir.tier import Tier
+from hightide.runtime.surgery import run_of
 
 NUM_SAMPLES = 7
 ROOMY = hightide.Limits(gpu="8MiB", host="64MiB")
@@ -58,13 +59,13 @@ class Architecture:
 ARCHITECTURES = {
     "llama": Architecture(models.llama),
     "gpt2": Architecture(models.gpt2),
-    "qwen3": Architecture(models.qwen3),
-    "mistral": Architecture(models.mistral),
-    "gemma2": Architecture(models.gemma2),
-    "gemma3": Architecture(models.gemma3),
-    "opt": Architecture(models.opt),
-    "bert": Architecture(models.bert),
-    "t5": Architecture(models.t5, t5_batch),
+    "qwen3": Architecture(partial(models.qwen3, num_layers=2)),
+    "mistral": Architecture(partial(models.mistral, num_layers=2)),
+    "gemma2": Architecture(partial(models.gemma2, num_layers=2)),
+    "gemma3": Architecture(partial(models.gemma3, num_layers=2)),
+    "opt": Architecture(partial(models.opt, num_layers=2)),
+    "bert": Architecture(partial(models.bert, num_layers=2)),
+    "t5": Architecture(partial(models.t5, num_layers=2), t5_batch),
     "vit": Architecture(models.vit, models.image_batch, padding=False),
     "qwen3_moe": Architecture(models.qwen3_moe),
     "plain": Architecture(models.plain, partial(models.token_batch, mask=False), padding=False),
@@ -74,13 +75,12 @@ ARCHITECTURES = {
 COVERING = [  # the others are in test_parity.py by default
     ("qwen3", "in_backward", Activation.RECOMPUTE),
     ("mistral", "deferred", Activation.KEEP),
-    ("gemma2", "deferred", Activation.RECOMPUTE),
-    ("gemma3", "in_backward", Activation.KEEP),
+    ("gemma2", "in_backward", Activation.KEEP),
+    ("gemma3", "deferred", Activation.RECOMPUTE),
     ("opt", "in_backward", Activation.RECOMPUTE),
     ("bert", "deferred", Activation.RECOMPUTE),
     ("t5", "deferred", Activation.RECOMPUTE),
-    ("qwen3_moe", "deferred", Activation.KEEP),
-    ("qwen3_moe", "in_backward", Activation.RECOMPUTE),
+    ("qwen3_moe", "deferred", Activation.RECOMPUTE),
     ("sequential", "in_backward", Activation.RECOMPUTE),
 ]
 FULL = [case for case in itertools.product(ARCHITECTURES, TIMINGS, list(Activation)) if case not in COVERING]
@@ -101,7 +101,9 @@ def check(name: str, update: str, activation: Activation) -> None:
         **TIMINGS[update],
     )
     stats = wrapped.stats
-    assert stats is not None and stats.evictions >= stats.num_steps and stats.deviations == 0
+    assert stats is not None and stats.deviations == 0
+    streamed_bytes = sum(value.numel() * 4 for value in wrapped.weights.values()) // 2  # tied ones are one
+    assert stats.moved_bytes["h2d"] >= stats.num_steps * streamed_bytes
     assert stats.peak_bytes["gpu"] <= stats.plan.gpu_limit_bytes
 
 
@@ -132,7 +134,9 @@ def test_experts_of_a_loop_are_split_and_their_memory_is_known() -> None:
     """What depends on the data (which experts are hit) is the same when a block is recomputed, and no obstacle."""
     build = partial(models.qwen3_moe, experts="eager", num_samples=NUM_SAMPLES)
     with no_warnings():
-        _, wrapped = compare(build, lambda: ARCHITECTURES["qwen3_moe"].batches(4), wrap={"micro_batch": 3}, clip="torch")
+        _, wrapped = compare(
+            build, lambda: ARCHITECTURES["qwen3_moe"].batches(4), wrap={"micro_batch": 3}, clip="torch"
+        )
     assert_streamed(wrapped, micro_batches=[3, 3, 1])
 
 
@@ -153,7 +157,7 @@ def test_router_logits_are_those_of_the_whole_batch() -> None:
 def test_router_logits_that_were_not_asked_for_when_wrapping_are_refused() -> None:
     model, batch = models.qwen3_moe(router_loss=False)
     model, _ = hightide.wrap(model, make_optimizer(model), batch, limits=ROOMY)
-    with pytest.raises(ValueError, match="output_router_logits=True in training.*Wrap with it"):
+    with pytest.raises(ValueError, match=r"output_router_logits=True in training.*Wrap with it"):
         model(**batch, output_router_logits=True)
 
 
@@ -256,7 +260,13 @@ def vectors(num_steps: int = 6) -> list[Any]:
 @pytest.mark.parametrize("activation", list(Activation))
 @pytest.mark.parametrize(
     "options",
-    [{"hook": store}, {"hook": store_derived}, {"attribute": "batch"}, {"attribute": "scalar"}, {"attribute": "nested"}],
+    [
+        {"hook": store},
+        {"hook": store_derived},
+        {"attribute": "batch"},
+        {"attribute": "scalar"},
+        {"attribute": "nested"},
+    ],
     ids=["hook", "hook that computes", "attribute", "scalar attribute", "attribute that is a mapping"],
 )
 def test_an_auxiliary_loss_of_what_is_inside_of_blocks(options: dict[str, Any], activation: Activation) -> None:
@@ -310,7 +320,7 @@ def test_what_cannot_be_taken_out_of_a_block_is_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=r"block's forward|from the block's forward"):
         hightide.wrap(model, make_optimizer(model), batch, limits=ROOMY, micro_batch=3)
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
-    assert not hightide.runtime.surgery.run_of(model)
+    assert run_of(model) is None
 
 
 # -- arguments and results --------------------------------------------------------------------------------------------
@@ -338,7 +348,8 @@ class StateLayer(nn.Module):
         self.register_buffer("gain", torch.tensor(1.25))
 
     def forward(self, state: State, *, scales: list[Tensor]) -> Output:
-        hidden = torch.tanh(self.linear(state.hidden) + state.bias) * state.mask * self.gain * scales[0]
+        scale = self.gain * scales[0].float()
+        hidden = torch.tanh(self.linear(state.hidden) + state.bias) * state.mask * scale
         return Output(hidden=self.norm(hidden), extra=(hidden.mean(-1), hidden))
 
 
@@ -346,7 +357,7 @@ class StateLayer(nn.Module):
 class Inputs:
     x: Tensor
     labels: Tensor
-    weights: Tensor  # no samples
+    weights: Tensor | None = None  # no samples
     comment: str = ""
 
 
@@ -358,10 +369,13 @@ class StateModel(nn.Module):
         self.layers = nn.ModuleList(StateLayer() for _ in range(3))
         self.bias = nn.Linear(models.HIDDEN, models.HIDDEN)
         self.head = nn.Linear(models.HIDDEN, 8)
+        self.register_buffer("weights", torch.linspace(-1, 1, models.HIDDEN))
 
     def forward(self, inputs: Inputs, scale: Tensor | None = None) -> dict[str, Tensor]:
         mask = (inputs.x[:, :1] > -1).float()
-        bias = self.bias(inputs.weights)  # a block without batch, whose result every layer reads
+        bias = self.bias(
+            self.weights if inputs.weights is None else inputs.weights
+        )  # a block without batch, whose result every layer reads
         hidden, extra = inputs.x, torch.zeros((), device=inputs.x.device)
         for layer in self.layers:
             output = layer(State(hidden, mask, bias), scales=[mask if scale is None else scale])
@@ -370,9 +384,8 @@ class StateModel(nn.Module):
         return {"loss": F.mse_loss(self.head(hidden), inputs.labels) + 0.1 * extra}
 
 
-def state_inputs(seed: int = 1, num_samples: int = NUM_SAMPLES) -> Inputs:
+def state_inputs(seed: int = 1, num_samples: int = NUM_SAMPLES, weights: Tensor | None = None) -> Inputs:
     batch = models.vector_batch(seed, num_samples)
-    weights = torch.linspace(-1, 1, models.HIDDEN)
     return Inputs(batch["x"], batch["labels"], weights)
 
 
@@ -383,8 +396,10 @@ def test_dataclasses_model_outputs_and_keywords(by_keyword: bool) -> None:
         return StateModel(), make(1, NUM_SAMPLES)
 
     def make(seed: int, num_samples: int) -> Any:
-        inputs = state_inputs(seed, num_samples)
-        return {"inputs": inputs, "scale": torch.full((num_samples, 1), 0.9)} if by_keyword else (inputs,)
+        if not by_keyword:
+            return (state_inputs(seed, num_samples),)
+        weights = torch.linspace(0, 1, models.HIDDEN)  # the size of the others tells that these are no samples
+        return {"inputs": state_inputs(seed, num_samples, weights), "scale": torch.full((num_samples, 1), 0.9)}
 
     def step(loop: Any, batch: Any) -> Tensor:
         loss = (loop.model(**batch) if by_keyword else loop.model(*batch))["loss"]
@@ -408,21 +423,24 @@ def test_a_dataclass_is_a_batch() -> None:
     expected = model(state_inputs())["loss"]
     model, _ = hightide.wrap(model, make_optimizer(model), state_inputs(), limits=ROOMY, micro_batch=3)
     assert torch.allclose(model(state_inputs())["loss"], expected)
-    with pytest.raises(ValueError, match="8 samples"):
-        big = models.vector_batch(num_samples=8)
-        model(Inputs(big["x"], big["labels"], big["x"][:, 0]))
+    with pytest.raises(ValueError, match="a batch of 8 samples, but the plan holds up to 7"):
+        model(state_inputs(num_samples=8))
+    with pytest.raises(ValueError, match=r"differs between tensors .*argument 0.weights: 32"):
+        model(state_inputs(weights=torch.ones(models.HIDDEN)))
 
 
 def test_a_way_of_calling_that_comes_later_is_learned_by_position_and_keyword() -> None:
     """The new probe gets both kinds of arguments with one more sample."""
     torch.manual_seed(0)
     model = StateModel()
-    scale = torch.rand(NUM_SAMPLES, 1, 1).squeeze(1)
-    expected = [model(state_inputs())["loss"], model(state_inputs(), scale=scale.half().float()[..., None][:, 0])["loss"]]
+    scale = torch.rand(NUM_SAMPLES, 1, dtype=torch.float64)  # another dtype is another way of calling
+    expected = [model(state_inputs())["loss"], model(state_inputs(), scale=scale)["loss"]]
     model, _ = hightide.wrap(model, make_optimizer(model), (state_inputs(),), limits=ROOMY, micro_batch=3)
     with no_warnings():
         assert torch.allclose(model(state_inputs())["loss"], expected[0])
-        assert torch.allclose(model(state_inputs(), scale=scale.half().float())["loss"], expected[1])
+        assert torch.allclose(model(state_inputs(), scale=scale)["loss"], expected[1])
+    splits = run_of(model)._splits.values()
+    assert sum("float64" in split.signature and split.splittable for split in splits) == 3
 
 
 # -- blocks by name ---------------------------------------------------------------------------------------------------

@@ -100,7 +100,9 @@ def _matches(entry: str | type[nn.Module], name: str, module: nn.Module) -> bool
         return name != "" and fnmatchcase(name, entry)
     if isinstance(entry, type) and issubclass(entry, nn.Module):
         return isinstance(module, entry)
-    raise ValueError(f"blocks={entry!r} ({type(entry).__name__}) is neither a pattern of module names nor a class of modules")
+    raise ValueError(
+        f"blocks={entry!r} ({type(entry).__name__}) is neither a pattern of module names nor a class of modules"
+    )
 
 
 def _what_there_is(names: dict[nn.Module, str]) -> str:

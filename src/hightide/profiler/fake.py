@@ -23,8 +23,8 @@ EXPERTS = "_experts_implementation_internal"  # in a transformers config
 def fake_parameters(model: nn.Module) -> Iterator[None]:
     """Replaces all parameters and buffers by fake ones on the CPU; tied ones stay tied. Puts the very objects back.
 
-    What the model's code stored on its modules meanwhile (a cached mask, a new buffer, a hook) is forgotten: it would be
-    fake, or come a second time.
+    What the model's code stored on its modules meanwhile (a cached mask, a new buffer, a hook) is forgotten: it would
+    be fake, or come a second time.
     """
     before = [_Contents(module) for module in model.modules()]
     fakes: dict[int, torch.Tensor] = {}

@@ -16,9 +16,17 @@ from hightide.ir.block import DTYPE_BYTES, Affine, BlockSpec, CallSpec, ModelPro
 from hightide.profiler.blocks import Choice, FoundBlocks, find_blocks, first_names
 from hightide.profiler.fake import fake_parameters
 from hightide.profiler.memory import CallMemory, MemoryProbe
-from hightide.profiler.probe import GRAPH_PER_OUTPUT, ProbedCall, ProbeResult, Recording, compare, pair_records, record_runs
-from hightide.profiler.tap_search import Taps
+from hightide.profiler.probe import (
+    GRAPH_PER_OUTPUT,
+    ProbedCall,
+    ProbeResult,
+    Recording,
+    compare,
+    pair_records,
+    record_runs,
+)
 from hightide.profiler.split import Batch, batch_size, call_arguments, flatten_call, tensors
+from hightide.profiler.tap_search import Taps
 
 Runs = tuple[Recording, Recording]  # with B and with B + 1 samples
 MAX_PROBES = 4  # each one more finds parameters to be loose, which may free others of their block
@@ -39,9 +47,9 @@ def profile_model(
     memories += [_assumed(call) for call in probed.calls[len(memories) :]]
     if probed.failure:
         warnings.warn(
-            f"the model could not be probed ({probed.failure}): its blocks run all {num_samples} samples at once, which "
-            f"takes more memory, and how much of it {num_assumed} of "
-            f"{len(probed.blocks)} blocks need is only estimated: leave room in the limits. Results are the same",
+            f"the model could not be probed ({probed.failure}): its blocks run all {num_samples} samples at once, "
+            f"which takes more memory, and how much of it {num_assumed} of {len(probed.blocks)} blocks need is only "
+            "estimated: leave room in the limits. Results are the same",
             stacklevel=2,
         )
     head = _find_lazy_head(model, probed)
@@ -116,8 +124,11 @@ def _probe_until_settled(
         if not more and not probed.more_taps:
             break
         kept = found.without(model, more)
-        taps = {kept.blocks.index(found.blocks[old]): entry for old, entry in probed.all_taps.items()
-                if found.blocks[old] in kept.blocks}
+        taps = {
+            kept.blocks.index(found.blocks[old]): entry
+            for old, entry in probed.all_taps.items()
+            if found.blocks[old] in kept.blocks
+        }
         found = kept
     else:
         runs = record_runs(model, found.blocks, batch, taps=taps)

@@ -62,7 +62,7 @@ class ProbedCall:
     saved_inputs: Affine
     outputs: Affine  # of its result
     input_grads: Affine
-    tapped: Affine = Affine()  # what its taps take out, which lives until backward
+    tapped: Affine  # what its taps take out, which lives until backward
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class ProbeResult:
         assumed = Affine(0, -(-largest // self.num_samples))
         split = Split("", (), (), note=FAILED.format(self.failure))
         missing = tuple(
-            ProbedCall(index, split, trains, (), (), Affine(), assumed, assumed, assumed)
+            ProbedCall(index, split, trains, (), (), Affine(), assumed, assumed, assumed, tapped=Affine())
             for index in range(len(self.blocks))
             if index not in called
         )
@@ -255,9 +255,7 @@ def no_cache(model: nn.Module) -> Iterator[dict[str, bool]]:
 class _Recorder:
     """Hooks on the blocks that write down their calls."""
 
-    def __init__(
-        self, model: nn.Module, blocks: Sequence[FoundBlock], num_samples: int, taps: Taps
-    ) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[FoundBlock], num_samples: int, taps: Taps) -> None:
         self._model = model
         self._blocks = blocks
         self._num_samples = num_samples

@@ -116,8 +116,8 @@ def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def batch_size(batch: Batch) -> int:
-    """Number of samples: the first dimension of every tensor of the batch that has dimensions. Only a dataclass may hold
-    others beside them: there it is the size of the batch's other tensors that tells."""
+    """Number of samples: the first dimension of every tensor of the batch that has dimensions. Only a dataclass may
+    hold others, if there are tensors outside of dataclasses: these tell."""
     args, kwargs = call_arguments(batch)
     named = [entry for entry in _named_tensors(args, kwargs) if entry[1].ndim > 0]
     decisive = {name: tensor.shape[0] for name, tensor, in_record in named if not in_record}

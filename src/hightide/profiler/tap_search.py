@@ -132,4 +132,4 @@ def _ids(value: Any) -> list[int]:
 
 
 def _code(hook: Any) -> Any:
-    return getattr(hook, "__code__", None) or getattr(type(hook), "__call__", type(hook))
+    return getattr(hook, "__code__", type(hook))

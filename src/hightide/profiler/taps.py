@@ -1,9 +1,9 @@
 """Tensors that leave a block by another way than its result: through a hook on a module inside, or as an attribute.
 
-[Note: taps] What is made inside a block belongs to one micro-batch and to a graph that nobody outside sees, so a loss of
-it would be wrong and its gradient lost. Each such way out is a tap: while the block runs, the hooks of a tapped module
-are not called and a tapped attribute is put back; what they would have got becomes an output of the block, whole and
-with its gradient. When the block is through, the hooks are called with that, once, as plain PyTorch does, and the
+[Note: taps] What is made inside a block belongs to one micro-batch and to a graph that nobody outside sees, so a loss
+of it would be wrong and its gradient lost. Each such way out is a tap: while the block runs, the hooks of a tapped
+module are not called and a tapped attribute is put back; what they would have got becomes an output of the block, whole
+and with its gradient. When the block is through, the hooks are called with that, once, as plain PyTorch does, and the
 attribute is set to it. A hook may look at the module's output only: its inputs are not taken out.
 """
 

@@ -179,8 +179,8 @@ class BlockCall:
         if self._outputs is not None and len(outputs) != len(self._outputs):
             raise RuntimeError(
                 f"the block {self.runner.spec.name!r} returned {len(outputs)} tensors (what hooks and attributes took "
-                f"out of it included), and {len(self._outputs)} when it was probed: their number must not depend on the "
-                "values of the batch"
+                f"out of it included), and {len(self._outputs)} when it was probed: their number must not depend on "
+                "the values of the batch"
             )
 
     def _choose_away(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
