@@ -78,6 +78,59 @@ def qwen3(tied: bool = True, num_layers: int = 3, dropout: float = 0.0, seed: in
     return transformers.Qwen3ForCausalLM(config).train(), token_batch(**batch)
 
 
+def gemma2(tied: bool = True, num_layers: int = 3, dropout: float = 0.0, seed: int = 0, **batch: Any) -> Pair:
+    """Soft-capped logits, and layers that attend in two ways by turns: two masks."""
+    torch.manual_seed(seed)
+    config = transformers.Gemma2Config(
+        **_llama_options(tied, num_layers, dropout),
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=5,
+        final_logit_softcapping=10.0,
+        attn_logit_softcapping=20.0,
+        attn_implementation="eager",
+    )
+    return transformers.Gemma2ForCausalLM(config).train(), token_batch(**batch)
+
+
+def gemma3(tied: bool = True, num_layers: int = 3, dropout: float = 0.0, seed: int = 0, **batch: Any) -> Pair:
+    """Its queries are normalised, so small weights make large gradients of rounding: these are not so small."""
+    torch.manual_seed(seed)
+    options = {**_llama_options(tied, num_layers, dropout), "head_dim": 8, "query_pre_attn_scalar": 8}
+    config = transformers.Gemma3TextConfig(**options, sliding_window=5, sliding_window_pattern=2, initializer_range=0.1)
+    return transformers.Gemma3ForCausalLM(config).train(), token_batch(**batch)
+
+
+def qwen3_moe(
+    tied: bool = False,
+    num_layers: int = 3,
+    dropout: float = 0.0,
+    seed: int = 0,
+    router_loss: bool = True,
+    experts: str | None = None,
+    **batch: Any,
+) -> Pair:
+    """The middle layer is dense. `router_loss`: an auxiliary loss of what hooks take out of the routers."""
+    torch.manual_seed(seed)
+    config = transformers.Qwen3MoeConfig(
+        **_llama_options(tied, num_layers, dropout),
+        head_dim=8,
+        moe_intermediate_size=24,
+        num_experts=5,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        output_router_logits=router_loss,
+        router_aux_loss_coef=0.3,
+        **({"experts_implementation": experts} if experts else {}),
+    )
+    model = transformers.Qwen3MoeForCausalLM(config).train()
+    for name, param in model.named_parameters():
+        if name.endswith("gate.weight"):  # made as zeros: ties between experts would be broken by rounding
+            nn.init.normal_(param, std=0.5)
+    return model, token_batch(**batch)
+
+
 def _llama_options(tied: bool, num_layers: int, dropout: float) -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY,
@@ -278,6 +331,9 @@ ZOO: dict[str, Callable[..., tuple[nn.Module, Any]]] = {
     "gpt2": gpt2,
     "qwen3": qwen3,
     "mistral": mistral,
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "qwen3_moe": qwen3_moe,
     "opt": opt,
     "bert": bert,
     "t5": t5,

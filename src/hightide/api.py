@@ -19,6 +19,7 @@ from hightide.optim.registry import rule_for
 from hightide.planner.lower import lower
 from hightide.planner.rule import plan_by_rule
 from hightide.planner.verify import check_moments, check_plan, verify
+from hightide.profiler.blocks import Choice
 from hightide.profiler.model import profile_model
 from hightide.profiler.probe import ProbeResult
 from hightide.profiler.split import Batch
@@ -40,6 +41,7 @@ def wrap(
     gradients: str = "float32",
     compile: bool = False,
     device: str | torch.device | None = None,
+    blocks: Choice | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Makes a model and its optimizer train within limits; the training loop stays as it is.
 
@@ -49,6 +51,8 @@ def wrap(
     broken promise raises. `gradients="param"` rounds each finished gradient, whose sum is fp32, to its parameter's
     dtype: half the bytes to move and to keep on the host. `compile` compiles the blocks with torch.compile, equal ones
     once. `device`: CUDA where there is one, else 'cpu', the simulated accelerator: a bounded arena in RAM.
+    `blocks` names the modules that move as a whole, by patterns of their names ("model.layers.*") or by their classes;
+    by default they are found. A plan that was made with it needs it again.
     """
     place = _device(device)
     if plan is not None and (limits is not None or micro_batch is not None):
@@ -64,7 +68,7 @@ def wrap(
         raise ValueError(
             f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new plan"
         )
-    profile, probed = _profile(model, optimizer, batch)
+    profile, probed = _profile(model, optimizer, batch, blocks)
     if plan is None:
         resolved = _resolve(limits or Limits(), place)
         plan, schedules = _make_plan(profile, resolved, timing, micro_batch, rule.num_moments, rounding)
@@ -75,7 +79,7 @@ def wrap(
     _verify(profile, plan, schedules)
     check_modules(model, profile, sorted(probed.captured))
     transformers.prepare(model)
-    checks = transformers.refuse_captures(model)
+    checks = transformers.refuse_captures(model, batch)
     values = first_values(model)
     forced = transformers.training_kwargs(model)
     run = Run(model, profile, probed, plan, schedules, forced, checks, place, compile, values)
@@ -96,10 +100,11 @@ def plan(
     update: str = "deferred",
     gradients: str = "float32",
     device: str | torch.device | None = None,
+    blocks: Choice | None = None,
 ) -> Plan:
     """The plan that `wrap` would use, without touching the model."""
     rule = rule_for(_check_fresh(model, optimizer))
-    profile, _ = _profile(model, optimizer, batch)
+    profile, _ = _profile(model, optimizer, batch, blocks)
     resolved = _resolve(limits or Limits(), _device(device))
     rounding = _gradients(gradients)
     made, schedules = _make_plan(profile, resolved, _timing(update), micro_batch, rule.num_moments, rounding)
@@ -173,8 +178,10 @@ def _gradients(gradients: str) -> GradientDtype:
         raise ValueError(f"gradients={gradients!r} is not supported; use 'float32' or 'param'") from None
 
 
-def _profile(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> tuple[ModelProfile, ProbeResult]:
-    return profile_model(model, optimizer, batch)
+def _profile(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, blocks: Choice | None
+) -> tuple[ModelProfile, ProbeResult]:
+    return profile_model(model, optimizer, batch, blocks)
 
 
 def _make_plan(

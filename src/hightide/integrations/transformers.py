@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from hightide.profiler.split import Batch, call_arguments
+
 
 def training_kwargs(model: nn.Module) -> dict[str, Any]:
     """Keyword arguments for every training call: a cache would leak keys and values of one micro-batch into the
@@ -30,17 +32,24 @@ def prepare(model: nn.Module) -> None:
 CAPTURES = ("output_attentions", "output_router_logits")  # tensors that hooks take out of the middle of a block
 
 
-def refuse_captures(model: nn.Module) -> Callable[[Mapping[str, Any]], None]:
-    """A check of each training call. What is captured inside a block is one micro-batch's, and carries no gradient."""
+def refuse_captures(model: nn.Module, batch: Batch) -> Callable[[Mapping[str, Any]], None]:
+    """A check of each training call. What hooks capture inside a block is taken out of it as the probe of the example
+    batch has shown; what that did not ask for would be one micro-batch's, without gradient."""
     config = getattr(model, "config", None)
+
+    def asked(name: str, kwargs: Mapping[str, Any]) -> bool:
+        value = kwargs.get(name)
+        return bool(getattr(config, name, False) if value is None else value)
+
+    probed = {name for name in CAPTURES if asked(name, call_arguments(batch)[1])}
 
     def check(kwargs: Mapping[str, Any]) -> None:
         for name in CAPTURES:
-            if kwargs.get(name) or (kwargs.get(name) is None and getattr(config, name, False)):
+            if name not in probed and asked(name, kwargs):
                 raise ValueError(
-                    f"{name}=True in training: tensors captured inside a block would be those of one micro-batch, "
-                    "without "
-                    f"gradient. Leave {name} out (also of the model's config), or ask for it under torch.no_grad()"
+                    f"{name}=True in training, but not in the example batch or the model's config when the model was "
+                    "wrapped: how these tensors leave the blocks was not learned. Wrap with it, leave it out, or ask "
+                    "for it under torch.no_grad()"
                 )
 
     return check

@@ -79,6 +79,7 @@ class CallSpec:
         Affine  # most bytes alive in recompute + backward of one micro-batch, beyond inputs, outputs' gradients
     )
     input_grads: Affine  # gradients of inputs, whole batch
+    tapped: Affine = Affine()  # what leaves the block by another way than its result, whole batch, until backward
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,25 @@ not active, so tensors that come from inputs alone are real, and those that meet
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+EXPERTS = "_experts_implementation_internal"  # in a transformers config
 
 
 @contextmanager
 def fake_parameters(model: nn.Module) -> Iterator[None]:
     """Replaces all parameters and buffers by fake ones on the CPU; tied ones stay tied. Puts the very objects back.
 
-    What the model's code stored on its modules meanwhile (a cached mask, a new buffer) is forgotten: it would be fake.
+    What the model's code stored on its modules meanwhile (a cached mask, a new buffer, a hook) is forgotten: it would
+    be fake, or come a second time.
     """
     before = [_Contents(module) for module in model.modules()]
     fakes: dict[int, torch.Tensor] = {}
@@ -32,7 +37,8 @@ def fake_parameters(model: nn.Module) -> Iterator[None]:
                         if id(tensor) not in fakes:
                             fakes[id(tensor)] = _fake(tensor, mode)
                         slots[name] = fakes[id(tensor)]  # type: ignore[assignment]
-        yield
+        with _AnyGroupedProduct(), _experts_in_groups(model):
+            yield
     finally:
         for contents in before:
             contents.restore()
@@ -46,14 +52,56 @@ class _Contents:
         self._attributes: dict[str, Any] = dict(module.__dict__)
         self._parameters = dict(module._parameters)
         self._buffers = dict(module._buffers)
+        self._hooks = {name: slot.copy() for name, slot in module.__dict__.items() if _holds_hooks(name, slot)}
 
     def restore(self) -> None:
         attributes = self._module.__dict__
         attributes.clear()
         attributes.update(self._attributes)
+        for name, hooks in self._hooks.items():
+            attributes[name].clear()
+            attributes[name].update(hooks)
         for slots, originals in ((self._module._parameters, self._parameters), (self._module._buffers, self._buffers)):
             slots.clear()
             slots.update(originals)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _experts_in_groups(model: nn.Module) -> Iterator[None]:
+    """transformers' loop over the experts that were hit asks for values; one grouped product has the same shapes."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    changed = [config for config in configs.values() if getattr(config, EXPERTS, None) == "eager"]
+    try:
+        for config in changed:
+            setattr(config, EXPERTS, "grouped_mm")
+        yield
+    finally:
+        for config in changed:
+            setattr(config, EXPERTS, "eager")
+
+
+def _holds_hooks(name: str, slot: Any) -> bool:
+    return isinstance(slot, OrderedDict) and name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+
+
+class _AnyGroupedProduct(TorchDispatchMode):
+    """The matrix product of mixtures of experts works in every dtype; its version without values knows bf16 only."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default or not isinstance(args[0], FakeTensor):
+            return func(*args, **(kwargs or {}))
+        first, second = args[0], args[1]
+        groups = args[2] if len(args) > 2 else (kwargs or {}).get("offs")
+        return first.new_empty(_grouped_shape(first, second, groups))
+
+
+def _grouped_shape(first: torch.Tensor, second: torch.Tensor, groups: torch.Tensor | None) -> list[int]:
+    """A group is a slice of the rows, of the columns, or of what is summed over."""
+    if first.ndim == second.ndim == 2:
+        assert groups is not None
+        return [len(groups), first.shape[0], second.shape[1]]
+    leading = [first.shape[0]] if first.ndim == second.ndim == 3 else []
+    return [*leading, first.shape[-2], second.shape[-1]]
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

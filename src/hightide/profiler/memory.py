@@ -8,7 +8,7 @@ in between, and exact at both ends.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from hightide.ir.block import Affine
 from hightide.ir.split import Split
 from hightide.profiler.probe import Record
 from hightide.profiler.split import flatten, narrow, tensors, unflatten
+from hightide.profiler.taps import Tap, tapping
 from hightide.stores.meter import AllocationMeter
 
 
@@ -47,15 +48,23 @@ class MemoryProbe:
     def __init__(self) -> None:
         self._measured: dict[Any, CallMemory] = {}
 
-    def measure(self, module: nn.Module, split: Split, one: Record, two: Record | None, num_samples: int) -> CallMemory:
+    def measure(
+        self,
+        module: nn.Module,
+        split: Split,
+        one: Record,
+        two: Record | None,
+        num_samples: int,
+        taps: Sequence[Tap] = (),
+    ) -> CallMemory:
         """`one` and `two` are the same call with num_samples and with one more. To be called with fake parameters."""
-        key = (_identity(module), split, num_samples, _leaves_key(one.leaves), two is None)
+        key = (_identity(module), split, num_samples, _leaves_key(one.leaves), two is None, tuple(taps))
         if key not in self._measured:
             try:
                 if split.splittable and two is not None:
-                    self._measured[key] = _measure_split(module, split, two, num_samples)
+                    self._measured[key] = _measure_split(module, split, two, num_samples, taps)
                 else:
-                    self._measured[key] = _measure_whole(module, one, two, num_samples)
+                    self._measured[key] = _measure_whole(module, one, two, num_samples, taps)
             except Exception as error:  # code that asks for values, or an operation that has no fake version
                 self._measured[key] = CallMemory(Affine(), Affine(), Affine())
                 warnings.warn(
@@ -66,18 +75,22 @@ class MemoryProbe:
         return self._measured[key]
 
 
-def _measure_split(module: nn.Module, split: Split, record: Record, num_samples: int) -> CallMemory:
+def _measure_split(
+    module: nn.Module, split: Split, record: Record, num_samples: int, taps: Sequence[Tap]
+) -> CallMemory:
     large = max(num_samples, 2)
-    low, high = (meter_call(module, _micro_batch(record, split, size), record) for size in (1, large))
+    low, high = (meter_call(module, _micro_batch(record, split, size), record, taps) for size in (1, large))
     return _between(1, low, large, high)
 
 
-def _measure_whole(module: nn.Module, one: Record, two: Record | None, num_samples: int) -> CallMemory:
-    low = meter_call(module, one.leaves, one)
+def _measure_whole(
+    module: nn.Module, one: Record, two: Record | None, num_samples: int, taps: Sequence[Tap]
+) -> CallMemory:
+    low = meter_call(module, one.leaves, one, taps)
     if two is None:
         high, size = low, num_samples
     else:
-        high, size = meter_call(module, two.leaves, two), num_samples + 1
+        high, size = meter_call(module, two.leaves, two, taps), num_samples + 1
     return _between(num_samples, low, size, high)
 
 
@@ -104,25 +117,29 @@ def _micro_batch(record: Record, split: Split, num_samples: int) -> list[Any]:
     ]
 
 
-def meter_call(module: nn.Module, leaves: Sequence[Any], record: Record) -> MeteredBytes:
+def meter_call(module: nn.Module, leaves: Sequence[Any], record: Record, taps: Sequence[Tap] = ()) -> MeteredBytes:
     """Runs one call forward without graph, forward with graph, and backward, and reads the meter."""
     args, kwargs = unflatten([_detached(leaf, record.mutated) for leaf in leaves], record.tree)
+
+    def run() -> list[torch.Tensor]:
+        with tapping(module, taps) as tapped:
+            results = tensors(flatten(module.forward(*args, **kwargs))[0])
+        return results + tapped.tensors
+
     with torch.no_grad(), AllocationMeter() as meter:
-        results = tensors(flatten(module.forward(*args, **kwargs))[0])
+        results = run()
         outputs, forward_peak = meter.live_bytes, meter.peak_bytes
     shapes = [torch.empty_like(result) for result in results]
     del results
     for param in module.parameters():
         if param.requires_grad and param.grad is None:
             param.grad = torch.empty_like(param)  # gradients are added in place
-    kept = _meter_kept(module, args, kwargs)
-    backward_peak = _meter_backward(module, args, kwargs, shapes)
-    return MeteredBytes(outputs, forward_peak, kept, backward_peak)
+    return MeteredBytes(outputs, forward_peak, _meter_kept(run), _meter_backward(run, shapes))
 
 
-def _meter_kept(module: nn.Module, args: Any, kwargs: Any) -> int:
+def _meter_kept(run: Callable[[], list[torch.Tensor]]) -> int:
     with torch.enable_grad(), AllocationMeter() as meter:
-        results = tensors(flatten(module.forward(*args, **kwargs))[0])
+        results = run()
         graph = [result.grad_fn for result in results]
         del results
         kept = meter.live_bytes
@@ -130,9 +147,9 @@ def _meter_kept(module: nn.Module, args: Any, kwargs: Any) -> int:
     return kept
 
 
-def _meter_backward(module: nn.Module, args: Any, kwargs: Any, gradients: list[torch.Tensor]) -> int:
+def _meter_backward(run: Callable[[], list[torch.Tensor]], gradients: list[torch.Tensor]) -> int:
     with torch.enable_grad(), AllocationMeter() as meter:
-        results = tensors(flatten(module.forward(*args, **kwargs))[0])
+        results = run()
         roots = [(r, g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
         if not roots:
             return 0

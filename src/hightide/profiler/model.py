@@ -12,30 +12,44 @@ from typing import Any
 import torch
 from torch import nn
 
-from hightide.ir.block import DTYPE_BYTES, BlockSpec, CallSpec, ModelProfile, ParamSpec
-from hightide.profiler.blocks import FoundBlocks, find_blocks, first_names
+from hightide.ir.block import DTYPE_BYTES, Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec
+from hightide.profiler.blocks import Choice, FoundBlocks, find_blocks, first_names
 from hightide.profiler.fake import fake_parameters
 from hightide.profiler.memory import CallMemory, MemoryProbe
-from hightide.profiler.probe import ProbedCall, ProbeResult, Recording, compare, pair_records, record_runs
+from hightide.profiler.probe import (
+    GRAPH_PER_OUTPUT,
+    ProbedCall,
+    ProbeResult,
+    Recording,
+    compare,
+    pair_records,
+    record_runs,
+)
 from hightide.profiler.split import Batch, batch_size, call_arguments, flatten_call, tensors
+from hightide.profiler.tap_search import Taps
 
 Runs = tuple[Recording, Recording]  # with B and with B + 1 samples
 MAX_PROBES = 4  # each one more finds parameters to be loose, which may free others of their block
 
 
 def profile_model(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Batch
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Batch, chosen: Choice | None = None
 ) -> tuple[ModelProfile, ProbeResult]:
     """The profile, and what the runtime needs of the probe. Blocks have the same indices in both: by first call."""
     num_samples = batch_size(batch)
     params = param_specs(model, optimizer)
     with fake_parameters(model):
-        found, probed, runs = _probe_until_settled(model, batch)
+        found, probed, runs = _probe_until_settled(model, batch, chosen)
         memories = _measure(probed, runs)
+    batch_bytes = _bytes(tensors(flatten_call(*call_arguments(batch))[0]))
+    probed = probed.completed(batch_bytes)
+    num_assumed = len(probed.calls) - len(memories)
+    memories += [_assumed(call) for call in probed.calls[len(memories) :]]
     if probed.failure:
         warnings.warn(
-            f"the model could not be probed ({probed.failure}): its blocks run all {num_samples} samples "
-            "at once, which takes more memory; results are the same",
+            f"the model could not be probed ({probed.failure}): its blocks run all {num_samples} samples at once, "
+            f"which takes more memory, and how much of it {num_assumed} of {len(probed.blocks)} blocks need is only "
+            "estimated: leave room in the limits. Results are the same",
             stacklevel=2,
         )
     head = _find_lazy_head(model, probed)
@@ -46,7 +60,7 @@ def profile_model(
         fingerprint=fingerprint(params, blocks),
         num_samples=num_samples,
         tokens_per_sample=prod(head_call.input_shapes[0][:-1]) // num_samples if head_call else 1,
-        batch_bytes=_bytes(tensors(flatten_call(*call_arguments(batch))[0])),
+        batch_bytes=batch_bytes,
         buffer_bytes=_bytes(list(model.buffers())),
         params=params,
         blocks=blocks,
@@ -97,18 +111,27 @@ def _groups(optimizer: torch.optim.Optimizer | None, objects: dict[int, nn.Param
     return groups
 
 
-def _probe_until_settled(model: nn.Module, batch: Batch) -> tuple[FoundBlocks, ProbeResult, Runs]:
+def _probe_until_settled(
+    model: nn.Module, batch: Batch, chosen: Choice | None
+) -> tuple[FoundBlocks, ProbeResult, Runs]:
     """Parameters seen outside of their blocks become loose, which may change what the blocks are: then probes again."""
-    found = find_blocks(model)
+    found = find_blocks(model, chosen)
+    taps: Taps = {}
     for _ in range(MAX_PROBES):
-        runs = record_runs(model, found.blocks, batch)
+        runs = record_runs(model, found.blocks, batch, taps=taps)
         probed = compare(found.blocks, *runs)
         more = probed.loose - set(found.loose)
-        if not more:
+        if not more and not probed.more_taps:
             break
-        found = found.without(model, more)
+        kept = found.without(model, more)
+        taps = {
+            kept.blocks.index(found.blocks[old]): entry
+            for old, entry in probed.all_taps.items()
+            if found.blocks[old] in kept.blocks
+        }
+        found = kept
     else:
-        runs = record_runs(model, found.blocks, batch)
+        runs = record_runs(model, found.blocks, batch, taps=taps)
         probed = compare(found.blocks, *runs)
     order = _order_of_first_call(probed)
     found = FoundBlocks(tuple(found.blocks[old] for old in order), found.loose)
@@ -126,6 +149,7 @@ def _reordered(probed: ProbeResult, order: list[int]) -> ProbeResult:
         blocks=tuple(probed.blocks[old] for old in order),
         calls=tuple(replace(call, block=order.index(call.block)) for call in probed.calls),
         uses={new: probed.uses.get(old, ()) for new, old in enumerate(order)},
+        taps={new: probed.taps[old] for new, old in enumerate(order) if old in probed.taps},
     )
 
 
@@ -139,9 +163,16 @@ def _reordered_runs(runs: Runs, order: list[int]) -> Runs:
 def _measure(probed: ProbeResult, runs: Runs) -> list[CallMemory]:
     memory = MemoryProbe()
     return [
-        memory.measure(probed.blocks[call.block].module, call.split, one, two, probed.num_samples)
+        memory.measure(
+            probed.blocks[call.block].module, call.split, one, two, probed.num_samples, probed.taps.get(call.block, ())
+        )
         for call, (one, two) in zip(probed.calls, pair_records(*runs), strict=True)
     ]
+
+
+def _assumed(call: ProbedCall) -> CallMemory:
+    graph = Affine(0, GRAPH_PER_OUTPUT * call.outputs.per_sample)
+    return CallMemory(graph, graph, graph)
 
 
 def _call_spec(call: ProbedCall, memory: CallMemory) -> CallSpec:
@@ -157,6 +188,7 @@ def _call_spec(call: ProbedCall, memory: CallMemory) -> CallSpec:
         kept=memory.kept,
         backward_peak=memory.backward_peak,
         input_grads=call.input_grads,
+        tapped=call.tapped,
     )
 
 
@@ -192,7 +224,8 @@ def _find_lazy_head(model: nn.Module, probed: ProbeResult) -> int | None:
     if getattr(text_config, "vocab_size", None) != module.out_features:
         return None
     for index, block in enumerate(probed.blocks):
-        if block.module is module and sum(call.block == index for call in probed.calls) == 1:
+        calls = [call for call in probed.calls if call.block == index]
+        if block.module is module and len(calls) == 1 and calls[0].input_shapes:  # without: the probe did not get there
             return index
     return None
 

@@ -38,11 +38,15 @@ from hightide.profiler.split import (
     tensors,
     unflatten,
 )
+from hightide.profiler.tap_search import Opening, Taps, TapSearch, merged
+from hightide.profiler.taps import NotATap, Tapped, hand_out, tapping
 
 Forward = Callable[..., object]  # called like the model
 
 MUTATES_INPUT = "it changes an input in place"
 NOT_PROBED = "this way of calling the block was not probed"
+FAILED = "the probe of the model failed ({})"
+GRAPH_PER_OUTPUT = 17  # bytes that the graph of a transformer layer holds, in bytes of its output
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,9 @@ class ProbedCall:
     output_shapes: tuple[tuple[int, ...], ...]
     new_inputs: Affine
     saved_inputs: Affine
-    outputs: Affine
+    outputs: Affine  # of its result
     input_grads: Affine
+    tapped: Affine  # what its taps take out, which lives until backward
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,13 @@ class ProbeResult:
     uses: Mapping[int, tuple[str, ...]]  # per block: keys of the parameters that its calls used, in order of first use
     loose: frozenset[str]  # keys of parameters used outside of the calls of their blocks
     failure: str  # why the model could not be probed to its end; "" if it could
-    captured: frozenset[str] = frozenset()  # blocks out of whose middle the model took a tensor that gradients pass
+    captured: frozenset[str] = frozenset()  # blocks out of whose middle the model took a tensor in a way that is no tap
+    taps: Taps = field(default_factory=dict)  # per block, in this probe
+    more_taps: Taps = field(default_factory=dict)  # that it found: probe again with them
+
+    @property
+    def all_taps(self) -> Taps:
+        return merged(self.taps, self.more_taps)
 
     def split(self, block: int, signature: str) -> Split:
         """How a call divides. A block that was not called this way learns from one that is built the same."""
@@ -77,7 +88,24 @@ class ProbeResult:
         for call in sorted(found, key=lambda call: call.block != block):
             if call.block == block or _look_alike(self.blocks[call.block].module, module):
                 return call.split
-        return Split(signature, (), (), note=NOT_PROBED)
+        return Split(signature, (), (), note=FAILED.format(self.failure) if self.failure else NOT_PROBED)
+
+    def completed(self, output_bytes: int) -> ProbeResult:
+        """With a call of each block that a failed probe did not come to, in the order of definition. What is not known
+        is assumed: that it returns as much as the largest of the others, or `output_bytes`."""
+        if not self.failure:
+            return self
+        called = {call.block for call in self.calls}
+        trains = any(param.requires_grad for block in self.blocks for param in block.module.parameters())
+        largest = max([call.outputs.at(self.num_samples) for call in self.calls] or [output_bytes])
+        assumed = Affine(0, -(-largest // self.num_samples))
+        split = Split("", (), (), note=FAILED.format(self.failure))
+        missing = tuple(
+            ProbedCall(index, split, trains, (), (), Affine(), assumed, assumed, assumed, tapped=Affine())
+            for index in range(len(self.blocks))
+            if index not in called
+        )
+        return replace(self, calls=self.calls + missing)
 
 
 @dataclass
@@ -90,6 +118,7 @@ class Record:
     signature: str
     versions: list[int]
     results: list[Any] = field(default_factory=list)
+    tapped: list[torch.Tensor] = field(default_factory=list)
     mutated: bool = False
     finished: bool = False
 
@@ -99,7 +128,7 @@ class Record:
 
     @property
     def outputs(self) -> list[torch.Tensor]:
-        return tensors(self.results)
+        return [*tensors(self.results), *self.tapped]
 
 
 @dataclass
@@ -113,22 +142,33 @@ class Recording:
     loose: frozenset[str]
     failure: str
     captured: frozenset[str] = frozenset()
+    taps: Taps = field(default_factory=dict)
+    more_taps: Taps = field(default_factory=dict)
 
 
 def probe(
-    model: nn.Module, blocks: Sequence[FoundBlock], batch: Batch, *, forward: Forward | None = None
+    model: nn.Module,
+    blocks: Sequence[FoundBlock],
+    batch: Batch,
+    *,
+    forward: Forward | None = None,
+    taps: Taps | None = None,
 ) -> ProbeResult:
     """Runs the model twice without values and tells what its blocks do. Leaves the model as it was, whatever happens.
 
     `forward` is called in the model's place (a wrapped model passes its plain forward).
     """
     with fake_parameters(model):
-        first, second = record_runs(model, blocks, batch, forward)
+        first, second = record_runs(model, blocks, batch, forward, taps)
         return compare(blocks, first, second)
 
 
 def record_runs(
-    model: nn.Module, blocks: Sequence[FoundBlock], batch: Batch, forward: Forward | None = None
+    model: nn.Module,
+    blocks: Sequence[FoundBlock],
+    batch: Batch,
+    forward: Forward | None = None,
+    taps: Taps | None = None,
 ) -> tuple[Recording, Recording]:
     """The two runs. To be called with fake parameters."""
     num_samples = batch_size(batch)
@@ -136,8 +176,8 @@ def record_runs(
         runs = []
         for extra in (0, 1):
             rewind()
-            args, kwargs = call_arguments(_resized(batch, num_samples, extra))
-            recorder = _Recorder(model, blocks, num_samples + extra)
+            args, kwargs = _resized(batch, num_samples, extra)
+            recorder = _Recorder(model, blocks, num_samples + extra, taps or {})
             runs.append(recorder.run(forward or model, args, kwargs | cache_kwargs))
     return runs[0], runs[1]
 
@@ -151,7 +191,7 @@ def compare(blocks: Sequence[FoundBlock], first: Recording, second: Recording) -
     for one, two in pair_records(first, second):
         split = _learn_split(blocks[one.block].module, one, two, first.num_samples)
         if failure and split.splittable:
-            split = replace(split, note=f"the probe of the model failed ({failure})")
+            split = replace(split, note=FAILED.format(failure))
         larger = sizes[id(two)] if two else _Sizes()
         call = ProbedCall(
             block=one.block,
@@ -163,11 +203,22 @@ def compare(blocks: Sequence[FoundBlock], first: Recording, second: Recording) -
             saved_inputs=fit(sizes[id(one)].saved_inputs, larger.saved_inputs),
             outputs=fit(sizes[id(one)].outputs, larger.outputs),
             input_grads=fit(sizes[id(one)].saved_inputs, larger.saved_inputs),
+            tapped=fit(sizes[id(one)].tapped, larger.tapped),
         )
         calls.append(call)
     loose = first.loose | second.loose
     captured = first.captured | second.captured
-    return ProbeResult(first.num_samples, tuple(blocks), _agreed(calls), first.uses, loose, failure, captured)
+    return ProbeResult(
+        first.num_samples,
+        tuple(blocks),
+        _agreed(calls),
+        first.uses,
+        loose,
+        failure,
+        captured,
+        first.taps,
+        merged(first.more_taps, second.more_taps),
+    )
 
 
 def pair_records(first: Recording, second: Recording) -> Iterator[tuple[Record, Record | None]]:
@@ -204,10 +255,13 @@ def no_cache(model: nn.Module) -> Iterator[dict[str, bool]]:
 class _Recorder:
     """Hooks on the blocks that write down their calls."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[FoundBlock], num_samples: int) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[FoundBlock], num_samples: int, taps: Taps) -> None:
         self._model = model
         self._blocks = blocks
         self._num_samples = num_samples
+        self._taps = taps
+        self._search = TapSearch([block.module for block in blocks], taps)
+        self._open: list[tuple[ExitStack, Tapped]] = []  # of the running blocks
         self._records: list[Record] = []
         self._running: list[Record] = []
 
@@ -224,14 +278,36 @@ class _Recorder:
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
             stack.enter_context(watch)
+            stack.callback(self._close)
             try:
                 result = forward(*args, **kwargs)
+            except NotATap:
+                raise
             except Exception as error:  # whatever the model raises without values: the caller falls back
                 failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         finished = [record for record in self._records if record.finished]
         uses = {block: tuple(names) for block, names in watch.uses.items()}
-        captured = frozenset(_captured(result, finished, self._blocks, watch.loose, first_names(self._model)))
-        return Recording(self._num_samples, finished, known, uses, frozenset(watch.loose), failure, captured)
+        captured, reached = _follow(
+            result, finished, self._blocks, self._search.openings, watch.loose, first_names(self._model)
+        )
+        captured |= {self._blocks[leak.block].name for leak in self._search.leaks}
+        return Recording(
+            self._num_samples,
+            finished,
+            known,
+            uses,
+            frozenset(watch.loose),
+            failure,
+            frozenset(captured),
+            self._taps,
+            self._search.taps(reached),
+        )
+
+    def _close(self) -> None:
+        """What a failure inside of a block has left open."""
+        self._search.close()
+        while self._open:
+            self._open.pop()[0].close()
 
     def _enter(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -239,6 +315,9 @@ class _Recorder:
             record = Record(index, leaves, tree, signature_of(leaves, tree), [t._version for t in tensors(leaves)])
             self._records.append(record)
             self._running.append(record)
+            stack = ExitStack()
+            self._open.append((stack, stack.enter_context(tapping(module, self._taps.get(index, ())))))
+            self._search.enter(index)
 
         return hook
 
@@ -246,8 +325,13 @@ class _Recorder:
         """The caller gets views of the outputs: gradients that come through them pass a node of their own, and those of
         a tensor that was taken out of the block's middle do not."""
         record = self._running.pop()
+        self._search.leave(record.block)
+        stack, tapped = self._open.pop()
+        stack.close()
         leaves, tree = flatten(result)
         record.results = [_bordered(leaf) for leaf in leaves]
+        record.tapped = [_bordered(tensor) for tensor in tapped.tensors]
+        hand_out(module, tapped.parts, record.tapped)
         record.mutated = record.versions != [tensor._version for tensor in record.inputs]
         record.finished = True
         return unflatten(record.results, tree)
@@ -257,24 +341,40 @@ def _bordered(leaf: Any) -> Any:
     return leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None else leaf
 
 
-def _captured(
-    result: object, records: list[Record], blocks: Sequence[FoundBlock], loose: set[str], names: dict[int, str]
-) -> Iterator[str]:
-    """Names of blocks whose parameters gradients reach from the model's results without passing a block's outputs: the
-    model has taken a tensor out of the middle of a block (an auxiliary loss, by a hook or an attribute)."""
+def _follow(
+    result: object,
+    records: list[Record],
+    blocks: Sequence[FoundBlock],
+    openings: Sequence[Opening],
+    loose: set[str],
+    names: dict[int, str],
+) -> tuple[set[str], set[int]]:
+    """Follows gradients from the model's results, not through blocks' outputs: the model has taken a tensor out of the
+    middle of a block if they reach the block's parameters. Returns the names of such blocks, and the ids of the
+    openings' tensors that they meet on their way, where they end: these can be made taps."""
     owners = {id(param): block.name for block in blocks for param in block.module.parameters()}
     borders = {tensor.grad_fn for record in records for tensor in record.outputs if tensor.grad_fn is not None}
+    at: dict[Any, set[int]] = {}
+    for opening in openings:
+        for tensor in opening.tensors:
+            if tensor.grad_fn is not None:
+                at.setdefault(tensor.grad_fn, set()).add(id(tensor))
     todo: list[Any] = [tensor.grad_fn for tensor in tensors(flatten(result)[0]) if tensor.grad_fn is not None]
-    seen = set()
+    seen: set[Any] = set()
+    captured, reached = set(), set()
     while todo:
         node = todo.pop()
         if node is None or node in seen or node in borders:
             continue
         seen.add(node)
+        if node in at:
+            reached |= at[node]
+            continue
         param = getattr(node, "variable", None)
         if param is not None and id(param) in owners and names.get(id(param)) not in loose:
-            yield owners[id(param)]
+            captured.add(owners[id(param)])
         todo.extend(next_node for next_node, _ in node.next_functions)
+    return captured, reached
 
 
 class _ParameterWatch(TorchDispatchMode):
@@ -414,11 +514,17 @@ class _Sizes:
     new_inputs: int = -1
     saved_inputs: int = -1
     outputs: int = -1
+    tapped: int = -1
 
 
 def _sizes(run: Recording) -> dict[int, _Sizes]:
     return {
-        id(record): _Sizes(new_inputs, _grad_bytes(record.inputs), _total_bytes(record.outputs))
+        id(record): _Sizes(
+            new_inputs,
+            _grad_bytes(record.inputs),
+            _total_bytes(tensors(record.results)),
+            _total_bytes(record.tapped) + _grad_bytes(record.tapped),  # about what a loss of it saves
+        )
         for record, new_inputs in zip(run.records, _new_input_bytes(run), strict=True)
     }
 
@@ -460,19 +566,19 @@ def _look_alike(one: nn.Module, two: nn.Module) -> bool:
     ]
 
 
-def _resized(batch: Batch, num_samples: int, extra: int) -> Any:
-    """A copy of the batch on the CPU whose last sample is there `extra` times more."""
+def _resized(batch: Batch, num_samples: int, extra: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the model's call, copied to the CPU, with the last sample there `extra` times more."""
 
     def resize(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         copy = leaf.detach().to("cpu", copy=True)
-        if copy.ndim > 0:
+        if copy.ndim > 0 and len(copy) == num_samples:
             copy = torch.cat([copy, *[copy[-1:]] * extra])
         return copy.requires_grad_(leaf.requires_grad)
 
-    plain = dict(batch) if isinstance(batch, Mapping) else batch  # a transformers BatchEncoding is a leaf to pytree
-    return pytree.tree_map(resize, plain)
+    leaves, tree = flatten_call(*call_arguments(batch))
+    return unflatten([resize(leaf) for leaf in leaves], tree)
 
 
 @contextmanager

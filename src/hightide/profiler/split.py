@@ -12,9 +12,18 @@ from torch.utils import _pytree as pytree
 
 from hightide.ir.split import BatchDim
 
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """A batch that is passed partly by position and partly by keyword."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
 Batch = (
-    Mapping[str, Any] | Sequence[Any] | torch.Tensor
-)  # keyword arguments, positional arguments, or the only argument
+    Mapping[str, Any] | Sequence[Any] | torch.Tensor | Arguments
+)  # keyword arguments, positional arguments, the only argument, or both kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +101,9 @@ def narrow(tensor: torch.Tensor, batch_dim: BatchDim | None, start: int, num_sam
 
 def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The batch as the (args, kwargs) of the model's call."""
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, Arguments):
+        return batch.args, dict(batch.kwargs)
+    if isinstance(batch, torch.Tensor) or (_is_record(batch) and not isinstance(batch, Mapping)):
         return (batch,), {}
     if isinstance(batch, Mapping):
         return (), dict(batch)
@@ -100,14 +111,17 @@ def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(batch), {}
     raise ValueError(
         f"a batch of type {type(batch).__name__} is not understood; pass a mapping (keyword arguments of the model), a "
-        "tuple or list (positional arguments) or a single tensor"
+        "tuple or list (positional arguments), or a single tensor or dataclass"
     )
 
 
 def batch_size(batch: Batch) -> int:
-    """Number of samples: the first dimension of every tensor of the batch that has dimensions."""
+    """Number of samples: the first dimension of every tensor of the batch that has dimensions. Only a dataclass may
+    hold others, if there are tensors outside of dataclasses: these tell."""
     args, kwargs = call_arguments(batch)
-    sizes = {name: tensor.shape[0] for name, tensor in _named_tensors(args, kwargs) if tensor.ndim > 0}
+    named = [entry for entry in _named_tensors(args, kwargs) if entry[1].ndim > 0]
+    decisive = {name: tensor.shape[0] for name, tensor, in_record in named if not in_record}
+    sizes = decisive or {name: tensor.shape[0] for name, tensor, _ in named}
     if not sizes:
         found = ", ".join(f"{name}: {type(value).__name__}" for name, value in _named(args, kwargs)) or "nothing"
         raise ValueError(
@@ -126,14 +140,21 @@ def batch_size(batch: Batch) -> int:
     return size
 
 
-def _named_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], in_record: bool = False
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Names and tensors, and whether they are in a dataclass."""
     for name, value in _named(args, kwargs):
         for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            where = name + pytree.keystr(path)
             if isinstance(leaf, torch.Tensor):
-                yield name + pytree.keystr(path), leaf
+                yield where, leaf, in_record
+            elif _is_record(leaf):
+                fields = {f"{where}.{field.name}": getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
+                yield from _named_tensors((), fields, in_record=True)
 
 
-def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from ((f"argument {index}", value) for index, value in enumerate(args))
     yield from kwargs.items()
 

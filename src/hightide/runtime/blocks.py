@@ -35,6 +35,7 @@ from hightide.ir.plan import Activation, Update
 from hightide.ir.split import BatchDim, Split
 from hightide.ir.tier import Tier
 from hightide.profiler.split import flatten, flatten_call, narrow, signature_of, unflatten
+from hightide.profiler.taps import Tap, hand_out, tapping
 from hightide.runtime.activations import FREED, Stash, outlive_slots
 from hightide.runtime.compiled import NotCompiled, checkpointed
 
@@ -74,9 +75,14 @@ class BlockRunner:
         outputs = BlockFunction.apply(call, self.anchor, *call.tensors())
         return call.assemble(list(outputs))
 
+    @property
+    def taps(self) -> tuple[Tap, ...]:
+        return self.run.probed.taps.get(self.index, ())
+
     def compiled(self, num_samples: int, recompute: bool) -> Callable[..., Any] | None:
-        """None: eager. A smaller last micro-batch is not worth a compilation of its own."""
-        if num_samples != self.run.plan.micro_batch:
+        """None: eager. A smaller last micro-batch is not worth a compilation of its own; what is tapped inside of a
+        compiled graph does not exist."""
+        if num_samples != self.run.plan.micro_batch or self.taps:
             return None
         return self.run.compiled.forward_of(self.original, recompute)
 
@@ -133,10 +139,12 @@ class BlockCall:
         return tensors
 
     def assemble(self, outputs: list[Tensor]) -> Any:
-        """The block's result as its caller expects it."""
+        """The block's result as its caller expects it. What was tapped goes its own way."""
         leaves = list(self._out_leaves)
-        for at, output in zip(self._out_positions, outputs, strict=True):
+        num_results = len(self._out_positions)
+        for at, output in zip(self._out_positions, outputs[:num_results], strict=True):
             leaves[at] = output
+        hand_out(self.module, self._tapped, outputs[num_results:])
         return unflatten(leaves, self._out_tree)
 
     # -- forward --------------------------------------------------------------------------------------------------
@@ -153,6 +161,7 @@ class BlockCall:
                 with self._draws.forward(number), self._autocast.restored():
                     inputs = self._slice(tensors, start, num_samples, with_grad=needs_backward)
                     outputs = self._with_graph(inputs, num_samples) if needs_backward else self.run(inputs)
+                self._check_outputs(outputs)
                 if gathered is None:
                     gathered = _Gathered(outputs, self._outputs, self._bounds)
                 gathered.put(number, outputs)
@@ -165,6 +174,14 @@ class BlockCall:
                 self._register_stash(tensors)
         assert gathered is not None
         return gathered.whole
+
+    def _check_outputs(self, outputs: list[Tensor]) -> None:
+        if self._outputs is not None and len(outputs) != len(self._outputs):
+            raise RuntimeError(
+                f"the block {self.runner.spec.name!r} returned {len(outputs)} tensors (what hooks and attributes took "
+                f"out of it included), and {len(self._outputs)} when it was probed: their number must not depend on "
+                "the values of the batch"
+            )
 
     def _choose_away(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Inputs that carry gradients wait on host. The rest (masks, positions) are shared and stay; so does everything
@@ -221,13 +238,15 @@ class BlockCall:
     def run(self, inputs: Sequence[Tensor], forward: Callable[..., Any] | None = None) -> list[Tensor]:
         """Runs the block on one micro-batch; returns the tensors of its result."""
         args, kwargs = unflatten(self._merged(inputs), self._tree)
-        result = (forward or self.runner.original)(self.module, *args, **kwargs)
+        with tapping(self.module, self.runner.taps) as tapped:
+            result = (forward or self.runner.original)(self.module, *args, **kwargs)
         leaves, tree = flatten(result)
         self._out_tree = tree
         self._out_positions = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         outputs = [leaves[at] for at in self._out_positions]
         self._out_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return outputs
+        self._tapped = tapped.parts
+        return outputs + tapped.tensors
 
     def _merged(self, tensors: Sequence[Tensor]) -> list[Any]:
         leaves = list(self._leaves)

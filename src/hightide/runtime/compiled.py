@@ -25,7 +25,7 @@ class CompiledForwards:
     """The compiled forms of the blocks' forwards, by class."""
 
     def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
+        self.enabled = enabled
         self._num_blocks: Counter[Forward] = Counter()
         self._forwards: dict[tuple[Forward, bool], Forward | None] = {}
 
@@ -36,7 +36,7 @@ class CompiledForwards:
     def forward_of(self, original: Forward, recompute: bool) -> Forward | None:
         """None: run it eagerly. A block that is the only one of its kind (an embedding, a final norm) is not worth a
         compilation."""
-        if not self._enabled or self._num_blocks[original] < 2:
+        if not self.enabled or self._num_blocks[original] < 2:
             return None
         key = (original, recompute)
         if key not in self._forwards:

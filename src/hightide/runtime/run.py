@@ -20,7 +20,7 @@ from hightide.ir.plan import Plan, Update
 from hightide.ir.split import Split
 from hightide.planner.memory import peaks
 from hightide.profiler.probe import ProbeResult, probe
-from hightide.profiler.split import batch_size, flatten_call, tensors
+from hightide.profiler.split import Arguments, batch_size, flatten_call, tensors
 from hightide.runtime import rng
 from hightide.runtime.activations import Stashes
 from hightide.runtime.autocast import Autocast
@@ -141,7 +141,7 @@ class Run:
         return args, kwargs
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        num_samples = batch_size(kwargs if not args else (*args, *kwargs.values()))
+        num_samples = batch_size(Arguments(args, kwargs))
         if num_samples > self.plan.num_samples:
             raise ValueError(
                 f"a batch of {num_samples} samples, but the plan holds up to {self.plan.num_samples}; wrap the "
@@ -189,9 +189,11 @@ class Run:
         key = (block, signature)
         if key not in self._splits:
             split = self.probed.split(block, signature)
-            if not split.inputs and self._root_batch is not None:
-                self.probed = self._probe_again(*self._root_batch)
-                split = self.probed.split(block, signature)
+            if not split.inputs and self._root_batch is not None and not self.probed.failure:
+                again = self._probe_again(*self._root_batch)
+                split = again.split(block, signature)
+                if not again.failure:
+                    self.probed = again
             if not split.inputs and self._root_batch is None:
                 return split  # called without the whole model: there is no batch to probe with; ask again next time
             self._splits[key] = split
@@ -201,11 +203,9 @@ class Run:
     def _probe_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProbeResult:
         self.probing = True
         try:
-            batch = args if args else kwargs
-            rest = kwargs if args else {}
             with self.gpu.unmetered():  # a probe computes on shapes, and in host memory
-                again = lambda *a, **k: self.model(*a, **{**rest, **k})  # noqa: E731
-                return probe(self.model, self.probed.blocks, batch, forward=again)
+                batch = Arguments(*map_tensors((args, kwargs), lambda tensor: tensor.cpu()))
+                return probe(self.model, self.probed.blocks, batch, taps=self.probed.taps)
         finally:
             self.probing = False
 

@@ -8,6 +8,7 @@ puts the old classes back.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -121,9 +122,9 @@ def check_modules(model: nn.Module, profile: ModelProfile, captured: Iterable[st
     """What blocks cannot do. Asked before anything is moved: a refusal leaves the model as it was."""
     for name in captured:
         raise ValueError(
-            f"the model takes a tensor out of the middle of the block {name!r} (by a hook or an attribute) and its "
-            "result "
-            "depends on it: its gradient would be lost. Return it from the block's forward instead"
+            f"a tensor is taken out of the middle of the block {name!r} in a way that hightide cannot follow (added to "
+            "a list, or stored by code outside): its gradient would be lost. Return it from the block's forward "
+            "instead, or assign it to an attribute of a module inside the block"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, param in model.named_parameters():
@@ -164,6 +165,12 @@ def wrap_modules(run: Run) -> None:
                     _swap_shared(inside, Wrapped, run, classes)
             _swap_shared(module, WrappedHead if block.lazy_head else WrappedBlock, run, classes)
     _swap(run.model, WrappedRoot, {"hightide_run": run})
+    if run.compiled.enabled and run.probed.taps:
+        warnings.warn(
+            f"{len(run.probed.taps)} blocks run eagerly in spite of compile=True: hooks or attributes take tensors out "
+            "of them, which a compiled block does not have; slower, but right",
+            stacklevel=2,
+        )
 
 
 def unwrap_modules(model: nn.Module) -> None:

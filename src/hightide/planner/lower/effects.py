@@ -67,7 +67,7 @@ def _count_inputs_and_outputs(draft: Draft, effects: Effects) -> None:
     for index, call in enumerate(draft.profile.calls):
         forward = effects[f"fwd.{index}"]
         new = _at(draft, call.new_inputs)
-        forward["gpu_takes"] += new + _output_bytes(draft, call)
+        forward["gpu_takes"] += new + _output_bytes(draft, call) + _at(draft, call.tapped)
         if draft.mode is not Mode.EVAL and call.needs_backward:
             _count_saved(draft, index, call, arriving + new, effects)
         else:
@@ -75,7 +75,8 @@ def _count_inputs_and_outputs(draft: Draft, effects: Effects) -> None:
             glue = max(glue, new)
         arriving = _output_bytes(draft, call)
     if draft.mode is not Mode.EVAL:
-        effects["step"]["gpu_gives"] += arriving + glue
+        tapped = sum(_at(draft, call.tapped) for call in draft.profile.calls)
+        effects["step"]["gpu_gives"] += arriving + glue + tapped
 
 
 def _count_saved(draft: Draft, index: int, call: CallSpec, received: int, effects: Effects) -> None:
@@ -103,7 +104,7 @@ def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) ->
     micro = micro_batch_of(draft.plan, call, draft.mode)
     forward["gpu_transient"] += call.forward_peak.at(micro)
     if micro < draft.plan.num_samples:  # its output exists beside that of the whole batch until it is copied there
-        forward["gpu_transient"] += call.outputs.at(micro)
+        forward["gpu_transient"] += call.outputs.at(micro) + call.tapped.at(micro)
     if not backwards:
         return
     backward["gpu_transient"] += call.backward_peak.at(micro)
@@ -119,6 +120,10 @@ def _count_output_gradients(draft: Draft, effects: Effects) -> None:
     calls = draft.profile.calls
     backwards = [index for index in reversed(range(len(calls))) if calls[index].needs_backward]
     pending = aside = 0  # `aside`: gradients of inputs that did not come from the call before
+    for index in backwards:  # those of what was tapped come from the loss, and wait
+        tapped = _at(draft, calls[index].tapped)
+        effects[f"bwd.{backwards[0]}"]["gpu_takes"] += tapped
+        effects[f"bwd.{index}"]["gpu_gives"] += tapped
     for index in backwards:
         backward = effects[f"bwd.{index}"]
         # The loss makes the first; later ones may grow in the glue: the gradient of a slice is that of the whole again.
