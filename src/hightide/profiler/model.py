@@ -182,19 +182,22 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def _find_lazy_head(model: nn.Module, probed: ProbeResult) -> int | None:
-    """The output embedding of a language model, if it is a block that is called once."""
+    """The output embedding of a language model, if it is a block that is called once. In a wrapper that holds copies
+    of it (PEFT's modules_to_save), the copy that is called."""
     get = getattr(model, "get_output_embeddings", None)
-    module = get() if callable(get) else None
+    outer = get() if callable(get) else None
+    if not isinstance(outer, nn.Module):
+        return None
+    inside = set(outer.modules())
+    called = [call.block for call in probed.calls if probed.blocks[call.block].module in inside]
+    if len(called) != 1:
+        return None
+    module = probed.blocks[called[0]].module
     if not isinstance(module, nn.Linear):
         return None
     config: Any = getattr(model, "config", None)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if getattr(text_config, "vocab_size", None) != module.out_features:
-        return None
-    for index, block in enumerate(probed.blocks):
-        if block.module is module and sum(call.block == index for call in probed.calls) == 1:
-            return index
-    return None
+    return called[0] if getattr(text_config, "vocab_size", None) == module.out_features else None
 
 
 def _bytes(values: list[torch.Tensor]) -> int:

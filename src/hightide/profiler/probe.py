@@ -91,6 +91,7 @@ class Record:
     versions: list[int]
     results: list[Any] = field(default_factory=list)
     mutated: bool = False
+    needs_backward: bool = False  # as the block itself returns; a hook of the user's may ask for gradients later
     finished: bool = False
 
     @property
@@ -156,7 +157,7 @@ def compare(blocks: Sequence[FoundBlock], first: Recording, second: Recording) -
         call = ProbedCall(
             block=one.block,
             split=split,
-            needs_backward=any(tensor.requires_grad for tensor in one.outputs),
+            needs_backward=one.needs_backward,
             input_shapes=_shapes(one.inputs),
             output_shapes=_shapes(one.outputs),
             new_inputs=fit(sizes[id(one)].new_inputs, larger.new_inputs),
@@ -248,6 +249,7 @@ class _Recorder:
         record = self._running.pop()
         leaves, tree = flatten(result)
         record.results = [_bordered(leaf) for leaf in leaves]
+        record.needs_backward = any(tensor.requires_grad for tensor in record.outputs)
         record.mutated = record.versions != [tensor._version for tensor in record.inputs]
         record.finished = True
         return unflatten(record.results, tree)
