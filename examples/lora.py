@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=8, help="samples per step")
     parser.add_argument("--length", type=int, default=128, help="tokens per sample")
-    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--gpu", help="how much of the GPU to use, as 24GiB; left out: all that is free")
     args = parser.parse_args()
 

@@ -42,11 +42,13 @@ def test_finetuning_lowers_the_loss_and_saves_a_model(tuned: tuple[str, Path]) -
     assert {"config.json", "model.safetensors"} <= {file.name for file in folder.iterdir()}
 
 
-def test_adapters_for_the_model_that_was_finetuned(tuned: tuple[str, Path], tmp_path: Path) -> None:
-    output = run("examples/lora.py", str(tuned[1]), "--steps", "10", "--length", "64", "--out", str(tmp_path))
-    assert sum(losses(output)[-3:]) < sum(losses(output)[:3]) - 0.15
-    assert losses(output)[0] < losses(tuned[0])[0] - 0.3, "it starts where fine-tuning ended"
-    saved = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
+def test_adapters_learn_a_text_and_only_they_are_saved(tuned: tuple[str, Path], tmp_path: Path) -> None:
+    text, out = tmp_path / "verse.txt", tmp_path / "adapters"
+    text.write_text("There is a tide in the affairs of men, which, taken at the flood, leads on to fortune. " * 9)
+    options = ("--text", str(text), "--steps", "20", "--length", "64", "--out", str(out))
+    output = run("examples/lora.py", str(tuned[1]), *options)
+    assert losses(output)[-1] < losses(output)[0] - 0.1
+    saved = {file.name: file.stat().st_size for file in out.iterdir()}
     assert "model.safetensors" not in saved
     assert saved["adapter_model.safetensors"] < (tuned[1] / "model.safetensors").stat().st_size / 2
 
