@@ -38,7 +38,8 @@ class Activation(StrEnum):
 class BlockPlan:
     name: str
     params: Tier  # GPU: persistent. HOST: streamed through slots
-    states: Tier  # where gradients end up and the update runs. GPU only with params on GPU
+    # Where gradients end up and the update runs. GPU with params on HOST: frozen chunks stream, trained ones stay.
+    states: Tier
     activation: Activation
     inputs: Tier  # where the block's inputs wait for backward
 

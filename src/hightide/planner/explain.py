@@ -55,7 +55,7 @@ def _batch(profile: ModelProfile, plan: Plan) -> list[str]:
     if profile.vocabulary:
         kept = f", those of {plan.loss_kept_tokens} kept" if plan.loss_kept_tokens else ""
         lines.append(f"loss: over slices of {plan.loss_tile_tokens} tokens x {profile.vocabulary} logits{kept}")
-    slot, grad_slot = format_bytes(slot_bytes(plan.layout)), format_bytes(grad_slot_bytes(plan.layout))
+    slot, grad_slot = format_bytes(slot_bytes(plan)), format_bytes(grad_slot_bytes(plan))
     lines.append(f"slots: {plan.num_slots} of {slot}, {plan.num_grad_slots} of {grad_slot} for gradients")
     return lines
 

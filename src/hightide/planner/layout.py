@@ -11,15 +11,16 @@ from hightide.ir.chunk import ALIGN_NUMEL, ChunkSpec, Layout, Placement, aligned
 
 LATENCY_NUMEL = 1024 * 1024  # what one more transfer costs, in elements that the link could have moved instead
 TINY_FRACTION = 1 / 64  # of the median block: smaller blocks are not worth streaming
+ADAPTER_FRACTION = 1 / 4  # of a block: if less of it is trained, this lies apart from what is frozen
 
 
 def pack(profile: ModelProfile, slot_numel: int, num_moments: int = 2) -> Layout:
-    """Chunks in execution order, block by block and dtype by dtype.
+    """Chunks in execution order, block by block and dtype by dtype; adapters apart from what is frozen.
 
     Shared parameters go to the first block that uses them (to the loose pseudo-block, if that is one of them: plain
     autograd must find them on the GPU), in chunks of their own, so that the other users fetch nothing but them."""
     chunks: list[ChunkSpec] = []
-    for (block, users, dtype), params in _bundles(profile):
+    for (block, users, dtype, _), params in _bundles(profile):
         for members in _cut(params, slot_numel):
             chunks.append(_chunk(len(chunks), block, users, dtype, members, num_moments))
     return Layout(slot_numel, tuple(chunks))
@@ -38,7 +39,8 @@ def slot_candidates(profile: ModelProfile) -> set[int]:
     specs = {spec.name: spec for spec in profile.params}
     tiny = tiny_blocks(profile)
     counted = [block for block in profile.blocks if not block.loose and block.index not in tiny]
-    sizes = {sum(aligned(specs[key].numel) for key in block.params) for block in counted}
+    apart = adapters(profile)
+    sizes = {sum(aligned(specs[key].numel) for key in block.params if key not in apart) for block in counted}
     parts = {aligned(-(-size // part)) for size in sizes for part in (1, 2, 3, 4)}
     return {max(part, ALIGN_NUMEL) for part in parts} or {ALIGN_NUMEL}
 
@@ -50,21 +52,34 @@ def tiny_blocks(profile: ModelProfile) -> frozenset[int]:
     return frozenset(block for block, size in sizes.items() if size < TINY_FRACTION * median)
 
 
+def adapters(profile: ModelProfile) -> frozenset[str]:
+    """Trainable parameters of blocks that are mostly frozen (LoRA): few bytes, which can stay on the GPU, with their
+    gradients and states, while the rest streams."""
+    specs = {spec.name: spec for spec in profile.params}
+    found: set[str] = set()
+    for block in profile.blocks:
+        trained = [key for key in block.params if specs[key].trainable]
+        numel = sum(specs[key].numel for key in block.params)
+        if not block.loose and sum(specs[key].numel for key in trained) < ADAPTER_FRACTION * numel:
+            found.update(trained)
+    return frozenset(found)
+
+
 def slot_cost(profile: ModelProfile, slot_numel: int) -> int:
     layout = pack(profile, slot_numel)
-    tiny = tiny_blocks(profile)
+    tiny, apart = tiny_blocks(profile), adapters(profile)
     num_fetches = [0] * len(profile.blocks)
     for call in profile.calls:
         num_fetches[call.block] += 2 if call.needs_backward else 1
     return sum(
         num_fetches[user] * (layout.num_slots(chunk) * slot_numel - chunk.numel + LATENCY_NUMEL)
         for chunk in layout.chunks
-        if not profile.blocks[chunk.block].loose and chunk.block not in tiny
+        if not profile.blocks[chunk.block].loose and chunk.block not in tiny and chunk.params[0].param not in apart
         for user in chunk.users
     )
 
 
-Bundle = tuple[int, tuple[int, ...], str]  # owner, users, dtype
+Bundle = tuple[int, tuple[int, ...], str, bool]  # owner, users, dtype, whether adapters
 
 
 def _bundles(profile: ModelProfile) -> Iterator[tuple[Bundle, Iterable[ParamSpec]]]:
@@ -78,14 +93,15 @@ def _bundles(profile: ModelProfile) -> Iterator[tuple[Bundle, Iterable[ParamSpec
     lost = [spec.name for spec in profile.params if spec.name not in users]
     assert not lost, f"parameters of no block: {lost}"
     loose = {block.index for block in profile.blocks if block.loose}
+    apart = adapters(profile)
 
     def bundle(spec: ParamSpec) -> Bundle:
         mine = users[spec.name]
         owner = next((user for user in mine if user in loose), mine[0])
-        return owner, tuple(mine), spec.dtype
+        return owner, tuple(mine), spec.dtype, spec.name in apart
 
     def order(spec: ParamSpec) -> tuple[int, bool, tuple[int, ...], str, int, int, int]:
-        owner, mine, dtype = bundle(spec)
+        owner, mine, dtype, _ = bundle(spec)
         return owner, len(mine) > 1, mine, dtype, *_section(spec), rank[spec.name]
 
     return groupby(sorted(profile.params, key=order), key=bundle)

@@ -9,8 +9,10 @@ from hightide.ir.tier import Tier
 
 
 def params_on_gpu(plan: Plan, chunk: ChunkSpec) -> bool:
-    """Its parameters are persistent: they have a place of their own and no slot."""
-    return plan.blocks[chunk.block].params is Tier.GPU
+    """Its parameters are persistent: they have a place of their own and no slot. In a block whose frozen parameters
+    stream, those that are trained are persistent where their states are."""
+    block = plan.blocks[chunk.block]
+    return block.params is Tier.GPU or (block.states is Tier.GPU and chunk.trainable_numel > 0)
 
 
 def states_on_gpu(plan: Plan, chunk: ChunkSpec) -> bool:
@@ -78,13 +80,20 @@ def region_bytes(num_bytes: int) -> int:
     return -(-num_bytes // REGION_BYTES) * REGION_BYTES
 
 
-def slot_bytes(layout: Layout) -> int:
-    """Slots are shared by all dtypes, so each holds the widest."""
-    return layout.slot_numel * max((DTYPE_BYTES[chunk.dtype] for chunk in layout.chunks), default=0)
+def slot_bytes(plan: Plan) -> int:
+    """All streamed chunks share the slots, whatever their dtype, so each holds the largest."""
+    streamed = [chunk for chunk in plan.layout.chunks if not params_on_gpu(plan, chunk)]
+    return max((_share_bytes(chunk.param_bytes, plan.layout.num_slots(chunk)) for chunk in streamed), default=0)
 
 
-def grad_slot_bytes(layout: Layout) -> int:
-    return layout.slot_numel * GRAD_BYTES
+def grad_slot_bytes(plan: Plan) -> int:
+    """Of what is trained: where most is frozen, far less than a slot."""
+    leaving = [chunk for chunk in plan.layout.chunks if chunk.trainable_numel and not states_on_gpu(plan, chunk)]
+    return max((_share_bytes(chunk.grad_bytes, grad_width(plan.layout, chunk)) for chunk in leaving), default=0)
+
+
+def _share_bytes(num_bytes: int, num_slots: int) -> int:
+    return region_bytes(-(-num_bytes // num_slots))
 
 
 def grad_width(layout: Layout, chunk: ChunkSpec) -> int:

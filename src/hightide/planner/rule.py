@@ -1,7 +1,8 @@
 """A plan by a simple rule: start lean, then fill the GPU in execution order.
 
 The first blocks gain most from being persistent: nothing can hide their fetch or their update. So from the front:
-blocks wholly on the GPU, then parameters only; then, from the back, activations that are kept instead of recomputed."""
+what little is trained in a frozen model, blocks wholly on the GPU, then parameters only; then, from the back,
+activations that are kept instead of recomputed."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from hightide.ir.plan import Activation, BlockPlan, Forecast, GradientDtype, Pla
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.explain import explain
-from hightide.planner.layout import pack, search_slot_numel, tiny_blocks
+from hightide.planner.layout import adapters, pack, search_slot_numel, tiny_blocks
 from hightide.planner.loss import loss_tile_tokens, num_rows
 from hightide.planner.lower import lower
 from hightide.planner.memory import Peaks, peaks
@@ -36,6 +37,7 @@ class Choice:
     whole: frozenset[int] = field(default_factory=frozenset)  # blocks with params and states on the GPU
     params: frozenset[int] = field(default_factory=frozenset)  # blocks with params only
     keep: frozenset[int] = field(default_factory=frozenset)
+    trained: frozenset[int] = field(default_factory=frozenset)  # blocks whose adapters stay while the rest streams
     loss_kept_tokens: int = 0
 
 
@@ -118,22 +120,26 @@ class _Rule:
         return self._last_resort(choice)
 
     def _last_resort(self, leanest: Choice) -> Choice:
-        """Slots may cost more than the model itself: then everything on the GPU fits where the leanest stream does
-        not."""
+        """Slots may cost more than what goes through them: then adapters, or everything, on the GPU fit where the
+        leanest stream does not."""
+        adapted = replace(leanest, trained=frozenset(self._adapted()))
         whole = replace(leanest, inputs=Tier.GPU, whole=frozenset(self._movable()))
-        if self._fits(whole, 1.0):
-            return whole
-        peak = self.peaks(leanest)
-        _require(Tier.GPU, peak.gpu_peak_bytes, self.gpu_bytes, peak.gpu_peak_at)
-        raise AssertionError("the leanest plan did not fit, and does")
+        choices = {choice: self.peaks(choice) for choice in (leanest, adapted, whole)}
+        least = min(choices, key=lambda choice: choices[choice].gpu_peak_bytes)
+        _require(Tier.GPU, choices[least].gpu_peak_bytes, self.gpu_bytes, choices[least].gpu_peak_at)
+        return least
 
     def fill(self, lean: Choice) -> Choice:
         movable = self._movable()
         everything = replace(lean, inputs=Tier.GPU, whole=frozenset(movable))
         if self._fits(everything, FILL_FRACTION):
             choice = everything
+        elif lean.whole or lean.trained:  # a last resort: there is no room, and with less on the GPU it would not fit
+            return lean
         else:
-            choice = self._most(lambda count: replace(lean, whole=frozenset(movable[:count])), len(movable))
+            adapted = self._adapted()
+            start = self._most(lambda count: replace(lean, trained=frozenset(adapted[:count])), len(adapted))
+            choice = self._most(lambda count: replace(start, whole=frozenset(movable[:count])), len(movable))
             rest = [block for block in movable if block not in choice.whole]
             base = choice
             choice = self._most(lambda count: replace(base, params=frozenset(rest[:count])), len(rest))
@@ -165,6 +171,11 @@ class _Rule:
         tiny = tiny_blocks(self.profile)
         blocks = [block.index for block in self.profile.blocks if not block.loose and block.index in called]
         return sorted(blocks, key=lambda block: block not in tiny)
+
+    def _adapted(self) -> list[int]:
+        """Blocks with adapters, as they run. They cost little and save the way of gradients to the host and back."""
+        apart, called = adapters(self.profile), {call.block for call in self.profile.calls}
+        return [b.index for b in self.profile.blocks if b.index in called and not apart.isdisjoint(b.params)]
 
     def _keepable(self) -> list[int]:
         """From the back. A lazy head recomputes its logits anyway."""
@@ -218,7 +229,7 @@ def _block_plan(block: BlockSpec, choice: Choice) -> BlockPlan:
     return BlockPlan(
         name=block.name,
         params=Tier.GPU if whole or block.index in choice.params else Tier.HOST,
-        states=Tier.GPU if whole else Tier.HOST,
+        states=Tier.GPU if whole or block.index in choice.trained else Tier.HOST,
         activation=Activation.KEEP if keep else Activation.RECOMPUTE,
         inputs=Tier.GPU if keep or block.loose else choice.inputs,
     )

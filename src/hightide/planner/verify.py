@@ -307,9 +307,11 @@ def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
         where = f"the plan of block {block.name!r}"
         if Tier.DISK in (block.params, block.states, block.inputs):
             raise InfeasiblePlan(f"{where} uses the disk, which is not supported yet; use gpu or host")
-        if block.states is Tier.GPU and block.params is not Tier.GPU:
+        frozen = any(c.block == spec.index and not c.trainable_numel for c in plan.layout.chunks)
+        if block.states is Tier.GPU and block.params is not Tier.GPU and not frozen:
             raise InfeasiblePlan(
-                f"{where} has states on the gpu but params on the {block.params}; put params there too"
+                f"{where} has states on the gpu but params on the {block.params}, and no frozen chunk that could "
+                "stream; put params there too"
             )
         if block.activation is Activation.KEEP and block.inputs is Tier.HOST:
             raise InfeasiblePlan(f"{where} keeps activations, whose graph holds the inputs on the gpu; use inputs=gpu")

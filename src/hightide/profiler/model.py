@@ -214,20 +214,25 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def _find_lazy_head(model: nn.Module, probed: ProbeResult) -> int | None:
-    """The output embedding of a language model, if it is a block that is called once."""
+    """The output embedding of a language model, if it is a block that is called once. In a wrapper that holds copies
+    of it (PEFT's modules_to_save), the copy that is called."""
     get = getattr(model, "get_output_embeddings", None)
-    module = get() if callable(get) else None
+    outer = get() if callable(get) else None
+    if not isinstance(outer, nn.Module):
+        return None
+    inside = set(outer.modules())
+    called = [call.block for call in probed.calls if probed.blocks[call.block].module in inside]
+    if len(called) != 1:
+        return None
+    module = probed.blocks[called[0]].module
     if not isinstance(module, nn.Linear):
         return None
     config: Any = getattr(model, "config", None)
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if getattr(text_config, "vocab_size", None) != module.out_features:
+    (call,) = [call for call in probed.calls if call.block == called[0]]
+    if not call.input_shapes:  # the probe did not get there
         return None
-    for index, block in enumerate(probed.blocks):
-        calls = [call for call in probed.calls if call.block == index]
-        if block.module is module and len(calls) == 1 and calls[0].input_shapes:  # without: the probe did not get there
-            return index
-    return None
+    return called[0] if getattr(text_config, "vocab_size", None) == module.out_features else None
 
 
 def _bytes(values: list[torch.Tensor]) -> int:

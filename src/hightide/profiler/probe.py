@@ -120,6 +120,7 @@ class Record:
     results: list[Any] = field(default_factory=list)
     tapped: list[torch.Tensor] = field(default_factory=list)
     mutated: bool = False
+    needs_backward: bool = False  # as the block itself returns; a hook of the user's may ask for gradients later
     finished: bool = False
 
     @property
@@ -196,7 +197,7 @@ def compare(blocks: Sequence[FoundBlock], first: Recording, second: Recording) -
         call = ProbedCall(
             block=one.block,
             split=split,
-            needs_backward=any(tensor.requires_grad for tensor in one.outputs),
+            needs_backward=one.needs_backward,
             input_shapes=_shapes(one.inputs),
             output_shapes=_shapes(one.outputs),
             new_inputs=fit(sizes[id(one)].new_inputs, larger.new_inputs),
@@ -332,6 +333,7 @@ class _Recorder:
         record.results = [_bordered(leaf) for leaf in leaves]
         record.tapped = [_bordered(tensor) for tensor in tapped.tensors]
         hand_out(module, tapped.parts, record.tapped)
+        record.needs_backward = any(tensor.requires_grad for tensor in record.outputs)
         record.mutated = record.versions != [tensor._version for tensor in record.inputs]
         record.finished = True
         return unflatten(record.results, tree)

@@ -27,6 +27,7 @@ from hightide.planner.place import (
     grad_width,
     has_host_params,
     host_grad_bytes,
+    params_on_gpu,
     rounds_gradient,
     slot_bytes,
     staging_bytes,
@@ -66,7 +67,6 @@ class Chunks:
         self.gpu, self.host = gpu, host
         self.parameters = parameters
         self.shapes = {spec.name: spec.shape for spec in profile.params}
-        self._block_plans = [plan.blocks[spec.block] for spec in self.specs]
         self.by_block = [self._chunks_of(block.index) for block in profile.blocks]
         self._params_of_block = [frozenset(block.params) for block in profile.blocks]
 
@@ -75,8 +75,8 @@ class Chunks:
         widths = [self.layout.num_slots(spec) for spec in self.specs]
         self.param_slots = SlotTable(plan.num_slots, widths)
         self.grad_slots = SlotTable(plan.num_grad_slots, [grad_width(self.layout, spec) for spec in self.specs])
-        self.slot_bytes = slot_bytes(self.layout)
-        self.grad_slot_bytes = grad_slot_bytes(self.layout)
+        self.slot_bytes = slot_bytes(plan)
+        self.grad_slot_bytes = grad_slot_bytes(plan)
         self._slots = gpu.allocate(plan.num_slots * self.slot_bytes, "slots") if plan.num_slots else None
         self._grad_slots = (
             gpu.allocate(plan.num_grad_slots * self.grad_slot_bytes, "gradient slots") if plan.num_grad_slots else None
@@ -109,10 +109,10 @@ class Chunks:
     # -- places ---------------------------------------------------------------------------------------------------
 
     def params_tier(self, chunk: int) -> Tier:
-        return self._block_plans[chunk].params
+        return Tier.GPU if params_on_gpu(self._plan, self.specs[chunk]) else Tier.HOST
 
     def states_tier(self, chunk: int) -> Tier:
-        return self._block_plans[chunk].states
+        return self._plan.blocks[self.specs[chunk].block].states
 
     def is_streamed(self, chunk: int) -> bool:
         return self.params_tier(chunk) is not Tier.GPU

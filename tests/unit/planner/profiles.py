@@ -168,11 +168,19 @@ def profiles(draw: st.DrawFn) -> ModelProfile:
 @st.composite
 def plans(draw: st.DrawFn, profile: ModelProfile, update: Update) -> Plan:
     """Any legal plan, not only those that the rule makes."""
+    slot_numel = draw(st.sampled_from([128, 256, 1024, 4096]))
+    with_frozen = {chunk.block for chunk in pack(profile, slot_numel).chunks if not chunk.trainable_numel}
     blocks = []
     for block in profile.blocks:
         params, states = draw(
             st.sampled_from(
-                [(Tier.HOST, Tier.HOST), (Tier.HOST, Tier.HOST), (Tier.GPU, Tier.HOST), (Tier.GPU, Tier.GPU)]
+                [
+                    (Tier.HOST, Tier.HOST),
+                    (Tier.HOST, Tier.HOST),
+                    (Tier.GPU, Tier.HOST),
+                    (Tier.HOST, Tier.GPU),
+                    (Tier.GPU, Tier.GPU),
+                ]
             )
         )
         activation, inputs = draw(
@@ -180,11 +188,12 @@ def plans(draw: st.DrawFn, profile: ModelProfile, update: Update) -> Plan:
                 [(Activation.RECOMPUTE, Tier.GPU), (Activation.RECOMPUTE, Tier.HOST), (Activation.KEEP, Tier.GPU)]
             )
         )
+        if states is Tier.GPU and block.index not in with_frozen:
+            params = Tier.GPU
         if block.loose:
             params = states = inputs = Tier.GPU
         blocks.append(BlockPlan(block.name, params, states, activation, inputs))
     micro_batch = draw(st.integers(1, profile.num_samples))
-    slot_numel = draw(st.sampled_from([128, 256, 1024, 4096]))
     spares = draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
     plan = finish(profile, blocks, update, micro_batch, *spares, slot_numel)
     return replace(plan, gradients=draw(st.sampled_from(GradientDtype)))

@@ -137,7 +137,8 @@ class RandomLanes:
             if tick.block not in chunk.users:
                 continue
             owner = self.plan.blocks[chunk.block]
-            if owner.params != "gpu":
+            stays = owner.params == "gpu" or (owner.states == "gpu" and chunk.trainable_numel)
+            if not stays:
                 assert chunk.index in [c for (kind, _), c in self.slots.items() if kind is ChunkKind.PARAM], tick.id
             if owner.states != "gpu" and tick.op is Op.BACKWARD and chunk.trainable_numel:
                 assert chunk.index in [c for (kind, _), c in self.slots.items() if kind is ChunkKind.GRAD], tick.id

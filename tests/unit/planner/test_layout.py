@@ -86,22 +86,49 @@ def test_every_parameter_lies_once_aligned_and_without_overlap(profile):
         assert len(chunk.params) == 1 or chunk.numel <= 512
 
 
+def held(chunk):
+    return {place.param for place in chunk.params}
+
+
 def brute_cost(profile, slot_numel):
     """Written out again from the definition, fetch by fetch."""
     layout = pack(profile, slot_numel)
     numel = {spec.name: spec.numel for spec in profile.params}
     sizes = [sum(numel[key] for key in block.params) for block in profile.blocks if not block.loose]
     middle = sorted(sizes)[len(sizes) // 2]
+    trained = {spec.name for spec in profile.params if spec.trainable}
+    adapters = set()
+    for block in profile.blocks:
+        mine = trained & set(block.params)
+        if not block.loose and sum(numel[key] for key in mine) * 4 < sum(numel[key] for key in block.params):
+            adapters |= mine
     cost = 0
     for entry in profile.calls:
         for _ in ("forward", "backward") if entry.needs_backward else ("forward",):
             for chunk in layout.chunks:
-                if entry.block not in chunk.users or profile.blocks[chunk.block].loose:
+                if entry.block not in chunk.users or profile.blocks[chunk.block].loose or adapters & held(chunk):
                     continue
                 if sum(numel[key] for key in profile.blocks[chunk.block].params) * 64 >= middle:
                     slots = max(1, -(-chunk.numel // slot_numel))
                     cost += slots * slot_numel - chunk.numel + LATENCY_NUMEL
     return cost
+
+
+def lora(num_layers=2):
+    """The second of three matrices of each layer is trained, and small."""
+    profile = stack(num_layers=num_layers)
+    specs = [replace(spec, trainable=False, group=None) for spec in profile.params]
+    small = {block.params[0] for block in profile.blocks if "layers" in block.name}
+    specs = [replace(s, trainable=True, group=0, shape=(32,)) if s.name in small else s for s in specs]
+    return replace(profile, params=tuple(specs)), small
+
+
+def test_what_little_is_trained_lies_apart():
+    profile, small = lora()
+    assert small
+    for chunk in pack(profile, slot_numel=4096).chunks:
+        assert held(chunk) <= small or not held(chunk) & small
+        assert (chunk.trainable_numel == chunk.numel) if held(chunk) & small else (chunk.trainable_numel == 0)
 
 
 @given(profiles())

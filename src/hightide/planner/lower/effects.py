@@ -31,7 +31,7 @@ Effects = dict[str, Counter[str]]
 
 def gpu_base_bytes(profile: ModelProfile, plan: Plan) -> int:
     chunks = sum(gpu_chunk_bytes(plan, chunk) for chunk in plan.layout.chunks)
-    slots = plan.num_slots * slot_bytes(plan.layout) + plan.num_grad_slots * grad_slot_bytes(plan.layout)
+    slots = plan.num_slots * slot_bytes(plan) + plan.num_grad_slots * grad_slot_bytes(plan)
     return chunks + slots + gpu_staging_bytes(plan) + profile.batch_bytes + profile.buffer_bytes
 
 

@@ -1,0 +1,55 @@
+"""Fine-tunes a Hugging Face model with an ordinary PyTorch loop. Two lines are hightide's; they are marked.
+
+python examples/finetune.py                              # a tiny model, made on the spot: nothing to download
+python examples/finetune.py path/to/model --text my.txt  # your own: a folder with weights and a tokenizer
+python examples/finetune.py path/to/model --gpu 24GiB    # on less of the GPU than there is
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from tiny import batches, make_tiny_model, read_tokens
+from transformers import AutoModelForCausalLM
+
+import hightide  # the first line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="a Hugging Face folder; left out: a tiny model is made")
+    parser.add_argument("--text", help="a text file to learn; left out: source code of Python's standard library")
+    parser.add_argument("--out", default="runs/finetuned", help="where the model is saved")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=8, help="samples per step")
+    parser.add_argument("--length", type=int, default=128, help="tokens per sample")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--gpu", help="how much of the GPU to use, as 24GiB; left out: all that is free")
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    folder = args.model or make_tiny_model()
+    model = AutoModelForCausalLM.from_pretrained(folder)  # hightide.from_pretrained(folder) needs less memory
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    data = batches(read_tokens(folder, args.text), args.batch, args.length)
+
+    limits = hightide.Limits(gpu=args.gpu)
+    model, optimizer = hightide.wrap(model, optimizer, next(data), limits=limits)  # the second line
+    print(hightide.stats(model).plan.explain())
+
+    model.train()
+    for step, batch in zip(range(args.steps), data, strict=False):
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"step {step}: loss {loss.item():.4f}")
+
+    model.save_pretrained(args.out)
+    print(f"saved to {args.out}; AutoModelForCausalLM.from_pretrained({args.out!r}) loads it")
+
+
+if __name__ == "__main__":
+    main()
