@@ -1,14 +1,19 @@
-"""How much memory this machine has to give when the user sets no limit, and how it gets back what was freed."""
+"""What this machine has to give when the user sets no limit: memory and cores; and how it gets back what was freed."""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 import psutil
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _CGROUP_USES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+_CPU_QUOTAS = (
+    "/sys/fs/cgroup/cpu.max",
+    "/sys/fs/cgroup/cpu/cpu.cfs_quota_us:/sys/fs/cgroup/cpu/cpu.cfs_period_us",
+)
 HEADROOM = 0.9  # of what is free: the process itself, its libraries and other programs need some
 
 
@@ -19,6 +24,19 @@ def free_host_bytes() -> int:
     if limit is not None and used is not None:
         free_bytes = min(free_bytes, max(0, limit - used))
     return int(free_bytes * HEADROOM)
+
+
+def usable_cores() -> int:
+    """Cores that this process may keep busy: by its affinity, and by its control group's quota."""
+    cores = len(os.sched_getaffinity(0))
+    for path in _CPU_QUOTAS:
+        try:
+            words = " ".join(Path(part).read_text() for part in path.split(":")).split()
+        except OSError:
+            continue
+        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
+            cores = min(cores, -(-int(words[0]) // int(words[1])))
+    return max(1, cores)
 
 
 def return_freed_memory() -> None:

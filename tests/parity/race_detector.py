@@ -7,6 +7,7 @@ the using stream must have joined a fence behind each of them. What threads wait
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import defaultdict
 from typing import Any
@@ -106,8 +107,11 @@ class Detector:
 
 
 class FakeFence:
+    _numbers = itertools.count()
+
     def __init__(self, detector: Detector, seen: dict[str, int]) -> None:
         self._detector, self._seen = detector, seen
+        self.number = next(self._numbers)
 
     def join(self) -> None:
         self._detector.join(self._seen)

@@ -196,3 +196,24 @@ def test_with_the_real_compiler(name: str, room: float) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*cannot be compiled.*")
         check(name, {"room": room, "micro_batch": 3})
+
+
+def test_more_than_a_few_lengths_run_eagerly_and_it_says_so(graphs: Graphs) -> None:
+    lengths = [5, 6, 7, 8, 9, 10, 5]
+
+    def batches() -> list[dict[str, Tensor]]:
+        made = [models.token_batch(seed=at, num_samples=4, mask=False) for at in range(len(lengths))]
+        return [
+            {key: value[:, :length] for key, value in batch.items()}
+            for batch, length in zip(made, lengths, strict=True)
+        ]
+
+    def build() -> models.Pair:
+        return SUBJECTS["llama"].build(num_samples=4)[0], models.token_batch(num_samples=4, mask=False)
+
+    plain = train(build(), batches())
+    with pytest.warns(UserWarning, match="4 shapes of its inputs; others run eagerly") as caught:
+        wrapped = train(build(), batches(), wrap={"micro_batch": 2, "compile": True, "room": 3.0})
+    assert len([one for one in caught if "others run eagerly" in str(one.message)]) == 1
+    assert wrapped.losses == pytest.approx(plain.losses, rel=1e-6)
+    assert len(graphs.forward) <= 2 * compiled.MAX_SHAPES

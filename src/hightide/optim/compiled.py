@@ -30,7 +30,7 @@ def load(name: str) -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(build(name, _source(f"{name}.c"), cache_folder())))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home folder
         detail = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
         warnings.warn(
             f"the compiled {name} update is not available ({detail.strip()[-500:]}), so updates run on torch's "

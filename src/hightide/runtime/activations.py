@@ -8,6 +8,7 @@ Hooks switch off autograd's own version check; ours replaces it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -47,22 +48,29 @@ class _InInput:
     stride: tuple[int, ...]
 
 
+def _extent(tensor: Tensor) -> int:
+    """Elements of its storage from its first to its last."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def outlive_slots(
     chunks: Chunks, away: Sequence[Tensor] = (), back: Callable[[], Sequence[Tensor]] = tuple
 ) -> saved_tensors_hooks:
     """Saved-tensor hooks for a graph that outlives the slots it was made in, and those of its inputs that wait on host
     (`away`, contiguous). `back` gives these again, in backward."""
-    inputs = {tensor.untyped_storage().data_ptr(): index for index, tensor in enumerate(away)}
-    starts = [int(tensor.storage_offset()) for tensor in away]
+    places = [(tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.numel()) for tensor in away]
 
     def pack(tensor: Tensor) -> _InSlot | _InInput | tuple[Tensor, int]:
         place = chunks.slot_offset(tensor)
         if place is not None:
             chunk, offset_bytes = place
             return _InSlot(chunk, offset_bytes, tensor.dtype, tensor.shape, tensor.stride())
-        index = inputs.get(tensor.untyped_storage().data_ptr())
-        if index is not None:
-            return _InInput(index, int(tensor.storage_offset()) - starts[index], tensor.shape, tensor.stride())
+        for index, (storage, start, numel) in enumerate(places):
+            offset = int(tensor.storage_offset()) - start
+            if tensor.untyped_storage().data_ptr() == storage and offset >= 0 and offset + _extent(tensor) <= numel:
+                return _InInput(index, offset, tensor.shape, tensor.stride())
         return tensor.detach(), tensor._version  # detached: an output that its own node holds would never die
 
     def unpack(packed: _InSlot | _InInput | tuple[Tensor, int]) -> Tensor:
@@ -85,7 +93,7 @@ def outlive_slots(
 class _Entry:
     """One stashed tensor, shared by all calls that received it. On the GPU until let go, and again once it is back."""
 
-    def __init__(self, tensor: Tensor, host: Store) -> None:
+    def __init__(self, tensor: Tensor, host: Store, orphans: deque[tuple[Tensor, list[Ticket]]]) -> None:
         self.tensor: Tensor | None = tensor
         self.version = tensor._version
         self.shape, self.dtype = tensor.shape, tensor.dtype
@@ -94,7 +102,7 @@ class _Entry:
         self.ordered_back = False  # the tensor here is a new one, and a lane may be writing it
         self.on_the_way: list[Ticket] = []  # lanes' copies, asked for by any call that shares the tensor
         self.leaving: Tensor | None = None  # what the lane reads: the tensor, or a contiguous copy of it
-        self._host = host
+        self._host, self._orphans = host, orphans
 
     def checked(self) -> Tensor:
         assert self.tensor is not None
@@ -103,6 +111,8 @@ class _Entry:
         return self.tensor
 
     def __del__(self) -> None:  # a graph that is dropped without backward gives its host memory back too
+        if self.tensor is not None and self.on_the_way:  # a lane may still be writing it
+            self._orphans.append((self.tensor, self.on_the_way))
         if self.region is not None:
             self._host.free_later(self.region)
 
@@ -125,11 +135,16 @@ class Stashes:
         self._host = host
         self._by_call: dict[int, Stash] = {}
         self._shared: dict[tuple[int, int, torch.Size, int], _Entry] = {}
+        self._orphans: deque[tuple[Tensor, list[Ticket]]] = deque()  # of graphs that died with copies under way
 
     def begin_pass(self) -> None:
         """Forgets the last pass. What a live graph still needs stays reachable from its autograd context."""
         self._by_call.clear()
         self._shared.clear()
+        while self._orphans:
+            for ticket in self._orphans[0][1]:
+                ticket.join()
+            self._orphans.popleft()
 
     def register(self, call: int, tensors: list[Tensor]) -> Stash:
         entries = []
@@ -137,7 +152,7 @@ class Stashes:
             key = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape, tensor._version)
             entry = self._shared.get(key)
             if entry is None or entry.tensor is not tensor:
-                entry = self._shared[key] = _Entry(tensor, self._host)
+                entry = self._shared[key] = _Entry(tensor, self._host, self._orphans)
             entry.num_users += 1
             entries.append(entry)
         stash = self._by_call[call] = Stash(entries)

@@ -50,5 +50,6 @@ def copy_to(value: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return value.clone()
     if value.device.type == "cpu" and not value.requires_grad:
-        value = value.pin_memory()
+        # The user may fill a buffer that is pinned already again at once, before an asynchronous copy has read it.
+        value = torch.empty_like(value, pin_memory=True).copy_(value) if value.is_pinned() else value.pin_memory()
     return value.to(device, non_blocking=True)

@@ -50,7 +50,6 @@ class BlockRunner:
         self.run = run
         self.index = index
         self.original = original  # the class's own forward
-        run.compiled.add(original)
         self.spec = run.profile.blocks[index]
         self.plan = run.plan.blocks[index]
         self._trainable = {s.name: s.trainable for s in run.profile.params if s.name in self.spec.params}
@@ -78,13 +77,6 @@ class BlockRunner:
     @property
     def taps(self) -> tuple[Tap, ...]:
         return self.run.probed.taps.get(self.index, ())
-
-    def compiled(self, num_samples: int, recompute: bool) -> Callable[..., Any] | None:
-        """None: eager. A smaller last micro-batch is not worth a compilation of its own; what is tapped inside of a
-        compiled graph does not exist."""
-        if num_samples != self.run.plan.micro_batch or self.taps:
-            return None
-        return self.run.compiled.forward_of(self.original, recompute)
 
     @property
     def anchor(self) -> Tensor | None:
@@ -126,6 +118,7 @@ class BlockCall:
         self.requires_grad = [tensor.requires_grad for tensor in self._tensors]
         self.on_host: list[bool] = [False] * len(self._tensors)  # which inputs wait for backward on host
         self._graphs: list[_Graph] | None = None
+        self._is_compiled = False  # the present micro-batch
         self._now: list[Tensor] = []  # the inputs of the micro-batch that a recomputation is about
         self._spent = False  # its one backward has begun
         self._autocast = runner.run.autocast()
@@ -166,7 +159,7 @@ class BlockCall:
                     gathered = _Gathered(outputs, self._outputs, self._bounds)
                 gathered.put(number, outputs)
                 if needs_backward:
-                    graphs.append(_Graph.of(inputs, outputs))
+                    graphs.append(_Graph.of(inputs, outputs, self._is_compiled))
                 del inputs, outputs
             self._graphs = graphs
             self._now = []
@@ -206,20 +199,27 @@ class BlockCall:
     def _with_graph(self, inputs: list[Tensor], num_samples: int) -> list[Tensor]:
         """Runs one micro-batch so that backward can follow. See [Note: recomputation]."""
         run, again = self.runner.run, weakref.proxy(self)  # this object owns the graphs: they must not own it
-        compiled = self.runner.compiled(num_samples, recompute=not self._keep)
-        self._now = inputs
+        compiled = self._compiled_forward(inputs, num_samples)
+        self._now, self._is_compiled = inputs, compiled is not None
         with torch.enable_grad():
             if compiled is not None:
                 try:
                     return self._compiled(inputs, compiled)
                 except NotCompiled:  # the user has been told
-                    compiled = None
+                    self._is_compiled = False
                 gc.collect()  # the failed attempt's frames hold tensors
             if self._keep:
                 with outlive_slots(run.chunks):
                     return self.run(inputs)
             recomputed: list[Tensor] = checkpointed(lambda: again.run(again.now()))
             return recomputed
+
+    def _compiled_forward(self, inputs: list[Tensor], num_samples: int) -> Callable[..., Any] | None:
+        """None: eager. A smaller last micro-batch is not worth a compilation of its own."""
+        if num_samples != self._bounds[0][1]:
+            return None
+        shapes = tuple(tensor.shape for tensor in inputs)
+        return self.runner.run.compiled.forward_of(self.runner.original, not self._keep, shapes)
 
     def _compiled(self, inputs: list[Tensor], forward: Callable[..., Any]) -> list[Tensor]:
         run, again = self.runner.run, weakref.proxy(self)
@@ -292,11 +292,10 @@ class BlockCall:
                 roots = graph.roots(self._slice_grads(grads, number, start, num_samples))
                 if roots:
                     self._now = self._slice(tensors, start, num_samples, with_grad=True)
-                    compiled = self.runner.compiled(num_samples, recompute=not self._keep) is not None
                     with (
                         self._draws.replay(number),
                         self._autocast.restored(),
-                        run.gpu.unmetered() if compiled else nullcontext(),
+                        run.gpu.unmetered() if graph.compiled else nullcontext(),
                     ):
                         graph.backward(roots, wanted, accumulate)
                     self._now = []
@@ -351,13 +350,15 @@ class _Graph:
     """The inner graph of one micro-batch: its leaves, and where its outputs' gradients enter. It does not hold the
     outputs."""
 
-    def __init__(self, inputs: list[Tensor], edges: list[GradientEdge | None]) -> None:
+    def __init__(self, inputs: list[Tensor], edges: list[GradientEdge | None], compiled: bool) -> None:
         self._inputs = inputs
         self._edges = edges
+        self.compiled = compiled
 
     @classmethod
-    def of(cls, inputs: list[Tensor], outputs: list[Tensor]) -> _Graph:
-        return cls(inputs, [get_gradient_edge(output) if output.requires_grad else None for output in outputs])
+    def of(cls, inputs: list[Tensor], outputs: list[Tensor], compiled: bool) -> _Graph:
+        edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        return cls(inputs, edges, compiled)
 
     def forget_inputs(self, which: Sequence[bool]) -> None:
         """The leaves stay as ends of the graph, their values do not: shape without memory."""

@@ -2,23 +2,26 @@
 
 [Note: compiled blocks] What is compiled is a function of the module and its inputs. Parameters are inputs of the graph,
 so neither another block of the same class nor another slot under the same block compiles again. What would, is held
-constant: micro-batches have one size (a smaller last one runs eager), the function is always entered with grad enabled,
-and equal blocks have one class (see surgery.py).
+constant: micro-batches have one size (a smaller last one runs eagerly), the function is always entered with grad
+enabled, and equal blocks have one class (see surgery.py).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils.checkpoint import checkpoint
 
 Forward = Callable[..., Any]
+Shapes = tuple[torch.Size, ...]
+
+MAX_SHAPES = 4  # torch.compile itself gives up at eight compilations of one function
 
 
 class CompiledForwards:
@@ -27,16 +30,20 @@ class CompiledForwards:
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
         self._num_blocks: Counter[Forward] = Counter()
+        self._shapes: dict[Forward, set[Shapes]] = defaultdict(set)
+        self._warned: set[Forward] = set()
         self._forwards: dict[tuple[Forward, bool], Forward | None] = {}
 
-    def add(self, original: Forward) -> None:
-        """One more block with this forward."""
-        self._num_blocks[original] += 1
+    def add(self, module: torch.nn.Module, original: Forward) -> None:
+        """One more block with this forward. A module without parts (an embedding, a norm) is hardly more than one
+        kernel as it is."""
+        if next(module.children(), None) is not None:
+            self._num_blocks[original] += 1
 
-    def forward_of(self, original: Forward, recompute: bool) -> Forward | None:
-        """None: run it eagerly. A block that is the only one of its kind (an embedding, a final norm) is not worth a
-        compilation."""
-        if not self.enabled or self._num_blocks[original] < 2:
+    def forward_of(self, original: Forward, recompute: bool, shapes: Shapes) -> Forward | None:
+        """None: run it eagerly. A block that is the only one of its kind is not worth a compilation; nor are more than
+        a few shapes of inputs."""
+        if not self.enabled or self._num_blocks[original] < 2 or not self._is_known(original, shapes):
             return None
         key = (original, recompute)
         if key not in self._forwards:
@@ -45,18 +52,36 @@ class CompiledForwards:
             self._forwards[key] = partial(self._call, key, compiled)
         return self._forwards[key]
 
+    def _is_known(self, original: Forward, shapes: Shapes) -> bool:
+        known = self._shapes[original]
+        if shapes in known or len(known) < MAX_SHAPES:
+            known.add(shapes)
+            return True
+        if original not in self._warned:
+            self._warned.add(original)
+            warnings.warn(
+                f"{_name(original)} was compiled for {MAX_SHAPES} shapes of its inputs; others run eagerly: slower, "
+                "but right. Pad batches to a few lengths",
+                stacklevel=2,
+            )
+        return False
+
     def _call(self, key: tuple[Forward, bool], compiled: Forward, *args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
-        except TorchDynamoException as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self._forwards[key] = None
-            name = f"{key[0].__module__}.{key[0].__qualname__}"
+            name = _name(key[0])
             warnings.warn(
                 f"{name} cannot be compiled and runs eagerly from now on: slower, but right. "
                 f"torch.compile says: {error}",
                 stacklevel=2,
             )
             raise NotCompiled(name) from error
+
+
+def _name(forward: Forward) -> str:
+    return f"{forward.__module__}.{forward.__qualname__}"
 
 
 class NotCompiled(Exception):

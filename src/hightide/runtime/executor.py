@@ -227,6 +227,11 @@ class Executor:
         if chunk in self.gradients.updates:
             self._flight.wait(self.gradients.updates[chunk], Lane.CPU)
 
+    def wait_for_fetch(self, chunk: int) -> None:
+        """Until no copy reads the chunk's home any more."""
+        if chunk in self._flight.fetches:
+            self._flight.fetches[chunk].settle()
+
     def abandon(self) -> None:
         """After an exception inside a block: nothing stays bound, and the next pass starts afresh."""
         for chunk, copy in enumerate(self.chunks.param_copies):

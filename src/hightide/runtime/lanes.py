@@ -20,7 +20,6 @@ number afterwards.
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 import warnings
@@ -32,6 +31,7 @@ from typing import TypeVar
 import torch
 
 from hightide.ir.tier import Lane
+from hightide.machine import usable_cores
 from hightide.runtime.queues import Queue, Record, State, Task, Watcher, queue_for
 from hightide.runtime.sharing import Desk, Sharers
 from hightide.stores.ticket import DEFAULT_TIMEOUT_S, Ticket
@@ -54,7 +54,7 @@ CORES_FOR_OTHERS = (
 
 def default_update_threads() -> int:
     """One for each core this process may use, less what the others need."""
-    return max(1, len(os.sched_getaffinity(0)) - CORES_FOR_OTHERS)
+    return max(1, usable_cores() - CORES_FOR_OTHERS)
 
 
 class EventFence:

@@ -277,6 +277,7 @@ class Run:
 
     def store(self, key: str, value: Tensor) -> None:
         """New values for a parameter, from a state dict."""
+        self.executor.wait_for_fetch(self.chunks.places[key][0])
         self.chunks.store(key, value)
         if (master := self.loaded_masters.get(key)) is not None:
             self.chunks.restore_master(key, master)

@@ -160,6 +160,7 @@ def wrap_modules(run: Run) -> None:
         if not block.loose:
             module = modules[block.name]
             run.runners[id(module)] = BlockRunner(run, block.index, type(module).forward)
+            run.compiled.add(module, type(module).forward)
             for inside in module.modules():  # for the sake of their state dicts
                 if inside is not module and next(inside.parameters(), None) is not None:
                     _swap_shared(inside, Wrapped, run, classes)

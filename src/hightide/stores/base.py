@@ -35,8 +35,9 @@ class Region:
     label: str
 
 
-class OutOfMemory(RuntimeError):
-    """A tier's limit would be exceeded. Carries the numbers; the message says what to do."""
+class OutOfMemory(torch.OutOfMemoryError):
+    """A tier's limit would be exceeded. Carries the numbers; the message says what to do. Loops that catch torch's own
+    error catch it too."""
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from contextlib import suppress
 import torch
 
 from hightide.ir.units import format_bytes
+from hightide.stores.base import ALIGN_BYTES
 from hightide.stores.host import HostArena
 
 
@@ -25,7 +26,17 @@ class PinnedArena(HostArena):
     def __init__(self, capacity_bytes: int, pinned_bytes: int | None = None) -> None:
         self._pinned_bytes = capacity_bytes if pinned_bytes is None else min(pinned_bytes, capacity_bytes)
         super().__init__(capacity_bytes, huge_bytes=self._pinned_bytes)
+        self._keep_apart()
         self._unpin: weakref.finalize | None = None
+
+    def _keep_apart(self) -> None:
+        """CUDA refuses to copy a region of which only a part is registered: what lies between the parts is never
+        given."""
+        pinned = -(-self._pinned_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        if pinned + ALIGN_BYTES <= self.capacity_bytes:
+            self._free.take(pinned)
+            self._free.take(ALIGN_BYTES)
+            self._free.give(0, pinned)
 
     @property
     def is_pinned(self) -> bool:

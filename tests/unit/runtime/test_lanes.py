@@ -348,8 +348,9 @@ def test_two_thousand_actions_take_little_bookkeeping(lanes: Lanes) -> None:
 class LateFence:
     """A point in a stream that is reached when the test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
         self.reached = threading.Event()
+        self.number = number
 
     def join(self) -> None:
         raise AssertionError("a lane without a stream cannot stand behind a fence")
@@ -369,6 +370,23 @@ def test_the_cpu_lane_takes_what_is_through_before_what_is_only_enqueued(lanes: 
     fence.reached.set()
     due_first.wait(TIMEOUT_S)
     assert order == ["due later", "due first"]
+
+
+def test_fences_are_awaited_in_the_order_in_which_they_were_set(lanes: Lanes) -> None:
+    """Updates are asked for in forward order; gradients come home in backward order."""
+    fences = [LateFence(number) for number in (3, 2, 1)]
+    blocker = LateFence(0)
+    lanes.submit("first", Lane.CPU, 9, [Ticket.completed("copy", fence=blocker)], lambda: None)
+    order: list[int] = []
+    tasks = []
+    for at, fence in enumerate(fences):
+        home = Ticket.completed("copy", fence=fence)
+        tasks.append(lanes.submit(f"update {at}", Lane.CPU, at, [home], lambda at=at: order.append(at)))  # type: ignore[misc]
+    blocker.reached.set()
+    for fence, task in zip(fences[::-1], tasks[::-1], strict=True):
+        fence.reached.set()
+        task.wait(TIMEOUT_S)
+    assert order == [2, 1, 0]
 
 
 def test_a_fence_that_fails_fails_the_lanes(lanes: Lanes) -> None:
