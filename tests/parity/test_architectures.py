@@ -229,6 +229,7 @@ class LeakyModel(nn.Module):
 
     def auxiliary(self) -> Tensor:
         stored = [layer.stored for layer in self.layers if layer.stored is not None]
+        stored = [entry[-1] if isinstance(entry, list) else entry for entry in stored]
         values = [entry["inner"] if isinstance(entry, dict) else entry for entry in stored]
         return 0.3 * sum(((value**2).mean() for value in [*self.collected, *values]), torch.zeros(()))
 
