@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.streamed import LIMITS, everything_moves
 
 import hightide
 import models
+from gpu.streamed import LIMITS, everything_moves
 
 pytestmark = pytest.mark.gpu
 
