@@ -79,6 +79,7 @@ class CallSpec:
         Affine  # most bytes alive in recompute + backward of one micro-batch, beyond inputs, outputs' gradients
     )
     input_grads: Affine  # gradients of inputs, whole batch
+    num_saved: int = 1  # how many tensors `saved_inputs` are
 
 
 @dataclass(frozen=True)

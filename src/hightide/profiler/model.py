@@ -157,6 +157,7 @@ def _call_spec(call: ProbedCall, memory: CallMemory) -> CallSpec:
         kept=memory.kept,
         backward_peak=memory.backward_peak,
         input_grads=call.input_grads,
+        num_saved=call.num_saved,
     )
 
 

@@ -58,6 +58,7 @@ class ProbedCall:
     saved_inputs: Affine
     outputs: Affine
     input_grads: Affine
+    num_saved: int = 1
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,7 @@ def compare(blocks: Sequence[FoundBlock], first: Recording, second: Recording) -
             saved_inputs=fit(sizes[id(one)].saved_inputs, larger.saved_inputs),
             outputs=fit(sizes[id(one)].outputs, larger.outputs),
             input_grads=fit(sizes[id(one)].saved_inputs, larger.saved_inputs),
+            num_saved=sum(tensor.requires_grad for tensor in one.inputs),
         )
         calls.append(call)
     loose = first.loose | second.loose
@@ -439,7 +441,8 @@ def _new_input_bytes(run: Recording) -> Iterator[int]:
 
 
 def _grad_bytes(inputs: list[torch.Tensor]) -> int:
-    return _total_bytes([tensor for tensor in inputs if tensor.requires_grad])
+    """Of a tensor that is passed twice, twice: it is stashed twice, and has two gradients."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in inputs if tensor.requires_grad)
 
 
 def _total_bytes(values: list[torch.Tensor]) -> int:
