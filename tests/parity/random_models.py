@@ -34,6 +34,7 @@ class Sketch:
     loose: bool  # a scale that the model's own code uses between blocks
     gate: bool  # blocks also get the scale, as a keyword
     pair: bool  # blocks take and return two tensors
+    twice: bool  # the first one gets one tensor as both
     container: str  # list or sequential
     dropout: float
     buffers: bool
@@ -131,7 +132,7 @@ class Model(nn.Module):
         if isinstance(self.layers, nn.Sequential):
             hidden = self.layers(hidden)
         else:
-            carry = None
+            carry = hidden if self.sketch.pair and self.sketch.twice else None
             for layer in self.layers:  # type: ignore[union-attr]
                 hidden = layer(hidden, carry, **options)
                 hidden, carry = hidden if self.sketch.pair else (hidden, None)
@@ -171,6 +172,7 @@ def sketches(draw: st.DrawFn) -> Sketch:
         loose=draw(st.booleans()),
         gate=container == "list" and draw(st.booleans()),
         pair=draw(st.booleans()),
+        twice=draw(st.booleans()),
         container=container,
         dropout=draw(st.sampled_from([0.0, 0.0, 0.2])),
         buffers=draw(st.booleans()),

@@ -80,6 +80,7 @@ class CallSpec:
     )
     input_grads: Affine  # gradients of inputs, whole batch
     tapped: Affine = Affine()  # what leaves the block by another way than its result, whole batch, until backward
+    num_saved: int = 1  # how many tensors `saved_inputs` are
 
 
 @dataclass(frozen=True)

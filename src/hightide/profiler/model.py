@@ -189,6 +189,7 @@ def _call_spec(call: ProbedCall, memory: CallMemory) -> CallSpec:
         backward_peak=memory.backward_peak,
         input_grads=call.input_grads,
         tapped=call.tapped,
+        num_saved=call.num_saved,
     )
 
 

@@ -63,6 +63,7 @@ class ProbedCall:
     outputs: Affine  # of its result
     input_grads: Affine
     tapped: Affine  # what its taps take out, which lives until backward
+    num_saved: int = 1
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,7 @@ def compare(blocks: Sequence[FoundBlock], first: Recording, second: Recording) -
             outputs=fit(sizes[id(one)].outputs, larger.outputs),
             input_grads=fit(sizes[id(one)].saved_inputs, larger.saved_inputs),
             tapped=fit(sizes[id(one)].tapped, larger.tapped),
+            num_saved=sum(tensor.requires_grad for tensor in one.inputs),
         )
         calls.append(call)
     loose = first.loose | second.loose
@@ -545,7 +547,8 @@ def _new_input_bytes(run: Recording) -> Iterator[int]:
 
 
 def _grad_bytes(inputs: list[torch.Tensor]) -> int:
-    return _total_bytes([tensor for tensor in inputs if tensor.requires_grad])
+    """Of a tensor that is passed twice, twice: it is stashed twice, and has two gradients."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in inputs if tensor.requires_grad)
 
 
 def _total_bytes(values: list[torch.Tensor]) -> int:

@@ -77,10 +77,9 @@ class Chunks:
         self.grad_slots = SlotTable(plan.num_grad_slots, [grad_width(self.layout, spec) for spec in self.specs])
         self.slot_bytes = slot_bytes(plan)
         self.grad_slot_bytes = grad_slot_bytes(plan)
-        self._slots = gpu.allocate(plan.num_slots * self.slot_bytes, "slots") if plan.num_slots else None
-        self._grad_slots = (
-            gpu.allocate(plan.num_grad_slots * self.grad_slot_bytes, "gradient slots") if plan.num_grad_slots else None
-        )
+        pool_bytes, grad_pool_bytes = plan.num_slots * self.slot_bytes, plan.num_grad_slots * self.grad_slot_bytes
+        self._slots = gpu.allocate(pool_bytes, "slots") if pool_bytes else None
+        self._grad_slots = gpu.allocate(grad_pool_bytes, "gradient slots") if grad_pool_bytes else None
 
         self._leaving, self._arriving, self._rounding = (
             Staging(gpu, gpu.allocate(num_bytes, "gradient staging")) if num_bytes else None

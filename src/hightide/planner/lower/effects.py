@@ -85,7 +85,7 @@ def _count_saved(draft: Draft, index: int, call: CallSpec, received: int, effect
     effects[f"fwd.{index}"]["gpu_takes"] += max(0, saved - received)  # shared ones that the chain has let go
     effects[f"bwd.{index}"]["gpu_gives"] += max(saved, received)
     if draft.plan.blocks[call.block].inputs is Tier.HOST:
-        region = region_bytes(saved) + REGION_BYTES  # there may be a second tensor, which is rounded up too
+        region = region_bytes(saved) + max(0, call.num_saved - 1) * REGION_BYTES  # each tensor is rounded up
         effects[f"stash.{index}"].update(gpu_gives=saved, host_takes=region)
         effects[f"unstash.{index}"].update(gpu_takes=saved, host_gives=region)
 
