@@ -48,7 +48,8 @@ _OF_VALUES = {getattr(Tensor, name).__get__ for name in VALUES} | {_SET_DATA}
 REFUSAL = (
     "{what} of the parameter {name!r}, whose values are elsewhere: hightide brings them in while its block runs. Read "
     "a copy with model.get_submodule({module!r}).state_dict()[{leaf!r}], write with load_state_dict(), shrink weights "
-    "by the optimizer's weight_decay and not by a term of the loss, or make the model plain with hightide.unwrap(model)"
+    "by the optimizer's weight_decay and not by a term of the loss, take gradients from p.grad after backward(), or make "
+    "the model plain with hightide.unwrap(model)"
 )
 
 
@@ -102,5 +103,5 @@ def _absent(values: Any) -> Iterator[AbsentParameter]:
 
 
 def _spoken(func: Callable[..., Any]) -> str:
-    name = resolve_name(func) or getattr(func, "__name__", str(func))
+    name = resolve_name(func) or f"{getattr(func, '__module__', '')}.{getattr(func, '__name__', func)}"
     return str(name).removesuffix(".__get__").replace(".__set__", " = ...")
