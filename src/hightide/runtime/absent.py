@@ -48,8 +48,8 @@ _OF_VALUES = {getattr(Tensor, name).__get__ for name in VALUES} | {_SET_DATA}
 REFUSAL = (
     "{what} of the parameter {name!r}, whose values are elsewhere: hightide brings them in while its block runs. Read "
     "a copy with model.get_submodule({module!r}).state_dict()[{leaf!r}], write with load_state_dict(), shrink weights "
-    "by the optimizer's weight_decay and not by a term of the loss, take gradients from p.grad after backward(), or make "
-    "the model plain with hightide.unwrap(model)"
+    "by the optimizer's weight_decay and not by a term of the loss, take gradients from p.grad after backward(), or "
+    "make the model plain with hightide.unwrap(model)"
 )
 
 
