@@ -177,3 +177,28 @@ def test_a_gradient_only_in_one_of_two_backwards() -> None:
         wrap=WRAP | {"room": 1.2},
         step=step,
     )
+
+
+def head_only_llama() -> models.Pair:
+    model, batch = models.llama(num_layers=3, num_samples=7)
+    for name, param in model.named_parameters():
+        param.requires_grad_("lm_head" in name)
+    return model, batch
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_a_frozen_backbone_streams_forward_only_and_has_no_gradient_and_no_state(update: str) -> None:
+    _, wrapped = compare(head_only_llama, lambda: LLAMA.batches(4), wrap=WRAP | {"update": update})
+    stats = wrapped.stats
+    assert stats is not None and stats.deviations == 0 and stats.evictions > 0
+    frozen = [chunk for chunk in stats.plan.layout.chunks if not chunk.trainable_numel]
+    (head,) = (chunk for chunk in stats.plan.layout.chunks if chunk.trainable_numel)
+    assert all(chunk.grad_bytes == chunk.state_bytes == 0 for chunk in frozen)
+    numel = models.VOCABULARY * models.HIDDEN
+    assert (head.param_bytes, head.grad_bytes, head.state_bytes) == (4 * numel, 4 * numel, 8 * numel)
+    assert len(wrapped.optimizer.state_dict()["state"]) == 1
+    # Without backward nothing is fetched a second time, and nothing but the head's gradient and input leaves the GPU.
+    all_bytes = sum(chunk.param_bytes for chunk in stats.plan.layout.chunks)
+    inputs_bytes = 7 * models.NUM_TOKENS * models.HIDDEN * 4
+    assert stats.moved_bytes["h2d"] <= 4 * (all_bytes + head.param_bytes + inputs_bytes)
+    assert stats.moved_bytes["d2h"] <= 4 * (head.grad_bytes + inputs_bytes)
