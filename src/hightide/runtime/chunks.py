@@ -221,8 +221,10 @@ class Chunks:
         """The parameters of a chunk where it is now. A slot is always at the same place, so they are made once."""
         place = (chunk, block, self.param_slots.first(chunk) if self.is_streamed(chunk) else None)
         if place not in self._made:
-            flat = self.param_on_gpu(chunk)
-            self._made[place] = [(entry.param, self.view_of(flat, entry)) for entry in self.placements(chunk, block)]
+            entries = self.placements(chunk, block)
+            with torch.inference_mode(False):  # they outlive it
+                flat = self.param_on_gpu(chunk)
+                self._made[place] = [(entry.param, self.view_of(flat, entry)) for entry in entries]
         return self._made[place]
 
     def _check_unwritten(self, chunk: int, key: str) -> None:
