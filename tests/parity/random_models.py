@@ -69,7 +69,9 @@ class Mix(nn.Module):
         elif layer.kind == "mlp":
             self.mix = nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width, bias=False))
         elif layer.kind == "conv":
-            self.mix = nn.Conv1d(width, width, 3, padding=1)
+            # Without bias: for a trainable bias beside a frozen weight the CPU's kernel returns the gradient of both,
+            # which torch's own shape function, and so the forecast, does not know. CUDA's has them apart.
+            self.mix = nn.Conv1d(width, width, 3, padding=1, bias=False)
         else:
             self.mix = nn.Linear(width, 3 * width)
             self.out = nn.Linear(width, width, bias=False)

@@ -239,7 +239,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 @pytest.mark.timeout(300)
 @given(cases())
-@settings(max_examples=30, deadline=None, suppress_health_check=SLOW, phases=FAST)
+@settings(max_examples=24, deadline=None, suppress_health_check=SLOW, phases=FAST)
 def test_any_model_within_any_limits(case: Case) -> None:
     with probed_whole():
         check(case)
@@ -247,7 +247,7 @@ def test_any_model_within_any_limits(case: Case) -> None:
 
 @pytest.mark.timeout(300)
 @given(cases(), st.integers(0, 2**16))
-@settings(max_examples=20, deadline=None, suppress_health_check=SLOW, phases=FAST)
+@settings(max_examples=16, deadline=None, suppress_health_check=SLOW, phases=FAST)
 def test_any_model_by_any_plan(case: Case, seed: int) -> None:
     with probed_whole():
         check_any_plan(case, seed)
