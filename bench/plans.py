@@ -8,7 +8,7 @@ needs no GPU and no weights. `bench/throughput.py --plan bench/plans/NAME.json` 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -42,10 +42,10 @@ class HandWritten:
     inputs: Tier = Tier.GPU
     spare_slots: int = 1
     gradients: GradientDtype = GradientDtype.PARAM
-    extra_whole: tuple[int, ...] = field(default=())
 
 
 W1 = {"model": "llama-3.2-3b", "sequences": 16, "length": 2048}
+W1_8K = {**W1, "sequences": 4}
 
 PLANS: dict[str, HandWritten] = {
     # Logits are kept: that memory is free when blocks run, so the whole batch is one micro-batch. The embedding and the
@@ -56,26 +56,10 @@ PLANS: dict[str, HandWritten] = {
     ),
     # The update of what is on the host is what is left to hide: as many states as possible on the GPU.
     "w1-24gib-clip": HandWritten(**W1, gpu="24GiB", update=Update.DEFERRED, micro_batch=8, whole=8, inputs=Tier.HOST),
-    # The embedding, four slots wide, stays in its slots until the head: two more let layers stream beside it.
     "w1-8gib": HandWritten(**W1, gpu="8GiB", update=Update.IN_BACKWARD, micro_batch=8, inputs=Tier.HOST),
-    "w1-8k-24gib": HandWritten(
-        model="llama-3.2-3b",
-        sequences=4,
-        length=2048,
-        gpu="24GiB",
-        update=Update.IN_BACKWARD,
-        micro_batch=4,
-        whole=8,
-    ),
+    "w1-8k-24gib": HandWritten(**W1_8K, gpu="24GiB", update=Update.IN_BACKWARD, micro_batch=4, whole=8),
     "w1-8k-no-limit": HandWritten(
-        model="llama-3.2-3b",
-        sequences=4,
-        length=2048,
-        gpu="120GiB",
-        update=Update.IN_BACKWARD,
-        micro_batch=4,
-        whole=99,
-        kept_logits=8192,
+        **W1_8K, gpu="120GiB", update=Update.IN_BACKWARD, micro_batch=4, whole=99, kept_logits=8192
     ),
     "gpt2-xl-24gib": HandWritten(
         model="gpt2-xl",
@@ -101,7 +85,7 @@ def make(written: HandWritten, profile: ModelProfile) -> Plan:
         micro_batch=written.micro_batch,
         inputs=written.inputs,
         spare_slots=written.spare_slots,
-        whole=frozenset([*whole, *tiny, *written.extra_whole]),
+        whole=frozenset([*whole, *tiny]),
         params=frozenset(params),
         keep=frozenset(kept),
         loss_kept_tokens=written.kept_logits,

@@ -154,7 +154,12 @@ def _device(device: str | torch.device | None) -> torch.device:
     """CUDA where there is one, else the simulated accelerator, which lives in RAM."""
     if device is None:
         device = "cuda" if has_cuda() else "cpu"
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device={device!r} is no device of torch; use 'cuda', 'cpu' (the simulated accelerator) or None"
+        ) from error
     if place.type == "cuda" and not has_cuda():
         raise ValueError(f"device={str(device)!r}, but this machine has 0 usable CUDA devices; leave device out")
     if place.type not in ("cuda", "cpu"):

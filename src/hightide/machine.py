@@ -1,4 +1,5 @@
-"""What this machine has to give when the user sets no limit: memory and cores; and how it gets back what was freed."""
+"""What this machine has to give when the user sets no limit: memory and cores; how it gets back what was freed;
+and whether kernels of our own may be built on it."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ _CPU_QUOTAS = (
     "/sys/fs/cgroup/cpu.max",
     "/sys/fs/cgroup/cpu/cpu.cfs_quota_us:/sys/fs/cgroup/cpu/cpu.cfs_period_us",
 )
+KERNELS_SWITCH = "HIGHTIDE_KERNELS"  # "0" in the environment: torch's own operations only
 HEADROOM = 0.9  # of what is free: the process itself, its libraries and other programs need some
 
 
@@ -37,6 +39,10 @@ def usable_cores() -> int:
         if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
             cores = min(cores, -(-int(words[0]) // int(words[1])))
     return max(1, cores)
+
+
+def own_kernels_allowed() -> bool:
+    return os.environ.get(KERNELS_SWITCH, "1") != "0"
 
 
 def return_freed_memory() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hightide.machine import KERNELS_SWITCH
 from hightide.runtime import row_kernels
 from hightide.runtime.cross_entropy import (
     CrossEntropy,
@@ -98,7 +99,7 @@ def test_our_kernels_and_torchs_agree(dtype: torch.dtype, monkeypatch: pytest.Mo
     target[::7] = -100
     found = []
     for switch in ("1", "0"):
-        monkeypatch.setenv(row_kernels.SWITCH, switch)
+        monkeypatch.setenv(KERNELS_SWITCH, switch)
         labels = Labels.of(target, None, CrossEntropy(), 50_257, torch.float32)
         numbers = RowNumbers.empty(300, torch.float32, logits.device, 0.0)
         scratch = Scratch(64, 50_257, torch.float32, logits.device)

@@ -25,7 +25,6 @@ class Machine:
     source: str  # "measured", or where an estimate comes from
     speeds: tuple[Speeds, ...]  # for every set of lanes that can be busy at once
     latency_s: float  # of one transfer, from its issue to its first byte
-    memory_bytes_per_s: float  # of the GPU: what clearing gradients and updating states there run at
 
     def __post_init__(self) -> None:
         missing = [busy for busy in _subsets() if busy not in self._table]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hightide.optim import compiled
+from hightide.optim import build
 from hightide.optim.operands import Operands
 
 _NONE = 0
@@ -23,7 +23,7 @@ def numbers_type(*names: str) -> type[ctypes.Structure]:
 
 def load(name: str, numbers: Numbers) -> CKernel | None:
     """The function hightide_<name> of kernels/<name>.c, if it can be had here."""
-    library = compiled.load(name)
+    library = build.load(name)
     return None if library is None else CKernel(getattr(library, f"hightide_{name}"), numbers)
 
 

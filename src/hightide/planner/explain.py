@@ -47,7 +47,8 @@ def _memory(plan: Plan, schedule: Schedule) -> list[str]:
 
 def _batch(profile: ModelProfile, plan: Plan) -> list[str]:
     num_micro = -(-plan.num_samples // plan.micro_batch)
-    lines = [f"batch: {plan.num_samples} samples in {num_micro} micro-batches of up to {plan.micro_batch}"]
+    micro = "one micro-batch" if num_micro == 1 else f"{num_micro} micro-batches of up to {plan.micro_batch}"
+    lines = [f"batch: {plan.num_samples} samples in {micro}"]
     unsplit = Counter(call.note or "?" for call in profile.calls if not call.splittable)
     for note, count in unsplit.items():
         text = f"  {count} call{'s' if count > 1 else ''} unsplit: {note}"
@@ -114,7 +115,7 @@ def _names(dtypes: Iterable[str]) -> str:
 def _timing(plan: Plan) -> list[str]:
     text = {
         "deferred": "at step(), hidden behind the next forward",
-        "in_backward": "in backward, as soon as a gradient is final",
+        "in_backward": "as soon as a gradient is final",
     }
     return [f"update: {plan.update}, {text[plan.update]}"]
 

@@ -6,12 +6,13 @@ is tried once), cross_entropy.py goes through the logits with torch's kernels: s
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+
+from hightide.machine import KERNELS_SWITCH, own_kernels_allowed
 
 try:
     import triton
@@ -19,7 +20,6 @@ try:
 except ImportError:  # torch without CUDA
     triton = None
 
-SWITCH = "HIGHTIDE_KERNELS"  # "0" in the environment: torch only
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 BLOCK = 8192
 
@@ -27,7 +27,7 @@ BLOCK = 8192
 def usable(logits: Tensor) -> bool:
     if triton is None or not logits.is_cuda or logits.dtype not in DTYPES or logits.stride(1) != 1:
         return False
-    return os.environ.get(SWITCH, "1") != "0" and _agree(logits.device, logits.dtype)
+    return own_kernels_allowed() and _agree(logits.device, logits.dtype)
 
 
 def measure(logits: Tensor, index: Tensor, maximum: Tensor, total: Tensor, target: Tensor) -> None:
@@ -128,7 +128,7 @@ def _agree(device: torch.device, dtype: torch.dtype) -> bool:
     if problem is not None:
         warnings.warn(
             f"the Triton kernels of the loss are not used on {device} for {dtype} ({problem}); torch's operations are: "
-            f"slower, same results. {SWITCH}=0 silences this",
+            f"slower, same results. {KERNELS_SWITCH}=0 silences this",
             RuntimeWarning,
             stacklevel=2,
         )

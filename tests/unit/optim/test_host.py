@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hightide.ir.chunk import ALIGN_NUMEL
-from hightide.optim import compiled
+from hightide.optim import build
 from hightide.optim.adam import AdamWHyper, AdamWRule
 from hightide.optim.host import HostUpdate
 from hightide.optim.operands import Operands
@@ -196,21 +196,21 @@ def test_dtypes_that_the_kernel_does_not_know_run_on_torch(lanes):
 @needs_compiler
 def test_a_build_is_kept_by_source_and_shared(tmp_path):
     source = b"int answer(void) { return 42; }\n"
-    built = compiled.build("one", source, tmp_path / "new")
+    built = build.build("one", source, tmp_path / "new")
     stamp = built.stat().st_mtime_ns
-    assert compiled.build("one", source, tmp_path / "new") == built and built.stat().st_mtime_ns == stamp
-    other = compiled.build("one", source.replace(b"42", b"43"), tmp_path / "new")
+    assert build.build("one", source, tmp_path / "new") == built and built.stat().st_mtime_ns == stamp
+    other = build.build("one", source.replace(b"42", b"43"), tmp_path / "new")
     assert other != built and {path.name for path in built.parent.iterdir()} == {built.name, other.name}
     with pytest.raises(subprocess.CalledProcessError):
-        compiled.build("one", b"no C at all", tmp_path / "new")
+        build.build("one", b"no C at all", tmp_path / "new")
     assert len(list(built.parent.iterdir())) == 2
 
 
 @pytest.fixture
 def unloaded() -> Iterator[None]:
-    compiled.load.cache_clear()
+    build.load.cache_clear()
     yield
-    compiled.load.cache_clear()
+    build.load.cache_clear()
 
 
 def test_without_a_compiler_torch_does_it_and_says_so_once(lanes, unloaded, monkeypatch, tmp_path):

@@ -24,7 +24,7 @@ def machine(alone: float = 1.0, shared: float = 1.0, latency_s: float = 0.0) -> 
     """Every lane moves `alone` bytes a second, and `shared` of that while another is busy."""
     sets = [(H,), (D,), (C,), (H, D), (H, C), (D, C), (H, D, C)]
     speeds = tuple(Speeds(busy, (alone if len(busy) == 1 else alone * shared,) * len(busy)) for busy in sets)
-    return Machine("test", "made up", speeds, latency_s, 1.0)
+    return Machine("test", "made up", speeds, latency_s)
 
 
 def tick(index: int, op: Op = Op.FORWARD, **options: object) -> Action:

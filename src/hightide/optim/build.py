@@ -17,7 +17,8 @@ import warnings
 from importlib import resources
 from pathlib import Path
 
-SWITCH = "HIGHTIDE_KERNELS"  # "0" in the environment: torch only
+from hightide.machine import KERNELS_SWITCH, own_kernels_allowed
+
 # Never -ffast-math: infinities and NaN must come out as they do in torch. The last two only let loops become vectors.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 COMPILE_TIMEOUT_S = 120.0
@@ -26,7 +27,7 @@ COMPILE_TIMEOUT_S = 120.0
 @functools.cache
 def load(name: str) -> ctypes.CDLL | None:
     """The library of kernels/<name>.c. None if it is switched off, or cannot be built here."""
-    if os.environ.get(SWITCH, "1") == "0":
+    if not own_kernels_allowed():
         return None
     try:
         return ctypes.CDLL(str(build(name, _source(f"{name}.c"), cache_folder())))
@@ -35,7 +36,7 @@ def load(name: str) -> ctypes.CDLL | None:
         warnings.warn(
             f"the compiled {name} update is not available ({detail.strip()[-500:]}), so updates run on torch's "
             "operations: same results, more load on Python. Install a C compiler (or set CC), or silence this with "
-            f"{SWITCH}=0",
+            f"{KERNELS_SWITCH}=0",
             RuntimeWarning,
             stacklevel=2,
         )
