@@ -17,7 +17,7 @@ from torch import nn
 
 from hightide.ir.block import Affine
 from hightide.ir.split import Split
-from hightide.profiler.probe import Record
+from hightide.profiler.recording import Record
 from hightide.profiler.split import flatten, narrow, tensors, unflatten
 from hightide.profiler.taps import Tap, tapping
 from hightide.stores.meter import AllocationMeter

@@ -20,11 +20,11 @@ from hightide.profiler.probe import (
     GRAPH_PER_OUTPUT,
     ProbedCall,
     ProbeResult,
-    Recording,
     compare,
     pair_records,
     record_runs,
 )
+from hightide.profiler.recording import Recording
 from hightide.profiler.split import Batch, batch_size, call_arguments, flatten_call, tensors
 from hightide.profiler.tap_search import Taps
 

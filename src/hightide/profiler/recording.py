@@ -1,0 +1,222 @@
+"""One run of a model, written down: the calls of its blocks with their tensors, which parameters were used where, and
+what was taken out of blocks by another way than their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hightide.profiler.blocks import FoundBlock, first_names
+from hightide.profiler.split import Tree, flatten, flatten_call, signature_of, tensors, unflatten
+from hightide.profiler.tap_search import Opening, Taps, TapSearch
+from hightide.profiler.taps import NotATap, Tapped, hand_out, tapping
+
+Forward = Callable[..., object]  # called like the model
+
+
+@dataclass
+class Record:
+    """One call as it happened in one run. Holds the tensors, so that no storage is mistaken for another."""
+
+    block: int
+    leaves: list[Any]  # of the arguments
+    tree: Tree
+    signature: str
+    versions: list[int]
+    results: list[Any] = field(default_factory=list)
+    tapped: list[torch.Tensor] = field(default_factory=list)
+    mutated: bool = False
+    needs_backward: bool = False  # as the block itself returns; a hook of the user's may ask for gradients later
+    finished: bool = False
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        return tensors(self.leaves)
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        return [*tensors(self.results), *self.tapped]
+
+
+@dataclass
+class Recording:
+    """One run of the model."""
+
+    num_samples: int
+    records: list[Record]  # finished calls
+    known: list[torch.Tensor]  # batch, parameters and buffers: not made by the model's code
+    uses: dict[int, tuple[str, ...]]
+    loose: frozenset[str]
+    failure: str
+    captured: frozenset[str] = frozenset()
+    taps: Taps = field(default_factory=dict)
+    more_taps: Taps = field(default_factory=dict)
+
+
+class Recorder:
+    """Hooks on the blocks that write down their calls."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[FoundBlock], num_samples: int, taps: Taps) -> None:
+        self._model = model
+        self._blocks = blocks
+        self._num_samples = num_samples
+        self._taps = taps
+        self._search = TapSearch([block.module for block in blocks], taps)
+        self._open: list[tuple[ExitStack, Tapped]] = []  # of the running blocks
+        self._records: list[Record] = []
+        self._running: list[Record] = []
+
+    def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+        known = [*tensors(flatten_call(args, kwargs)[0]), *self._model.parameters(), *self._model.buffers()]
+        watch = _ParameterWatch(self._model, self._blocks, self._running)
+        failure = ""
+        result: object = None
+        with ExitStack() as stack:
+            for index, block in enumerate(self._blocks):
+                # Last before forward and first after it: we see what forward itself gets and returns.
+                enter = block.module.register_forward_pre_hook(self._enter(index), with_kwargs=True)
+                leave = block.module.register_forward_hook(self._leave, with_kwargs=True, prepend=True)
+                stack.callback(enter.remove)
+                stack.callback(leave.remove)
+            stack.enter_context(watch)
+            stack.callback(self._close)
+            try:
+                result = forward(*args, **kwargs)
+            except NotATap:
+                raise
+            except Exception as error:  # whatever the model raises without values: the caller falls back
+                failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        finished = [record for record in self._records if record.finished]
+        uses = {block: tuple(names) for block, names in watch.uses.items()}
+        captured, reached = _follow(
+            result, finished, self._blocks, self._search.openings, watch.loose, first_names(self._model)
+        )
+        captured |= {self._blocks[leak.block].name for leak in self._search.leaks}
+        return Recording(
+            self._num_samples,
+            finished,
+            known,
+            uses,
+            frozenset(watch.loose),
+            failure,
+            frozenset(captured),
+            self._taps,
+            self._search.taps(reached),
+        )
+
+    def _close(self) -> None:
+        """What a failure inside of a block has left open."""
+        self._search.close()
+        while self._open:
+            self._open.pop()[0].close()
+
+    def _enter(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            leaves, tree = flatten_call(args, kwargs)
+            record = Record(index, leaves, tree, signature_of(leaves, tree), [t._version for t in tensors(leaves)])
+            self._records.append(record)
+            self._running.append(record)
+            stack = ExitStack()
+            self._open.append((stack, stack.enter_context(tapping(module, self._taps.get(index, ())))))
+            self._search.enter(index)
+
+        return hook
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+        """The caller gets views of the outputs: gradients that come through them pass a node of their own, and those of
+        a tensor that was taken out of the block's middle do not."""
+        record = self._running.pop()
+        self._search.leave(record.block)
+        stack, tapped = self._open.pop()
+        stack.close()
+        leaves, tree = flatten(result)
+        record.results = [_bordered(leaf) for leaf in leaves]
+        record.tapped = [_bordered(tensor) for tensor in tapped.tensors]
+        hand_out(module, tapped.parts, record.tapped)
+        record.needs_backward = any(tensor.requires_grad for tensor in record.outputs)
+        record.mutated = record.versions != [tensor._version for tensor in record.inputs]
+        record.finished = True
+        return unflatten(record.results, tree)
+
+
+def _bordered(leaf: Any) -> Any:
+    return leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None else leaf
+
+
+def _follow(
+    result: object,
+    records: list[Record],
+    blocks: Sequence[FoundBlock],
+    openings: Sequence[Opening],
+    loose: set[str],
+    names: dict[int, str],
+) -> tuple[set[str], set[int]]:
+    """Follows gradients from the model's results, not through blocks' outputs: the model has taken a tensor out of the
+    middle of a block if they reach the block's parameters. Returns the names of such blocks, and the ids of the
+    openings' tensors that they meet on their way, where they end: these can be made taps."""
+    owners = {id(param): block.name for block in blocks for param in block.module.parameters()}
+    borders = {tensor.grad_fn for record in records for tensor in record.outputs if tensor.grad_fn is not None}
+    at: dict[Any, set[int]] = {}
+    for opening in openings:
+        for tensor in opening.tensors:
+            if tensor.grad_fn is not None:
+                at.setdefault(tensor.grad_fn, set()).add(id(tensor))
+    todo: list[Any] = [tensor.grad_fn for tensor in tensors(flatten(result)[0]) if tensor.grad_fn is not None]
+    seen: set[Any] = set()
+    captured, reached = set(), set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen or node in borders:
+            continue
+        seen.add(node)
+        if node in at:
+            reached |= at[node]
+            continue
+        param = getattr(node, "variable", None)
+        if param is not None and id(param) in owners and names.get(id(param)) not in loose:
+            captured.add(owners[id(param)])
+        todo.extend(next_node for next_node, _ in node.next_functions)
+    return captured, reached
+
+
+class _ParameterWatch(TorchDispatchMode):
+    """Sees which parameters operations use, inside and outside of the blocks that hold them."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[FoundBlock], running: list[Record]) -> None:
+        super().__init__()
+        self.uses: dict[int, dict[str, None]] = {}
+        self.loose: set[str] = set()
+        self._running = running
+        names = first_names(model)
+        self._names = {storage_of(param): names[id(param)] for param in model.parameters()}
+        self._owners: dict[str, set[int]] = {}
+        for index, block in enumerate(blocks):
+            for param in block.module.parameters():
+                self._owners.setdefault(names[id(param)], set()).add(index)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in pytree.arg_tree_leaves(*args, **(kwargs or {})):
+            if isinstance(leaf, torch.Tensor):
+                self._see(self._names.get(storage_of(leaf)))
+        return func(*args, **(kwargs or {}))
+
+    def _see(self, name: str | None) -> None:
+        if name is None:
+            return
+        owners = self._owners.get(name, set())
+        users = [record.block for record in self._running if record.block in owners]
+        for block in users:
+            self.uses.setdefault(block, {})[name] = None
+        if not users:
+            self.loose.add(name)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
