@@ -2,7 +2,7 @@
 
 Without a GPU, work is through when it returns; on one, it is only enqueued, and nothing but fences orders the streams.
 So every fence is replaced by one that carries a vector clock: what its stream has done, and what it had waited for.
-Every use of a slot or of a gradient's home is then checked against the last uses of the same place by other streams:
+Every use of a slot, or of a gradient's or parameter's home, is then checked against the last uses of the same place by other streams:
 the using stream must have joined a fence behind each of them. What threads wait for does not count."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hightide.stores.base import Region
 from hightide.stores.ticket import Ticket
 
 STREAMS = {name: str(lane) for lane, name in WORKERS.items()}
-Place = tuple[str, int]  # ("slot" | "gradient slot" | "home of gradient", number)
+Place = tuple[str, int]  # ("slot" | "gradient slot" | "home of gradient" | "home of parameter", number)
 
 
 class Detector:
@@ -78,17 +78,16 @@ class Detector:
 
             return noted
 
-        homes = {
-            id(chunks.region(spec.index, ChunkKind.GRAD, Tier.HOST)): spec.index
-            for spec in chunks.specs
-            if spec.grad_bytes and chunks.states_tier(spec.index) is Tier.HOST
+        homes: dict[int, Place] = {
+            id(region): (f"home of {'parameter' if kind is ChunkKind.PARAM else 'gradient'}", chunk)
+            for (chunk, kind, tier), region in chunks._regions.items()
+            if tier is Tier.HOST and kind is not ChunkKind.STATE
         }
 
         def at_home(method: Any, writes: bool) -> Any:
             def noted(region: Region, tensor: Tensor, *rest: Any) -> Ticket:
                 if id(region) in homes:
-                    what = f"{method.__name__} of {homes[id(region)]}"
-                    self.use([("home of gradient", homes[id(region)])], what, writes)
+                    self.use([homes[id(region)]], f"{method.__name__} of {homes[id(region)][1]}", writes)
                 return method(region, tensor, *rest)
 
             return noted
@@ -98,6 +97,12 @@ class Detector:
                 self.use([("home of gradient", chunk)], f"update of {chunk}", writes=False)
             return flat(chunk)
 
+        def update_writes(chunk: int) -> Tensor:
+            if self.stream() == "cpu":
+                self.use([("home of parameter", chunk)], f"update of {chunk}")
+            return home(chunk)
+
+        home, chunks.home = chunks.home, update_writes
         chunks.param_on_gpu = noting(chunks.param_on_gpu, params, "slot")
         chunks.unbind = noting(chunks.unbind, params, "slot")
         chunks.grad_on_gpu = noting(chunks.grad_on_gpu, grads, "gradient slot")

@@ -30,6 +30,7 @@ ORDERS: dict[str, list[list[int]]] = {
     "twice": [ORDER if step % 3 else [0, 1, 2, 1, 3, 4, 4] for step in range(9)],
 }
 
+KINDS = ("slot", "gradient slot", "home of gradient", "home of parameter")
 CASES = [(orders, "deferred", accumulate) for orders in ORDERS for accumulate in (1, 2)]
 CASES += [(orders, "in_backward", 1) for orders in ORDERS if orders != "twice"]  # that would break its promise
 
@@ -66,7 +67,31 @@ def test_no_stream_overtakes_another(
     run_of(model).executor.wait_for_updates()
     hightide.unwrap(model)
     assert (deviations == 0) == (orders == "as planned" and accumulate == 1)
-    assert min(detector.num_uses[kind] for kind in ("slot", "gradient slot", "home of gradient")) > 10
+    assert min(detector.num_uses[kind] for kind in KINDS) > 10
+    assert not detector.races, "\n".join(sorted(set(detector.races)))
+
+
+@pytest.mark.filterwarnings("ignore:.*did not foresee")
+@pytest.mark.parametrize("order", [ORDER, ORDER[::-1]], ids=["as planned", "another order"])
+@pytest.mark.parametrize("between", ["evaluation", "another forward"])
+def test_an_update_waits_for_copies_of_what_it_writes(
+    between: str, order: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fetches for a pass between backward and step() may still be reading when the update begins to write."""
+    detector = race_detector.install(monkeypatch)
+    batch = models.vector_batch(num_samples=4)
+    model, optimizer = wrapped("deferred", Reordered().train(), batch)
+    for _ in range(3):
+        models.loss_of(model, batch).backward()
+        with torch.set_grad_enabled(between == "another forward"):
+            model.order = order
+            model(**batch)
+            model.order = ORDER
+        optimizer.step()
+        optimizer.zero_grad()
+    run_of(model).executor.wait_for_updates()
+    hightide.unwrap(model)
+    assert detector.num_uses["home of parameter"] > 10
     assert not detector.races, "\n".join(sorted(set(detector.races)))
 
 
