@@ -2,8 +2,8 @@
 
 Without a GPU, work is through when it returns; on one, it is only enqueued, and nothing but fences orders the streams.
 So every fence is replaced by one that carries a vector clock: what its stream has done, and what it had waited for.
-Every use of a slot, or of a gradient's or parameter's home, is then checked against the last uses of the same place by other streams:
-the using stream must have joined a fence behind each of them. What threads wait for does not count."""
+Every use of a slot, or of a gradient's or parameter's home, is then checked against the last uses of the same place by
+other streams: the using stream must have joined a fence behind each of them. What threads wait for does not count."""
 
 from __future__ import annotations
 
