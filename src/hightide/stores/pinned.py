@@ -24,7 +24,8 @@ class PinnedArena(HostArena):
     without its backward. Where the system refuses to pin, it says so and works as plain memory."""
 
     def __init__(self, capacity_bytes: int, pinned_bytes: int | None = None) -> None:
-        self._pinned_bytes = capacity_bytes if pinned_bytes is None else min(pinned_bytes, capacity_bytes)
+        wanted_bytes = capacity_bytes if pinned_bytes is None else -(-pinned_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self._pinned_bytes = min(wanted_bytes, capacity_bytes)
         super().__init__(capacity_bytes, huge_bytes=self._pinned_bytes)
         self._keep_apart()
         self._unpin: weakref.finalize | None = None
@@ -32,11 +33,10 @@ class PinnedArena(HostArena):
     def _keep_apart(self) -> None:
         """CUDA refuses to copy a region of which only a part is registered: what lies between the parts is never
         given."""
-        pinned = -(-self._pinned_bytes // ALIGN_BYTES) * ALIGN_BYTES
-        if pinned + ALIGN_BYTES <= self.capacity_bytes:
-            self._free.take(pinned)
+        if self._pinned_bytes + ALIGN_BYTES <= self.capacity_bytes:
+            self._free.take(self._pinned_bytes)
             self._free.take(ALIGN_BYTES)
-            self._free.give(0, pinned)
+            self._free.give(0, self._pinned_bytes)
 
     @property
     def is_pinned(self) -> bool:

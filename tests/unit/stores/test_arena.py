@@ -1,0 +1,83 @@
+"""Where an arena's bytes lie: not in forked children, and never across the end of what is pinned."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+
+from hightide.stores.base import OutOfMemory
+from hightide.stores.pinned import PinnedArena
+
+KIB = 1024
+
+# Forking belongs into a process of its own: this one has threads.
+FORKING = """
+import os
+import torch
+from hightide.stores.pinned import PinnedArena
+from hightide.stores.simulated import SimulatedAccelerator
+
+
+def is_mapped(address):
+    ranges = (line.split()[0].split("-") for line in open("/proc/self/maps"))
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
+stores = [PinnedArena(1 << 20), SimulatedAccelerator(1 << 20)]
+addresses = []
+for store in stores:
+    view = store.view(store.allocate(1 << 16, "data"), torch.uint8)
+    view.fill_(1)
+    addresses.append(view.data_ptr())
+ordinary = torch.ones(1 << 22, dtype=torch.uint8)
+assert all(is_mapped(address) for address in addresses)
+child = os.fork()
+if child == 0:
+    os._exit(sum(is_mapped(address) for address in addresses) + 10 * is_mapped(ordinary.data_ptr()))
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="MADV_DONTFORK and /proc are Linux's")
+def test_forked_children_do_not_inherit_the_arena() -> None:
+    """A worker of a DataLoader would make every page that training writes exist twice."""
+    run = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) == 10, "ordinary memory is inherited (10), the two arenas are not (0)"
+
+
+@pytest.mark.parametrize("pinned_bytes", [512, 1000, 20 * KIB, 20 * KIB + 1, 40 * KIB, 64 * KIB - 100, 64 * KIB])
+def test_no_region_lies_across_the_end_of_what_is_pinned(pinned_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses to copy a region of which only a part is registered."""
+    registered: list[int] = []
+    monkeypatch.setattr(
+        "hightide.stores.pinned._register", lambda address, num_bytes: registered.append(num_bytes) or 1
+    )
+    arena = PinnedArena(64 * KIB, pinned_bytes)
+    with pytest.warns(UserWarning, match="could not be pinned"):
+        arena.pin()
+    (end,) = registered
+    assert end >= pinned_bytes
+    chance = random.Random(pinned_bytes)
+    held, seen = [], set()
+    for _ in range(400):
+        if held and chance.random() < 0.4:
+            arena.free(held.pop(chance.randrange(len(held))))
+            continue
+        try:
+            region = arena.allocate(chance.randrange(1, 6 * KIB), "data")
+        except OutOfMemory:
+            continue
+        held.append(region)
+        assert region.offset + region.num_bytes <= end or region.offset >= end, (region, end)
+        seen.add(region.offset < end)
+    assert True in seen
+    assert (False in seen) == (end < 64 * KIB), "both parts are given out, where there are two"
+
+
+def test_the_pinned_part_is_given_whole_and_first() -> None:
+    arena = PinnedArena(64 * KIB, 20 * KIB)
+    assert arena.allocate(20 * KIB, "planned").offset == 0
