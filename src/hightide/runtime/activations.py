@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,10 +91,18 @@ def outlive_slots(
     return saved_tensors_hooks(pack, unpack)
 
 
+class _Orphan(NamedTuple):
+    """What a graph that died with copies under way has left."""
+
+    tensor: Tensor
+    leaving: Tensor | None
+    on_the_way: list[Ticket]
+
+
 class _Entry:
     """One stashed tensor, shared by all calls that received it. On the GPU until let go, and again once it is back."""
 
-    def __init__(self, tensor: Tensor, host: Store, orphans: deque[tuple[Tensor, list[Ticket]]]) -> None:
+    def __init__(self, tensor: Tensor, host: Store, orphans: deque[_Orphan]) -> None:
         self.tensor: Tensor | None = tensor
         self.version = tensor._version
         self.shape, self.dtype = tensor.shape, tensor.dtype
@@ -111,8 +120,8 @@ class _Entry:
         return self.tensor
 
     def __del__(self) -> None:  # a graph that is dropped without backward gives its host memory back too
-        if self.tensor is not None and self.on_the_way:  # a lane may still be writing it
-            self._orphans.append((self.tensor, self.on_the_way))
+        if self.tensor is not None and self.on_the_way:  # a lane may still be reading or writing it
+            self._orphans.append(_Orphan(self.tensor, self.leaving, self.on_the_way))
         if self.region is not None:
             self._host.free_later(self.region)
 
@@ -135,14 +144,14 @@ class Stashes:
         self._host = host
         self._by_call: dict[int, Stash] = {}
         self._shared: dict[tuple[int, int, torch.Size, int], _Entry] = {}
-        self._orphans: deque[tuple[Tensor, list[Ticket]]] = deque()  # of graphs that died with copies under way
+        self._orphans: deque[_Orphan] = deque()
 
     def begin_pass(self) -> None:
         """Forgets the last pass. What a live graph still needs stays reachable from its autograd context."""
         self._by_call.clear()
         self._shared.clear()
         while self._orphans:
-            for ticket in self._orphans[0][1]:
+            for ticket in self._orphans[0].on_the_way:
                 ticket.join()
             self._orphans.popleft()
 

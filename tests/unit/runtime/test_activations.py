@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -14,8 +15,12 @@ import models
 from hightide.ir.action import Mode, Op
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.runtime.activations import Stashes
 from hightide.runtime.program import Program
 from hightide.runtime.slots import SlotTable
+from hightide.stores.host import HostArena
+from hightide.stores.simulated import SimulatedAccelerator
+from hightide.stores.ticket import Ticket
 from unit.runtime.steps import Twins, train_step, twins
 
 
@@ -200,3 +205,26 @@ def test_a_shared_input_is_whole_for_each_of_its_readers_over_a_slow_link(monkey
     for _ in range(3):
         pair.assert_equal(*pair.step())
     pair.close()
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_what_a_dead_graph_was_copying_lives_until_the_copy_is_through(strided: bool) -> None:
+    """On a GPU a lane's copy is under way when its closure is gone. The next pass takes memory in its own stream: what
+    the copy reads must not be free before that stream has joined it."""
+    stashes = Stashes(SimulatedAccelerator(1 << 16), HostArena(1 << 16))
+    tensor = torch.randn(16, 8).t() if strided else torch.randn(8, 16)
+    stash = stashes.register(0, [tensor])
+    stashes.prepare_store(stash)
+    (entry,) = stash.entries
+    source = weakref.ref(entry.leaving if strided else tensor)  # what the lane reads: a contiguous copy, or itself
+    ticket = Ticket("copy to host")
+    stashes.is_moved_by(stash, ticket)
+    del tensor, stash, entry  # the graph dies without backward
+
+    next_pass = threading.Thread(target=stashes.begin_pass, daemon=True)
+    next_pass.start()
+    next_pass.join(0.2)
+    assert next_pass.is_alive() and source() is not None
+    ticket.set_result()
+    next_pass.join(10)
+    assert not next_pass.is_alive() and source() is None
