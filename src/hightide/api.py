@@ -156,7 +156,7 @@ def _device(device: str | torch.device | None) -> torch.device:
         device = "cuda" if has_cuda() else "cpu"
     try:
         place = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ValueError(
             f"device={device!r} is no device of torch; use 'cuda', 'cpu' (the simulated accelerator) or None"
         ) from error

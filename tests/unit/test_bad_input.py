@@ -270,6 +270,9 @@ def test_a_plan_file_that_is_damaged(tmp_path: Path, planned: Any, refused: Any)
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA"),
         ),
         ({"device": "meta"}, ("device='meta'", "not supported", "use 'cuda', 'cpu'")),
+        ({"device": "tpu"}, ("device='tpu'", "no device of torch", "use 'cuda', 'cpu'")),
+        ({"device": "cuda:one"}, ("device='cuda:one'", "no device of torch", "use 'cuda', 'cpu'")),
+        ({"device": ["cpu"]}, ("device=['cpu']", "no device of torch", "use 'cuda', 'cpu'")),
     ],
 )
 def test_options_that_are_wrong(options: dict[str, Any], words: tuple[str, ...], refused: Any) -> None:
