@@ -20,7 +20,6 @@ from hightide.optim import build
 from hightide.optim.adam import AdamWHyper, AdamWRule
 from hightide.optim.host import HostUpdate
 from hightide.optim.operands import Operands
-from hightide.runtime.lanes import Lanes
 
 RULE = AdamWRule()
 HYPER = AdamWHyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, maximize=False)
@@ -37,13 +36,6 @@ KINDS = {
     "fp16": (torch.float16, torch.float16),
 }
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-
-
-@pytest.fixture(scope="module")
-def lanes() -> Iterator[Lanes]:
-    lanes = Lanes(timeout_s=60.0, update_threads=3)
-    yield lanes
-    lanes.close()
 
 
 def operands(kind: str, numel: int, seed: int = 0) -> Operands:

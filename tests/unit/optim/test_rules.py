@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import itertools
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -57,13 +56,6 @@ KINDS = {
     "fp16": (torch.float16, torch.float16),
 }
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-
-
-@pytest.fixture(scope="module")
-def lanes() -> Iterator[Lanes]:
-    lanes = Lanes(timeout_s=60.0, update_threads=3)
-    yield lanes
-    lanes.close()
 
 
 def made(kind: type[Rule], name: str, *params: nn.Parameter) -> torch.optim.Optimizer:
