@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 JOBS ?= 2
+SHARD ?= 1/1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format test-long clean
@@ -38,8 +39,8 @@ format: $(STAMP)  ## rewrite the sources in the house format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test-long: $(STAMP)  ## the tests that take minutes
-	$(BIN)/python -m pytest -q -n $(JOBS) -m long --timeout 900
+test-long: $(STAMP)  ## the tests that take minutes; hours altogether, SHARD=3/40 is a part of them
+	$(BIN)/python -m pytest -q -n $(JOBS) -m long --timeout 900 --shard $(SHARD)
 
 clean:  ## remove the environment and all caches (run folders stay)
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist

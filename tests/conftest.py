@@ -32,7 +32,24 @@ def _simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(hightide.api, "has_cuda", lambda: False)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shard", default="1/1", metavar="K/N", help="only every N-th of the selected tests, from the K-th"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # after the selection by marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _skip_gpu_tests(items)
+    shard, num_shards = map(int, config.getoption("--shard").split("/"))
+    if not 1 <= shard <= num_shards:
+        raise pytest.UsageError(f"--shard {shard}/{num_shards}: shards are numbered from 1 to {num_shards}")
+    rest = [item for number, item in enumerate(items) if number % num_shards != shard - 1]
+    items[:] = items[shard - 1 :: num_shards]
+    config.hook.pytest_deselected(items=rest)
+
+
+def _skip_gpu_tests(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

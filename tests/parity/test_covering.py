@@ -1,0 +1,271 @@
+"""Any model with any loop trains as in plain PyTorch when everything streams: every pair of features in some case.
+
+A feature is a line of FEATURES. By default the covering set runs; the `long` mark is the full product, which takes
+hours: `make test-long SHARD=3/40` is a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import peft
+import pytest
+import torch
+from harness import EPS, Trained, assert_parity, assert_same_bits, profiled_once, streamed, train
+from pairwise import Case, covering, pairs_of, product
+from torch import nn
+
+import hightide
+import models
+from hightide.ir.plan import Activation
+from hightide.ir.tier import Tier
+
+LIMITS = hightide.Limits(gpu="8MiB", host="64MiB")
+MICRO_BATCH, NUM_STEPS = 3, 4
+
+
+def t5_batch(**options: Any) -> dict[str, Any]:
+    batch = models.token_batch(**options)
+    return batch | {"labels": batch["labels"][:, :7].clone()}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    build: Callable[..., models.Pair]
+    adapted: tuple[str, ...]  # names of linear layers
+    batch: Callable[..., dict[str, Any]] = models.token_batch
+    can_tie: bool = True
+    can_pad: bool = True
+
+
+QUERY_AND_DOWN = ("q_proj", "down_proj")
+ARCHITECTURES = {
+    "llama": Architecture(models.llama, QUERY_AND_DOWN),
+    "gpt2": Architecture(models.gpt2, ("c_attn", "c_proj")),
+    "qwen3": Architecture(models.qwen3, QUERY_AND_DOWN),
+    "mistral": Architecture(models.mistral, QUERY_AND_DOWN),
+    "gemma2": Architecture(models.gemma2, QUERY_AND_DOWN),
+    "gemma3": Architecture(models.gemma3, QUERY_AND_DOWN),
+    "opt": Architecture(models.opt, ("q_proj", "fc2")),
+    "bert": Architecture(models.bert, ("query", "output.dense")),
+    "t5": Architecture(models.t5, ("q", "wo"), t5_batch),
+    "vit": Architecture(models.vit, ("q_proj", "fc2"), models.image_batch, can_tie=False, can_pad=False),
+    "qwen3_moe": Architecture(models.qwen3_moe, ("q_proj", "o_proj")),
+    "plain": Architecture(models.plain, ("linear1", "linear2"), partial(models.token_batch, mask=False), can_pad=False),
+    "hand_written": Architecture(
+        models.hand_written, ("mlp.0", "mlp.2"), models.vector_batch, can_tie=False, can_pad=False
+    ),
+}
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 3e-3, "eps": EPS}),
+    "adam": (torch.optim.Adam, {"lr": 3e-3, "eps": EPS}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+}
+FEATURES: dict[str, tuple[Any, ...]] = {
+    "model": tuple(ARCHITECTURES),
+    "tied": (False, True),
+    "trained": ("all", "part", "lora"),
+    "update": ("deferred", "in_backward"),
+    "clip": (None, "torch", "optimizer"),
+    "backwards": (1, 2),  # per step
+    "groups": (1, 2),
+    "optimizer": tuple(OPTIMIZERS),
+    "odd": (False, True),  # the last micro-batch is smaller, and so is the last batch
+    "padded": (False, True),  # every second batch
+    "activation": tuple(Activation),
+}
+
+
+def allowed(*, model: str, tied: bool, update: str, clip: str | None, backwards: int, padded: bool, **_: Any) -> bool:
+    architecture = ARCHITECTURES[model]
+    if update == "in_backward" and (clip is not None or backwards > 1):  # what the user promised
+        return False
+    return (architecture.can_tie or not tied) and (architecture.can_pad or not padded)
+
+
+FULL = product(FEATURES, allowed)
+COVERING = covering(FEATURES, FULL)
+
+
+def named(case: Case) -> dict[str, Any]:
+    return dict(zip(FEATURES, case, strict=True))
+
+
+def name_of(case: Case) -> str:
+    return " ".join(value if isinstance(value, str) else f"{name}={value}" for name, value in named(case).items())
+
+
+# -- one case ---------------------------------------------------------------------------------------------------------
+
+
+def build(model: str, trained: str = "all", odd: bool = True, padded: bool = False, **options: Any) -> models.Pair:
+    architecture = ARCHITECTURES[model]
+    batch = {"num_samples": 7 if odd else 6} | ({"padded": padded} if architecture.can_pad else {})
+    made, example = architecture.build(num_layers=2, **options, **batch)
+    if trained == "part":  # not the first blocks, and not all of any block
+        params = list(made.parameters())
+        for number, param in enumerate(params):
+            param.requires_grad_(number > len(params) // 3 and number % 5 != 0)
+    if trained == "lora":
+        torch.manual_seed(1)
+        config = peft.LoraConfig(
+            r=4,
+            lora_alpha=16,
+            target_modules=list(architecture.adapted),
+            init_lora_weights=False,
+            fan_in_fan_out=model == "gpt2",
+        )
+        made = peft.get_peft_model(made, config).train()  # type: ignore[arg-type]
+    return made, example
+
+
+def batches(model: str, odd: bool, padded: bool = False, seed: int = 10) -> list[dict[str, Any]]:
+    architecture = ARCHITECTURES[model]
+    sizes = [7, 7, 7, 5] if odd else [6] * NUM_STEPS
+    padding = [{"padded": padded and step % 2 == 0} if architecture.can_pad else {} for step in range(NUM_STEPS)]
+    return [architecture.batch(seed=seed + step, num_samples=sizes[step], **padding[step]) for step in range(NUM_STEPS)]
+
+
+def make_optimizer(model: nn.Module, optimizer: str = "adamw", groups: int = 1) -> torch.optim.Optimizer:
+    """Two groups take the trained parameters by turns: each block has ranges of both."""
+    kind, options = OPTIMIZERS[optimizer]
+    params = [param for param in model.parameters() if param.requires_grad]
+    if groups == 1:
+        return kind(params, **options)
+    slow = {"params": params[1::2], "lr": options["lr"] / 3, "weight_decay": 0.0}
+    return kind([{"params": params[::2], "weight_decay": 0.1}, slow], **options)
+
+
+def norm_of(pair: models.Pair) -> float:
+    model, batch = pair
+    models.loss_of(model, batch).backward()
+    return float(torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None]))
+
+
+def streamed_plan(
+    pair: models.Pair, optimizer: torch.optim.Optimizer, activation: Activation, **options: Any
+) -> hightide.Plan:
+    options = {"limits": LIMITS, "micro_batch": MICRO_BATCH} | options
+    return streamed(hightide.plan(pair[0], optimizer, pair[1], **options), activation, Tier.HOST)
+
+
+def check(case: Case) -> None:
+    features = named(case)
+    model, odd, padded, update, clip, backwards = (
+        features[name] for name in ("model", "odd", "padded", "update", "clip", "backwards")
+    )
+    tied = {"tied": features["tied"]} if ARCHITECTURES[model].can_tie else {}
+    make = partial(build, model, features["trained"], odd, padded, **tied)
+    stream: list[Any] = batches(model, odd, padded)
+    if backwards == 2:
+        stream = list(zip(stream, batches(model, odd, padded, seed=50), strict=True))
+    max_norm = norm_of(make()) / 3 if clip else 0.0
+
+    def run(wrapped: bool) -> Trained:
+        pair = make()
+        optimizer = make_optimizer(pair[0], features["optimizer"], features["groups"])
+        loop = {"clip": clip, "accumulate": backwards, "max_norm": max_norm}
+        if not wrapped:
+            return train(pair, stream, optimizer=optimizer, **loop)
+        with profiled_once():
+            plan = streamed_plan(pair, optimizer, features["activation"], update=update)
+            return train(pair, stream, wrap={"plan": plan, "update": update}, optimizer=optimizer, **loop)
+
+    plain, wrapped = run(False), run(True)
+    assert_parity(plain, wrapped)
+    assert len(plain.norms) == (NUM_STEPS if clip else 0)
+    assert not clip or max(plain.norms) > max_norm, "clipping is idle"
+    assert_everything_streams(wrapped)
+    assert wrapped.samples_seen[:3] == ([3, 3, 1] if odd else [3, 3, 3])
+
+
+def assert_everything_streams(trained: Trained) -> None:
+    stats = trained.stats
+    assert stats is not None and stats.deviations == 0
+    streamed_bytes = sum(value.numel() * 4 for value in trained.weights.values()) // 2  # tied ones are one
+    assert stats.moved_bytes["h2d"] >= stats.num_steps * streamed_bytes
+    assert stats.peak_bytes["gpu"] <= stats.plan.gpu_limit_bytes
+
+
+@pytest.mark.parametrize("case", COVERING, ids=name_of)
+def test_every_pair_of_features(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("activation", FEATURES["activation"])
+@pytest.mark.parametrize("optimizer", FEATURES["optimizer"])
+@pytest.mark.parametrize("trained", FEATURES["trained"])
+@pytest.mark.parametrize("model", FEATURES["model"])
+def test_every_combination_of_features(model: str, trained: str, optimizer: str, activation: Activation) -> None:
+    """A test of each case would take every run of pytest longer, also those that leave them out."""
+    features = {"model": model, "trained": trained, "optimizer": optimizer, "activation": activation}
+    failures: dict[str, Exception] = {}
+    for case in FULL:
+        if features.items() <= named(case).items():
+            try:
+                check(case)
+            except Exception as error:
+                failures[name_of(case)] = error
+    assert not failures, "\n".join(f"{name}: {error!r}" for name, error in failures.items())
+
+
+# -- the covering set itself ------------------------------------------------------------------------------------------
+
+
+def test_the_covering_set_has_every_allowed_pair_of_values(capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = set().union(*map(pairs_of, FULL))
+    assert set().union(*map(pairs_of, COVERING)) == pairs
+    assert {value for case in COVERING for value in zip(FEATURES, case, strict=True)} == {
+        (name, value) for name, values in FEATURES.items() for value in values
+    }
+    with capsys.disabled():
+        print(f"\n{len(COVERING)} cases cover {len(pairs)} pairs of values; the full product has {len(FULL)} cases")
+    assert len(COVERING) < 50 and set(COVERING) <= set(FULL)
+
+
+def test_a_covering_set_of_few_features() -> None:
+    features = {"a": (1, 2, 3), "b": "xy", "c": (None, True)}
+    cases = product(features, lambda a, b, c: not (a == 3 and b == "y"))
+    assert len(cases) == 10 and (3, "y", None) not in cases
+    chosen = covering(features, cases)
+    assert set().union(*map(pairs_of, chosen)) == set().union(*map(pairs_of, cases))
+    assert len(chosen) <= 6 and chosen == covering(features, cases)
+    for number in range(len(chosen)):  # and none of them for nothing, in a case as small as this
+        rest = chosen[:number] + chosen[number + 1 :]
+        assert set().union(*map(pairs_of, rest)) != set().union(*map(pairs_of, cases))
+
+
+# -- dropout ----------------------------------------------------------------------------------------------------------
+
+
+def train_with_dropout(
+    model: str, activation: Activation | None, micro_batch: int = MICRO_BATCH, dropout: float = 0.2
+) -> Trained:
+    """Plain without an activation policy."""
+    pair = build(model, dropout=dropout)
+    optimizer = make_optimizer(pair[0])
+    with profiled_once():
+        plan = None if activation is None else streamed_plan(pair, optimizer, activation, micro_batch=micro_batch)
+        torch.manual_seed(7)
+        return train(pair, batches(model, odd=True), wrap=plan and {"plan": plan}, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_dropout_with_one_micro_batch_equals_plain_pytorch(model: str) -> None:
+    """Then blocks draw from the global generator, in plain PyTorch's order."""
+    plain = train_with_dropout(model, None)
+    wrapped = train_with_dropout(model, Activation.RECOMPUTE, micro_batch=7)
+    assert_parity(plain, wrapped)
+    assert_everything_streams(wrapped)
+    assert train_with_dropout(model, None, dropout=0.0).losses[0] != plain.losses[0], "nothing is dropped"
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_dropout_with_several_micro_batches_does_not_depend_on_the_plan(model: str) -> None:
+    kept, recomputed = (train_with_dropout(model, activation) for activation in Activation)
+    assert_everything_streams(recomputed)
+    assert_same_bits(kept, recomputed)
