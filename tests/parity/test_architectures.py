@@ -1,9 +1,7 @@
-"""Every architecture trains as in plain PyTorch when everything streams: 20 steps in fp32, padded and full batches by
-turns, the last one smaller. Also what makes architectures differ: how tensors get into blocks and out of them."""
+"""What makes architectures differ: how tensors get into blocks and out of them. Each is in test_covering.py."""
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import NUM_STEPS, assert_parity, assert_streamed, compare, make_optimizer, no_warnings, streamed, train
+from harness import assert_parity, assert_streamed, compare, make_optimizer, no_warnings, streamed, train
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import ModelOutput
@@ -29,91 +27,15 @@ ROOMY = hightide.Limits(gpu="8MiB", host="64MiB")
 TIMINGS = {"deferred": {"clip": "torch"}, "in_backward": {"clip": None}}
 
 
-def t5_batch(**options: Any) -> dict[str, Any]:
-    batch = models.token_batch(**options)
-    return batch | {"labels": batch["labels"][:, :7].clone()}
+def tokens(num_steps: int) -> list[Any]:
+    """Padded and full by turns; the last batch is smaller."""
+    sizes = [NUM_SAMPLES] * (num_steps - 1) + [NUM_SAMPLES - 2]
+    return [models.token_batch(10 + step, size, padded=step % 2 == 0) for step, size in enumerate(sizes)]
 
 
-def sequential_batch(**options: Any) -> Tensor:
-    batch: Tensor = models.vector_batch(**options)["x"]
-    return batch
-
-
-@dataclass(frozen=True)
-class Architecture:
-    build: Callable[..., tuple[nn.Module, Any]]
-    batch: Callable[..., Any] = models.token_batch
-    padding: bool = True  # its batches may be padded
-
-    def example(self) -> tuple[nn.Module, Any]:
-        return self.build(num_samples=NUM_SAMPLES, **({"padded": True} if self.padding else {}))
-
-    def batches(self, num_steps: int = NUM_STEPS) -> list[Any]:
-        return [self._batch(step, last=step == num_steps - 1) for step in range(num_steps)]
-
-    def _batch(self, step: int, last: bool) -> Any:
-        padded = {"padded": step % 2 == 0} if self.padding else {}
-        return self.batch(seed=10 + step, num_samples=NUM_SAMPLES - 2 if last else NUM_SAMPLES, **padded)
-
-
-ARCHITECTURES = {
-    "llama": Architecture(models.llama),
-    "gpt2": Architecture(models.gpt2),
-    "qwen3": Architecture(partial(models.qwen3, num_layers=2)),
-    "mistral": Architecture(partial(models.mistral, num_layers=2)),
-    "gemma2": Architecture(partial(models.gemma2, num_layers=2)),
-    "gemma3": Architecture(partial(models.gemma3, num_layers=2)),
-    "opt": Architecture(partial(models.opt, num_layers=2)),
-    "bert": Architecture(partial(models.bert, num_layers=2)),
-    "t5": Architecture(partial(models.t5, num_layers=2), t5_batch),
-    "vit": Architecture(models.vit, models.image_batch, padding=False),
-    "qwen3_moe": Architecture(models.qwen3_moe),
-    "plain": Architecture(models.plain, partial(models.token_batch, mask=False), padding=False),
-    "hand_written": Architecture(models.hand_written, models.vector_batch, padding=False),
-    "sequential": Architecture(models.sequential, sequential_batch, padding=False),
-}
-COVERING = [  # by default; llama, gpt2, vit and plain models are in test_parity.py
-    ("qwen3", "in_backward", Activation.RECOMPUTE),
-    ("gemma2", "in_backward", Activation.KEEP),
-    ("opt", "in_backward", Activation.RECOMPUTE),
-    ("bert", "deferred", Activation.RECOMPUTE),
-    ("t5", "deferred", Activation.RECOMPUTE),
-    ("qwen3_moe", "deferred", Activation.RECOMPUTE),
-    ("sequential", "in_backward", Activation.RECOMPUTE),
-]
-FULL = [case for case in itertools.product(ARCHITECTURES, TIMINGS, list(Activation)) if case not in COVERING]
-
-
-def check(name: str, update: str, activation: Activation) -> None:
-    """Everything streams; block inputs wait on host where they can."""
-    architecture = ARCHITECTURES[name]
-    model, example = architecture.example()
-    options = {"limits": ROOMY, "micro_batch": 3, "update": update}
-    plan = hightide.plan(model, make_optimizer(model, groups=2), example, **options)
-    edited = streamed(plan, activation, Tier.HOST)
-    _, wrapped = compare(
-        architecture.example,
-        architecture.batches,
-        wrap={"plan": edited, "update": update},
-        groups=2,
-        **TIMINGS[update],
-    )
-    stats = wrapped.stats
-    assert stats is not None and stats.deviations == 0
-    streamed_bytes = sum(value.numel() * 4 for value in wrapped.weights.values()) // 2  # tied ones are one
-    assert stats.moved_bytes["h2d"] >= stats.num_steps * streamed_bytes
-    assert stats.peak_bytes["gpu"] <= stats.plan.gpu_limit_bytes
-
-
-@pytest.mark.parametrize(("name", "update", "activation"), COVERING)
-def test_twenty_steps_equal_plain_pytorch(name: str, update: str, activation: Activation) -> None:
-    check(name, update, activation)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "update", "activation"), FULL)
-def test_twenty_steps_equal_plain_pytorch_full(name: str, update: str, activation: Activation) -> None:
-    check(name, update, activation)
+def vectors(num_steps: int = 6) -> list[Any]:
+    sizes = [NUM_SAMPLES] * (num_steps - 1) + [NUM_SAMPLES - 2]
+    return [models.vector_batch(10 + step, size) for step, size in enumerate(sizes)]
 
 
 def test_the_router_loss_is_not_idle() -> None:
@@ -132,9 +54,7 @@ def test_experts_of_a_loop_are_split_and_their_memory_is_known() -> None:
     """What depends on the data (which experts are hit) is the same when a block is recomputed, and no obstacle."""
     build = partial(models.qwen3_moe, experts="eager", num_samples=NUM_SAMPLES)
     with no_warnings():
-        _, wrapped = compare(
-            build, lambda: ARCHITECTURES["qwen3_moe"].batches(2), wrap={"micro_batch": 3}, clip="torch"
-        )
+        _, wrapped = compare(build, lambda: tokens(2), wrap={"micro_batch": 3}, clip="torch")
     assert_streamed(wrapped, micro_batches=[3, 3, 1])
 
 
@@ -168,7 +88,7 @@ def test_the_router_loss_of_frozen_layers() -> None:
         model.model.layers[0].requires_grad_(False)
         return model, batch
 
-    compare(build, lambda: ARCHITECTURES["qwen3_moe"].batches(4), wrap={"micro_batch": 3}, clip="torch")
+    compare(build, lambda: tokens(4), wrap={"micro_batch": 3}, clip="torch")
 
 
 # -- tensors that leave a block by another way than its result --------------------------------------------------------
@@ -249,10 +169,6 @@ def store(model: LeakyModel, _part: nn.Module, _inputs: Any, output: tuple[Tenso
 
 def store_derived(model: LeakyModel, _part: nn.Module, _inputs: Any, output: tuple[Tensor, Tensor]) -> None:
     model.collected.append(output[1].exp())
-
-
-def vectors(num_steps: int = 6) -> list[Any]:
-    return ARCHITECTURES["hand_written"].batches(num_steps)
 
 
 @pytest.mark.parametrize("activation", list(Activation))
@@ -464,7 +380,7 @@ def test_blocks_that_the_user_names(blocks: Any, some: str, count: int) -> None:
     plan = hightide.plan(model, make_optimizer(model), example, limits=ROOMY, micro_batch=3, blocks=blocks)
     assert some in names_of(plan) and len(plan.blocks) == count
     edited = streamed(plan, Activation.RECOMPUTE)
-    batches = ARCHITECTURES["llama"].batches(3)
+    batches = tokens(3)
     compare(build, lambda: batches, wrap={"plan": edited, "blocks": blocks})
 
 
@@ -551,9 +467,9 @@ def test_a_language_model_whose_layers_cannot_be_probed() -> None:
         model.model.layers[1].mlp.register_forward_pre_hook(ask)
         return model, batch
 
-    plain = train(build(), ARCHITECTURES["llama"].batches(4), clip="torch")
+    plain = train(build(), tokens(4), clip="torch")
     with pytest.warns(UserWarning, match="could not be probed"):
-        wrapped = train(build(), ARCHITECTURES["llama"].batches(4), wrap={"limits": ROOMY}, clip="torch")
+        wrapped = train(build(), tokens(4), wrap={"limits": ROOMY}, clip="torch")
     assert_parity(plain, wrapped)
 
 

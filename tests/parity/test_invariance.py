@@ -145,18 +145,6 @@ def test_dropout_draws_differ_between_steps_blocks_and_micro_batches() -> None:
     assert len(distinct) == len(masks)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "plain", "hand_written"])
-def test_dropout_with_one_micro_batch_equals_plain_pytorch(name: str) -> None:
-    """Then blocks draw from the global generator, in plain PyTorch's order."""
-    subject, build = SUBJECTS[name], {"dropout": 0.2}
-    model, batch = subject.build(num_samples=7, **build)
-    plan = hightide.plan(model, make_optimizer(model, groups=2), batch, limits=ROOMY, micro_batch=7)
-    profile, _ = profile_model(model, make_optimizer(model, groups=2), batch)
-    streamed = edit(profile, plan, lambda _: (H, H, RECOMPUTE, H))
-    plain = run(subject, None, build)
-    assert_parity(plain, run(subject, streamed, build))
-
-
 def test_the_global_generator_is_left_as_plain_pytorch_leaves_it() -> None:
     """With several micro-batches nothing is drawn from it, so that what the user draws does not depend on the plan."""
     subject, build = SUBJECTS["hand_written"], {"dropout": 0.2}

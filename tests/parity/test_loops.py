@@ -24,19 +24,6 @@ def check(subject: Any = LLAMA, num_steps: int = 4, wrapping: dict[str, Any] = W
     return wrapped
 
 
-@pytest.mark.parametrize(("name", "clip"), [("llama", None), ("llama_tied", "torch"), ("hand_written", "torch")])
-def test_two_backwards_per_step(name: str, clip: str | None) -> None:
-    subject = SUBJECTS[name]
-    _, wrapped = compare(
-        partial(subject.build, num_samples=7),
-        lambda: list(zip(subject.batches(4, seed=10), subject.batches(4, seed=50), strict=True)),
-        wrap=WRAP,
-        clip=clip,
-        accumulate=2,
-    )
-    assert_streamed(wrapped, micro_batches=[3, 3, 1])
-
-
 def test_accumulation_with_states_on_the_gpu() -> None:
     """Enough memory for some blocks to be persistent: their gradients never leave the GPU between the two backwards."""
     build = partial(LLAMA.build, num_samples=7)

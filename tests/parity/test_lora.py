@@ -61,35 +61,16 @@ def frozen_and_adapters(plan: hightide.Plan) -> tuple[list[ChunkSpec], list[Chun
     return [c for c in chunks if not c.trainable_numel], [c for c in chunks if c.trainable_numel]
 
 
-@pytest.mark.parametrize(("name", "update"), [("llama", "deferred"), ("gpt2", "deferred"), ("llama", "in_backward")])
+@pytest.mark.parametrize(("name", "update"), [("llama", "deferred"), ("gpt2", "in_backward")])
 def test_adapters_train_as_in_plain_peft(name: str, update: str) -> None:
     before = {key: value.clone() for key, value in lora(name)[0].state_dict().items()}
     clip = "torch" if update == "deferred" else None
     _, wrapped = compare(
-        partial(lora, name), lambda: batches(20), wrap=WRAP | {"update": update}, clip=clip, scheduler="before"
+        partial(lora, name), lambda: batches(6), wrap=WRAP | {"update": update}, clip=clip, scheduler="before"
     )
     assert_streamed(wrapped, micro_batches=[3, 3, 1])
     for key, value in wrapped.weights.items():
         assert torch.equal(value, before[key]) == ("lora_" not in key), key
-
-
-@pytest.mark.parametrize(
-    ("activation", "update"),
-    [
-        (Activation.KEEP, "in_backward"),
-        (Activation.RECOMPUTE, "deferred"),
-        pytest.param(Activation.KEEP, "deferred", marks=pytest.mark.long),
-        pytest.param(Activation.RECOMPUTE, "in_backward", marks=pytest.mark.long),
-    ],
-)
-def test_adapters_that_stream_with_their_block(activation: Activation, update: str) -> None:
-    """The planner does not choose this where there is room, a person may."""
-    model, batch = lora()
-    options = {"limits": hightide.Limits(gpu="4MiB", host="4MiB"), "micro_batch": 3, "update": update}
-    plan = streamed(hightide.plan(model, make_optimizer(model), batch, **options), activation)
-    _, wrapped = compare(lora, batches, wrap={"plan": plan, "update": update})
-    assert wrapped.stats is not None and wrapped.stats.deviations == 0
-    assert set(layers(wrapped.stats.plan)) == {(Tier.HOST, Tier.HOST)}
 
 
 @pytest.mark.parametrize("update", ["deferred", pytest.param("in_backward", marks=pytest.mark.long)])
