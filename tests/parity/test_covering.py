@@ -196,13 +196,18 @@ def test_every_pair_of_features(case: Case) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("odd", FEATURES["odd"], ids=("even", "odd"))
+@pytest.mark.parametrize("groups", FEATURES["groups"], ids=("one_group", "two_groups"))
 @pytest.mark.parametrize("activation", FEATURES["activation"])
 @pytest.mark.parametrize("optimizer", FEATURES["optimizer"])
 @pytest.mark.parametrize("trained", FEATURES["trained"])
 @pytest.mark.parametrize("model", FEATURES["model"])
-def test_every_combination_of_features(model: str, trained: str, optimizer: str, activation: Activation) -> None:
-    """A test of each case would take every run of pytest longer, also those that leave them out."""
-    features = {"model": model, "trained": trained, "optimizer": optimizer, "activation": activation}
+def test_every_combination_of_features(
+    model: str, trained: str, optimizer: str, activation: Activation, groups: int, odd: bool
+) -> None:
+    """All cases with these values in one test: thousands of tests would make every run of pytest wait for their
+    collection."""
+    features = dict(model=model, trained=trained, optimizer=optimizer, activation=activation, groups=groups, odd=odd)
     failures: dict[str, Exception] = {}
     for case in FULL:
         if features.items() <= named(case).items():
