@@ -13,6 +13,7 @@ from hightide.ir.tier import Tier
 from hightide.planner.layout import pack, search_slot_numel
 from hightide.planner.loss import loss_tile_tokens
 from hightide.planner.place import widest_tick
+from hightide.planner.verify import PLAN_VERSION
 
 
 @dataclass
@@ -116,7 +117,7 @@ def finish(
     slot_numel: int | None = None,
 ) -> Plan:
     plan = Plan(
-        version=1,
+        version=PLAN_VERSION,
         fingerprint=profile.fingerprint,
         num_samples=profile.num_samples,
         micro_batch=micro_batch,
