@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from unit.runtime.test_remainder import neighbours_of_every_parameter, parts_of
 
 from hightide.runtime import remainder
+from unit.runtime.test_remainder import neighbours_of_every_parameter, parts_of
 
 pytestmark = pytest.mark.gpu
 
