@@ -12,6 +12,7 @@ from hightide.ir.tier import Lane
 
 SHARING = (Lane.H2D, Lane.D2H, Lane.CPU)  # lanes that meet in host memory
 UPDATE_BYTES = 16  # touched per parameter: bf16 gradient and parameter, fp32 master and two moments
+SIMULATED = "simulated accelerator"  # the name of the GPU on a machine without one
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,11 @@ class Machine:
     @property
     def is_measured(self) -> bool:
         return not self.estimates
+
+    @property
+    def is_simulated(self) -> bool:
+        """Without a GPU: copies to and from the accelerator are copies inside host memory, by the cores."""
+        return self.gpu is not None and self.gpu.name == SIMULATED
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(to_json(self) + "\n")
