@@ -30,10 +30,10 @@ def test_a_gpu_is_measured_in_half_a_minute_and_leaves_nothing() -> None:
     assert not machine.is_simulated and report.free.gpu_bytes is not None
 
     alone = {lane: machine.speeds_of({lane})[lane] for lane in (Lane.H2D, Lane.D2H)}
-    assert alone[Lane.H2D] > 2 * machine.unpinned.h2d_bytes_per_s / 1.5, "pinned memory is not faster"
+    assert alone[Lane.H2D] > 1.2 * machine.unpinned.h2d_bytes_per_s, "pinned memory is not faster"
     both = machine.speeds_of({Lane.H2D, Lane.D2H})
     assert all(0.3 * alone[lane] < both[lane] < 1.05 * alone[lane] for lane in alone)
     products = machine.gpu.matmul_flop_per_s
     assert products.tf32 is not None and products.bfloat16 > products.tf32 > products.float32
-    assert machine.gpu.memory_bytes_per_s > 10 * alone[Lane.H2D] / 2
+    assert machine.gpu.memory_bytes_per_s > 5 * alone[Lane.H2D]
     assert 1e-6 < machine.latency_s < 1e-3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from hightide.cli import doctor as doctor_module
 from hightide.cli.doctor import show_report
 from hightide.cli.main import app
 from hightide.doctor.conditions import Warned
-from hightide.doctor.disk import MIN_FILE_BYTES
+from hightide.doctor.disk import MIN_FILE_BYTES, DiskTest
 from hightide.doctor.findings import findings_of
 from hightide.doctor.known import cache_path, known_machine, load_machine
 from hightide.doctor.measure import Effort, FreeMemory, Report
@@ -28,6 +30,7 @@ SMALL = Effort(buffer_bytes=1 << 20, update_numel=1 << 18, dram_numel=1 << 18, w
 @pytest.fixture(autouse=True)
 def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Effort, "here", classmethod(lambda cls: SMALL))
+    monkeypatch.setattr(doctor_module, "DiskTest", partial(DiskTest, phase_s=0.05, small_s=0.02))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "80")
 

@@ -89,7 +89,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     """In the middle of writing, in a process of its own."""
     program = (
         "from pathlib import Path; from hightide.doctor.disk import DiskTest, measure_disk; import sys\n"
-        "measure_disk(DiskTest(Path(sys.argv[1]), 1 << 30, phase_s=60.0), lambda stage: print(stage, flush=True))"
+        "measure_disk(DiskTest(Path(sys.argv[1]), 1 << 28, phase_s=60.0), lambda stage: print(stage, flush=True))"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
