@@ -22,7 +22,7 @@ def test_a_gpu_is_measured_in_half_a_minute_and_leaves_nothing() -> None:
     started_s = time.monotonic()
     report = examine(device)
     assert time.monotonic() - started_s < 30
-    assert torch.cuda.memory_allocated(device) == before_bytes
+    assert torch.cuda.memory_allocated(device) - before_bytes < 128 << 20, "more than workspaces of cuBLAS"
     machine = report.machine
     assert [speeds.busy for speeds in machine.speeds] == subsets()
     assert machine.gpu is not None and machine.host is not None and machine.unpinned is not None

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from hightide.cli import doctor as doctor_module
 from hightide.cli.doctor import show_report
 from hightide.cli.main import app
+from hightide.doctor import known
 from hightide.doctor.conditions import Warned
 from hightide.doctor.disk import MIN_FILE_BYTES, DiskTest
 from hightide.doctor.findings import findings_of
@@ -31,7 +32,7 @@ SMALL = Effort(buffer_bytes=1 << 20, update_numel=1 << 18, dram_numel=1 << 18, w
 def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Effort, "here", classmethod(lambda cls: SMALL))
     monkeypatch.setattr(doctor_module, "DiskTest", partial(DiskTest, phase_s=0.05, small_s=0.02))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(known, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setenv("COLUMNS", "80")
 
 

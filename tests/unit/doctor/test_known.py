@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hightide.doctor import known as known_module
 from hightide.doctor.identity import fingerprint
 from hightide.doctor.known import STALE_DAYS, cache_path, known_machine, load_machine, preset_names, remember
 from hightide.ir.machine import Machine
@@ -19,7 +20,7 @@ NOW = datetime(2026, 11, 15, 12, tzinfo=UTC)
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(known_module, "cache_folder", lambda: tmp_path / "cache")
 
 
 def measured(age_days: float = 0.0) -> Machine:
