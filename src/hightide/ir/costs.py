@@ -43,15 +43,6 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class GpuRates:
-    """What an estimate starts from."""
-
-    name: str
-    flop_per_s: float  # of large matrix products in the model's dtype
-    memory_bytes_per_s: float  # of a copy: read and written bytes together
-
-
-@dataclass(frozen=True)
 class CallCost:
     """One micro-batch of a call of this kind (ir.block.CallSpec.kind)."""
 

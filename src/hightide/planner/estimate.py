@@ -7,8 +7,12 @@ large products run at 806 TFLOP/s). Another GPU may be off by a quarter; a rehea
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
+
 from hightide.ir.block import Affine, CallSpec, ModelProfile, Work
-from hightide.ir.costs import CallCost, Costs, Curve, GpuRates, LossCost, Point
+from hightide.ir.costs import CallCost, Costs, Curve, LossCost, Point
+from hightide.ir.machine import Machine
 from hightide.planner.loss import logit_bytes, loss_tile_tokens
 
 PRODUCT_SHARE = 0.85  # of the rate of one large product, that a layer's products reach
@@ -20,10 +24,17 @@ LOGIT_PASSES = (3, 4)  # over the logits, by forward and backward: written and r
 GLUE_S = 2e-3  # a model's own code waits for the GPU about once per step
 
 
-def estimate(profile: ModelProfile, gpu: GpuRates) -> Costs:
+@dataclass(frozen=True)
+class _Rates:
+    flop_per_s: float  # of large matrix products in the model's dtype
+    memory_bytes_per_s: float
+
+
+def estimate(profile: ModelProfile, machine: Machine) -> Costs:
+    gpu = _rates(profile, machine)
     kinds = {call.kind: call for call in reversed(profile.calls)}
     return Costs(
-        source=f"estimated for {gpu.name}",
+        source=f"estimated for {machine.name}",
         calls=tuple(_call_cost(kinds[kind], profile.num_samples, gpu) for kind in range(len(kinds))),
         loss=_loss_cost(profile, gpu),
         memory_bytes_per_s=gpu.memory_bytes_per_s,
@@ -32,7 +43,21 @@ def estimate(profile: ModelProfile, gpu: GpuRates) -> Costs:
     )
 
 
-def _call_cost(call: CallSpec, num_samples: int, gpu: GpuRates) -> CallCost:
+def _rates(profile: ModelProfile, machine: Machine) -> _Rates:
+    if machine.gpu is None:
+        raise ValueError(
+            f"the machine {machine.name!r} says nothing about its GPU, so 0 operations per second are known; measure it "
+            "with `hightide doctor`, or name a preset"
+        )
+    numel: Counter[str] = Counter()
+    for spec in profile.params:
+        numel[spec.dtype] += spec.numel
+    known = machine.gpu.matmul_flop_per_s
+    rates = {"bfloat16": known.bfloat16, "float16": known.float16}
+    return _Rates(rates.get(numel.most_common(1)[0][0], known.float32), machine.gpu.memory_bytes_per_s)
+
+
+def _call_cost(call: CallSpec, num_samples: int, gpu: _Rates) -> CallCost:
     sizes = _doublings(num_samples) if call.splittable else [num_samples]
 
     def curve(work: Work) -> Curve:
@@ -43,18 +68,18 @@ def _call_cost(call: CallSpec, num_samples: int, gpu: GpuRates) -> CallCost:
     return CallCost(curve(call.forward), curve(call.forward), curve(call.recompute), curve(call.backward))
 
 
-def _seconds(work: Work, num_samples: int, gpu: GpuRates) -> float:
+def _seconds(work: Work, num_samples: int, gpu: _Rates) -> float:
     """Products and passes over memory, one after the other."""
     flop, touched = work.flop.at(num_samples), work.touched_bytes.at(num_samples)
     share = FUSED_SHARE if flop else 1.0
     return LAUNCH_S + _product_seconds(flop, gpu) + share * touched / gpu.memory_bytes_per_s
 
 
-def _product_seconds(flop: float, gpu: GpuRates) -> float:
+def _product_seconds(flop: float, gpu: _Rates) -> float:
     return (flop + HALF_RATE_FLOP) / (PRODUCT_SHARE * gpu.flop_per_s) if flop else 0.0
 
 
-def _loss_cost(profile: ModelProfile, gpu: GpuRates) -> LossCost | None:
+def _loss_cost(profile: ModelProfile, gpu: _Rates) -> LossCost | None:
     head = next((call for call in profile.calls if profile.blocks[call.block].lazy_head), None)
     if head is None:
         return None

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from hightide.ir.action import Action, Mode, Op
 from hightide.ir.block import Affine, ModelProfile, Work
-from hightide.ir.costs import CallCost, Costs, Curve, GpuRates, LossCost, Point
+from hightide.ir.costs import CallCost, Costs, Curve, LossCost, Point
+from hightide.ir.machine import Gpu, Machine, MatmulRates
 from hightide.ir.plan import Activation, GradientDtype, Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.cost import forecast, seconds_of
@@ -20,7 +21,13 @@ from hightide.planner.lower import lower
 from unit.planner.profiles import plan_with, stack
 from unit.planner.test_simulate import machine
 
-GPU = GpuRates("test", flop_per_s=1e9, memory_bytes_per_s=1e9)
+
+def with_gpu(flop_per_s: float, memory_bytes_per_s: float) -> Machine:
+    rates = MatmulRates(bfloat16=2 * flop_per_s, float16=2 * flop_per_s, float32=flop_per_s, tf32=None)
+    return replace(machine(alone=1e6, shared=0.7), gpu=Gpu("test", 2**30, memory_bytes_per_s, rates))
+
+
+GPU = with_gpu(1e9, 1e9)
 
 
 def curve(**values: float) -> Curve:
@@ -112,7 +119,7 @@ def test_a_thread_that_cannot_keep_up_is_the_step() -> None:
 def test_an_estimate_grows_with_the_work_and_falls_with_the_rates(
     flop: int, touched: int, more_flop: int, more_touched: int, faster: float
 ) -> None:
-    def layer(flop: int, touched: int, rates: GpuRates) -> CallCost:
+    def layer(flop: int, touched: int, rates: Machine) -> CallCost:
         profile = stack()
         work = Work(Affine(0, flop), Affine(0, touched))
         calls = tuple(replace(call, forward=work) if call.kind == 1 else call for call in profile.calls)
@@ -123,22 +130,28 @@ def test_an_estimate_grows_with_the_work_and_falls_with_the_rates(
     larger = layer(flop + more_flop, touched + more_touched, GPU)
     if flop:  # without any product a block is not compiled
         assert all(one <= other for one, other in zip(costs.forward_s.values, larger.forward_s.values, strict=True))
-    quick = GpuRates("quick", GPU.flop_per_s * faster, GPU.memory_bytes_per_s * faster)
-    slower = zip(layer(flop, touched, quick).forward_s.values, costs.forward_s.values, strict=True)
+    slower = zip(
+        layer(flop, touched, with_gpu(1e9 * faster, 1e9 * faster)).forward_s.values, costs.forward_s.values, strict=True
+    )
     assert all(one <= other for one, other in slower)
+
+
+def test_a_machine_without_a_gpu_cannot_be_estimated() -> None:
+    with pytest.raises(ValueError, match="'test' says nothing about its GPU"):
+        estimate(stack(), machine())
 
 
 def test_an_estimate_is_what_was_measured_once() -> None:
     """W1: the layer and the tiles of llama-3.2-3b on an H200; see docs/log.md. Within a tenth."""
-    flop = [
+    works = [
         Work(Affine(0, int(number * 1e12 / 16)), Affine(0, int(touched * 1e9 / 16))) for number, touched in W1_LAYER
     ]
-    profile = stack(num_samples=16)
+    profile = stack(num_samples=16, dtype="bfloat16")
     calls = [
         replace(call, forward=works[0], recompute=works[1], backward=works[2]) if call.kind == 1 else call
         for call in profile.calls
     ]
-    cost = estimate(replace(profile, calls=tuple(calls)), GpuRates("H200", 806e12, 4.0e12)).calls[1]
+    cost = estimate(replace(profile, calls=tuple(calls)), with_gpu(403e12, 4.0e12)).calls[1]
     assert cost.forward_s.at(16) == pytest.approx(11.6e-3, rel=0.1)
     assert cost.recompute_s.at(16) + cost.backward_s.at(16) == pytest.approx(33.5e-3, rel=0.1)
     assert cost.forward_s.at(4) == pytest.approx(2.65e-3, rel=0.1)
@@ -152,5 +165,5 @@ def test_a_forecast_of_96_blocks_takes_milliseconds() -> None:
     plan = plan_with(profile, inputs=Tier.HOST, update=Update.IN_BACKWARD)
     costs = estimate(profile, GPU)
     started_s = time.process_time()
-    forecast(profile, plan, costs, machine(alone=1e6, shared=0.7))
+    forecast(profile, plan, costs, GPU)
     assert time.process_time() - started_s < 1.0  # 0.15 s on an idle machine
