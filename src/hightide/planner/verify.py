@@ -18,14 +18,15 @@ from hightide.planner.memory import peaks
 from hightide.planner.place import (
     chunks_by_block,
     grad_width,
+    in_grad_slot,
     is_refreshed,
+    is_used_up,
     params_on_gpu,
-    states_on_gpu,
     widest_tick,
 )
 from hightide.planner.precedence import Disorder, Precedence
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 class InfeasiblePlan(ValueError):
@@ -170,7 +171,7 @@ class _Replay:
         if chunk.index in self.updated:
             self._fail(tick, f"adds to the gradient of chunk {chunk.index} after its update")
         self.summed.add(chunk.index)
-        if not states_on_gpu(self.plan, chunk):
+        if in_grad_slot(self.plan, chunk):
             entry = self.grad_slots.entry(chunk.index)
             self._after(tick, entry, f"adds to the gradient of chunk {chunk.index}, which is not in a grad slot then")
             self.dirty[chunk.index] = tick
@@ -221,7 +222,7 @@ class _Replay:
         chunk = self._chunk(action)
         if self.schedule.mode is Mode.ACCUMULATE or chunk.index in self.summed:
             self._fail(action, f"clears the gradient of chunk {chunk.index}, which holds sums")
-        if states_on_gpu(self.plan, chunk):
+        if not in_grad_slot(self.plan, chunk):
             self.cleared.add(chunk.index)
         else:
             self._enter(self.grad_slots, action, grad_width(self.plan.layout, chunk))
@@ -243,6 +244,10 @@ class _Replay:
 
     def _update(self, action: Action) -> None:
         chunk = self._chunk(action)
+        if is_used_up(self.plan, chunk):
+            last_sum = self.dirty.pop(chunk.index, None)
+            self._after(action, last_sum, f"uses up the gradient of chunk {chunk.index} before it is summed")
+            self.grad_slots.leave(action)
         if chunk.index in self.dirty:
             self._fail(action, f"reads the gradient of chunk {chunk.index}, which is not written back")
         for write_back in self.write_backs.get(chunk.index, []):

@@ -21,6 +21,7 @@ from hightide.planner.place import (
     gpu_chunk_bytes,
     gpu_staging_bytes,
     grad_slot_bytes,
+    has_remainder,
     host_chunk_bytes,
     region_bytes,
     slot_bytes,
@@ -108,6 +109,10 @@ def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) ->
     if not backwards:
         return
     backward["gpu_transient"] += call.backward_peak.at(micro)
+    if (
+        micro == draft.plan.num_samples
+    ):  # its gradients of inputs are those of the batch, which are counted for themselves
+        backward["gpu_transient"] = max(0, backward["gpu_transient"] - call.input_grads.at(micro))
     if draft.plan.blocks[call.block].activation is Activation.KEEP:
         kept = kept_bytes(draft.plan, call, micro)
         forward["gpu_takes"] += kept
@@ -142,8 +147,9 @@ def _count_updates(draft: Draft, effects: Effects) -> None:
     for action in draft.actions:
         if action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
             assert action.chunk is not None
-            numel = draft.plan.layout.chunks[action.chunk].optimised_numel
-            effects[action.id]["gpu_transient"] += min(numel, UPDATE_TILE_NUMEL) * STATE_BYTES
+            chunk = draft.plan.layout.chunks[action.chunk]
+            arrays = 1 + has_remainder(draft.plan, chunk)  # the gradient scaled or widened, and the master
+            effects[action.id]["gpu_transient"] += min(chunk.optimised_numel, UPDATE_TILE_NUMEL) * STATE_BYTES * arrays
 
 
 def micro_batch_of(plan: Plan, call: CallSpec, mode: Mode) -> int:
