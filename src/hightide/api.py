@@ -16,9 +16,10 @@ from hightide.machine import free_host_bytes
 from hightide.measured import Stats, read_stats
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.registry import rule_for
+from hightide.planner.check import check_moments, check_plan
 from hightide.planner.lower import lower
 from hightide.planner.rule import plan_by_rule
-from hightide.planner.verify import check_moments, check_plan, verify
+from hightide.planner.verify import verify
 from hightide.profiler.blocks import Choice
 from hightide.profiler.model import profile_model
 from hightide.profiler.probe import ProbeResult
