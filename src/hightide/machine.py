@@ -1,5 +1,5 @@
 """What this machine has to give when the user sets no limit: memory and cores; how it gets back what was freed;
-and whether kernels of our own may be built on it."""
+whether kernels of our own may be built on it, and where they are kept."""
 
 from __future__ import annotations
 
@@ -22,10 +22,21 @@ HEADROOM = 0.9  # of what is free: the process itself, its libraries and other p
 def free_host_bytes() -> int:
     """The smaller of free RAM and what the control group still allows."""
     free_bytes = int(psutil.virtual_memory().available)
-    limit, used = _first_number(_CGROUP_LIMITS), _first_number(_CGROUP_USES)
+    limit, used = cgroup_limit_bytes(), _first_number(_CGROUP_USES)
     if limit is not None and used is not None:
         free_bytes = min(free_bytes, max(0, limit - used))
     return int(free_bytes * HEADROOM)
+
+
+def cgroup_limit_bytes() -> int | None:
+    """What the control group allows in all. None: no limit, or one that is above what the machine has."""
+    limit = _first_number(_CGROUP_LIMITS)
+    return limit if limit is not None and limit < psutil.virtual_memory().total else None
+
+
+def host_bytes() -> int:
+    """All of the memory, or what the control group allows of it."""
+    return cgroup_limit_bytes() or int(psutil.virtual_memory().total)
 
 
 def usable_cores() -> int:
@@ -39,6 +50,12 @@ def usable_cores() -> int:
         if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
             cores = min(cores, -(-int(words[0]) // int(words[1])))
     return max(1, cores)
+
+
+def cache_folder() -> Path:
+    """Where this user keeps what can be made again: built kernels, measurements."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "hightide"
 
 
 def own_kernels_allowed() -> bool:

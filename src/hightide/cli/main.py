@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
+from hightide import api
 from hightide.cli.config import Overrides, load_config
+from hightide.cli.doctor import DoctorOptions, doctor
 from hightide.cli.train import train
 from hightide.ir.plan import Update
 from hightide.stores.base import OutOfMemory
@@ -73,17 +78,46 @@ def train_command(
         host=host,
         clip_norm=clip_norm,
     )
-    try:
+    with _errors_as_exit_codes(traceback):
         if config is not None and config_option is not None:
             raise ValueError(f"two settings files, {config} and {config_option}; give one")
         finished = train(load_config(config or config_option, overrides), console)
+    if not finished:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command("doctor")
+def doctor_command(
+    disk: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Measure this disk too; says how much it will write.")
+    ] = None,
+    disk_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Size of the temporary file there; 16GiB by default.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a machine file, for planning elsewhere.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else there.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+) -> None:
+    """Measure this machine: links, matrix products, host update, memory; and say what is set up badly."""
+    device = torch.device("cuda", torch.cuda.current_device()) if api.has_cuda() else torch.device("cpu")
+    with _errors_as_exit_codes(traceback):
+        options = DoctorOptions(disk, disk_bytes, out, as_json)
+        doctor(options, device, Console(highlight=False), Console(stderr=True, highlight=False))
+
+
+@contextmanager
+def _errors_as_exit_codes(traceback: bool) -> Iterator[None]:
+    """What users can cause is one message; with `traceback` it is shown where it came from."""
+    errors = Console(stderr=True, highlight=False)
+    try:
+        yield
     except KeyboardInterrupt:
-        console.print("\ninterrupted")
+        errors.print("\ninterrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except (ValueError, OutOfMemory) as error:
         if traceback:
             raise
-        Console(stderr=True, highlight=False).print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(EXIT_OUT_OF_MEMORY if isinstance(error, OutOfMemory) else EXIT_BAD_INPUT) from None
-    if not finished:
-        raise typer.Exit(EXIT_INTERRUPTED)

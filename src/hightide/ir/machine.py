@@ -1,13 +1,18 @@
-"""What a machine can do, as far as a schedule's time depends on it. Measured, or estimated; no decisions."""
+"""What a machine can do: measured by `hightide doctor`, or estimated. Facts as JSON; no decisions."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
+from hightide.ir.codec import from_json, to_json
 from hightide.ir.tier import Lane
 
 SHARING = (Lane.H2D, Lane.D2H, Lane.CPU)  # lanes that meet in host memory
+UPDATE_BYTES = 16  # touched per parameter: bf16 gradient and parameter, fp32 master and two moments
+SIMULATED = "simulated accelerator"  # the name of the GPU on a machine without one
 
 
 @dataclass(frozen=True)
@@ -20,20 +25,117 @@ class Speeds:
 
 
 @dataclass(frozen=True)
+class MatmulRates:
+    """Floating point operations per second of a large square product, by what its operands are."""
+
+    bfloat16: float
+    float16: float
+    float32: float
+    tf32: float | None  # fp32 operands, rounded on the way in. None: the device does not do this
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    memory_bytes: int  # all of it, whoever uses it
+    memory_bytes_per_s: float  # of a copy: read and written bytes together
+    matmul_flop_per_s: MatmulRates
+
+
+@dataclass(frozen=True)
+class Unpinned:
+    """Links from and to memory that is not pinned, each alone."""
+
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Host:
+    processor: str
+    num_cores: int  # that the process may use
+    memory_bytes: int  # all of it, or what the control group allows if that is less
+    copy_bytes_per_s: float  # read and written bytes together
+    read_bytes_per_s: float
+    update_params_per_s: float  # AdamW alone: bf16 gradient in, bf16 parameter out, fp32 states
+    update_kernel: str  # "c" or "torch"
+
+
+@dataclass(frozen=True)
+class SmallRequests:
+    request_bytes: int
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Disk:
+    """With large requests, several at a time, unless it says otherwise."""
+
+    name: str
+    is_direct: bool  # past the system's page cache
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    sustained_write_bytes_per_s: float  # at the end of `written_bytes`, when caches are full
+    written_bytes: int
+    read_while_writing_bytes_per_s: float
+    write_while_reading_bytes_per_s: float
+    small: tuple[SmallRequests, ...]
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a measurement depends on: if one of these is another, it is another machine."""
+
+    gpu: str
+    gpu_uuid: str
+    driver: str
+    processor: str
+    num_cores: int
+    memory_gib: int
+    torch: str
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        return [
+            f"{name} was {mine!r} and is {getattr(other, name)!r}"
+            for name, mine in vars(self).items()
+            if mine != getattr(other, name)
+        ]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Where numbers come from that were not measured."""
+
+    of: str  # a field, such as "gpu.memory_bytes_per_s", or a section with all its fields, such as "disk"
+    source: str
+
+
+@dataclass(frozen=True)
 class Machine:
     name: str
     source: str  # "measured", or where an estimate comes from
-    speeds: tuple[Speeds, ...]  # for every set of lanes that can be busy at once
+    speeds: tuple[Speeds, ...]  # from and to pinned memory, for every set of lanes that can be busy at once
     latency_s: float  # of one transfer, from its issue to its first byte
+    date: str = ""  # of the measurement, ISO 8601 in UTC
+    # None: only the lanes are known.
+    gpu: Gpu | None = None
+    unpinned: Unpinned | None = None  # also None where there is nothing to pin for: the simulated accelerator
+    host: Host | None = None
+    disk: Disk | None = None
+    fingerprint: Fingerprint | None = None
+    estimates: tuple[Estimate, ...] = ()  # empty if all was measured
 
     def __post_init__(self) -> None:
-        missing = [busy for busy in _subsets() if busy not in self._table]
+        missing = [busy for busy in subsets() if busy not in self._table]
         if missing:
             names = "; ".join("+".join(busy) for busy in missing)
             raise ValueError(f"the machine {self.name!r} has no speeds for: {names}; measure it again")
         for speeds in self.speeds:
             if len(speeds.busy) != len(speeds.bytes_per_s) or min(speeds.bytes_per_s, default=1.0) <= 0:
                 raise ValueError(f"the machine {self.name!r} has speeds {speeds}; each busy lane needs one above zero")
+        if not all(math.isfinite(value) for speeds in self.speeds for value in speeds.bytes_per_s):
+            raise ValueError(f"the machine {self.name!r} has a speed that is no number; measure it again")
 
     @cached_property
     def _table(self) -> dict[tuple[Lane, ...], dict[Lane, float]]:
@@ -42,8 +144,25 @@ class Machine:
     def speeds_of(self, busy: set[Lane]) -> dict[Lane, float]:
         return self._table[tuple(lane for lane in SHARING if lane in busy)]
 
+    @property
+    def is_measured(self) -> bool:
+        return not self.estimates
 
-def _subsets() -> list[tuple[Lane, ...]]:
+    @property
+    def is_simulated(self) -> bool:
+        """Without a GPU: copies to and from the accelerator are copies inside host memory, by the cores."""
+        return self.gpu is not None and self.gpu.name == SIMULATED
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(to_json(self) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Machine:
+        return from_json(cls, Path(path).read_text(), str(path))
+
+
+def subsets() -> list[tuple[Lane, ...]]:
+    """Every set of lanes that can be busy at once."""
     found: list[tuple[Lane, ...]] = [()]
     for lane in SHARING:
         found += [(*busy, lane) for busy in found]

@@ -17,7 +17,7 @@ import warnings
 from importlib import resources
 from pathlib import Path
 
-from hightide.machine import KERNELS_SWITCH, own_kernels_allowed
+from hightide.machine import KERNELS_SWITCH, cache_folder, own_kernels_allowed
 
 # Never -ffast-math: infinities and NaN must come out as they do in torch. The last two only let loops become vectors.
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -30,7 +30,7 @@ def load(name: str) -> ctypes.CDLL | None:
     if not own_kernels_allowed():
         return None
     try:
-        return ctypes.CDLL(str(build(name, _source(f"{name}.c"), cache_folder())))
+        return ctypes.CDLL(str(build(name, _source(f"{name}.c"), cache_folder() / "kernels")))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home folder
         detail = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
         warnings.warn(
@@ -63,11 +63,6 @@ def build(name: str, source: bytes, folder: Path) -> Path:
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
         os.replace(made, library)
     return library
-
-
-def cache_folder() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "hightide" / "kernels"
 
 
 def _compiler() -> list[str]:

@@ -1,0 +1,89 @@
+"""Machine files: what `hightide doctor` has measured here, what it has measured elsewhere, and shipped estimates."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+import torch
+
+from hightide.doctor.identity import fingerprint
+from hightide.ir.codec import from_json
+from hightide.ir.machine import Machine
+from hightide.machine import cache_folder
+
+STALE_DAYS = 30
+
+
+@dataclass(frozen=True)
+class Known:
+    """The last measurement of this machine, if there is one that can be used."""
+
+    machine: Machine | None
+    problem: str = ""  # why it cannot, or what is doubtful about it. The remedy is always `hightide doctor`
+    is_first: bool = False  # nothing was ever measured here
+
+
+def known_machine(device: torch.device, now: datetime | None = None) -> Known:
+    """A stale measurement is returned and said to be stale. One of other hardware or software is not returned."""
+    path = cache_path()
+    if not path.exists():
+        return Known(None, "this machine was never measured", is_first=True)
+    try:
+        machine = Machine.load(path)
+        measured = datetime.fromisoformat(machine.date)
+        age_days = ((now or datetime.now(UTC)) - measured).days
+    except (OSError, ValueError, TypeError) as error:  # TypeError: a date without its zone
+        return Known(None, f"the measurement in {path} cannot be read: {error}")
+    if machine.fingerprint is None:
+        return Known(None, f"the measurement in {path} does not say which machine it is of")
+    differences = machine.fingerprint.differences(fingerprint(device))
+    if differences:
+        return Known(None, f"the measurement of {machine.date[:10]} is of another machine: {'; '.join(differences)}")
+    if age_days > STALE_DAYS:
+        return Known(machine, f"the measurement is {age_days} days old, of {machine.date[:10]}")
+    return Known(machine)
+
+
+def remember(machine: Machine) -> Path:
+    """Keeps a measurement for `known_machine`. Where it lies now."""
+    path = cache_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}")
+    machine.save(scratch)
+    os.replace(scratch, path)  # who reads at the same time sees the one or the other
+    return path
+
+
+def cache_path() -> Path:
+    """Machines may share a home folder: each has its own file."""
+    host = re.sub(r"[^A-Za-z0-9.-]", "_", platform.node()) or "machine"
+    return cache_folder() / "machines" / f"{host}.json"
+
+
+def preset_names() -> list[str]:
+    return sorted(entry.name.removesuffix(".json") for entry in _presets().iterdir() if entry.name.endswith(".json"))
+
+
+def load_machine(name_or_path: str | Path) -> Machine:
+    """A shipped estimate by its name, or a file that `hightide doctor --out` has written."""
+    name = str(name_or_path)
+    if name in preset_names():
+        return from_json(Machine, (_presets() / f"{name}.json").read_text(), f"the preset {name}")
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise ValueError(
+            f"there is no machine {name!r}: it is no file, and presets are {', '.join(preset_names())}; "
+            f"`hightide doctor --out FILE` writes a file on the machine itself"
+        )
+    return Machine.load(path)
+
+
+def _presets() -> Traversable:
+    return resources.files("hightide") / "machines"
