@@ -47,7 +47,7 @@ class BlockSpec:
 
 @dataclass(frozen=True)
 class Affine:
-    """Bytes as a function of the number of samples: fixed + per_sample * n."""
+    """Bytes, or operations, as a function of the number of samples: fixed + per_sample * n."""
 
     fixed: int = 0
     per_sample: int = 0
@@ -58,6 +58,14 @@ class Affine:
     def at_fraction(self, numerator: int, denominator: int) -> int:
         """At numerator / denominator samples, rounded up."""
         return self.fixed - (-self.per_sample * numerator // denominator)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a GPU has to do for one micro-batch, counted operation by operation."""
+
+    flop: Affine = Affine()  # of matrix products, convolutions and attention; a causal one counts half
+    touched_bytes: Affine = Affine()  # read and written by every operation for itself: fused ones touch fewer
 
 
 @dataclass(frozen=True)
@@ -81,6 +89,10 @@ class CallSpec:
     input_grads: Affine  # gradients of inputs, whole batch
     tapped: Affine = Affine()  # what leaves the block by another way than its result, whole batch, until backward
     num_saved: int = 1  # how many tensors `saved_inputs` are
+    kind: int = 0  # calls of one kind are equal calls of equal blocks: they take equal memory and time
+    forward: Work = Work()
+    recompute: Work = Work()  # ends with the last tensor that backward needs
+    backward: Work = Work()  # without the recomputation
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import nn
 from hightide.ir.block import DTYPE_BYTES, Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec
 from hightide.profiler.blocks import Choice, FoundBlocks, find_blocks, first_names
 from hightide.profiler.fake import fake_parameters
-from hightide.profiler.memory import CallMemory, MemoryProbe
+from hightide.profiler.needs import CallMeter, CallNeeds
 from hightide.profiler.probe import (
     GRAPH_PER_OUTPUT,
     ProbedCall,
@@ -40,11 +40,12 @@ def profile_model(
     params = param_specs(model, optimizer)
     with fake_parameters(model):
         found, probed, runs = _probe_until_settled(model, batch, chosen)
-        memories = _measure(probed, runs)
+        needs_of_calls = _measure(probed, runs)
     batch_bytes = _bytes(tensors(flatten_call(*call_arguments(batch))[0]))
     probed = probed.completed(batch_bytes)
-    num_assumed = len(probed.calls) - len(memories)
-    memories += [_assumed(call) for call in probed.calls[len(memories) :]]
+    num_assumed = len(probed.calls) - len(needs_of_calls)
+    num_kinds = 1 + max((needs.kind for needs in needs_of_calls), default=-1)
+    needs_of_calls += [_assumed(call, num_kinds + at) for at, call in enumerate(probed.calls[len(needs_of_calls) :])]
     if probed.failure:
         warnings.warn(
             f"the model could not be probed ({probed.failure}): its blocks run all {num_samples} samples at once, "
@@ -54,7 +55,7 @@ def profile_model(
         )
     head = _find_lazy_head(model, probed)
     blocks = _block_specs(model, found, probed, head)
-    calls = tuple(_call_spec(call, memory) for call, memory in zip(probed.calls, memories, strict=True))
+    calls = tuple(_call_spec(call, needs) for call, needs in zip(probed.calls, needs_of_calls, strict=True))
     head_call = next((call for call in probed.calls if call.block == head), None)
     profile = ModelProfile(
         fingerprint=fingerprint(params, blocks),
@@ -160,22 +161,21 @@ def _reordered_runs(runs: Runs, order: list[int]) -> Runs:
     return runs
 
 
-def _measure(probed: ProbeResult, runs: Runs) -> list[CallMemory]:
-    memory = MemoryProbe()
+def _measure(probed: ProbeResult, runs: Runs) -> list[CallNeeds]:
+    meter = CallMeter()
     return [
-        memory.measure(
+        meter.measure(
             probed.blocks[call.block].module, call.split, one, two, probed.num_samples, probed.taps.get(call.block, ())
         )
         for call, (one, two) in zip(probed.calls, pair_records(*runs), strict=True)
     ]
 
 
-def _assumed(call: ProbedCall) -> CallMemory:
-    graph = Affine(0, GRAPH_PER_OUTPUT * call.outputs.per_sample)
-    return CallMemory(graph, graph, graph)
+def _assumed(call: ProbedCall, kind: int) -> CallNeeds:
+    return CallNeeds.assumed(kind, Affine(0, GRAPH_PER_OUTPUT * call.outputs.per_sample))
 
 
-def _call_spec(call: ProbedCall, memory: CallMemory) -> CallSpec:
+def _call_spec(call: ProbedCall, needs: CallNeeds) -> CallSpec:
     return CallSpec(
         block=call.block,
         needs_backward=call.needs_backward,
@@ -184,12 +184,16 @@ def _call_spec(call: ProbedCall, memory: CallMemory) -> CallSpec:
         new_inputs=call.new_inputs,
         saved_inputs=call.saved_inputs,
         outputs=call.outputs,
-        forward_peak=memory.forward_peak,
-        kept=memory.kept,
-        backward_peak=memory.backward_peak,
+        forward_peak=needs.forward_peak,
+        kept=needs.kept,
+        backward_peak=needs.backward_peak,
         input_grads=call.input_grads,
         tapped=call.tapped,
         num_saved=call.num_saved,
+        kind=needs.kind,
+        forward=needs.forward,
+        recompute=needs.recompute,
+        backward=needs.backward,
     )
 
 

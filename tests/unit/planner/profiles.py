@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from hightide.ir.block import Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec
+from hightide.ir.block import Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec, Work
 from hightide.ir.plan import Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.layout import pack, search_slot_numel
@@ -78,7 +78,17 @@ def stack(num_layers: int = 4, tied: bool = False, num_samples: int = 6, dtype: 
     sketches.append(Sketch("head", ["embed.weight" if tied else "head.weight"], lazy_head=True))
     calls = [call(0, splittable=False, first=True)] + [call(index) for index in range(1, len(sketches))]
     calls[0] = replace(calls[0], saved_inputs=Affine(), input_grads=Affine())
-    return build(params, sketches, calls, num_samples)
+    kinds = [0, *[1] * num_layers, 2, 3]
+    return build(
+        params, sketches, [_working(entry, kind) for entry, kind in zip(calls, kinds, strict=True)], num_samples
+    )
+
+
+def _working(spec: CallSpec, kind: int) -> CallSpec:
+    """With operations as a layer has them: backward twice those of forward, recomputation three quarters."""
+    flop = 2 * 3072 * 8 if kind in (1, 3) else 0
+    forward, recompute, backward = (Work(Affine(0, flop * n // 4), Affine(12288, 512 * n)) for n in (4, 3, 8))
+    return replace(spec, kind=kind, forward=forward, recompute=recompute, backward=backward)
 
 
 def plan_with(

@@ -133,7 +133,7 @@ TRAPS = {
         "test_bf16_training_equals_plain_pytorch_with_fp32_masters",
     ),
     "the embedding's dense gradient": (
-        "unit/profiler/test_memory.py",
+        "unit/profiler/test_needs.py",
         "test_an_unsplit_embedding_counts_its_dense_gradient",
     ),
     # head and loss

@@ -1,8 +1,8 @@
-"""How much memory one call of a block needs, metered while it runs on tensors without values.
+"""What one call of a block needs, metered while it runs on tensors without values: memory, and work.
 
 [Note: two sizes are enough] Every tensor's bytes are affine in the number of samples, so a peak is the largest of
 several affine functions: convex. A line through the smallest and the largest micro-batch is therefore never below it
-in between, and exact at both ends.
+in between, and exact at both ends. Work is affine itself.
 """
 
 from __future__ import annotations
@@ -15,38 +15,49 @@ from typing import Any
 import torch
 from torch import nn
 
-from hightide.ir.block import Affine
+from hightide.ir.block import Affine, Work
 from hightide.ir.split import Split
 from hightide.profiler.recording import Record
 from hightide.profiler.split import flatten, narrow, tensors, unflatten
 from hightide.profiler.taps import Tap, tapping
+from hightide.profiler.work import Counted, CountedCall, count_call
 from hightide.stores.meter import AllocationMeter
 
 
 @dataclass(frozen=True)
-class MeteredBytes:
+class MeteredCall:
     """Of one run of a block on one micro-batch. Inputs, parameters and their gradients are never counted."""
 
     outputs: int
     forward_peak: int  # without graph, with the outputs
     kept: int  # by the graph, after the outputs are gone
     backward_peak: int  # of forward with graph, then backward: with outputs and the gradients of inputs
+    work: CountedCall
 
 
 @dataclass(frozen=True)
-class CallMemory:
-    """The memory of one call as in ir.block.CallSpec."""
+class CallNeeds:
+    """Of one call, as in ir.block.CallSpec."""
 
+    kind: int
     forward_peak: Affine
     kept: Affine
     backward_peak: Affine
+    forward: Work
+    recompute: Work
+    backward: Work
+
+    @classmethod
+    def assumed(cls, kind: int, graph: Affine) -> CallNeeds:
+        """Of a call that was not measured."""
+        return cls(kind, graph, graph, graph, Work(), Work(), Work())
 
 
-class MemoryProbe:
+class CallMeter:
     """Measures calls; equal calls of equal blocks once."""
 
     def __init__(self) -> None:
-        self._measured: dict[Any, CallMemory] = {}
+        self._measured: dict[Any, CallNeeds] = {}
 
     def measure(
         self,
@@ -56,17 +67,18 @@ class MemoryProbe:
         two: Record | None,
         num_samples: int,
         taps: Sequence[Tap] = (),
-    ) -> CallMemory:
+    ) -> CallNeeds:
         """`one` and `two` are the same call with num_samples and with one more. To be called with fake parameters."""
         key = (_identity(module), split, num_samples, _leaves_key(one.leaves), two is None, tuple(taps))
         if key not in self._measured:
+            kind = len(self._measured)
             try:
                 if split.splittable and two is not None:
-                    self._measured[key] = _measure_split(module, split, two, num_samples, taps)
+                    self._measured[key] = _measure_split(kind, module, split, two, num_samples, taps)
                 else:
-                    self._measured[key] = _measure_whole(module, one, two, num_samples, taps)
+                    self._measured[key] = _measure_whole(kind, module, one, two, num_samples, taps)
             except Exception as error:  # code that asks for values, or an operation that has no fake version
-                self._measured[key] = CallMemory(Affine(), Affine(), Affine())
+                self._measured[key] = CallNeeds.assumed(kind, Affine())
                 warnings.warn(
                     f"the memory of {type(module).__name__} could not be measured ({type(error).__name__}: {error}); "
                     "the plan takes its activations for 0 bytes: leave room for them in the limits",
@@ -76,29 +88,39 @@ class MemoryProbe:
 
 
 def _measure_split(
-    module: nn.Module, split: Split, record: Record, num_samples: int, taps: Sequence[Tap]
-) -> CallMemory:
+    kind: int, module: nn.Module, split: Split, record: Record, num_samples: int, taps: Sequence[Tap]
+) -> CallNeeds:
     large = max(num_samples, 2)
     low, high = (meter_call(module, _micro_batch(record, split, size), record, taps) for size in (1, large))
-    return _between(1, low, large, high)
+    return _between(kind, 1, low, large, high)
 
 
 def _measure_whole(
-    module: nn.Module, one: Record, two: Record | None, num_samples: int, taps: Sequence[Tap]
-) -> CallMemory:
+    kind: int, module: nn.Module, one: Record, two: Record | None, num_samples: int, taps: Sequence[Tap]
+) -> CallNeeds:
     low = meter_call(module, one.leaves, one, taps)
     if two is None:
         high, size = low, num_samples
     else:
         high, size = meter_call(module, two.leaves, two, taps), num_samples + 1
-    return _between(num_samples, low, size, high)
+    return _between(kind, num_samples, low, size, high)
 
 
-def _between(low: int, at_low: MeteredBytes, high: int, at_high: MeteredBytes) -> CallMemory:
-    return CallMemory(
+def _between(kind: int, low: int, at_low: MeteredCall, high: int, at_high: MeteredCall) -> CallNeeds:
+    def work(at_low: Counted, at_high: Counted) -> Work:
+        return Work(
+            _line(low, at_low.flop, high, at_high.flop),
+            _line(low, at_low.touched_bytes, high, at_high.touched_bytes),
+        )
+
+    return CallNeeds(
+        kind=kind,
         forward_peak=_line(low, at_low.forward_peak - at_low.outputs, high, at_high.forward_peak - at_high.outputs),
         kept=_line(low, at_low.kept, high, at_high.kept),
         backward_peak=_line(low, at_low.backward_peak, high, at_high.backward_peak),
+        forward=work(at_low.work.forward, at_high.work.forward),
+        recompute=work(at_low.work.recompute, at_high.work.recompute),
+        backward=work(at_low.work.backward, at_high.work.backward),
     )
 
 
@@ -117,8 +139,8 @@ def _micro_batch(record: Record, split: Split, num_samples: int) -> list[Any]:
     ]
 
 
-def meter_call(module: nn.Module, leaves: Sequence[Any], record: Record, taps: Sequence[Tap] = ()) -> MeteredBytes:
-    """Runs one call forward without graph, forward with graph, and backward, and reads the meter."""
+def meter_call(module: nn.Module, leaves: Sequence[Any], record: Record, taps: Sequence[Tap] = ()) -> MeteredCall:
+    """Runs one call forward without graph, forward with graph, and backward, and reads the meters."""
     args, kwargs = unflatten([_detached(leaf, record.mutated) for leaf in leaves], record.tree)
 
     def run() -> list[torch.Tensor]:
@@ -134,7 +156,7 @@ def meter_call(module: nn.Module, leaves: Sequence[Any], record: Record, taps: S
     for param in module.parameters():
         if param.requires_grad and param.grad is None:
             param.grad = torch.empty_like(param)  # gradients are added in place
-    return MeteredBytes(outputs, forward_peak, _meter_kept(run), _meter_backward(run, shapes))
+    return MeteredCall(outputs, forward_peak, _meter_kept(run), _meter_backward(run, shapes), count_call(run, shapes))
 
 
 def _meter_kept(run: Callable[[], list[torch.Tensor]]) -> int:

@@ -1,0 +1,139 @@
+"""Seconds of the compute lane's actions, and of a whole step.
+
+[Note: what the compute lane does] A FORWARD is the block's micro-batches one after the other, and where there are
+several a copy of each into the whole batch's output. A BACKWARD is the same way back; when it is done the gradient's
+norms are taken (deferred updates only: for clipping) and it is rounded (plan.gradients). Rounding on the way home runs
+on another stream, but takes its memory traffic from the block that computes meanwhile, so it counts here too. A head
+with a fused loss goes by tiles of tokens. STEP stands for the model's own code between blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hightide.ir.action import Action, Mode, Op
+from hightide.ir.block import CallSpec, ModelProfile
+from hightide.ir.chunk import ChunkSpec
+from hightide.ir.costs import CallCost, Costs
+from hightide.ir.machine import Machine
+from hightide.ir.plan import Activation, Plan, Update
+from hightide.ir.tier import Lane
+from hightide.planner.loss import num_rows
+from hightide.planner.lower import lower
+from hightide.planner.lower.effects import micro_batch_of
+from hightide.planner.place import chunks_by_block, host_grad_bytes, rounds_gradient, states_on_gpu
+from hightide.planner.simulate import Simulated, simulate
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    simulated: Simulated
+    issue_s: float  # what the thread that runs the model needs; it runs ahead of the GPU, unless this is the longer one
+
+    @property
+    def step_s(self) -> float:
+        return max(self.simulated.step_s, self.issue_s)
+
+
+def forecast(profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine) -> StepForecast:
+    """The steady state of training steps under a plan."""
+    schedule = lower(profile, plan, Mode.TRAIN)
+    issue_s = costs.glue_s + sum(
+        costs.calls[call.kind].issue_s * len(_micro_batches(plan, call)) for call in profile.calls
+    )
+    return StepForecast(simulate(schedule, seconds_of(profile, plan, costs), machine), issue_s)
+
+
+def seconds_of(profile: ModelProfile, plan: Plan, costs: Costs) -> Callable[[Action], float]:
+    """How long an action of the compute lane takes. See [Note: what the compute lane does]."""
+    kinds = {call.kind for call in profile.calls}
+    if kinds - set(range(len(costs.calls))):
+        raise ValueError(
+            f"costs of {len(costs.calls)} kinds of calls, but the model has {len(kinds)}: they were made for another "
+            "model or batch; rehearse or estimate it again"
+        )
+    return _Seconds(profile, plan, costs)
+
+
+class _Seconds:
+    def __init__(self, profile: ModelProfile, plan: Plan, costs: Costs) -> None:
+        self._profile, self._plan, self._costs = profile, plan, costs
+        self._chunks = chunks_by_block(plan.layout, len(profile.blocks))
+        self._num_backwards = Counter(call.block for call in profile.calls if call.needs_backward)
+
+    def __call__(self, action: Action) -> float:
+        assert action.lane is Lane.COMPUTE, f"{action.id} is of the lane {action.lane}"
+        if action.op is Op.FORWARD:
+            return self._forward(self._call(action))
+        if action.op is Op.BACKWARD:
+            return self._backward(self._call(action)) + self._finish_gradients(action)
+        if action.op is Op.UPDATE:
+            return action.num_bytes / self._costs.update_bytes_per_s
+        if action.op is Op.CLEAR:
+            return self._touch(action.num_bytes)
+        return self._costs.glue_s if action.op is Op.STEP else 0.0
+
+    def _call(self, action: Action) -> CallSpec:
+        assert action.call is not None
+        return self._profile.calls[action.call]
+
+    def _forward(self, call: CallSpec) -> float:
+        if self._is_fused(call):
+            assert self._costs.loss is not None
+            return self._num_tiles() * self._costs.loss.forward_s
+        cost, sizes = self._costs.calls[call.kind], _micro_batches(self._plan, call)
+        curve = cost.forward_kept_s if self._keeps(call) else cost.forward_s
+        return sum(curve.at(size) for size in sizes) + self._gather(call.outputs.at(sum(sizes)), sizes)
+
+    def _backward(self, call: CallSpec) -> float:
+        if self._is_fused(call):
+            assert self._costs.loss is not None
+            kept = min(self._plan.loss_kept_tokens, self._num_rows()) / self._costs.loss.tile_tokens
+            projected_s = (self._num_tiles() - kept) * self._costs.loss.project_s
+            return self._num_tiles() * self._costs.loss.backward_s + projected_s
+        cost, sizes = self._costs.calls[call.kind], _micro_batches(self._plan, call)
+        seconds = sum(self._backward_once(cost, size, self._keeps(call)) for size in sizes)
+        return seconds + self._gather(call.input_grads.at(sum(sizes)), sizes)
+
+    def _backward_once(self, cost: CallCost, num_samples: int, keeps: bool) -> float:
+        return cost.backward_s.at(num_samples) + (0.0 if keeps else cost.recompute_s.at(num_samples))
+
+    def _finish_gradients(self, action: Action) -> float:
+        assert action.block is not None
+        return sum(self._touch(self._finishing_bytes(chunk)) for chunk in self._chunks[action.block])
+
+    def _finishing_bytes(self, chunk: ChunkSpec) -> int:
+        """Read and written when a block's backward is done: norms, and rounding to the bytes of `host_grad_bytes`."""
+        norms = chunk.grad_bytes if self._plan.update is Update.DEFERRED else 0
+        if not rounds_gradient(self._plan, chunk):
+            return norms
+        there = chunk.grad_bytes + host_grad_bytes(self._plan, chunk)
+        on_gpu = states_on_gpu(self._plan, chunk)
+        in_place = on_gpu or sum(self._num_backwards[block] for block in chunk.users) > 1
+        return norms + (2 * there if in_place else 0) + (0 if on_gpu else there)
+
+    def _gather(self, num_bytes: int, sizes: list[int]) -> float:
+        return self._touch(2 * num_bytes) if len(sizes) > 1 else 0.0
+
+    def _touch(self, num_bytes: int) -> float:
+        return num_bytes / self._costs.memory_bytes_per_s
+
+    def _is_fused(self, call: CallSpec) -> bool:
+        return self._profile.blocks[call.block].lazy_head
+
+    def _keeps(self, call: CallSpec) -> bool:
+        return self._plan.blocks[call.block].activation is Activation.KEEP
+
+    def _num_rows(self) -> int:
+        return num_rows(self._profile, self._plan.num_samples)
+
+    def _num_tiles(self) -> float:
+        assert self._costs.loss is not None
+        return self._num_rows() / self._costs.loss.tile_tokens
+
+
+def _micro_batches(plan: Plan, call: CallSpec) -> list[int]:
+    micro = micro_batch_of(plan, call, Mode.TRAIN)
+    return [min(micro, plan.num_samples - start) for start in range(0, plan.num_samples, micro)]

@@ -1,0 +1,109 @@
+"""How much one call of a block computes, counted while it runs on tensors without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+Run = Callable[[], list[torch.Tensor]]
+
+# On the CPU attention is another operation than on a GPU, and torch has no formula for it: that of the same arithmetic.
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Of one run on one micro-batch."""
+
+    flop: int = 0
+    touched_bytes: int = 0
+
+    def __sub__(self, other: Counted) -> Counted:
+        return Counted(self.flop - other.flop, self.touched_bytes - other.touched_bytes)
+
+
+@dataclass(frozen=True)
+class CountedCall:
+    forward: Counted = Counted()
+    recompute: Counted = Counted()
+    backward: Counted = Counted()
+
+
+class WorkMeter(TorchDispatchMode):
+    """Counts the operations of the thread that entered it, of real and of fake tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._flop = self._touched_bytes = 0
+
+    @property
+    def counted(self) -> Counted:
+        return Counted(self._flop, self._touched_bytes)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if isinstance(func, torch._ops.OpOverload) and not func.is_view and func is not aten._unsafe_view.default:
+            self._flop += _flop(func, args, kwargs, out)
+            if written := _bytes((out,)):  # else a question (which device?) about its arguments
+                self._touched_bytes += written + _bytes(args) + _bytes(kwargs.values())
+        return out
+
+
+def count_call(run: Run, gradients: Sequence[torch.Tensor]) -> CountedCall:
+    """`run` is the block's forward; `gradients` are those of its results."""
+    with torch.no_grad(), WorkMeter() as meter:
+        run()
+        forward = meter.counted
+    kept = _count_backward(run, gradients)
+    recomputed = _count_backward(lambda: checkpoint(run, use_reentrant=False, preserve_rng_state=False), gradients)
+    return CountedCall(forward, recomputed - kept, kept)
+
+
+def _count_backward(run: Run, gradients: Sequence[torch.Tensor]) -> Counted:
+    with torch.enable_grad(), WorkMeter() as meter:
+        results = run()
+        roots = [(result, grad) for result, grad in zip(results, gradients, strict=True) if result.requires_grad]
+        del results
+        before = meter.counted
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        return meter.counted - before
+
+
+def _flop(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    packet = func.overloadpacket
+    formula = flop_registry.get(_ATTENTION.get(packet, packet))
+    if formula is None:
+        return 0
+    flop: int = formula(*args, **kwargs, out_val=out)
+    return flop // 2 if _argument(func, "is_causal", args, kwargs) else flop
+
+
+def _argument(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if name in kwargs:
+        return kwargs[name]
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.name == name:
+            return value
+    return None
+
+
+def _bytes(values: Any) -> int:
+    total = 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            total += value.numel() * value.element_size()
+        elif isinstance(value, list | tuple):
+            total += _bytes(value)
+    return total
