@@ -207,6 +207,7 @@ class _Rule:
             explanation="",
             gradients=self.gradients,
             loss_kept_tokens=choice.loss_kept_tokens,
+            profile=self.profile,
         )
         slots, grad_slots = widest_tick(plan, {call.block for call in self.profile.calls})
         return replace(
