@@ -15,6 +15,7 @@ from rich.console import Console
 from hightide import api
 from hightide.cli.config import Overrides, load_config
 from hightide.cli.doctor import DoctorOptions, doctor
+from hightide.cli.simulate import SimulateOptions, simulate
 from hightide.cli.train import train
 from hightide.ir.plan import Update
 from hightide.stores.base import OutOfMemory
@@ -101,10 +102,36 @@ def doctor_command(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
 ) -> None:
     """Measure this machine: links, matrix products, host update, memory; and say what is set up badly."""
-    device = torch.device("cuda", torch.cuda.current_device()) if api.has_cuda() else torch.device("cpu")
     with _errors_as_exit_codes(traceback):
         options = DoctorOptions(disk, disk_bytes, out, as_json)
-        doctor(options, device, Console(highlight=False), Console(stderr=True, highlight=False))
+        doctor(options, _present_device(), Console(highlight=False), Console(stderr=True, highlight=False))
+
+
+@app.command("simulate")
+def simulate_command(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan file, or a folder of `hightide train`.")],
+    machine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="A preset or a machine file; else what doctor measured here."),
+    ] = None,
+    costs: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Times of blocks from a rehearsal; else estimated.")
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A recorded run to show beside it: train --record.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw memory and lanes into one HTML page.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the simulated step as JSON.")] = None,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+) -> None:
+    """Show how a step of a plan will go by: its time, what each lane does when, what GPU memory is used for."""
+    with _errors_as_exit_codes(traceback):
+        options = SimulateOptions(plan, machine, costs, measured, html, json)
+        simulate(options, _present_device(), Console(highlight=False))
+
+
+def _present_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if api.has_cuda() else torch.device("cpu")
 
 
 @contextmanager
