@@ -6,12 +6,11 @@ run's own chunks, when its steps are done (the update runs with a learning rate 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from hightide.doctor.rates import best_s
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.optim.operands import Operands
@@ -21,7 +20,7 @@ def measure(run: Any, moved_bytes_per_step: dict[str, float], repeats: int = 3) 
     """Seconds per step of each lane alone, and the rates behind them."""
     host_chunks = [spec for spec in run.chunks.specs if spec.optimised_numel and _on_host(run, spec)]
     numel = sum(spec.optimised_numel for spec in host_chunks)
-    update_s = _best(lambda: [_update(run, spec) for spec in host_chunks], repeats) if host_chunks else 0.0
+    update_s = best_s(lambda: [_update(run, spec) for spec in host_chunks], repeats) if host_chunks else 0.0
     rates = {way: _link_rate(run, way, repeats) for way in ("h2d", "d2h")}
     return {
         "update_s": update_s,
@@ -60,13 +59,4 @@ def _link_rate(run: Any, way: str, repeats: int) -> float:
             target.copy_(source, non_blocking=True)
         torch.cuda.synchronize()
 
-    return count * home.nbytes / _best(copies, repeats)
-
-
-def _best(work: Callable[[], object], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        started_s = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started_s)
-    return min(times)
+    return count * home.nbytes / best_s(copies, repeats)

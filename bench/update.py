@@ -17,9 +17,8 @@ import mmap
 import os
 import statistics
 import sys
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,18 +26,22 @@ import psutil
 import torch
 from torch import Tensor
 
+from hightide.doctor.links import NUM_BUFFERS, Link
+from hightide.doctor.pace import Work, measure_together
+from hightide.doctor.rates import dram_rates
+from hightide.doctor.update import HYPER, UpdateArrays, UpdateWork
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.ir.tier import Lane
-from hightide.optim.adam import AdamWHyper, AdamWRule
-from hightide.optim.host import HostUpdate
-from hightide.optim.operands import Operands
 from hightide.runtime.lanes import Lanes
+from hightide.stores.cuda import CudaAccelerator
+from hightide.stores.pinned import PinnedArena
 
-BYTES_PER_PARAM = {"fp32": 28, "bf16": 28}  # 4 read + 3 written fp32; or 2 + 3*4 read and 3*4 + 2 written
-STORED_BYTES_PER_PARAM = 20  # master, two moments, fp32 gradient (or its bf16 and the parameter's)
-HYPER = AdamWHyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, maximize=False)
-RULE = AdamWRule()
+PARAM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BYTES_PER_PARAM = 28  # 4 read + 3 written fp32; or 2 + 3*4 read and 3*4 + 2 written
+STORED_BYTES_PER_PARAM = 16
+COPY_BYTES = 1 << 28
 KERNELS = ("c", "torch")
+REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -49,25 +52,12 @@ class Variant:
     tile_numel: int
 
 
-class Arrays:
-    """What one update reads and writes. All pages are touched."""
+def arrays(kind: str, numel: int, huge_pages: bool = False) -> UpdateArrays:
+    return UpdateArrays(numel, _huge if huge_pages else _plain, PARAM_DTYPES[kind])
 
-    def __init__(self, numel: int, huge_pages: bool = False) -> None:
-        def array(dtype: torch.dtype) -> Tensor:
-            return _huge(numel, dtype) if huge_pages else torch.empty(numel, dtype=dtype)
 
-        self.master, self.first, self.second = (array(torch.float32).zero_() for _ in range(3))
-        self.grads = {"fp32": array(torch.float32), "bf16": array(torch.bfloat16)}
-        self.param = array(torch.bfloat16)
-        noise = torch.randn(min(numel, 1 << 20))
-        for start in range(0, numel, len(noise)):
-            size = min(len(noise), numel - start)
-            for target in (self.master, self.param, *self.grads.values()):
-                target[start : start + size] = noise[:size]
-
-    def operands(self, kind: str) -> Operands:
-        param = self.param if kind == "bf16" else None
-        return Operands(self.master, self.grads[kind], (self.first, self.second), param)
+def _plain(numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(numel, dtype=dtype)
 
 
 def _huge(numel: int, dtype: torch.dtype) -> Tensor:
@@ -76,102 +66,37 @@ def _huge(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
-class Updater:
-    """Runs whole updates in one variant, as the product does: on the cpu lane, shared by its threads."""
-
-    def __init__(self, arrays: Arrays, variant: Variant) -> None:
-        self.operands, self.step = arrays.operands(variant.kind), 10
-        self.lanes = Lanes(update_threads=variant.num_threads)
-        self.update = HostUpdate(RULE, self.lanes.sharers, variant.kernel, variant.tile_numel)
-
-    def run(self) -> None:
-        work = self.lanes.submit("update", Lane.CPU, 0, [], lambda: self.update.update(self.operands, self.step, HYPER))
-        self.lanes.wait(work, Lane.CPU)
-
-    def close(self) -> None:
-        self.lanes.close()
-
-
-class LinkLoad:
-    """Keeps both links busy with pinned copies until it is closed."""
-
-    COPY_BYTES = 1 << 28
-
-    def __init__(self) -> None:
-        self.copied_bytes = {"h2d": 0, "d2h": 0}
-        self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._copy, args=(way,)) for way in self.copied_bytes]
-
-    def __enter__(self) -> LinkLoad:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _copy(self, way: str) -> None:
-        # Several host buffers, so that the copies come from DRAM and not from the cache.
-        hosts = [torch.empty(self.COPY_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1) for _ in range(4)]
-        gpu = torch.ones(self.COPY_BYTES, dtype=torch.uint8, device="cuda")
-        with torch.cuda.stream(torch.cuda.Stream()):
-            for host in itertools.cycle(hosts):
-                if self._stop.is_set():
-                    return
-                source, target = (host, gpu) if way == "h2d" else (gpu, host)
-                target.copy_(source, non_blocking=True)
-                ended = torch.cuda.Event()
-                ended.record()
-                ended.synchronize()  # 256 MiB a copy: the gap in between is nothing
-                self.copied_bytes[way] += self.COPY_BYTES
-
-
-def seconds(work: Callable[[], object], repeats: int) -> list[float]:
-    work()
-    times = []
-    for _ in range(repeats):
-        started_s = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started_s)
-    return times
-
-
-def dram_bandwidth(numel: int, repeats: int) -> dict[str, float]:
-    """GB/s as torch reaches it. The share is taken of the best of read, scale and add, which like the update write
-    only where they have read. A copy reads its target's lines too before it writes them, uncounted: it shows less than
-    the memory moves, and as a ceiling it would put the update above 100%."""
-    a, b = (torch.full((numel,), 1.0) for _ in range(2))
-    probes: dict[str, tuple[int, Callable[[], object]]] = {
-        "copy": (8, lambda: b.copy_(a)),
-        "read": (4, a.sum),
-        "scale": (8, lambda: b.mul_(1.0)),
-        "add": (12, lambda: b.add_(a)),
-    }
-    return {name: size * numel / min(seconds(work, repeats)) / 1e9 for name, (size, work) in probes.items()}
+@contextmanager
+def link_loads(lanes: Lanes, device: torch.device) -> Iterator[dict[Lane, Work]]:
+    """Both links, with pinned memory."""
+    ways = (Lane.H2D, Lane.D2H)
+    host, gpu = PinnedArena(len(ways) * NUM_BUFFERS * COPY_BYTES), CudaAccelerator(len(ways) * COPY_BYTES, device)
+    try:
+        works: dict[Lane, Work] = {way: Link(way, host, gpu, lanes.streams, COPY_BYTES) for way in ways}
+        host.pin()
+        yield works
+    finally:
+        torch.cuda.synchronize(device)
+        gpu.close()
+        host.close()
 
 
 def ceiling(*measured: dict[str, float]) -> float:
+    """Bytes per second, by what writes only where it has read, like the update: see dram_rates."""
     return max(probe[name] for probe in measured for name in ("read", "scale", "add"))
 
 
-def measure(arrays: Arrays, variant: Variant, repeats: int, loaded: bool) -> dict[str, Any]:
-    updater = Updater(arrays, variant)
-    links: dict[str, float] = {}
+def measure(updated: UpdateArrays, variant: Variant, window_s: float, loaded: bool) -> dict[str, Any]:
+    device = torch.device("cuda", torch.cuda.current_device()) if loaded else None
+    lanes = Lanes(device=device, update_threads=variant.num_threads)
     try:
-        if loaded:
-            with LinkLoad() as load:
-                updater.run()  # long enough for the links to start
-                before, started_s = dict(load.copied_bytes), time.perf_counter()
-                times = seconds(updater.run, repeats)
-                elapsed_s = time.perf_counter() - started_s
-                links = {way: (load.copied_bytes[way] - before[way]) / elapsed_s / 1e9 for way in before}
-        else:
-            times = seconds(updater.run, repeats)
+        update = UpdateWork(updated, lanes.sharers, variant.kernel, variant.tile_numel)
+        with link_loads(lanes, device) if device is not None else nullcontext({}) as links:
+            paces = measure_together(lanes, {**links, Lane.CPU: update}, window_s)
     finally:
-        updater.close()
-    numel = len(arrays.master)
+        lanes.close()
+    numel = len(updated.operands)
+    times = paces[Lane.CPU].piece_s
     rate = numel / statistics.median(times)
     return {
         **vars(variant),
@@ -180,26 +105,24 @@ def measure(arrays: Arrays, variant: Variant, repeats: int, loaded: bool) -> dic
         "gparams_per_s": rate / 1e9,
         "min_gparams_per_s": numel / max(times) / 1e9,
         "max_gparams_per_s": numel / min(times) / 1e9,
-        "gb_per_s": rate * BYTES_PER_PARAM[variant.kind] / 1e9,
-        "link_gb_per_s": links,
+        "gb_per_s": rate * BYTES_PER_PARAM / 1e9,
+        "link_gb_per_s": {str(lane): pace.bytes_per_s / 1e9 for lane, pace in paces.items() if lane is not Lane.CPU},
     }
 
 
 def check() -> None:
     """Every variant computes the same, to the bit, as torch's fused AdamW on the rounded gradient."""
-    numel = 80 * ALIGN_NUMEL
-    for kind, kernel in itertools.product(BYTES_PER_PARAM, KERNELS):
-        arrays = Arrays(numel)
-        expected = arrays.master.clone().requires_grad_()
-        expected.grad = arrays.grads[kind].float()
-        optimizer = torch.optim.AdamW([expected], lr=HYPER.lr, weight_decay=HYPER.weight_decay, fused=True)
-        optimizer.step()
-        updater = Updater(arrays, Variant(kind, kernel, 2, 8 * ALIGN_NUMEL))
-        updater.step = 1
-        updater.run()
-        updater.close()
-        assert torch.equal(arrays.master, expected.detach()), (kind, kernel)
-        assert kind != "bf16" or torch.equal(arrays.param, expected.detach().bfloat16()), kernel
+    for kind, kernel in itertools.product(PARAM_DTYPES, KERNELS):
+        updated = arrays(kind, 80 * ALIGN_NUMEL)
+        operands = updated.operands
+        expected = operands.master.clone().requires_grad_()
+        expected.grad = operands.grad.float()
+        torch.optim.AdamW([expected], lr=HYPER.lr, weight_decay=HYPER.weight_decay, fused=True).step()
+        lanes = Lanes(update_threads=2)
+        UpdateWork(updated, lanes.sharers, kernel, 8 * ALIGN_NUMEL)()
+        lanes.close()
+        assert torch.equal(operands.master, expected.detach()), (kind, kernel)
+        assert operands.param is None or torch.equal(operands.param, expected.detach().bfloat16()), kernel
 
 
 def main() -> None:
@@ -212,7 +135,7 @@ def main() -> None:
     add("--tiles", default="64Ki,256Ki,1Mi,4Mi", help="elements per tile, with commas")
     add("--kinds", default="fp32,bf16")
     add("--kernels", default=",".join(KERNELS))
-    add("--repeats", type=int, default=7)
+    add("--seconds", type=float, default=1.0, help="of each measurement")
     add("--huge-pages", action="store_true", help="ask for transparent huge pages")
     add("--load", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(), help="links busy too")
     options = parser.parse_args()
@@ -222,21 +145,22 @@ def main() -> None:
     free_bytes = psutil.virtual_memory().available
     numel = options.numel or min(400_000_000, free_bytes // 8 // STORED_BYTES_PER_PARAM)
     check()
-    torch.set_num_threads(num_cores)  # whatever OMP_NUM_THREADS says
     probe_numel = min(numel, free_bytes // 8 // 8)
-    before = dram_bandwidth(probe_numel, options.repeats)
-    arrays = Arrays(numel, options.huge_pages)
+    before = dram_rates(probe_numel, num_cores, REPEATS)
     results = []
-    choices = (options.kinds.split(","), options.kernels.split(","), _numbers(options.threads), _numbers(options.tiles))
-    for variant in itertools.starmap(Variant, itertools.product(*choices)):
-        for loaded in (False, True)[: 1 + options.load]:
-            results.append(measure(arrays, variant, options.repeats, loaded))
-            print(json.dumps(results[-1]), flush=True)
-    torch.set_num_threads(num_cores)
-    after = dram_bandwidth(probe_numel, options.repeats)  # again: a machine that others use drifts
+    for kind in options.kinds.split(","):
+        updated = arrays(kind, numel, options.huge_pages)
+        choices = (options.kernels.split(","), _numbers(options.threads), _numbers(options.tiles))
+        for kernel, num_threads, tile_numel in itertools.product(*choices):
+            for loaded in (False, True)[: 1 + options.load]:
+                variant = Variant(kind, kernel, num_threads, tile_numel)
+                results.append(measure(updated, variant, options.seconds, loaded))
+                print(json.dumps(results[-1]), flush=True)
+        del updated
+    after = dram_rates(probe_numel, num_cores, REPEATS)  # again: a machine that others use drifts
     machine = {"cores": num_cores, "torch": torch.__version__, "huge_pages": options.huge_pages}
-    print(json.dumps({**machine, "dram_gb_per_s": {"before": before, "after": after}}))
-    print_table(results, ceiling(before, after))
+    print(json.dumps({**machine, "dram_bytes_per_s": {"before": before, "after": after}}))
+    print_table(results, ceiling(before, after) / 1e9)
 
 
 def _numbers(text: str) -> list[int]:
@@ -247,7 +171,7 @@ def _numbers(text: str) -> list[int]:
 def print_table(results: list[dict[str, Any]], dram_gb_per_s: float, count: int = 6) -> None:
     """The fastest few of each kind."""
     print("kind  links  kernel   threads  tile       Gparam/s  (min-max)    DRAM share  link GB/s")
-    for kind, loaded in itertools.product(BYTES_PER_PARAM, (False, True)):
+    for kind, loaded in itertools.product(PARAM_DTYPES, (False, True)):
         rows = [row for row in results if (row["kind"], row["loaded"]) == (kind, loaded)]
         for row in sorted(rows, key=lambda row: -row["gparams_per_s"])[:count]:
             links = " ".join(f"{way} {value:.1f}" for way, value in row["link_gb_per_s"].items())

@@ -17,12 +17,14 @@ from hightide.stores.pinned import PinnedArena
 pytestmark = pytest.mark.gpu
 
 MIB = 2**20
+SEGMENT_BYTES = 20 * MIB  # torch's allocator reserves in such steps
 
 
 @pytest.fixture(autouse=True)
 def _clean_device() -> Iterator[None]:
     gc.collect()
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
     yield
     assert not device_limit._devices, "a limit was left behind"
 
@@ -33,6 +35,7 @@ def fraction() -> float:
 
 def test_the_limit_is_hard_says_its_numbers_and_goes_with_the_store() -> None:
     before = fraction()
+    others_bytes = torch.cuda.memory_reserved()  # of tests that ran before
     outside = torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")
     store = CudaAccelerator(512 * MIB, torch.device("cuda"), slab_bytes=128 * MIB)
     store.allocate(100 * MIB, "slots")
@@ -47,7 +50,7 @@ def test_the_limit_is_hard_says_its_numbers_and_goes_with_the_store() -> None:
     assert error.breakdown["slots"] == 100 * MIB
     assert "Limits(gpu" in str(error)
     assert (store.used_bytes, store.peak_bytes) == (100 * MIB, 100 * MIB)
-    assert store.device_peak_bytes <= (512 + 256) * MIB
+    assert store.device_peak_bytes <= others_bytes + (512 + 256) * MIB + SEGMENT_BYTES
     del fits, outside
     store.close()
     assert fraction() == before
@@ -77,7 +80,8 @@ def test_what_the_model_occupied_before_is_not_outside_of_the_limit() -> None:
 def test_regions_lie_in_one_allocation_and_beyond_it_have_their_own() -> None:
     reserved_bytes = torch.cuda.memory_reserved()
     store = CudaAccelerator(256 * MIB, torch.device("cuda"), slab_bytes=64 * MIB)
-    assert torch.cuda.memory_reserved() - reserved_bytes <= 64 * MIB  # less, where a segment had room left
+    reserved_bytes = torch.cuda.memory_reserved() - reserved_bytes
+    assert reserved_bytes <= 64 * MIB + SEGMENT_BYTES  # less, where a segment had room left
     slab_bytes = torch.cuda.memory_reserved()
     inside = [store.allocate(21 * MIB, "inside") for _ in range(3)]
     assert torch.cuda.memory_reserved() == slab_bytes

@@ -116,6 +116,8 @@ def _measure(device: torch.device, effort: Effort, tell: Tell) -> tuple[Machine,
         latency_s = links[Lane.H2D].latency_s()
     finally:
         lanes.close()
+        if is_cuda:
+            torch.cuda.synchronize(device)  # the last copies may still be under way
         gpu.close()
         host.close()
     alone = {one.busy[0]: one.bytes_per_s[0] for one in table if len(one.busy) == 1}

@@ -67,21 +67,18 @@ class ScratchFile:
 
     def run(self, seconds: float, *streams: Requests) -> list[list[Done]]:
         """Does each stream's requests at the same time as the others', until one has none left or the time is over."""
-        over = threading.Event()
-        deadline_s = time.perf_counter() + seconds
+        ends = _Ends(time.perf_counter() + seconds)
         if not self.is_direct:
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         with ThreadPoolExecutor(sum(stream.num_threads for stream in streams)) as pool:
             try:
                 futures = []
                 for stream in streams:
-                    taken = _Offsets(stream)
-                    futures.append(
-                        [pool.submit(self._work, stream, taken, over, deadline_s) for _ in range(stream.num_threads)]
-                    )
+                    offsets = _Offsets(stream)
+                    futures.append([pool.submit(self._work, stream, offsets, ends) for _ in range(stream.num_threads)])
                 return [[one for future in group for one in future.result()] for group in futures]
             finally:
-                over.set()  # an error, or Ctrl-C: the others end with their present request
+                ends.at_once.set()  # also after Ctrl-C: threads end with their present request
 
     def verify(self, offsets: Sequence[int]) -> None:
         """Compares large requests with what was written, byte by byte."""
@@ -95,19 +92,24 @@ class ScratchFile:
                     "do not use this disk, and look at the system's log"
                 )
 
-    def _work(self, stream: Requests, offsets: _Offsets, over: threading.Event, deadline_s: float) -> list[Done]:
+    def _work(self, stream: Requests, offsets: _Offsets, ends: _Ends) -> list[Done]:
         buffer = mmap.mmap(-1, stream.request_bytes)  # aligned, as requests past the cache must be
         buffer[:] = self._noise[: stream.request_bytes]
-        done = []
-        try:
-            while not over.is_set() and time.perf_counter() < deadline_s and (offset := offsets.take()) is not None:
-                start_s = time.perf_counter()
-                if stream.is_write:
-                    buffer[:STAMP_BYTES] = _stamp(offset)
+        done: list[Done] = []
+        while not ends.at_once.is_set() and not (done and ends.is_over()):  # at least one, however slow the disk is
+            offset = offsets.take()
+            if offset is None:
+                ends.exhausted.set()
+                break
+            start_s = time.perf_counter()
+            if stream.is_write:
+                buffer[:STAMP_BYTES] = _stamp(offset)
+            try:
                 self._transfer(buffer, offset, stream.is_write)
-                done.append(Done(start_s, time.perf_counter(), stream.request_bytes))
-        finally:
-            over.set()
+            except BaseException:
+                ends.at_once.set()
+                raise
+            done.append(Done(start_s, time.perf_counter(), stream.request_bytes))
         return done
 
     def _transfer(self, buffer: mmap.mmap, offset: int, is_write: bool) -> None:
@@ -116,6 +118,18 @@ class ScratchFile:
         if moved_bytes != len(buffer):
             way = "write to" if is_write else "read from"
             raise OSError(f"a {way} {self._label} at {offset} ended after {moved_bytes} of {len(buffer)} bytes")
+
+
+class _Ends:
+    """When threads stop."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self.exhausted = threading.Event()  # a stream has nothing left
+        self.at_once = threading.Event()
+
+    def is_over(self) -> bool:
+        return self.exhausted.is_set() or time.perf_counter() >= self._deadline_s
 
 
 class _Offsets:

@@ -101,16 +101,16 @@ if triton is not None:
 @functools.cache
 def _agree(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether both kernels give what torch gives, on a small example. Asked once."""
-    generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(3, BLOCK + 77, generator=generator) * 5).to(device, dtype)
-    index = torch.tensor([[0], [BLOCK + 76], [4711]], device=device)
-    gradient = torch.tensor([[-1.0], [0.0], [-0.25]], device=device)
-    maximum, total, target = (torch.empty(3, 1, device=device) for _ in range(3))
-    out = torch.empty_like(logits)
     waiting = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
     if waiting:
         torch.cuda.set_sync_debug_mode(0)  # this once, the host has to wait
     try:
+        generator = torch.Generator().manual_seed(0)
+        logits = (torch.randn(3, BLOCK + 77, generator=generator) * 5).to(device, dtype)
+        index = torch.tensor([[0], [BLOCK + 76], [4711]], device=device)
+        gradient = torch.tensor([[-1.0], [0.0], [-0.25]], device=device)
+        maximum, total, target = (torch.empty(3, 1, device=device) for _ in range(3))
+        out = torch.empty_like(logits)
         measure(logits, index, maximum, total, target)
         write_gradient(logits, index, maximum, total, gradient, out)
         expected = torch.log_softmax(logits.double(), 1)

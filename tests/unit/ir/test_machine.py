@@ -1,0 +1,47 @@
+"""Machine files: what is written can be read, and what is wrong is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hightide.doctor.known import load_machine
+from hightide.ir.codec import from_json, to_json
+from hightide.ir.machine import Fingerprint, Machine, Speeds, subsets
+from hightide.ir.tier import Lane
+
+
+def test_every_set_of_lanes_once() -> None:
+    assert len(subsets()) == len({frozenset(busy) for busy in subsets()}) == 7
+
+
+def test_a_whole_machine_survives_a_file(tmp_path: Path) -> None:
+    fingerprint = Fingerprint("gpu", "uuid", "driver", "cpu", 4, 16, "2.13")
+    machine = replace(load_machine("rtx-4090"), fingerprint=fingerprint, date="2026-11-15T12:00:00+00:00")
+    machine.save(tmp_path / "m.json")
+    assert Machine.load(tmp_path / "m.json") == machine
+    assert from_json(Machine, to_json(machine)).speeds_of({Lane.CPU}) == machine.speeds_of({Lane.CPU})
+
+
+@pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_speed_that_is_none_is_refused(speed: float) -> None:
+    machine = load_machine("h200")
+    speeds = tuple(replace(one, bytes_per_s=(speed,)) if one.busy == (Lane.CPU,) else one for one in machine.speeds)
+    with pytest.raises(ValueError, match=r"above zero|no number"):
+        replace(machine, speeds=speeds)
+
+
+def test_a_set_that_is_missing_is_named() -> None:
+    with pytest.raises(ValueError, match=r"no speeds for: d2h; .*h2d\+d2h\+cpu"):
+        Machine("m", "made up", (Speeds((Lane.H2D,), (1.0,)),), 0.0)
+
+
+def test_differences_of_fingerprints_are_named() -> None:
+    one = Fingerprint("H100", "a", "570", "Xeon", 16, 125, "2.11")
+    assert one.differences(one) == []
+    assert one.differences(replace(one, gpu="H200", num_cores=8)) == [
+        "gpu was 'H100' and is 'H200'",
+        "num_cores was 16 and is 8",
+    ]
