@@ -217,3 +217,17 @@ def test_more_than_a_few_lengths_run_eagerly_and_it_says_so(graphs: Graphs) -> N
     assert len([one for one in caught if "others run eagerly" in str(one.message)]) == 1
     assert wrapped.losses == pytest.approx(plain.losses, rel=1e-6)
     assert len(graphs.forward) <= 2 * compiled.MAX_SHAPES
+
+
+def test_every_run_has_compilations_of_its_own(graphs: Graphs) -> None:
+    """torch gives up at eight compilations of one code object: several models in one process must not share one."""
+    for size in range(1, 11):
+        forwards = compiled.CompiledForwards(enabled=True)
+        blocks = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
+        for block in blocks:
+            forwards.add(block, nn.Sequential.forward)
+        inputs = torch.zeros(size, 4)
+        forward = forwards.forward_of(nn.Sequential.forward, False, (inputs.shape,))
+        assert forward is not None
+        forward(blocks[0], inputs)
+    assert len(graphs.forward) == 10

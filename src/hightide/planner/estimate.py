@@ -46,7 +46,7 @@ def estimate(profile: ModelProfile, machine: Machine) -> Costs:
 def _rates(profile: ModelProfile, machine: Machine) -> _Rates:
     if machine.gpu is None:
         raise ValueError(
-            f"the machine {machine.name!r} says nothing about its GPU, so 0 operations per second are known; measure it "
+            f"the machine {machine.name!r} says nothing about its GPU (0 known rates of products); measure it "
             "with `hightide doctor`, or name a preset"
         )
     numel: Counter[str] = Counter()

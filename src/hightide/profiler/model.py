@@ -24,7 +24,7 @@ from hightide.profiler.probe import (
     pair_records,
     record_runs,
 )
-from hightide.profiler.recording import Recording
+from hightide.profiler.recording import Record, Recording
 from hightide.profiler.split import Batch, batch_size, call_arguments, flatten_call, tensors
 from hightide.profiler.tap_search import Taps
 
@@ -36,6 +36,14 @@ def profile_model(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Batch, chosen: Choice | None = None
 ) -> tuple[ModelProfile, ProbeResult]:
     """The profile, and what the runtime needs of the probe. Blocks have the same indices in both: by first call."""
+    profile, probed, _ = profile_calls(model, optimizer, batch, chosen)
+    return profile, probed
+
+
+def profile_calls(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Batch, chosen: Choice | None = None
+) -> tuple[ModelProfile, ProbeResult, tuple[Record, ...]]:
+    """`profile_model`, and of each call that was probed its arguments: fake, where they depend on parameters."""
     num_samples = batch_size(batch)
     params = param_specs(model, optimizer)
     with fake_parameters(model):
@@ -68,7 +76,7 @@ def profile_model(
         calls=calls,
         vocabulary=head_call.output_shapes[0][-1] if head_call else 0,
     )
-    return profile, probed
+    return profile, probed, tuple(runs[0].records)
 
 
 def param_specs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[ParamSpec, ...]:

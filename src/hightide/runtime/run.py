@@ -286,6 +286,17 @@ class Run:
         """Gives the parameters back their values and frees everything else. The model is plain again."""
         if self.lanes.failure is None:
             self.executor.wait_for_updates()
+        self._give_back()
+        self.discard()
+
+    def discard(self) -> None:
+        """Frees everything; the model is of no use any more."""
+        self.lanes.close()
+        self.chunks.close()
+        self.gpu.close()
+        self.host.close()
+
+    def _give_back(self) -> None:
         gradients = self._take_gradients()
         for spec in self.chunks.specs:
             home = self.chunks.home(spec.index)
@@ -296,10 +307,6 @@ class Run:
         for key, gradient in gradients.items():
             self.parameters[key].grad = gradient
         self._move_buffers(back=True)
-        self.lanes.close()
-        self.chunks.close()
-        self.gpu.close()
-        self.host.close()
 
     def _take_gradients(self) -> dict[str, Tensor]:
         """The gradients as plain tensors, off the parameters: a gradient must be where its parameter is."""

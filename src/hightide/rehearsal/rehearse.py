@@ -1,0 +1,244 @@
+"""The costs of a model, measured: one block of each kind runs alone on the device."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hightide.ir.block import ModelProfile, Work
+from hightide.ir.costs import CallCost, CallPeaks, Costs, Curve, LossCost, Point
+from hightide.ir.plan import Activation
+from hightide.planner.estimate import GLUE_S
+from hightide.planner.loss import loss_tile_tokens
+from hightide.profiler.blocks import Choice
+from hightide.profiler.model import profile_calls
+from hightide.profiler.probe import ProbeResult
+from hightide.profiler.recording import Record
+from hightide.profiler.split import Batch
+from hightide.rehearsal.device import memory_rate, update_rate
+from hightide.rehearsal.stage import Part, Stage, Tile
+from hightide.rehearsal.stopwatch import Lap, MemoryReading, time_laps
+from hightide.runtime.compiled import MAX_SHAPES
+
+NONE = Curve(())
+
+
+def rehearse(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    device: torch.device,
+    compile: bool = False,
+    micro_batches: Sequence[int] | None = None,
+    blocks: Choice | None = None,
+) -> tuple[ModelProfile, Costs]:
+    """The model may be on the meta device, and is not touched. `micro_batches`: sizes to measure; None: one sample, a
+    quarter of the batch, and all of it. Needs memory for one block with its activations."""
+    profile, probed, records = profile_calls(model, optimizer, batch, blocks)
+    if probed.failure:
+        raise ValueError(
+            f"the model cannot be rehearsed: its probe failed ({probed.failure}), so the arguments of only "
+            f"{len(records)} of {len(profile.calls)} calls are known; plan it without a rehearsal"
+        )
+    sizes = _sizes(profile.num_samples, micro_batches, compile)
+    cuda = device.type == "cuda"
+    with torch.random.fork_rng([device] if cuda else []):
+        rehearsal = _Rehearsal(profile, sizes, device, compile, memory_rate(device))
+        parts = _parts(profile, probed, records)
+        found = [rehearsal.call(part) for part in parts]
+        loss = rehearsal.loss(parts)
+    name = torch.cuda.get_device_name(device) if cuda else "the simulated accelerator"
+    costs = Costs(
+        source=f"measured on {name}{', compiled' if compile else ''}",
+        calls=tuple(cost for cost, _ in found),
+        loss=loss,
+        memory_bytes_per_s=rehearsal.memory_bytes_per_s,
+        update_bytes_per_s=update_rate(optimizer, profile, device),
+        glue_s=GLUE_S if cuda else 0.0,
+        peaks=tuple(peaks for _, peaks in found),
+    )
+    let_go(device)
+    return profile, costs
+
+
+def let_go(device: torch.device) -> None:
+    """What one part held must not be in the way of the next, nor of the model."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _sizes(num_samples: int, micro_batches: Sequence[int] | None, compile: bool) -> list[int]:
+    if micro_batches is None:
+        return sorted({1, -(-num_samples // 4), num_samples})
+    sizes = sorted(set(micro_batches))
+    if not sizes or sizes[0] < 1 or sizes[-1] > num_samples:
+        raise ValueError(
+            f"micro_batches={list(micro_batches)}, but the batch has {num_samples} samples; name sizes from 1 to "
+            f"{num_samples}"
+        )
+    if compile and len(sizes) > MAX_SHAPES:
+        raise ValueError(f"micro_batches={list(micro_batches)}: a block is compiled for {MAX_SHAPES} sizes at most")
+    return sizes
+
+
+def _parts(profile: ModelProfile, probed: ProbeResult, records: Sequence[Record]) -> list[Part]:
+    """One of each kind, by kind."""
+    classes = Counter(type(block.module).forward for block in probed.blocks)
+    found: dict[int, Part] = {}
+    for call, probed_call, record in zip(profile.calls, probed.calls, records, strict=True):
+        module = probed.blocks[call.block].module
+        found.setdefault(
+            call.kind,
+            Part(
+                spec=profile.blocks[call.block],
+                call=call,
+                probed=probed_call,
+                record=record,
+                module=module,
+                num_equal=classes[type(module).forward],
+                taps=tuple(probed.taps.get(call.block, ())),
+            ),
+        )
+    return [found[kind] for kind in range(len(found))]
+
+
+@dataclass
+class _Found:
+    """Of one part run in one way, by size."""
+
+    forward_s: dict[int, float] = field(default_factory=dict)
+    backward_s: dict[int, float] = field(default_factory=dict)
+    forward_bytes: dict[int, float] = field(default_factory=dict)
+    kept_bytes: dict[int, float] = field(default_factory=dict)
+    backward_bytes: dict[int, float] = field(default_factory=dict)
+    issue_s: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Rehearsal:
+    profile: ModelProfile
+    sizes: list[int]
+    device: torch.device
+    compile: bool
+    memory_bytes_per_s: float
+
+    def call(self, part: Part) -> tuple[CallCost, CallPeaks]:
+        if part.spec.lazy_head:  # costs go by tiles, and bytes by arithmetic: see planner/loss.py
+            return CallCost(NONE, NONE, NONE, NONE), CallPeaks(NONE, NONE, NONE)
+        again = kept = self._run(part, Activation.RECOMPUTE)
+        if part.call.recompute != Work():
+            kept = self._run(part, Activation.KEEP)
+        recompute_s = {size: max(0.0, again.backward_s[size] - seconds) for size, seconds in kept.backward_s.items()}
+        backward_bytes = {
+            size: max(again.backward_bytes[size], kept.kept_bytes[size] + num_bytes)
+            for size, num_bytes in kept.backward_bytes.items()
+        }
+        cost = CallCost(
+            forward_s=_curve(again.forward_s),
+            forward_kept_s=_curve(kept.forward_s),
+            recompute_s=_curve(recompute_s) if kept is not again else NONE,
+            backward_s=_curve(kept.backward_s),
+            issue_s=min(again.issue_s),
+        )
+        return cost, CallPeaks(_curve(again.forward_bytes), _curve(kept.kept_bytes), _curve(backward_bytes))
+
+    def _run(self, part: Part, activation: Activation) -> _Found:
+        sizes = self.sizes if part.call.splittable else [self.profile.num_samples]
+        found = _Found()
+        with self._on_stage(part, max(sizes), activation) as stage:
+            for size in sizes:
+                self._run_size(stage, size, found)
+        return found
+
+    def _run_size(self, stage: Stage, size: int, found: _Found) -> None:
+        args, kwargs = stage.arguments(size)
+        gradients: list[Tensor] = []
+
+        def once(lap: Lap) -> None:
+            results = stage.forward(args, kwargs)
+            if not gradients:
+                gradients.extend(torch.randn_like(result) for result in results)
+            lap()
+            if results:
+                torch.autograd.backward(results, gradients)
+            lap()
+            stage.end_step(args, kwargs)
+
+        laps = time_laps(once, self.device)
+        found.forward_s[size] = laps.seconds[0]
+        found.issue_s.append(laps.issue_s)
+        if gradients:
+            found.backward_s[size] = self._without_clear(laps.seconds[1], stage)
+        self._read_memory(stage, size, (args, kwargs), gradients, found)
+
+    def _read_memory(self, stage: Stage, size: int, call: Any, gradients: list[Tensor], found: _Found) -> None:
+        memory = MemoryReading(stage.run)
+        before = memory.restart()
+        results = stage.forward(*call)
+        outputs = sum(result.nbytes for result in results)
+        found.forward_bytes[size] = max(0, memory.peak_bytes - before - outputs)
+        found.kept_bytes[size] = max(0, memory.now_bytes - before - outputs)
+        if results:
+            before = memory.restart()
+            torch.autograd.backward(results, gradients)
+            found.backward_bytes[size] = memory.peak_bytes - before
+        stage.end_step(*call)
+
+    def loss(self, parts: Sequence[Part]) -> LossCost | None:
+        part = next((part for part in parts if part.spec.lazy_head), None)
+        if part is None:
+            return None
+        tile = loss_tile_tokens(self.profile)
+        forward_s, again_s = self._tile_seconds(part, Tile(tile, 0))
+        kept_s = again_s
+        if part.spec.plain_linear:  # others keep nothing
+            _, kept_s = self._tile_seconds(part, Tile(tile, tile))
+        return LossCost(tile, forward_s, kept_s, max(0.0, again_s - kept_s))
+
+    def _tile_seconds(self, part: Part, tile: Tile) -> tuple[float, float]:
+        """Forward and backward."""
+        hidden = part.record.inputs[0]
+        with self._on_stage(part, tile.num_tokens, Activation.RECOMPUTE, tile) as stage:
+            rows = torch.randn(tile.num_tokens, hidden.shape[-1], dtype=hidden.dtype, device=self.device)
+            rows.requires_grad_(hidden.requires_grad)
+            target = torch.randint(self.profile.vocabulary, (tile.num_tokens,), device=self.device)
+            stage.run.adopt([rows, target], "activations")
+
+            def once(lap: Lap) -> None:
+                loss = stage.root(rows, target)
+                lap()
+                if loss.requires_grad:
+                    loss.backward()
+                lap()
+                stage.end_step((rows,), {})
+
+            forward_s, backward_s = time_laps(once, self.device).seconds
+            return forward_s, self._without_clear(backward_s, stage)
+
+    def _without_clear(self, backward_s: float, stage: Stage) -> float:
+        """Clearing its gradients is an action of its own."""
+        return max(0.0, backward_s - stage.grad_bytes / self.memory_bytes_per_s)
+
+    @contextmanager
+    def _on_stage(
+        self, part: Part, num_samples: int, activation: Activation, tile: Tile | None = None
+    ) -> Iterator[Stage]:
+        stage = Stage(part, self.profile, num_samples, activation, self.device, self.compile, tile)
+        try:
+            yield stage
+        finally:
+            stage.close()
+            let_go(self.device)
+
+
+def _curve(values: dict[int, float]) -> Curve:
+    return Curve(tuple(Point(size, value) for size, value in sorted(values.items())))

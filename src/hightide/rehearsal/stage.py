@@ -1,0 +1,209 @@
+"""A block alone, under the runtime: the same code runs it as in training, without the rest of the model.
+
+The block is a copy with random values of its own; nothing of the user's model is touched. Its parameters and gradients
+are on the GPU and nobody updates them, so that nothing moves: what is left is what the compute lane does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hightide.ir.action import Mode
+from hightide.ir.block import BlockSpec, CallSpec, ModelProfile, ParamSpec
+from hightide.ir.plan import Activation, Plan, Update
+from hightide.ir.split import Split
+from hightide.planner.lower import lower
+from hightide.planner.rule import Choice, plan_by_hand
+from hightide.profiler.blocks import FoundBlock
+from hightide.profiler.probe import ProbedCall, ProbeResult
+from hightide.profiler.recording import Record
+from hightide.profiler.split import flatten, narrow, tensors, unflatten
+from hightide.profiler.taps import Tap
+from hightide.runtime.origin import FirstValues
+from hightide.runtime.run import Run
+from hightide.runtime.surgery import unwrap_modules, wrap_modules
+
+BLOCK = "block"
+STD = 0.02  # of weights: how much power a product takes, and so its speed, depends on its values
+NO_LIMIT_BYTES = 1 << 40
+ROOM = 4  # times what the plan needs: a rehearsal looks for the truth, it must not be refused
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of call, as the profile knows it, and what it takes to run it again."""
+
+    spec: BlockSpec
+    call: CallSpec
+    probed: ProbedCall
+    record: Record
+    module: nn.Module  # the user's; only to be copied
+    num_equal: int  # blocks of this class in the model
+    taps: tuple[Tap, ...]
+
+    @property
+    def split(self) -> Split:
+        return self.probed.split
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Of a head with a fused loss: its samples are tokens."""
+
+    num_tokens: int
+    num_kept: int  # tokens whose logits wait for backward
+
+
+class Alone(nn.Module):
+    """The model of a rehearsal. Called, it is a head with its loss; other blocks are called themselves."""
+
+    def forward(self, rows: Tensor, target: Tensor) -> Tensor:
+        logits: Tensor = self.get_submodule(BLOCK)(rows)
+        return F.cross_entropy(logits.float(), target)
+
+
+class Stage:
+    """One part on the device, ready to run. To be closed."""
+
+    def __init__(
+        self,
+        part: Part,
+        profile: ModelProfile,
+        num_samples: int,
+        activation: Activation,
+        device: torch.device,
+        compile: bool = False,
+        tile: Tile | None = None,
+    ) -> None:
+        """`num_samples`: the most that will run at once."""
+        self.part, self.device = part, device
+        root = Alone()
+        root.train(part.module.training)
+        root.add_module(BLOCK, _copied(part.module, device))
+        alone = _profile(part, root, profile, num_samples)
+        plan = _plan(alone, num_samples, activation)
+        if tile is not None:
+            alone = replace(alone, tokens_per_sample=1)
+            plan = replace(plan, loss_tile_tokens=tile.num_tokens, loss_kept_tokens=tile.num_kept)
+        schedules = {mode: lower(alone, plan, mode) for mode in (Mode.TRAIN, Mode.EVAL)}
+        probed = ProbeResult(
+            num_samples,
+            (FoundBlock(BLOCK, root.get_submodule(BLOCK)),),
+            (replace(part.probed, block=0),),
+            {0: alone.blocks[0].params},
+            frozenset(),
+            failure="",
+            taps={0: part.taps} if part.taps else {},
+        )
+        values = FirstValues({spec.name: _Random() for spec in alone.params})
+        self.run = Run(root, alone, probed, plan, schedules, {}, lambda _: None, device, compile, values)
+        forward = type(root.get_submodule(BLOCK)).forward
+        for _ in range(part.num_equal - 1):  # a block that is the only one of its kind is not compiled
+            self.run.compiled.add(root.get_submodule(BLOCK), forward)
+        wrap_modules(self.run)
+        self.root = root
+
+    def close(self) -> None:
+        unwrap_modules(self.root)
+        self.run.discard()
+
+    @property
+    def block(self) -> nn.Module:
+        return self.root.get_submodule(BLOCK)
+
+    @property
+    def grad_bytes(self) -> int:
+        return sum(chunk.grad_bytes for chunk in self.run.plan.layout.chunks)
+
+    def arguments(self, num_samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Those of the recorded call for so many samples: its own where they have values, random ones where not."""
+        dims = iter(self.part.split.inputs or [None] * len(self.part.record.inputs))
+        leaves = [
+            _real(narrow(leaf.detach(), next(dims), 0, num_samples), leaf.requires_grad, self.device)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in self.part.record.leaves
+        ]
+        self.run.adopt(tensors(leaves), "activations")
+        args, kwargs = unflatten(leaves, self.part.record.tree)
+        return args, kwargs
+
+    def forward(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors of the block's result that a gradient can come from."""
+        return [tensor for tensor in tensors(flatten(self.block(*args, **kwargs))[0]) if tensor.requires_grad]
+
+    def end_step(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """As a loop ends it: step, which updates nothing here, and no gradient stays."""
+        self.run.step()
+        self.run.gradients.drop(self.run.parameters)
+        for tensor in tensors(flatten((args, kwargs))[0]):
+            tensor.grad = None
+
+
+class _Random:
+    """First values of a parameter. Vectors are mostly the weights of norms."""
+
+    def fill(self, target: Tensor) -> None:
+        with torch.no_grad():
+            target.normal_(1.0 if target.dim() < 2 else 0.0, STD)
+
+
+def _copied(module: nn.Module, device: torch.device) -> nn.Module:
+    """With parameters that have no values yet, and without hooks that look at its outputs: they are the user's."""
+    memo: dict[int, Any] = {}
+    for param in module.parameters():
+        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+    copied = copy.deepcopy(module, memo)
+    for inside in copied.modules():
+        inside._forward_hooks.clear()
+        for name, buffer in inside._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                inside._buffers[name] = _real(buffer, False, device)
+    return copied
+
+
+def _real(tensor: Tensor, requires_grad: bool, device: torch.device) -> Tensor:
+    with torch.no_grad():
+        if not isinstance(tensor, FakeTensor) and not tensor.is_meta:
+            real = tensor.to(device, copy=True)
+        elif tensor.is_floating_point():
+            real = torch.randn(tensor.shape, dtype=tensor.dtype, device=device)
+        else:
+            real = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+    return real.requires_grad_(requires_grad)
+
+
+def _profile(part: Part, root: nn.Module, profile: ModelProfile, num_samples: int) -> ModelProfile:
+    params = tuple(
+        ParamSpec((name,), tuple(param.shape), str(param.dtype).removeprefix("torch."), param.requires_grad, None)
+        for name, param in root.named_parameters()
+    )
+    block = replace(part.spec, index=0, name=BLOCK, params=tuple(spec.name for spec in params), loose=False)
+    return replace(
+        profile,
+        fingerprint="rehearsal",
+        num_samples=num_samples,
+        batch_bytes=0,
+        buffer_bytes=sum(buffer.nbytes for buffer in root.buffers()),
+        params=params,
+        blocks=(block,),
+        calls=(replace(part.call, block=0),),
+    )
+
+
+def _plan(profile: ModelProfile, num_samples: int, activation: Activation) -> Plan:
+    choice = Choice(
+        micro_batch=num_samples,
+        whole=frozenset({0}),
+        keep=frozenset({0}) if activation is Activation.KEEP else frozenset(),
+    )
+    plan = plan_by_hand(profile, choice, NO_LIMIT_BYTES, NO_LIMIT_BYTES, Update.IN_BACKWARD)
+    return replace(plan, gpu_limit_bytes=ROOM * plan.forecast.gpu_peak_bytes)

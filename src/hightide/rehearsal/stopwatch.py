@@ -1,0 +1,107 @@
+"""Seconds and bytes of what runs on a device, without disturbing it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from hightide.runtime.run import Run
+
+AHEAD_CYCLES = 40_000_000  # a GPU sleeps so long, about 20 ms, until the thread that feeds it is ahead of it
+Lap = Callable[[], None]  # ends one part of a pass
+Pass = Callable[[Lap], None]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to measure. Under load for a while a GPU is slower than at first: its clock falls."""
+
+    num_warm: int  # passes before: compilation, workspaces
+    num_ahead: int  # passes that are issued without waiting
+    min_s: float
+    max_passes: int
+
+
+GPU_EFFORT = Effort(num_warm=2, num_ahead=5, min_s=0.3, max_passes=40)
+CPU_EFFORT = Effort(num_warm=1, num_ahead=1, min_s=0.0, max_passes=3)
+
+
+@dataclass(frozen=True)
+class Laps:
+    seconds: tuple[float, ...]  # median of each part
+    issue_s: float  # of the thread, for a whole pass, at its best
+
+
+def time_laps(once: Pass, device: torch.device) -> Laps:
+    """Times the parts of a pass, each ended by a call of what `once` gets."""
+    effort = GPU_EFFORT if device.type == "cuda" else CPU_EFFORT
+    for _ in range(effort.num_warm):
+        once(lambda: None)
+    passes: list[list[float]] = []
+    issue_s = float("inf")
+    started_s = time.perf_counter()
+    while len(passes) < effort.num_ahead or (
+        time.perf_counter() - started_s < effort.min_s and len(passes) < effort.max_passes
+    ):
+        some, each_s = _batch(once, device, effort.num_ahead)
+        passes += some
+        issue_s = min(issue_s, each_s)
+    later = passes[len(passes) // 2 :]
+    return Laps(tuple(statistics.median(part) for part in zip(*later, strict=True)), issue_s)
+
+
+def _batch(once: Pass, device: torch.device, count: int) -> tuple[list[list[float]], float]:
+    marks: list[list[Any]] = [[] for _ in range(count)]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(AHEAD_CYCLES)
+    started_s = time.perf_counter()
+    for mine in marks:
+        mine.append(_mark(device))
+        once(lambda mine=mine: mine.append(_mark(device)))  # type: ignore[misc]
+    issue_s = (time.perf_counter() - started_s) / count
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return [[_between(*pair) for pair in pairwise(mine)] for mine in marks], issue_s
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between(first: Any, second: Any) -> float:
+    return float(second - first if isinstance(first, float) else first.elapsed_time(second) / 1e3)
+
+
+class MemoryReading:
+    """Bytes that a run's device holds: now, and at most since the last `restart`."""
+
+    def __init__(self, run: Run) -> None:
+        self._gpu = run.gpu
+        self._cuda = run.gpu.device if run.gpu.device.type == "cuda" else None
+
+    def restart(self) -> int:
+        """Returns what is held now."""
+        if self._cuda is not None:
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+        else:
+            self._gpu.reset_peak()
+        return self.now_bytes
+
+    @property
+    def now_bytes(self) -> int:
+        return self._gpu.used_bytes if self._cuda is None else torch.cuda.memory_allocated(self._cuda)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._gpu.peak_bytes if self._cuda is None else torch.cuda.max_memory_allocated(self._cuda)

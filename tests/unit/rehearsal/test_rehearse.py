@@ -1,0 +1,143 @@
+"""Blocks run alone on the simulated accelerator: their bytes are those of the profile, their times those of a run."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hightide
+import models
+from hightide.ir.block import CallSpec
+from hightide.ir.costs import Costs
+from hightide.ir.machine import Machine, Speeds, subsets
+from hightide.planner.cost import forecast
+from hightide.rehearsal.rehearse import rehearse
+from hightide.rehearsal.stage import Stage
+from hightide.runtime import compiled
+from hightide.runtime.run import Run
+
+CPU = torch.device("cpu")
+FAST = Machine("fast", "made up", tuple(Speeds(busy, (1e12,) * len(busy)) for busy in subsets()), latency_s=0.0)
+
+
+def rehearsed(model: nn.Module, batch: Any, **options: Any) -> tuple[list[CallSpec], Costs]:
+    optimizer = torch.optim.AdamW(model.parameters())
+    profile, costs = rehearse(model, optimizer, batch, device=CPU, **options)
+    first = {call.kind: call for call in reversed(profile.calls)}
+    return [first[kind] for kind in range(len(first))], costs
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "sequential"])
+def test_every_kind_of_call_is_measured_and_its_bytes_are_the_profiles(name: str) -> None:
+    """The profile's bytes come from tensors without values, by another way."""
+    model, batch = models.ZOO[name]()
+    calls, costs = rehearsed(model, batch, micro_batches=[2, 6])
+    assert len(costs.calls) == len(costs.peaks) == len(calls)
+    for call, cost, peaks in zip(calls, costs.calls, costs.peaks, strict=True):
+        if not cost.forward_s.points:
+            assert costs.loss is not None and costs.loss.forward_s > 0 and costs.loss.backward_s > 0
+            continue
+        assert [point.num_samples for point in cost.forward_s.points] == ([2, 6] if call.splittable else [6])
+        assert min(cost.forward_s.values) > 0
+        assert bool(cost.backward_s.points) == call.needs_backward
+        for point in peaks.forward_bytes.points:
+            assert point.value == call.forward_peak.at(point.num_samples)
+        for point in peaks.kept_bytes.points:
+            assert point.value == call.kept.at(point.num_samples)
+        for point in peaks.backward_bytes.points:
+            assert 0 < point.value <= call.backward_peak.at(point.num_samples)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(models.ZOO))
+def test_every_model_is_rehearsed(name: str) -> None:
+    calls, costs = rehearsed(*models.ZOO[name]())
+    for call, cost in zip(calls, costs.calls, strict=True):
+        assert cost.forward_s.points or costs.loss is not None
+        assert not cost.forward_s.points or bool(cost.backward_s.points) == call.needs_backward
+
+
+def test_the_forecast_of_a_step_is_near_the_step() -> None:
+    model, batch = models.llama(num_layers=6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    profile, costs = rehearse(model, optimizer, batch, device=CPU)
+    limits = hightide.Limits(gpu="64MiB", host="64MiB")
+    model, optimizer = hightide.wrap(model, optimizer, batch, limits=limits, device="cpu", micro_batch=2)
+    seconds = []
+    for _ in range(5):
+        started_s = time.perf_counter()
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - started_s)
+    told = forecast(profile, hightide.stats(model).plan, costs, FAST).simulated.step_s
+    assert told / 4 < min(seconds) < 4 * told  # other work shares the cores
+
+
+def test_the_model_is_not_touched() -> None:
+    model, batch = models.llama()
+    seen: list[torch.Tensor] = []
+    model.model.layers[0].register_forward_hook(lambda _, args, result: None)
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda _, args, result: seen.append(result.detach()))
+    before = {name: (id(param), param.clone()) for name, param in model.named_parameters()}
+    classes = [type(module) for module in model.modules()]
+    seed = torch.get_rng_state()
+    rehearsed(model, batch)
+    assert all(isinstance(value, torch._subclasses.FakeTensor) for value in seen), "only the profile runs its hooks"
+    assert [type(module) for module in model.modules()] == classes
+    for name, param in model.named_parameters():
+        assert id(param) == before[name][0] and torch.equal(param, before[name][1]) and param.grad is None
+    assert torch.equal(torch.get_rng_state(), seed)
+
+
+def test_a_model_without_values_is_rehearsed() -> None:
+    with torch.device("meta"):
+        model, _ = models.llama()
+    _, costs = rehearsed(model, models.token_batch())
+    assert all(param.is_meta for param in model.parameters())
+    assert costs.calls[1].forward_s.at(6) > 0
+
+
+def test_nothing_stays_behind() -> None:
+    threads = threading.active_count()
+    rehearsed(*models.llama())
+    gc.collect()
+    assert threading.active_count() <= threads
+    assert not [kept for kept in gc.get_objects() if type(kept) in (Stage, Run)]
+
+
+def test_blocks_are_compiled_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[torch.Size] = []
+    compile = torch.compile
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        shapes.append(max((value.shape for value in inputs if value.dim() == 3 and len(value) > 1), default=None))
+        return graph.forward
+
+    monkeypatch.setattr(compiled.torch, "compile", lambda fn, **options: compile(fn, backend=backend, **options))
+    _, costs = rehearsed(*models.llama(), compile=True, micro_batches=[3, 6])
+    torch._dynamo.reset()
+    assert costs.source == "measured on the simulated accelerator, compiled"
+    assert [shape[0] for shape in shapes] == [3, 6, 3, 6]  # recomputed and kept; norms and embeddings are not compiled
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [7]])
+def test_sizes_beyond_the_batch_are_refused(sizes: list[int]) -> None:
+    with pytest.raises(ValueError, match="the batch has 6 samples; name sizes from 1 to 6"):
+        rehearsed(*models.llama(), micro_batches=sizes)
+
+
+def test_a_model_that_cannot_be_probed_is_refused() -> None:
+    class Asks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * float(x.sum())
+
+    model = nn.Sequential(nn.Linear(8, 8), Asks(8, 8))
+    with pytest.warns(UserWarning, match="could not be probed"), pytest.raises(ValueError, match="cannot be rehearsed"):
+        rehearsed(model, torch.zeros(6, 8))
