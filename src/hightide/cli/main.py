@@ -63,6 +63,7 @@ def train_command(
     name: Annotated[str | None, typer.Option(help="Name of the run folder.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder that run folders are made in.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data and sample.")] = None,
+    record: Annotated[bool, typer.Option("--record", help="Record the last step, for `hightide simulate`.")] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
 ) -> None:
     """Train a small Llama-shaped model on bytes of text: by default, Python's own source."""
@@ -82,7 +83,7 @@ def train_command(
     with _errors_as_exit_codes(traceback):
         if config is not None and config_option is not None:
             raise ValueError(f"two settings files, {config} and {config_option}; give one")
-        finished = train(load_config(config or config_option, overrides), console)
+        finished = train(load_config(config or config_option, overrides), console, record)
     if not finished:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -109,7 +110,9 @@ def doctor_command(
 
 @app.command("simulate")
 def simulate_command(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN.json", help="A plan file, or a folder of `hightide train`.")],
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN.json|FOLDER", help="A plan file, or a folder of `hightide train --record`.")
+    ],
     machine: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="A preset or a machine file; else what doctor measured here."),
@@ -117,9 +120,7 @@ def simulate_command(
     costs: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Times of blocks from a rehearsal; else estimated.")
     ] = None,
-    measured: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A recorded run to show beside it: train --record.")
-    ] = None,
+    measured: Annotated[Path | None, typer.Option(metavar="FILE", help="A recorded step to show beside it.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw memory and lanes into one HTML page.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the simulated step as JSON.")] = None,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,

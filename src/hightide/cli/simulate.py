@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from hightide.cli.run_folder import PLAN, TIMELINE
 from hightide.doctor.known import known_machine, load_machine, preset_names
 from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
@@ -39,6 +40,7 @@ class SimulateOptions:
 
 
 def simulate(options: SimulateOptions, device: torch.device, console: Console) -> None:
+    options = _look_into_folder(options)
     plan = _load_plan(options.plan)
     profile = _profile(plan, options.plan)
     machine = _machine(options.machine, device, console)
@@ -54,25 +56,36 @@ def simulate(options: SimulateOptions, device: torch.device, console: Console) -
         console.print(f"timeline: {options.json}", soft_wrap=True)
     if options.html is not None:
         facts = [f"{_facts(profile, plan)}.", f"Times of blocks: {costs.source}. Lanes: {machine.source}."]
-        page = timeline_html(f"{options.plan.stem}: the tide of one step", timeline, measured, facts, plan.explain())
+        page = timeline_html(f"{_title(options.plan)}: the tide of one step", timeline, measured, facts, plan.explain())
         options.html.write_text(page, encoding="utf-8")
         console.print(f"page: {options.html}", soft_wrap=True)
 
 
+def _look_into_folder(options: SimulateOptions) -> SimulateOptions:
+    """A run folder has a plan and, where it was recorded, a step of that plan."""
+    if not options.plan.is_dir():
+        return options
+    recorded = options.plan / TIMELINE
+    measured = options.measured or (recorded if recorded.exists() else None)
+    return replace(options, plan=options.plan / PLAN, measured=measured)
+
+
+def _title(path: Path) -> str:
+    return path.absolute().parent.name if path.name == PLAN else path.stem
+
+
 def _load_plan(path: Path) -> Plan:
-    """A run folder has one too."""
-    file = path / "plan.json" if path.is_dir() else path
     try:
-        return Plan.load(file)
+        return Plan.load(path)
     except OSError as error:
-        raise ValueError(f"cannot read the plan {file}: {error.strerror}") from error
+        raise ValueError(f"cannot read the plan {path}: {error.strerror}") from error
 
 
 def _profile(plan: Plan, path: Path) -> ModelProfile:
     if plan.profile is None:
         raise ValueError(
-            f"the plan {path} does not contain the profile that it was made from, so there is nothing to simulate; make "
-            "it again with hightide.plan(model, optimizer, batch).save(path)"
+            f"the plan {path} does not contain the profile that it was made from, so there is nothing to simulate; "
+            "make it again with hightide.plan(model, optimizer, batch).save(path)"
         )
     check_plan(plan.profile, plan)
     return plan.profile
@@ -126,6 +139,10 @@ def _show(
         )
 
 
+def _count(numel: int) -> str:
+    return f"{numel / 1e9:.2f}B" if numel >= 1e9 else f"{numel / 1e6:.2f}M"
+
+
 def _facts(profile: ModelProfile, plan: Plan) -> str:
     numel = sum(spec.numel for spec in profile.params)
     blocks = len({call.block for call in profile.calls})
@@ -134,7 +151,7 @@ def _facts(profile: ModelProfile, plan: Plan) -> str:
         if action.lane in moved:
             moved[action.lane] += action.num_bytes
     return (
-        f"{numel / 1e9:.2f}B parameters in {blocks} blocks, {plan.num_samples} samples in micro-batches of "
+        f"{_count(numel)} parameters in {blocks} blocks, {plan.num_samples} samples in micro-batches of "
         f"{plan.micro_batch}, updates {str(plan.update).replace('_', ' ')}; {format_bytes(moved[Lane.H2D])} to the GPU "
         f"and {format_bytes(moved[Lane.D2H])} from it per step"
     )

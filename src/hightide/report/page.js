@@ -50,9 +50,12 @@
       this.lanes = panel.lanes.map((_, lane) => panel.bars.filter((bar) => bar[LANE] === lane));
       const total = panel.levels.map((level) => level.slice(1).reduce((sum, bytes) => sum + bytes, 0));
       const peak = Math.max(...total, panel.peak);
+      this.peakBeyond = panel.peak > 1.001 * Math.max(...total);  // between the moments at which memory was read
       this.limitShown = panel.limit <= 2.5 * peak;
       this.most = 1.08 * Math.max(peak, this.limitShown ? panel.limit : 0);
-      this.moment = panel.levels[total.indexOf(Math.max(...total))]?.[0] ?? 0;
+      const highest = total.indexOf(Math.max(...total));
+      const ends = panel.levels[highest + 1]?.[0] ?? panel.step;
+      this.moment = highest < 0 ? 0 : (panel.levels[highest][0] + ends) / 2;
       this.bar = null;
       this.build();
     }
@@ -69,8 +72,11 @@
       const parts = this.data.parts.map(([name, key], at) => this.item(key, name, this.values[at])).reverse();
       const used = new Set(this.data.bars.map((bar) => bar[NAME]));
       const names = this.data.names.filter((_, at) => used.has(at)).map(([name, key]) => this.item(key, name));
-      const stalls = this.data.bars.some((bar) => bar[LANE] === 0 && bar[WAITED] > 0);
-      if (stalls) names.push(html("li", {}, html("i", { class: "stall" }), "compute waits"));
+      const stalled = this.lanes[0].reduce((sum, bar) => sum + bar[WAITED], 0);
+      if (stalled > 0.001 * this.data.step) names.push(html("li", {}, html("i", { class: "stall" }), "compute waits"));
+      if (this.data.bars.some((bar) => bar[EARLIER])) {
+        names.push(html("li", {}, html("i", { class: "pale" }), "paler: of the step before"));
+      }
       this.detail = html("output", { class: "detail", "aria-live": "polite" });
       this.node = html("section", { class: "panel" },
         html("h2", {}, this.data.title),
@@ -161,6 +167,11 @@
     }
 
     drawLimit(nodes, right) {
+      if (this.peakBeyond) {
+        const y = this.y(this.data.peak);
+        nodes.push(svg("line", { class: "peak", x1: LEFT, x2: right, y1: y, y2: y }));
+        nodes.push(svg("text", { class: "strong", x: right, y: y + 13, "text-anchor": "end" }, `peak between readings ${bytesText(this.data.peak)}`));
+      }
       const text = `limit ${bytesText(this.data.limit)}`;
       if (!this.limitShown) {
         nodes.push(svg("text", { class: "limit-text", x: right, y: TOP - 4, "text-anchor": "end" }, `${text}, far above`));
@@ -185,7 +196,7 @@
           }
           if (to <= from) continue;
           const gap = to - from > 3 ? 0.6 : 0;  // neighbours of one colour stay apart
-          const width = Math.max(0.3, to - from - gap).toFixed(2);
+          const width = Math.max(0.8, to - from - gap).toFixed(2);
           add(`${bar[NAME]} ${bar[EARLIER]}`, `M${from.toFixed(2)} ${top}h${width}v${ROW}h-${width}z`);
         }
       });
@@ -240,8 +251,7 @@
 
     show() {
       const levels = this.data.levels;
-      let at = levels.findLastIndex((level) => level[0] <= this.moment);
-      while (at > 0 && levels[at - 1][0] === levels[at][0] && levels[at][0] === this.moment) at -= 1;
+      const at = levels.findLastIndex((level) => level[0] <= this.moment);
       const level = this.moment <= this.data.step ? levels[Math.max(at, 0)] : undefined;
       const sum = level ? level.slice(1).reduce((total, bytes) => total + bytes, 0) : 0;
       this.when.textContent = `at ${secondsText(this.moment)}: ${level ? bytesText(sum) : "–"}`;
@@ -250,7 +260,7 @@
       this.cursor.setAttribute("x1", x);
       this.cursor.setAttribute("x2", x);
       this.chosen.setAttribute("visibility", this.bar ? "visible" : "hidden");
-      if (!this.bar) { this.detail.textContent = ""; return; }
+      if (!this.bar) { this.detail.textContent = "Point at a bar to see what it is and what it waited for."; return; }
       const from = this.x(Math.max(this.bar[START], 0)), to = this.x(Math.min(this.bar[END], this.data.step));
       this.chosen.setAttribute("x", from);
       this.chosen.setAttribute("y", this.laneTop(this.bar[LANE]));

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: GPU memory over a step and the lanes below it; a measured step under a simulated one."""
+"""One self-contained HTML page: GPU memory over a step, the lanes below it; a measured step under a simulated one."""
 
 from __future__ import annotations
 
@@ -64,8 +64,7 @@ def timeline_html(
         "<main>",
         '<noscript><p class="note">The pictures need JavaScript; the numbers below do not.</p></noscript>',
         '<div id="charts"></div>',
-        _summary(timelines),
-        *(_waits(timeline) for timeline in timelines),
+        f'<div class="tables">{_summary(timelines)}{"".join(_waits(timeline) for timeline in timelines)}</div>',
         f"<details><summary>The plan</summary><pre>{escape(plan_text)}</pre></details>" if plan_text else "",
         "</main>",
         f'<script id="data" type="application/json">{script}</script>',
@@ -126,8 +125,8 @@ def _summary(timelines: list[Timeline]) -> str:
     head = "".join(f"<th scope=col>{name}</th>" for name in heads)
     return (
         f"<section><h2>In numbers</h2><table><thead><tr><td></td>{head}</tr></thead>"
-        f'<tbody>{"".join(lines)}</tbody></table><p class="note">The limit of GPU memory is {format_bytes(limit)}. Busy '
-        "times count within this step, whatever step the work belongs to.</p></section>"
+        f'<tbody>{"".join(lines)}</tbody></table><p class="note">The limit of GPU memory is {format_bytes(limit)}. '
+        "Busy times count within this step, whatever step the work belongs to.</p></section>"
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hightide.ir.tier import Lane
 from hightide.ir.timeline import LaneTime, Timeline
 from hightide.ir.units import format_bytes, format_seconds
 
+LEAST_SHARE = 0.001  # of a step: shorter waits are not worth a line
+MAX_LINKS = 3  # of a chain of waits that are shown
 MEANINGS = {
     Lane.COMPUTE: "GPU kernels",
     Lane.H2D: "host to GPU",
@@ -35,7 +37,7 @@ def rows(timelines: list[Timeline]) -> list[Row]:
         found.append(_share_row(f"{lane} busy", shares))
     for lane in Lane:
         waits = [lane_time(one, lane).stall_s for one in timelines]
-        if max(wait / one.step_s for wait, one in zip(waits, timelines, strict=True)) >= 0.001:
+        if max(wait / one.step_s for wait, one in zip(waits, timelines, strict=True)) >= LEAST_SHARE:
             found.append(_row(stall_name(lane), waits, format_seconds))
     return found
 
@@ -54,12 +56,22 @@ def limiting(timeline: Timeline) -> LaneTime:
 
 
 def worst_waits(timeline: Timeline, count: int = 8) -> list[tuple[str, float]]:
-    """What compute waited for longest, and how long."""
+    """What compute waited for longest, with what that had waited for itself, and how long."""
     waits: dict[str, float] = defaultdict(float)
     for bar in timeline.bars:
         if bar.lane is Lane.COMPUTE and bar.waited_s > 0:
             waits[bar.waited_for] += bar.waited_s
-    return sorted(waits.items(), key=lambda wait: -wait[1])[:count]
+    long = [wait for wait in waits.items() if wait[1] >= LEAST_SHARE * timeline.step_s]
+    worst = sorted(long, key=lambda wait: -wait[1])[:count]
+    causes = {bar.id: bar.waited_for for bar in timeline.bars if not bar.earlier}
+    return [(_chain(name, causes), seconds) for name, seconds in worst]
+
+
+def _chain(name: str, causes: Mapping[str, str]) -> str:
+    links = [name]
+    while len(links) < MAX_LINKS and (cause := causes.get(links[-1])):
+        links.append(cause)
+    return ", after ".join(links)
 
 
 def _row(name: str, values: Sequence[float], text: Callable[[float], str]) -> Row:
