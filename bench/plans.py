@@ -42,6 +42,7 @@ class HandWritten:
     inputs: Tier = Tier.GPU
     spare_slots: int = 1
     gradients: GradientDtype = GradientDtype.PARAM
+    held_out: bool = False  # of FORECASTS: its measurement was not looked at while the forecast was being made better
 
 
 W1 = {"model": "llama-3.2-3b", "sequences": 16, "length": 2048}
@@ -74,6 +75,30 @@ PLANS: dict[str, HandWritten] = {
     ),
 }
 
+_1B = {"model": "llama-3.2-1b", "length": 2048}
+_3B = {"model": "llama-3.2-3b", "length": 2048}
+_8K, _32K = {"sequences": 4, "micro_batch": 4}, {"sequences": 16, "micro_batch": 16}
+_NOW, _LATER = {"update": Update.IN_BACKWARD}, {"update": Update.DEFERRED}
+
+# What bench/forecast.py forecasts and measures: models, limits, batches, timings, recomputed and kept.
+FORECASTS: dict[str, HandWritten] = {
+    "1b-12gib-32k": HandWritten(**_1B, **_32K, **_NOW, gpu="12GiB", whole=1, inputs=Tier.HOST),
+    "1b-12gib-8k-later": HandWritten(**_1B, **_8K, **_LATER, gpu="12GiB", whole=3),
+    "1b-24gib-8k-keep": HandWritten(**_1B, **_8K, **_NOW, gpu="24GiB", whole=8, keep=6, kept_logits=8192),
+    "1b-24gib-32k-later": HandWritten(**_1B, **_32K, **_LATER, gpu="24GiB", whole=6, keep=1),
+    "1b-48gib-32k-later-keep": HandWritten(
+        **_1B, **_32K, **_LATER, gpu="48GiB", whole=10, keep=6, kept_logits=32768, held_out=True
+    ),
+    "3b-12gib-8k": HandWritten(**_3B, **_8K, **_NOW, gpu="12GiB", whole=1),
+    "3b-12gib-32k": HandWritten(
+        **_3B, sequences=16, micro_batch=4, **_NOW, gpu="12GiB", inputs=Tier.HOST, whole=1, held_out=True
+    ),
+    "3b-24gib-32k": HandWritten(**_3B, **_32K, **_NOW, gpu="24GiB", whole=2, kept_logits=20480),
+    "3b-24gib-8k-later": HandWritten(**_3B, **_8K, **_LATER, gpu="24GiB", whole=7),
+    "3b-48gib-32k-keep": HandWritten(**_3B, **_32K, **_NOW, gpu="48GiB", whole=8, keep=3, kept_logits=16384),
+    "3b-48gib-8k-later": HandWritten(**_3B, **_8K, **_LATER, gpu="48GiB", whole=16, keep=4, kept_logits=8192),
+}
+
 
 def make(written: HandWritten, profile: ModelProfile) -> Plan:
     layers = [block.index for block in profile.blocks if not block.loose and not block.lazy_head]
@@ -103,11 +128,12 @@ def profile_of(model: str, sequences: int, length: int) -> ModelProfile:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PLANS))
+    every = {**PLANS, **FORECASTS}
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(every))
     profiles: dict[tuple[str, int, int], ModelProfile] = {}
     FOLDER.mkdir(exist_ok=True)
-    for name in parser.parse_args().names or PLANS:
-        written = PLANS[name]
+    for name in parser.parse_args().names or every:
+        written = every[name]
         key = (written.model, written.sequences, written.length)
         if key not in profiles:
             profiles[key] = profile_of(*key)

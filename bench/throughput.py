@@ -116,7 +116,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     cuda = torch.device(options.device).type == "cuda"
     if cuda:
         torch.zeros(1, device=options.device)
-    bare_bytes = _rss_bytes("VmRSS")
+    bare_bytes = rss_bytes("VmRSS")
     compile = cuda if options.compile is None else options.compile
     system = {"hightide": make_hightide, "resident": make_resident}[options.system](options, compile)
     data = batches(system.model, options.sequences, options.length)
@@ -277,7 +277,7 @@ def _rates(model: nn.Module, options: argparse.Namespace, step_s: float) -> dict
 
 
 def _memory(cuda: bool, bare_bytes: int) -> dict[str, int]:
-    memory = {"host_rss_bare_bytes": bare_bytes, "host_rss_peak_bytes": _rss_bytes("VmHWM")}
+    memory = {"host_rss_bare_bytes": bare_bytes, "host_rss_peak_bytes": rss_bytes("VmHWM")}
     if cuda:
         counters = torch.cuda.memory_stats()
         memory["gpu_peak_reserved_bytes"] = torch.cuda.max_memory_reserved()
@@ -287,7 +287,7 @@ def _memory(cuda: bool, bare_bytes: int) -> dict[str, int]:
     return memory
 
 
-def _rss_bytes(field: str) -> int:
+def rss_bytes(field: str) -> int:
     """VmRSS: now; VmHWM: the peak of this process (getrusage would count the parent's, from before exec)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024

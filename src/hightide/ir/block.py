@@ -52,6 +52,15 @@ class Affine:
     fixed: int = 0
     per_sample: int = 0
 
+    @classmethod
+    def through(cls, low: int, at_low: int, high: int, at_high: int) -> Affine:
+        """The line through two points, rounded up; through the origin, if there is only one or it would fall below
+        it."""
+        per_sample = -(-(at_high - at_low) // (high - low)) if high > low else -1
+        if per_sample < 0 or at_low < per_sample * low:
+            return cls(0, max(-(-at_low // low), -(-at_high // high)))
+        return cls(at_low - per_sample * low, per_sample)
+
     def at(self, num_samples: int) -> int:
         return self.fixed + self.per_sample * num_samples
 

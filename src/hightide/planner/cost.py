@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hightide.ir.action import Action, Mode, Op
-from hightide.ir.block import CallSpec, ModelProfile
+from hightide.ir.block import Affine, CallSpec, ModelProfile
 from hightide.ir.chunk import ChunkSpec
-from hightide.ir.costs import CallCost, Costs
+from hightide.ir.costs import CallCost, Costs, Curve
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Activation, Plan, Update
 from hightide.ir.tier import Lane
@@ -46,15 +46,47 @@ def forecast(profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine) 
     return StepForecast(simulate(schedule, seconds_of(profile, plan, costs), machine), issue_s)
 
 
+def with_peaks(profile: ModelProfile, costs: Costs) -> ModelProfile:
+    """The profile with the bytes that a rehearsal has measured in the place of those of tensors without values, which
+    know nothing of compiled blocks."""
+    if not costs.peaks:
+        return profile
+    _check_kinds(profile, costs)
+    calls = []
+    for call in profile.calls:
+        measured = costs.peaks[call.kind]
+        if measured.forward_bytes.points:
+            call = replace(
+                call,
+                forward_peak=_line(measured.forward_bytes),
+                kept=_line(measured.kept_bytes),
+                backward_peak=_line(measured.backward_bytes),
+            )
+        calls.append(call)
+    return replace(profile, calls=tuple(calls))
+
+
+def _line(curve: Curve) -> Affine:
+    """Never below the curve between its ends, since peaks are convex: see [Note: two sizes are enough]."""
+    if not curve.points:
+        return Affine()
+    low, high = curve.points[0], curve.points[-1]
+    return Affine.through(low.num_samples, int(low.value), high.num_samples, int(high.value))
+
+
 def seconds_of(profile: ModelProfile, plan: Plan, costs: Costs) -> Callable[[Action], float]:
     """How long an action of the compute lane takes. See [Note: what the compute lane does]."""
+    _check_kinds(profile, costs)
+    return _Seconds(profile, plan, costs)
+
+
+def _check_kinds(profile: ModelProfile, costs: Costs) -> None:
     kinds = {call.kind for call in profile.calls}
     if kinds - set(range(len(costs.calls))):
         raise ValueError(
             f"costs of {len(costs.calls)} kinds of calls, but the model has {len(kinds)}: they were made for another "
             "model or batch; rehearse or estimate it again"
         )
-    return _Seconds(profile, plan, costs)
 
 
 class _Seconds:

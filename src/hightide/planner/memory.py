@@ -1,12 +1,23 @@
-"""The most bytes that a schedule may hold at once on each tier."""
+"""The most bytes that a schedule may hold at once on each tier.
+
+[Note: what a GPU reserves] Peaks are bytes of tensors. On a real GPU torch reserves more from the driver, and that is
+what others cannot have: a workspace of its matrix library for each thread that multiplies (the user's and autograd's),
+the rest of the last page of each of its two pools, and holes between tensors that come and go in different sizes, which
+are a share of what comes and goes. The CUDA context itself is outside of torch's count, as of every limit.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hightide.ir.action import TICK_OPS, Action, Schedule
 from hightide.ir.tier import Lane
 from hightide.planner.precedence import Precedence
+
+WORKSPACE_BYTES = 2 * 32 * 1024**2  # of cuBLAS, as torch sizes it on Hopper; 8 MiB each elsewhere
+PAGE_BYTES = 20 * 1024**2  # by which the allocator's growing segments grow
+HOLES_SHARE = 0.02  # W1 in 24 GiB: 0.15 of 12.7 GiB that come and go (docs/log.md); rounded up
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,13 @@ def peaks(schedule: Schedule, precedence: Precedence | None = None) -> Peaks:
         elif action.gpu_gives or action.host_gives:
             in_flight.append(action)
     return Peaks(gpu.peak_bytes, gpu.peak_at, host.peak_bytes, host.peak_at)
+
+
+def reserved_bytes(schedule: Schedule) -> int:
+    """At most, by torch on a real GPU. See [Note: what a GPU reserves]."""
+    peak_bytes = peaks(schedule).gpu_peak_bytes
+    holes = math.ceil(HOLES_SHARE * (peak_bytes - schedule.gpu_base_bytes))
+    return peak_bytes + holes + WORKSPACE_BYTES + 2 * PAGE_BYTES
 
 
 class _Level:

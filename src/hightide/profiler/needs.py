@@ -109,27 +109,21 @@ def _measure_whole(
 def _between(kind: int, low: int, at_low: MeteredCall, high: int, at_high: MeteredCall) -> CallNeeds:
     def work(at_low: Counted, at_high: Counted) -> Work:
         return Work(
-            _line(low, at_low.flop, high, at_high.flop),
-            _line(low, at_low.touched_bytes, high, at_high.touched_bytes),
+            Affine.through(low, at_low.flop, high, at_high.flop),
+            Affine.through(low, at_low.touched_bytes, high, at_high.touched_bytes),
         )
 
     return CallNeeds(
         kind=kind,
-        forward_peak=_line(low, at_low.forward_peak - at_low.outputs, high, at_high.forward_peak - at_high.outputs),
-        kept=_line(low, at_low.kept, high, at_high.kept),
-        backward_peak=_line(low, at_low.backward_peak, high, at_high.backward_peak),
+        forward_peak=Affine.through(
+            low, at_low.forward_peak - at_low.outputs, high, at_high.forward_peak - at_high.outputs
+        ),
+        kept=Affine.through(low, at_low.kept, high, at_high.kept),
+        backward_peak=Affine.through(low, at_low.backward_peak, high, at_high.backward_peak),
         forward=work(at_low.work.forward, at_high.work.forward),
         recompute=work(at_low.work.recompute, at_high.work.recompute),
         backward=work(at_low.work.backward, at_high.work.backward),
     )
-
-
-def _line(low: int, at_low: int, high: int, at_high: int) -> Affine:
-    """The line through two points, rounded up; through the origin, if there is only one or it would fall below it."""
-    per_sample = -(-(at_high - at_low) // (high - low)) if high > low else -1
-    if per_sample < 0 or at_low < per_sample * low:
-        return Affine(0, max(-(-at_low // low), -(-at_high // high)))
-    return Affine(at_low - per_sample * low, per_sample)
 
 
 def _micro_batch(record: Record, split: Split, num_samples: int) -> list[Any]:

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from hightide.ir.action import Action, Mode, Op
 from hightide.ir.block import Affine, ModelProfile, Work
-from hightide.ir.costs import CallCost, Costs, Curve, LossCost, Point
+from hightide.ir.costs import CallCost, CallPeaks, Costs, Curve, LossCost, Point
 from hightide.ir.machine import Gpu, Machine, MatmulRates
 from hightide.ir.plan import Activation, GradientDtype, Plan, Update
 from hightide.ir.tier import Lane, Tier
-from hightide.planner.cost import forecast, seconds_of
+from hightide.planner.cost import forecast, seconds_of, with_peaks
 from hightide.planner.estimate import estimate
 from hightide.planner.lower import lower
+from hightide.planner.memory import PAGE_BYTES, WORKSPACE_BYTES, peaks, reserved_bytes
 from unit.planner.profiles import plan_with, stack
 from unit.planner.test_simulate import machine
 
@@ -97,6 +98,26 @@ def test_costs_of_another_model_are_refused() -> None:
 def test_only_the_compute_lane_has_seconds() -> None:
     with pytest.raises(AssertionError, match="of the lane h2d"):
         seconds_of(stack(), plan_with(stack()), COSTS)(Action("fetch", Op.FETCH, Lane.H2D, tick=0))
+
+
+def test_measured_bytes_take_the_place_of_forecast_ones() -> None:
+    profile = stack()
+    measured = CallPeaks(curve(n1=20, n4=60, n6=100), curve(n1=3, n6=13), curve(n6=60))
+    none = CallPeaks(Curve(()), Curve(()), Curve(()))
+    layer = with_peaks(profile, replace(COSTS, peaks=(none, measured, none, none))).calls[1]
+    assert (layer.forward_peak.at(1), layer.forward_peak.at(6)) == (20, 100)
+    assert layer.forward_peak.at(4) >= 60, "a peak is convex"
+    assert (layer.kept.at(1), layer.kept.at(6)) == (3, 13)
+    assert layer.backward_peak == Affine(0, 10)
+    assert with_peaks(profile, COSTS) is profile
+
+
+def test_a_gpu_reserves_more_than_tensors_need() -> None:
+    profile = stack()
+    schedule = lower(profile, plan_with(profile), Mode.TRAIN)
+    fixed = WORKSPACE_BYTES + 2 * PAGE_BYTES
+    peak = peaks(schedule).gpu_peak_bytes
+    assert peak + fixed < reserved_bytes(schedule) <= fixed + peak + 0.02 * (peak - schedule.gpu_base_bytes) + 1
 
 
 def test_a_thread_that_cannot_keep_up_is_the_step() -> None:
