@@ -195,8 +195,8 @@ def train(
             losses.append(step(loop, batch).detach().item())
             if rates is not None:
                 rates.step()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}  # waits for the last updates
     stats = hightide.stats(model) if wrap is not None else None
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
     return Trained(model, optimizer, losses, loop.norms, weights, stats, seen)
 
 

@@ -92,7 +92,8 @@ def masters(run: Run) -> dict[str, Tensor]:
     values = {}
     for key, (chunk, entry) in run.chunks.places.items():
         if entry.offset_numel < run.chunks.specs[chunk].optimised_numel:
-            values[key] = run.chunks.view_of(run.chunks.master(chunk), entry).clone()
+            master = run.chunks.master_of(key)
+            values[key] = (run.chunks.view_of(run.chunks.home(chunk), entry) if master is None else master).clone()
     return values
 
 

@@ -78,6 +78,12 @@ class Action:
     host_takes: int = 0
     host_gives: int = 0
 
+    @property
+    def runs_when_open(self) -> bool:
+        """Of inline actions: those that never wait run as soon as they open, others on entry of the tick that needs
+        them. An update that is due in the next pass waits for nothing but the block before it."""
+        return self.op is Op.EVICT or (self.op is Op.UPDATE and self.tick > self.opens + 1)
+
     def __str__(self) -> str:
         words = [str(self.lane), str(self.op), self.id, f"tick={self.tick}"]
         for label, name in _FIELDS.items():

@@ -15,6 +15,7 @@ STAGING_NUMEL = 4 * 1024**2
 UPDATE_TILE_NUMEL = 32 * 1024**2  # an update on the GPU works in tiles of so many elements, of which it may copy one
 REGION_BYTES = 512  # stores give space in multiples of this
 STATE_BYTES = 4  # master copies and moments are fp32
+REMAINDER_BYTES = 2  # what a bf16 parameter lacks of its master
 
 
 def aligned(numel: int) -> int:
@@ -47,9 +48,8 @@ class ChunkSpec:
     trainable_numel: int
     optimised_numel: int
     params: tuple[Placement, ...]
-    num_states: (
-        int  # fp32 arrays per optimised element on its state tier: moments, and a master where dtype is not fp32
-    )
+    num_states: int  # of each optimised element: moments, and a master where dtype is not fp32
+    num_backwards: int  # how many blocks' backwards add to its gradient in one pass; 0 also where autograd does
 
     @property
     def param_bytes(self) -> int:
@@ -61,8 +61,8 @@ class ChunkSpec:
         return self.trainable_numel * GRAD_BYTES
 
     @property
-    def state_bytes(self) -> int:
-        return self.optimised_numel * STATE_BYTES * self.num_states
+    def moment_bytes(self) -> int:
+        return self.optimised_numel * STATE_BYTES * (self.num_states - self.has_master)
 
     @property
     def has_master(self) -> bool:

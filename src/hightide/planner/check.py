@@ -8,7 +8,7 @@ from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.place import widest_tick
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 def check_plan(profile: ModelProfile, plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from statistics import median_high
@@ -20,9 +21,11 @@ def pack(profile: ModelProfile, slot_numel: int, num_moments: int = 2) -> Layout
     Shared parameters go to the first block that uses them (to the loose pseudo-block, if that is one of them: plain
     autograd must find them on the GPU), in chunks of their own, so that the other users fetch nothing but them."""
     chunks: list[ChunkSpec] = []
+    backwards = Counter(call.block for call in profile.calls if call.needs_backward)
     for (block, users, dtype, _), params in _bundles(profile):
         for members in _cut(params, slot_numel):
-            chunks.append(_chunk(len(chunks), block, users, dtype, members, num_moments))
+            num_backwards = 0 if profile.blocks[block].loose else sum(backwards[user] for user in users)
+            chunks.append(_chunk(len(chunks), block, users, dtype, members, num_moments, num_backwards))
     return Layout(slot_numel, tuple(chunks))
 
 
@@ -128,7 +131,13 @@ def _cut(params: Iterable[ParamSpec], slot_numel: int) -> Iterator[Sequence[Para
 
 
 def _chunk(
-    index: int, block: int, users: tuple[int, ...], dtype: str, members: Sequence[ParamSpec], num_moments: int
+    index: int,
+    block: int,
+    users: tuple[int, ...],
+    dtype: str,
+    members: Sequence[ParamSpec],
+    num_moments: int,
+    num_backwards: int,
 ) -> ChunkSpec:
     placements: list[Placement] = []
     ends = [0, 0, 0]  # of the optimised, the trainable and all parameters
@@ -139,4 +148,5 @@ def _chunk(
         for section in range(_section(spec)[0], 3):
             ends[section] = end
     num_states = num_moments + (dtype != "float32")
-    return ChunkSpec(index, block, users, dtype, ends[2], ends[1], ends[0], tuple(placements), num_states)
+    numels = ends[2], ends[1], ends[0]
+    return ChunkSpec(index, block, users, dtype, *numels, tuple(placements), num_states, num_backwards)

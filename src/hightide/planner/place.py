@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from hightide.ir.block import DTYPE_BYTES
-from hightide.ir.chunk import GRAD_BYTES, LEAVING_NUMEL, REGION_BYTES, STAGING_NUMEL, ChunkSpec, Layout
-from hightide.ir.plan import GradientDtype, Plan
+from hightide.ir.chunk import (
+    GRAD_BYTES,
+    LEAVING_NUMEL,
+    REGION_BYTES,
+    REMAINDER_BYTES,
+    STAGING_NUMEL,
+    STATE_BYTES,
+    ChunkSpec,
+    Layout,
+)
+from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 
 
@@ -28,6 +37,29 @@ def has_host_params(plan: Plan, chunk: ChunkSpec) -> bool:
     return not params_on_gpu(plan, chunk) or is_refreshed(plan, chunk)
 
 
+def is_used_up(plan: Plan, chunk: ChunkSpec) -> bool:
+    """Its gradient is summed in a grad slot, and its update, right afterwards on the GPU, is the last to read it: so it
+    needs no place of its own."""
+    once = chunk.num_backwards == 1 and chunk.optimised_numel == chunk.trainable_numel > 0
+    return states_on_gpu(plan, chunk) and plan.update is Update.IN_BACKWARD and once
+
+
+def in_grad_slot(plan: Plan, chunk: ChunkSpec) -> bool:
+    """Where its gradient is summed: else at a place of its own on the GPU."""
+    return chunk.trainable_numel > 0 and (not states_on_gpu(plan, chunk) or is_used_up(plan, chunk))
+
+
+def has_remainder(plan: Plan, chunk: ChunkSpec) -> bool:
+    """Its master is the parameter plus 16 more bits. See [Note: masters in two parts] in runtime/remainder.py."""
+    return states_on_gpu(plan, chunk) and chunk.dtype == "bfloat16"
+
+
+def state_bytes(plan: Plan, chunk: ChunkSpec) -> int:
+    """Moments, then the master or what the parameter lacks of it."""
+    master = REMAINDER_BYTES if has_remainder(plan, chunk) else STATE_BYTES
+    return chunk.moment_bytes + (chunk.optimised_numel * master if chunk.has_master else 0)
+
+
 def grad_dtype(plan: Plan, chunk: ChunkSpec) -> str:
     """Of a finished gradient, wherever it is. A dtype that is wider than the sum would only repeat zeros."""
     if plan.gradients is GradientDtype.PARAM and DTYPE_BYTES[chunk.dtype] < GRAD_BYTES:
@@ -47,7 +79,7 @@ def host_grad_bytes(plan: Plan, chunk: ChunkSpec) -> int:
 def update_bytes(plan: Plan, chunk: ChunkSpec) -> int:
     """That an update touches, each array once."""
     grad = GRAD_BYTES if states_on_gpu(plan, chunk) else DTYPE_BYTES[grad_dtype(plan, chunk)]
-    return chunk.optimised_numel * (grad + DTYPE_BYTES[chunk.dtype]) + chunk.state_bytes
+    return chunk.optimised_numel * (grad + DTYPE_BYTES[chunk.dtype]) + state_bytes(plan, chunk)
 
 
 def staging_bytes(plan: Plan) -> tuple[int, int, int]:
@@ -70,14 +102,16 @@ def gpu_staging_bytes(plan: Plan) -> int:
 def gpu_chunk_bytes(plan: Plan, chunk: ChunkSpec) -> int:
     """Bytes on the GPU for the whole run."""
     params = region_bytes(chunk.param_bytes) if params_on_gpu(plan, chunk) else 0
-    training = region_bytes(chunk.grad_bytes) + region_bytes(chunk.state_bytes)
-    return params + (training if states_on_gpu(plan, chunk) else 0)
+    if not states_on_gpu(plan, chunk):
+        return params
+    gradient = 0 if is_used_up(plan, chunk) else region_bytes(chunk.grad_bytes)
+    return params + gradient + region_bytes(state_bytes(plan, chunk))
 
 
 def host_chunk_bytes(plan: Plan, chunk: ChunkSpec) -> int:
     """Bytes on the host for the whole run."""
     params = region_bytes(chunk.param_bytes) if has_host_params(plan, chunk) else 0
-    training = region_bytes(host_grad_bytes(plan, chunk)) + region_bytes(chunk.state_bytes)
+    training = region_bytes(host_grad_bytes(plan, chunk)) + region_bytes(state_bytes(plan, chunk))
     return params + (0 if states_on_gpu(plan, chunk) else training)
 
 
@@ -94,8 +128,8 @@ def slot_bytes(plan: Plan) -> int:
 
 def grad_slot_bytes(plan: Plan) -> int:
     """Of what is trained: where most is frozen, far less than a slot."""
-    leaving = [chunk for chunk in plan.layout.chunks if chunk.trainable_numel and not states_on_gpu(plan, chunk)]
-    return max((_share_bytes(chunk.grad_bytes, grad_width(plan.layout, chunk)) for chunk in leaving), default=0)
+    passing = [chunk for chunk in plan.layout.chunks if in_grad_slot(plan, chunk)]
+    return max((_share_bytes(chunk.grad_bytes, grad_width(plan.layout, chunk)) for chunk in passing), default=0)
 
 
 def _share_bytes(num_bytes: int, num_slots: int) -> int:
@@ -123,7 +157,7 @@ def widest_tick(plan: Plan, called: set[int]) -> tuple[int, int]:
         if block not in called:
             continue
         streamed = [chunk for chunk in chunks if not params_on_gpu(plan, chunk)]
-        leaving = [chunk for chunk in chunks if not states_on_gpu(plan, chunk) and chunk.trainable_numel]
+        passing = [chunk for chunk in chunks if in_grad_slot(plan, chunk)]
         params = max(params, sum(plan.layout.num_slots(chunk) for chunk in streamed))
-        grads = max(grads, sum(grad_width(plan.layout, chunk) for chunk in leaving))
+        grads = max(grads, sum(grad_width(plan.layout, chunk) for chunk in passing))
     return params, grads

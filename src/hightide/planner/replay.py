@@ -15,7 +15,14 @@ from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.form import objection
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.place import chunks_by_block, grad_width, is_refreshed, params_on_gpu, states_on_gpu
+from hightide.planner.place import (
+    chunks_by_block,
+    grad_width,
+    in_grad_slot,
+    is_refreshed,
+    is_used_up,
+    params_on_gpu,
+)
 from hightide.planner.precedence import Precedence
 
 
@@ -84,12 +91,12 @@ class Replay:
 
     def _check_moment(self, action: Action, left: int) -> None:
         """It is listed where the executor comes to it: what opens later is not issued yet, and what runs in the user's
-        thread runs when it opens (evictions) or right before its tick."""
+        thread runs when it opens or right before its tick."""
         if action.op in TICK_OPS:
             return
         if action.opens > left:
             self._fail(action, f"opens after tick {action.opens}, but is listed after tick {left}")
-        runs_after = action.opens if action.op is Op.EVICT else action.tick - 1
+        runs_after = action.opens if action.runs_when_open else action.tick - 1
         if action.lane is Lane.COMPUTE and runs_after != left:
             self._fail(action, f"runs after tick {runs_after}, but is listed after tick {left}")
 
@@ -148,7 +155,7 @@ class Replay:
         if chunk.index in self.updated:
             self._fail(tick, f"adds to the gradient of chunk {chunk.index} after its update")
         self.summed.add(chunk.index)
-        if not states_on_gpu(self.plan, chunk):
+        if in_grad_slot(self.plan, chunk):
             entry = self.grad_slots.entry(chunk.index)
             self._after(tick, entry, f"adds to the gradient of chunk {chunk.index}, which is not in a grad slot then")
             self.dirty[chunk.index] = tick
@@ -210,7 +217,7 @@ class Replay:
         chunk = self._chunk(action)
         if self.schedule.mode is Mode.ACCUMULATE or chunk.index in self.summed:
             self._fail(action, f"clears the gradient of chunk {chunk.index}, which holds sums")
-        if states_on_gpu(self.plan, chunk):
+        if not in_grad_slot(self.plan, chunk):
             if chunk.index in self.cleared:
                 self._fail(action, f"clears the gradient of chunk {chunk.index} again")
             if chunk.optimised_numel:
@@ -240,16 +247,27 @@ class Replay:
 
     def _update(self, action: Action) -> None:
         chunk = self._chunk(action)
+        if is_used_up(self.plan, chunk):
+            last_sum = self.dirty.pop(chunk.index, None)
+            self._after(action, last_sum, f"uses up the gradient of chunk {chunk.index} before it is summed")
+            self.grad_slots.leave(action)
         if chunk.index in self.dirty:
             self._fail(action, f"reads the gradient of chunk {chunk.index}, which is not written back")
         if chunk.index in self.updated:
             self._fail(action, f"updates chunk {chunk.index} again")
         for write_back in self.write_backs.get(chunk.index, []):
             self._after(action, write_back, f"reads the gradient of chunk {chunk.index} before it is at home")
-        if action.lane is Lane.CPU and self.plan.update is Update.DEFERRED:
-            step = next((tick for tick in self.schedule.ticks if tick.op is Op.STEP), None)
-            self._after(action, step, "runs before step() was called")
+        if self.plan.update is Update.DEFERRED:
+            self._check_step(action)
         self.updated.add(chunk.index)
+
+    def _check_step(self, update: Action) -> None:
+        """On the host after the step, on the GPU as its first part."""
+        step = self.schedule.ticks[-1]
+        if update.lane is Lane.CPU:
+            self._after(update, step, "runs before step() was called")
+        elif update.runs_when_open or update.tick != step.tick:
+            self._fail(update, "runs before step() was called")
 
     def _check_end(self) -> None:
         if self.dirty:

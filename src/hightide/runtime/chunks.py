@@ -26,14 +26,19 @@ from hightide.planner.place import (
     grad_slot_bytes,
     grad_width,
     has_host_params,
+    has_remainder,
     host_grad_bytes,
+    in_grad_slot,
+    is_used_up,
     params_on_gpu,
     rounds_gradient,
     slot_bytes,
     staging_bytes,
+    state_bytes,
 )
 from hightide.runtime.absent import absent_class
 from hightide.runtime.origin import Origin
+from hightide.runtime.remainder import join, split
 from hightide.runtime.residency import Copy, Residency
 from hightide.runtime.slots import SlotTable
 from hightide.runtime.staging import Staging
@@ -116,6 +121,14 @@ class Chunks:
     def is_streamed(self, chunk: int) -> bool:
         return self.params_tier(chunk) is not Tier.GPU
 
+    def in_grad_slot(self, chunk: int) -> bool:
+        """Its gradient is summed in a slot; else at a place of its own on the GPU."""
+        return in_grad_slot(self._plan, self.specs[chunk])
+
+    def is_used_up(self, chunk: int) -> bool:
+        """Its gradient leaves its slot with the update, and has no home."""
+        return is_used_up(self._plan, self.specs[chunk])
+
     def home(self, chunk: int) -> Tensor:
         """The chunk's parameters where the update writes them."""
         tier = Tier.GPU if (chunk, ChunkKind.PARAM, Tier.HOST) not in self._regions else Tier.HOST
@@ -146,7 +159,7 @@ class Chunks:
 
     def grad_on_gpu(self, chunk: int) -> Tensor:
         spec = self.specs[chunk]
-        if self.states_tier(chunk) is Tier.GPU:
+        if not self.in_grad_slot(chunk):
             return self.flat(chunk, ChunkKind.GRAD, Tier.GPU)
         first = self.grad_slots.first(chunk)
         assert first is not None and self._grad_slots is not None, f"the gradient of chunk {chunk} is not on the GPU"
@@ -239,10 +252,10 @@ class Chunks:
         """New values for a parameter, wherever copies of it are; nothing may be under way with its chunk. A master copy
         that rounds to these very values stays: it knows more than they do."""
         chunk, entry = self.places[key]
-        self.view_of(self.home(chunk), entry).copy_(value)
         master = self.master_of(key)
+        self.view_of(self.home(chunk), entry).copy_(value)
         if master is not None and not rounds_to(master, value):
-            master.copy_(value)
+            self._set_master(key, value)
         self.stale[chunk] = (chunk, ChunkKind.PARAM, Tier.HOST) in self._regions and not self.is_streamed(chunk)
         self.show(key)
         param = self.parameters[key]
@@ -291,13 +304,11 @@ class Chunks:
             self._regions[spec.index, ChunkKind.PARAM, Tier.GPU] = self.gpu.allocate(spec.param_bytes, label)
         if has_host_params(self._plan, spec):
             self._regions[spec.index, ChunkKind.PARAM, Tier.HOST] = self.host.allocate(spec.param_bytes, "parameters")
-        if spec.grad_bytes:
+        if spec.grad_bytes and not self.is_used_up(spec.index):
             grad_bytes = spec.grad_bytes if states is Tier.GPU else host_grad_bytes(self._plan, spec)
             self._regions[spec.index, ChunkKind.GRAD, states] = states_store.allocate(grad_bytes, "gradients")
-        if spec.state_bytes:
-            self._regions[spec.index, ChunkKind.STATE, states] = states_store.allocate(
-                spec.state_bytes, "optimizer states"
-            )
+        if num_bytes := state_bytes(self._plan, spec):
+            self._regions[spec.index, ChunkKind.STATE, states] = states_store.allocate(num_bytes, "optimizer states")
 
     def _load(self, origins: Mapping[str, Origin]) -> None:
         """Moves the model's values into the chunks, one chunk at a time: the originals are freed on the way. Values
@@ -313,15 +324,7 @@ class Chunks:
                     self.view_of(home, entry).copy_(self.parameters[entry.param].data)
             for entry in spec.params:
                 self._make_absent(entry.param)
-            if spec.state_bytes:
-                tier = self.states_tier(spec.index)
-                for array in range(spec.num_states):
-                    _zero(
-                        self.gpu if tier is Tier.GPU else self.host,
-                        self.flat(spec.index, ChunkKind.STATE, tier, array),
-                    )
-                if spec.has_master:
-                    self.master(spec.index).copy_(home[: spec.optimised_numel])
+            self._load_states(spec, home)
             if not self.is_streamed(spec.index):
                 if (spec.index, ChunkKind.PARAM, Tier.HOST) in self._regions:
                     self.flat(spec.index, ChunkKind.PARAM, Tier.GPU).copy_(home)
@@ -332,6 +335,15 @@ class Chunks:
                 return_freed_memory()
                 freed_bytes = 0
 
+    def _load_states(self, spec: ChunkSpec, home: Tensor) -> None:
+        """Moments are zero, and a master begins as the parameter: without a remainder."""
+        tier = self.states_tier(spec.index)
+        if (region := self._regions.get((spec.index, ChunkKind.STATE, tier))) is not None:
+            store = self.gpu if tier is Tier.GPU else self.host
+            _zero(store, store.view(region, torch.uint8))
+            if spec.has_master and not self.has_remainder(spec.index):
+                self.master(spec.index).copy_(home[: spec.optimised_numel])
+
     def _make_absent(self, key: str) -> None:
         """A meta parameter refuses other data. Its contents are swapped, so that it stays the object that the optimizer
         knows."""
@@ -341,20 +353,40 @@ class Chunks:
         else:
             param.data = self._absent[key]
 
+    def has_remainder(self, chunk: int) -> bool:
+        return has_remainder(self._plan, self.specs[chunk])
+
+    def remainder(self, chunk: int) -> Tensor:
+        """What the parameters lack of their masters; see [Note: masters in two parts]."""
+        spec = self.specs[chunk]
+        region = self._regions[chunk, ChunkKind.STATE, Tier.GPU]
+        return self.gpu.view(region, torch.int16, spec.moment_bytes, spec.optimised_numel)
+
     def master(self, chunk: int) -> Tensor:
         """What the update works on, fp32: the home itself, or the master copy (the last STATE array)."""
         spec = self.specs[chunk]
+        assert not self.has_remainder(chunk)
         if not spec.has_master:
             return self.home(chunk)[: spec.optimised_numel]
         return self.flat(chunk, ChunkKind.STATE, self.states_tier(chunk), spec.num_states - 1)
 
     def master_of(self, key: str) -> Tensor | None:
-        """The fp32 master copy of one parameter, in its shape; None where the parameter is its own."""
+        """The fp32 master copy of one parameter, in its shape and to be read; None where the parameter is its own."""
         chunk, entry = self.places[key]
         spec = self.specs[chunk]
-        if not (spec.state_bytes and spec.has_master and entry.offset_numel < spec.optimised_numel):
+        if not spec.has_master or entry.offset_numel >= spec.optimised_numel:
             return None
+        if self.has_remainder(chunk):
+            return join(self.view_of(self.home(chunk), entry), self.view_of(self.remainder(chunk), entry))
         return self.view_of(self.master(chunk), entry)
+
+    def _set_master(self, key: str, value: Tensor) -> None:
+        chunk, entry = self.places[key]
+        if self.has_remainder(chunk):
+            master = value.to(self.gpu.device, torch.float32)
+            split(master, self.view_of(self.home(chunk), entry), self.view_of(self.remainder(chunk), entry))
+        else:
+            self.view_of(self.master(chunk), entry).copy_(value)
 
     def restore_master(self, key: str, saved: Tensor) -> bool:
         """Takes a saved master copy, if it is one of the parameter's present values."""
@@ -362,7 +394,7 @@ class Chunks:
         master, value = self.master_of(key), self.view_of(self.home(chunk), entry)
         if master is None or saved.shape != value.shape or not rounds_to(saved, value):
             return False
-        master.copy_(saved)
+        self._set_master(key, saved)
         return True
 
 

@@ -68,7 +68,7 @@ class Demands:
                 break
             for other in table.everyone():
                 if self._chunks.grad_copies[other].state in (Residency.DIRTY, Residency.CLEAN):
-                    self.write_back(other)
+                    self.send_away(other)
                 if other in self._gradients.exits:
                     self._flight.wait(self._gradients.exits[other], Lane.D2H)
         else:
@@ -77,6 +77,13 @@ class Demands:
                 "num_grad_slots in the plan."
             )
         self._submit("gradient", Lane.H2D, chunk, lambda: self._performer.fetch_gradient(chunk, slot), wait=True)
+
+    def send_away(self, chunk: int) -> None:
+        """A gradient without a home is used up: its update is due anyway."""
+        if self._chunks.is_used_up(chunk):
+            self.update(chunk)
+        else:
+            self.write_back(chunk)
 
     def write_back(self, chunk: int) -> None:
         ticket = self._submit("write_back", Lane.D2H, chunk, self._performer.write_back(chunk))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.plan import Update
-from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.activations import Stash
 from hightide.runtime.demand import Demands
 from hightide.runtime.in_flight import InFlight
@@ -123,7 +123,10 @@ class Executor:
             if self.chunks.grad_copies[chunk].state is Residency.ARRIVING:
                 self.lanes.wait(self._flight.gradient_fetches[chunk], Lane.H2D)
             if self.chunks.grad_copies[chunk].state in (Residency.CLEAN, Residency.DIRTY):
-                self._demands.write_back(chunk)
+                if self.chunks.is_used_up(chunk):  # step() would have used it
+                    self.performer.drop_gradient(chunk)
+                else:
+                    self._demands.write_back(chunk)
 
     # -- ticks ----------------------------------------------------------------------------------------------------
 
@@ -180,7 +183,7 @@ class Executor:
         """No write-back is planned for a block that ran off the plan."""
         for chunk in self.chunks.by_block[tick.block] if tick.accumulate else ():
             if self.chunks.grad_copies[chunk].state is Residency.DIRTY:
-                self._demands.write_back(chunk)
+                self._demands.send_away(chunk)
 
     def finish_backward(self) -> None:
         """At the end of autograd's backward: planned ticks that were not run are passed over, no gradient stays
@@ -197,7 +200,7 @@ class Executor:
     def _send_gradients_home(self) -> None:
         for chunk in self.chunks.grad_slots.everyone():
             if self.chunks.grad_copies[chunk].state is Residency.DIRTY:
-                self._demands.write_back(chunk)
+                self._demands.send_away(chunk)
 
     def step(self, leftovers: list[int]) -> None:
         """The user's optimizer.step(). `leftovers`: chunks with a gradient; those that no planned update covers run
@@ -245,9 +248,8 @@ class Executor:
                 self._release_params(chunk, None)
         for chunk, copy in enumerate(self.chunks.grad_copies):
             if copy.state is Residency.HELD:
-                on_gpu = self.chunks.states_tier(chunk) is Tier.GPU
                 self.gradients.harvest(chunk, None)
-                copy.move(Residency.CLEAN if on_gpu else Residency.DIRTY)
+                copy.move(Residency.DIRTY if self.chunks.in_grad_slot(chunk) else Residency.CLEAN)
         self._pass = self._suspended = None
 
     # -- inside a pass --------------------------------------------------------------------------------------------
@@ -397,7 +399,7 @@ class Executor:
                 f"block {self._names[block]!r} ran backward again after its update, but this model was wrapped with "
                 "update='in_backward': the promise of one backward per step. Wrap with update='deferred' (the default)."
             )
-        if self.chunks.states_tier(chunk) is Tier.GPU:
+        if not self.chunks.in_grad_slot(chunk):
             if copy.state is Residency.ABSENT:
                 copy.move(Residency.CLEAN)  # its own place; the ledger clears what is not valid
         else:
@@ -411,5 +413,5 @@ class Executor:
 
     def _release_gradient(self, chunk: int, block: int) -> None:
         self.gradients.harvest(chunk, block)
-        at_home = self.chunks.states_tier(chunk) is Tier.GPU
-        self.chunks.grad_copies[chunk].move(Residency.CLEAN if at_home else Residency.DIRTY)
+        in_slot = self.chunks.in_grad_slot(chunk)
+        self.chunks.grad_copies[chunk].move(Residency.DIRTY if in_slot else Residency.CLEAN)

@@ -198,6 +198,8 @@ class Gradients:
 
     def flat(self, chunk: int) -> Tensor:
         """The gradient at the place where the update reads it."""
+        if self._chunks.is_used_up(chunk):
+            return self._chunks.grad_on_gpu(chunk)
         return self._chunks.flat(chunk, ChunkKind.GRAD, self._chunks.states_tier(chunk))
 
     def _collect_loose(self, chunk: int) -> None:

@@ -176,9 +176,7 @@ class Performer:
         """Sends a finished sum home and frees its slot. A gradient that nobody touched just leaves."""
         copy = self.chunks.grad_copies[chunk]
         if copy.state is Residency.CLEAN:  # opened, then its block was skipped
-            copy.move(Residency.ABSENT)
-            self.chunks.grad_slots.used_until(chunk, self._fence())
-            self.chunks.grad_slots.drop(chunk)
+            self.drop_gradient(chunk)
         if copy.state is not Residency.DIRTY:
             return _nothing
         copy.move(Residency.LEAVING)
@@ -192,6 +190,15 @@ class Performer:
             self.chunks.grad_slots.drop(chunk)
 
         return work
+
+    def drop_gradient(self, chunk: int) -> None:
+        """Frees the slot of a gradient that nobody needs any more."""
+        copy = self.chunks.grad_copies[chunk]
+        if copy.state is Residency.DIRTY:
+            copy.move(Residency.LEAVING)
+        copy.move(Residency.ABSENT)
+        self.chunks.grad_slots.used_until(chunk, self._fence())
+        self.chunks.grad_slots.drop(chunk)
 
     # -- block inputs ---------------------------------------------------------------------------------------------
 
@@ -219,9 +226,12 @@ class Performer:
 
     def update(self, chunk: int) -> Work:
         assert self.updates is not None, "a schedule with updates needs an optimizer"
+        used_up = self.chunks.is_used_up(chunk)
+        if used_up and self.chunks.grad_slots.first(chunk) is None:
+            return _nothing
         apply = self.updates.prepare(chunk)
         if apply is None:
-            return _nothing
+            return (lambda: self.drop_gradient(chunk)) if used_up else _nothing
         self.updated.add(chunk)
         self.num_updates[chunk] += 1
         home = self.chunks.homes[chunk]
@@ -231,6 +241,8 @@ class Performer:
             apply()
             home.move(Residency.CLEAN)
             self.chunks.stale[chunk] = self.chunks.states_tier(chunk) is Tier.HOST
+            if used_up:
+                self.drop_gradient(chunk)
 
         return work
 

@@ -8,11 +8,6 @@ from collections import defaultdict
 from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
 from hightide.ir.tier import Lane
 
-# Compute-lane actions that are no ticks run in the user's thread: EVICT, which never waits, as soon as it opens; the
-# others right
-# before the tick that needs them, because they may have to wait for a lane.
-INLINE_WHEN_OPEN = frozenset({Op.EVICT})
-
 
 class Program:
     def __init__(self, schedule: Schedule) -> None:
@@ -35,7 +30,7 @@ class Program:
     def _file(self, action: Action) -> None:
         if action.lane is not Lane.COMPUTE:
             self.by_lane[action.lane].append(action)
-        elif action.op in INLINE_WHEN_OPEN:
+        elif action.runs_when_open:  # in the user's thread, as all that is no tick on the compute lane
             self.when_open[action.opens].append(action)
         else:
             self.before_tick[action.tick].append(action)

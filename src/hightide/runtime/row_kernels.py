@@ -6,13 +6,13 @@ is tried once), cross_entropy.py goes through the logits with torch's kernels: s
 from __future__ import annotations
 
 import functools
-import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-from hightide.machine import KERNELS_SWITCH, own_kernels_allowed
+from hightide.machine import own_kernels_allowed
+from hightide.runtime.trial import passes
 
 try:
     import triton
@@ -101,10 +101,8 @@ if triton is not None:
 @functools.cache
 def _agree(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether both kernels give what torch gives, on a small example. Asked once."""
-    waiting = torch.cuda.get_sync_debug_mode() if device.type == "cuda" else 0
-    if waiting:
-        torch.cuda.set_sync_debug_mode(0)  # this once, the host has to wait
-    try:
+
+    def attempt() -> str | None:
         generator = torch.Generator().manual_seed(0)
         logits = (torch.randn(3, BLOCK + 77, generator=generator) * 5).to(device, dtype)
         index = torch.tensor([[0], [BLOCK + 76], [4711]], device=device)
@@ -119,17 +117,6 @@ def _agree(device: torch.device, dtype: torch.dtype) -> bool:
             float((target.double() - expected.gather(1, index)).abs().max()) / 10,
             float((out.double() - slope).abs().max() / torch.finfo(dtype).eps) * 1e-6,
         )
-        problem = None if error <= 1e-6 else f"they are off by {error:.1e}"
-    except Exception as failure:  # whatever a compiler may raise: there is another way
-        problem = f"{type(failure).__name__}: {failure}"
-    finally:
-        if waiting:
-            torch.cuda.set_sync_debug_mode(waiting)
-    if problem is not None:
-        warnings.warn(
-            f"the Triton kernels of the loss are not used on {device} for {dtype} ({problem}); torch's operations are: "
-            f"slower, same results. {KERNELS_SWITCH}=0 silences this",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return problem is None
+        return None if error <= 1e-6 else f"they are off by {error:.1e}"
+
+    return passes(f"of the loss, for {dtype},", device, attempt)

@@ -89,7 +89,7 @@ def wrong_moment(schedule: Schedule) -> Mutants:
     """What runs in the user's thread runs at another tick than where it is listed."""
     for action in schedule.actions:
         if action.lane is Lane.COMPUTE and action.op not in TICK_OPS:
-            field = "opens" if action.op is Op.EVICT else "tick"
+            field = "opens" if action.runs_when_open else "tick"
             for step in (-1, 1):
                 moment = getattr(action, field) + step
                 yield f"{action.id} {field}={moment}", edited(schedule, action, **{field: moment})

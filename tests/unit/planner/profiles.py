@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hightide.ir.block import Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec, Work
 from hightide.ir.plan import Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
+from hightide.planner.check import PLAN_VERSION
 from hightide.planner.layout import pack, search_slot_numel
 from hightide.planner.loss import loss_tile_tokens
 from hightide.planner.place import widest_tick
@@ -126,7 +127,7 @@ def finish(
     slot_numel: int | None = None,
 ) -> Plan:
     plan = Plan(
-        version=1,
+        version=PLAN_VERSION,
         fingerprint=profile.fingerprint,
         num_samples=profile.num_samples,
         micro_batch=micro_batch,

@@ -8,10 +8,10 @@ import random
 from collections import deque
 from dataclasses import dataclass
 
-from hightide.ir.action import Action, Op, Schedule
+from hightide.ir.action import TICK_OPS, Action, Op, Schedule
 from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import ChunkKind, Lane
-from hightide.planner.place import grad_width
+from hightide.planner.place import grad_width, is_used_up
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class RandomLanes:
         compute = self.schedule.lane(Lane.COMPUTE)
         for tick in self.schedule.ticks:
             for action in compute:
-                if action.tick == tick.tick and action.op in (Op.CLEAR, Op.UPDATE):
+                early = action.runs_when_open or action.op in TICK_OPS
+                if action.tick == tick.tick and not early:
                     self._inline(action)
             self._inline(tick)
             self._leave(tick.tick)
@@ -52,7 +53,7 @@ class RandomLanes:
 
     def _leave(self, tick: int) -> None:
         for action in self.schedule.lane(Lane.COMPUTE):
-            if action.op is Op.EVICT and action.opens == tick:
+            if action.runs_when_open and action.opens == tick:
                 self._inline(action)
         for lane, queue in self.queues.items():
             for action in self.schedule.lane(lane):
@@ -120,7 +121,8 @@ class RandomLanes:
         if action.op is Op.UPDATE or (action.op is Op.FETCH and action.kind is ChunkKind.GRAD):
             assert (ChunkKind.GRAD, action.chunk) not in moving, f"{action.id}: its gradient is on its way home"
         if action.op is Op.UPDATE:
-            assert action.chunk not in on_gpu, f"{action.id}: its gradient is not at home"
+            used_up = is_used_up(self.plan, self.plan.layout.chunks[action.chunk or 0])
+            assert (action.chunk in on_gpu) == used_up, f"{action.id}: its gradient is not where it looks for it"
             if action.lane is Lane.CPU and self.plan.update is Update.DEFERRED:
                 assert "step" in self.done, f"{action.id}: before step()"
         if action.op is Op.UNSTASH:
@@ -131,8 +133,10 @@ class RandomLanes:
     def _end(self, action: Action) -> None:
         self.gpu_bytes -= action.gpu_gives
         self.host_bytes -= action.host_gives
-        if action.op in (Op.EVICT, Op.WRITE_BACK):
-            held = [place for place, chunk in self.slots.items() if place[0] is action.kind and chunk == action.chunk]
+        used_up = action.op is Op.UPDATE and is_used_up(self.plan, self.plan.layout.chunks[action.chunk or 0])
+        if action.op in (Op.EVICT, Op.WRITE_BACK) or used_up:
+            kind = ChunkKind.GRAD if used_up else action.kind
+            held = [place for place, chunk in self.slots.items() if place[0] is kind and chunk == action.chunk]
             assert held, f"{action.id}: not there"
             for place in held:
                 del self.slots[place]

@@ -127,7 +127,11 @@ def test_updates_in_backward_follow_their_gradient():
         assert schedule.by_id[home].op is Op.WRITE_BACK and update.opens == schedule.by_id[home].opens
     gpu = plan_with(profile, params=Tier.GPU, states=Tier.GPU, update=Update.IN_BACKWARD)
     schedule = lower(profile, gpu, Mode.TRAIN)
-    assert all(a.tick == schedule.by_id[a.after[0]].tick + 1 for a in of(schedule, Op.UPDATE))
+    places = {action.id: place for place, action in enumerate(schedule.actions)}
+    updates = of(schedule, Op.UPDATE)
+    assert updates and all(a.opens == schedule.by_id[a.after[0]].tick and a.runs_when_open for a in updates)
+    for update in updates:  # nothing comes between a block and its update
+        assert places[update.id] - places[update.after[0]] == 1
 
 
 def test_chunks_without_a_gradient_are_not_updated():

@@ -21,6 +21,7 @@ from hightide.planner.place import (
     gpu_chunk_bytes,
     gpu_staging_bytes,
     grad_slot_bytes,
+    has_remainder,
     host_chunk_bytes,
     region_bytes,
     slot_bytes,
@@ -148,8 +149,9 @@ def _count_updates(draft: Draft, effects: Effects) -> None:
     for action in draft.actions:
         if action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
             assert action.chunk is not None
-            numel = draft.plan.layout.chunks[action.chunk].optimised_numel
-            effects[action.id]["gpu_transient"] += min(numel, UPDATE_TILE_NUMEL) * STATE_BYTES
+            chunk = draft.plan.layout.chunks[action.chunk]
+            arrays = 1 + has_remainder(draft.plan, chunk)  # the gradient scaled or widened, and the master
+            effects[action.id]["gpu_transient"] += min(chunk.optimised_numel, UPDATE_TILE_NUMEL) * STATE_BYTES * arrays
 
 
 def micro_batch_of(plan: Plan, call: CallSpec, mode: Mode) -> int:

@@ -1,4 +1,5 @@
 """Pass 3: gradients. One whose states are on the host is summed in a grad slot and written back when its block is done.
+One that is used up by its update on the GPU leaves its grad slot with that.
 
 A chunk that is used again later in the pass (tied parameters), or that has a gradient from an earlier pass, continues
 its sum: it is fetched instead of cleared. So the GPU always adds to the whole sum, and rounding does not depend on
@@ -13,7 +14,8 @@ from hightide.ir.action import Action, Mode, Op, Place
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower.draft import Draft
-from hightide.planner.place import grad_width, host_grad_bytes, states_on_gpu
+from hightide.planner.lower.updates import update_on_gpu
+from hightide.planner.place import grad_width, host_grad_bytes, in_grad_slot, is_used_up
 from hightide.planner.slots import choose_windows
 
 
@@ -21,7 +23,7 @@ from hightide.planner.slots import choose_windows
 class _GradSlots:
     occupants: list[int | None]  # chunks whose gradient is open
     last_tick: dict[int, int] = field(default_factory=dict)  # chunk in a slot -> last BACKWARD that added to it
-    exits: dict[int, Action] = field(default_factory=dict)  # slot -> WRITE_BACK that frees it
+    exits: dict[int, Action] = field(default_factory=dict)  # slot -> WRITE_BACK or UPDATE that frees it
     first_entries: dict[int, str] = field(default_factory=dict)  # slot -> id of the first entry in this pass
 
 
@@ -34,7 +36,7 @@ def move_gradients(draft: Draft) -> None:
         for chunk in draft.chunks_at(tick):
             if chunk.trainable_numel == 0:
                 continue
-            if not states_on_gpu(draft.plan, chunk):
+            if in_grad_slot(draft.plan, chunk):
                 needed[chunk.index] = grad_width(draft.plan.layout, chunk)
             elif draft.mode is Mode.TRAIN and draft.backward_uses[chunk.index][0] == tick.tick:
                 _clear(draft, chunk, tick, None, [])
@@ -116,28 +118,34 @@ def _exit_all(draft: Draft, slots: _GradSlots, chunks: set[int]) -> None:
 
 
 def _exit(draft: Draft, slots: _GradSlots, chunk: ChunkSpec, last_tick: int) -> None:
-    tick = draft.ticks[last_tick]
     places = [slot for slot, occupant in enumerate(slots.occupants) if occupant == chunk.index]
-    action = Action(
+    if is_used_up(draft.plan, chunk):
+        action = update_on_gpu(draft, chunk)
+    else:
+        action = _write_back(draft, chunk, draft.ticks[last_tick], places[0])
+        draft.last_write_back[chunk.index] = action
+    draft.actions.append(action)
+    for slot in places:
+        slots.occupants[slot] = None
+        slots.exits[slot] = action
+
+
+def _write_back(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int) -> Action:
+    return Action(
         id=f"write_back.{chunk.index}@{tick.id}",
         op=Op.WRITE_BACK,
         lane=Lane.D2H,
         tick=len(draft.ticks) - 1,  # at the latest step() needs it
-        opens=last_tick,
+        opens=tick.tick,
         block=chunk.block,
         chunk=chunk.index,
         kind=ChunkKind.GRAD,
-        source=Place(Tier.GPU, places[0]),
+        source=Place(Tier.GPU, slot),
         target=Place(Tier.HOST),
         num_bytes=host_grad_bytes(draft.plan, chunk),
         after=(tick.id,),
         after_prev=(f"update.{chunk.index}",) if chunk.optimised_numel else (),
     )
-    draft.actions.append(action)
-    draft.last_write_back[chunk.index] = action
-    for slot in places:
-        slots.occupants[slot] = None
-        slots.exits[slot] = action
 
 
 def _follow_previous_pass(draft: Draft, slots: _GradSlots) -> None:

@@ -60,8 +60,6 @@ def _moment(action: Action) -> tuple[int, int]:
     """When the executor comes to it: on entry of a tick, in it, or after it, and then what others wait for first."""
     if action.op in (Op.FORWARD, Op.BACKWARD, Op.STEP):
         return action.tick, 1
-    if action.op is Op.EVICT:
-        return action.opens, 2
     if action.lane is Lane.COMPUTE:
-        return action.tick, 0
+        return (action.opens, 2) if action.runs_when_open else (action.tick, 0)
     return action.opens, {Lane.D2H: 3, Lane.H2D: 4, Lane.CPU: 5}[action.lane]

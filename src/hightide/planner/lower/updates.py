@@ -7,7 +7,7 @@ from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane
 from hightide.planner.lower.draft import Draft
-from hightide.planner.place import states_on_gpu, update_bytes
+from hightide.planner.place import is_used_up, states_on_gpu, update_bytes
 
 
 def add_updates(draft: Draft) -> None:
@@ -16,27 +16,30 @@ def add_updates(draft: Draft) -> None:
             continue
         if draft.profile.blocks[chunk.block].loose:
             draft.actions.append(_at_step(draft, chunk, _last_backward(draft)))
-        elif draft.backward_uses.get(chunk.index):
-            draft.actions.append(_update(draft, chunk))
+        elif draft.backward_uses.get(chunk.index) and not is_used_up(draft.plan, chunk):  # those left grad slots by it
+            on_gpu = states_on_gpu(draft.plan, chunk)
+            draft.actions.append(update_on_gpu(draft, chunk) if on_gpu else _on_host(draft, chunk))
 
 
-def _update(draft: Draft, chunk: ChunkSpec) -> Action:
-    if not states_on_gpu(draft.plan, chunk):
-        return _on_host(draft, chunk)
+def update_on_gpu(draft: Draft, chunk: ChunkSpec) -> Action:
     last = draft.ticks[draft.backward_uses[chunk.index][-1]]
     if draft.plan.update is Update.DEFERRED:
         return _at_step(draft, chunk, last)
-    return _action(draft, chunk, Lane.COMPUTE, tick=last.tick + 1, opens=last.tick, after=(last.id,))
+    return _action(draft, chunk, Lane.COMPUTE, tick=_due(draft, chunk), opens=last.tick, after=(last.id,))
 
 
 def _on_host(draft: Draft, chunk: ChunkSpec) -> Action:
-    """Due when the next pass uses the chunk first: that is the order in which the cpu lane takes them."""
-    due = len(draft.ticks) + draft.uses[chunk.index][0]
+    due = _due(draft, chunk)
     home = draft.last_write_back[chunk.index]
     if draft.plan.update is Update.IN_BACKWARD:
         return _action(draft, chunk, Lane.CPU, tick=due, opens=home.opens, after=(home.id,))
     step = draft.ticks[-1]
     return _action(draft, chunk, Lane.CPU, tick=due, opens=step.tick, after=(step.id, home.id))
+
+
+def _due(draft: Draft, chunk: ChunkSpec) -> int:
+    """When the next pass uses the chunk first: that is the order in which the cpu lane takes updates."""
+    return len(draft.ticks) + draft.uses[chunk.index][0]
 
 
 def _at_step(draft: Draft, chunk: ChunkSpec, last: Action | None) -> Action:
