@@ -93,7 +93,7 @@ def predict(names: list[str], machine: Machine, device: torch.device, compile: b
             if not loaded_bytes:
                 return_freed_memory()
                 loaded_bytes = max(bare_bytes, rss_bytes("VmRSS"))
-        told[name] = tell(*rehearsed[key], name, machine, loaded_bytes)
+        told[name] = tell(*rehearsed[key], name, machine, loaded_bytes, device.type == "cuda")
         print(f"{name:26} {told[name].step_s:7.3f} s  GPU {format_bytes(told[name].gpu_bytes):>9}", flush=True)
     return {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -107,7 +107,7 @@ def predict(names: list[str], machine: Machine, device: torch.device, compile: b
     }
 
 
-def tell(profile: ModelProfile, costs: Costs, name: str, machine: Machine, process_bytes: int) -> Told:
+def tell(profile: ModelProfile, costs: Costs, name: str, machine: Machine, process_bytes: int, cuda: bool) -> Told:
     plan = Plan.load(FOLDER / f"{name}.json")
     step = forecast(profile, plan, costs, machine)
     schedule = lower(with_peaks(profile, costs), plan, Mode.TRAIN)
@@ -115,7 +115,7 @@ def tell(profile: ModelProfile, costs: Costs, name: str, machine: Machine, proce
         step_s=step.step_s,
         issue_s=step.issue_s,
         busy_s={str(lane): seconds for lane, seconds in step.simulated.busy_s.items()},
-        gpu_bytes=reserved_bytes(schedule),
+        gpu_bytes=reserved_bytes(schedule) if cuda else peaks(schedule).gpu_peak_bytes,
         host_bytes=process_bytes + peaks(schedule).host_peak_bytes,
         held_out=FORECASTS[name].held_out,
     )

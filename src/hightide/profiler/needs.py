@@ -20,7 +20,7 @@ from hightide.ir.split import Split
 from hightide.profiler.recording import Record
 from hightide.profiler.split import flatten, narrow, tensors, unflatten
 from hightide.profiler.taps import Tap, tapping
-from hightide.profiler.work import Counted, CountedCall, count_call
+from hightide.profiler.work import Counted, CountedCall, WorkMeter, count_recomputed_backward
 from hightide.stores.meter import AllocationMeter
 
 
@@ -142,15 +142,18 @@ def meter_call(module: nn.Module, leaves: Sequence[Any], record: Record, taps: S
             results = tensors(flatten(module.forward(*args, **kwargs))[0])
         return results + tapped.tensors
 
-    with torch.no_grad(), AllocationMeter() as meter:
+    with torch.no_grad(), AllocationMeter() as meter, WorkMeter() as work:
         results = run()
-        outputs, forward_peak = meter.live_bytes, meter.peak_bytes
+        outputs, forward_peak, forward = meter.live_bytes, meter.peak_bytes, work.counted
     shapes = [torch.empty_like(result) for result in results]
     del results
     for param in module.parameters():
         if param.requires_grad and param.grad is None:
             param.grad = torch.empty_like(param)  # gradients are added in place
-    return MeteredCall(outputs, forward_peak, _meter_kept(run), _meter_backward(run, shapes), count_call(run, shapes))
+    kept = _meter_kept(run)
+    backward_peak, backward = _meter_backward(run, shapes)
+    recompute = count_recomputed_backward(run, shapes) - backward
+    return MeteredCall(outputs, forward_peak, kept, backward_peak, CountedCall(forward, recompute, backward))
 
 
 def _meter_kept(run: Callable[[], list[torch.Tensor]]) -> int:
@@ -163,14 +166,15 @@ def _meter_kept(run: Callable[[], list[torch.Tensor]]) -> int:
     return kept
 
 
-def _meter_backward(run: Callable[[], list[torch.Tensor]], gradients: list[torch.Tensor]) -> int:
-    with torch.enable_grad(), AllocationMeter() as meter:
+def _meter_backward(run: Callable[[], list[torch.Tensor]], gradients: list[torch.Tensor]) -> tuple[int, Counted]:
+    with torch.enable_grad(), AllocationMeter() as meter, WorkMeter() as work:
         results = run()
         roots = [(r, g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
         if not roots:
-            return 0
+            return 0, Counted()
+        forward = work.counted
         torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
-        return meter.peak_bytes
+        return meter.peak_bytes, work.counted - forward
 
 
 def _detached(leaf: Any, mutated: bool) -> Any:

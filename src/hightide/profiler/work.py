@@ -60,19 +60,10 @@ class WorkMeter(TorchDispatchMode):
         return out
 
 
-def count_call(run: Run, gradients: Sequence[torch.Tensor]) -> CountedCall:
-    """`run` is the block's forward; `gradients` are those of its results."""
-    with torch.no_grad(), WorkMeter() as meter:
-        run()
-        forward = meter.counted
-    kept = _count_backward(run, gradients)
-    recomputed = _count_backward(lambda: checkpoint(run, use_reentrant=False, preserve_rng_state=False), gradients)
-    return CountedCall(forward, recomputed - kept, kept)
-
-
-def _count_backward(run: Run, gradients: Sequence[torch.Tensor]) -> Counted:
+def count_recomputed_backward(run: Run, gradients: Sequence[torch.Tensor]) -> Counted:
+    """Of a backward that begins with the recomputation of `run`, the block's forward. `gradients`: of its results."""
     with torch.enable_grad(), WorkMeter() as meter:
-        results = run()
+        results = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
         roots = [(result, grad) for result, grad in zip(results, gradients, strict=True) if result.requires_grad]
         del results
         before = meter.counted

@@ -50,6 +50,8 @@ def rehearse(
         )
     sizes = _sizes(profile.num_samples, micro_batches, compile)
     cuda = device.type == "cuda"
+    if cuda and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     with torch.random.fork_rng([device] if cuda else []):
         rehearsal = _Rehearsal(profile, sizes, device, compile, memory_rate(device))
         parts = _parts(profile, probed, records)

@@ -34,6 +34,7 @@ from hightide.runtime.surgery import unwrap_modules, wrap_modules
 BLOCK = "block"
 STD = 0.02  # of weights: how much power a product takes, and so its speed, depends on its values
 NO_LIMIT_BYTES = 1 << 40
+HOST_BYTES = 1 << 20  # nothing is there
 ROOM = 4  # times what the plan needs: a rehearsal looks for the truth, it must not be refused
 
 
@@ -206,4 +207,4 @@ def _plan(profile: ModelProfile, num_samples: int, activation: Activation) -> Pl
         keep=frozenset({0}) if activation is Activation.KEEP else frozenset(),
     )
     plan = plan_by_hand(profile, choice, NO_LIMIT_BYTES, NO_LIMIT_BYTES, Update.IN_BACKWARD)
-    return replace(plan, gpu_limit_bytes=ROOM * plan.forecast.gpu_peak_bytes)
+    return replace(plan, gpu_limit_bytes=ROOM * plan.forecast.gpu_peak_bytes, host_limit_bytes=HOST_BYTES)

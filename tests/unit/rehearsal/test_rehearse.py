@@ -23,6 +23,7 @@ from hightide.runtime import compiled
 from hightide.runtime.run import Run
 
 CPU = torch.device("cpu")
+
 FAST = Machine("fast", "made up", tuple(Speeds(busy, (1e12,) * len(busy)) for busy in subsets()), latency_s=0.0)
 
 
