@@ -51,14 +51,14 @@ W1_8K = {**W1, "sequences": 4}
 PLANS: dict[str, HandWritten] = {
     # Logits are kept: that memory is free when blocks run, so the whole batch is one micro-batch. The embedding and the
     # first layer are needed first and finished last: nothing could hide their updates.
-    "w1-24gib": HandWritten(**W1, gpu="24GiB", update=Update.IN_BACKWARD, micro_batch=16, whole=3, kept_logits=28672),
+    "w1-24gib": HandWritten(**W1, gpu="24GiB", update=Update.IN_BACKWARD, micro_batch=16, whole=3, kept_logits=24576),
     "w1-no-limit": HandWritten(
         **W1, gpu="120GiB", update=Update.IN_BACKWARD, micro_batch=16, whole=99, kept_logits=32768
     ),
     # The update of what is on the host is what is left to hide: as many states as possible on the GPU.
     "w1-24gib-clip": HandWritten(**W1, gpu="24GiB", update=Update.DEFERRED, micro_batch=8, whole=9, inputs=Tier.HOST),
     "w1-8gib": HandWritten(
-        **W1, gpu="8GiB", update=Update.IN_BACKWARD, micro_batch=8, inputs=Tier.HOST, kept_logits=8192
+        **W1, gpu="8GiB", update=Update.IN_BACKWARD, micro_batch=8, inputs=Tier.HOST, kept_logits=4096
     ),
     "w1-8k-24gib": HandWritten(
         **W1_8K, gpu="24GiB", update=Update.IN_BACKWARD, micro_batch=4, whole=14, inputs=Tier.HOST

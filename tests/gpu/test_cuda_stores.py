@@ -89,7 +89,7 @@ def test_regions_lie_in_one_allocation_and_beyond_it_have_their_own() -> None:
     views = [store.view(region, torch.float32) for region in (*inside, beyond)]
     for number, view in enumerate(views):
         view.fill_(number)
-    assert [view.mean().item() for view in views] == [0.0, 1.0, 2.0, 3.0]
+    assert all(bool((view == number).all()) for number, view in enumerate(views))
     assert views[1].data_ptr() - views[0].data_ptr() == 21 * MIB
     store.free(beyond)
     assert store.used_bytes == 63 * MIB
