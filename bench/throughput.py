@@ -73,6 +73,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--synced-steps", type=int, help="as many as --steps unless given")
     add("--warmup", type=int, default=3)
     add("--trace", help="write a Chrome trace of two more steps")
+    add("--record", help="hightide: write the second of two more steps as a timeline, for `hightide simulate`")
     add("--floors", action="store_true", help="hightide: measure each lane alone too, after the steps")
     add("--label", help="name of the run in the table")
     return parser.parse_args(argv)
@@ -153,6 +154,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         result |= {"recompute": options.recompute, "micro_batch": options.micro_batch}
     if options.floors and system.wrapped:
         result["floors"] = floors.measure(run_of(system.model), result["moved_bytes_per_step"])
+    if options.record and system.wrapped:
+        with hightide.record(system.model) as recording:
+            steps(2)
+        recording.timeline.save(options.record)
     if options.trace:
         result["busy"] = lane_trace.record(
             lambda: steps(2), run_of(system.model) if system.wrapped else None, options.trace

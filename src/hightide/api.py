@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import nn
 
@@ -16,13 +18,16 @@ from hightide.machine import free_host_bytes
 from hightide.measured import Stats, read_stats
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.registry import rule_for
+from hightide.planner.check import check_moments, check_plan
 from hightide.planner.lower import lower
 from hightide.planner.rule import plan_by_rule
-from hightide.planner.verify import check_moments, check_plan, verify
+from hightide.planner.verify import verify
 from hightide.profiler.blocks import Choice
 from hightide.profiler.model import profile_model
 from hightide.profiler.probe import ProbeResult
 from hightide.profiler.split import Batch
+from hightide.recording import Recording
+from hightide.recording import record as record_run
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import check_modules, run_of, unwrap_modules, wrap_modules
 
@@ -123,6 +128,16 @@ def unwrap(model: nn.Module) -> nn.Module:
 def stats(model: nn.Module) -> Stats:
     """What the run has measured so far, beside its forecast."""
     return read_stats(_run(model))
+
+
+def record(model: nn.Module) -> AbstractContextManager[Recording]:
+    """Records what every lane does and what the GPU holds, without waiting for it until the end:
+
+    with hightide.record(model) as recording:
+        ...  # a few steps
+    recording.timeline.save("run.json")  # of the last one; `hightide simulate plan.json --measured run.json` shows it
+    """
+    return record_run(_run(model))
 
 
 def _run(model: nn.Module) -> Run:

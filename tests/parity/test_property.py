@@ -24,12 +24,12 @@ from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Activation, BlockPlan, Forecast, GradientDtype, Update
 from hightide.ir.tier import Tier
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.layout import pack
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
 from hightide.planner.place import widest_tick
 from hightide.planner.rule import plan_by_rule
-from hightide.planner.verify import InfeasiblePlan
 from hightide.profiler.model import profile_model
 from hightide.profiler.probe import ProbeResult
 

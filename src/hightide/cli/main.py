@@ -15,6 +15,7 @@ from rich.console import Console
 from hightide import api
 from hightide.cli.config import Overrides, load_config
 from hightide.cli.doctor import DoctorOptions, doctor
+from hightide.cli.simulate import SimulateOptions, simulate
 from hightide.cli.train import train
 from hightide.ir.plan import Update
 from hightide.stores.base import OutOfMemory
@@ -62,6 +63,7 @@ def train_command(
     name: Annotated[str | None, typer.Option(help="Name of the run folder.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder that run folders are made in.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data and sample.")] = None,
+    record: Annotated[bool, typer.Option("--record", help="Record the last step, for `hightide simulate`.")] = False,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
 ) -> None:
     """Train a small Llama-shaped model on bytes of text: by default, Python's own source."""
@@ -81,7 +83,7 @@ def train_command(
     with _errors_as_exit_codes(traceback):
         if config is not None and config_option is not None:
             raise ValueError(f"two settings files, {config} and {config_option}; give one")
-        finished = train(load_config(config or config_option, overrides), console)
+        finished = train(load_config(config or config_option, overrides), console, record)
     if not finished:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -101,10 +103,36 @@ def doctor_command(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
 ) -> None:
     """Measure this machine: links, matrix products, host update, memory; and say what is set up badly."""
-    device = torch.device("cuda", torch.cuda.current_device()) if api.has_cuda() else torch.device("cpu")
     with _errors_as_exit_codes(traceback):
         options = DoctorOptions(disk, disk_bytes, out, as_json)
-        doctor(options, device, Console(highlight=False), Console(stderr=True, highlight=False))
+        doctor(options, _present_device(), Console(highlight=False), Console(stderr=True, highlight=False))
+
+
+@app.command("simulate")
+def simulate_command(
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN.json|FOLDER", help="A plan file, or a folder of `hightide train --record`.")
+    ],
+    machine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="A preset or a machine file; else what doctor measured here."),
+    ] = None,
+    costs: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Times of blocks from a rehearsal; else estimated.")
+    ] = None,
+    measured: Annotated[Path | None, typer.Option(metavar="FILE", help="A recorded step to show beside it.")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw memory and lanes into one HTML page.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the simulated step as JSON.")] = None,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+) -> None:
+    """Show how a step of a plan will go by: its time, what each lane does when, what GPU memory is used for."""
+    with _errors_as_exit_codes(traceback):
+        options = SimulateOptions(plan, machine, costs, measured, html, json)
+        simulate(options, _present_device(), Console(highlight=False))
+
+
+def _present_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if api.has_cuda() else torch.device("cpu")
 
 
 @contextmanager

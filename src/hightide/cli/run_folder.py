@@ -9,9 +9,11 @@ from typing import Any
 
 from hightide.cli.config import TrainConfig
 
+PLAN, TIMELINE = "plan.json", "timeline.json"
+
 
 class RunFolder:
-    """<out>/<name>-NNN with config.yaml, plan.json, metrics.jsonl and summary.json."""
+    """<out>/<name>-NNN with config.yaml, plan.json, metrics.jsonl, summary.json and, if recorded, timeline.json."""
 
     def __init__(self, config: TrainConfig) -> None:
         self.path = _new_folder(Path(config.out), config.name)
@@ -24,7 +26,11 @@ class RunFolder:
 
     @property
     def plan_path(self) -> Path:
-        return self.path / "plan.json"
+        return self.path / PLAN
+
+    @property
+    def timeline_path(self) -> Path:
+        return self.path / TIMELINE
 
     def log(self, metrics: dict[str, Any]) -> None:
         self._metrics.write(json.dumps(metrics) + "\n")

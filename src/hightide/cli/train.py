@@ -28,21 +28,30 @@ from hightide.ir.units import format_bytes
 STATE_BYTES_PER_PARAMETER = 16  # fp32: weight, gradient, two moments of AdamW
 
 
-def train(config: TrainConfig, console: Console) -> bool:
-    """Runs the whole command. False: the user interrupted it."""
+def train(config: TrainConfig, console: Console, record: bool = False) -> bool:
+    """Runs the whole command. `record`: what the last step did is written into the run folder. False: the user
+    interrupted it."""
+    if record and config.steps < 2:
+        raise ValueError(f"--record shows a step that follows another, but steps is {config.steps}; do at least 2")
     run, stream = prepare(config, console)
     run.introduce()
     with RunFolder(config) as folder:
         hightide.stats(run.model).plan.save(folder.plan_path)
         try:
-            finished = run.steps(stream, folder)
+            if record:
+                with hightide.record(run.model) as recording:
+                    finished = run.steps(stream, folder)
+                recording.timeline.save(folder.timeline_path)
+            else:
+                finished = run.steps(stream, folder)
             if finished:
                 run.conclude(folder)
         except KeyboardInterrupt:
             finished = False
         if not finished:
             console.print(f"interrupted after step {len(run.losses)} of {config.steps}")
-        console.print(f"run folder: {folder.path}  (metrics.jsonl, plan.json, config.yaml)", soft_wrap=True)
+        names = f"metrics.jsonl, plan.json, config.yaml{', timeline.json' if folder.timeline_path.exists() else ''}"
+        console.print(f"run folder: {folder.path}  ({names})", soft_wrap=True)
     return finished
 
 

@@ -74,6 +74,7 @@ class Action:
     gpu_takes: int = 0  # bytes of GPU memory alive from its start on
     gpu_gives: int = 0  # bytes of GPU memory released at its end
     gpu_transient: int = 0  # further bytes alive only while it runs
+    gpu_kept: int = 0  # what kept graphs and logits are of the bytes that a forward takes, and a backward gives
     host_takes: int = 0
     host_gives: int = 0
 
@@ -129,6 +130,7 @@ _FIELDS = {
     "gpu+": "gpu_takes",
     "gpu-": "gpu_gives",
     "gpu~": "gpu_transient",
+    "kept": "gpu_kept",
     "host+": "host_takes",
     "host-": "host_gives",
 }

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import Layout
 from hightide.ir.codec import from_json, to_json
 from hightide.ir.tier import Tier
@@ -68,6 +69,8 @@ class Plan:
     explanation: str  # the text of explain(), written by the planner when the plan was made
     gradients: GradientDtype = GradientDtype.FLOAT32
     loss_kept_tokens: int = 0  # whose logits stay on the GPU from forward to backward: the rest is projected twice
+    # The facts that it was made from. No decision depends on this copy: with it the file alone can be simulated.
+    profile: ModelProfile | None = None
 
     def explain(self) -> str:
         return self.explanation

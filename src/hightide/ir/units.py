@@ -1,4 +1,4 @@
-"""Bytes as people write them."""
+"""Bytes and seconds as people write them."""
 
 from __future__ import annotations
 
@@ -44,3 +44,12 @@ def format_bytes(num_bytes: int) -> str:
             break
         size /= 1024
     return f"{int(size)} B" if unit == "B" else f"{size:.{1 if abs(size) < 100 else 0}f} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Short text for people: 0.00125 -> '1.25 ms'."""
+    size = abs(seconds)
+    if size >= 1 or not seconds:
+        return f"{seconds:.3f} s" if seconds else "0 s"
+    unit, factor = ("ms", 1e3) if size >= 1e-3 else ("µs", 1e6)
+    return f"{seconds * factor:.3g} {unit}" if size * factor < 99.95 else f"{seconds * factor:.0f} {unit}"

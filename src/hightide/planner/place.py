@@ -76,6 +76,12 @@ def host_grad_bytes(plan: Plan, chunk: ChunkSpec) -> int:
     return chunk.trainable_numel * DTYPE_BYTES[grad_dtype(plan, chunk)]
 
 
+def update_bytes(plan: Plan, chunk: ChunkSpec) -> int:
+    """That an update touches, each array once."""
+    grad = GRAD_BYTES if states_on_gpu(plan, chunk) else DTYPE_BYTES[grad_dtype(plan, chunk)]
+    return chunk.optimised_numel * (grad + DTYPE_BYTES[chunk.dtype]) + state_bytes(plan, chunk)
+
+
 def staging_bytes(plan: Plan) -> tuple[int, int, int]:
     """Buffers on the GPU through which rounded gradients pass: those that leave, that come back, and that are rounded
     where they are. Each belongs to one stream, whose order makes it enough."""

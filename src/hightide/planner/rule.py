@@ -15,13 +15,14 @@ from hightide.ir.chunk import Layout
 from hightide.ir.plan import Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
+from hightide.planner.check import PLAN_VERSION
 from hightide.planner.explain import explain
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.layout import adapters, pack, search_slot_numel, tiny_blocks
 from hightide.planner.loss import loss_tile_tokens, num_rows
 from hightide.planner.lower import lower
 from hightide.planner.memory import Peaks, peaks
 from hightide.planner.place import widest_tick
-from hightide.planner.verify import PLAN_VERSION, InfeasiblePlan
 
 LEAN_FRACTION = 3 / 4  # of the GPU that the leanest plan may use before the micro-batch is halved instead
 FILL_FRACTION = 0.95  # of the GPU that optional things may fill: a forecast is not a measurement
@@ -206,6 +207,7 @@ class _Rule:
             explanation="",
             gradients=self.gradients,
             loss_kept_tokens=choice.loss_kept_tokens,
+            profile=self.profile,
         )
         slots, grad_slots = widest_tick(plan, {call.block for call in self.profile.calls})
         return replace(

@@ -32,8 +32,10 @@ class Span:
 
 @dataclass(frozen=True)
 class Simulated:
-    step_s: float  # of the last pass: from the end of the one before to its own
-    spans: tuple[Span, ...]  # of the last pass's actions, by start
+    begin_s: float  # of the last pass: when the one before had ended on the compute lane
+    step_s: float  # from there to its own end
+    spans: tuple[Span, ...]  # of all the last pass's actions, by start; some end after it, as if nothing followed
+    beside: tuple[Span, ...]  # of the pass before, what reached into the last, by start
     stall_s: dict[Lane, float]  # in the last pass: how long compute waited, by the lane it waited for last
     busy_s: dict[Lane, float]  # within the last pass's time, whatever pass the work belongs to
 
@@ -44,13 +46,16 @@ def simulate(
     """`seconds`: how long an action of the compute lane takes."""
     clock = _Clock(schedule, seconds, machine)
     ends_s = [clock.run_pass() for _ in range(num_passes)]
+    clock.drain()
     last = num_passes - 1
     begin_s = ends_s[-2] if num_passes > 1 else 0.0
-    spans = tuple(sorted((span for span in clock.spans if span.pass_index == last), key=lambda span: span.start_s))
+    by_start = sorted(clock.spans, key=lambda span: span.start_s)
     busy = dict.fromkeys(Lane, 0.0)
-    for span in (*clock.spans, *clock.under_way()):
+    for span in by_start:
         busy[span.lane] += max(0.0, min(span.end_s, ends_s[-1]) - max(span.start_s, begin_s))
-    return Simulated(ends_s[-1] - begin_s, spans, dict(clock.stall_s[last]), busy)
+    spans = tuple(span for span in by_start if span.pass_index == last)
+    beside = tuple(span for span in by_start if span.pass_index < last and span.end_s > begin_s)
+    return Simulated(begin_s, ends_s[-1] - begin_s, spans, beside, dict(clock.stall_s[last]), busy)
 
 
 class _Graph:
@@ -119,12 +124,11 @@ class _Clock:
             self._advance()
         return self.now_s
 
-    def under_way(self) -> list[Span]:
-        """What runs now, as if it ended now."""
-        return [
-            Span(one.index, lane, self._actions[one.at].id, one.start_s, self.now_s)
-            for lane, one in self._running.items()
-        ]
+    def drain(self) -> None:
+        """Until the other lanes are through too."""
+        while self._running or any(self._queues.values()) or any(self._heaps.values()):
+            self._start_all()
+            self._advance()
 
     def _begin_pass(self) -> None:
         graph, index = self._graph, self._index + 1

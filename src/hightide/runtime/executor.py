@@ -8,7 +8,6 @@ the model leaves the plan.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.activations import Stash
 from hightide.runtime.demand import Demands
 from hightide.runtime.in_flight import InFlight
-from hightide.runtime.lanes import Lanes
+from hightide.runtime.lanes import Begun, Lanes
 from hightide.runtime.performer import Performer
 from hightide.runtime.program import Program
 from hightide.runtime.residency import Residency
@@ -34,7 +33,7 @@ class Tick:
     block: int
     index: int | None  # in the schedule; None: off the plan
     call: int | None
-    started_s: float
+    began: Begun
     accumulate: bool = False
 
 
@@ -156,7 +155,7 @@ class Executor:
             self._hold_params(chunk, block)
             if accumulate and self.gradients.is_trainable(chunk):
                 self._hold_gradient(chunk, block)
-        return Tick(op, block, index, call, time.perf_counter(), accumulate)
+        return Tick(op, block, index, call, self._begin_tick(), accumulate)
 
     def leave(self, tick: Tick) -> None:
         assert self._pass is not None
@@ -170,8 +169,15 @@ class Executor:
             self._send_home(tick)
         else:
             name = self._pass.program.ticks[tick.index].id
-            self.lanes.record_inline(name, tick.started_s)
+            self.lanes.record_inline(name, tick.began, self._gpu_bytes())
             self._complete(self._pass, tick.index)
+
+    def _begin_tick(self) -> Begun:
+        return self.lanes.begin_inline(self._gpu_bytes())
+
+    def _gpu_bytes(self) -> int | None:
+        """Asked for only while a recording is on."""
+        return self.chunks.gpu.device_used_bytes if self.lanes.streams.recording else None
 
     def _send_home(self, tick: Tick) -> None:
         """No write-back is planned for a block that ran off the plan."""
@@ -208,13 +214,13 @@ class Executor:
                 "update='in_backward': the promise of one step per backward. Wrap with update='deferred' (the default)."
             )
         self._send_gradients_home()  # a backward that ended with an exception has left some behind
-        started_s = time.perf_counter()
         current = self._pass
         step = None if current is None else current.program.step_tick
         if current is not None and step is not None and current.cursor <= step and current.backward_begun:
             self._skip_to(current, step)
             self._before(current, step, accumulate=True)
-            self.lanes.record_inline(current.program.ticks[step].id, started_s)
+            began = self._begin_tick()
+            self.lanes.record_inline(current.program.ticks[step].id, began, self._gpu_bytes())
             self._complete(current, step)
         for chunk in leftovers:
             if chunk not in self.performer.updated:

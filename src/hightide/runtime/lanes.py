@@ -26,6 +26,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -76,11 +77,21 @@ class EventFence:
         self._event.synchronize()
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The begin of a COMPUTE action."""
+
+    at_s: float  # a perf_counter
+    event: torch.cuda.Event | None
+    gpu_bytes: int | None
+
+
 class Streams:
     """The CUDA streams, one for each copying lane. Compute runs on the stream that is current in the user's thread, and
     on which everything is allocated. Without a GPU there are none: work is through when it returns."""
 
     def __init__(self, device: torch.device | None) -> None:
+        self.recording = False  # see mark()
         self._device = device
         self._streams: dict[Lane, torch.cuda.Stream] = {}
         if device is not None:
@@ -92,6 +103,15 @@ class Streams:
     def fence(self) -> EventFence | None:
         """This moment in the caller's stream."""
         return None if self._device is None else EventFence(torch.cuda.current_stream(self._device))
+
+    def mark(self, lane: Lane) -> torch.cuda.Event | None:
+        """This moment in the caller's stream, whose time can be read when the GPU has passed it. None unless a
+        recording is on, and for a lane that works on the host."""
+        if not self.recording or self._device is None or lane is Lane.CPU:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
     @contextmanager
     def lane(self, lane: Lane, after: Sequence[Ticket]) -> Iterator[None]:
@@ -157,14 +177,23 @@ class Lanes:
     def run_inline(self, id: str, fn: Callable[[], T]) -> T:
         """Runs a COMPUTE action in the caller's thread. Its exception goes to the caller, who may `fail` the lanes."""
         self.check()
-        started_s = time.perf_counter()
+        began = self.begin_inline()
         result = fn()
-        self.record_inline(id, started_s)
+        self.record_inline(id, began)
         return result
 
-    def record_inline(self, id: str, started_s: float) -> None:
-        """Records a COMPUTE action that ends now and could not be run as one call. `started_s` is a perf_counter."""
-        self._state.record(Record(self._state.pass_index, Lane.COMPUTE, id, started_s, time.perf_counter()))
+    def begin_inline(self, gpu_bytes: int | None = None) -> Begun:
+        """The begin of a COMPUTE action that cannot be run as one call, and what the GPU holds then."""
+        return Begun(time.perf_counter(), self.streams.mark(Lane.COMPUTE), gpu_bytes)
+
+    def record_inline(self, id: str, began: Begun, gpu_bytes: int | None = None) -> None:
+        """Records a COMPUTE action that ends now."""
+        ended = self.streams.mark(Lane.COMPUTE)
+        events = (began.event, ended) if began.event is not None and ended is not None else None
+        held = (began.gpu_bytes, gpu_bytes) if began.gpu_bytes is not None and gpu_bytes is not None else None
+        span = (began.at_s, time.perf_counter())
+        pass_index = self._state.pass_index
+        self._state.record(Record(pass_index, Lane.COMPUTE, id, *span, events=events, gpu_bytes=held))
 
     def wait(self, ticket: Ticket, lane: Lane) -> float:
         """Waits for something that `lane` owes. Returns the seconds stalled; raises the original exception."""
@@ -303,9 +332,11 @@ def _run(task: Task, state: State, timeout_s: float, streams: Streams) -> None:
     started_s = time.perf_counter()
     try:
         with streams.lane(task.lane, task.after):
+            began = streams.mark(task.lane)
             result = task.run()
             if isinstance(result, Ticket):
                 result = result.wait(timeout_s)
+            ended = streams.mark(task.lane)
             task.ticket.fence = streams.fence() if task.lane is not Lane.CPU else None
     except BaseException as error:  # whatever it is, it belongs to the user's thread
         state.fail(error)
@@ -314,5 +345,6 @@ def _run(task: Task, state: State, timeout_s: float, streams: Streams) -> None:
     ended_s = time.perf_counter()
     # The record comes before the ticket: who has waited for an action finds its record.
     span = (started_s, ended_s)
-    state.record(Record(task.pass_index, task.lane, task.id, *span, task.ready, task.ready_dues, task.due))
+    events = (began, ended) if began is not None and ended is not None else None
+    state.record(Record(task.pass_index, task.lane, task.id, *span, task.ready, task.ready_dues, task.due, events))
     task.ticket.set_result(result)

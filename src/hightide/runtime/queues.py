@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from hightide.ir.tier import LANE_RULES, Lane, Rule
 from hightide.stores.ticket import Ticket
 
@@ -28,6 +30,8 @@ class Record:
     ready: tuple[str, ...] = ()
     ready_dues: tuple[int, ...] = ()  # of the actions in `ready`, in the same order
     due: int = 0
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # its begin and end on the GPU, while recording
+    gpu_bytes: tuple[int, int] | None = None  # in use at its begin and end, of a tick, while recording
 
 
 @dataclass(eq=False, slots=True)

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from hightide.ir.action import TICK_OPS, Action, Op, Schedule
-from hightide.ir.plan import Plan
+from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import ChunkKind, Lane
 from hightide.planner.place import grad_width, is_used_up
 
@@ -112,6 +112,23 @@ class RandomLanes:
                 self.slots[place] = action.chunk
         if action.block is not None and action.op in (Op.FORWARD, Op.BACKWARD):
             self._check_residents(action)
+        self._check_arrived(action)
+
+    def _check_arrived(self, action: Action) -> None:
+        """What it reads has come home, or back from there."""
+        moving = {(other.kind, other.chunk) for other, _ in self.running.values() if other.op is Op.WRITE_BACK}
+        on_gpu = {chunk for (kind, _), chunk in self.slots.items() if kind is ChunkKind.GRAD}
+        if action.op is Op.UPDATE or (action.op is Op.FETCH and action.kind is ChunkKind.GRAD):
+            assert (ChunkKind.GRAD, action.chunk) not in moving, f"{action.id}: its gradient is on its way home"
+        if action.op is Op.UPDATE:
+            used_up = is_used_up(self.plan, self.plan.layout.chunks[action.chunk or 0])
+            assert (action.chunk in on_gpu) == used_up, f"{action.id}: its gradient is not where it looks for it"
+            if action.lane is Lane.CPU and self.plan.update is Update.DEFERRED:
+                assert "step" in self.done, f"{action.id}: before step()"
+        if action.op is Op.UNSTASH:
+            assert f"stash.{action.call}" in self.done, action.id
+        if action.op is Op.BACKWARD and self.plan.blocks[action.block or 0].inputs == "host":
+            assert f"unstash.{action.call}" in self.done, action.id
 
     def _end(self, action: Action) -> None:
         self.gpu_bytes -= action.gpu_gives

@@ -87,7 +87,7 @@ def test_gradients_are_cleared_measured_and_rounded() -> None:
     whole = plan_with(profile, Tier.GPU, Tier.GPU, micro_batch=6, update=Update.IN_BACKWARD)
     staying = seconds(profile, replace(whole, gradients=GradientDtype.PARAM))
     assert staying["bwd.1"] - plain["bwd.1"] == pytest.approx(12 * numel / 1e6)
-    assert staying["update.1"] == pytest.approx((4 + 2 + 12) * numel / 5e5)
+    assert staying["update.1"] == pytest.approx((4 + 2 + 10) * numel / 5e5)  # of the master only what bf16 lacks
 
 
 def test_costs_of_another_model_are_refused() -> None:

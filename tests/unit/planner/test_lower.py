@@ -5,10 +5,11 @@ from hypothesis import strategies as st
 from hightide.ir.action import Mode, Op, Place, Schedule
 from hightide.ir.plan import Activation, Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.planner.check import check_plan
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
 from hightide.planner.place import params_on_gpu
-from hightide.planner.verify import check_plan, verify
+from hightide.planner.verify import verify
 from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, plan_with, plans, profiles, stack
 from unit.planner.random_lanes import RandomLanes
 

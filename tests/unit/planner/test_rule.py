@@ -8,11 +8,13 @@ from hightide.ir.action import Mode
 from hightide.ir.block import Affine
 from hightide.ir.plan import Activation, Plan, Update
 from hightide.ir.tier import Tier
+from hightide.planner.check import check_plan
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.loss import loss_tile_tokens
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
 from hightide.planner.rule import FILL_FRACTION, plan_by_rule
-from hightide.planner.verify import InfeasiblePlan, check_plan, verify
+from hightide.planner.verify import verify
 from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, profiles, stack
 
 

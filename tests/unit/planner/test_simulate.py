@@ -123,6 +123,9 @@ def test_actions_run_once_after_what_they_wait_for_and_in_their_lanes_order(data
 def test_a_96_block_model_takes_milliseconds() -> None:
     profile = stack(96, dtype="bfloat16")
     lowered = lower(profile, plan_with(profile, inputs=Tier.HOST, update=Update.IN_BACKWARD), Mode.TRAIN)
-    started_s = time.process_time()
-    simulate(lowered, one_second, machine(alone=1e6, shared=0.7))
-    assert time.process_time() - started_s < 1.0  # 0.1 s on an idle machine
+    spent_s = []
+    for _ in range(3):
+        started_s = time.process_time()
+        simulate(lowered, one_second, machine(alone=1e6, shared=0.7), num_passes=4)
+        spent_s.append((time.process_time() - started_s) / 4)
+    assert min(spent_s) < 0.1  # 9 ms a step on an idle core

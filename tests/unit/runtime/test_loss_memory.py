@@ -14,8 +14,8 @@ import hightide
 import models
 from hightide.ir.action import Mode
 from hightide.ir.plan import Plan
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.memory import peaks
-from hightide.planner.verify import InfeasiblePlan
 from hightide.profiler.model import is_plain_linear
 from hightide.runtime.surgery import run_of
 

@@ -57,6 +57,7 @@ def _with(action: Action, effect: Counter[str]) -> Action:
         gpu_takes=effect["gpu_takes"],
         gpu_gives=effect["gpu_gives"],
         gpu_transient=effect["gpu_transient"],
+        gpu_kept=effect["gpu_kept"],
         host_takes=effect["host_takes"],
         host_gives=effect["host_gives"],
     )
@@ -97,9 +98,7 @@ def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) ->
     if draft.profile.blocks[call.block].lazy_head:
         forward["gpu_transient"] += loss.forward_transient_bytes(draft.profile, draft.plan, call)
         if backwards:
-            saved = loss.saved_bytes(draft.profile, draft.plan)
-            forward["gpu_takes"] += saved
-            backward["gpu_gives"] += saved
+            _keep(forward, backward, loss.saved_bytes(draft.profile, draft.plan))
             backward["gpu_transient"] += loss.backward_transient_bytes(draft.profile, draft.plan, call)
         return
     micro = micro_batch_of(draft.plan, call, draft.mode)
@@ -114,10 +113,13 @@ def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) ->
     ):  # its gradients of inputs are those of the batch, which are counted for themselves
         backward["gpu_transient"] = max(0, backward["gpu_transient"] - call.input_grads.at(micro))
     if draft.plan.blocks[call.block].activation is Activation.KEEP:
-        kept = kept_bytes(draft.plan, call, micro)
-        forward["gpu_takes"] += kept
-        backward["gpu_gives"] += kept
+        _keep(forward, backward, kept_bytes(draft.plan, call, micro))
         backward["gpu_transient"] = max(0, backward["gpu_transient"] - call.kept.at(micro))  # nothing to recompute
+
+
+def _keep(forward: Counter[str], backward: Counter[str], num_bytes: int) -> None:
+    forward.update(gpu_takes=num_bytes, gpu_kept=num_bytes)
+    backward.update(gpu_gives=num_bytes, gpu_kept=num_bytes)
 
 
 def _count_output_gradients(draft: Draft, effects: Effects) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from hightide.ir.action import Action, Op
-from hightide.ir.block import DTYPE_BYTES
-from hightide.ir.chunk import GRAD_BYTES, ChunkSpec
+from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane
 from hightide.planner.lower.draft import Draft
-from hightide.planner.place import grad_dtype, is_used_up, state_bytes, states_on_gpu
+from hightide.planner.place import is_used_up, states_on_gpu, update_bytes
 
 
 def add_updates(draft: Draft) -> None:
@@ -55,8 +54,6 @@ def _last_backward(draft: Draft) -> Action | None:
 
 
 def _action(draft: Draft, chunk: ChunkSpec, lane: Lane, tick: int, opens: int, after: tuple[str, ...]) -> Action:
-    grad = GRAD_BYTES if states_on_gpu(draft.plan, chunk) else DTYPE_BYTES[grad_dtype(draft.plan, chunk)]
-    touched = chunk.optimised_numel * (grad + DTYPE_BYTES[chunk.dtype]) + state_bytes(draft.plan, chunk)
     return Action(
         id=f"update.{chunk.index}",
         op=Op.UPDATE,
@@ -66,6 +63,6 @@ def _action(draft: Draft, chunk: ChunkSpec, lane: Lane, tick: int, opens: int, a
         block=chunk.block,
         chunk=chunk.index,
         kind=ChunkKind.STATE,
-        num_bytes=touched,
+        num_bytes=update_bytes(draft.plan, chunk),
         after=after,
     )

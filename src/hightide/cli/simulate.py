@@ -1,0 +1,157 @@
+"""`hightide simulate`: a step of a plan as it will go by, in numbers and as a page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hightide.cli.run_folder import PLAN, TIMELINE
+from hightide.doctor.known import known_machine, load_machine, preset_names
+from hightide.ir.action import Mode
+from hightide.ir.block import ModelProfile
+from hightide.ir.costs import Costs
+from hightide.ir.machine import Machine
+from hightide.ir.plan import Plan
+from hightide.ir.tier import Lane
+from hightide.ir.timeline import Timeline
+from hightide.ir.units import format_bytes, format_seconds
+from hightide.planner.check import check_plan
+from hightide.planner.cost import StepForecast, forecast
+from hightide.planner.estimate import estimate
+from hightide.planner.lower import lower
+from hightide.planner.tide import simulated_timeline
+from hightide.planner.verify import verify
+from hightide.report.page import timeline_html
+from hightide.report.summary import MEANINGS, limiting, rows
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    plan: Path
+    machine: str | None = None
+    costs: Path | None = None
+    measured: Path | None = None
+    html: Path | None = None
+    json: Path | None = None
+
+
+def simulate(options: SimulateOptions, device: torch.device, console: Console) -> None:
+    options = _look_into_folder(options)
+    plan = _load_plan(options.plan)
+    profile = _profile(plan, options.plan)
+    machine = _machine(options.machine, device, console)
+    costs = Costs.load(options.costs) if options.costs is not None else estimate(profile, machine)
+    measured = _measured(options.measured, plan)
+    schedule = lower(profile, plan, Mode.TRAIN)
+    verify(profile, plan, schedule, plan.gpu_limit_bytes, plan.host_limit_bytes)
+    step = forecast(profile, plan, costs, machine)
+    timeline = simulated_timeline(plan, schedule, step.simulated, f"simulated on {machine.name}")
+    _show(console, plan, step, timeline, measured, costs)
+    if options.json is not None:
+        timeline.save(options.json)
+        console.print(f"timeline: {options.json}", soft_wrap=True)
+    if options.html is not None:
+        facts = [f"{_facts(profile, plan)}.", f"Times of blocks: {costs.source}. Lanes: {machine.source}."]
+        page = timeline_html(f"{_title(options.plan)}: the tide of one step", timeline, measured, facts, plan.explain())
+        options.html.write_text(page, encoding="utf-8")
+        console.print(f"page: {options.html}", soft_wrap=True)
+
+
+def _look_into_folder(options: SimulateOptions) -> SimulateOptions:
+    """A run folder has a plan and, where it was recorded, a step of that plan."""
+    if not options.plan.is_dir():
+        return options
+    recorded = options.plan / TIMELINE
+    measured = options.measured or (recorded if recorded.exists() else None)
+    return replace(options, plan=options.plan / PLAN, measured=measured)
+
+
+def _title(path: Path) -> str:
+    return path.absolute().parent.name if path.name == PLAN else path.stem
+
+
+def _load_plan(path: Path) -> Plan:
+    try:
+        return Plan.load(path)
+    except OSError as error:
+        raise ValueError(f"cannot read the plan {path}: {error.strerror}") from error
+
+
+def _profile(plan: Plan, path: Path) -> ModelProfile:
+    if plan.profile is None:
+        raise ValueError(
+            f"the plan {path} does not contain the profile that it was made from, so there is nothing to simulate; "
+            "make it again with hightide.plan(model, optimizer, batch).save(path)"
+        )
+    check_plan(plan.profile, plan)
+    return plan.profile
+
+
+def _machine(name: str | None, device: torch.device, console: Console) -> Machine:
+    if name is not None:
+        return load_machine(name)
+    known = known_machine(device)
+    if known.machine is None:
+        raise ValueError(
+            f"{known.problem}; run `hightide doctor`, or name a machine: --machine {'|'.join(preset_names())} or a file"
+        )
+    if known.problem:
+        console.print(f"note: {known.problem}; `hightide doctor` measures again", soft_wrap=True)
+    return known.machine
+
+
+def _measured(path: Path | None, plan: Plan) -> Timeline | None:
+    if path is None:
+        return None
+    timeline = Timeline.load(path)
+    if timeline.fingerprint != plan.fingerprint:
+        raise ValueError(
+            f"{path} was recorded of another model: it has the fingerprint {timeline.fingerprint}, the plan has "
+            f"{plan.fingerprint}; record a run of this plan with hightide.record(model)"
+        )
+    return timeline
+
+
+def _show(
+    console: Console, plan: Plan, step: StepForecast, simulated: Timeline, measured: Timeline | None, costs: Costs
+) -> None:
+    timelines = [simulated] if measured is None else [simulated, measured]
+    table = Table("", box=None, pad_edge=False, header_style="bold")
+    for heading in ("simulated", "measured", "difference")[: 3 if measured is not None else 1]:
+        table.add_column(heading, justify="right")
+    for row in rows(timelines):
+        table.add_row(row.name, *row.cells, *([row.difference] if measured is not None else []))
+    console.print(f"{simulated.source}; times of blocks {costs.source}", markup=False, soft_wrap=True)
+    console.print(table)
+    busiest = limiting(simulated)
+    share = busiest.busy_s / simulated.step_s
+    console.print(f"limit: {busiest.lane} ({MEANINGS[busiest.lane]}), busy {share:.0%} of the step")
+    free_bytes = plan.gpu_limit_bytes - simulated.gpu_peak_bytes
+    console.print(f"GPU: {format_bytes(free_bytes)} of {format_bytes(plan.gpu_limit_bytes)} stay free")
+    if step.issue_s > simulated.step_s:
+        console.print(
+            f"the thread that runs the model needs {format_seconds(step.issue_s)}, more than the GPU: use "
+            "larger micro-batches, or wrap(..., compile=True)"
+        )
+
+
+def _count(numel: int) -> str:
+    return f"{numel / 1e9:.2f}B" if numel >= 1e9 else f"{numel / 1e6:.2f}M"
+
+
+def _facts(profile: ModelProfile, plan: Plan) -> str:
+    numel = sum(spec.numel for spec in profile.params)
+    blocks = len({call.block for call in profile.calls})
+    moved = {Lane.H2D: 0, Lane.D2H: 0}
+    for action in lower(profile, plan, Mode.TRAIN).actions:
+        if action.lane in moved:
+            moved[action.lane] += action.num_bytes
+    return (
+        f"{_count(numel)} parameters in {blocks} blocks, {plan.num_samples} samples in micro-batches of "
+        f"{plan.micro_batch}, updates {str(plan.update).replace('_', ' ')}; {format_bytes(moved[Lane.H2D])} to the GPU "
+        f"and {format_bytes(moved[Lane.D2H])} from it per step"
+    )

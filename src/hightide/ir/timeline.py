@@ -1,0 +1,80 @@
+"""One step as it goes by: what each lane does when, and what GPU memory is used for. Simulated and measured steps have
+the same form, so that they can be laid side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from hightide.ir.action import Op
+from hightide.ir.codec import from_json, to_json
+from hightide.ir.tier import ChunkKind, Lane
+
+
+class Part(StrEnum):
+    """What GPU memory is used for. What lives longest comes first, and is drawn at the bottom."""
+
+    PERSISTENT = "persistent chunks"  # parameters, gradients and states that stay
+    SLOTS = "slots"  # for streamed parameters
+    GRADIENTS = "gradient slots"  # with the buffers through which gradients are rounded
+    BATCH = "batch and buffers"  # and whatever else is there during the whole step
+    INPUTS = "block inputs"  # what blocks hand to each other, until backward has read it, and its gradients
+    ACTIVATIONS = "kept activations"  # graphs and logits that wait for backward
+    TRANSIENTS = "transients"  # inside a block or an update, only while it runs
+    REST = "everything else"  # of a measured run, which knows only the sum of all that is not chunks and slots
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One action. Times count from the beginning of the step: the end of compute in the one before."""
+
+    lane: Lane
+    id: str
+    start_s: float  # negative: begun in the step before
+    end_s: float  # beyond the step's end: it reaches into the next
+    op: Op | None = None  # None: it is not in the schedule (fetched on demand)
+    kind: ChunkKind | None = None
+    num_bytes: int = 0  # moved, or touched by an update
+    waited_for: str = ""  # the action it waited for last, if its lane was free before that one had ended
+    waited_s: float = 0.0  # how long its lane was free by then
+    earlier: bool = False  # an action of the step before, which reaches into this one
+
+
+@dataclass(frozen=True)
+class Level:
+    """GPU bytes from this moment to the next level, one number for each of the timeline's parts."""
+
+    at_s: float
+    num_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LaneTime:
+    lane: Lane
+    busy_s: float  # within the step, whatever step the work belongs to
+    stall_s: float  # how long compute waited for it; on the compute lane itself: for nothing that the schedule knows
+
+
+@dataclass(frozen=True)
+class Timeline:
+    source: str  # "simulated on ..." or "measured on ..."
+    fingerprint: str  # of the model
+    step_s: float
+    gpu_peak_bytes: int
+    gpu_limit_bytes: int
+    lanes: tuple[LaneTime, ...]
+    parts: tuple[Part, ...]
+    levels: tuple[Level, ...]  # by time; several may have one time
+    bars: tuple[Bar, ...]  # by start
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(to_json(self) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise ValueError(f"cannot read the timeline {path}: {error.strerror}") from error
+        return from_json(cls, text, source=str(path))

@@ -1,0 +1,97 @@
+"""A plan, perhaps edited by hand, is checked against the model before it is lowered."""
+
+from __future__ import annotations
+
+from hightide.ir.block import ModelProfile
+from hightide.ir.plan import Activation, Plan
+from hightide.ir.tier import Tier
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.place import widest_tick
+
+PLAN_VERSION = 2
+
+
+def check_plan(profile: ModelProfile, plan: Plan) -> None:
+    """Whether a plan is one for this model, and makes sense."""
+    if plan.version != PLAN_VERSION:
+        raise InfeasiblePlan(f"the plan has version {plan.version}, this is version {PLAN_VERSION}; make a new plan")
+    if plan.fingerprint != profile.fingerprint:
+        raise InfeasiblePlan(
+            f"this is a plan for another model: it has the fingerprint {plan.fingerprint}, the model has "
+            f"{profile.fingerprint}; make a new plan with hightide.plan(model, optimizer, batch)"
+        )
+    names, planned = [block.name for block in profile.blocks], [block.name for block in plan.blocks]
+    if names != planned:
+        wrong = next((pair for pair in zip(names, planned, strict=False) if pair[0] != pair[1]), None)
+        raise InfeasiblePlan(
+            f"the plan lists {len(planned)} blocks, the model has {len(names)}"
+            + (f"; where the model has {wrong[0]!r} the plan has {wrong[1]!r}" if wrong else "")
+        )
+    _check_layout(profile, plan)
+    _check_blocks(profile, plan)
+    _check_numbers(profile, plan)
+
+
+def check_moments(plan: Plan, num_moments: int) -> None:
+    """Whether a plan was made for an optimizer with as many states."""
+    for chunk in plan.layout.chunks:
+        planned = chunk.num_states - chunk.has_master
+        if chunk.optimised_numel and planned != num_moments:
+            raise InfeasiblePlan(
+                f"the plan keeps {planned} moments of each element, this optimizer has {num_moments}; make a new plan "
+                "with hightide.plan(model, optimizer, batch)"
+            )
+
+
+def _check_layout(profile: ModelProfile, plan: Plan) -> None:
+    placed = [(place.param, place.numel) for chunk in plan.layout.chunks for place in chunk.params]
+    if sorted(placed) != sorted((spec.name, spec.numel) for spec in profile.params):
+        raise InfeasiblePlan("the plan's layout does not hold each parameter of the model once; make a new plan")
+    if [chunk.index for chunk in plan.layout.chunks] != list(range(len(plan.layout.chunks))):
+        raise InfeasiblePlan("the chunks of the plan's layout are not numbered 0, 1, 2, ...; make a new plan")
+
+
+def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
+    for spec, block in zip(profile.blocks, plan.blocks, strict=True):
+        where = f"the plan of block {block.name!r}"
+        if Tier.DISK in (block.params, block.states, block.inputs):
+            raise InfeasiblePlan(f"{where} uses the disk, which is not supported yet; use gpu or host")
+        frozen = any(c.block == spec.index and not c.trainable_numel for c in plan.layout.chunks)
+        if block.states is Tier.GPU and block.params is not Tier.GPU and not frozen:
+            raise InfeasiblePlan(
+                f"{where} has states on the gpu but params on the {block.params}, and no frozen chunk that could "
+                "stream; put params there too"
+            )
+        if block.activation is Activation.KEEP and block.inputs is Tier.HOST:
+            raise InfeasiblePlan(f"{where} keeps activations, whose graph holds the inputs on the gpu; use inputs=gpu")
+        if spec.loose and (block.params, block.states) != (Tier.GPU, Tier.GPU):
+            raise InfeasiblePlan(f"{where} (parameters used outside of blocks) must have params and states on the gpu")
+
+
+def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
+    if plan.num_samples < profile.num_samples:
+        raise InfeasiblePlan(
+            f"the plan holds batches of up to {plan.num_samples} samples, this batch has {profile.num_samples}; "
+            f"make a new plan with it"
+        )
+    if not 1 <= plan.micro_batch <= plan.num_samples:
+        raise InfeasiblePlan(f"micro_batch is {plan.micro_batch}; it must be from 1 to num_samples={plan.num_samples}")
+    if plan.loss_tile_tokens < 1 or plan.layout.slot_numel < 1:
+        raise InfeasiblePlan(
+            f"loss_tile_tokens is {plan.loss_tile_tokens} and slot_numel {plan.layout.slot_numel}; both must be at "
+            f"least 1"
+        )
+    if plan.loss_kept_tokens < 0:
+        raise InfeasiblePlan(f"loss_kept_tokens is {plan.loss_kept_tokens}; it must be 0 (none) or more")
+    heads = [block for block in profile.blocks if block.lazy_head]
+    if plan.loss_kept_tokens and not all(block.plain_linear for block in heads):
+        raise InfeasiblePlan(
+            f"loss_kept_tokens is {plan.loss_kept_tokens}, but the head ({', '.join(b.kind for b in heads)}) is more "
+            "than an nn.Linear, whose logits are made again with a graph in backward; use loss_kept_tokens=0"
+        )
+    slots, grad_slots = widest_tick(plan, {call.block for call in profile.calls})
+    if plan.num_slots < slots or plan.num_grad_slots < grad_slots:
+        raise InfeasiblePlan(
+            f"the plan has {plan.num_slots} slots and {plan.num_grad_slots} grad slots; its widest block needs "
+            f"{slots} and {grad_slots} at once"
+        )

@@ -1,0 +1,149 @@
+"""One self-contained HTML page: GPU memory over a step, the lanes below it; a measured step under a simulated one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+
+from hightide.ir.action import Op
+from hightide.ir.tier import ChunkKind, Lane
+from hightide.ir.timeline import Bar, Part, Timeline
+from hightide.ir.units import format_bytes, format_seconds
+from hightide.report.summary import MEANINGS, rows, worst_waits
+
+# One colour stands for one thing, in memory and on the lanes. Its value for light and dark is in page.css.
+PART_COLOURS = {
+    Part.PERSISTENT: "states",
+    Part.SLOTS: "params",
+    Part.GRADIENTS: "grads",
+    Part.BATCH: "other",
+    Part.INPUTS: "inputs",
+    Part.ACTIVATIONS: "forward",
+    Part.TRANSIENTS: "backward",
+    Part.REST: "inputs",
+}
+BAR_COLOURS = {
+    "forward": "forward",
+    "backward": "backward",
+    "update": "states",
+    "parameters move": "params",
+    "gradients move": "grads",
+    "block inputs move": "inputs",
+    "other": "other",
+}
+_NAMES = {
+    Op.FORWARD: "forward",
+    Op.BACKWARD: "backward",
+    Op.UPDATE: "update",
+    Op.STASH: "block inputs move",
+    Op.UNSTASH: "block inputs move",
+    Op.WRITE_BACK: "gradients move",
+    Op.CLEAR: "gradients move",
+}
+
+
+def timeline_html(
+    title: str, simulated: Timeline, measured: Timeline | None = None, facts: Sequence[str] = (), plan_text: str = ""
+) -> str:
+    """`facts` are lines under the title, `plan_text` is the plan in words."""
+    timelines = [simulated] if measured is None else [simulated, measured]
+    shown = [_panel(timeline) for timeline in timelines]
+    data = json.dumps({"seconds": max(one.step_s for one in timelines), "panels": shown}, separators=(",", ":"))
+    script = data.replace("<", "\\u003c")  # nothing in it can end the script
+    parts = [
+        "<!doctype html>",
+        '<html lang="en">',
+        '<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="color-scheme" content="light dark">',
+        f"<title>{escape(title)}</title>",
+        f"<style>{_resource('page.css')}</style>",
+        f"<header><h1>{escape(title)}</h1>{''.join(f'<p>{escape(fact)}</p>' for fact in facts)}</header>",
+        "<main>",
+        '<noscript><p class="note">The pictures need JavaScript; the numbers below do not.</p></noscript>',
+        '<div id="charts"></div>',
+        f'<div class="tables">{_summary(timelines)}{"".join(_waits(timeline) for timeline in timelines)}</div>',
+        f"<details><summary>The plan</summary><pre>{escape(plan_text)}</pre></details>" if plan_text else "",
+        "</main>",
+        f'<script id="data" type="application/json">{script}</script>',
+        f"<script>{_resource('page.js')}</script>",
+        "</html>",
+    ]
+    return "\n".join(part for part in parts if part) + "\n"
+
+
+def _panel(timeline: Timeline) -> dict[str, object]:
+    names = list(BAR_COLOURS)
+    return {
+        "title": timeline.source,
+        "step": _seconds(timeline.step_s),
+        "peak": timeline.gpu_peak_bytes,
+        "limit": timeline.gpu_limit_bytes,
+        "parts": [[str(part), PART_COLOURS[part]] for part in timeline.parts],
+        "levels": [[_seconds(level.at_s), *level.num_bytes] for level in timeline.levels],
+        "lanes": [[str(lane), MEANINGS[lane]] for lane in Lane],
+        "names": [[name, BAR_COLOURS[name]] for name in names],
+        "bars": [
+            [
+                list(Lane).index(bar.lane),
+                names.index(_name(bar)),
+                _seconds(bar.start_s),
+                _seconds(bar.end_s),
+                bar.id,
+                bar.num_bytes,
+                _seconds(bar.waited_s),
+                bar.waited_for,
+                int(bar.earlier),
+            ]
+            for bar in timeline.bars
+            if bar.end_s > bar.start_s or bar.waited_s
+        ],
+    }
+
+
+def _name(bar: Bar) -> str:
+    if bar.op is Op.FETCH:
+        return "gradients move" if bar.kind is ChunkKind.GRAD else "parameters move"
+    return "other" if bar.op is None else _NAMES.get(bar.op, "other")
+
+
+def _seconds(value: float) -> float:
+    return round(value, 6)
+
+
+def _summary(timelines: list[Timeline]) -> str:
+    heads = ["simulated", "measured", "difference"] if len(timelines) == 2 else ["simulated"]
+    limit = timelines[0].gpu_limit_bytes
+    lines = [
+        f"<tr><th scope=row>{escape(row.name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in row.cells)}"
+        + (f"<td>{escape(row.difference)}</td>" if len(timelines) == 2 else "")
+        + "</tr>"
+        for row in rows(timelines)
+    ]
+    head = "".join(f"<th scope=col>{name}</th>" for name in heads)
+    return (
+        f"<section><h2>In numbers</h2><table><thead><tr><td></td>{head}</tr></thead>"
+        f'<tbody>{"".join(lines)}</tbody></table><p class="note">The limit of GPU memory is {format_bytes(limit)}. '
+        "Busy times count within this step, whatever step the work belongs to.</p></section>"
+    )
+
+
+def _waits(timeline: Timeline) -> str:
+    waits = worst_waits(timeline)
+    if not waits:
+        return ""
+    lines = [
+        f"<tr><th scope=row>{escape(name)}</th><td>{format_seconds(seconds)}</td>"
+        f"<td>{seconds / timeline.step_s:.1%} of the step</td></tr>"
+        for name, seconds in waits
+    ]
+    return (
+        f"<section><h2>What compute waited for longest, {escape(timeline.source)}</h2>"
+        f"<table><tbody>{''.join(lines)}</tbody></table></section>"
+    )
+
+
+def _resource(name: str) -> str:
+    return resources.files("hightide.report").joinpath(name).read_text(encoding="utf-8").strip()

@@ -1,0 +1,86 @@
+"""A step in a few numbers, alone or beside another."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hightide.ir.tier import Lane
+from hightide.ir.timeline import LaneTime, Timeline
+from hightide.ir.units import format_bytes, format_seconds
+
+LEAST_SHARE = 0.001  # of a step: shorter waits are not worth a line
+MAX_LINKS = 3  # of a chain of waits that are shown
+MEANINGS = {
+    Lane.COMPUTE: "GPU kernels",
+    Lane.H2D: "host to GPU",
+    Lane.D2H: "GPU to host",
+    Lane.CPU: "updates on the host",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    cells: tuple[str, ...]  # one for each timeline
+    difference: str = ""  # of the second against the first
+
+
+def rows(timelines: list[Timeline]) -> list[Row]:
+    found = [
+        _row("step time", [one.step_s for one in timelines], format_seconds),
+        _row("GPU peak", [one.gpu_peak_bytes for one in timelines], lambda value: format_bytes(int(value))),
+    ]
+    for lane in Lane:
+        shares = [lane_time(one, lane).busy_s / one.step_s for one in timelines]
+        found.append(_share_row(f"{lane} busy", shares))
+    for lane in Lane:
+        waits = [lane_time(one, lane).stall_s for one in timelines]
+        if max(wait / one.step_s for wait, one in zip(waits, timelines, strict=True)) >= LEAST_SHARE:
+            found.append(_row(stall_name(lane), waits, format_seconds))
+    return found
+
+
+def stall_name(lane: Lane) -> str:
+    return "compute idle" if lane is Lane.COMPUTE else f"compute waits for {lane}"
+
+
+def lane_time(timeline: Timeline, lane: Lane) -> LaneTime:
+    return next(one for one in timeline.lanes if one.lane is lane)
+
+
+def limiting(timeline: Timeline) -> LaneTime:
+    """The busiest lane: no plan with the same work can be faster than it."""
+    return max(timeline.lanes, key=lambda one: one.busy_s)
+
+
+def worst_waits(timeline: Timeline, count: int = 8) -> list[tuple[str, float]]:
+    """What compute waited for longest, with what that had waited for itself, and how long."""
+    waits: dict[str, float] = defaultdict(float)
+    for bar in timeline.bars:
+        if bar.lane is Lane.COMPUTE and bar.waited_s > 0:
+            waits[bar.waited_for] += bar.waited_s
+    long = [wait for wait in waits.items() if wait[1] >= LEAST_SHARE * timeline.step_s]
+    worst = sorted(long, key=lambda wait: -wait[1])[:count]
+    causes = {bar.id: bar.waited_for for bar in timeline.bars if not bar.earlier}
+    return [(_chain(name, causes), seconds) for name, seconds in worst]
+
+
+def _chain(name: str, causes: Mapping[str, str]) -> str:
+    links = [name]
+    while len(links) < MAX_LINKS and (cause := causes.get(links[-1])):
+        links.append(cause)
+    return ", after ".join(links)
+
+
+def _row(name: str, values: Sequence[float], text: Callable[[float], str]) -> Row:
+    difference = ""
+    if len(values) == 2 and values[0]:
+        difference = f"{values[1] / values[0] - 1:+.1%}"
+    return Row(name, tuple(text(value) for value in values), difference)
+
+
+def _share_row(name: str, shares: list[float]) -> Row:
+    difference = f"{100 * (shares[1] - shares[0]):+.1f} points" if len(shares) == 2 else ""
+    return Row(name, tuple(f"{share:.1%}" for share in shares), difference)

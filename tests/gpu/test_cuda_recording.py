@@ -1,0 +1,58 @@
+"""A recording on a real GPU: times are the GPU's own, and nothing waits for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hightide
+import models
+from gpu.streamed import silence_transformers, wrap
+from hightide.ir.action import Mode, Op
+from hightide.ir.tier import Lane
+from hightide.runtime.surgery import run_of
+from unit.runtime.steps import train_step
+
+pytestmark = pytest.mark.gpu
+
+CLOCK_S = 200e-6  # by which the host's clock and the GPU's may differ
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_recorded_times_follow_the_schedule(update: str) -> None:
+    model, batch = models.llama()
+    model, optimizer = wrap(model, batch, update=update)
+    batch = {name: value.cuda() for name, value in batch.items()}
+    with hightide.record(model) as recording:
+        for _ in range(3):
+            train_step(model, optimizer, batch)
+    timeline = recording.timeline
+    schedule = run_of(model).executor.programs[Mode.TRAIN].schedule
+    bars = {bar.id: bar for bar in timeline.bars if not bar.earlier}
+    assert {tick.id for tick in schedule.ticks} <= bars.keys()
+    for action in schedule.actions:
+        for name in action.after:
+            if action.id in bars and name in bars and schedule.by_id[name].op is not Op.EVICT:
+                assert bars[name].end_s <= bars[action.id].start_s + CLOCK_S, f"{name} after {action.id}"
+    for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H):
+        row = [bar for bar in timeline.bars if bar.lane is lane and not bar.earlier]
+        assert row and all(bar.end_s >= bar.start_s for bar in row)
+    assert 0.2 * run_of(model).step_s < timeline.step_s < 5 * run_of(model).step_s, "the host may run ahead by a step"
+    assert max(sum(level.num_bytes) for level in timeline.levels) <= timeline.gpu_peak_bytes
+    hightide.unwrap(model)
+
+
+def test_recording_does_not_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    silence_transformers(monkeypatch)
+    model, batch = models.llama()
+    model, optimizer = wrap(model, batch)
+    with hightide.record(model) as recording:
+        try:
+            for step in range(5):
+                if step == 2:  # by now every workspace and pinned buffer exists
+                    torch.cuda.set_sync_debug_mode("error")
+                train_step(model, optimizer, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert recording.timeline.step_s > 0
+    hightide.unwrap(model)

@@ -1,0 +1,134 @@
+"""The page: one file, nothing from elsewhere, all that the timelines say."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from hightide.ir.action import Mode
+from hightide.ir.tier import Lane, Tier
+from hightide.ir.timeline import Part, Timeline
+from hightide.ir.units import format_seconds
+from hightide.planner.lower import lower
+from hightide.planner.simulate import simulate
+from hightide.planner.tide import simulated_timeline
+from hightide.report.page import PART_COLOURS, timeline_html
+from hightide.report.summary import limiting, rows, worst_waits
+from unit.planner.profiles import plan_with, stack
+from unit.planner.test_simulate import machine, one_second
+
+VOID = {"meta"}
+
+
+def timeline(num_layers: int = 3, speed: float = 1024.0) -> Timeline:
+    profile = stack(num_layers)
+    plan = plan_with(profile, inputs=Tier.HOST)
+    schedule = lower(profile, plan, Mode.TRAIN)
+    simulated = simulate(schedule, one_second, machine(alone=speed, shared=0.7))
+    return simulated_timeline(plan, schedule, simulated, "simulated on a test machine")
+
+
+class Reader(HTMLParser):
+    """Checks that what is opened is closed, and collects texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert not {"src", "href"} & {name for name, _ in attrs}, f"{tag} takes something from elsewhere"
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.setdefault(self.open[-1] if self.open else "", []).append(data)
+
+
+def read(page: str) -> Reader:
+    reader = Reader()
+    reader.feed(page)
+    assert reader.open == []
+    return reader
+
+
+def data_of(page: str) -> dict:
+    return json.loads(read(page).texts["script"][0])
+
+
+def test_the_page_is_one_file_with_nothing_from_elsewhere() -> None:
+    page = timeline_html("a plan", timeline(), facts=["3 blocks"], plan_text="fits the limits")
+    assert set(re.findall(r"https?://[^\"' )]*", page)) == {"http://www.w3.org/2000/svg"}, "a name, not an address"
+    assert "@import" not in page and not re.search(r"url\((?!#)", page)
+    assert read(page).texts["h1"] == ["a plan"]
+    assert "prefers-color-scheme: dark" in page and 'name="viewport"' in page
+
+
+def test_names_cannot_become_markup() -> None:
+    """An action is named by a schedule, which a person may have edited."""
+    evil = timeline()
+    evil = replace(evil, source="<b>bold</b>", bars=(replace(evil.bars[0], id="</script><script>x()"), *evil.bars[1:]))
+    page = timeline_html("<i>t</i>", evil, facts=["</header>"], plan_text="</pre>")
+    assert data_of(page)["panels"][0]["bars"][0][4] == "</script><script>x()"
+    assert page.count("<script") == 2
+
+
+def test_the_data_are_the_timelines() -> None:
+    shown = timeline()
+    [panel] = data_of(timeline_html("a plan", shown))["panels"]
+    assert [name for name, _ in panel["parts"]] == [str(part) for part in shown.parts]
+    assert [sum(level[1:]) for level in panel["levels"]] == [sum(level.num_bytes) for level in shown.levels]
+    assert max(sum(level[1:]) for level in panel["levels"]) == panel["peak"] == shown.gpu_peak_bytes
+    drawn = [bar for bar in shown.bars if bar.end_s > bar.start_s or bar.waited_s]
+    assert [bar[4] for bar in panel["bars"]] == [bar.id for bar in drawn]
+    names = {panel["names"][bar[1]][0] for bar in panel["bars"]}
+    assert {"forward", "backward", "update", "parameters move", "gradients move", "block inputs move"} <= names
+
+
+def test_every_part_and_lane_has_a_colour_and_a_row() -> None:
+    assert PART_COLOURS.keys() == set(Part)
+    css = timeline_html("a plan", timeline())
+    for colour in PART_COLOURS.values():
+        assert css.count(f"--{colour}: #") == 2, "one for light, one for dark"
+    assert [name for name, _ in data_of(css)["panels"][0]["lanes"]] == [str(lane) for lane in Lane]
+
+
+def test_a_measured_step_stands_beside_the_simulated_one() -> None:
+    simulated = timeline()
+    measured = replace(simulated, source="measured on a GPU", step_s=simulated.step_s * 1.1)
+    page = timeline_html("a plan", simulated, measured)
+    data = data_of(page)
+    assert len(data["panels"]) == 2 and data["seconds"] == pytest.approx(measured.step_s)
+    assert "+10.0%" in read(page).texts["td"]
+
+
+def test_the_numbers() -> None:
+    slow = timeline(speed=256.0)
+    by_name = {row.name: row for row in rows([slow])}
+    assert by_name["step time"].cells == (format_seconds(slow.step_s),)
+    assert "compute waits for h2d" in by_name and by_name["step time"].difference == ""
+    assert limiting(slow).busy_s == max(lane.busy_s for lane in slow.lanes)
+    chain, seconds = worst_waits(slow)[0]
+    assert chain.startswith("fetch.param.") and ", after " in chain and seconds > 0
+    fast = timeline(speed=1e12)
+    assert limiting(fast).lane is Lane.COMPUTE and worst_waits(fast) == []
+
+
+def test_96_blocks_twice_stay_below_a_megabyte() -> None:
+    big = timeline(96)
+    assert len(timeline_html("a plan", big, replace(big, source="measured")).encode()) < 2**20
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 s"), (1.5, "1.500 s"), (0.00125, "1.25 ms"), (0.1834, "183 ms"), (2.5e-5, "25 µs"), (0.0999, "99.9 ms")],
+)
+def test_seconds_as_people_write_them(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text

@@ -1,0 +1,199 @@
+"""The lanes of a run and of the simulator do the same: the same actions, in the same order on lanes that work in order,
+by the same rule on the others; and both steps have the same form when they are shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+import hightide
+import models
+from hightide.ir.action import Action, Mode, Schedule
+from hightide.ir.plan import Activation, Plan, Update
+from hightide.ir.tier import LANE_RULES, Lane, Rule, Tier
+from hightide.ir.timeline import Part, Timeline
+from hightide.planner.compare import compare
+from hightide.planner.memory import peaks
+from hightide.planner.simulate import Simulated, simulate
+from unit.planner.test_simulate import machine
+from unit.runtime.steps import Twins, train_step, twins
+
+NUM_STEPS = 2
+
+
+def kept(plan: Plan) -> Plan:
+    blocks = tuple(replace(block, activation=Activation.KEEP, inputs=Tier.GPU) for block in plan.blocks)
+    return replace(plan, blocks=blocks, gpu_limit_bytes=2**23)
+
+
+def inputs_on_host(plan: Plan) -> Plan:
+    blocks = tuple(replace(block, activation=Activation.RECOMPUTE, inputs=Tier.HOST) for block in plan.blocks)
+    return replace(plan, blocks=blocks, gpu_limit_bytes=2**23)
+
+
+def parameters_stay(plan: Plan) -> Plan:
+    blocks = tuple(
+        replace(block, params=Tier.GPU, states=block.states if index % 2 else Tier.HOST)
+        for index, block in enumerate(plan.blocks)
+    )
+    return replace(plan, blocks=blocks, gpu_limit_bytes=2**23)
+
+
+PLANS = {  # name -> (limit, edit)
+    "streamed": ("200KiB", None),
+    "streamed, kept": ("200KiB", kept),
+    "streamed, inputs on the host": ("200KiB", inputs_on_host),
+    "parameters persistent": ("200KiB", parameters_stay),
+    "half persistent": ("400KiB", None),
+    "everything fits": ("8MiB", None),
+}
+
+
+def wrapped(plan: str, update: Update, tied: bool = False) -> Twins:
+    gpu, edit = PLANS[plan]
+    model, batch = models.llama(tied=tied)
+    return twins(model, batch, gpu=gpu, edit=edit, update=update.value)
+
+
+@dataclass(frozen=True)
+class Done:
+    lane: Lane
+    id: str
+    ready: tuple[str, ...] = ()
+    ready_dues: tuple[int, ...] = ()
+
+
+def as_records(schedule: Schedule, simulated: Simulated) -> list[Done]:
+    """What the simulator's lanes would have written down."""
+    spans = {span.id: span for span in simulated.spans}
+
+    def ready_s(action: Action) -> float:
+        names = [*action.after, *([schedule.ticks[action.opens].id] if action.opens >= 0 else [])]
+        return max((spans[name].end_s for name in names), default=0.0)
+
+    records = []
+    for span in sorted(simulated.spans, key=lambda span: span.end_s):
+        ready: list[Action] = []
+        if LANE_RULES[span.lane] is Rule.DUE_FIRST:
+            waiting = [action for action in schedule.lane(span.lane) if spans[action.id].start_s >= span.start_s]
+            ready = [action for action in waiting if ready_s(action) <= span.start_s]
+        records.append(
+            Done(span.lane, span.id, tuple(action.id for action in ready), tuple(action.tick for action in ready))
+        )
+    return records
+
+
+def assert_same(pair: Twins, schedule: Schedule, back: int = 0) -> None:
+    pair.run.executor.wait_for_updates()
+    records = pair.run.lanes.records_of(pair.run.lanes.pass_index - back)
+    simulated = simulate(schedule, lambda action: 1e-3 if action.call is not None else 0.0, machine(alone=1e7))
+    dreamt = as_records(schedule, simulated)
+    assert compare(schedule, records) == []
+    assert compare(schedule, dreamt) == []
+    for lane in Lane:
+        done, expected = ([record.id for record in one if record.lane is lane] for one in (records, dreamt))
+        if LANE_RULES[lane] is Rule.IN_ORDER:
+            assert done == expected
+        else:
+            assert sorted(done) == sorted(expected)
+
+
+@pytest.mark.parametrize("update", Update)
+@pytest.mark.parametrize("plan", PLANS)
+def test_executed_equals_simulated(plan: str, update: Update) -> None:
+    pair = wrapped(plan, update)
+    for _ in range(NUM_STEPS):
+        pair.step()
+    schedules = {mode: program.schedule for mode, program in pair.run.executor.programs.items()}
+    for back in range(NUM_STEPS):
+        assert_same(pair, schedules[Mode.TRAIN], back)
+    with torch.no_grad():
+        pair.model(**models.token_batch(num_samples=2))
+    assert_same(pair, schedules[Mode.EVAL])
+    pair.close()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_accumulating_pass_equals_its_simulation(plan: str, tied: bool) -> None:
+    pair = wrapped(plan, Update.DEFERRED, tied)
+    models.loss_of(pair.model, pair.batch).backward()
+    train_step(pair.model, pair.optimizer, pair.batch)
+    assert_same(pair, pair.run.executor.programs[Mode.ACCUMULATE].schedule)
+    pair.close()
+
+
+@pytest.mark.parametrize("update", Update)
+@pytest.mark.parametrize("plan", ["streamed", "everything fits"])
+def test_tied_parameters_equal_their_simulation(plan: str, update: Update) -> None:
+    pair = wrapped(plan, update, tied=True)
+    for _ in range(2):
+        pair.step()
+    assert_same(pair, pair.run.executor.programs[Mode.TRAIN].schedule)
+    pair.close()
+
+
+# -- recordings -------------------------------------------------------------------------------------------------------
+
+
+def recorded(pair: Twins, num_steps: int = NUM_STEPS) -> Timeline:
+    with hightide.record(pair.model) as recording:
+        for _ in range(num_steps):
+            train_step(pair.model, pair.optimizer, pair.batch)
+    return recording.timeline
+
+
+@pytest.mark.parametrize("update", Update)
+def test_a_recording_shows_every_action_of_the_last_step(update: Update) -> None:
+    pair = wrapped("streamed, inputs on the host", update)
+    timeline = recorded(pair)
+    schedule = pair.run.executor.programs[Mode.TRAIN].schedule
+    shown = {bar.id for bar in timeline.bars if not bar.earlier}
+    hidden = {action.id for action in schedule.actions} - shown
+    assert all(schedule.by_id[name].lane in (Lane.CPU, Lane.D2H) for name in hidden), "only what outlasts the step"
+    assert all(bar.op is schedule.by_id[bar.id].op for bar in timeline.bars)
+    compute = [bar for bar in timeline.bars if bar.lane is Lane.COMPUTE and not bar.earlier]
+    assert compute[-1].end_s == pytest.approx(timeline.step_s)
+    assert all(first.end_s <= second.start_s for first, second in pairwise(compute))
+    assert 0.5 * pair.run.step_s < timeline.step_s < 2 * pair.run.step_s
+    pair.close()
+
+
+def test_a_recording_knows_what_the_accelerator_held() -> None:
+    pair = wrapped("streamed, kept", Update.DEFERRED)
+    timeline = recorded(pair)
+    totals = [sum(level.num_bytes) for level in timeline.levels]
+    schedule = pair.run.executor.programs[Mode.TRAIN].schedule
+    assert len(totals) == 2 * len(schedule.ticks)
+    assert max(totals) <= timeline.gpu_peak_bytes <= peaks(schedule).gpu_peak_bytes
+    rest = timeline.parts.index(Part.REST)
+    middle = timeline.levels[len(totals) // 2].num_bytes[rest]
+    assert middle > 2 * timeline.levels[0].num_bytes[rest], "kept activations pile up until backward"
+    pair.close()
+
+
+def test_a_recording_of_one_step_is_refused_and_costs_nothing_afterwards() -> None:
+    pair = wrapped("streamed", Update.DEFERRED)
+    with pytest.raises(ValueError, match="this one has 1, do at least 2"):
+        recorded(pair, num_steps=1)
+    train_step(pair.model, pair.optimizer, pair.batch)
+    assert all(record.gpu_bytes is None for record in pair.run.lanes.records_of(pair.run.lanes.pass_index))
+    with pytest.raises(ValueError, match="after the `with` block"), hightide.record(pair.model) as recording:
+        recording.timeline  # noqa: B018
+    with pytest.raises(ValueError, match="not wrapped"):
+        hightide.record(torch.nn.Linear(2, 2))
+    pair.close()
+
+
+def test_an_accumulated_step_is_recorded_by_its_last_pass() -> None:
+    pair = wrapped("streamed", Update.DEFERRED)
+    with hightide.record(pair.model) as recording:
+        for _ in range(2):
+            models.loss_of(pair.model, pair.batch).backward()
+            train_step(pair.model, pair.optimizer, pair.batch)
+    bars = {bar.id: bar for bar in recording.timeline.bars}
+    assert any(name.startswith("fetch.grad.") and bar.op is not None for name, bar in bars.items())
+    pair.close()
