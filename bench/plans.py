@@ -36,6 +36,7 @@ class HandWritten:
     update: Update
     micro_batch: int
     whole: int = 0  # so many first blocks wholly on the GPU, beside the tiny ones
+    first: int = 0  # "first" begins with this one
     params: int = 0  # parameters only of so many more
     keep: int = 0  # so many last layers keep their activations
     kept_logits: int = 0  # tokens
@@ -58,7 +59,7 @@ PLANS: dict[str, HandWritten] = {
     # The update of what is on the host is what is left to hide: as many states as possible on the GPU.
     "w1-24gib-clip": HandWritten(**W1, gpu="24GiB", update=Update.DEFERRED, micro_batch=8, whole=9, inputs=Tier.HOST),
     "w1-8gib": HandWritten(
-        **W1, gpu="8GiB", update=Update.IN_BACKWARD, micro_batch=8, inputs=Tier.HOST, kept_logits=4096
+        **W1, gpu="8GiB", update=Update.IN_BACKWARD, micro_batch=8, inputs=Tier.HOST, first=1, whole=1
     ),
     "w1-8k-24gib": HandWritten(
         **W1_8K, gpu="24GiB", update=Update.IN_BACKWARD, micro_batch=4, whole=14, inputs=Tier.HOST
@@ -108,7 +109,8 @@ def make(written: HandWritten, profile: ModelProfile) -> Plan:
     layers = [block.index for block in profile.blocks if not block.loose and not block.lazy_head]
     tiny = [index for index in layers if profile.blocks[index].kind.endswith("Norm")]
     big = [index for index in layers if index not in tiny]
-    whole, params = big[: written.whole], big[written.whole : written.whole + written.params]
+    front = big[written.first :]
+    whole, params = front[: written.whole], front[written.whole : written.whole + written.params]
     kept = big[len(big) - written.keep :]
     choice = Choice(
         micro_batch=written.micro_batch,

@@ -213,7 +213,7 @@ class _Rule:
         return replace(
             plan,
             num_slots=_with_spare(slots, choice.spare_slots),
-            num_grad_slots=_with_spare(grad_slots, choice.spare_slots),
+            num_grad_slots=grad_slots + (choice.spare_slots if grad_slots else 0),
         )
 
 

@@ -14,12 +14,6 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 Run = Callable[[], list[torch.Tensor]]
 
-# On the CPU attention is another operation than on a GPU, and torch has no formula for it: that of the same arithmetic.
-_ATTENTION = {
-    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
-}
-
 
 @dataclass(frozen=True)
 class Counted:
@@ -73,11 +67,20 @@ def count_recomputed_backward(run: Run, gradients: Sequence[torch.Tensor]) -> Co
 
 
 def _flop(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    packet = func.overloadpacket
-    formula = flop_registry.get(_ATTENTION.get(packet, packet))
-    if formula is None:
-        return 0
-    flop: int = formula(*args, **kwargs, out_val=out)
+    if "_scaled_dot_product_" in func.overloadpacket.__name__:
+        return _attention_flop(func, args, kwargs)
+    formula = flop_registry.get(func.overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+def _attention_flop(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Torch's formulas know neither the CPU's kernels nor, in some versions, several heads that share keys."""
+    query, key, value = (_argument(func, name, args, kwargs) for name in ("query", "key", "value"))
+    pairs = query.shape[:-1].numel() * key.shape[-2]
+    wide, deep = query.shape[-1], value.shape[-1]
+    is_backward = func.overloadpacket.__name__.endswith("_backward")
+    # Scores and values; backward makes the scores again, then the gradients of values, of weights, of queries and keys.
+    flop = 2 * pairs * (3 * wide + 2 * deep if is_backward else wide + deep)
     return flop // 2 if _argument(func, "is_causal", args, kwargs) else flop
 
 
