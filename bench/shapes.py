@@ -1,77 +1,16 @@
-"""Model shapes by name, with random weights made fast: what is measured here does not depend on trained values."""
+"""Models of the named shapes with random weights made fast: what is measured does not depend on trained values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import AutoModelForCausalLM
+
+from hightide.integrations.shapes import config_of
 
 PIECE_NUMEL = 1 << 24  # elements that one generator fills: the values depend on it, so it is not a setting
-
-
-def _llama(layers: int, hidden: int, ffn: int, heads: int, *, tied: bool, vocab: int = 128256, kv: int = 8):
-    return lambda: LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        max_position_embeddings=131072,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=tied,
-    )
-
-
-def _gpt(layers: int, hidden: int, heads: int, positions: int = 2048):
-    """Without dropout: it is the same work for every system, and its masks would hide a difference in the losses."""
-    return lambda: GPT2Config(
-        n_embd=hidden, n_layer=layers, n_head=heads, n_positions=positions, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-
-
-def _qwen3_8b() -> PretrainedConfig:
-    return Qwen3Config(
-        vocab_size=151936,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        tie_word_embeddings=False,
-    )
-
-
-SHAPES: dict[str, Callable[[], PretrainedConfig]] = {
-    "tiny": _llama(4, 64, 128, 4, tied=True, vocab=256, kv=2),  # for a look at the scripts without a GPU
-    "tiny-gpt": _gpt(3, 64, 4, positions=128),
-    "llama-200m": _llama(14, 1024, 2816, 16, tied=True, vocab=32000),  # loss curves, long runs
-    "llama-3.2-1b": _llama(16, 2048, 8192, 32, tied=True),
-    "llama-3.2-3b": _llama(28, 3072, 8192, 24, tied=True),
-    "llama-3.1-8b": _llama(32, 4096, 14336, 32, tied=False),
-    "llama-3.1-70b": _llama(80, 8192, 28672, 64, tied=False),
-    "qwen3-8b": _qwen3_8b,
-    "gpt2-xl": _gpt(48, 1600, 25, positions=1024),
-    "gpt-13b": _gpt(40, 5120, 40),
-    "gpt-65b": _gpt(80, 8192, 64),
-    "gpt-175b": _gpt(96, 12288, 96),
-}
-
-
-def config_of(name: str, length: int) -> PretrainedConfig:
-    if name not in SHAPES:
-        raise ValueError(f"no shape {name!r}; there are {', '.join(SHAPES)}")
-    config = SHAPES[name]()
-    if length > config.max_position_embeddings:
-        raise ValueError(f"{name} takes sequences of up to {config.max_position_embeddings} tokens, not {length}")
-    config.use_cache = False
-    return config
 
 
 def build(name: str, length: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", seed: int = 0) -> nn.Module:

@@ -32,10 +32,11 @@ import floors
 import lane_trace
 import torch
 from resident import Resident
-from shapes import SHAPES, batches, build, num_params, step_flop
+from shapes import batches, build, num_params, step_flop
 from torch import Tensor, nn
 
 import hightide
+from hightide.integrations.shapes import SHAPES
 from hightide.ir.units import format_bytes, parse_bytes
 from hightide.runtime.surgery import run_of
 

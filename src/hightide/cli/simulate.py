@@ -9,12 +9,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from hightide.cli.machine import chosen_machine
 from hightide.cli.run_folder import PLAN, TIMELINE
-from hightide.doctor.known import known_machine, load_machine, preset_names
 from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
-from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane
 from hightide.ir.timeline import Timeline
@@ -43,7 +42,7 @@ def simulate(options: SimulateOptions, device: torch.device, console: Console) -
     options = _look_into_folder(options)
     plan = _load_plan(options.plan)
     profile = _profile(plan, options.plan)
-    machine = _machine(options.machine, device, console)
+    machine = chosen_machine(options.machine, device, console)
     costs = Costs.load(options.costs) if options.costs is not None else estimate(profile, machine)
     measured = _measured(options.measured, plan)
     schedule = lower(profile, plan, Mode.TRAIN)
@@ -89,19 +88,6 @@ def _profile(plan: Plan, path: Path) -> ModelProfile:
         )
     check_plan(plan.profile, plan)
     return plan.profile
-
-
-def _machine(name: str | None, device: torch.device, console: Console) -> Machine:
-    if name is not None:
-        return load_machine(name)
-    known = known_machine(device)
-    if known.machine is None:
-        raise ValueError(
-            f"{known.problem}; run `hightide doctor`, or name a machine: --machine {'|'.join(preset_names())} or a file"
-        )
-    if known.problem:
-        console.print(f"note: {known.problem}; `hightide doctor` measures again", soft_wrap=True)
-    return known.machine
 
 
 def _measured(path: Path | None, plan: Plan) -> Timeline | None:

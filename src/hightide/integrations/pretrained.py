@@ -40,7 +40,7 @@ def from_pretrained(
     default the one that the config names. Other options change the config, as in transformers. Like there, the model
     is in evaluation mode: call `model.train()`. Until it is wrapped it cannot be called.
     """
-    transformers = _transformers()
+    transformers = import_transformers()
     path = Path(folder)
     stored = _stored_tensors(path)
     config, unknown = transformers.AutoConfig.from_pretrained(
@@ -50,9 +50,9 @@ def from_pretrained(
         raise ValueError(f"{type(config).__name__} has no {', '.join(map(repr, unknown))}; leave it out")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{path} is quantised: such parameters cannot be trained; use the original model")
-    kind = _model_class(transformers, config, model_class)
+    kind = class_of(transformers, config, model_class)
     config.dtype = _dtype(dtype, config, stored.values())
-    model = _build(kind, config)
+    model = build_without_values(kind, config)
     plan = _LoadingPlan(model, stored)
     plan.check(path)
     plan.load_buffers()
@@ -96,15 +96,16 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 # -- the model ---------------------------------------------------------------------------------------------------
 
 
-def _transformers() -> Any:
+def import_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ValueError("hightide.from_pretrained needs transformers: pip install 'hightide[hf]'") from error
+        raise ValueError("models of transformers need it: pip install 'hightide[hf]'") from error
     return transformers
 
 
-def _model_class(transformers: Any, config: Any, asked: Any) -> Any:
+def class_of(transformers: Any, config: Any, asked: Any) -> Any:
+    """The model class that was asked for, else the one that the config names, else its causal language model."""
     if asked is not None:
         mapping = getattr(asked, "_model_mapping", None)  # of an AutoModel class
         if mapping is None:
@@ -118,7 +119,7 @@ def _model_class(transformers: Any, config: Any, asked: Any) -> Any:
         if found is None:
             raise ValueError(f"transformers has no model class {names[0]!r}, which the config names; pass model_class=")
         return found
-    return _model_class(transformers, config, transformers.AutoModelForCausalLM)
+    return class_of(transformers, config, transformers.AutoModelForCausalLM)
 
 
 def _dtype(asked: torch.dtype | str | None, config: Any, stored: Iterable[StoredTensor]) -> torch.dtype:
@@ -130,7 +131,7 @@ def _dtype(asked: torch.dtype | str | None, config: Any, stored: Iterable[Stored
     return dtype
 
 
-def _build(kind: Any, config: Any) -> nn.Module:
+def build_without_values(kind: Any, config: Any) -> nn.Module:
     """As `kind.from_pretrained` builds it, but only the parameters are on the meta device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(config.dtype)

@@ -89,7 +89,8 @@ def _range_of(names: list[str]) -> str:
     return f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
-def _precision(profile: ModelProfile, plan: Plan) -> list[str]:
+def precisions(profile: ModelProfile, plan: Plan) -> dict[str, str]:
+    """Of every state, in words."""
     chunks = plan.layout.chunks
     optimised = [chunk for chunk in chunks if chunk.optimised_numel]
     moments = sorted({chunk.num_states - chunk.has_master for chunk in optimised})
@@ -97,7 +98,7 @@ def _precision(profile: ModelProfile, plan: Plan) -> list[str]:
     at_rest = _names(grad_dtype(plan, chunk) for chunk in chunks if chunk.trainable_numel)
     overflows = any(grad_dtype(plan, chunk) == "float16" for chunk in chunks)
     rounded = any(rounds_gradient(plan, chunk) for chunk in chunks)
-    rows = {
+    return {
         "parameters": _names(chunk.dtype for chunk in chunks) + ", and compute unless under autocast",
         "gradient sums": "float32; norms are " + ("of what is kept" if overflows else "of the sums"),
         "gradients": at_rest + (": the sum, rounded after each backward" if rounded else ""),
@@ -105,6 +106,10 @@ def _precision(profile: ModelProfile, plan: Plan) -> list[str]:
         "moments": f"{'/'.join(map(str, moments))} in float32" if any(moments) else "none",
         "loss": "float32, fused with the head" if profile.vocabulary else "as the model computes it",
     }
+
+
+def _precision(profile: ModelProfile, plan: Plan) -> list[str]:
+    rows = precisions(profile, plan)
     return ["precision:", *(_clip(f"  {name:<14} {text}", WIDTH) for name, text in rows.items())]
 
 

@@ -1,0 +1,112 @@
+"""Model shapes by name, and those of Hugging Face folders, as models without values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hightide.integrations.pretrained import build_without_values, class_of, import_transformers
+
+
+@dataclass(frozen=True)
+class Shape:
+    config_class: str  # of transformers
+    settings: dict[str, Any]
+
+
+def _llama(layers: int, hidden: int, ffn: int, heads: int, *, tied: bool, vocab: int = 128256, kv: int = 8) -> Shape:
+    settings = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "max_position_embeddings": 131072,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+        "tie_word_embeddings": tied,
+    }
+    return Shape("LlamaConfig", settings)
+
+
+def _gpt(layers: int, hidden: int, heads: int, positions: int = 2048) -> Shape:
+    """Without dropout: it is the same work for every system, and its masks would hide a difference in the losses."""
+    size = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": positions}
+    return Shape("GPT2Config", {**size, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0})
+
+
+SHAPES: dict[str, Shape] = {
+    "tiny": _llama(4, 64, 128, 4, tied=True, vocab=256, kv=2),  # for a look without a GPU
+    "tiny-gpt": _gpt(3, 64, 4, positions=128),
+    "llama-200m": _llama(14, 1024, 2816, 16, tied=True, vocab=32000),  # loss curves, long runs
+    "llama-3.2-1b": _llama(16, 2048, 8192, 32, tied=True),
+    "llama-3.2-3b": _llama(28, 3072, 8192, 24, tied=True),
+    "llama-3.1-8b": _llama(32, 4096, 14336, 32, tied=False),
+    "llama-3.1-70b": _llama(80, 8192, 28672, 64, tied=False),
+    "qwen3-8b": Shape(
+        "Qwen3Config",
+        {
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gpt2-xl": _gpt(48, 1600, 25, positions=1024),
+    "gpt-13b": _gpt(40, 5120, 40),
+    "gpt-65b": _gpt(80, 8192, 64),
+    "gpt-175b": _gpt(96, 12288, 96),
+}
+
+
+def config_of(name: str, length: int) -> Any:
+    """The transformers config of a shape, for sequences of `length` tokens."""
+    if name not in SHAPES:
+        raise ValueError(f"no shape {name!r}; there are {', '.join(SHAPES)}")
+    shape = SHAPES[name]
+    config = getattr(import_transformers(), shape.config_class)(**shape.settings)
+    check_length(config, length, name)
+    config.use_cache = False
+    return config
+
+
+def config_of_folder(folder: Path) -> Any:
+    """The transformers config in a Hugging Face folder; weights need not be there."""
+    transformers = import_transformers()
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json; a model's folder needs one, weights are not needed")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"transformers cannot read {folder / 'config.json'}: {error}") from error
+    config.use_cache = False
+    return config
+
+
+def max_length(config: Any) -> int | None:
+    """Tokens that a sequence may have; None: the config does not say."""
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text_config, "max_position_embeddings", None)
+
+
+def check_length(config: Any, length: int, name: str) -> None:
+    most = max_length(config)
+    if most is not None and length > most:
+        raise ValueError(f"{name} takes sequences of up to {most} tokens, not {length}")
+
+
+def shaped_model(config: Any, dtype: torch.dtype) -> nn.Module:
+    """The model of a config in training mode, its parameters without values."""
+    transformers = import_transformers()
+    config.dtype = dtype
+    return build_without_values(class_of(transformers, config, None), config).train()

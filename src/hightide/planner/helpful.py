@@ -1,0 +1,177 @@
+"""What would help: the same question with one thing changed, answered again. What makes a step faster, and where
+nothing fits, the smallest change that would fit. Every change that is named was planned, none is guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hightide.ir.block import DTYPE_BYTES
+from hightide.ir.chunk import GRAD_BYTES
+from hightide.ir.plan import GradientDtype, Update
+from hightide.ir.tier import Tier
+from hightide.ir.units import format_bytes, parse_bytes
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.question import Found, Question
+
+LEAST_SPEEDUP = 1.05  # less is within the error of a forecast
+FULL = 0.9  # of the host: beyond, more of it may help
+MAX_HALVINGS = 6  # of a batch that does not fit
+
+
+@dataclass(frozen=True)
+class Change:
+    text: str  # what to change, in words
+    option: str  # of the command
+
+
+@dataclass(frozen=True)
+class Improvement:
+    change: Change
+    step_s: float
+    speedup: float  # of samples per second
+
+
+@dataclass(frozen=True)
+class Improvements:
+    found: tuple[Improvement, ...]  # the most helpful first
+    untried: tuple[Change, ...]  # for want of time
+
+
+def improvements(
+    question: Question, found: Found, gpu_memory_bytes: int, clips: bool, may_go_on: Callable[[], bool]
+) -> Improvements:
+    """`gpu_memory_bytes`: as much as the GPU has to give. `clips`: in-backward updates are out of the question.
+    `may_go_on` is asked before each new plan."""
+    before = question.profile.num_samples / found.step.step_s
+    helpful, untried = [], []
+    for change, changed in _faster(question, found, gpu_memory_bytes, clips):
+        if not may_go_on():
+            untried.append(change)
+            continue
+        try:
+            step_s = changed.answer().step.step_s
+        except InfeasiblePlan:  # a larger batch
+            continue
+        speedup = changed.profile.num_samples / step_s / before
+        if speedup >= LEAST_SPEEDUP:
+            helpful.append(Improvement(change, step_s, speedup))
+    return Improvements(tuple(sorted(helpful, key=lambda one: -one.speedup)), tuple(untried))
+
+
+def _faster(question: Question, found: Found, gpu_memory_bytes: int, clips: bool) -> list[tuple[Change, Question]]:
+    """What usually helps most comes first."""
+    changes = []
+    whole = all(block.params is Tier.GPU and block.states is Tier.GPU for block in found.plan.blocks)
+    if question.update is Update.DEFERRED and not clips and not whole:
+        change = Change("in-backward updates, if your loop never clips", "--update in_backward")
+        changes.append((change, replace(question, update=Update.IN_BACKWARD)))
+    changes.append(_more(question, Tier.GPU))
+    if question.gpu_bytes < gpu_memory_bytes and not whole:
+        option = f"--gpu {size_option(gpu_memory_bytes, up=False)}"
+        changes.append((Change("all of this GPU", option), replace(question, gpu_bytes=gpu_memory_bytes)))
+    if question.gradients is GradientDtype.FLOAT32 and _has_short_params(question) and not whole:
+        change = Change("gradients rounded to their parameter's dtype", "--gradients param")
+        changes.append((change, replace(question, gradients=GradientDtype.PARAM)))
+    if question.micro_batch is not None:
+        changes.append((Change("micro-batches of another size", "no --micro-batch"), _unpinned(question)))
+    if found.plan.forecast.host_peak_bytes > FULL * question.host_bytes:
+        changes.append(_more(question, Tier.HOST))
+    twice = 2 * question.profile.num_samples
+    changes.append((Change("twice the batch per step", f"--sequences {twice}"), question.with_samples(twice)))
+    return changes
+
+
+def fitting(question: Question, refused: InfeasiblePlan, may_go_on: Callable[[], bool]) -> tuple[Change, ...]:
+    """Changes that make it fit, each for itself: more memory, then what needs no other machine."""
+    fits: list[Change] = []
+    options: list[Callable[[], Change | None]] = [
+        lambda: _enough(question, refused),
+        lambda: _rounded(question),
+        lambda: _any_micro_batch(question),
+        lambda: _fewer(question),
+    ]
+    for option in options:
+        if may_go_on() and (change := option()) is not None:
+            fits.append(change)
+    return tuple(fits)
+
+
+def _enough(question: Question, refused: InfeasiblePlan) -> Change | None:
+    """Raises the limit of the tier that is short to what was missing; then, perhaps, that of the other one."""
+    changed: dict[Tier, int] = {}
+    while refused.tier is not None and refused.tier not in changed:
+        short = refused.tier
+        changed[short] = parse_bytes(size_option(refused.num_bytes), short)  # as it will be asked for
+        question = question.with_limit(short, changed[short])
+        try:
+            question.answer()
+        except InfeasiblePlan as again:
+            refused = again
+            continue
+        text = " and ".join(f"{format_bytes(num_bytes)} of {tier} memory" for tier, num_bytes in changed.items())
+        return Change(text, " ".join(f"--{tier} {size_option(size)}" for tier, size in changed.items()))
+    return None
+
+
+def _rounded(question: Question) -> Change | None:
+    if question.gradients is GradientDtype.PARAM or not _has_short_params(question):
+        return None
+    change = Change("gradients rounded to their parameter's dtype", "--gradients param")
+    return change if _fits(replace(question, gradients=GradientDtype.PARAM)) else None
+
+
+def _any_micro_batch(question: Question) -> Change | None:
+    change = Change("micro-batches of another size", "no --micro-batch")
+    return change if question.micro_batch is not None and _fits(_unpinned(question)) else None
+
+
+def _fewer(question: Question) -> Change | None:
+    num_samples = question.profile.num_samples
+    for _ in range(MAX_HALVINGS):
+        if num_samples == 1:
+            return None
+        num_samples = num_samples // 2
+        if _fits(question.with_samples(num_samples)):
+            return Change(f"{num_samples} samples per step", f"--sequences {num_samples}")
+    return None
+
+
+def _fits(question: Question) -> bool:
+    try:
+        question.answer()
+    except InfeasiblePlan:
+        return False
+    return True
+
+
+def _more(question: Question, tier: Tier) -> tuple[Change, Question]:
+    """By a third to a half, a power of two: 8 GiB for 24, 32 GiB for 80."""
+    limit_bytes = question.gpu_bytes if tier is Tier.GPU else question.host_bytes
+    more_bytes = 1 << max(0, (limit_bytes // 2).bit_length() - 1)
+    changed = question.with_limit(tier, limit_bytes + more_bytes)
+    name = "GPU" if tier is Tier.GPU else "host"
+    option = f"--{tier} {size_option(limit_bytes + more_bytes)}"
+    return Change(f"{format_bytes(more_bytes)} more {name} memory", option), changed
+
+
+def _unpinned(question: Question) -> Question:
+    return replace(question, micro_batch=None)
+
+
+def _has_short_params(question: Question) -> bool:
+    return any(spec.trainable and DTYPE_BYTES[spec.dtype] < GRAD_BYTES for spec in question.profile.params)
+
+
+def size_option(num_bytes: int, up: bool = True) -> str:
+    """As the command's options have it, with one decimal: 26038108160 -> 24.3GiB."""
+    unit_bytes, unit = _unit(num_bytes)
+    tenths = -(-10 * num_bytes // unit_bytes) if up else 10 * num_bytes // unit_bytes
+    return f"{tenths // 10}{f'.{tenths % 10}' if tenths % 10 else ''}{unit}"
+
+
+def _unit(num_bytes: int) -> tuple[int, str]:
+    for power, unit in ((30, "GiB"), (20, "MiB")):
+        if num_bytes >= 1 << power:
+            return 1 << power, unit
+    return 1 << 10, "KiB"

@@ -1,0 +1,136 @@
+"""Why a block is planned as it is: every other way to plan this one block, simulated, with the rest left alone."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+
+from hightide.ir.action import Mode
+from hightide.ir.costs import Costs
+from hightide.ir.machine import Machine
+from hightide.ir.plan import Activation, BlockPlan, Plan
+from hightide.ir.tier import Tier
+from hightide.planner.check import check_plan
+from hightide.planner.cost import forecast
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.lower import lower
+from hightide.planner.memory import Peaks, peaks
+from hightide.planner.place import widest_tick
+
+_PLACES = {
+    (Tier.GPU, Tier.GPU): "params and states on the GPU",
+    (Tier.GPU, Tier.HOST): "params on the GPU, states on host",
+    (Tier.HOST, Tier.GPU): "frozen streamed, trained on the GPU",
+    (Tier.HOST, Tier.HOST): "params streamed, states on host",
+}
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Differences are against the plan: what it would be, less what it is."""
+
+    text: str
+    step_s: float
+    step_difference_s: float
+    gpu_difference_bytes: int  # of the peak
+    host_difference_bytes: int
+    too_many_bytes: int  # above the GPU's or the host's limit, where more is missing; 0: it fits
+
+
+@dataclass(frozen=True)
+class Reasons:
+    block: str
+    planned: str  # in words
+    alternatives: tuple[Alternative, ...]  # the fastest first
+
+
+def why(plan: Plan, block: str, costs: Costs, machine: Machine) -> Reasons:
+    """`block`: its name, or the end of it from a dot on, if there is only one such."""
+    assert plan.profile is not None, "a planner puts the profile into its plans"
+    index = _find(plan, block)
+    planned = plan.blocks[index]
+    step_s = forecast(plan.profile, plan, costs, machine).step_s
+    peak = _peaks(plan)
+    alternatives = []
+    for text, other in _others(planned):
+        changed = _with_block(plan, index, other)
+        try:
+            check_plan(plan.profile, changed)
+        except InfeasiblePlan:  # not a way to plan this block
+            continue
+        other_s, other_peak = forecast(plan.profile, changed, costs, machine).step_s, _peaks(changed)
+        gpu, host = other_peak.gpu_peak_bytes, other_peak.host_peak_bytes
+        alternatives.append(
+            Alternative(
+                text=text,
+                step_s=other_s,
+                step_difference_s=other_s - step_s,
+                gpu_difference_bytes=gpu - peak.gpu_peak_bytes,
+                host_difference_bytes=host - peak.host_peak_bytes,
+                too_many_bytes=max(0, gpu - plan.gpu_limit_bytes, host - plan.host_limit_bytes),
+            )
+        )
+    words = f"{_PLACES[planned.params, planned.states]}; {_ACTIVATIONS[planned.activation]}; {_inputs(planned.inputs)}"
+    return Reasons(planned.name, words, tuple(sorted(alternatives, key=lambda one: one.step_s)))
+
+
+_ACTIVATIONS = {Activation.KEEP: "activations kept", Activation.RECOMPUTE: "activations recomputed"}
+
+
+def _inputs(tier: Tier) -> str:
+    return "inputs on the GPU" if tier is Tier.GPU else f"inputs on {tier}"
+
+
+def _others(planned: BlockPlan) -> list[tuple[str, BlockPlan]]:
+    others = [
+        (text, replace(planned, params=params, states=states))
+        for (params, states), text in _PLACES.items()
+        if (params, states) != (planned.params, planned.states)
+    ]
+    if planned.activation is Activation.KEEP:
+        others.append((_ACTIVATIONS[Activation.RECOMPUTE], replace(planned, activation=Activation.RECOMPUTE)))
+        moved = replace(planned, activation=Activation.RECOMPUTE, inputs=Tier.HOST)
+        others.append((f"recomputed, {_inputs(Tier.HOST)}", moved))
+    else:
+        kept = replace(planned, activation=Activation.KEEP, inputs=Tier.GPU)
+        others.append((_ACTIVATIONS[Activation.KEEP], kept))
+        elsewhere = Tier.HOST if planned.inputs is Tier.GPU else Tier.GPU
+        others.append((_inputs(elsewhere), replace(planned, inputs=elsewhere)))
+    return others
+
+
+def _with_block(plan: Plan, index: int, block: BlockPlan) -> Plan:
+    """With as many spare slots as before, if anything is streamed at all."""
+    blocks = (*plan.blocks[:index], block, *plan.blocks[index + 1 :])
+    changed = replace(plan, blocks=blocks)
+    before, after = _widest(plan), _widest(changed)
+    slots, grad_slots = (
+        widest + max(0, has - needed) if widest else 0
+        for widest, has, needed in zip(after, (plan.num_slots, plan.num_grad_slots), before, strict=True)
+    )
+    return replace(changed, num_slots=slots, num_grad_slots=grad_slots)
+
+
+def _widest(plan: Plan) -> tuple[int, int]:
+    assert plan.profile is not None
+    return widest_tick(plan, {call.block for call in plan.profile.calls})
+
+
+def _peaks(plan: Plan) -> Peaks:
+    assert plan.profile is not None
+    return peaks(lower(plan.profile, plan, Mode.TRAIN))
+
+
+def _find(plan: Plan, name: str) -> int:
+    names = [block.name for block in plan.blocks]
+    matches = [at for at, one in enumerate(names) if one == name] or [
+        at for at, one in enumerate(names) if one.endswith(f".{name}")
+    ]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise ValueError(
+            f"{len(matches)} blocks end in {name!r}: {', '.join(names[at] for at in matches[:4])}; name one"
+        )
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.0)
+    raise ValueError(f"none of the {len(names)} blocks is called {name!r}; near are {', '.join(map(repr, near))}")
