@@ -15,9 +15,11 @@ from rich.console import Console
 from hightide import api
 from hightide.cli.config import Overrides, load_config
 from hightide.cli.doctor import DoctorOptions, doctor
+from hightide.cli.plan import PlanOptions, plan
 from hightide.cli.simulate import SimulateOptions, simulate
 from hightide.cli.train import train
-from hightide.ir.plan import Update
+from hightide.cli.workload import LENGTH, SEQUENCES, Dtype
+from hightide.ir.plan import GradientDtype, Update
 from hightide.stores.base import OutOfMemory
 
 EXIT_OUT_OF_MEMORY = 1
@@ -106,6 +108,66 @@ def doctor_command(
     with _errors_as_exit_codes(traceback):
         options = DoctorOptions(disk, disk_bytes, out, as_json)
         doctor(options, _present_device(), Console(highlight=False), Console(stderr=True, highlight=False))
+
+
+@app.command("plan")
+def plan_command(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A preset's name, a Hugging Face config folder, or FILE.py:FUNCTION.")
+    ],
+    sequences: Annotated[int | None, typer.Option(help=f"Sequences per step; {SEQUENCES} by default.")] = None,
+    length: Annotated[
+        int | None, typer.Option(help=f"Tokens per sequence; {LENGTH} by default, or what the model takes.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of GPU memory; else the machine's.")] = None,
+    host: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of host memory; else the machine's.")] = None,
+    disk: Annotated[str | None, typer.Option(metavar="FOLDER:SIZE", help="Not in this version.")] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="A preset or a machine file; else what doctor measured here."),
+    ] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the parameters; else the config's, or bfloat16.")] = None,
+    lora: Annotated[
+        str | None, typer.Option(metavar="RANK[:TARGETS]", help="LoRA with PEFT, such as 16 or 16:q_proj,v_proj.")
+    ] = None,
+    update: Annotated[Update, typer.Option(help="When the optimizer's updates run.")] = Update.DEFERRED,
+    clip: Annotated[bool, typer.Option("--clip", help="The loop clips gradients: updates are deferred.")] = False,
+    gradients: Annotated[
+        GradientDtype, typer.Option(help="What finished gradients are rounded to.")
+    ] = GradientDtype.FLOAT32,
+    micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch; else the plan decides.")] = None,
+    why: Annotated[
+        str | None, typer.Option(metavar="BLOCK", help="What other ways to plan this block would cost.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan, for wrap(plan=...).")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw memory and lanes into one HTML page.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else there.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+) -> None:
+    """Plan a training run before there is one: does it fit, how fast is it, what would help. No weights, no GPU."""
+    with _errors_as_exit_codes(traceback):
+        options = PlanOptions(
+            model=model,
+            sequences=sequences,
+            length=length,
+            gpu=gpu,
+            host=host,
+            disk=disk,
+            machine=machine,
+            dtype=dtype,
+            lora=lora,
+            update=update,
+            clip=clip,
+            gradients=gradients,
+            micro_batch=micro_batch,
+            why=why,
+            save=save,
+            html=html,
+            as_json=as_json,
+        )
+        fits = plan(options, _present_device(), Console(highlight=False), Console(stderr=True, highlight=False))
+    if not fits:
+        raise typer.Exit(EXIT_OUT_OF_MEMORY)
 
 
 @app.command("simulate")

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from hightide.cli.machine import chosen_machine
+from hightide.cli.page import save_page
 from hightide.cli.run_folder import PLAN, TIMELINE
 from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.plan import Plan
-from hightide.ir.tier import Lane
 from hightide.ir.timeline import Timeline
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.planner.check import check_plan
@@ -24,7 +24,6 @@ from hightide.planner.estimate import estimate
 from hightide.planner.lower import lower
 from hightide.planner.tide import simulated_timeline
 from hightide.planner.verify import verify
-from hightide.report.page import timeline_html
 from hightide.report.summary import MEANINGS, limiting, rows
 
 
@@ -54,9 +53,7 @@ def simulate(options: SimulateOptions, device: torch.device, console: Console) -
         timeline.save(options.json)
         console.print(f"timeline: {options.json}", soft_wrap=True)
     if options.html is not None:
-        facts = [f"{_facts(profile, plan)}.", f"Times of blocks: {costs.source}. Lanes: {machine.source}."]
-        page = timeline_html(f"{_title(options.plan)}: the tide of one step", timeline, measured, facts, plan.explain())
-        options.html.write_text(page, encoding="utf-8")
+        save_page(options.html, _title(options.plan), profile, plan, timeline, costs, machine, measured)
         console.print(f"page: {options.html}", soft_wrap=True)
 
 
@@ -123,21 +120,3 @@ def _show(
             f"the thread that runs the model needs {format_seconds(step.issue_s)}, more than the GPU: use "
             "larger micro-batches, or wrap(..., compile=True)"
         )
-
-
-def _count(numel: int) -> str:
-    return f"{numel / 1e9:.2f}B" if numel >= 1e9 else f"{numel / 1e6:.2f}M"
-
-
-def _facts(profile: ModelProfile, plan: Plan) -> str:
-    numel = sum(spec.numel for spec in profile.params)
-    blocks = len({call.block for call in profile.calls})
-    moved = {Lane.H2D: 0, Lane.D2H: 0}
-    for action in lower(profile, plan, Mode.TRAIN).actions:
-        if action.lane in moved:
-            moved[action.lane] += action.num_bytes
-    return (
-        f"{_count(numel)} parameters in {blocks} blocks, {plan.num_samples} samples in micro-batches of "
-        f"{plan.micro_batch}, updates {str(plan.update).replace('_', ' ')}; {format_bytes(moved[Lane.H2D])} to the GPU "
-        f"and {format_bytes(moved[Lane.D2H])} from it per step"
-    )

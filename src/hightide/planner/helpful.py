@@ -16,7 +16,6 @@ from hightide.planner.question import Found, Question
 
 LEAST_SPEEDUP = 1.05  # less is within the error of a forecast
 FULL = 0.9  # of the host: beyond, more of it may help
-MAX_HALVINGS = 6  # of a batch that does not fit
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def _enough(question: Question, refused: InfeasiblePlan) -> Change | None:
         except InfeasiblePlan as again:
             refused = again
             continue
-        text = " and ".join(f"{format_bytes(num_bytes)} of {tier} memory" for tier, num_bytes in changed.items())
+        text = " and ".join(f"{size_option(num_bytes)} of {tier} memory" for tier, num_bytes in changed.items())
         return Change(text, " ".join(f"--{tier} {size_option(size)}" for tier, size in changed.items()))
     return None
 
@@ -128,13 +127,11 @@ def _any_micro_batch(question: Question) -> Change | None:
 
 def _fewer(question: Question) -> Change | None:
     num_samples = question.profile.num_samples
-    for _ in range(MAX_HALVINGS):
-        if num_samples == 1:
-            return None
-        num_samples = num_samples // 2
-        if _fits(question.with_samples(num_samples)):
-            return Change(f"{num_samples} samples per step", f"--sequences {num_samples}")
-    return None
+    if num_samples == 1 or not _fits(question.with_samples(1)):
+        return None
+    while not _fits(question.with_samples(num_samples := num_samples // 2)):
+        pass
+    return Change(f"{num_samples} samples per step", f"--sequences {num_samples}")
 
 
 def _fits(question: Question) -> bool:

@@ -1,0 +1,156 @@
+"""`hightide plan`: whether and how fast a model would train, before anything is there: no weights, no GPU."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from hightide.api import GPU_HEADROOM
+from hightide.cli.machine import chosen_machine
+from hightide.cli.page import save_page
+from hightide.cli.plan_text import show
+from hightide.cli.workload import Dtype, Workload, load_workload
+from hightide.integrations.lora import Lora
+from hightide.ir.action import Mode
+from hightide.ir.codec import to_json
+from hightide.ir.machine import Machine
+from hightide.ir.plan import GradientDtype, Update
+from hightide.ir.units import parse_bytes
+from hightide.machine import HEADROOM
+from hightide.planner.estimate import estimate
+from hightide.planner.helpful import fitting, improvements
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.lower import lower
+from hightide.planner.question import Found, Question
+from hightide.planner.tide import simulated_timeline
+from hightide.planner.why import why
+from hightide.report.outlook import PlanReport, outlook, refusal, subject
+
+HELP_S = 4.0  # after which no further change is tried
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    model: str
+    sequences: int | None = None
+    length: int | None = None
+    gpu: str | None = None
+    host: str | None = None
+    disk: str | None = None
+    machine: str | None = None
+    dtype: Dtype | None = None
+    lora: str | None = None
+    update: Update = Update.DEFERRED
+    clip: bool = False
+    gradients: GradientDtype = GradientDtype.FLOAT32
+    micro_batch: int | None = None
+    why: str | None = None
+    save: Path | None = None
+    html: Path | None = None
+    as_json: bool = False
+
+
+def plan(options: PlanOptions, device: torch.device, console: Console, notes: Console) -> bool:
+    """Whether it fits. Results go to `console`, everything else to `notes`."""
+    _check(options)
+    machine = chosen_machine(options.machine, device, notes)
+    limits = _limits(options, machine)
+    lora = Lora.parse(options.lora) if options.lora is not None else None
+    with notes.status("profiling the model, without its values") as status:
+        workload = load_workload(options.model, options.sequences, options.length, options.dtype, lora)
+        with _quiet("transformers"):
+            profile = workload.profile()
+        costs = estimate(profile, machine)
+        micro_batch, gradients = options.micro_batch, options.gradients
+        question = Question(profile, costs, machine, *limits, options.update, micro_batch, gradients=gradients)
+        status.update("searching a plan")
+        try:
+            found = question.answer()
+        except InfeasiblePlan as refused:
+            if refused.tier is None:
+                raise
+            status.update("searching what would fit")
+            fits = fitting(question, refused, _clock(HELP_S))
+            report = PlanReport(subject(workload.name, question), False, None, refusal(refused), would_fit=fits)
+        else:
+            status.update("searching what would help")
+            report = _report(options, workload, question, found)
+            _write(options, workload.name, question, found)
+    if options.as_json:
+        console.print(to_json(report), markup=False, soft_wrap=True)
+    else:
+        show(console, report, found.plan.explain() if report.fits else "")
+    for path in (options.save, options.html):
+        if path is not None:
+            notes.print(f"written: {path}" if report.fits else f"not written: {path}", markup=False, soft_wrap=True)
+    return report.fits
+
+
+def _check(options: PlanOptions) -> None:
+    if options.disk is not None:
+        raise ValueError(
+            f"--disk {options.disk}: this version plans the GPU and the host only, it has no disk tier yet; leave "
+            "--disk out"
+        )
+    if options.clip and options.update is Update.IN_BACKWARD:
+        raise ValueError("--clip needs all gradients before the first update; use --update deferred with it")
+    for option, path in (("--save", options.save), ("--html", options.html)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{option} {path}: there is no folder {path.absolute().parent}; make it first")
+
+
+def _limits(options: PlanOptions, machine: Machine) -> tuple[int, int]:
+    """By default what the machine has, less what `wrap` leaves to others."""
+    if (options.gpu is None and machine.gpu is None) or (options.host is None and machine.host is None):
+        raise ValueError(f"the machine {machine.name!r} does not say how much memory it has; give --gpu and --host")
+    gpu_bytes = parse_bytes(options.gpu, "--gpu") if options.gpu is not None else _gpu_memory_bytes(machine)
+    if options.host is not None:
+        return gpu_bytes, parse_bytes(options.host, "--host")
+    assert machine.host is not None
+    return gpu_bytes, int(machine.host.memory_bytes * HEADROOM)
+
+
+def _gpu_memory_bytes(machine: Machine) -> int:
+    return int(machine.gpu.memory_bytes * GPU_HEADROOM) if machine.gpu is not None else 0
+
+
+def _report(options: PlanOptions, workload: Workload, question: Question, found: Found) -> PlanReport:
+    reasons = why(found.plan, options.why, question.costs, question.machine) if options.why is not None else None
+    memory_bytes = _gpu_memory_bytes(question.machine)
+    helpful = improvements(question, found, memory_bytes, options.clip, _clock(HELP_S))
+    about = subject(workload.name, question)
+    return PlanReport(about, True, outlook(question, found), None, would_help=helpful, why=reasons)
+
+
+def _write(options: PlanOptions, name: str, question: Question, found: Found) -> None:
+    if options.save is not None:
+        found.plan.save(options.save)
+    if options.html is not None:
+        schedule = lower(question.profile, found.plan, Mode.TRAIN)
+        source = f"simulated on {question.machine.name}"
+        timeline = simulated_timeline(found.plan, schedule, found.step.simulated, source)
+        save_page(options.html, name, question.profile, found.plan, timeline, question.costs, question.machine)
+
+
+def _clock(seconds: float) -> Callable[[], bool]:
+    end_s = time.monotonic() + seconds
+    return lambda: time.monotonic() < end_s
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """A model on zeros makes its library give advice about training that nobody asked for."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

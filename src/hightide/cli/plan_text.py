@@ -1,0 +1,119 @@
+"""What `hightide plan` shows. Fits 80 columns."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from hightide.cli.page import count
+from hightide.ir.tier import Lane
+from hightide.ir.units import format_bytes, format_seconds
+from hightide.planner.helpful import Change, Improvements
+from hightide.planner.why import Reasons
+from hightide.report.outlook import Outlook, PlanReport, Refusal, Subject
+from hightide.report.summary import MEANINGS
+
+
+def show(console: Console, report: PlanReport, plan_text: str) -> None:
+    """`plan_text`: the plan in words, if there is one."""
+    for line in _subject(report.subject):
+        console.print(line, markup=False)
+    console.print()
+    if report.outlook is not None:
+        head, _, rest = plan_text.partition("\n")
+        console.print(head, style="bold green", markup=False)
+        _outlook(console, report.outlook)
+        console.print(rest, markup=False)
+    if report.refusal is not None:
+        _refusal(console, report.refusal, report.would_fit)
+    if report.why is not None:
+        console.print()
+        _why(console, report.why)
+    if report.would_help is not None:
+        console.print()
+        _help(console, report.would_help)
+
+
+def _subject(subject: Subject) -> list[str]:
+    trained = subject.num_trained_params
+    share = "" if trained == subject.num_params else f", {count(trained)} trained"
+    tokens = f" x {subject.tokens_per_sample} tokens" if subject.tokens_per_sample > 1 else " samples"
+    limits = f"GPU {format_bytes(subject.gpu_limit_bytes)}, host {format_bytes(subject.host_limit_bytes)}"
+    source = "measured" if subject.machine_is_measured else "estimated"
+    return [
+        f"{subject.model}: {count(subject.num_params)} parameters{share}, {subject.num_samples}{tokens} per step",
+        f"on {subject.machine} ({source}); limits: {limits}",
+    ]
+
+
+def _outlook(console: Console, outlook: Outlook) -> None:
+    speed = (
+        f"{outlook.samples_per_s:.2f} samples/s"
+        if outlook.tokens_per_s is None
+        else f"{outlook.tokens_per_s:,.0f} tokens/s"
+    )
+    floor = max(outlook.lanes, key=lambda one: one.floor_s)
+    console.print(f"  {format_seconds(outlook.step_s)} per step, {speed}")
+    twice = ", nothing computed twice" if floor.lane is Lane.COMPUTE else ""
+    share = f"{outlook.floor_share:.0%} of the floor"
+    console.print(f"  {share}, {format_seconds(outlook.floor_s)}: {floor.lane} ({MEANINGS[floor.lane]}) alone{twice}")
+    shares = {one.lane: one.busy_s / outlook.step_s for one in outlook.lanes}
+    others = ", ".join(f"{lane} {share:.0%}" for lane, share in shares.items() if lane is not outlook.limiting_lane)
+    limit = outlook.limiting_lane
+    console.print(f"  limit: {limit} ({MEANINGS[limit]}), busy {shares[limit]:.0%} of the step; {others}")
+
+
+def _refusal(console: Console, refusal: Refusal, changes: tuple[Change, ...]) -> None:
+    console.print(Text.assemble(("DOES NOT FIT", "bold red"), f": {refusal.message}"))
+    if refusal.moment:
+        console.print(f"the most is needed at {refusal.moment}", markup=False)
+    console.print()
+    if not changes:
+        console.print("no single change was found that would make it fit")
+        return
+    console.print("what would make it fit, each for itself", style="bold")
+    table = _table()
+    for change in changes:
+        table.add_row(change.text, Text(change.option, style="cyan"))
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
+
+
+def _help(console: Console, helpful: Improvements) -> None:
+    console.print("what would help", style="bold")
+    table = _table()
+    for one in helpful.found:
+        table.add_row(f"{one.speedup:.2f}x", one.change.text, Text(one.change.option, style="cyan"))
+    if helpful.found:
+        console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    elif not helpful.untried:
+        console.print("  nothing that was tried: more memory, other timing, a larger batch", markup=False)
+    if helpful.untried:
+        names = "; ".join(change.text for change in helpful.untried)
+        console.print(Padding(Text(f"not tried for want of time: {names}", style="dim"), (0, 0, 0, 2), expand=False))
+
+
+def _why(console: Console, reasons: Reasons) -> None:
+    console.print(Text(f"why {reasons.block}", style="bold"))
+    console.print(Padding(Text(f"planned: {reasons.planned}"), (0, 0, 0, 2), expand=False))
+    table = Table("instead", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for heading in ("step", "GPU peak", "host", ""):
+        table.add_column(heading, justify="right" if heading else "left")
+    for one in reasons.alternatives:
+        table.add_row(
+            one.text,
+            _signed(one.step_difference_s, format_seconds(abs(one.step_difference_s))),
+            _signed(one.gpu_difference_bytes, format_bytes(abs(one.gpu_difference_bytes))),
+            _signed(one.host_difference_bytes, format_bytes(abs(one.host_difference_bytes))),
+            "too much" if one.too_many_bytes else "fits",
+        )
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
+
+
+def _signed(value: float, text: str) -> str:
+    return "0" if not value else ("+" if value > 0 else "-") + text
+
+
+def _table() -> Table:
+    return Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))

@@ -1,0 +1,133 @@
+"""The MODEL of a command: a preset's name, a Hugging Face folder, or a function in a Python file. Weights are never
+read or made."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from hightide.integrations.lora import Lora, with_adapters
+from hightide.integrations.shapes import SHAPES, check_length, config_of, config_of_folder, max_length, shaped_model
+from hightide.ir.block import ModelProfile
+from hightide.profiler.model import profile_model
+from hightide.profiler.split import Batch
+
+SEQUENCES, LENGTH = 8, 2048  # where the command does not say
+
+
+class Dtype(StrEnum):
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+    @property
+    def torch(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.value)
+        return dtype
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    model: nn.Module
+    batch: Batch
+    sets_batch: bool = True  # --sequences and --length decide about it
+
+    def profile(self) -> ModelProfile:
+        """With AdamW over what is trained."""
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        if not trained:
+            raise ValueError(f"{self.name} has 0 parameters that require a gradient; there is nothing to train")
+        profile, probed = profile_model(self.model, torch.optim.AdamW(trained), self.batch)
+        if probed.failure:
+            remedy = "let a function return the model with a batch of its own: FILE.py:FUNCTION -> (module, batch)"
+            raise ValueError(f"{self.name} does not run without values: {probed.failure}; {remedy}")
+        return profile
+
+
+def load_workload(
+    source: str, sequences: int | None, length: int | None, dtype: Dtype | None, lora: Lora | None
+) -> Workload:
+    for name, value in (("--sequences", sequences), ("--length", length)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    workload = _load(source, sequences, length, dtype)
+    if lora is None:
+        return workload
+    adapted = with_adapters(workload.model, lora)
+    return Workload(f"{workload.name} with LoRA of rank {lora.rank}", adapted, workload.batch, workload.sets_batch)
+
+
+def _load(source: str, sequences: int | None, length: int | None, dtype: Dtype | None) -> Workload:
+    if source in SHAPES:
+        shape = config_of(source, length or 1)
+        return _of_config(source, shape, sequences, length, (dtype or Dtype.BFLOAT16).torch)
+    path, colon, function = source.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _of_function(Path(path), function, sequences, length, dtype)
+    folder = Path(source)
+    if folder.is_dir():
+        config = config_of_folder(folder)
+        chosen = dtype.torch if dtype is not None else config.dtype or torch.bfloat16
+        return _of_config(folder.absolute().name, config, sequences, length, chosen)
+    raise ValueError(
+        f"there is no model {source!r}: it is no folder with a config.json and no FILE.py:FUNCTION, and presets are "
+        f"{', '.join(SHAPES)}"
+    )
+
+
+def _of_config(name: str, config: Any, sequences: int | None, length: int | None, dtype: torch.dtype) -> Workload:
+    length = length or min(LENGTH, max_length(config) or LENGTH)
+    check_length(config, length, name)
+    return Workload(name, shaped_model(config, dtype), _tokens(sequences, length))
+
+
+def _of_function(path: Path, function: str, sequences: int | None, length: int | None, dtype: Dtype | None) -> Workload:
+    make = _find(path, function)
+    with torch.device("meta"):
+        made = make()
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    name = f"{path.name}:{function}"
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"{name} returned a {type(made).__name__}; it must return a torch.nn.Module or (module, batch)"
+        )
+    if dtype is not None:
+        model.to(dtype.torch)
+    if batch is None:
+        return Workload(name, model, _tokens(sequences, length or LENGTH))
+    if sequences is not None or length is not None:
+        raise ValueError(f"{name} brings a batch of its own; leave out --sequences and --length")
+    real = tree_map_only(Tensor, lambda tensor: torch.zeros_like(tensor, device="cpu"), batch)
+    return Workload(name, model, real, sets_batch=False)
+
+
+def _find(path: Path, function: str) -> Callable[[], object]:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; MODEL may be FILE.py:FUNCTION")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, "the file is one of Python"
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.absolute().parent))  # so that it can import its neighbours, as a script can
+    spec.loader.exec_module(module)
+    found = getattr(module, function, None)
+    if not callable(found):
+        named = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise ValueError(f"{path} has no function {function!r}; it has {', '.join(named) or 'none'}")
+    make: Callable[[], object] = found
+    return make
+
+
+def _tokens(sequences: int | None, length: int) -> Batch:
+    """Their values do not matter: nothing is computed from them."""
+    tokens = torch.zeros(sequences or SEQUENCES, length, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}

@@ -1,0 +1,45 @@
+"""LoRA adapters by PEFT on a model without values: what planning needs of them is their shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+ALL = "all-linear"
+
+
+@dataclass(frozen=True)
+class Lora:
+    rank: int
+    targets: tuple[str, ...] = ()  # ends of module names, or ("all-linear",); none: what PEFT knows for the model
+
+    @classmethod
+    def parse(cls, text: str) -> Lora:
+        """From RANK or RANK:TARGET,TARGET."""
+        rank, colon, targets = text.partition(":")
+        names = tuple(name.strip() for name in targets.split(",")) if colon else ()
+        if not rank.isascii() or not rank.isdigit() or int(rank) < 1 or not all(names):
+            raise ValueError(
+                f"--lora {text!r} is not RANK or RANK:TARGETS; write 16, 16:q_proj,v_proj or 16:{ALL} (rank from 1)"
+            )
+        return cls(int(rank), names)
+
+
+def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
+    """The model frozen, with adapters that train, in PEFT's own dtypes (fp32 beside a 16-bit model)."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ValueError("LoRA needs PEFT: pip install peft") from error
+    config = peft.LoraConfig(
+        r=lora.rank,
+        target_modules=ALL if lora.targets == (ALL,) else list(lora.targets) or None,
+        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # as GPT-2 has it
+        task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
+    )
+    training = model.training
+    with torch.device("meta"):
+        adapted: nn.Module = peft.get_peft_model(model, config)
+    return adapted.train(training)

@@ -1,0 +1,151 @@
+"""What `hightide plan` tells, as data: the keys of its --json. Sizes are bytes, times are seconds of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hightide.ir.action import Mode
+from hightide.ir.plan import BlockPlan, GradientDtype, Plan, Update
+from hightide.ir.tier import Lane, Tier
+from hightide.planner.explain import precisions
+from hightide.planner.floor import floors
+from hightide.planner.helpful import Change, Improvements
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.lower import lower
+from hightide.planner.memory import peaks
+from hightide.planner.question import Found, Question
+from hightide.planner.why import Reasons
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What was asked about."""
+
+    model: str
+    num_params: int
+    num_trained_params: int
+    num_samples: int  # per step
+    tokens_per_sample: int  # 1: the model has no tokens
+    machine: str
+    machine_is_measured: bool  # False: at least one of its numbers is an estimate
+    costs: str  # where times of blocks come from
+    gpu_limit_bytes: int
+    host_limit_bytes: int
+
+
+@dataclass(frozen=True)
+class TierUse:
+    tier: Tier
+    peak_bytes: int
+    limit_bytes: int
+    free_bytes: int
+    peak_at: str  # the action of the schedule; "": always
+
+
+@dataclass(frozen=True)
+class LaneUse:
+    lane: Lane
+    busy_s: float
+    stall_s: float  # that compute waits for it
+    floor_s: float  # what it would need alone; compute: with everything on the GPU and nothing computed twice
+
+
+@dataclass(frozen=True)
+class Precision:
+    state: str
+    dtype: str  # in words
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """A plan that fits."""
+
+    step_s: float
+    samples_per_s: float
+    tokens_per_s: float | None  # None: the model has no tokens
+    floor_s: float  # the longest of the lanes' floors
+    floor_share: float  # of step_s
+    limiting_lane: Lane  # the busiest
+    issue_s: float  # of the thread that runs the model; equal to step_s: it is the limit
+    tiers: tuple[TierUse, ...]
+    lanes: tuple[LaneUse, ...]
+    precisions: tuple[Precision, ...]
+    micro_batch: int
+    update: Update
+    gradients: GradientDtype
+    blocks: tuple[BlockPlan, ...]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    message: str
+    tier: Tier | None  # that is short; None: it is not for want of memory
+    needed_bytes: int
+    moment: str  # the action of the schedule; "": always
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    subject: Subject
+    fits: bool
+    outlook: Outlook | None  # if it fits
+    refusal: Refusal | None  # if not
+    would_fit: tuple[Change, ...] = ()  # each change would make it fit
+    would_help: Improvements | None = None  # changes that would make it faster
+    why: Reasons | None = None  # of one block
+
+
+def subject(name: str, question: Question) -> Subject:
+    profile, machine = question.profile, question.machine
+    return Subject(
+        model=name,
+        num_params=sum(spec.numel for spec in profile.params),
+        num_trained_params=sum(spec.numel for spec in profile.params if spec.trainable),
+        num_samples=profile.num_samples,
+        tokens_per_sample=profile.tokens_per_sample,
+        machine=machine.name,
+        machine_is_measured=machine.is_measured,
+        costs=question.costs.source,
+        gpu_limit_bytes=question.gpu_bytes,
+        host_limit_bytes=question.host_bytes,
+    )
+
+
+def outlook(question: Question, found: Found) -> Outlook:
+    profile, plan, step = question.profile, found.plan, found.step
+    alone = floors(profile, plan, question.costs, question.machine)
+    lanes = tuple(
+        LaneUse(lane, step.simulated.busy_s[lane], step.simulated.stall_s.get(lane, 0.0), alone[lane]) for lane in Lane
+    )
+    samples_per_s = profile.num_samples / step.step_s
+    return Outlook(
+        step_s=step.step_s,
+        samples_per_s=samples_per_s,
+        tokens_per_s=samples_per_s * profile.tokens_per_sample if profile.tokens_per_sample > 1 else None,
+        floor_s=max(alone.values()),
+        floor_share=max(alone.values()) / step.step_s,
+        limiting_lane=max(lanes, key=lambda one: one.busy_s).lane,
+        issue_s=step.issue_s,
+        tiers=_tiers(question, plan),
+        lanes=lanes,
+        precisions=tuple(Precision(*row) for row in precisions(profile, plan).items()),
+        micro_batch=plan.micro_batch,
+        update=plan.update,
+        gradients=plan.gradients,
+        blocks=plan.blocks,
+    )
+
+
+def refusal(error: InfeasiblePlan) -> Refusal:
+    return Refusal(str(error), error.tier, error.num_bytes, error.moment)
+
+
+def _tiers(question: Question, plan: Plan) -> tuple[TierUse, ...]:
+    peak = peaks(lower(question.profile, plan, Mode.TRAIN))
+    return tuple(
+        TierUse(tier, used, limit, limit - used, moment)
+        for tier, used, limit, moment in (
+            (Tier.GPU, peak.gpu_peak_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
+            (Tier.HOST, peak.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),
+        )
+    )
