@@ -25,7 +25,7 @@ from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.units import parse_bytes
 from hightide.machine import HEADROOM
 from hightide.planner.estimate import estimate
-from hightide.planner.helpful import fitting, improvements
+from hightide.planner.helpful import Leeway, fitting, improvements
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.question import Found, Question
@@ -77,7 +77,7 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
             if refused.tier is None:
                 raise
             status.update("searching what would fit")
-            fits = fitting(question, refused, _clock(HELP_S))
+            fits = fitting(question, refused, _leeway(options, workload, question), _clock(HELP_S))
             report = PlanReport(subject(workload.name, question), False, None, refusal(refused), would_fit=fits)
         else:
             status.update("searching what would help")
@@ -121,10 +121,13 @@ def _gpu_memory_bytes(machine: Machine) -> int:
     return int(machine.gpu.memory_bytes * GPU_HEADROOM) if machine.gpu is not None else 0
 
 
+def _leeway(options: PlanOptions, workload: Workload, question: Question) -> Leeway:
+    return Leeway(_gpu_memory_bytes(question.machine), options.clip, workload.has_own_batch)
+
+
 def _report(options: PlanOptions, workload: Workload, question: Question, found: Found) -> PlanReport:
     reasons = why(found.plan, options.why, question.costs, question.machine) if options.why is not None else None
-    memory_bytes = _gpu_memory_bytes(question.machine)
-    helpful = improvements(question, found, memory_bytes, options.clip, _clock(HELP_S))
+    helpful = improvements(question, found, _leeway(options, workload, question), _clock(HELP_S))
     about = subject(workload.name, question)
     return PlanReport(about, True, outlook(question, found), None, would_help=helpful, why=reasons)
 

@@ -40,11 +40,11 @@ def _subject(subject: Subject) -> list[str]:
     trained = subject.num_trained_params
     share = "" if trained == subject.num_params else f", {count(trained)} trained"
     tokens = f" x {subject.tokens_per_sample} tokens" if subject.tokens_per_sample > 1 else " samples"
-    limits = f"GPU {format_bytes(subject.gpu_limit_bytes)}, host {format_bytes(subject.host_limit_bytes)}"
     source = "measured" if subject.machine_is_measured else "estimated"
+    limits = f"GPU {format_bytes(subject.gpu_limit_bytes)}, host {format_bytes(subject.host_limit_bytes)}"
     return [
-        f"{subject.model}: {count(subject.num_params)} parameters{share}, {subject.num_samples}{tokens} per step",
-        f"on {subject.machine} ({source}); limits: {limits}",
+        f"{subject.model}: {count(subject.num_params)} parameters{share}",
+        f"{subject.num_samples}{tokens} per step on {subject.machine} ({source}); limits: {limits}",
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -40,14 +41,16 @@ class Workload:
     name: str
     model: nn.Module
     batch: Batch
-    sets_batch: bool = True  # --sequences and --length decide about it
+    has_own_batch: bool = False  # --sequences and --length do not decide about it
 
     def profile(self) -> ModelProfile:
         """With AdamW over what is trained."""
         trained = [param for param in self.model.parameters() if param.requires_grad]
         if not trained:
             raise ValueError(f"{self.name} has 0 parameters that require a gradient; there is nothing to train")
-        profile, probed = profile_model(self.model, torch.optim.AdamW(trained), self.batch)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "the model could not be probed")  # here, that is an error
+            profile, probed = profile_model(self.model, torch.optim.AdamW(trained), self.batch)
         if probed.failure:
             remedy = "let a function return the model with a batch of its own: FILE.py:FUNCTION -> (module, batch)"
             raise ValueError(f"{self.name} does not run without values: {probed.failure}; {remedy}")
@@ -64,7 +67,7 @@ def load_workload(
     if lora is None:
         return workload
     adapted = with_adapters(workload.model, lora)
-    return Workload(f"{workload.name} with LoRA of rank {lora.rank}", adapted, workload.batch, workload.sets_batch)
+    return Workload(f"{workload.name} with LoRA of rank {lora.rank}", adapted, workload.batch, workload.has_own_batch)
 
 
 def _load(source: str, sequences: int | None, length: int | None, dtype: Dtype | None) -> Workload:
@@ -108,7 +111,7 @@ def _of_function(path: Path, function: str, sequences: int | None, length: int |
     if sequences is not None or length is not None:
         raise ValueError(f"{name} brings a batch of its own; leave out --sequences and --length")
     real = tree_map_only(Tensor, lambda tensor: torch.zeros_like(tensor, device="cpu"), batch)
-    return Workload(name, model, real, sets_batch=False)
+    return Workload(name, model, real, has_own_batch=True)
 
 
 def _find(path: Path, function: str) -> Callable[[], object]:

@@ -15,13 +15,24 @@ from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.question import Found, Question
 
 LEAST_SPEEDUP = 1.05  # less is within the error of a forecast
+MAX_RAISES = 4  # of limits, until it fits
 FULL = 0.9  # of the host: beyond, more of it may help
+_NAMES = {Tier.GPU: "GPU", Tier.HOST: "host"}
+
+
+@dataclass(frozen=True)
+class Leeway:
+    """What else there is to know about what could be changed."""
+
+    gpu_memory_bytes: int  # as much as the GPU has to give
+    clips: bool = False  # in-backward updates are out of the question
+    has_own_batch: bool = False  # --sequences does not decide about it
 
 
 @dataclass(frozen=True)
 class Change:
     text: str  # what to change, in words
-    option: str  # of the command
+    option: str  # of the command; "": there is none
 
 
 @dataclass(frozen=True)
@@ -37,14 +48,11 @@ class Improvements:
     untried: tuple[Change, ...]  # for want of time
 
 
-def improvements(
-    question: Question, found: Found, gpu_memory_bytes: int, clips: bool, may_go_on: Callable[[], bool]
-) -> Improvements:
-    """`gpu_memory_bytes`: as much as the GPU has to give. `clips`: in-backward updates are out of the question.
-    `may_go_on` is asked before each new plan."""
+def improvements(question: Question, found: Found, leeway: Leeway, may_go_on: Callable[[], bool]) -> Improvements:
+    """`may_go_on` is asked before each new plan."""
     before = question.profile.num_samples / found.step.step_s
     helpful, untried = [], []
-    for change, changed in _faster(question, found, gpu_memory_bytes, clips):
+    for change, changed in _faster(question, found, leeway):
         if not may_go_on():
             untried.append(change)
             continue
@@ -58,17 +66,17 @@ def improvements(
     return Improvements(tuple(sorted(helpful, key=lambda one: -one.speedup)), tuple(untried))
 
 
-def _faster(question: Question, found: Found, gpu_memory_bytes: int, clips: bool) -> list[tuple[Change, Question]]:
+def _faster(question: Question, found: Found, leeway: Leeway) -> list[tuple[Change, Question]]:
     """What usually helps most comes first."""
     changes = []
     whole = all(block.params is Tier.GPU and block.states is Tier.GPU for block in found.plan.blocks)
-    if question.update is Update.DEFERRED and not clips and not whole:
+    if question.update is Update.DEFERRED and not leeway.clips and not whole:
         change = Change("in-backward updates, if your loop never clips", "--update in_backward")
         changes.append((change, replace(question, update=Update.IN_BACKWARD)))
     changes.append(_more(question, Tier.GPU))
-    if question.gpu_bytes < gpu_memory_bytes and not whole:
-        option = f"--gpu {size_option(gpu_memory_bytes, up=False)}"
-        changes.append((Change("all of this GPU", option), replace(question, gpu_bytes=gpu_memory_bytes)))
+    if question.gpu_bytes < leeway.gpu_memory_bytes and not whole:
+        option = f"--gpu {size_option(leeway.gpu_memory_bytes, up=False)}"
+        changes.append((Change("all of this GPU", option), replace(question, gpu_bytes=leeway.gpu_memory_bytes)))
     if question.gradients is GradientDtype.FLOAT32 and _has_short_params(question) and not whole:
         change = Change("gradients rounded to their parameter's dtype", "--gradients param")
         changes.append((change, replace(question, gradients=GradientDtype.PARAM)))
@@ -77,18 +85,20 @@ def _faster(question: Question, found: Found, gpu_memory_bytes: int, clips: bool
     if found.plan.forecast.host_peak_bytes > FULL * question.host_bytes:
         changes.append(_more(question, Tier.HOST))
     twice = 2 * question.profile.num_samples
-    changes.append((Change("twice the batch per step", f"--sequences {twice}"), question.with_samples(twice)))
+    changes.append((_batch_of(twice, leeway), question.with_samples(twice)))
     return changes
 
 
-def fitting(question: Question, refused: InfeasiblePlan, may_go_on: Callable[[], bool]) -> tuple[Change, ...]:
+def fitting(
+    question: Question, refused: InfeasiblePlan, leeway: Leeway, may_go_on: Callable[[], bool]
+) -> tuple[Change, ...]:
     """Changes that make it fit, each for itself: more memory, then what needs no other machine."""
     fits: list[Change] = []
     options: list[Callable[[], Change | None]] = [
         lambda: _enough(question, refused),
         lambda: _rounded(question),
         lambda: _any_micro_batch(question),
-        lambda: _fewer(question),
+        lambda: _fewer(question, leeway),
     ]
     for option in options:
         if may_go_on() and (change := option()) is not None:
@@ -97,19 +107,21 @@ def fitting(question: Question, refused: InfeasiblePlan, may_go_on: Callable[[],
 
 
 def _enough(question: Question, refused: InfeasiblePlan) -> Change | None:
-    """Raises the limit of the tier that is short to what was missing; then, perhaps, that of the other one."""
-    changed: dict[Tier, int] = {}
-    while refused.tier is not None and refused.tier not in changed:
-        short = refused.tier
-        changed[short] = parse_bytes(size_option(refused.num_bytes), short)  # as it will be asked for
-        question = question.with_limit(short, changed[short])
+    """Raises the limit of the tier that is short to what it needs; then, perhaps, that of the other one."""
+    raised: dict[Tier, int] = {}
+    for _ in range(MAX_RAISES):
+        if refused.tier is None or refused.num_bytes <= raised.get(refused.tier, 0):
+            return None
+        raised[refused.tier] = parse_bytes(size_option(refused.num_bytes), refused.tier)  # as it will be asked for
+        question = question.with_limit(refused.tier, raised[refused.tier])
         try:
             question.answer()
         except InfeasiblePlan as again:
             refused = again
             continue
-        text = " and ".join(f"{size_option(num_bytes)} of {tier} memory" for tier, num_bytes in changed.items())
-        return Change(text, " ".join(f"--{tier} {size_option(size)}" for tier, size in changed.items()))
+        sizes = {tier: size_option(num_bytes) for tier, num_bytes in raised.items()}
+        text = " and ".join(f"{size} of {_NAMES[tier]} memory" for tier, size in sizes.items())
+        return Change(text, " ".join(f"--{tier} {size}" for tier, size in sizes.items()))
     return None
 
 
@@ -125,13 +137,17 @@ def _any_micro_batch(question: Question) -> Change | None:
     return change if question.micro_batch is not None and _fits(_unpinned(question)) else None
 
 
-def _fewer(question: Question) -> Change | None:
+def _fewer(question: Question, leeway: Leeway) -> Change | None:
     num_samples = question.profile.num_samples
     if num_samples == 1 or not _fits(question.with_samples(1)):
         return None
     while not _fits(question.with_samples(num_samples := num_samples // 2)):
         pass
-    return Change(f"{num_samples} samples per step", f"--sequences {num_samples}")
+    return _batch_of(num_samples, leeway)
+
+
+def _batch_of(num_samples: int, leeway: Leeway) -> Change:
+    return Change(f"{num_samples} samples per step", "" if leeway.has_own_batch else f"--sequences {num_samples}")
 
 
 def _fits(question: Question) -> bool:
@@ -147,9 +163,8 @@ def _more(question: Question, tier: Tier) -> tuple[Change, Question]:
     limit_bytes = question.gpu_bytes if tier is Tier.GPU else question.host_bytes
     more_bytes = 1 << max(0, (limit_bytes // 2).bit_length() - 1)
     changed = question.with_limit(tier, limit_bytes + more_bytes)
-    name = "GPU" if tier is Tier.GPU else "host"
     option = f"--{tier} {size_option(limit_bytes + more_bytes)}"
-    return Change(f"{format_bytes(more_bytes)} more {name} memory", option), changed
+    return Change(f"{format_bytes(more_bytes)} more {_NAMES[tier]} memory", option), changed
 
 
 def _unpinned(question: Question) -> Question:

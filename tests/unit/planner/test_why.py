@@ -1,0 +1,70 @@
+"""Other ways to plan one block."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hightide.ir.action import Mode
+from hightide.ir.plan import Activation, Plan
+from hightide.ir.tier import Tier
+from hightide.planner.cost import forecast
+from hightide.planner.estimate import estimate
+from hightide.planner.lower import lower
+from hightide.planner.memory import peaks
+from hightide.planner.why import Alternative, why
+from unit.planner.profiles import plan_with, stack
+from unit.planner.test_cost import with_gpu
+
+GPU = with_gpu(1e16, 1e12)  # with links of 1 MB/s
+PROFILE = stack(dtype="bfloat16")
+COSTS = estimate(PROFILE, GPU)
+
+
+def planned(**decisions: object) -> Plan:
+    plan = replace(plan_with(PROFILE, **decisions), profile=PROFILE)  # type: ignore[arg-type]
+    peak = peaks(lower(PROFILE, plan, Mode.TRAIN))
+    return replace(plan, gpu_limit_bytes=peak.gpu_peak_bytes + 100, host_limit_bytes=peak.host_peak_bytes + 2**20)
+
+
+def alternatives(plan: Plan, block: str = "layers.2") -> dict[str, Alternative]:
+    return {one.text: one for one in why(plan, block, COSTS, GPU).alternatives}
+
+
+def test_differences_are_those_of_the_changed_plan() -> None:
+    plan = planned()
+    found = alternatives(plan)
+    assert set(found) == {
+        "params and states on the GPU",
+        "params on the GPU, states on host",
+        "activations kept",
+        "inputs on host",
+    }
+    blocks = tuple(replace(b, params=Tier.GPU, states=Tier.GPU) if b.name == "layers.2" else b for b in plan.blocks)
+    changed, one = replace(plan, blocks=blocks), found["params and states on the GPU"]
+    before, after = (peaks(lower(PROFILE, each, Mode.TRAIN)) for each in (plan, changed))
+    assert one.step_s == forecast(PROFILE, changed, COSTS, GPU).step_s
+    assert one.step_difference_s == one.step_s - forecast(PROFILE, plan, COSTS, GPU).step_s < 0
+    assert one.gpu_difference_bytes == after.gpu_peak_bytes - before.gpu_peak_bytes > 100
+    assert one.host_difference_bytes == after.host_peak_bytes - before.host_peak_bytes < 0
+    assert one.too_many_bytes == one.gpu_difference_bytes - 100
+    assert found["inputs on host"].too_many_bytes == 0
+    assert [each.step_s for each in found.values()] == sorted(each.step_s for each in found.values())
+
+
+def test_a_kept_block_may_be_recomputed() -> None:
+    found = alternatives(planned(params=Tier.GPU, states=Tier.GPU, activation=Activation.KEEP))
+    assert found["activations recomputed"].step_difference_s > 0
+    assert "params streamed, states on host" in found and "recomputed, inputs on host" in found
+    assert found["params streamed, states on host"].step_difference_s > 0
+
+
+def test_what_is_no_way_to_plan_a_block_is_left_out() -> None:
+    assert not any("frozen" in text for text in alternatives(planned()))  # all of it is trained
+
+
+def test_a_block_is_found_by_the_end_of_its_name() -> None:
+    assert why(planned(), "2", COSTS, GPU).block == "layers.2"
+    with pytest.raises(ValueError, match=r"none of the 7 blocks is called 'layer.2'; near are 'layers.2'"):
+        why(planned(), "layer.2", COSTS, GPU)
