@@ -147,7 +147,8 @@ def _fewer(question: Question, leeway: Leeway) -> Change | None:
 
 
 def _batch_of(num_samples: int, leeway: Leeway) -> Change:
-    return Change(f"{num_samples} samples per step", "" if leeway.has_own_batch else f"--sequences {num_samples}")
+    text = f"{num_samples} sample{'s' if num_samples > 1 else ''} per step"
+    return Change(text, "" if leeway.has_own_batch else f"--sequences {num_samples}")
 
 
 def _fits(question: Question) -> bool:

@@ -1,0 +1,234 @@
+"""`hightide plan` from the outside: models by preset, folder and function; what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, ViTConfig
+from typer.testing import CliRunner, Result
+
+import hightide
+from hightide.cli import plan as plan_module
+from hightide.cli.main import app
+from hightide.integrations.shapes import SHAPES, config_of
+from hightide.ir.codec import from_json
+from hightide.ir.plan import Plan, Update
+from hightide.ir.tier import Lane, Tier
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.report.outlook import PlanReport
+
+TINY = ("tiny", "--sequences", 4, "--length", 32, "--machine", "h200")
+
+SOURCE = """
+import torch
+from torch import nn
+from neighbour import WIDTH
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+
+    def forward(self, x):
+        return self.layers(x).sum()
+
+def with_batch():
+    return Stack(), {"x": torch.randn(6, WIDTH)}
+
+def alone():
+    return Stack()
+
+def nothing():
+    return 7
+"""
+
+
+def plan(*arguments: object, exit_code: int = 0) -> Result:
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "80"})
+    assert result.exit_code == exit_code, result.output
+    return result
+
+
+def report(*arguments: object, exit_code: int = 0) -> PlanReport:
+    return from_json(PlanReport, plan(*arguments, "--json", exit_code=exit_code).stdout)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "neighbour.py").write_text("WIDTH = 24\n")
+    path = tmp_path / "mine.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def llama_folder(folder: Path, **settings: object) -> Path:
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=96, max_position_embeddings=64, **{**size, **settings})
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_a_preset_in_80_columns() -> None:
+    output = plan(*TINY, "--gpu", "1MiB", "--why", "layers.1").stdout
+    for words in ("fits the limits", "tokens/s", "of the floor", "limit: ", "gpu   peak", "host  peak", "micro-batch"):
+        assert words in output
+    for words in ("master copies", "gradient sums", "moments", "why model.layers.1", "what would help"):
+        assert words in output
+    lines = output.splitlines()
+    assert max(map(len, lines)) <= 80
+
+
+def test_json_says_the_same_in_numbers() -> None:
+    found = report(*TINY, "--gpu", "1MiB", "--why", "embed_tokens")
+    assert found.fits and found.refusal is None and found.outlook is not None
+    outlook, subject = found.outlook, found.subject
+    assert (subject.num_samples, subject.tokens_per_sample, subject.gpu_limit_bytes) == (4, 32, 2**20)
+    assert outlook.tokens_per_s == pytest.approx(4 * 32 / outlook.step_s)
+    gpu, host = outlook.tiers
+    assert (gpu.tier, host.tier) == (Tier.GPU, Tier.HOST)
+    assert gpu.free_bytes == gpu.limit_bytes - gpu.peak_bytes >= 0 and gpu.limit_bytes == 2**20
+    assert outlook.floor_s == max(lane.floor_s for lane in outlook.lanes)
+    assert outlook.floor_share == pytest.approx(outlook.floor_s / outlook.step_s) and 0 < outlook.floor_share <= 1
+    assert outlook.limiting_lane is max(outlook.lanes, key=lambda lane: lane.busy_s).lane
+    assert [lane.lane for lane in outlook.lanes] == list(Lane)
+    assert {row.state: row.dtype for row in outlook.precisions}["moments"] == "2 in float32"
+    assert found.why is not None and found.why.block == "model.embed_tokens" and found.why.alternatives
+    assert found.would_help is not None
+
+
+def test_the_saved_plan_runs_and_the_page_is_of_it(tmp_path: Path) -> None:
+    folder = llama_folder(tmp_path / "llama", dtype="float32")
+    path, page = tmp_path / "plan.json", tmp_path / "plan.html"
+    options = ("--sequences", 4, "--length", 16, "--machine", "h200", "--gpu", "300KiB", "--host", "1GiB")
+    plan(folder, *options, "--save", path, "--html", page)
+    made = Plan.load(path)
+    assert "<h1>llama: the tide of one step</h1>" in page.read_text(encoding="utf-8")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(96, (4, 16))
+    batch = {"input_ids": tokens, "labels": tokens}
+    wrapped, stepper = hightide.wrap(model, optimizer, batch, plan=made, device="cpu")
+    wrapped(**batch).loss.backward()
+    stepper.step()
+    assert hightide.stats(wrapped).peak_bytes[Tier.GPU] <= made.gpu_limit_bytes
+
+
+def test_a_plan_edited_beyond_its_limit_is_refused_with_moment_tier_and_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan(*TINY, "--gpu", "1MiB", "--save", path)
+    made = Plan.load(path)
+    edited = json.loads(path.read_text())
+    edited["gpu_limit_bytes"] = made.forecast.gpu_peak_bytes - 1000
+    path.write_text(json.dumps(edited))
+    result = CliRunner().invoke(app, ["simulate", str(path), "--machine", "h200"])
+    assert result.exit_code == 2
+    for words in ("of gpu memory", "during ", "1000 bytes too many"):
+        assert words in result.output
+    path.write_text(json.dumps({**edited, "micro_batchs": 2}))
+    result = CliRunner().invoke(app, ["simulate", str(path), "--machine", "h200"])
+    assert result.exit_code == 2 and "did you mean 'micro_batch'" in result.output
+
+
+def test_options_reach_the_plan() -> None:
+    options = ("--update", "in_backward", "--gradients", "param", "--micro-batch", 2, "--dtype", "float16")
+    outlook = report(*TINY, "--gpu", "1MiB", *options).outlook
+    assert outlook is not None
+    assert (outlook.update, str(outlook.gradients), outlook.micro_batch) == (Update.IN_BACKWARD, "param", 2)
+    assert {row.state: row.dtype for row in outlook.precisions}["gradients"].startswith("float16")
+
+
+def test_lora_trains_adapters_only(tmp_path: Path) -> None:
+    few = report(*TINY, "--lora", "2:q_proj").subject
+    more = report(*TINY, "--lora", "4:q_proj,v_proj").subject
+    assert few.num_trained_params == 4 * 2 * (64 + 64) and few.num_params > few.num_trained_params
+    assert more.num_trained_params == 4 * 4 * (64 + 64 + 64 + 32)
+    assert report(*TINY, "--lora", "1:all-linear").subject.num_trained_params > few.num_trained_params
+    GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=96, n_positions=64).save_pretrained(tmp_path)
+    assert report(tmp_path, "--lora", 4, "--machine", "h200").subject.num_trained_params == 2 * 4 * (32 + 96)
+
+
+def test_a_folder_gives_dtype_and_length(tmp_path: Path) -> None:
+    found = report(llama_folder(tmp_path, dtype="float16"), "--machine", "h200")
+    assert (found.subject.num_samples, found.subject.tokens_per_sample) == (8, 64)
+    assert found.outlook is not None and found.outlook.precisions[0].dtype.startswith("float16")
+    assert "up to 64 tokens, not 65" in plan(tmp_path, "--length", 65, "--machine", "h200", exit_code=2).stderr
+
+
+def test_a_function_brings_its_own_batch(source: Path) -> None:
+    result = report(f"{source}:with_batch", "--machine", "h200")
+    assert result.subject.num_samples == 6 and result.outlook is not None and result.outlook.tokens_per_s is None
+    assert result.would_help is not None and all(
+        one.change.option != "--sequences 12" for one in result.would_help.found
+    )
+    assert "samples/s" in plan(f"{source}:with_batch", "--machine", "h200").stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["nowhere"], "presets are tiny, tiny-gpt"),
+        (["{folder}"], "has no config.json"),
+        (["{folder}/none.py:make"], "there is no file"),
+        (["{folder}/mine.py:made"], "with_batch, alone, nothing"),
+        (["{folder}/mine.py:nothing"], "returned a int; it must return"),
+        (["{folder}/mine.py:alone"], "return the model with a batch of its own"),
+        (["{folder}/mine.py:with_batch", "--length", "8"], "leave out --sequences and --length"),
+        (["tiny", "--disk", "/scratch:60GiB"], "no disk tier yet"),
+        (["tiny", "--clip", "--update", "in_backward"], "use --update deferred"),
+        (["tiny", "--sequences", "0"], "--sequences is 0"),
+        (["tiny", "--micro-batch", "99"], "micro_batch=99 does not fit"),
+        (["tiny", "--gpu", "much"], "--gpu='much' is not a size"),
+        (["tiny", "--lora", "q_proj"], "write 16"),
+        (["tiny", "--lora", "4:nothing"], "not found in the base model"),
+        (["tiny", "--why", "layers.99"], "near are 'model.layers."),
+        (["tiny", "--save", "{folder}/none/plan.json"], "there is no folder"),
+        (["tiny", "--machine", "pdp-11"], "rtx-4090"),
+        (["gpt2-xl", "--length", "1025"], "up to 1024 tokens, not 1025"),
+    ],
+)
+def test_bad_input_is_one_message(options: list[str], said: str, source: Path) -> None:
+    words = [option.replace("{folder}", str(source.parent)) for option in options]
+    machine = [] if "--machine" in words else ["--machine", "h200"]
+    result = plan(*words, *machine, exit_code=2)
+    assert said in result.stderr and not result.stdout
+
+
+def test_a_model_that_is_no_language_model_needs_a_function(tmp_path: Path) -> None:
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = ViTConfig(image_size=16, patch_size=8, **size)
+    config.architectures = ["ViTForImageClassification"]
+    config.save_pretrained(tmp_path)
+    said = plan(tmp_path, "--machine", "h200", exit_code=2).stderr
+    assert "does not run without values" in said and "FILE.py:FUNCTION" in said
+
+
+def test_what_does_not_fit_says_what_would(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    result = plan(*TINY, "--gpu", "40KiB", "--save", path, exit_code=1)
+    assert "DOES NOT FIT" in result.stdout and "what would make it fit" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "not written" in result.stderr and not path.exists()
+    found = report(*TINY, "--gpu", "40KiB", exit_code=1)
+    assert not found.fits and found.outlook is None and found.refusal is not None
+    assert found.refusal.tier is Tier.GPU and found.refusal.needed_bytes > 40 * 1024
+    option, size = found.would_fit[0].option.split()
+    assert option == "--gpu"
+    plan(*TINY, option, size)
+
+
+def test_a_plan_that_is_refused_for_another_reason_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: object) -> None:
+        raise InfeasiblePlan("the schedule cannot run")
+
+    monkeypatch.setattr(plan_module.Question, "answer", refuse)
+    assert "the schedule cannot run" in plan(*TINY, exit_code=2).stderr
+
+
+def test_every_shape_has_a_config() -> None:
+    sizes = {name: config_of(name, 128).num_hidden_layers for name in SHAPES}
+    assert sizes["llama-3.1-8b"] == 32 and sizes["gpt-175b"] == 96
