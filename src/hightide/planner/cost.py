@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from hightide.ir.action import Action, Mode, Op
+from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.block import Affine, CallSpec, ModelProfile
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.costs import CallCost, Costs, Curve
@@ -24,7 +24,7 @@ from hightide.planner.loss import num_rows
 from hightide.planner.lower import lower
 from hightide.planner.lower.effects import micro_batch_of
 from hightide.planner.place import chunks_by_block, host_grad_bytes, rounds_gradient, states_on_gpu
-from hightide.planner.simulate import Simulated, simulate
+from hightide.planner.simulate import NUM_PASSES, Simulated, simulate
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,20 @@ class StepForecast:
         return max(self.simulated.step_s, self.issue_s)
 
 
-def forecast(profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine) -> StepForecast:
-    """The steady state of training steps under a plan."""
-    schedule = lower(profile, plan, Mode.TRAIN)
+def forecast(
+    profile: ModelProfile,
+    plan: Plan,
+    costs: Costs,
+    machine: Machine,
+    schedule: Schedule | None = None,
+    num_passes: int = NUM_PASSES,
+) -> StepForecast:
+    """The steady state of training steps under a plan. `schedule`: the plan's, if it has been lowered already."""
+    schedule = schedule or lower(profile, plan, Mode.TRAIN)
     issue_s = costs.glue_s + sum(
         costs.calls[call.kind].issue_s * len(_micro_batches(plan, call)) for call in profile.calls
     )
-    return StepForecast(simulate(schedule, seconds_of(profile, plan, costs), machine), issue_s)
+    return StepForecast(simulate(schedule, seconds_of(profile, plan, costs), machine, num_passes), issue_s)
 
 
 def with_peaks(profile: ModelProfile, costs: Costs) -> ModelProfile:

@@ -53,11 +53,15 @@ def peaks(schedule: Schedule, precedence: Precedence | None = None) -> Peaks:
     return Peaks(gpu.peak_bytes, gpu.peak_at, host.peak_bytes, host.peak_at)
 
 
-def reserved_bytes(schedule: Schedule) -> int:
-    """At most, by torch on a real GPU. See [Note: what a GPU reserves]."""
-    peak_bytes = peaks(schedule).gpu_peak_bytes
-    holes = math.ceil(HOLES_SHARE * (peak_bytes - schedule.gpu_base_bytes))
-    return peak_bytes + holes + WORKSPACE_BYTES + 2 * PAGE_BYTES
+def reserved_bytes(schedule: Schedule, peak: Peaks | None = None) -> int:
+    """At most, by torch on a real GPU. See [Note: what a GPU reserves]. `peak`: the schedule's, if it is known."""
+    peak_bytes = (peak or peaks(schedule)).gpu_peak_bytes
+    return schedule.gpu_base_bytes + reserved_beside(peak_bytes - schedule.gpu_base_bytes)
+
+
+def reserved_beside(passing_bytes: int) -> int:
+    """For tensors that come and go, at most so many bytes at once."""
+    return passing_bytes + math.ceil(HOLES_SHARE * passing_bytes) + WORKSPACE_BYTES + 2 * PAGE_BYTES
 
 
 class _Level:

@@ -1,0 +1,153 @@
+"""What is decided about a model on a machine, and the plan that follows. Who decides: the rule, a search, a person."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from hightide.ir.block import BlockSpec, ModelProfile
+from hightide.ir.chunk import Layout
+from hightide.ir.plan import Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
+from hightide.ir.tier import Tier
+from hightide.planner.check import PLAN_VERSION
+from hightide.planner.layout import adapters, pack, search_slot_numel, tiny_blocks
+from hightide.planner.loss import loss_tile_tokens, num_rows
+from hightide.planner.place import widest_tick
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is decided; everything else in a plan follows."""
+
+    micro_batch: int
+    inputs: Tier = Tier.GPU
+    spare_slots: int = 1
+    whole: frozenset[int] = field(default_factory=frozenset)  # blocks with params and states on the GPU
+    params: frozenset[int] = field(default_factory=frozenset)  # blocks with params only
+    keep: frozenset[int] = field(default_factory=frozenset)
+    trained: frozenset[int] = field(default_factory=frozenset)  # blocks whose adapters stay while the rest streams
+    loss_kept_tokens: int = 0
+    near: frozenset[int] = field(default_factory=frozenset)  # blocks whose inputs stay on the GPU, whatever `inputs` is
+    spare_grad_slots: int | None = None  # None: as many as spare_slots
+    slot_numel: int | None = None  # None: the size that wastes least
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan is made for."""
+
+    profile: ModelProfile
+    gpu_bytes: int
+    host_bytes: int
+    update: Update
+    num_moments: int = 2
+    gradients: GradientDtype = GradientDtype.FLOAT32
+
+    def build(self, choice: Choice) -> Plan:
+        """Without a forecast and an explanation."""
+        plan = Plan(
+            version=PLAN_VERSION,
+            fingerprint=self.profile.fingerprint,
+            num_samples=self.profile.num_samples,
+            micro_batch=choice.micro_batch,
+            update=self.update,
+            num_slots=0,
+            num_grad_slots=0,
+            loss_tile_tokens=self._loss_tile_tokens,
+            gpu_limit_bytes=self.gpu_bytes,
+            host_limit_bytes=self.host_bytes,
+            blocks=tuple(_block_plan(block, choice) for block in self.profile.blocks),
+            layout=self.layout(choice.slot_numel),
+            forecast=Forecast(0, 0),
+            explanation="",
+            gradients=self.gradients,
+            loss_kept_tokens=choice.loss_kept_tokens,
+            profile=self.profile,
+        )
+        slots, grad_slots = widest_tick(plan, self._called)
+        spare_grads = choice.spare_slots if choice.spare_grad_slots is None else choice.spare_grad_slots
+        return replace(
+            plan,
+            num_slots=_with_spare(slots, choice.spare_slots),
+            num_grad_slots=grad_slots + (spare_grads if grad_slots else 0),
+        )
+
+    def layout(self, slot_numel: int | None = None) -> Layout:
+        slot_numel = slot_numel or self.slot_numel
+        if slot_numel not in self._layouts:
+            self._layouts[slot_numel] = pack(self.profile, slot_numel, self.num_moments)
+        return self._layouts[slot_numel]
+
+    @cached_property
+    def slot_numel(self) -> int:
+        return search_slot_numel(self.profile)
+
+    @cached_property
+    def movable(self) -> tuple[int, ...]:
+        """Called blocks in the order in which they become persistent: tiny ones, then as they run."""
+        tiny = tiny_blocks(self.profile)
+        blocks = [block.index for block in self.profile.blocks if not block.loose and block.index in self._called]
+        return tuple(sorted(blocks, key=lambda block: block not in tiny))
+
+    @cached_property
+    def adapted(self) -> tuple[int, ...]:
+        """Blocks with adapters, as they run. They cost little and save the way of gradients to the host and back."""
+        apart = adapters(self.profile)
+        blocks = self.profile.blocks
+        return tuple(b.index for b in blocks if b.index in self._called and not apart.isdisjoint(b.params))
+
+    @cached_property
+    def keepable(self) -> tuple[int, ...]:
+        """From the back. A lazy head recomputes its logits anyway."""
+        blocks = {call.block for call in self.profile.calls if call.needs_backward}
+        return tuple(block for block in sorted(blocks, reverse=True) if not self.profile.blocks[block].lazy_head)
+
+    @cached_property
+    def keepable_tokens(self) -> tuple[int, ...]:
+        """How many tokens' logits can be kept, tile by tile, ascending. Only of a head that is a plain product."""
+        heads = {block.index for block in self.profile.blocks if block.lazy_head and block.plain_linear}
+        if not any(call.block in heads and call.needs_backward for call in self.profile.calls):
+            return ()
+        rows, tile = num_rows(self.profile), self._loss_tile_tokens
+        return tuple(min(rows, count * tile) for count in range(1, -(-rows // tile) + 1))
+
+    @cached_property
+    def _layouts(self) -> dict[int, Layout]:
+        return {}
+
+    @cached_property
+    def _called(self) -> set[int]:
+        return {call.block for call in self.profile.calls}
+
+    @cached_property
+    def _loss_tile_tokens(self) -> int:
+        return loss_tile_tokens(self.profile)
+
+
+def check_micro_batch(profile: ModelProfile, micro_batch: int | None) -> None:
+    if micro_batch is not None and not 1 <= micro_batch <= profile.num_samples:
+        raise ValueError(
+            f"micro_batch={micro_batch} does not fit the batch of {profile.num_samples} samples; "
+            f"choose a number from 1 to {profile.num_samples}, or None"
+        )
+
+
+def _with_spare(widest: int, spare: int) -> int:
+    """A spare slot lets the next fetch run beside compute; beside a chunk that is wider than one slot and stays for its
+    next use, that takes one more. Nothing streamed: no slots."""
+    if not widest:
+        return 0
+    return widest + (spare + 1 if spare and widest > 1 else spare)
+
+
+def _block_plan(block: BlockSpec, choice: Choice) -> BlockPlan:
+    whole = block.loose or block.index in choice.whole
+    keep = block.index in choice.keep
+    near = keep or block.loose or block.index in choice.near
+    return BlockPlan(
+        name=block.name,
+        params=Tier.GPU if whole or block.index in choice.params else Tier.HOST,
+        states=Tier.GPU if whole or block.index in choice.trained else Tier.HOST,
+        activation=Activation.KEEP if keep else Activation.RECOMPUTE,
+        inputs=Tier.GPU if near else choice.inputs,
+    )

@@ -1,0 +1,229 @@
+"""Ways from one choice to others that fill the memory too.
+
+[Note: ladders] What can be put on the GPU for speed is of a few kinds, and of each kind some gain more than others for
+the same bytes: blocks from the front become persistent (nothing hides their fetch and their update), activations are
+kept from the back (for the shortest time). So every kind has a ladder; filling climbs it as far as memory goes, giving
+up steps down again. One step that is too high (an embedding as wide as four layers) is left out.
+
+A move changes one thing, then gives up what no longer fits, or fills what has become free, kind by kind in some order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+from hightide.ir.tier import Tier
+from hightide.planner.choice import Choice, Problem
+from hightide.planner.layout import slot_candidates, slot_cost
+
+MOST_SPARE = 3  # slots beyond what the widest block needs
+NUM_SLOT_SIZES = 3  # so many slot sizes, of least waste, are tried
+FEW_BLOCKS = 8  # of so many blocks each is looked at for itself
+
+
+class Kind(StrEnum):
+    """What fills memory. The values are fields of `Choice`."""
+
+    TRAINED = "trained"
+    WHOLE = "whole"
+    PARAMS = "params"
+    LOGITS = "loss_kept_tokens"
+    KEEP = "keep"
+    NEAR = "near"
+
+
+Order = tuple[Kind, ...]
+
+_T, _W, _P, _L, _K, _N = Kind
+# Adapters first: they cost next to nothing.
+ORDERS: tuple[Order, ...] = (
+    (_T, _L, _W, _P, _K, _N),
+    (_T, _W, _P, _L, _K, _N),
+    (_T, _L, _K, _P, _W, _N),
+    (_T, _N, _P, _L, _K, _W),
+)
+
+
+@dataclass(frozen=True)
+class Moves:
+    problem: Problem
+    may_fit: Callable[[Choice], bool]
+    micro_batches: tuple[int, ...]  # that may be chosen, descending
+
+    def starts(self) -> Iterator[Choice]:
+        """The plainest first."""
+        for spare in (1, 0):
+            for inputs in (Tier.GPU, Tier.HOST):
+                for micro_batch in self.micro_batches:
+                    yield Choice(micro_batch, inputs, spare, spare_grad_slots=spare)
+
+    def resident(self) -> Iterator[Choice]:
+        """Everything on the GPU, nothing recomputed."""
+        everything = {kind: set(self._ladder(kind)) for kind in (Kind.WHOLE, Kind.KEEP)}
+        tokens = max(self.problem.keepable_tokens, default=0)
+        for micro_batch in self.micro_batches:
+            yield Choice(
+                micro_batch,
+                spare_slots=0,
+                whole=frozenset(everything[Kind.WHOLE]),
+                keep=frozenset(everything[Kind.KEEP]),
+                loss_kept_tokens=tokens,
+            )
+
+    def fill(self, choice: Choice, order: Order) -> Choice:
+        for kind in order:
+            choice = self._climb(choice, kind)
+        return choice
+
+    def shed(self, choice: Choice, order: Order) -> Choice | None:
+        """Gives up what fills memory until the choice fits: the last rungs first. None: it never does."""
+        for kind in order:
+            have = self._rungs(choice, kind)
+            left = _fewest(self._fits_without(choice, kind, have), len(have))
+            if left is not None:
+                return self._with(choice, kind, have[: len(have) - left])
+            choice = self._with(choice, kind, [])
+        return choice if self.may_fit(choice) else None
+
+    def _fits_without(self, choice: Choice, kind: Kind, have: list[int]) -> Callable[[int], bool]:
+        return lambda count: self.may_fit(self._with(choice, kind, have[: len(have) - count]))
+
+    def around(self, choice: Choice) -> Iterator[Choice]:
+        """Neighbours that fit, or nearly so."""
+        yield from self._exchanges(choice)
+        for changed in self._changes(choice):
+            yield from self._balanced(changed)
+
+    def _exchanges(self, choice: Choice) -> Iterator[Choice]:
+        """Less of one kind, in favour of another."""
+        for kind in Kind:
+            have = self._rungs(choice, kind)
+            for count in dict.fromkeys([len(have) // 2, 1, len(have)]):
+                if not 0 < count <= len(have):
+                    continue
+                less = self._with(choice, kind, have[: len(have) - count])
+                for other in Kind:
+                    if other is not kind and len(self._rungs(choice, other)) < len(self._ladder(other)):
+                        yield self.fill(less, _first(other, last=kind))
+
+    def _balanced(self, changed: Choice) -> Iterator[Choice]:
+        if self.may_fit(changed):
+            for order in ORDERS:
+                yield self.fill(changed, order)
+            return
+        for kind in Kind:
+            if self._rungs(changed, kind):
+                fitting = self.shed(changed, _first(kind))
+                if fitting is not None:
+                    yield self.fill(fitting, ORDERS[0])
+
+    def _changes(self, choice: Choice) -> Iterator[Choice]:
+        """One thing is another."""
+        for spare in (choice.spare_slots + 1, choice.spare_slots - 1):
+            if 0 <= spare <= MOST_SPARE:
+                yield replace(choice, spare_slots=spare)
+        grads = choice.spare_grad_slots or 0
+        for spare in (grads + 1, grads - 1):
+            if 0 <= spare <= MOST_SPARE:
+                yield replace(choice, spare_grad_slots=spare)
+        at = self.micro_batches.index(choice.micro_batch)
+        for near in (at - 1, at + 1):
+            if 0 <= near < len(self.micro_batches):
+                yield replace(choice, micro_batch=self.micro_batches[near])
+        yield replace(choice, inputs=Tier.HOST if choice.inputs is Tier.GPU else Tier.GPU, near=frozenset())
+        for slot_numel in self._slot_sizes:
+            if slot_numel != choice.slot_numel:
+                yield replace(choice, slot_numel=slot_numel)
+        for kind in (Kind.WHOLE, Kind.PARAMS, Kind.KEEP, Kind.NEAR):
+            have = self._rungs(choice, kind)
+            for unit in self._ladder(kind) if len(self.problem.movable) <= FEW_BLOCKS else have[:2]:
+                other = [one for one in have if one != unit] if unit in have else [*have, unit]
+                yield self._with(choice, kind, other)
+
+    @cached_property
+    def _slot_sizes(self) -> list[int]:
+        """By waste, the larger one of equals first."""
+        profile = self.problem.profile
+        sizes = sorted(slot_candidates(profile), key=lambda size: (slot_cost(profile, size), -size))
+        return sizes[:NUM_SLOT_SIZES]
+
+    def _climb(self, choice: Choice, kind: Kind) -> Choice:
+        """As far as memory goes; over one rung that is too high."""
+        have = self._rungs(choice, kind)
+        above = [unit for unit in self._ladder(kind) if unit not in have and self._gains(choice, kind, unit)]
+        count = self._most(choice, kind, have, above)
+        have, above = [*have, *above[:count]], above[count + 1 :]
+        have += above[: self._most(choice, kind, have, above)]
+        return self._with(choice, kind, have)
+
+    def _most(self, choice: Choice, kind: Kind, have: Sequence[int], above: Sequence[int]) -> int:
+        low, high = 0, len(above)
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.may_fit(self._with(choice, kind, [*have, *above[:middle]]))
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+    def _gains(self, choice: Choice, kind: Kind, unit: int) -> bool:
+        """Whether there is anything left to gain by it."""
+        if kind is Kind.NEAR:
+            return choice.inputs is Tier.HOST and unit not in choice.keep
+        return not (kind in (Kind.PARAMS, Kind.TRAINED) and unit in choice.whole)
+
+    def _ladder(self, kind: Kind) -> tuple[int, ...]:
+        problem = self.problem
+        if kind is Kind.TRAINED:
+            return problem.adapted
+        if kind is Kind.LOGITS:
+            return problem.keepable_tokens
+        if kind is Kind.KEEP:
+            return problem.keepable
+        return self._backwards if kind is Kind.NEAR else problem.movable
+
+    @cached_property
+    def _backwards(self) -> tuple[int, ...]:
+        """Blocks whose inputs wait, from the back: those wait for the shortest time."""
+        profile = self.problem.profile
+        waiting = {call.block for call in profile.calls if call.needs_backward and call.saved_inputs.at(1)}
+        return tuple(sorted(waiting, reverse=True))
+
+    def _rungs(self, choice: Choice, kind: Kind) -> list[int]:
+        """Those that it has, in the ladder's order."""
+        if kind is Kind.LOGITS:
+            return [tokens for tokens in self._ladder(kind) if tokens <= choice.loss_kept_tokens]
+        have: frozenset[int] = getattr(choice, kind)
+        return [unit for unit in self._ladder(kind) if unit in have]
+
+    def _with(self, choice: Choice, kind: Kind, units: Sequence[int]) -> Choice:
+        """With exactly these. What a block has wholly, or keeps, it does not have in part as well."""
+        if kind is Kind.LOGITS:
+            return replace(choice, loss_kept_tokens=max(units, default=0))
+        chosen = frozenset(units)
+        if kind is Kind.WHOLE:
+            return replace(choice, whole=chosen, params=choice.params - chosen, trained=choice.trained - chosen)
+        if kind is Kind.PARAMS:
+            return replace(choice, params=chosen, whole=choice.whole - chosen)
+        if kind is Kind.KEEP:
+            return replace(choice, keep=chosen, near=choice.near - chosen)
+        if kind is Kind.NEAR:
+            return replace(choice, near=chosen, keep=choice.keep - chosen)
+        return replace(choice, trained=chosen)
+
+
+def _first(kind: Kind, last: Kind | None = None) -> Order:
+    rest = [other for other in ORDERS[0] if other not in (kind, last)]
+    return (kind, *rest) if last is None else (kind, *rest, last)
+
+
+def _fewest(fits: Callable[[int], bool], limit: int) -> int | None:
+    """The smallest count from 0 that fits, if `limit` does."""
+    if not fits(limit):
+        return None
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low

@@ -1,0 +1,133 @@
+"""The fastest plan within the limits, by simulated step time.
+
+First, fillings: from a few plain starts (micro-batch, where inputs wait) memory is filled in several orders of kinds,
+and each result is simulated. Then the best few are improved by moves (see moves.py) until none gains more than
+`LEAST_GAIN`. A plan that cannot be faster than the best so far, because one lane alone takes longer, is not simulated
+(see bounds.py). The number of trials is bounded, not their time, so the same problem has the same answer everywhere.
+
+What is not searched yet: how much of a block's update is deferred (α), and the disk. Both are further kinds for
+moves.py: a rung of α is a share of one block's update, one of the disk a block's states; `Choice` says so, `Problem`
+builds it, bounds.py counts the lane. Nothing here knows what the kinds are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from hightide.ir.action import Mode
+from hightide.ir.block import ModelProfile
+from hightide.ir.costs import Costs
+from hightide.ir.machine import Machine
+from hightide.ir.plan import Forecast, GradientDtype, Plan, Update
+from hightide.planner.choice import Choice, Problem, check_micro_batch
+from hightide.planner.cost import StepForecast, forecast
+from hightide.planner.explain import explain
+from hightide.planner.lower import lower
+from hightide.planner.memory import peaks
+from hightide.planner.missing import refuse
+from hightide.planner.moves import ORDERS, Moves
+from hightide.planner.trials import Trials
+
+LEAST_GAIN = 0.002  # of a step, for which a plan is changed
+NUM_IMPROVED = 3  # so many fillings are improved
+NUM_TRIALS = 120  # at least; of small models many more
+NUM_TRIED_CALLS = 12_000  # calls of blocks in all trials: what trials cost
+
+
+@dataclass(frozen=True)
+class Found:
+    plan: Plan
+    step: StepForecast
+    choice: Choice
+    num_simulated: int
+
+
+def search(
+    profile: ModelProfile,
+    costs: Costs,
+    machine: Machine,
+    gpu_bytes: int,
+    host_bytes: int,
+    update: Update,
+    micro_batch: int | None = None,
+    num_moments: int = 2,
+    gradients: GradientDtype = GradientDtype.FLOAT32,
+) -> Found:
+    """Raises InfeasiblePlan, with the least that is missing, if nothing fits."""
+    check_micro_batch(profile, micro_batch)
+    problem = Problem(profile, gpu_bytes, host_bytes, update, num_moments, gradients)
+    trials = Trials(problem, costs, machine)
+    sizes = equal_parts(profile.num_samples) if micro_batch is None else (micro_batch,)
+    choice = _Search(problem, trials, Moves(problem, trials.may_fit, sizes)).run()
+    return _finish(problem, trials, choice)
+
+
+def _finish(problem: Problem, trials: Trials, choice: Choice) -> Found:
+    profile, plan = problem.profile, problem.build(choice)
+    schedule = lower(profile, plan, Mode.TRAIN)
+    peak = peaks(schedule)
+    plan = replace(plan, forecast=Forecast(peak.gpu_peak_bytes, peak.host_peak_bytes))
+    plan = replace(plan, explanation=explain(profile, plan, {Mode.TRAIN: schedule}))
+    step = forecast(profile, plan, trials.costs, trials.machine, schedule)
+    return Found(plan, step, choice, trials.num_simulated)
+
+
+@dataclass(frozen=True)
+class _Search:
+    problem: Problem
+    trials: Trials
+    moves: Moves
+
+    def run(self) -> Choice:
+        resident = next((choice for choice in self.moves.resident() if self._fits(choice)), None)
+        if resident is not None:
+            return resident
+        found: dict[Choice, float] = {}
+        for choice in self._fillings():
+            below_s = min(found.values(), default=math.inf) * (1 - LEAST_GAIN)
+            step_s = self.trials.step_s(choice, below_s)
+            if step_s < math.inf:
+                found[choice] = step_s
+        if not found:
+            refuse(self.trials, self.moves.micro_batches)
+        starts = sorted(found, key=lambda choice: found[choice])[:NUM_IMPROVED]
+        return min((self._improved(choice) for choice in starts), key=self.trials.step_s)
+
+    def _fits(self, choice: Choice) -> bool:
+        return self.trials.may_fit(choice) and self.trials.step_s(choice) < math.inf
+
+    def _fillings(self) -> Iterator[Choice]:
+        for start in self.moves.starts():
+            if self.trials.may_fit(start):
+                yield from dict.fromkeys(self.moves.fill(start, order) for order in ORDERS)
+
+    def _improved(self, choice: Choice) -> Choice:
+        """Takes every move that gains, until none does or the trials are used up."""
+        last = self.trials.num_simulated + self._num_trials()
+        best_s = self.trials.step_s(choice)
+        seen: set[Choice] = set()
+        while True:
+            for other in self.moves.around(choice):
+                if other in seen:
+                    continue
+                seen.add(other)
+                below_s = best_s * (1 - LEAST_GAIN)
+                step_s = self.trials.step_s(other, below_s)
+                if step_s < below_s:
+                    choice, best_s = other, step_s
+                    break
+                if self.trials.num_simulated >= last:
+                    return choice
+            else:
+                return choice
+
+    def _num_trials(self) -> int:
+        calls = len(self.problem.profile.calls)
+        return max(NUM_TRIALS, NUM_TRIED_CALLS // calls) // NUM_IMPROVED
+
+
+def equal_parts(num_samples: int) -> tuple[int, ...]:
+    """Sizes of micro-batches, descending: the batch in 1, 2, 3, ... parts, as equal as they can be."""
+    return tuple(sorted({-(-num_samples // parts) for parts in range(1, num_samples + 1)}, reverse=True))

@@ -1,0 +1,100 @@
+"""What becomes of a choice: whether it fits, and how long its step takes. Remembered, because searches come back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from hightide.ir.action import Mode, Schedule
+from hightide.ir.costs import Costs
+from hightide.ir.machine import Machine
+from hightide.ir.plan import Plan
+from hightide.ir.tier import Tier
+from hightide.planner.bounds import least_step_s
+from hightide.planner.choice import Choice, Problem
+from hightide.planner.cost import forecast
+from hightide.planner.lower import lower
+from hightide.planner.lower.effects import gpu_base_bytes, host_base_bytes
+from hightide.planner.memory import Peaks, peaks, reserved_beside, reserved_bytes
+from hightide.planner.room import Room
+
+NUM_PASSES = 3  # simulated for a comparison: one to fill the lanes, one that begins as it will go on, one that counts
+
+
+_NONE: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Needs:
+    gpu_bytes: int
+    host_bytes: int
+
+
+@dataclass
+class Trials:
+    """`num_simulated` counts what was not remembered and not excluded by a bound."""
+
+    problem: Problem
+    costs: Costs
+    machine: Machine
+    num_simulated: int = 0
+    _bases: dict[Choice, Needs] = field(default_factory=dict)
+    _guesses: dict[Choice, Needs] = field(default_factory=dict)
+    _step_s: dict[Choice, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._room = Room(self.problem)
+
+    def may_fit(self, choice: Choice) -> bool:
+        return self.within(self.guess(choice))
+
+    def within(self, needs: Needs) -> bool:
+        return needs.gpu_bytes <= self.problem.gpu_bytes and needs.host_bytes <= self.problem.host_bytes
+
+    def guess(self, choice: Choice) -> Needs:
+        """What the choice needs, but for small differences in what is on its way."""
+        if choice not in self._guesses:
+            always = self._always(choice)
+            inside = self._room.gpu_bytes(choice)
+            gpu_bytes = always.gpu_bytes + (reserved_beside(inside) if self._is_real else inside)
+            self._guesses[choice] = Needs(gpu_bytes, always.host_bytes + self._room.host_bytes(choice))
+        return self._guesses[choice]
+
+    def needs(self, choice: Choice) -> Needs:
+        schedule = lower(self.problem.profile, self.problem.build(choice), Mode.TRAIN)
+        return self._needs(schedule, peaks(schedule))
+
+    def step_s(self, choice: Choice, below_s: float = math.inf) -> float:
+        """Infinite if the choice does not fit, or surely takes `below_s` or more."""
+        if choice in self._step_s:
+            return self._step_s[choice]
+        plan = self.problem.build(choice)
+        if least_step_s(self.problem.profile, plan, self.costs, self.machine) >= below_s:
+            return math.inf
+        schedule = lower(self.problem.profile, plan, Mode.TRAIN)
+        step_s = math.inf
+        if self.within(self._needs(schedule, peaks(schedule))):
+            step_s = self._simulate(plan, schedule)
+        self._step_s[choice] = step_s
+        return step_s
+
+    def _simulate(self, plan: Plan, schedule: Schedule) -> float:
+        self.num_simulated += 1
+        return forecast(self.problem.profile, plan, self.costs, self.machine, schedule, NUM_PASSES).step_s
+
+    def _always(self, choice: Choice) -> Needs:
+        """Chunks and slots, which do not depend on activations."""
+        key = replace(choice, micro_batch=1, inputs=Tier.GPU, keep=_NONE, near=_NONE, loss_kept_tokens=0)
+        if key not in self._bases:
+            plan = self.problem.build(key)
+            self._bases[key] = Needs(gpu_base_bytes(self.problem.profile, plan), host_base_bytes(plan))
+        return self._bases[key]
+
+    def _needs(self, schedule: Schedule, peak: Peaks) -> Needs:
+        """Of a real GPU what torch reserves; of a simulated one, and where nothing is known, what tensors take."""
+        gpu_bytes = reserved_bytes(schedule, peak) if self._is_real else peak.gpu_peak_bytes
+        return Needs(gpu_bytes, peak.host_peak_bytes)
+
+    @property
+    def _is_real(self) -> bool:
+        return self.machine.gpu is not None and not self.machine.is_simulated
