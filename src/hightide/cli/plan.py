@@ -28,7 +28,8 @@ from hightide.planner.estimate import estimate
 from hightide.planner.helpful import Leeway, fitting, improvements
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
-from hightide.planner.question import Found, Question
+from hightide.planner.question import Question
+from hightide.planner.search import Found
 from hightide.planner.tide import simulated_timeline
 from hightide.planner.why import why
 from hightide.report.outlook import PlanReport, outlook, refusal, subject
@@ -143,8 +144,9 @@ def _write(options: PlanOptions, name: str, question: Question, found: Found) ->
 
 
 def _clock(seconds: float) -> Callable[[], bool]:
-    end_s = time.monotonic() + seconds
-    return lambda: time.monotonic() < end_s
+    """Of this process's own time: what is tried does not depend on what else the machine does."""
+    end_s = time.process_time() + seconds
+    return lambda: time.process_time() < end_s
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from hightide.planner.why import Reasons
 from hightide.report.outlook import Outlook, PlanReport, Refusal, Subject
 from hightide.report.summary import MEANINGS
 
+NOISE = 1e-6  # of a step: what sums of floating-point numbers are off
+
 
 def show(console: Console, report: PlanReport, plan_text: str) -> None:
     """`plan_text`: the plan in words, if there is one."""
@@ -44,7 +46,8 @@ def _subject(subject: Subject) -> list[str]:
     limits = f"GPU {format_bytes(subject.gpu_limit_bytes)}, host {format_bytes(subject.host_limit_bytes)}"
     return [
         f"{subject.model}: {count(subject.num_params)} parameters{share}",
-        f"{subject.num_samples}{tokens} per step on {subject.machine} ({source}); limits: {limits}",
+        f"{subject.num_samples}{tokens} per step on {subject.machine} ({source})",
+        f"limits: {limits}",
     ]
 
 
@@ -56,9 +59,9 @@ def _outlook(console: Console, outlook: Outlook) -> None:
     )
     floor = max(outlook.lanes, key=lambda one: one.floor_s)
     console.print(f"  {format_seconds(outlook.step_s)} per step, {speed}")
-    twice = ", nothing computed twice" if floor.lane is Lane.COMPUTE else ""
+    alone = "without recomputation" if floor.lane is Lane.COMPUTE else "alone"
     share = f"{outlook.floor_share:.0%} of the floor"
-    console.print(f"  {share}, {format_seconds(outlook.floor_s)}: {floor.lane} ({MEANINGS[floor.lane]}) alone{twice}")
+    console.print(f"  {share}: {format_seconds(outlook.floor_s)} of {floor.lane} ({MEANINGS[floor.lane]}) {alone}")
     shares = {one.lane: one.busy_s / outlook.step_s for one in outlook.lanes}
     others = ", ".join(f"{lane} {share:.0%}" for lane, share in shares.items() if lane is not outlook.limiting_lane)
     limit = outlook.limiting_lane
@@ -81,7 +84,7 @@ def _refusal(console: Console, refusal: Refusal, changes: tuple[Change, ...]) ->
 
 
 def _help(console: Console, helpful: Improvements) -> None:
-    console.print("what would help", style="bold")
+    console.print("what would help, at least", style="bold")
     table = _table()
     for one in helpful.found:
         table.add_row(f"{one.speedup:.2f}x", one.change.text, Text(one.change.option, style="cyan"))
@@ -103,7 +106,7 @@ def _why(console: Console, reasons: Reasons) -> None:
     for one in reasons.alternatives:
         table.add_row(
             one.text,
-            _signed(one.step_difference_s, format_seconds(abs(one.step_difference_s))),
+            _signed(one.step_difference_s, format_seconds(abs(one.step_difference_s)), NOISE * one.step_s),
             _signed(one.gpu_difference_bytes, format_bytes(abs(one.gpu_difference_bytes))),
             _signed(one.host_difference_bytes, format_bytes(abs(one.host_difference_bytes))),
             "too much" if one.too_many_bytes else "fits",
@@ -111,8 +114,8 @@ def _why(console: Console, reasons: Reasons) -> None:
     console.print(Padding(table, (0, 0, 0, 2), expand=False))
 
 
-def _signed(value: float, text: str) -> str:
-    return "0" if not value else ("+" if value > 0 else "-") + text
+def _signed(value: float, text: str, least: float = 0.0) -> str:
+    return "0" if abs(value) <= least else ("+" if value > 0 else "-") + text
 
 
 def _table() -> Table:

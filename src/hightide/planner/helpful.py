@@ -1,5 +1,6 @@
-"""What would help: the same question with one thing changed, answered again. What makes a step faster, and where
-nothing fits, the smallest change that would fit. Every change that is named was planned, none is guessed."""
+"""What would help: the same question with one thing changed. What makes a step faster, and where nothing fits, the
+smallest change that would fit. Every change that is named was planned and simulated, by a quick look (nearby.py): a
+search may find still more."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.question import Found, Question
+from hightide.planner.nearby import fits, nearby_step_s
+from hightide.planner.question import Question
+from hightide.planner.search import Found
 
 LEAST_SPEEDUP = 1.05  # less is within the error of a forecast
 MAX_RAISES = 4  # of limits, until it fits
@@ -39,7 +42,7 @@ class Change:
 class Improvement:
     change: Change
     step_s: float
-    speedup: float  # of samples per second
+    speedup: float  # of samples per second; at least
 
 
 @dataclass(frozen=True)
@@ -56,10 +59,7 @@ def improvements(question: Question, found: Found, leeway: Leeway, may_go_on: Ca
         if not may_go_on():
             untried.append(change)
             continue
-        try:
-            step_s = changed.answer().step.step_s
-        except InfeasiblePlan:  # a larger batch
-            continue
+        step_s = nearby_step_s(changed, found.choice)  # infinite: a larger batch does not fit
         speedup = changed.profile.num_samples / step_s / before
         if speedup >= LEAST_SPEEDUP:
             helpful.append(Improvement(change, step_s, speedup))
@@ -93,7 +93,7 @@ def fitting(
     question: Question, refused: InfeasiblePlan, leeway: Leeway, may_go_on: Callable[[], bool]
 ) -> tuple[Change, ...]:
     """Changes that make it fit, each for itself: more memory, then what needs no other machine."""
-    fits: list[Change] = []
+    found: list[Change] = []
     options: list[Callable[[], Change | None]] = [
         lambda: _enough(question, refused),
         lambda: _rounded(question),
@@ -102,8 +102,8 @@ def fitting(
     ]
     for option in options:
         if may_go_on() and (change := option()) is not None:
-            fits.append(change)
-    return tuple(fits)
+            found.append(change)
+    return tuple(found)
 
 
 def _enough(question: Question, refused: InfeasiblePlan) -> Change | None:
@@ -114,11 +114,12 @@ def _enough(question: Question, refused: InfeasiblePlan) -> Change | None:
             return None
         raised[refused.tier] = parse_bytes(size_option(refused.num_bytes), refused.tier)  # as it will be asked for
         question = question.with_limit(refused.tier, raised[refused.tier])
-        try:
-            question.answer()
-        except InfeasiblePlan as again:
-            refused = again
-            continue
+        if not fits(question):
+            try:
+                question.answer()
+            except InfeasiblePlan as again:
+                refused = again
+                continue
         sizes = {tier: size_option(num_bytes) for tier, num_bytes in raised.items()}
         text = " and ".join(f"{size} of {_NAMES[tier]} memory" for tier, size in sizes.items())
         return Change(text, " ".join(f"--{tier} {size}" for tier, size in sizes.items()))
@@ -129,19 +130,19 @@ def _rounded(question: Question) -> Change | None:
     if question.gradients is GradientDtype.PARAM or not _has_short_params(question):
         return None
     change = Change("gradients rounded to their parameter's dtype", "--gradients param")
-    return change if _fits(replace(question, gradients=GradientDtype.PARAM)) else None
+    return change if fits(replace(question, gradients=GradientDtype.PARAM)) else None
 
 
 def _any_micro_batch(question: Question) -> Change | None:
     change = Change("micro-batches of another size", "no --micro-batch")
-    return change if question.micro_batch is not None and _fits(_unpinned(question)) else None
+    return change if question.micro_batch is not None and fits(_unpinned(question)) else None
 
 
 def _fewer(question: Question, leeway: Leeway) -> Change | None:
     num_samples = question.profile.num_samples
-    if num_samples == 1 or not _fits(question.with_samples(1)):
+    if num_samples == 1 or not fits(question.with_samples(1)):
         return None
-    while not _fits(question.with_samples(num_samples := num_samples // 2)):
+    while not fits(question.with_samples(num_samples := num_samples // 2)):
         pass
     return _batch_of(num_samples, leeway)
 
@@ -149,14 +150,6 @@ def _fewer(question: Question, leeway: Leeway) -> Change | None:
 def _batch_of(num_samples: int, leeway: Leeway) -> Change:
     text = f"{num_samples} sample{'s' if num_samples > 1 else ''} per step"
     return Change(text, "" if leeway.has_own_batch else f"--sequences {num_samples}")
-
-
-def _fits(question: Question) -> bool:
-    try:
-        question.answer()
-    except InfeasiblePlan:
-        return False
-    return True
 
 
 def _more(question: Question, tier: Tier) -> tuple[Change, Question]:

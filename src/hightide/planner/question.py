@@ -7,16 +7,9 @@ from dataclasses import dataclass, replace
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
-from hightide.ir.plan import GradientDtype, Plan, Update
+from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Tier
-from hightide.planner.cost import StepForecast, forecast
-from hightide.planner.rule import plan_by_rule
-
-
-@dataclass(frozen=True)
-class Found:
-    plan: Plan
-    step: StepForecast
+from hightide.planner.search import Found, search
 
 
 @dataclass(frozen=True)
@@ -33,8 +26,10 @@ class Question:
 
     def answer(self) -> Found:
         """Raises InfeasiblePlan."""
-        plan = plan_by_rule(
+        return search(
             self.profile,
+            self.costs,
+            self.machine,
             self.gpu_bytes,
             self.host_bytes,
             self.update,
@@ -42,7 +37,6 @@ class Question:
             self.num_moments,
             self.gradients,
         )
-        return Found(plan, forecast(self.profile, plan, self.costs, self.machine))
 
     def with_limit(self, tier: Tier, num_bytes: int) -> Question:
         assert tier in (Tier.GPU, Tier.HOST)

@@ -70,7 +70,8 @@ def why(plan: Plan, block: str, costs: Costs, machine: Machine) -> Reasons:
                 too_many_bytes=max(0, gpu - plan.gpu_limit_bytes, host - plan.host_limit_bytes),
             )
         )
-    words = f"{_PLACES[planned.params, planned.states]}; {_ACTIVATIONS[planned.activation]}; {_inputs(planned.inputs)}"
+    kept = "kept" if planned.activation is Activation.KEEP else "recomputed"
+    words = f"{_PLACES[planned.params, planned.states]}; {kept}; {_inputs(planned.inputs)}"
     return Reasons(planned.name, words, tuple(sorted(alternatives, key=lambda one: one.step_s)))
 
 

@@ -13,7 +13,8 @@ from hightide.planner.helpful import Change, Improvements
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
-from hightide.planner.question import Found, Question
+from hightide.planner.question import Question
+from hightide.planner.search import Found
 from hightide.planner.why import Reasons
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
+from hightide.ir.machine import SIMULATED
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import parse_bytes
@@ -13,11 +15,14 @@ from hightide.planner.estimate import estimate
 from hightide.planner.floor import floors
 from hightide.planner.helpful import LEAST_SPEEDUP, Improvements, Leeway, fitting, improvements, size_option
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.nearby import fits
 from hightide.planner.question import Question
+from hightide.planner.search import Found
 from unit.planner.profiles import plan_with, stack
 from unit.planner.test_cost import COSTS, GPU, with_gpu
 
 FAST = with_gpu(1e16, 1e12)  # with links of 1 MB/s
+FAST = replace(FAST, gpu=replace(FAST.gpu, name=SIMULATED))  # where torch reserves nothing beside tensors
 NO_MORE = Leeway(gpu_memory_bytes=0)
 
 
@@ -27,78 +32,81 @@ def question(gpu_bytes: int = 160_000, host_bytes: int = 2**30, **options: objec
     return Question(profile, estimate(profile, FAST), FAST, gpu_bytes, host_bytes, **options)  # type: ignore[arg-type]
 
 
-def improve(asked: Question, leeway: Leeway = NO_MORE) -> Improvements:
-    return improvements(asked, asked.answer(), leeway, lambda: True)
+ASKED = question()
+
+
+@cache
+def answer() -> Found:
+    return ASKED.answer()
+
+
+def improve(leeway: Leeway = NO_MORE) -> Improvements:
+    return improvements(ASKED, answer(), leeway, lambda: True)
 
 
 def test_the_most_helpful_comes_first_and_little_help_is_none() -> None:
-    asked = question()
-    found = improve(asked, Leeway(gpu_memory_bytes=2**30))
+    found = improve(Leeway(gpu_memory_bytes=2**30))
     speedups = [one.speedup for one in found.found]
     assert speedups == sorted(speedups, reverse=True) and speedups[-1] >= LEAST_SPEEDUP and not found.untried
     by_option = {one.change.option: one for one in found.found}
     everything = by_option["--gpu 1GiB"]
-    faster = replace(asked, gpu_bytes=2**30).answer().step.step_s
-    assert everything.step_s == faster
-    assert everything.speedup == pytest.approx(asked.answer().step.step_s / faster)
+    faster_s = replace(ASKED, gpu_bytes=2**30).answer().step.step_s
+    assert everything.step_s == pytest.approx(faster_s, rel=0.02)  # a search may find more, but not much
+    assert everything.speedup == answer().step.step_s / everything.step_s
 
 
 def test_a_larger_batch_counts_by_samples_per_second() -> None:
-    asked = question()
-    twice = next(one for one in improve(asked).found if one.change.option == "--sequences 12")
-    bigger = asked.with_samples(12).answer()
+    twice = next(one for one in improve().found if one.change.option == "--sequences 12")
+    bigger = ASKED.with_samples(12).answer()
     assert bigger.plan.num_samples == 12
-    assert twice.speedup == pytest.approx(2 * asked.answer().step.step_s / bigger.step.step_s)
-    own = improve(asked, Leeway(0, has_own_batch=True)).found
+    assert twice.speedup == pytest.approx(2 * answer().step.step_s / bigger.step.step_s, rel=0.03)
+    own = improve(Leeway(0, has_own_batch=True)).found
     assert {one.change.option for one in own if "12 samples" in one.change.text} == {""}
 
 
 def test_changes_that_are_out_of_the_question_are_not_named() -> None:
-    asked = question()
-    assert "--update in_backward" in {one.change.option for one in improve(asked).found}
-    assert "--update in_backward" not in {one.change.option for one in improve(asked, Leeway(0, clips=True)).found}
-    done = improve(replace(asked, update=Update.IN_BACKWARD, gradients=GradientDtype.PARAM))
-    assert not {"--update in_backward", "--gradients param"} & {one.change.option for one in done.found}
+    assert "--update in_backward" in {one.change.option for one in improve().found}
+    assert "--update in_backward" not in {one.change.option for one in improve(Leeway(0, clips=True)).found}
+    done = replace(ASKED, update=Update.IN_BACKWARD, gradients=GradientDtype.PARAM)
+    untried = improvements(done, answer(), NO_MORE, lambda: False).untried
+    assert untried and not {"--update in_backward", "--gradients param"} & {change.option for change in untried}
 
 
 def test_what_there_was_no_time_for_is_said() -> None:
-    asked = question()
-    answers = iter([True, False, False, False, False, False, False])
-    found = improvements(asked, asked.answer(), NO_MORE, lambda: next(answers))
+    times = iter([True, False, False, False, False])
+    found = improvements(ASKED, answer(), NO_MORE, lambda: next(times))
     assert len(found.found) <= 1 and len(found.untried) >= 2
 
 
 def test_a_pinned_micro_batch_may_be_what_is_slow() -> None:
-    asked = question(gpu_bytes=2**20, micro_batch=1)
-    costs = replace(asked.costs, calls=tuple(replace(one, issue_s=1.0) for one in asked.costs.calls))
-    freed = [one for one in improve(replace(asked, costs=costs)).found if one.change.option == "no --micro-batch"]
+    pinned = replace(ASKED, gpu_bytes=2**20, micro_batch=1)
+    costs = replace(ASKED.costs, calls=tuple(replace(one, issue_s=1.0) for one in ASKED.costs.calls))
+    asked = replace(pinned, costs=costs)
+    found = improvements(asked, asked.answer(), NO_MORE, lambda: True).found
+    freed = [one for one in found if one.change.option == "no --micro-batch"]
     assert freed and freed[0].speedup > 2
 
 
-@pytest.mark.parametrize(
-    ("gpu_bytes", "host_bytes", "tiers"),
-    [(8_000, 2**30, {"--gpu"}), (160_000, 100_000, {"--host"}), (8_000, 100_000, {"--gpu", "--host"})],
-)
-def test_the_memory_that_would_fit_fits(gpu_bytes: int, host_bytes: int, tiers: set[str]) -> None:
+@pytest.mark.parametrize(("gpu_bytes", "host_bytes"), [(8_000, 2**30), (160_000, 600_000), (8_000, 100_000)])
+def test_the_memory_that_would_fit_fits(gpu_bytes: int, host_bytes: int) -> None:
     asked = question(gpu_bytes, host_bytes)
     with pytest.raises(InfeasiblePlan) as refused:
         asked.answer()
     enough, *_ = fitting(asked, refused.value, NO_MORE, lambda: True)
     words = enough.option.split()
-    assert set(words[::2]) == tiers
     for option, size in zip(words[::2], words[1::2], strict=True):
         asked = asked.with_limit(Tier(option.removeprefix("--")), parse_bytes(size, option))
-    asked.answer()
+    assert fits(asked)
 
 
 def test_other_changes_that_fit_are_named_too() -> None:
-    asked = question(host_bytes=700_000, micro_batch=6)
-    needs = asked.with_limit(Tier.HOST, 2**30).answer().plan.forecast.host_peak_bytes
-    asked = asked.with_limit(Tier.HOST, needs - 1)
+    asked = question(host_bytes=700_000)
     with pytest.raises(InfeasiblePlan) as refused:
         asked.answer()
     options = [change.option for change in fitting(asked, refused.value, NO_MORE, lambda: True)]
-    assert options[0].startswith("--host ") and "--gradients param" in options
+    assert options[0].startswith(("--host ", "--gpu ")) and "--gradients param" in options
+    (fewer,) = [option for option in options if option.startswith("--sequences")]
+    assert fits(asked.with_samples(int(fewer.split()[1])))
 
 
 def test_sizes_are_rounded_to_the_safe_side() -> None:

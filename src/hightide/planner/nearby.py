@@ -1,0 +1,66 @@
+"""A quick look instead of a search, for a question that is like one which has been answered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hightide.ir.tier import Tier
+from hightide.planner.choice import Choice, Problem
+from hightide.planner.missing import lean_choices
+from hightide.planner.moves import ORDERS, Moves
+from hightide.planner.question import Question
+from hightide.planner.trials import Trials
+
+
+def nearby_step_s(question: Question, known: Choice) -> float:
+    """The step time of the best of a few plans around a known choice: a search would find it or better. Infinite: none
+    of them fits."""
+    trials = _trials(question)
+    num_samples = question.profile.num_samples
+    size = known.micro_batch
+    sizes = {-(-size // 2), size, min(2 * size, num_samples), num_samples}
+    if question.micro_batch is not None:
+        sizes = {question.micro_batch}
+    moves = Moves(trials.problem, trials.may_fit, tuple(sorted(sizes, reverse=True)))
+    best_s = math.inf
+    for choice in dict.fromkeys(_around(moves, trials, known)):
+        best_s = min(best_s, trials.step_s(choice, best_s))
+    return best_s
+
+
+def _around(moves: Moves, trials: Trials, known: Choice) -> Iterator[Choice]:
+    yield from moves.resident()
+    if known.micro_batch in moves.micro_batches:
+        if trials.may_fit(known):
+            yield from (moves.fill(known, order) for order in ORDERS)
+        elif (fitting := moves.shed(known, ORDERS[0])) is not None:
+            yield fitting
+    for micro_batch in moves.micro_batches:
+        for inputs in (Tier.GPU, Tier.HOST):
+            plain = Choice(micro_batch, inputs, known.spare_slots, slot_numel=known.slot_numel)
+            bare = replace(plain, spare_slots=0, spare_grad_slots=0)
+            start = next((one for one in (plain, bare) if trials.may_fit(one)), None)
+            if start is not None:
+                yield from (moves.fill(start, order) for order in ORDERS)
+
+
+def fits(question: Question) -> bool:
+    """Whether a plan is there at all, by the leanest ones."""
+    trials = _trials(question)
+    smallest = 1 if question.micro_batch is None else question.micro_batch
+    lean = lean_choices(trials.problem, (smallest,))
+    return any(trials.may_fit(choice) and trials.within(trials.needs(choice)) for choice in lean)
+
+
+def _trials(question: Question) -> Trials:
+    problem = Problem(
+        question.profile,
+        question.gpu_bytes,
+        question.host_bytes,
+        question.update,
+        question.num_moments,
+        question.gradients,
+    )
+    return Trials(problem, question.costs, question.machine)
