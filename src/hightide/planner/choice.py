@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -10,7 +11,7 @@ from hightide.ir.chunk import Layout
 from hightide.ir.plan import Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.check import PLAN_VERSION
-from hightide.planner.layout import adapters, pack, search_slot_numel, tiny_blocks
+from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss import loss_tile_tokens, num_rows
 from hightide.planner.place import widest_tick
 
@@ -78,9 +79,14 @@ class Problem:
             self._layouts[slot_numel] = pack(self.profile, slot_numel, self.num_moments)
         return self._layouts[slot_numel]
 
-    @cached_property
+    @property
     def slot_numel(self) -> int:
-        return search_slot_numel(self.profile)
+        return self.slot_sizes[0]
+
+    @cached_property
+    def slot_sizes(self) -> tuple[int, ...]:
+        """The one that wastes least first."""
+        return slot_sizes(self.profile)
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
@@ -88,6 +94,10 @@ class Problem:
         tiny = tiny_blocks(self.profile)
         blocks = [block.index for block in self.profile.blocks if not block.loose and block.index in self._called]
         return tuple(sorted(blocks, key=lambda block: block not in tiny))
+
+    def block_numel(self, block: int) -> int:
+        """Of the chunks that it owns."""
+        return self._numels[block]
 
     @cached_property
     def adapted(self) -> tuple[int, ...]:
@@ -110,6 +120,13 @@ class Problem:
             return ()
         rows, tile = num_rows(self.profile), self._loss_tile_tokens
         return tuple(min(rows, count * tile) for count in range(1, -(-rows // tile) + 1))
+
+    @cached_property
+    def _numels(self) -> Counter[int]:
+        numels: Counter[int] = Counter()
+        for chunk in self.layout().chunks:
+            numels[chunk.block] += chunk.numel
+        return numels
 
     @cached_property
     def _layouts(self) -> dict[int, Layout]:

@@ -30,12 +30,15 @@ def pack(profile: ModelProfile, slot_numel: int, num_moments: int = 2) -> Layout
 
 
 def search_slot_numel(profile: ModelProfile) -> int:
-    """The slot size of least cost among the block sizes, their halves, thirds and quarters; the larger one of equals.
+    return slot_sizes(profile)[0]
+
+
+def slot_sizes(profile: ModelProfile) -> tuple[int, ...]:
+    """The block sizes, their halves, thirds and quarters, by cost; of equals the larger one first.
 
     Cost of a size, over all fetches of a step: slot elements that stay empty, plus LATENCY_NUMEL for each transfer.
     Tiny blocks do not count: they are the first to become persistent, and must not decide about the others."""
-    candidates = slot_candidates(profile)
-    return min(sorted(candidates, reverse=True), key=lambda slot_numel: slot_cost(profile, slot_numel))
+    return tuple(sorted(slot_candidates(profile), key=lambda slot_numel: (slot_cost(profile, slot_numel), -slot_numel)))
 
 
 def slot_candidates(profile: ModelProfile) -> set[int]:

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import NoReturn
 
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
-from hightide.planner.choice import Choice, Problem
+from hightide.planner.choice import Choice
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.trials import Needs, Trials
 
 
-def lean_choices(problem: Problem, micro_batches: Sequence[int]) -> Iterator[Choice]:
-    """From all on the host to all on the GPU, with the smallest micro-batch: each needs less of one tier."""
-    for inputs in (Tier.HOST, Tier.GPU):
-        lean = Choice(min(micro_batches), inputs, spare_slots=0, spare_grad_slots=0)
-        yield lean
-        if problem.adapted:
-            yield replace(lean, trained=frozenset(problem.adapted))
-        for count in range(1, len(problem.movable) + 1):
-            yield replace(lean, whole=frozenset(problem.movable[:count]))
-
-
-def refuse(trials: Trials, micro_batches: Sequence[int]) -> NoReturn:
+def refuse(trials: Trials, leanest: Iterable[Choice]) -> NoReturn:
     """Says how much more GPU memory would do with the host as it is, or the other way round, whichever is less."""
     gpu_bytes, host_bytes = trials.problem.gpu_bytes, trials.problem.host_bytes
-    needs = [trials.guess(choice) for choice in lean_choices(trials.problem, micro_batches)]
+    needs = [trials.guess(choice) for choice in dict.fromkeys(leanest)]
     changes = [
         *((Tier.GPU, need) for need in needs if need.host_bytes <= host_bytes),
         *((Tier.HOST, need) for need in needs if need.gpu_bytes <= gpu_bytes),

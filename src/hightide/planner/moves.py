@@ -17,11 +17,10 @@ from functools import cached_property
 
 from hightide.ir.tier import Tier
 from hightide.planner.choice import Choice, Problem
-from hightide.planner.layout import slot_candidates, slot_cost
 
 MOST_SPARE = 3  # slots beyond what the widest block needs
 NUM_SLOT_SIZES = 3  # so many slot sizes, of least waste, are tried
-FEW_BLOCKS = 8  # of so many blocks each is looked at for itself
+FEW_BLOCKS = 8
 
 
 class Kind(StrEnum):
@@ -53,12 +52,30 @@ class Moves:
     may_fit: Callable[[Choice], bool]
     micro_batches: tuple[int, ...]  # that may be chosen, descending
 
-    def starts(self) -> Iterator[Choice]:
-        """The plainest first."""
-        for spare in (1, 0):
-            for inputs in (Tier.GPU, Tier.HOST):
-                for micro_batch in self.micro_batches:
-                    yield Choice(micro_batch, inputs, spare, spare_grad_slots=spare)
+    @property
+    def few(self) -> bool:
+        """Whether there is time to look at each block for itself."""
+        return len(self.problem.movable) <= FEW_BLOCKS
+
+    def starts(self, spare: int) -> Iterator[Choice]:
+        """Everything streamed and recomputed; the plainest first."""
+        for inputs in (Tier.GPU, Tier.HOST):
+            for micro_batch in self.micro_batches:
+                yield Choice(micro_batch, inputs, spare, spare_grad_slots=spare)
+
+    def last_resorts(self) -> Iterator[Choice]:
+        """From all on the host to all on the GPU, in several orders, with the smallest micro-batch and no spare slots.
+        Where slots cost more than what goes through them, something persistent fits and the leanest stream does not."""
+        movable = self.problem.movable
+        by_width = sorted(movable, key=self.problem.block_numel)
+        for inputs in (Tier.HOST, Tier.GPU):
+            lean = Choice(min(self.micro_batches), inputs, spare_slots=0, spare_grad_slots=0)
+            yield lean
+            yield replace(lean, trained=frozenset(self.problem.adapted))
+            for order in (movable, movable[::-1], by_width, by_width[::-1]):
+                for count in range(1, len(order) + 1):
+                    yield replace(lean, whole=frozenset(order[:count]))
+                    yield replace(lean, params=frozenset(order[:count]))
 
     def resident(self) -> Iterator[Choice]:
         """Everything on the GPU, nothing recomputed."""
@@ -114,9 +131,12 @@ class Moves:
             for order in ORDERS:
                 yield self.fill(changed, order)
             return
+        bare = replace(changed, spare_slots=0, spare_grad_slots=0)
+        if self.may_fit(bare):
+            yield self.fill(bare, ORDERS[0])
         for kind in Kind:
-            if self._rungs(changed, kind):
-                fitting = self.shed(changed, _first(kind))
+            for much in (changed, bare) if self.few else (changed,):
+                fitting = self.shed(much, _first(kind)) if self._rungs(much, kind) else None
                 if fitting is not None:
                     yield self.fill(fitting, ORDERS[0])
 
@@ -134,21 +154,23 @@ class Moves:
             if 0 <= near < len(self.micro_batches):
                 yield replace(choice, micro_batch=self.micro_batches[near])
         yield replace(choice, inputs=Tier.HOST if choice.inputs is Tier.GPU else Tier.GPU, near=frozenset())
-        for slot_numel in self._slot_sizes:
-            if slot_numel != choice.slot_numel:
+        for slot_numel in self.problem.slot_sizes[:NUM_SLOT_SIZES]:
+            if slot_numel != (choice.slot_numel or self.problem.slot_numel):
                 yield replace(choice, slot_numel=slot_numel)
         for kind in (Kind.WHOLE, Kind.PARAMS, Kind.KEEP, Kind.NEAR):
-            have = self._rungs(choice, kind)
-            for unit in self._ladder(kind) if len(self.problem.movable) <= FEW_BLOCKS else have[:2]:
-                other = [one for one in have if one != unit] if unit in have else [*have, unit]
-                yield self._with(choice, kind, other)
+            for units in self._other_units(choice, kind):
+                yield self._with(choice, kind, units)
 
-    @cached_property
-    def _slot_sizes(self) -> list[int]:
-        """By waste, the larger one of equals first."""
-        profile = self.problem.profile
-        sizes = sorted(slot_candidates(profile), key=lambda size: (slot_cost(profile, size), -size))
-        return sizes[:NUM_SLOT_SIZES]
+    def _other_units(self, choice: Choice, kind: Kind) -> Iterator[list[int]]:
+        """Not only the lowest rungs. Of many blocks only the first two are tried for being left out."""
+        have = self._rungs(choice, kind)
+        for unit in have if self.few else have[:2]:
+            yield [other for other in have if other != unit]
+        for unit in self._ladder(kind) if self.few else ():
+            if unit not in have:
+                yield [*have, unit]
+                for left in have:
+                    yield [*(other for other in have if other != left), unit]
 
     def _climb(self, choice: Choice, kind: Kind) -> Choice:
         """As far as memory goes; over one rung that is too high."""
@@ -160,11 +182,13 @@ class Moves:
         return self._with(choice, kind, have)
 
     def _most(self, choice: Choice, kind: Kind, have: Sequence[int], above: Sequence[int]) -> int:
-        low, high = 0, len(above)
+        def fits(count: int) -> bool:
+            return self.may_fit(self._with(choice, kind, [*have, *above[:count]]))
+
+        low, high = 0, len(above) if above and fits(1) else 0
         while low < high:
             middle = (low + high + 1) // 2
-            fits = self.may_fit(self._with(choice, kind, [*have, *above[:middle]]))
-            low, high = (middle, high) if fits else (low, middle - 1)
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
         return low
 
     def _gains(self, choice: Choice, kind: Kind, unit: int) -> bool:

@@ -6,10 +6,11 @@ moves and to add up their differences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
+from hightide.ir.chunk import UPDATE_TILE_NUMEL
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.choice import Choice, Problem
 from hightide.planner.lower import lower
@@ -27,7 +28,7 @@ class _Rise:
 
 @dataclass(frozen=True)
 class _Levels:
-    """Of one micro-batch size and tier of inputs."""
+    """Of one micro-batch size and tier of inputs, with one block's update on the GPU or none."""
 
     gpu_bytes: list[int]  # at most, by tick, with everything recomputed
     keep: dict[int, list[_Rise]]  # by block
@@ -38,7 +39,7 @@ class _Levels:
 class Room:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._levels: dict[tuple[int, Tier], _Levels] = {}
+        self._levels: dict[tuple[int, Tier, int | None], _Levels] = {}
         self._logits: dict[int, list[_Rise]] = {}
 
     def gpu_bytes(self, choice: Choice) -> int:
@@ -55,10 +56,9 @@ class Room:
         return sum(size for block, size in self._levels_of(choice).host_bytes.items() if block not in near)
 
     def _levels_of(self, choice: Choice) -> _Levels:
-        key = (choice.micro_batch, choice.inputs)
+        key = (choice.micro_batch, choice.inputs, self._widest_update(choice))
         if key not in self._levels:
-            plain = self._lowered(Choice(*key))
-            kept = self._lowered(Choice(*key, keep=frozenset(self._problem.keepable)))
+            plain, kept = (self._lowered(*key, keep=keep) for keep in ((), self._problem.keepable))
             stashes = {action.call: action for action in plain.actions if action.op is Op.STASH}
             returns = {action.call: action for action in plain.actions if action.op is Op.UNSTASH}
             near: dict[int, list[_Rise]] = {}
@@ -74,13 +74,29 @@ class Room:
     def _logits_of(self, choice: Choice) -> list[_Rise]:
         tokens = choice.loss_kept_tokens
         if tokens not in self._logits:
-            plain, kept = (self._lowered(Choice(1, loss_kept_tokens=count)) for count in (0, tokens))
+            plain, kept = (self._lowered(1, Tier.GPU, None, loss_kept_tokens=count) for count in (0, tokens))
             self._logits[tokens] = [rise for rises in _rises(plain, kept).values() for rise in rises]
         return self._logits[tokens]
 
-    def _lowered(self, choice: Choice) -> Schedule:
-        whole = replace(choice, spare_slots=0, whole=frozenset(self._problem.movable))
-        return lower(self._problem.profile, self._problem.build(whole), Mode.TRAIN)
+    def _widest_update(self, choice: Choice) -> int | None:
+        """The block whose update on the GPU takes most room; of equals the first."""
+        widths = {block: min(self._problem.block_numel(block), UPDATE_TILE_NUMEL) for block in choice.whole}
+        return max(sorted(widths), key=widths.__getitem__, default=None)
+
+    def _lowered(
+        self, micro_batch: int, inputs: Tier, updated: int | None, keep: Sequence[int] = (), loss_kept_tokens: int = 0
+    ) -> Schedule:
+        """With all parameters on the GPU, and one block's states."""
+        whole = frozenset[int]() if updated is None else frozenset([updated])
+        choice = Choice(
+            micro_batch,
+            inputs,
+            whole=whole,
+            params=frozenset(self._problem.movable) - whole,
+            keep=frozenset(keep),
+            loss_kept_tokens=loss_kept_tokens,
+        )
+        return lower(self._problem.profile, self._problem.build(choice), Mode.TRAIN)
 
 
 def _gpu_levels(schedule: Schedule) -> list[int]:

@@ -31,8 +31,9 @@ from hightide.planner.moves import ORDERS, Moves
 from hightide.planner.trials import Trials
 
 LEAST_GAIN = 0.002  # of a step, for which a plan is changed
-NUM_IMPROVED = 3  # so many fillings are improved
-NUM_TRIALS = 120  # at least; of small models many more
+NUM_IMPROVED = 2  # so many fillings are improved; of a few blocks more
+NUM_IMPROVED_FEW = 12
+NUM_TRIALS = 80  # of plans, while improving, at least; of small models many more
 NUM_TRIED_CALLS = 12_000  # calls of blocks in all trials: what trials cost
 
 
@@ -86,22 +87,26 @@ class _Search:
             return resident
         found: dict[Choice, float] = {}
         for choice in self._fillings():
-            below_s = min(found.values(), default=math.inf) * (1 - LEAST_GAIN)
+            below_s = math.inf if self.moves.few else min(found.values(), default=math.inf) * (1 - LEAST_GAIN)
             step_s = self.trials.step_s(choice, below_s)
             if step_s < math.inf:
                 found[choice] = step_s
         if not found:
-            refuse(self.trials, self.moves.micro_batches)
-        starts = sorted(found, key=lambda choice: found[choice])[:NUM_IMPROVED]
+            refuse(self.trials, self.moves.last_resorts())
+        starts = sorted(found, key=lambda choice: found[choice])[: self._num_improved()]
         return min((self._improved(choice) for choice in starts), key=self.trials.step_s)
 
     def _fits(self, choice: Choice) -> bool:
         return self.trials.may_fit(choice) and self.trials.step_s(choice) < math.inf
 
     def _fillings(self) -> Iterator[Choice]:
-        for start in self.moves.starts():
-            if self.trials.may_fit(start):
+        """Without a spare slot only where nothing fits with one."""
+        for starts in (self.moves.starts(spare=1), self.moves.starts(spare=0), self.moves.last_resorts()):
+            fitting = [start for start in starts if self.trials.may_fit(start)]
+            for start in fitting:
                 yield from dict.fromkeys(self.moves.fill(start, order) for order in ORDERS)
+            if fitting and not self.moves.few:
+                return
 
     def _improved(self, choice: Choice) -> Choice:
         """Takes every move that gains, until none does or the trials are used up."""
@@ -123,11 +128,17 @@ class _Search:
             else:
                 return choice
 
+    def _num_improved(self) -> int:
+        return NUM_IMPROVED_FEW if self.moves.few else NUM_IMPROVED
+
     def _num_trials(self) -> int:
+        """While improving one filling."""
         calls = len(self.problem.profile.calls)
-        return max(NUM_TRIALS, NUM_TRIED_CALLS // calls) // NUM_IMPROVED
+        return max(NUM_TRIALS, NUM_TRIED_CALLS // calls) // self._num_improved()
 
 
 def equal_parts(num_samples: int) -> tuple[int, ...]:
-    """Sizes of micro-batches, descending: the batch in 1, 2, 3, ... parts, as equal as they can be."""
-    return tuple(sorted({-(-num_samples // parts) for parts in range(1, num_samples + 1)}, reverse=True))
+    """Sizes of micro-batches, descending: the batch in 1, 2, 3, 4, 6, 8, 12, 16, ... parts, as equal as they can be."""
+    powers = [2**power for power in range(num_samples.bit_length() + 1)]
+    parts = [number for power in powers for number in (power, 3 * power)]
+    return tuple(sorted({-(-num_samples // number) for number in parts}, reverse=True))
