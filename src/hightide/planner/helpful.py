@@ -77,6 +77,8 @@ def _faster(question: Question, found: Found, leeway: Leeway) -> list[tuple[Chan
     if question.gpu_bytes < leeway.gpu_memory_bytes and not whole:
         option = f"--gpu {size_option(leeway.gpu_memory_bytes, up=False)}"
         changes.append((Change("all of this GPU", option), replace(question, gpu_bytes=leeway.gpu_memory_bytes)))
+    twice = 2 * question.profile.num_samples
+    changes.append((_batch_of(twice, leeway), question.with_samples(twice)))
     if question.gradients is GradientDtype.FLOAT32 and _has_short_params(question) and not whole:
         change = Change("gradients rounded to their parameter's dtype", "--gradients param")
         changes.append((change, replace(question, gradients=GradientDtype.PARAM)))
@@ -84,8 +86,6 @@ def _faster(question: Question, found: Found, leeway: Leeway) -> list[tuple[Chan
         changes.append((Change("micro-batches of another size", "no --micro-batch"), _unpinned(question)))
     if found.plan.forecast.host_peak_bytes > FULL * question.host_bytes:
         changes.append(_more(question, Tier.HOST))
-    twice = 2 * question.profile.num_samples
-    changes.append((_batch_of(twice, leeway), question.with_samples(twice)))
     return changes
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from hightide.ir.tier import Tier
 from hightide.planner.choice import Choice, Problem
-from hightide.planner.missing import lean_choices
 from hightide.planner.moves import ORDERS, Moves
 from hightide.planner.question import Question
 from hightide.planner.trials import Trials
@@ -50,8 +49,8 @@ def fits(question: Question) -> bool:
     """Whether a plan is there at all, by the leanest ones."""
     trials = _trials(question)
     smallest = 1 if question.micro_batch is None else question.micro_batch
-    lean = lean_choices(trials.problem, (smallest,))
-    return any(trials.may_fit(choice) and trials.within(trials.needs(choice)) for choice in lean)
+    moves = Moves(trials.problem, trials.may_fit, (smallest,))
+    return any(trials.may_fit(one) and trials.within(trials.needs(one)) for one in moves.last_resorts())
 
 
 def _trials(question: Question) -> Trials:
