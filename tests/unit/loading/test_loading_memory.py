@@ -78,7 +78,7 @@ def written_bytes(model):
     # wrote to are not there yet.
     chunks = run_of(model).chunks
     places = sum(chunks.specs[chunk].param_bytes for chunk, kind, _ in chunks._regions if kind == ChunkKind.PARAM)
-    masters = [spec for spec in chunks.specs if spec.has_master and not chunks.has_remainder(spec.index)]
+    masters = [spec for spec in chunks.specs if spec.has_master and not spec.has_remainder]
     return places + sum(4 * spec.optimised_numel for spec in masters)
 
 report = {}
