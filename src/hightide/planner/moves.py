@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import product
 
 from hightide.ir.tier import Tier
 from hightide.planner.choice import Choice, Problem
@@ -64,18 +65,22 @@ class Moves:
                 yield Choice(micro_batch, inputs, spare, spare_grad_slots=spare)
 
     def last_resorts(self) -> Iterator[Choice]:
-        """From all on the host to all on the GPU, in several orders, with the smallest micro-batch and no spare slots.
-        Where slots cost more than what goes through them, something persistent fits and the leanest stream does not."""
+        """From all on the host to all on the GPU, in several orders, without spare slots. Where slots cost more than
+        what goes through them, something persistent fits and the leanest stream does not; where the host is small, only
+        states on the GPU fit."""
         movable = self.problem.movable
         by_width = sorted(movable, key=self.problem.block_numel)
-        for inputs in (Tier.HOST, Tier.GPU):
-            lean = Choice(min(self.micro_batches), inputs, spare_slots=0, spare_grad_slots=0)
+        sizes = self.micro_batches if self.few else self.micro_batches[-1:]
+        for inputs, micro_batch in product((Tier.HOST, Tier.GPU), sizes):
+            lean = Choice(micro_batch, inputs, spare_slots=0, spare_grad_slots=0)
             yield lean
             yield replace(lean, trained=frozenset(self.problem.adapted))
             for order in (movable, movable[::-1], by_width, by_width[::-1]):
                 for count in range(1, len(order) + 1):
-                    yield replace(lean, whole=frozenset(order[:count]))
-                    yield replace(lean, params=frozenset(order[:count]))
+                    front, rest = frozenset(order[:count]), frozenset(order[count:])
+                    yield replace(lean, whole=front)
+                    yield replace(lean, params=front)
+                    yield replace(lean, whole=front, params=rest)
 
     def resident(self) -> Iterator[Choice]:
         """Everything on the GPU, nothing recomputed."""
@@ -135,10 +140,17 @@ class Moves:
         if self.may_fit(bare):
             yield self.fill(bare, ORDERS[0])
         for kind in Kind:
-            for much in (changed, bare) if self.few else (changed,):
-                fitting = self.shed(much, _first(kind)) if self._rungs(much, kind) else None
+            for much in self._to_shed(changed, bare, kind):
+                fitting = self.shed(much, _first(kind)) if self._rungs(changed, kind) else None
                 if fitting is not None:
                     yield self.fill(fitting, ORDERS[0])
+
+    def _to_shed(self, changed: Choice, bare: Choice, kind: Kind) -> Iterator[Choice]:
+        yield changed
+        if self.few:
+            yield bare
+            if kind is Kind.WHOLE:  # their parameters may stay
+                yield from (_demoted(one, replace(one, whole=frozenset())) for one in (changed, bare))
 
     def _changes(self, choice: Choice) -> Iterator[Choice]:
         """One thing is another."""
@@ -159,7 +171,10 @@ class Moves:
                 yield replace(choice, slot_numel=slot_numel)
         for kind in (Kind.WHOLE, Kind.PARAMS, Kind.KEEP, Kind.NEAR):
             for units in self._other_units(choice, kind):
-                yield self._with(choice, kind, units)
+                changed = self._with(choice, kind, units)
+                yield changed
+                if self.few and not choice.whole <= changed.whole:
+                    yield _demoted(choice, changed)
 
     def _other_units(self, choice: Choice, kind: Kind) -> Iterator[list[int]]:
         """Not only the lowest rungs. Of many blocks only the first two are tried for being left out."""
@@ -235,6 +250,11 @@ class Moves:
         if kind is Kind.NEAR:
             return replace(choice, near=chosen, keep=choice.keep - chosen)
         return replace(choice, trained=chosen)
+
+
+def _demoted(before: Choice, after: Choice) -> Choice:
+    """What was whole before keeps its parameters."""
+    return replace(after, params=after.params | (before.whole - after.whole))
 
 
 def _first(kind: Kind, last: Kind | None = None) -> Order:

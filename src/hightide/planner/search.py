@@ -102,7 +102,7 @@ class _Search:
     def _fillings(self) -> Iterator[Choice]:
         """Without a spare slot only where nothing fits with one."""
         for starts in (self.moves.starts(spare=1), self.moves.starts(spare=0), self.moves.last_resorts()):
-            fitting = [start for start in starts if self.trials.may_fit(start)]
+            fitting = [start for start in dict.fromkeys(starts) if self.trials.may_fit(start)]
             for start in fitting:
                 yield from dict.fromkeys(self.moves.fill(start, order) for order in ORDERS)
             if fitting and not self.moves.few:
