@@ -40,7 +40,8 @@ def _update(run: Any, spec: ChunkSpec) -> None:
     numel = spec.optimised_numel
     param = run.chunks.home(spec.index)[:numel] if spec.has_master else None
     grad = run.gradients.flat(spec.index)[:numel]
-    operands = Operands(run.chunks.master(spec.index), grad, tuple(updates.moments(spec.index)), param)
+    moments, remainder = tuple(updates.moments(spec.index)), run.chunks.remainder(spec.index)
+    operands = Operands(run.chunks.master(spec.index), grad, moments, param, remainder)
     updates._on_host.update(operands, 1, hyper)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hightide.ir.machine import (
     UPDATE_BYTES,
+    UPDATE_TRAFFIC_BYTES,
     Disk,
     Estimate,
     Gpu,
@@ -29,7 +30,6 @@ from hightide.ir.tier import Lane
 
 FOLDER = Path(__file__).resolve().parents[1] / "src" / "hightide" / "machines"
 GB = 1e9
-UPDATE_TRAFFIC_BYTES = 28  # per parameter, through memory
 PCIE = {4: 31.5 * GB, 5: 63.0 * GB}  # ×16, one direction
 
 
@@ -54,7 +54,7 @@ MEASURED = Reached(
     update_loss=1 - 2.4 / 4.23,
 )
 H200_READ, H200_COPY = 115 * GB, 90 * GB
-H200_UPDATE = 4.7e9  # parameters/s
+H200_UPDATE = 4.7e9 * 28 / UPDATE_TRAFFIC_BYTES  # parameters/s; it was measured when 28 bytes went through memory
 # What all three move together through memory, over what the update alone moves.
 H200_MIXED = (2 * 43.7 * GB) / (H200_UPDATE * UPDATE_TRAFFIC_BYTES) + 1 - MEASURED.update_loss
 ASSUMED_GPU_MEMORY, ASSUMED_DRAM, ASSUMED_DISK, VISIBLE = 0.9, 0.8, 0.9, 0.985

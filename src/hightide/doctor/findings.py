@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from hightide.ir.machine import SHARING, UPDATE_BYTES, Gpu, Host, Machine
+from hightide.ir.machine import SHARING, UPDATE_BYTES, UPDATE_TRAFFIC_BYTES, Gpu, Host, Machine
 from hightide.ir.tier import Lane
 
 # Per parameter of a block whose parameters are streamed in bf16, and whose states are on the host.
 FETCHED_BYTES = 4  # for forward and for backward
 FLOP_PER_TOKEN = 8  # forward 2, recompute 2, backward 4
-DISK_STATE_BYTES = 12  # fp32 master and two moments, each way, if they lie on the disk
-UPDATE_TRAFFIC_BYTES = 28  # through host memory, of the 16 that an update touches: states are read and written
+DISK_STATE_BYTES = 12  # moments and a master in two parts, each way, if they lie on the disk
 NOTABLE = 0.9  # less than this of what it is alone
 USED_UP = 0.7  # of a bandwidth: mixed reads and writes do not reach all of it
 

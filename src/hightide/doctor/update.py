@@ -23,21 +23,26 @@ class UpdateArrays:
     """What one update reads and writes. All pages are touched."""
 
     def __init__(self, numel: int, allocate: Allocate, param_dtype: torch.dtype = torch.bfloat16) -> None:
-        """`param_dtype` of parameter and gradient; with float32 the master is the parameter."""
-        master, first, second = (allocate(numel, torch.float32).zero_() for _ in range(3))
+        """`param_dtype` of parameter and gradient: float32, where the master is the parameter, or bfloat16, where it is
+        in two parts."""
+        in_parts = param_dtype == torch.bfloat16
+        first, second = (allocate(numel, torch.float32).zero_() for _ in range(2))
+        master = None if in_parts else allocate(numel, torch.float32)
+        remainder = allocate(numel, torch.int16).zero_() if in_parts else None
         grad = allocate(numel, param_dtype)
-        param = None if param_dtype == torch.float32 else allocate(numel, param_dtype)
+        param = allocate(numel, param_dtype) if in_parts else None
         noise = torch.randn(min(numel, NOISE_NUMEL))
         for start in range(0, numel, len(noise)):
             part = noise[: numel - start]
-            for target in (master, grad, *([] if param is None else [param])):
-                target[start : start + len(part)] = part
-        self.operands = Operands(master, grad, (first, second), param)
+            for target in (master, grad, param):
+                if target is not None:
+                    target[start : start + len(part)] = part
+        self.operands = Operands(master, grad, (first, second), param, remainder)
 
 
 class UpdateWork:
-    """Updates all of the arrays at each call. Both kinds of arrays have 16 bytes per parameter, of which 28 cross the
-    memory: 12 are read and written, 2 or 4 read, 2 or none only written."""
+    """Updates all of the arrays at each call. Those of bf16 have UPDATE_BYTES per parameter, of which
+    UPDATE_TRAFFIC_BYTES cross the memory: all are read, and all but the gradient written."""
 
     def __init__(
         self, arrays: UpdateArrays, sharers: Sharers, kernel: str | None = None, tile_numel: int | None = None

@@ -65,6 +65,17 @@ class ChunkSpec:
         return self.optimised_numel * STATE_BYTES * (self.num_states - self.has_master)
 
     @property
+    def state_bytes(self) -> int:
+        """Moments, then the master or what the parameter lacks of it."""
+        master = REMAINDER_BYTES if self.has_remainder else STATE_BYTES
+        return self.moment_bytes + (self.optimised_numel * master if self.has_master else 0)
+
+    @property
+    def has_remainder(self) -> bool:
+        """Its master is the parameter plus 16 more bits. See [Note: masters in two parts] in runtime/remainder.py."""
+        return self.dtype == "bfloat16"
+
+    @property
     def has_master(self) -> bool:
         return self.dtype != "float32"
 

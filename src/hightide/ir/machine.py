@@ -11,7 +11,8 @@ from hightide.ir.codec import from_json, to_json
 from hightide.ir.tier import Lane
 
 SHARING = (Lane.H2D, Lane.D2H, Lane.CPU)  # lanes that meet in host memory
-UPDATE_BYTES = 16  # touched per parameter: bf16 gradient and parameter, fp32 master and two moments
+UPDATE_BYTES = 14  # touched per parameter: bf16 gradient and parameter, the master's other 16 bits, two fp32 moments
+UPDATE_TRAFFIC_BYTES = 26  # of these, through host memory: all are read, and all but the gradient written
 SIMULATED = "simulated accelerator"  # the name of the GPU on a machine without one
 
 

@@ -33,7 +33,7 @@ class CKernel:
     def __init__(self, function: Any, numbers: Numbers) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._update, self._numbers = function, numbers
-        self._update.argtypes = [pointer, number, number, *[pointer] * 5, ctypes.c_int, ctypes.c_int, pointer]
+        self._update.argtypes = [pointer, number, number, *[pointer] * 6, ctypes.c_int, ctypes.c_int, pointer]
         self._update.restype = None
 
     def supports(self, grad: torch.dtype, param: torch.dtype | None) -> bool:
@@ -46,18 +46,15 @@ class CKernel:
         first, second = (*operands.moments, None, None)[:2]
         param = operands.param
         assert self.supports(operands.grad.dtype, None if param is None else param.dtype)
-        assert all(tensor.device.type == "cpu" for tensor in (operands.master, operands.grad))
+        assert operands.grad.device.type == "cpu"
+        arrays = (operands.master, operands.grad, first, second, param, operands.remainder)
         numbers = self._numbers(step, hyper, scale)
         next_tile = ctypes.c_int64(0)
         arguments = (
             ctypes.addressof(next_tile),
             tile_numel,
             len(operands),
-            operands.master.data_ptr(),
-            operands.grad.data_ptr(),
-            None if first is None else first.data_ptr(),
-            None if second is None else second.data_ptr(),
-            None if param is None else param.data_ptr(),
+            *(None if tensor is None else tensor.data_ptr() for tensor in arrays),
             _NONE if scale == 0.0 else _TYPES[operands.grad.dtype],  # zero times infinity would be NaN
             _NONE if param is None else _TYPES[param.dtype],
             ctypes.addressof(numbers),

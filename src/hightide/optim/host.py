@@ -54,7 +54,7 @@ class HostUpdate:
         starts = _Counter(len(operands), tile_numel)
 
         def work(thread: int) -> None:
-            scratch = self._scratch(thread, tile_numel)
+            scratch = self._scratch(thread, tile_numel * (1 if operands.remainder is None else 2))
             try:
                 while (start := starts.take()) is not None:
                     self._rule.update(operands[start : start + tile_numel], step, hyper, scale, scratch)
@@ -67,9 +67,9 @@ class HostUpdate:
     def _scratch(self, thread: int, numel: int) -> Tensor:
         """One for all updates of a thread: fresh memory would cost a page fault every 4 KiB."""
         scratch = self._scratches[thread]
-        if scratch is None:
+        if scratch is None or len(scratch) < numel:
             scratch = self._scratches[thread] = torch.empty(numel, dtype=torch.float32)
-        return scratch
+        return scratch[:numel]
 
 
 class _Counter:

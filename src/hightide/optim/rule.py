@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from hightide.ir.chunk import ALIGN_NUMEL, UPDATE_TILE_NUMEL
 from hightide.optim.operands import Operands
+from hightide.runtime.remainder import join, split
 
 TILE_NUMEL = UPDATE_TILE_NUMEL  # without a given scratch, an fp32 copy of so many gradients exists at a time
 assert TILE_NUMEL % ALIGN_NUMEL == 0
@@ -81,22 +83,34 @@ class Rule(ABC):
         scale: float | Tensor = 1.0,
         scratch: Tensor | None = None,
     ) -> None:
-        """Updates ranges in place with `grad * scale`. `scratch`: fp32 elements to work in, which is as much as it
-        works on at a time; without it they are allocated."""
-        if operands.grad.dtype == torch.float32 and isinstance(scale, float) and scale == 1.0:
-            self._apply(operands, operands.grad, step, hyper)
+        """Updates ranges in place with `grad * scale`. `scratch`: fp32 elements to work in, two for each element of a
+        master in two parts, else one; without it they are allocated."""
+        as_it_is = operands.grad.dtype == torch.float32 and isinstance(scale, float) and scale == 1.0
+        if as_it_is and operands.master is not None:
+            self._apply(operands, operands.master, operands.grad, step, hyper)
             return
+        num_arrays = 1 if operands.remainder is None else 2
         if scratch is None:
-            scratch = torch.empty(min(len(operands), TILE_NUMEL), dtype=torch.float32, device=operands.master.device)
-        for start in range(0, len(operands), len(scratch)):
-            tile = operands[start : start + len(scratch)]
-            self._apply(tile, _scaled(tile.grad, scale, scratch[: len(tile)]), step, hyper)
+            numel = num_arrays * min(len(operands), TILE_NUMEL)
+            scratch = torch.empty(numel, dtype=torch.float32, device=operands.grad.device)
+        tile_numel = len(scratch) // num_arrays
+        for start in range(0, len(operands), tile_numel):
+            tile = operands[start : start + tile_numel]
+            room = scratch[: len(tile)]
+            grad = tile.grad if as_it_is else _scaled(tile.grad, scale, room)
+            if tile.master is not None:
+                self._apply(tile, tile.master, grad, step, hyper)
+                continue
+            assert tile.param is not None and tile.remainder is not None
+            master = join(tile.param, tile.remainder, scratch[tile_numel : tile_numel + len(tile)])
+            self._apply(replace(tile, param=None, master=master, remainder=None), master, grad, step, hyper)
+            split(master, tile.param, tile.remainder, room)
 
-    def _apply(self, operands: Operands, grad: Tensor, step: int, hyper: Any) -> None:
+    def _apply(self, operands: Operands, master: Tensor, grad: Tensor, step: int, hyper: Any) -> None:
         with torch.no_grad():
-            self.apply(operands.master, grad, operands.moments, step, hyper)
+            self.apply(master, grad, operands.moments, step, hyper)
             if operands.param is not None:
-                operands.param.copy_(operands.master)
+                operands.param.copy_(master)
 
 
 class Kernel(Protocol):

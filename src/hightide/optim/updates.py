@@ -7,17 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hightide.ir.block import ModelProfile
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.optim.host import HostUpdate
 from hightide.optim.operands import Operands
-from hightide.optim.rule import TILE_NUMEL, Rule
+from hightide.optim.rule import Rule
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.gradients import Factor, Gradients, HostNumber
-from hightide.runtime.remainder import join, split
 from hightide.runtime.sharing import Sharers
 
 
@@ -93,30 +91,18 @@ class ChunkUpdates:
         return self._on_host.kernel
 
     def _apply(self, chunk: int, ranges: list[Range], hypers: dict[int, Any]) -> None:
-        if self._chunks.has_remainder(chunk):
-            self._apply_in_parts(chunk, ranges, hypers)
-            return
-        grad, home = self._gradients.flat(chunk), self._chunks.home(chunk)
-        param = home if self._chunks.specs[chunk].has_master else None
-        master, moments = self._chunks.master(chunk), tuple(self.moments(chunk))
-        numel = len(master)
-        whole = Operands(master, grad[:numel], moments, None if param is None else param[:numel])
-        update = self._on_host.update if self._chunks.states_tier(chunk) is Tier.HOST else self._rule.update
+        spec, on_host = self._chunks.specs[chunk], self._chunks.states_tier(chunk) is Tier.HOST
+        numel = spec.optimised_numel
+        whole = Operands(
+            self._chunks.master(chunk),
+            self._gradients.flat(chunk)[:numel],
+            tuple(self.moments(chunk)),
+            self._chunks.home(chunk)[:numel] if spec.has_master else None,
+            self._chunks.remainder(chunk),
+        )
+        update = self._on_host.update if on_host else self._rule.update
         for part in ranges:
             update(whole[part.start : part.stop], part.step, hypers[part.group], _number(part.factor))
-
-    def _apply_in_parts(self, chunk: int, ranges: list[Range], hypers: dict[int, Any]) -> None:
-        """On the GPU, tile by tile: the master is put together, updated, and taken apart."""
-        grad, param, remainder = self._gradients.flat(chunk), self._chunks.home(chunk), self._chunks.remainder(chunk)
-        moments = self.moments(chunk)
-        scratch = torch.empty(min(len(remainder), TILE_NUMEL), dtype=torch.float32, device=param.device)
-        for part in ranges:
-            for start in range(part.start, part.stop, TILE_NUMEL):
-                at = slice(start, min(start + TILE_NUMEL, part.stop))
-                master = join(param[at], remainder[at], scratch[: at.stop - at.start])
-                operands = Operands(master, grad[at], tuple(moment[at] for moment in moments))
-                self._rule.update(operands, part.step, hypers[part.group], _number(part.factor))
-                split(master, param[at], remainder[at])
 
     def moments(self, chunk: int) -> list[Tensor]:
         tier = self._chunks.states_tier(chunk)

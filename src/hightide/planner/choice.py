@@ -13,7 +13,7 @@ from hightide.ir.tier import Tier
 from hightide.planner.check import PLAN_VERSION
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss import loss_tile_tokens, num_rows
-from hightide.planner.place import widest_tick
+from hightide.planner.place import in_grad_slot, is_used_up, widest_tick
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,13 @@ class Problem:
             profile=self.profile,
         )
         slots, grad_slots = widest_tick(plan, self._called)
+        # A spare one lets a block begin while the gradient before it leaves; one that is used up is gone by then.
+        leaving = any(in_grad_slot(plan, chunk) and not is_used_up(plan, chunk) for chunk in plan.layout.chunks)
         spare_grads = choice.spare_slots if choice.spare_grad_slots is None else choice.spare_grad_slots
         return replace(
             plan,
             num_slots=_with_spare(slots, choice.spare_slots),
-            num_grad_slots=grad_slots + (spare_grads if grad_slots else 0),
+            num_grad_slots=grad_slots + (spare_grads if leaving else 0),
         )
 
     def layout(self, slot_numel: int | None = None) -> Layout:

@@ -13,7 +13,7 @@ from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.memory import peaks
-from hightide.planner.place import grad_dtype, grad_slot_bytes, has_remainder, rounds_gradient, slot_bytes
+from hightide.planner.place import grad_dtype, grad_slot_bytes, rounds_gradient, slot_bytes
 
 WIDTH = 80
 _COLUMNS = ("params", "states", "activations", "inputs")
@@ -97,22 +97,16 @@ def _precision(profile: ModelProfile, plan: Plan) -> list[str]:
     at_rest = _names(grad_dtype(plan, chunk) for chunk in chunks if chunk.trainable_numel)
     overflows = any(grad_dtype(plan, chunk) == "float16" for chunk in chunks)
     rounded = any(rounds_gradient(plan, chunk) for chunk in chunks)
+    in_parts = "; 16 bits beside each" if any(chunk.has_remainder for chunk in optimised) else ""
     rows = {
         "parameters": _names(chunk.dtype for chunk in chunks) + ", and compute unless under autocast",
         "gradient sums": "float32; norms are " + ("of what is kept" if overflows else "of the sums"),
         "gradients": at_rest + (": the sum, rounded after each backward" if rounded else ""),
-        "master copies": _masters(masters, plan),
+        "master copies": f"float32, of {masters} parameters{in_parts}" if masters else "none: all trained is float32",
         "moments": f"{'/'.join(map(str, moments))} in float32" if any(moments) else "none",
         "loss": "float32, fused with the head" if profile.vocabulary else "as the model computes it",
     }
     return ["precision:", *(_clip(f"  {name:<14} {text}", WIDTH) for name, text in rows.items())]
-
-
-def _masters(dtypes: str, plan: Plan) -> str:
-    if not dtypes:
-        return "none: what is trained is float32"
-    in_parts = any(has_remainder(plan, chunk) and chunk.optimised_numel for chunk in plan.layout.chunks)
-    return f"float32, of {dtypes} parameters" + ("; on the GPU as 16 more bits" if in_parts else "")
 
 
 def _names(dtypes: Iterable[str]) -> str:

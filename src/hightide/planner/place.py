@@ -7,9 +7,7 @@ from hightide.ir.chunk import (
     GRAD_BYTES,
     LEAVING_NUMEL,
     REGION_BYTES,
-    REMAINDER_BYTES,
     STAGING_NUMEL,
-    STATE_BYTES,
     ChunkSpec,
     Layout,
 )
@@ -49,17 +47,6 @@ def in_grad_slot(plan: Plan, chunk: ChunkSpec) -> bool:
     return chunk.trainable_numel > 0 and (not states_on_gpu(plan, chunk) or is_used_up(plan, chunk))
 
 
-def has_remainder(plan: Plan, chunk: ChunkSpec) -> bool:
-    """Its master is the parameter plus 16 more bits. See [Note: masters in two parts] in runtime/remainder.py."""
-    return states_on_gpu(plan, chunk) and chunk.dtype == "bfloat16"
-
-
-def state_bytes(plan: Plan, chunk: ChunkSpec) -> int:
-    """Moments, then the master or what the parameter lacks of it."""
-    master = REMAINDER_BYTES if has_remainder(plan, chunk) else STATE_BYTES
-    return chunk.moment_bytes + (chunk.optimised_numel * master if chunk.has_master else 0)
-
-
 def grad_dtype(plan: Plan, chunk: ChunkSpec) -> str:
     """Of a finished gradient, wherever it is. A dtype that is wider than the sum would only repeat zeros."""
     if plan.gradients is GradientDtype.PARAM and DTYPE_BYTES[chunk.dtype] < GRAD_BYTES:
@@ -79,7 +66,7 @@ def host_grad_bytes(plan: Plan, chunk: ChunkSpec) -> int:
 def update_bytes(plan: Plan, chunk: ChunkSpec) -> int:
     """That an update touches, each array once."""
     grad = GRAD_BYTES if states_on_gpu(plan, chunk) else DTYPE_BYTES[grad_dtype(plan, chunk)]
-    return chunk.optimised_numel * (grad + DTYPE_BYTES[chunk.dtype]) + state_bytes(plan, chunk)
+    return chunk.optimised_numel * (grad + DTYPE_BYTES[chunk.dtype]) + chunk.state_bytes
 
 
 def staging_bytes(plan: Plan) -> tuple[int, int, int]:
@@ -105,13 +92,13 @@ def gpu_chunk_bytes(plan: Plan, chunk: ChunkSpec) -> int:
     if not states_on_gpu(plan, chunk):
         return params
     gradient = 0 if is_used_up(plan, chunk) else region_bytes(chunk.grad_bytes)
-    return params + gradient + region_bytes(state_bytes(plan, chunk))
+    return params + gradient + region_bytes(chunk.state_bytes)
 
 
 def host_chunk_bytes(plan: Plan, chunk: ChunkSpec) -> int:
     """Bytes on the host for the whole run."""
     params = region_bytes(chunk.param_bytes) if has_host_params(plan, chunk) else 0
-    training = region_bytes(host_grad_bytes(plan, chunk)) + region_bytes(state_bytes(plan, chunk))
+    training = region_bytes(host_grad_bytes(plan, chunk)) + region_bytes(chunk.state_bytes)
     return params + (0 if states_on_gpu(plan, chunk) else training)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from hightide.ir.block import ModelProfile
-from hightide.ir.chunk import STATE_BYTES
 from hightide.optim.operands import Operands
 from hightide.optim.registry import rule_for
 from hightide.rehearsal.stopwatch import Lap, time_laps
@@ -31,15 +31,22 @@ def update_rate(optimizer: torch.optim.Optimizer, profile: ModelProfile, device:
     rule = rule_for(optimizer)
     hyper = rule.read(optimizer.param_groups[0])
     numel = UPDATED_NUMEL[device.type]
-    grad, master, *moments = (torch.zeros(numel, device=device) for _ in range(2 + rule.num_moments))
     dtype = getattr(torch, max(profile.params, key=lambda spec: spec.numel).dtype)
-    param = None if dtype == torch.float32 else torch.zeros(numel, dtype=dtype, device=device)
-    operands = Operands(master, grad, tuple(moments), param)
-    narrow_bytes = 0 if param is None else param.element_size()
+    in_parts = dtype == torch.bfloat16
+
+    def array(kind: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=kind, device=device)
+
+    operands = Operands(
+        None if in_parts else array(torch.float32),
+        array(torch.float32),
+        tuple(array(torch.float32) for _ in range(rule.num_moments)),
+        None if dtype == torch.float32 else array(dtype),
+        array(torch.int16) if in_parts else None,
+    )
 
     def once(lap: Lap) -> None:
         rule.update(operands, 1, hyper)
         lap()
 
-    touched = numel * (grad.element_size() + STATE_BYTES * (1 + rule.num_moments) + narrow_bytes)
-    return touched / time_laps(once, device).seconds[0]
+    return operands.touched_bytes / time_laps(once, device).seconds[0]

@@ -26,7 +26,6 @@ from hightide.planner.place import (
     grad_slot_bytes,
     grad_width,
     has_host_params,
-    has_remainder,
     host_grad_bytes,
     in_grad_slot,
     is_used_up,
@@ -34,7 +33,6 @@ from hightide.planner.place import (
     rounds_gradient,
     slot_bytes,
     staging_bytes,
-    state_bytes,
 )
 from hightide.runtime.absent import absent_class
 from hightide.runtime.origin import Origin
@@ -307,7 +305,7 @@ class Chunks:
         if spec.grad_bytes and not self.is_used_up(spec.index):
             grad_bytes = spec.grad_bytes if states is Tier.GPU else host_grad_bytes(self._plan, spec)
             self._regions[spec.index, ChunkKind.GRAD, states] = states_store.allocate(grad_bytes, "gradients")
-        if num_bytes := state_bytes(self._plan, spec):
+        if num_bytes := spec.state_bytes:
             self._regions[spec.index, ChunkKind.STATE, states] = states_store.allocate(num_bytes, "optimizer states")
 
     def _load(self, origins: Mapping[str, Origin]) -> None:
@@ -341,8 +339,8 @@ class Chunks:
         if (region := self._regions.get((spec.index, ChunkKind.STATE, tier))) is not None:
             store = self.gpu if tier is Tier.GPU else self.host
             _zero(store, store.view(region, torch.uint8))
-            if spec.has_master and not self.has_remainder(spec.index):
-                self.master(spec.index).copy_(home[: spec.optimised_numel])
+            if spec.has_master and (master := self.master(spec.index)) is not None:
+                master.copy_(home[: spec.optimised_numel])
 
     def _make_absent(self, key: str) -> None:
         """A meta parameter refuses other data. Its contents are swapped, so that it stays the object that the optimizer
@@ -353,46 +351,60 @@ class Chunks:
         else:
             param.data = self._absent[key]
 
-    def has_remainder(self, chunk: int) -> bool:
-        return has_remainder(self._plan, self.specs[chunk])
+    def remainder(self, chunk: int) -> Tensor | None:
+        """What the parameters lack of their masters, if they are bf16; see [Note: masters in two parts]."""
+        spec, tier = self.specs[chunk], self.states_tier(chunk)
+        if not spec.has_remainder:
+            return None
+        store = self.gpu if tier is Tier.GPU else self.host
+        region = self._regions[chunk, ChunkKind.STATE, tier]
+        return store.view(region, torch.int16, spec.moment_bytes, spec.optimised_numel)
 
-    def remainder(self, chunk: int) -> Tensor:
-        """What the parameters lack of their masters; see [Note: masters in two parts]."""
+    def master(self, chunk: int) -> Tensor | None:
+        """What the update works on, fp32: the home itself, or the master copy (the last STATE array). None: it is in
+        two parts."""
         spec = self.specs[chunk]
-        region = self._regions[chunk, ChunkKind.STATE, Tier.GPU]
-        return self.gpu.view(region, torch.int16, spec.moment_bytes, spec.optimised_numel)
-
-    def master(self, chunk: int) -> Tensor:
-        """What the update works on, fp32: the home itself, or the master copy (the last STATE array)."""
-        spec = self.specs[chunk]
-        assert not self.has_remainder(chunk)
+        if spec.has_remainder:
+            return None
         if not spec.has_master:
             return self.home(chunk)[: spec.optimised_numel]
         return self.flat(chunk, ChunkKind.STATE, self.states_tier(chunk), spec.num_states - 1)
 
     def master_of(self, key: str) -> Tensor | None:
-        """The fp32 master copy of one parameter, in its shape and to be read; None where the parameter is its own."""
+        """The fp32 master copy of one parameter, in its shape and to be read; None where the parameter is its own. One
+        in two parts is put together on the host: the GPU has no room for it."""
+        if not self._has_own_master(key):
+            return None
+        chunk, entry = self.places[key]
+        if (remainder := self.remainder(chunk)) is not None:
+            return join(self.view_of(self.home(chunk), entry).cpu(), self.view_of(remainder, entry).cpu())
+        master = self.master(chunk)
+        assert master is not None
+        return self.view_of(master, entry)
+
+    def _has_own_master(self, key: str) -> bool:
         chunk, entry = self.places[key]
         spec = self.specs[chunk]
-        if not spec.has_master or entry.offset_numel >= spec.optimised_numel:
-            return None
-        if self.has_remainder(chunk):
-            return join(self.view_of(self.home(chunk), entry), self.view_of(self.remainder(chunk), entry))
-        return self.view_of(self.master(chunk), entry)
+        return spec.has_master and entry.offset_numel < spec.optimised_numel
 
     def _set_master(self, key: str, value: Tensor) -> None:
         chunk, entry = self.places[key]
-        if self.has_remainder(chunk):
-            master = value.to(self.gpu.device, torch.float32)
-            split(master, self.view_of(self.home(chunk), entry), self.view_of(self.remainder(chunk), entry))
+        if (remainder := self.remainder(chunk)) is not None:
+            whole = value.to("cpu", torch.float32).contiguous()
+            parts = torch.empty_like(whole, dtype=torch.bfloat16), torch.empty_like(whole, dtype=torch.int16)
+            split(whole, *parts)
+            for part, place in zip(parts, (self.home(chunk), remainder), strict=True):
+                self.view_of(place, entry).copy_(part)
         else:
-            self.view_of(self.master(chunk), entry).copy_(value)
+            master = self.master_of(key)
+            assert master is not None
+            master.copy_(value)
 
     def restore_master(self, key: str, saved: Tensor) -> bool:
         """Takes a saved master copy, if it is one of the parameter's present values."""
         chunk, entry = self.places[key]
-        master, value = self.master_of(key), self.view_of(self.home(chunk), entry)
-        if master is None or saved.shape != value.shape or not rounds_to(saved, value):
+        value = self.view_of(self.home(chunk), entry)
+        if not self._has_own_master(key) or saved.shape != value.shape or not rounds_to(saved, value):
             return False
         self._set_master(key, saved)
         return True
@@ -400,7 +412,7 @@ class Chunks:
 
 def rounds_to(master: Tensor, value: Tensor) -> bool:
     """Whether these are the values of which `master` is the exact original."""
-    return torch.equal(master.to(value.dtype), value.to(master.device))
+    return torch.equal(master.to(value.dtype), value.to(master.device))  # on the master's: the GPU may have no room
 
 
 def _zero(store: Store, fresh: Tensor) -> None:

@@ -1,7 +1,7 @@
 """An fp32 master as a bf16 parameter and what it lacks.
 
 [Note: masters in two parts] bf16 is the upper half of fp32, rounded to the nearest. So a master is its parameter's
-bits, followed by 16 zeros, plus a signed 16-bit remainder: two bytes on the GPU instead of four, and nothing is
+bits, followed by 16 zeros, plus a signed 16-bit remainder: two bytes instead of four, and nothing is
 rounded, but for one case. Halfway between two parameters the nearest even one is taken, and if that is the lower one
 the remainder is +32768, one more than 16 bits hold. It becomes 32767: one master in 2^17 is one fp32 ulp too small, as
 if its update had been rounded otherwise. The parameter is the nearest even one in any case.
@@ -41,13 +41,13 @@ def join(param: Tensor, remainder: Tensor, out: Tensor | None = None) -> Tensor:
     return master
 
 
-def split(master: Tensor, param: Tensor, remainder: Tensor) -> None:
-    """Writes both parts. By torch's operations this takes as much memory as the master for a while."""
+def split(master: Tensor, param: Tensor, remainder: Tensor, scratch: Tensor | None = None) -> None:
+    """Writes both parts. Torch's operations need as much memory as the master has: `scratch`, fp32, or new."""
     if _has_kernels(param):
         with _on(param):
             _split[_grid(param)](master, param, remainder, param.numel(), BLOCK=BLOCK)
     else:
-        _split_by_torch(master, param, remainder)
+        _split_by_torch(master, param, remainder, scratch)
 
 
 def _join_by_torch(param: Tensor, remainder: Tensor, master: Tensor) -> None:
@@ -55,9 +55,10 @@ def _join_by_torch(param: Tensor, remainder: Tensor, master: Tensor) -> None:
     bits.copy_(param.view(torch.int16)).bitwise_left_shift_(16).add_(remainder)
 
 
-def _split_by_torch(master: Tensor, param: Tensor, remainder: Tensor) -> None:
+def _split_by_torch(master: Tensor, param: Tensor, remainder: Tensor, scratch: Tensor | None = None) -> None:
     param.copy_(master)
-    bits = param.view(torch.int16).to(torch.int32).bitwise_left_shift_(16)
+    bits = torch.empty_like(master, dtype=torch.int32) if scratch is None else scratch.view(torch.int32)
+    bits.copy_(param.view(torch.int16)).bitwise_left_shift_(16)
     torch.sub(master.view(torch.int32), bits, out=bits)
     remainder.copy_(bits.clamp_(-LARGEST - 1, LARGEST))  # beyond that lie only NaNs, which stay NaNs
 
@@ -112,9 +113,11 @@ def _agree(device: torch.device) -> bool:
             for _ in range(2)
         )
         joined, expected = torch.empty_like(master), torch.empty_like(master)
-        _split[_grid(master)](master, *ours, master.numel(), BLOCK=BLOCK)
         _split_by_torch(master, *theirs)
-        _join[_grid(master)](ours[0].view(torch.int16), ours[1], joined.view(torch.int32), master.numel(), BLOCK=BLOCK)
+        with _on(master):
+            _split[_grid(master)](master, *ours, master.numel(), BLOCK=BLOCK)
+            high = ours[0].view(torch.int16)
+            _join[_grid(master)](high, ours[1], joined.view(torch.int32), master.numel(), BLOCK=BLOCK)
         _join_by_torch(*theirs, expected)
         parts = zip((*ours, joined), (*theirs, expected), strict=True)
         wrong = sum(int((one.view(torch.uint8) != other.view(torch.uint8)).sum()) for one, other in parts)

@@ -37,7 +37,7 @@ def test_another_cause_than_memory_is_not_blamed_on_memory() -> None:
         replace(one, bytes_per_s=tuple(value / len(one.busy) for value in one.bytes_per_s)) for one in alone.speeds
     )
     text = " ".join(findings_of(replace(alone, speeds=slow)))
-    assert "although they use only 19 of 115 GB/s" in text and "is the limit" not in text
+    assert "although they use only 20 of 115 GB/s" in text and "is the limit" not in text
     assert "The two directions hinder each other: together they reach 10.0 and 10.0 GB/s, 50% of alone." in text
 
 

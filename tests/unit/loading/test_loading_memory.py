@@ -78,7 +78,7 @@ def written_bytes(model):
     # wrote to are not there yet.
     chunks = run_of(model).chunks
     places = sum(chunks.specs[chunk].param_bytes for chunk, kind, _ in chunks._regions if kind == ChunkKind.PARAM)
-    masters = [spec for spec in chunks.specs if spec.has_master and not chunks.has_remainder(spec.index)]
+    masters = [spec for spec in chunks.specs if spec.has_master and not spec.has_remainder]
     return places + sum(4 * spec.optimised_numel for spec in masters)
 
 report = {}
@@ -144,7 +144,7 @@ def test_a_folder_is_read_straight_into_chunks(measured: dict[str, int]) -> None
 
 
 def test_converting_on_the_way_takes_no_more(measured: dict[str, int]) -> None:
-    assert measured["load_bf16_written"] >= 1.5 * measured["model"], "16-bit parameters and 32-bit masters"
+    assert measured["load_bf16_written"] < measured["model"], "16-bit parameters, whose masters begin with nothing more"
     assert measured["load_bf16"] <= measured["load_bf16_written"] + SLACK_BYTES, measured
 
 

@@ -20,6 +20,7 @@ from hightide.optim import build
 from hightide.optim.adam import AdamWHyper, AdamWRule
 from hightide.optim.host import HostUpdate
 from hightide.optim.operands import Operands
+from hightide.runtime.remainder import split
 
 RULE = AdamWRule()
 HYPER = AdamWHyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, maximize=False)
@@ -32,9 +33,12 @@ KINDS = {
     "fp32": (torch.float32, None),
     "bf16 from fp32": (torch.float32, torch.bfloat16),
     "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16 in parts": (torch.bfloat16, torch.bfloat16),
+    "bf16 in parts, from fp32": (torch.float32, torch.bfloat16),
     "fp16 from fp32": (torch.float32, torch.float16),
     "fp16": (torch.float16, torch.float16),
 }
+IN_PARTS = {"bf16 in parts", "bf16 in parts, from fp32"}
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
 
@@ -44,11 +48,17 @@ def operands(kind: str, numel: int, seed: int = 0) -> Operands:
     master = torch.randn(numel, generator=generator)
     gradient = torch.randn(numel, generator=generator).mul_(0.1).to(grad)
     out = None if param is None else torch.zeros(numel, dtype=param)
-    return Operands(master, gradient, (torch.zeros(numel), torch.zeros(numel)), out)
+    moments = torch.zeros(numel), torch.zeros(numel)
+    if kind in IN_PARTS:
+        remainder = torch.zeros(numel, dtype=torch.int16)
+        split(master, out, remainder)
+        return Operands(None, gradient, moments, out, remainder)
+    return Operands(master, gradient, moments, out)
 
 
 def written(ops: Operands) -> list[Tensor]:
-    return [ops.master, *ops.moments, *([] if ops.param is None else [ops.param])]
+    every = (ops.master, *ops.moments, ops.param, ops.remainder)
+    return [tensor for tensor in every if tensor is not None]
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -72,7 +82,8 @@ def test_c_and_torch_give_the_same_bits(lanes, kind, hyper, scale):
         for step in range(1, 6):
             HostUpdate(RULE, lanes.sharers, kernel, 8 * ALIGN_NUMEL).update(ops, step, hyper, scale)
         results.append(ops)
-    assert not torch.equal(results[0].master, operands(kind, numel).master) or (scale == 0.0 and not hyper.weight_decay)
+    same = torch.equal(results[0].master_values(), operands(kind, numel).master_values())
+    assert not same or (scale == 0.0 and not hyper.weight_decay)
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         assert num_different(*results) == [0] * len(written(results[0]))
     for one, other in zip(*map(written, results), strict=True):
@@ -117,16 +128,20 @@ def test_infinities_and_nans_are_what_torch_makes_of_them(lanes, kind, kernel):
     values = [torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 3e38, 1e-40, 65519.0, 65520.0, 6e-8, 3e-8]
     ops = operands(kind, ALIGN_NUMEL)
     ops.grad[: len(values)] = torch.tensor(values).to(ops.grad.dtype)
-    ops.master[20:31] = torch.tensor(values)
-    reference = nn.Parameter(ops.master.clone())
+    if ops.master is None:
+        split(torch.tensor(values), ops.param[20:31], ops.remainder[20:31])
+    else:
+        ops.master[20:31] = torch.tensor(values)
+    reference = nn.Parameter(ops.master_values().clone())
     reference.grad = ops.grad.float()
     torch.optim.AdamW([reference], lr=1e-2, weight_decay=0.1).step()
     HostUpdate(RULE, lanes.sharers, kernel).update(ops, 1, HYPER)
     expected = reference.detach()
-    torch.testing.assert_close(ops.master, expected, equal_nan=True, rtol=3e-7, atol=2e-7)
-    assert torch.isnan(ops.master[:3]).all() and torch.isnan(ops.master[22])
+    found = ops.master_values()
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=3e-7, atol=2e-7)
+    assert torch.isnan(found[:3]).all() and torch.isnan(found[22])
     if ops.param is not None:
-        rounded = ops.master.to(ops.param.dtype)
+        rounded = found.to(ops.param.dtype)
         torch.testing.assert_close(ops.param, rounded, equal_nan=True, rtol=0, atol=0)
 
 

@@ -46,7 +46,7 @@ def test_precision_timing_traffic_and_micro_batches_are_stated():
         "  parameters     bfloat16, and compute unless under autocast\n",
         "  gradient sums  float32; norms are of the sums\n",
         "  gradients      float32\n",
-        "  master copies  float32, of bfloat16 parameters\n",
+        "  master copies  float32, of bfloat16 parameters; 16 bits beside each\n",
         "  moments        2 in float32\n",
         "  loss           ",
         "update: in_backward",
@@ -60,7 +60,7 @@ def test_precision_timing_traffic_and_micro_batches_are_stated():
 
 def test_a_plan_without_master_copies_says_why():
     profile = stack(2)
-    assert "  master copies  none: what is trained is float32\n" in text_of(profile, plan_with(profile))
+    assert "  master copies  none: all trained is float32\n" in text_of(profile, plan_with(profile))
 
 
 def test_gradients_that_are_rounded_say_so_and_move_half_the_bytes():

@@ -67,6 +67,23 @@ static inline __attribute__((always_inline)) void store(void *to, int64_t i, flo
     if (type == FLOAT16) ((uint16_t *)to)[i] = to_half(value);
 }
 
+/* A master in two parts, as in runtime/remainder.py: a bf16 parameter, and 16 bits that it lacks. */
+
+static inline __attribute__((always_inline)) void join(float *restrict master, const uint16_t *restrict param,
+                                                       const int16_t *restrict remainder, int64_t n) {
+    for (int64_t i = 0; i < n; i++) master[i] = float_of(((uint32_t)param[i] << 16) + (uint32_t)(int32_t)remainder[i]);
+}
+
+static inline __attribute__((always_inline)) void split(const float *restrict master, uint16_t *restrict param,
+                                                        int16_t *restrict remainder, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        uint16_t rounded = to_bfloat16(master[i]);
+        int32_t rest = (int32_t)(bits_of(master[i]) - ((uint32_t)rounded << 16));
+        param[i] = rounded;
+        remainder[i] = (int16_t)(rest > INT16_MAX ? INT16_MAX : rest < INT16_MIN ? INT16_MIN : rest);
+    }
+}
+
 /* The parameter is written and not read: an ordinary store would first fetch its line from memory, one byte in fifteen.
  * So it is made in strips that stay in the cache, and streamed past it where the processor can. */
 

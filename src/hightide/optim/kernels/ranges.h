@@ -1,5 +1,6 @@
 /* The entry of a kernel, NAME, around its `Hyper` and its `tile`. Threads share a range: each calls with the same
- * arguments and takes tiles from `next` until none are left. A moment that the rule does not have is NULL. */
+ * arguments and takes tiles from `next` until none are left. A moment that the rule does not have is NULL. Where there
+ * is a remainder there is no master: it is put together in strips that stay in the cache. */
 
 #define AT(array, at) ((array) ? (array) + (at) : (array))
 
@@ -22,19 +23,45 @@ static inline __attribute__((always_inline)) void strips(int64_t n, float *restr
 #endif
 }
 
+static inline __attribute__((always_inline)) void strips_in_parts(int64_t n, const char *restrict grad,
+                                                                  float *restrict first, float *restrict second,
+                                                                  uint16_t *restrict param, int16_t *restrict remainder,
+                                                                  Hyper h, int grad_type, int grad_size) {
+    float master[STRIP] __attribute__((aligned(64)));
+    for (int64_t at = 0; at < n; at += STRIP) {
+        int64_t count = n - at < STRIP ? n - at : STRIP;
+        join(master, param + at, remainder + at, count);
+        tile(count, master, grad + at * grad_size, AT(first, at), AT(second, at), 0, h, grad_type, NONE);
+        split(master, param + at, remainder + at, count);
+    }
+}
+
 #define SIZE(type) ((type) == NONE ? 0 : (type) == FLOAT32 ? 4 : 2)
 #define CASE(g, p)                                                                                              \
     case 4 * (g) + (p):                                                                                         \
         strips(n, master + at, (const char *)grad + at * SIZE(g), AT(first, at), AT(second, at),                \
                AT((uint16_t *)param, at), *hyper, g, SIZE(g), p);                                               \
         break;
+#define CASE_IN_PARTS(g)                                                                                        \
+    case g:                                                                                                     \
+        strips_in_parts(n, (const char *)grad + at * SIZE(g), AT(first, at), AT(second, at),                    \
+                        (uint16_t *)param + at, remainder + at, *hyper, g, SIZE(g));                            \
+        break;
 
 void NAME(int64_t *next, int64_t tile_numel, int64_t numel, float *master, const void *grad, float *first,
-          float *second, void *param, int grad_type, int param_type, const Hyper *hyper) {
+          float *second, void *param, int16_t *remainder, int grad_type, int param_type, const Hyper *hyper) {
     for (;;) {
         int64_t at = __atomic_fetch_add(next, tile_numel, __ATOMIC_RELAXED);
         if (at >= numel) return;
         int64_t n = numel - at < tile_numel ? numel - at : tile_numel;
+        if (remainder) {
+            switch (grad_type) {
+                CASE_IN_PARTS(NONE)
+                CASE_IN_PARTS(FLOAT32)
+                CASE_IN_PARTS(BFLOAT16)
+            }
+            continue;
+        }
         switch (4 * grad_type + param_type) {
             CASE(NONE, NONE)
             CASE(NONE, BFLOAT16)

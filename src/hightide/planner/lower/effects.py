@@ -21,7 +21,6 @@ from hightide.planner.place import (
     gpu_chunk_bytes,
     gpu_staging_bytes,
     grad_slot_bytes,
-    has_remainder,
     host_chunk_bytes,
     region_bytes,
     slot_bytes,
@@ -150,8 +149,10 @@ def _count_updates(draft: Draft, effects: Effects) -> None:
         if action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
             assert action.chunk is not None
             chunk = draft.plan.layout.chunks[action.chunk]
-            arrays = 1 + has_remainder(draft.plan, chunk)  # the gradient scaled or widened, and the master
-            effects[action.id]["gpu_transient"] += min(chunk.optimised_numel, UPDATE_TILE_NUMEL) * STATE_BYTES * arrays
+            arrays = 1 + chunk.has_remainder  # the gradient scaled or widened, and the master
+            effects[action.id]["gpu_transient"] += STATE_BYTES * (
+                arrays * min(chunk.optimised_numel, UPDATE_TILE_NUMEL) + 1  # and the number of the step
+            )
 
 
 def micro_batch_of(plan: Plan, call: CallSpec, mode: Mode) -> int:
