@@ -66,6 +66,8 @@ class Problem:
             profile=self.profile,
         )
         slots, grad_slots = widest_tick(plan, self._called)
+        # A spare one lets a block begin while the gradient before it leaves; one that is used up is gone by then.
+        leaving = any(in_grad_slot(plan, chunk) and not is_used_up(plan, chunk) for chunk in plan.layout.chunks)
         spare_grads = choice.spare_slots if choice.spare_grad_slots is None else choice.spare_grad_slots
         # A spare one lets a block begin while the gradient before it leaves; one that is used up is gone by then.
         leaving = any(in_grad_slot(plan, chunk) and not is_used_up(plan, chunk) for chunk in plan.layout.chunks)
