@@ -69,8 +69,6 @@ class Problem:
         # A spare one lets a block begin while the gradient before it leaves; one that is used up is gone by then.
         leaving = any(in_grad_slot(plan, chunk) and not is_used_up(plan, chunk) for chunk in plan.layout.chunks)
         spare_grads = choice.spare_slots if choice.spare_grad_slots is None else choice.spare_grad_slots
-        # A spare one lets a block begin while the gradient before it leaves; one that is used up is gone by then.
-        leaving = any(in_grad_slot(plan, chunk) and not is_used_up(plan, chunk) for chunk in plan.layout.chunks)
         return replace(
             plan,
             num_slots=_with_spare(slots, choice.spare_slots),
