@@ -35,6 +35,7 @@ def estimate(profile: ModelProfile, machine: Machine) -> Costs:
     kinds = {call.kind: call for call in reversed(profile.calls)}
     return Costs(
         source=f"estimated for {machine.name}",
+        fingerprint=profile.fingerprint,
         calls=tuple(_call_cost(kinds[kind], profile.num_samples, gpu) for kind in range(len(kinds))),
         loss=_loss_cost(profile, gpu),
         memory_bytes_per_s=gpu.memory_bytes_per_s,
