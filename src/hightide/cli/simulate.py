@@ -41,7 +41,8 @@ class SimulateOptions:
 
 def simulate(options: SimulateOptions, device: torch.device, console: Console) -> None:
     options = _look_into_folder(options)
-    plan = _load_plan(options.plan)
+    _check_targets(options)
+    plan = Plan.load(options.plan)
     profile = _profile(plan, options.plan)
     machine = _machine(options.machine, device, console)
     costs = Costs.load(options.costs) if options.costs is not None else estimate(profile, machine)
@@ -70,15 +71,14 @@ def _look_into_folder(options: SimulateOptions) -> SimulateOptions:
     return replace(options, plan=options.plan / PLAN, measured=measured)
 
 
+def _check_targets(options: SimulateOptions) -> None:
+    for name, path in (("--html", options.html), ("--json", options.json)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{name} {path}: there is no folder {path.absolute().parent}; make it first")
+
+
 def _title(path: Path) -> str:
     return path.absolute().parent.name if path.name == PLAN else path.stem
-
-
-def _load_plan(path: Path) -> Plan:
-    try:
-        return Plan.load(path)
-    except OSError as error:
-        raise ValueError(f"cannot read the plan {path}: {error.strerror}") from error
 
 
 def _profile(plan: Plan, path: Path) -> ModelProfile:

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field, replace
 from hightide.ir.action import Mode
 from hightide.ir.block import BlockSpec, ModelProfile
 from hightide.ir.chunk import Layout
-from hightide.ir.plan import Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
+from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
-from hightide.planner.check import PLAN_VERSION
 from hightide.planner.explain import explain
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.layout import adapters, pack, search_slot_numel, tiny_blocks
