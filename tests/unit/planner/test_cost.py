@@ -175,6 +175,14 @@ def test_an_estimate_grows_with_the_work_and_falls_with_the_rates(
     assert all(one <= other for one, other in slower)
 
 
+@pytest.mark.parametrize(("dtype", "moved_bytes"), [("float32", 28), ("float16", 28 + 6), ("bfloat16", 8 + 28 + 8)])
+def test_an_estimated_update_moves_what_was_counted(dtype: str, moved_bytes: int) -> None:
+    profile = stack(dtype=dtype)
+    plan = plan_with(profile, Tier.GPU, Tier.GPU, update=Update.IN_BACKWARD)
+    numel = plan.layout.chunks[1].optimised_numel
+    assert seconds(profile, plan, estimate(profile, GPU))["update.1"] == pytest.approx(moved_bytes * numel / 1e9)
+
+
 def test_a_machine_without_a_gpu_cannot_be_estimated() -> None:
     with pytest.raises(ValueError, match="'test' says nothing about its GPU"):
         estimate(stack(), machine())
