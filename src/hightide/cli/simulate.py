@@ -50,7 +50,7 @@ def simulate(options: SimulateOptions, device: torch.device, console: Console) -
     schedule = lower(profile, plan, Mode.TRAIN)
     verify(profile, plan, schedule, plan.gpu_limit_bytes, plan.host_limit_bytes)
     step = forecast(profile, plan, costs, machine)
-    timeline = simulated_timeline(plan, schedule, step.simulated, f"simulated on {machine.name}")
+    timeline = simulated_timeline(plan, schedule, step.simulated, machine)
     _show(console, plan, step, timeline, measured, costs)
     if options.json is not None:
         timeline.save(options.json)
@@ -131,7 +131,7 @@ def _show(
     share = busiest.busy_s / simulated.step_s
     console.print(f"limit: {busiest.lane} ({MEANINGS[busiest.lane]}), busy {share:.0%} of the step")
     free_bytes = plan.gpu_limit_bytes - simulated.gpu_peak_bytes
-    console.print(f"GPU: {format_bytes(free_bytes)} of {format_bytes(plan.gpu_limit_bytes)} stay free")
+    console.print(f"GPU: tensors leave {format_bytes(free_bytes)} of {format_bytes(plan.gpu_limit_bytes)} free")
     if step.issue_s > simulated.step_s:
         console.print(
             f"the thread that runs the model needs {format_seconds(step.issue_s)}, more than the GPU: use "
