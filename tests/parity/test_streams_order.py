@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -42,11 +43,13 @@ def streamed(plan: Plan) -> Plan:
     return replace(plan, blocks=blocks, num_slots=3 * widest, num_grad_slots=2 * widest)
 
 
-def wrapped(update: str, model: nn.Module, batch: Any) -> tuple[Any, torch.optim.Optimizer]:
+def wrapped(
+    update: str, model: nn.Module, batch: Any, edit: Callable[[Plan], Plan] = streamed
+) -> tuple[Any, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     limits = hightide.Limits(gpu="16MiB", host="16MiB")
     plan = hightide.plan(model, optimizer, batch, limits=limits, micro_batch=2, update=update)
-    return hightide.wrap(model, optimizer, batch, plan=streamed(plan), update=update)
+    return hightide.wrap(model, optimizer, batch, plan=edit(plan), update=update)
 
 
 @pytest.mark.filterwarnings("ignore:.*did not foresee")
@@ -69,6 +72,44 @@ def test_no_stream_overtakes_another(
     assert (deviations == 0) == (orders == "as planned" and accumulate == 1)
     assert min(detector.num_uses[kind] for kind in KINDS) > 10
     assert not detector.races, "\n".join(sorted(set(detector.races)))
+
+
+def partly_streamed(plan: Plan, num_grad_slots: int) -> Plan:
+    """Every other block on the GPU, where in_backward uses gradients up in their slots."""
+    widest = max(plan.layout.num_slots(chunk) for chunk in plan.layout.chunks)
+    there = replace(plan, num_grad_slots=num_grad_slots * widest, num_slots=3 * widest)
+    away = streamed(plan).blocks
+    return replace(there, blocks=tuple(away[at] if at % 2 else block for at, block in enumerate(plan.blocks)))
+
+
+@pytest.mark.filterwarnings("ignore:.*did not foresee")
+@pytest.mark.parametrize("num_grad_slots", [1, 2])
+@pytest.mark.parametrize("orders", ["as planned", "left out", "another order"])
+def test_gradients_that_are_used_up_leave_their_slots_in_order(
+    orders: str, num_grad_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for update in ("deferred", "in_backward"):
+        with monkeypatch.context() as patched:
+            detector = race_detector.install(patched)
+            torch.manual_seed(0)
+            batch = models.vector_batch(num_samples=4)
+            model, optimizer = wrapped(update, Reordered().train(), batch, lambda p: partly_streamed(p, num_grad_slots))
+            run = run_of(model)
+            used_up = [spec.index for spec in run.chunks.specs if run.chunks.is_used_up(spec.index)]
+            assert bool(used_up) == (update == "in_backward")
+            for order in ORDERS[orders]:
+                model.order = order
+                models.loss_of(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            weights = {name: value.clone() for name, value in model.state_dict().items()}
+            assert not run.chunks.grad_slots.everyone()
+            hightide.unwrap(model)
+        assert not detector.races, "\n".join(sorted(set(detector.races)))
+        results.append(weights)
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
 
 
 @pytest.mark.filterwarnings("ignore:.*did not foresee")

@@ -101,8 +101,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
         )
 
     def _state_of(self, key: str) -> dict[str, Tensor]:
-        """One parameter's entry in the plain optimizer's state."""
-        moments = [moment.clone() for moment in self._updates.moments_of(key)]
+        """One parameter's entry in the plain optimizer's state: on the host, the GPU has no room for copies."""
+        moments = [moment.to("cpu", copy=True) for moment in self._updates.moments_of(key)]
         state = dict(zip(self._rule.moment_names, moments, strict=True))
         if self._rule.step_name is None:
             return state

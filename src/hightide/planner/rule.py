@@ -21,7 +21,7 @@ from hightide.planner.layout import adapters, pack, search_slot_numel, tiny_bloc
 from hightide.planner.loss import loss_tile_tokens, num_rows
 from hightide.planner.lower import lower
 from hightide.planner.memory import Peaks, peaks
-from hightide.planner.place import widest_tick
+from hightide.planner.place import in_grad_slot, is_used_up, widest_tick
 
 LEAN_FRACTION = 3 / 4  # of the GPU that the leanest plan may use before the micro-batch is halved instead
 FILL_FRACTION = 0.95  # of the GPU that optional things may fill: a forecast is not a measurement
@@ -209,10 +209,12 @@ class _Rule:
             profile=self.profile,
         )
         slots, grad_slots = widest_tick(plan, {call.block for call in self.profile.calls})
+        # A spare one lets a block begin while the gradient before it leaves; one that is used up is gone by then.
+        leaving = any(in_grad_slot(plan, chunk) and not is_used_up(plan, chunk) for chunk in plan.layout.chunks)
         return replace(
             plan,
             num_slots=_with_spare(slots, choice.spare_slots),
-            num_grad_slots=grad_slots + (choice.spare_slots if grad_slots else 0),
+            num_grad_slots=grad_slots + (choice.spare_slots if leaving else 0),
         )
 
 

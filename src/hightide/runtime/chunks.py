@@ -371,22 +371,30 @@ class Chunks:
         return self.flat(chunk, ChunkKind.STATE, self.states_tier(chunk), spec.num_states - 1)
 
     def master_of(self, key: str) -> Tensor | None:
-        """The fp32 master copy of one parameter, in its shape and to be read; None where the parameter is its own."""
-        chunk, entry = self.places[key]
-        spec = self.specs[chunk]
-        if not spec.has_master or entry.offset_numel >= spec.optimised_numel:
+        """The fp32 master copy of one parameter, in its shape and to be read; None where the parameter is its own. One
+        in two parts is put together on the host: the GPU has no room for it."""
+        if not self._has_own_master(key):
             return None
+        chunk, entry = self.places[key]
         if (remainder := self.remainder(chunk)) is not None:
-            return join(self.view_of(self.home(chunk), entry), self.view_of(remainder, entry))
+            return join(self.view_of(self.home(chunk), entry).cpu(), self.view_of(remainder, entry).cpu())
         master = self.master(chunk)
         assert master is not None
         return self.view_of(master, entry)
 
+    def _has_own_master(self, key: str) -> bool:
+        chunk, entry = self.places[key]
+        spec = self.specs[chunk]
+        return spec.has_master and entry.offset_numel < spec.optimised_numel
+
     def _set_master(self, key: str, value: Tensor) -> None:
         chunk, entry = self.places[key]
         if (remainder := self.remainder(chunk)) is not None:
-            home = self.view_of(self.home(chunk), entry)
-            split(value.to(home.device, torch.float32).contiguous(), home, self.view_of(remainder, entry))
+            whole = value.to("cpu", torch.float32).contiguous()
+            parts = torch.empty_like(whole, dtype=torch.bfloat16), torch.empty_like(whole, dtype=torch.int16)
+            split(whole, *parts)
+            for part, place in zip(parts, (self.home(chunk), remainder), strict=True):
+                self.view_of(place, entry).copy_(part)
         else:
             master = self.master_of(key)
             assert master is not None
@@ -395,8 +403,8 @@ class Chunks:
     def restore_master(self, key: str, saved: Tensor) -> bool:
         """Takes a saved master copy, if it is one of the parameter's present values."""
         chunk, entry = self.places[key]
-        master, value = self.master_of(key), self.view_of(self.home(chunk), entry)
-        if master is None or saved.shape != value.shape or not rounds_to(saved, value):
+        value = self.view_of(self.home(chunk), entry)
+        if not self._has_own_master(key) or saved.shape != value.shape or not rounds_to(saved, value):
             return False
         self._set_master(key, saved)
         return True
@@ -404,7 +412,7 @@ class Chunks:
 
 def rounds_to(master: Tensor, value: Tensor) -> bool:
     """Whether these are the values of which `master` is the exact original."""
-    return torch.equal(master.to(value.dtype), value.to(master.device))
+    return torch.equal(master.to(value.dtype), value.to(master.device))  # on the master's: the GPU may have no room
 
 
 def _zero(store: Store, fresh: Tensor) -> None:

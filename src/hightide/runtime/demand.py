@@ -73,7 +73,7 @@ class Demands:
                     self._flight.wait(self._gradients.exits[other], Lane.D2H)
         else:
             raise RuntimeError(
-                f"the gradient of chunk {chunk} needs {self._num_slots(chunk)} free consecutive slots; raise "
+                f"the gradient of chunk {chunk} needs {table.width(chunk)} free consecutive grad slots; raise "
                 "num_grad_slots in the plan."
             )
         self._submit("gradient", Lane.H2D, chunk, lambda: self._performer.fetch_gradient(chunk, slot), wait=True)

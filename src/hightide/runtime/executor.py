@@ -123,10 +123,7 @@ class Executor:
             if self.chunks.grad_copies[chunk].state is Residency.ARRIVING:
                 self.lanes.wait(self._flight.gradient_fetches[chunk], Lane.H2D)
             if self.chunks.grad_copies[chunk].state in (Residency.CLEAN, Residency.DIRTY):
-                if self.chunks.is_used_up(chunk):  # step() would have used it
-                    self.performer.drop_gradient(chunk)
-                else:
-                    self._demands.write_back(chunk)
+                self._demands.send_away(chunk)
 
     # -- ticks ----------------------------------------------------------------------------------------------------
 
@@ -143,6 +140,7 @@ class Executor:
         elif accumulate and current.backward_ended:
             self.gradients.any_valid()  # another backward through the same pass
             current.backward_ended = False
+            self._owes_step = self._update is Update.IN_BACKWARD
         index = self._find(current, op, block, call)
         if index is None:
             self.num_deviations += 1
@@ -252,13 +250,20 @@ class Executor:
                 copy.move(Residency.DIRTY if self.chunks.in_grad_slot(chunk) else Residency.CLEAN)
         self._pass = self._suspended = None
 
+    def _zeroing(self) -> str:
+        """What would have dropped the gradients that there are."""
+        unowned = self.gradients.valid_unowned()
+        if unowned is None:
+            return "optimizer.zero_grad()"
+        return f"model.zero_grad() (the optimizer does not know {unowned!r}, so its zero_grad() leaves that gradient)"
+
     # -- inside a pass --------------------------------------------------------------------------------------------
 
     def _begin_backward(self, current: Pass) -> None:
         """Only now is it known whether gradients exist: users call zero_grad before or after forward."""
         exists = self.gradients.any_valid()
         if self._update is Update.IN_BACKWARD and (self._owes_step or exists):
-            missing = "optimizer.step()" if self._owes_step else "optimizer.zero_grad()"
+            missing = "optimizer.step()" if self._owes_step else self._zeroing()
             raise RuntimeError(
                 f"backward() came again without {missing} since the last one, but this model was wrapped with "
                 "update='in_backward': the promise of one step per backward. Wrap with update='deferred' (the "

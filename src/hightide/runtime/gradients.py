@@ -35,6 +35,7 @@ class Gradients:
         self._chunks = chunks
         self._update = update
         trainable = {spec.name for spec in profile.params if spec.trainable}
+        self._optimised = {spec.name for spec in profile.params if spec.group is not None}
         self._loose = {name for block in profile.blocks if block.loose for name in block.params} & trainable
         self._entries: list[list[Placement]] = [
             [entry for entry in spec.params if entry.param in trainable and entry.param not in self._loose]
@@ -80,6 +81,10 @@ class Gradients:
         for key in self._placeholders:
             self._look_at(key)
         return bool(self._valid)
+
+    def valid_unowned(self) -> str | None:
+        """A parameter that has a gradient and is in no group of the optimizer."""
+        return next((key for key in self._placeholders if key in self._valid and key not in self._optimised), None)
 
     def _look_at(self, key: str) -> bool:
         """Whether a parameter has a gradient now. The user may have set `p.grad` to None, or to a tensor of their

@@ -113,9 +113,11 @@ def _agree(device: torch.device) -> bool:
             for _ in range(2)
         )
         joined, expected = torch.empty_like(master), torch.empty_like(master)
-        _split[_grid(master)](master, *ours, master.numel(), BLOCK=BLOCK)
         _split_by_torch(master, *theirs)
-        _join[_grid(master)](ours[0].view(torch.int16), ours[1], joined.view(torch.int32), master.numel(), BLOCK=BLOCK)
+        with _on(master):
+            _split[_grid(master)](master, *ours, master.numel(), BLOCK=BLOCK)
+            high = ours[0].view(torch.int16)
+            _join[_grid(master)](high, ours[1], joined.view(torch.int32), master.numel(), BLOCK=BLOCK)
         _join_by_torch(*theirs, expected)
         parts = zip((*ours, joined), (*theirs, expected), strict=True)
         wrong = sum(int((one.view(torch.uint8) != other.view(torch.uint8)).sum()) for one, other in parts)

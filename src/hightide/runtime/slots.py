@@ -28,6 +28,9 @@ class SlotTable:
     def first(self, chunk: int) -> int | None:
         return self._first.get(chunk)
 
+    def width(self, chunk: int) -> int:
+        return self._widths[chunk]
+
     def occupants(self, first: int, chunk: int) -> set[int]:
         """Other chunks in the window that `chunk` would take from slot `first` on."""
         window = self._occupants[first : first + self._widths[chunk]]

@@ -144,7 +144,7 @@ def test_a_folder_is_read_straight_into_chunks(measured: dict[str, int]) -> None
 
 
 def test_converting_on_the_way_takes_no_more(measured: dict[str, int]) -> None:
-    assert measured["load_bf16_written"] >= 1.5 * measured["model"], "16-bit parameters and 32-bit masters"
+    assert measured["load_bf16_written"] < measured["model"], "16-bit parameters, whose masters begin with nothing more"
     assert measured["load_bf16"] <= measured["load_bf16_written"] + SLACK_BYTES, measured
 
 

@@ -150,7 +150,9 @@ def _count_updates(draft: Draft, effects: Effects) -> None:
             assert action.chunk is not None
             chunk = draft.plan.layout.chunks[action.chunk]
             arrays = 1 + chunk.has_remainder  # the gradient scaled or widened, and the master
-            effects[action.id]["gpu_transient"] += min(chunk.optimised_numel, UPDATE_TILE_NUMEL) * STATE_BYTES * arrays
+            effects[action.id]["gpu_transient"] += STATE_BYTES * (
+                arrays * min(chunk.optimised_numel, UPDATE_TILE_NUMEL) + 1  # and the number of the step
+            )
 
 
 def micro_batch_of(plan: Plan, call: CallSpec, mode: Mode) -> int:
