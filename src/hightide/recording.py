@@ -29,27 +29,60 @@ class Recording:
 
     def __init__(self) -> None:
         self._timeline: Timeline | None = None
+        self._missing = "nothing is recorded yet; read the timeline after the `with` block"
 
     @property
     def timeline(self) -> Timeline:
         """Of the last step."""
         if self._timeline is None:
-            raise ValueError("nothing is recorded yet; read the timeline after the `with` block")
+            raise ValueError(self._missing)
         return self._timeline
 
 
 @contextmanager
 def record(run: Run) -> Iterator[Recording]:
     """Steps inside are recorded; at the end it waits for the GPU and for what is left of the updates."""
-    recording, first_pass = Recording(), run.lanes.pass_index + 1
+    if run.between_passes is not None:
+        raise ValueError("this model is being recorded already, and by one recording at a time; end that one first")
+    recording, watch = Recording(), _Watch(run)
+    run.between_passes = watch.end_pass
     run.lanes.streams.recording = True
     try:
         yield recording
+        watch.end_pass()
+        run.lanes.streams.recording = False
+        run.executor.wait_for_updates()
+        if watch.last_pass > watch.first_pass:
+            recording._timeline = _last_step(run, watch, _clock(run.gpu.device))
+        else:
+            recording._missing = (
+                f"a recording shows a step that follows another; this one has {watch.num_steps}, do at least 2"
+            )
     finally:
         run.lanes.streams.recording = False
-    run.executor.wait_for_updates()
-    clock = _clock(run.gpu.device)
-    recording._timeline = _last_step(run, [one for one in run.lanes.records if one.pass_index >= first_pass], clock)
+        run.between_passes = None
+        run.lanes.keep_pass(None)
+
+
+class _Watch:
+    """Which pass stepped last, however many others (evaluations) follow, and what the GPU held in it at most."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._steps = {
+            tick.id for program in run.executor.programs.values() for tick in program.ticks if tick.op is Op.STEP
+        }
+        self.first_pass = run.lanes.pass_index + 1
+        self.last_pass = 0  # that stepped
+        self.num_steps = 0
+        self.peak = run.gpu.lap()
+
+    def end_pass(self) -> None:
+        lanes, peak = self._run.lanes, self._run.gpu.lap()
+        index = lanes.pass_index
+        if index >= self.first_pass and any(record.id in self._steps for record in lanes.records_of(index)):
+            self.last_pass, self.num_steps, self.peak = index, self.num_steps + 1, peak
+            lanes.keep_pass(index)
 
 
 def _clock(device: torch.device) -> Callable[[torch.cuda.Event], float]:
@@ -64,13 +97,10 @@ def _clock(device: torch.device) -> Callable[[torch.cuda.Event], float]:
     return lambda event: now_s - event.elapsed_time(now) / 1e3
 
 
-def _last_step(run: Run, records: list[Record], clock: Callable[[torch.cuda.Event], float]) -> Timeline:
+def _last_step(run: Run, watch: _Watch, clock: Callable[[torch.cuda.Event], float]) -> Timeline:
     schedules = [program.schedule for program in run.executor.programs.values()]
-    steps = {tick.id for schedule in schedules for tick in schedule.ticks if tick.op is Op.STEP}
-    stepped = {record.pass_index for record in records if record.id in steps}
-    last = max(stepped, default=0)
-    if last - 1 not in {record.pass_index for record in records}:
-        raise ValueError(f"a recording shows a step that follows another; this one has {len(stepped)}, do at least 2")
+    last = watch.last_pass
+    records = [record for record in run.lanes.records if watch.first_pass <= record.pass_index <= last]
     spans = [_span(record, clock) for record in records]
     ended_s = [
         max(span.end_s for span in spans if span.pass_index == index and span.lane is Lane.COMPUTE)
@@ -81,11 +111,11 @@ def _last_step(run: Run, records: list[Record], clock: Callable[[torch.cuda.Even
     return step_timeline(
         run.plan,
         schedule,
-        [span for span in spans if span.pass_index <= last],
+        spans,
         (ended_s[0], ended_s[1]),
         PARTS,
         _levels(run, schedule, [(_span(record, clock), record.gpu_bytes) for record in done], ended_s[0]),
-        run.gpu.device_peak_bytes,
+        (watch.peak.tensor_bytes, watch.peak.reserved_bytes),
         f"measured on {_name(run.gpu.device)}",
     )
 

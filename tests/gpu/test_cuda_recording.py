@@ -38,7 +38,9 @@ def test_recorded_times_follow_the_schedule(update: str) -> None:
         row = [bar for bar in timeline.bars if bar.lane is lane and not bar.earlier]
         assert row and all(bar.end_s >= bar.start_s for bar in row)
     assert 0.2 * run_of(model).step_s < timeline.step_s < 5 * run_of(model).step_s, "the host may run ahead by a step"
+    assert timeline.gpu_reserved_bytes is not None
     assert max(sum(level.num_bytes) for level in timeline.levels) <= timeline.gpu_peak_bytes
+    assert timeline.gpu_peak_bytes <= timeline.gpu_reserved_bytes <= hightide.stats(model).peak_bytes["gpu"]
     hightide.unwrap(model)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -252,6 +253,18 @@ def test_a_plan_file_that_is_damaged(tmp_path: Path, planned: Any, refused: Any)
         path.write_text(broken)
         with refused(*words):
             Plan.load(path)
+
+
+def test_a_plan_file_of_an_older_version(tmp_path: Path, planned: Any, refused: Any) -> None:
+    path = tmp_path / "plan.json"
+    planned[2].save(path)
+    data = json.loads(path.read_text())
+    data["version"] = 2
+    for chunk in data["layout"]["chunks"]:
+        del chunk["num_backwards"]  # a key that files of before may lack
+    path.write_text(json.dumps(data))
+    with refused(str(path), "made by version 2, this is version 3", "make a new plan"):
+        Plan.load(path)
 
 
 # -- options -------------------------------------------------------------------------------------------------------

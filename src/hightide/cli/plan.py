@@ -138,8 +138,7 @@ def _write(options: PlanOptions, name: str, question: Question, found: Found) ->
         found.plan.save(options.save)
     if options.html is not None:
         schedule = lower(question.profile, found.plan, Mode.TRAIN)
-        source = f"simulated on {question.machine.name}"
-        timeline = simulated_timeline(found.plan, schedule, found.step.simulated, source)
+        timeline = simulated_timeline(found.plan, schedule, found.step.simulated, question.machine)
         save_page(options.html, name, question.profile, found.plan, timeline, question.costs, question.machine)
 
 

@@ -39,7 +39,8 @@ class SimulateOptions:
 
 def simulate(options: SimulateOptions, device: torch.device, console: Console) -> None:
     options = _look_into_folder(options)
-    plan = _load_plan(options.plan)
+    _check_targets(options)
+    plan = Plan.load(options.plan)
     profile = _profile(plan, options.plan)
     machine = chosen_machine(options.machine, device, console)
     costs = Costs.load(options.costs) if options.costs is not None else estimate(profile, machine)
@@ -47,7 +48,7 @@ def simulate(options: SimulateOptions, device: torch.device, console: Console) -
     schedule = lower(profile, plan, Mode.TRAIN)
     verify(profile, plan, schedule, plan.gpu_limit_bytes, plan.host_limit_bytes)
     step = forecast(profile, plan, costs, machine)
-    timeline = simulated_timeline(plan, schedule, step.simulated, f"simulated on {machine.name}")
+    timeline = simulated_timeline(plan, schedule, step.simulated, machine)
     _show(console, plan, step, timeline, measured, costs)
     if options.json is not None:
         timeline.save(options.json)
@@ -66,15 +67,14 @@ def _look_into_folder(options: SimulateOptions) -> SimulateOptions:
     return replace(options, plan=options.plan / PLAN, measured=measured)
 
 
+def _check_targets(options: SimulateOptions) -> None:
+    for name, path in (("--html", options.html), ("--json", options.json)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{name} {path}: there is no folder {path.absolute().parent}; make it first")
+
+
 def _title(path: Path) -> str:
     return path.absolute().parent.name if path.name == PLAN else path.stem
-
-
-def _load_plan(path: Path) -> Plan:
-    try:
-        return Plan.load(path)
-    except OSError as error:
-        raise ValueError(f"cannot read the plan {path}: {error.strerror}") from error
 
 
 def _profile(plan: Plan, path: Path) -> ModelProfile:
@@ -114,7 +114,7 @@ def _show(
     share = busiest.busy_s / simulated.step_s
     console.print(f"limit: {busiest.lane} ({MEANINGS[busiest.lane]}), busy {share:.0%} of the step")
     free_bytes = plan.gpu_limit_bytes - simulated.gpu_peak_bytes
-    console.print(f"GPU: {format_bytes(free_bytes)} of {format_bytes(plan.gpu_limit_bytes)} stay free")
+    console.print(f"GPU: tensors leave {format_bytes(free_bytes)} of {format_bytes(plan.gpu_limit_bytes)} free")
     if step.issue_s > simulated.step_s:
         console.print(
             f"the thread that runs the model needs {format_seconds(step.issue_s)}, more than the GPU: use "

@@ -38,18 +38,15 @@ def train(config: TrainConfig, console: Console, record: bool = False) -> bool:
     with RunFolder(config) as folder:
         hightide.stats(run.model).plan.save(folder.plan_path)
         try:
-            if record:
-                with hightide.record(run.model) as recording:
-                    finished = run.steps(stream, folder)
-                recording.timeline.save(folder.timeline_path)
-            else:
-                finished = run.steps(stream, folder)
+            finished = run.recorded_steps(stream, folder) if record else run.steps(stream, folder)
             if finished:
                 run.conclude(folder)
         except KeyboardInterrupt:
             finished = False
         if not finished:
             console.print(f"interrupted after step {len(run.losses)} of {config.steps}")
+            if record and not folder.timeline_path.exists():
+                console.print("no recording: the run ended before there was one")
         names = f"metrics.jsonl, plan.json, config.yaml{', timeline.json' if folder.timeline_path.exists() else ''}"
         console.print(f"run folder: {folder.path}  ({names})", soft_wrap=True)
     return finished
@@ -143,6 +140,14 @@ class TrainingRun:
                     break
         self.check_losses()
         return not interrupt.requested
+
+    def recorded_steps(self, stream: Iterator[dict[str, Tensor]], folder: RunFolder) -> bool:
+        """The same, with the last step's timeline in the run folder, unless an interrupt came before the second."""
+        with hightide.record(self.model) as recording:
+            finished = self.steps(stream, folder)
+        if finished or len(self.losses) > 1:
+            recording.timeline.save(folder.timeline_path)
+        return finished
 
     def step(self, step: int, batch: dict[str, Tensor], readings: Readings, log: Callable[[StepRecord], None]) -> None:
         lr = self.optimizer.param_groups[0]["lr"]

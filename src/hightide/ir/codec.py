@@ -18,11 +18,15 @@ def to_json(value: object) -> str:
 
 
 def from_json(cls: type[T], text: str, source: str = "JSON") -> T:
+    return typing.cast(T, build(cls, parse(text, source), source))
+
+
+def parse(text: str, source: str) -> Any:
+    """Plain data, for `build`."""
     try:
-        data = json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{source} is not JSON: {error}") from error
-    return typing.cast(T, build(cls, data, source))
 
 
 def build(cls: Any, data: Any, where: str) -> Any:

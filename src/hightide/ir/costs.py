@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,10 +72,15 @@ class LossCost:
     backward_s: float  # of kept logits
     project_s: float  # what logits that were not kept add to that
 
+    def __post_init__(self) -> None:
+        if self.tile_tokens < 1:
+            raise ValueError(f"a tile of the loss has {self.tile_tokens} tokens, and needs 1: rehearse the model again")
+
 
 @dataclass(frozen=True)
 class Costs:
     source: str  # "measured on ...", or "estimated for ..."
+    fingerprint: str  # of the model
     calls: tuple[CallCost, ...]  # by kind
     loss: LossCost | None  # None: the model has no fused head
     memory_bytes_per_s: float  # bytes read and written by simple kernels: clearing, copies, norms, conversions
@@ -82,9 +88,19 @@ class Costs:
     glue_s: float = 0.0  # per step: the model's own code between blocks
     peaks: tuple[CallPeaks, ...] = ()  # by kind; none: not measured
 
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes_per_s", "update_bytes_per_s"):
+            rate = getattr(self, name)
+            if not (rate > 0 and math.isfinite(rate)):
+                raise ValueError(f"{name} of these costs is {rate}; it must be more than 0: rehearse the model again")
+
     def save(self, path: str | Path) -> None:
         Path(path).write_text(to_json(self) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Costs:
-        return from_json(cls, Path(path).read_text(), source=str(path))
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise ValueError(f"cannot read the costs {path}: {error.strerror}") from error
+        return from_json(cls, text, source=str(path))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import cast
 
 from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import Layout
-from hightide.ir.codec import from_json, to_json
+from hightide.ir.codec import build, parse, to_json
 from hightide.ir.tier import Tier
+
+PLAN_VERSION = 3  # raised whenever a file of before cannot be read, or would mean other bytes
 
 
 class Update(StrEnum):
@@ -80,4 +83,15 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        return from_json(cls, Path(path).read_text(), source=str(path))
+        """A file of another version is refused by its version, before any of its keys is missed."""
+        try:
+            data = parse(Path(path).read_text(), str(path))
+        except OSError as error:
+            raise ValueError(f"cannot read the plan {path}: {error.strerror}") from error
+        version = data.get("version", PLAN_VERSION) if isinstance(data, dict) else PLAN_VERSION
+        if version != PLAN_VERSION:
+            raise ValueError(
+                f"the plan {path} was made by version {version}, this is version {PLAN_VERSION}; make a new plan with "
+                "hightide.plan(model, optimizer, batch)"
+            )
+        return cast(Plan, build(cls, data, str(path)))

@@ -61,7 +61,8 @@ class Timeline:
     source: str  # "simulated on ..." or "measured on ..."
     fingerprint: str  # of the model
     step_s: float
-    gpu_peak_bytes: int
+    gpu_peak_bytes: int  # of tensors
+    gpu_reserved_bytes: int | None  # by torch from the driver, at most; None: on the simulated accelerator
     gpu_limit_bytes: int
     lanes: tuple[LaneTime, ...]
     parts: tuple[Part, ...]

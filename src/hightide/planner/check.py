@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from hightide.ir.block import ModelProfile
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.plan import PLAN_VERSION, Activation, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.place import widest_tick
-
-PLAN_VERSION = 2
 
 
 def check_plan(profile: ModelProfile, plan: Plan) -> None:

@@ -8,9 +8,8 @@ from functools import cached_property
 
 from hightide.ir.block import BlockSpec, ModelProfile
 from hightide.ir.chunk import Layout
-from hightide.ir.plan import Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
+from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
-from hightide.planner.check import PLAN_VERSION
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss import loss_tile_tokens, num_rows
 from hightide.planner.place import in_grad_slot, is_used_up, widest_tick

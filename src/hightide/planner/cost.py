@@ -46,11 +46,12 @@ def forecast(
     num_passes: int = NUM_PASSES,
 ) -> StepForecast:
     """The steady state of training steps under a plan. `schedule`: the plan's, if it has been lowered already."""
+    seconds = seconds_of(profile, plan, costs)
     schedule = schedule or lower(profile, plan, Mode.TRAIN)
     issue_s = costs.glue_s + sum(
         costs.calls[call.kind].issue_s * len(_micro_batches(plan, call)) for call in profile.calls
     )
-    return StepForecast(simulate(schedule, seconds_of(profile, plan, costs), machine, num_passes), issue_s)
+    return StepForecast(simulate(schedule, seconds, machine, num_passes), issue_s)
 
 
 def with_peaks(profile: ModelProfile, costs: Costs) -> ModelProfile:
@@ -58,7 +59,7 @@ def with_peaks(profile: ModelProfile, costs: Costs) -> ModelProfile:
     know nothing of compiled blocks."""
     if not costs.peaks:
         return profile
-    _check_kinds(profile, costs)
+    _check_costs(profile, costs)
     calls = []
     for call in profile.calls:
         measured = costs.peaks[call.kind]
@@ -83,16 +84,27 @@ def _line(curve: Curve) -> Affine:
 
 def seconds_of(profile: ModelProfile, plan: Plan, costs: Costs) -> Callable[[Action], float]:
     """How long an action of the compute lane takes. See [Note: what the compute lane does]."""
-    _check_kinds(profile, costs)
+    _check_costs(profile, costs)
     return _Seconds(profile, plan, costs)
 
 
-def _check_kinds(profile: ModelProfile, costs: Costs) -> None:
-    kinds = {call.kind for call in profile.calls}
-    if kinds - set(range(len(costs.calls))):
+def _check_costs(profile: ModelProfile, costs: Costs) -> None:
+    if costs.fingerprint != profile.fingerprint:
         raise ValueError(
-            f"costs of {len(costs.calls)} kinds of calls, but the model has {len(kinds)}: they were made for another "
-            "model or batch; rehearse or estimate it again"
+            f"these costs are of another model: they have the fingerprint {costs.fingerprint}, the model has "
+            f"{profile.fingerprint}; rehearse or estimate it again"
+        )
+    num_kinds = 1 + max((call.kind for call in profile.calls), default=-1)
+    for what, num_known in (("costs", len(costs.calls)), ("peaks", len(costs.peaks) or num_kinds)):
+        if num_known != num_kinds:
+            raise ValueError(
+                f"{what} of {num_known} kinds of calls, but the model has {num_kinds}: they were made for another "
+                "batch; rehearse or estimate it again"
+            )
+    if costs.loss is None and any(profile.blocks[call.block].lazy_head for call in profile.calls):
+        raise ValueError(
+            "these costs know no loss, but the head of this model is fused with one: they were made for "
+            "another batch; rehearse or estimate it again"
         )
 
 

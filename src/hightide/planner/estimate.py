@@ -19,7 +19,10 @@ PRODUCT_SHARE = 0.85  # of the rate of one large product, that a layer's product
 HALF_RATE_FLOP = 2e10  # a call of so many operations fills the GPU half
 FUSED_SHARE = 0.25  # of the bytes that operations touch one by one, that compiled blocks touch
 LAUNCH_S = 20e-6  # of a call that does next to nothing
-UPDATE_PASSES = 1.8  # an update reads most arrays and writes them again, and converts the parameter
+# Bytes that an update of Adam moves, for each that it touches (once per array). Counted per parameter: gradient,
+# master and moments are read, master and moments written again (28 bytes); fp16 is converted from the master (6); the
+# master of bf16 is joined from its two parts before and split after (8 each).
+UPDATE_PASSES = {"float32": 28 / 16, "float16": 34 / 18, "bfloat16": 44 / 16}
 LOGIT_PASSES = (3, 4)  # over the logits, by forward and backward: written and read again, read and written over
 GLUE_S = 2e-3  # a model's own code waits for the GPU about once per step
 
@@ -28,6 +31,7 @@ GLUE_S = 2e-3  # a model's own code waits for the GPU about once per step
 class _Rates:
     flop_per_s: float  # of large matrix products in the model's dtype
     memory_bytes_per_s: float
+    update_bytes_per_s: float
 
 
 def estimate(profile: ModelProfile, machine: Machine) -> Costs:
@@ -35,10 +39,11 @@ def estimate(profile: ModelProfile, machine: Machine) -> Costs:
     kinds = {call.kind: call for call in reversed(profile.calls)}
     return Costs(
         source=f"estimated for {machine.name}",
+        fingerprint=profile.fingerprint,
         calls=tuple(_call_cost(kinds[kind], profile.num_samples, gpu) for kind in range(len(kinds))),
         loss=_loss_cost(profile, gpu),
         memory_bytes_per_s=gpu.memory_bytes_per_s,
-        update_bytes_per_s=gpu.memory_bytes_per_s / UPDATE_PASSES,
+        update_bytes_per_s=gpu.update_bytes_per_s,
         glue_s=GLUE_S,
     )
 
@@ -52,9 +57,11 @@ def _rates(profile: ModelProfile, machine: Machine) -> _Rates:
     numel: Counter[str] = Counter()
     for spec in profile.params:
         numel[spec.dtype] += spec.numel
-    known = machine.gpu.matmul_flop_per_s
+    known, memory_bytes_per_s = machine.gpu.matmul_flop_per_s, machine.gpu.memory_bytes_per_s
     rates = {"bfloat16": known.bfloat16, "float16": known.float16}
-    return _Rates(rates.get(numel.most_common(1)[0][0], known.float32), machine.gpu.memory_bytes_per_s)
+    dtype = numel.most_common(1)[0][0]
+    passes = UPDATE_PASSES.get(dtype, UPDATE_PASSES["float32"])
+    return _Rates(rates.get(dtype, known.float32), memory_bytes_per_s, memory_bytes_per_s / passes)
 
 
 def _call_cost(call: CallSpec, num_samples: int, gpu: _Rates) -> CallCost:

@@ -9,21 +9,25 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from hightide.ir.action import TICK_OPS, Action, Op, Schedule
+from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane
 from hightide.ir.timeline import Bar, LaneTime, Level, Part, Timeline
+from hightide.planner.memory import reserved_bytes
 from hightide.planner.place import gpu_chunk_bytes, gpu_staging_bytes, grad_slot_bytes, slot_bytes
 from hightide.planner.simulate import Simulated, Span
 
 SIMULATED_PARTS = tuple(part for part in Part if part is not Part.REST)
 
 
-def simulated_timeline(plan: Plan, schedule: Schedule, simulated: Simulated, source: str) -> Timeline:
+def simulated_timeline(plan: Plan, schedule: Schedule, simulated: Simulated, machine: Machine) -> Timeline:
     window_s = (simulated.begin_s, simulated.begin_s + simulated.step_s)
     levels = tide(plan, schedule, simulated.spans, simulated.begin_s)
     peak_bytes = max(sum(level.num_bytes) for level in levels)
+    held_bytes = (peak_bytes, None if machine.is_simulated else reserved_bytes(schedule))
+    source = f"simulated on {machine.name}"
     spans = (*simulated.beside, *simulated.spans)
-    return step_timeline(plan, schedule, spans, window_s, SIMULATED_PARTS, levels, peak_bytes, source)
+    return step_timeline(plan, schedule, spans, window_s, SIMULATED_PARTS, levels, held_bytes, source)
 
 
 def step_timeline(
@@ -33,11 +37,11 @@ def step_timeline(
     window_s: tuple[float, float],
     parts: tuple[Part, ...],
     levels: tuple[Level, ...],
-    peak_bytes: int,
+    peak_bytes: tuple[int, int | None],
     source: str,
 ) -> Timeline:
     """Of the pass that ends with the window: the latest among the spans. Those that do not touch the window are left
-    out."""
+    out. `peak_bytes`: of tensors, and reserved."""
     begin_s, end_s = window_s
     shown = [span for span in spans if span.end_s >= begin_s and span.start_s <= end_s]
     bars = _bars(schedule, sorted(shown, key=lambda span: span.start_s), begin_s)
@@ -46,7 +50,8 @@ def step_timeline(
         source=source,
         fingerprint=plan.fingerprint,
         step_s=step_s,
-        gpu_peak_bytes=peak_bytes,
+        gpu_peak_bytes=peak_bytes[0],
+        gpu_reserved_bytes=peak_bytes[1],
         gpu_limit_bytes=plan.gpu_limit_bytes,
         lanes=_lane_times(bars, step_s),
         parts=parts,

@@ -60,6 +60,7 @@ def rehearse(
     name = torch.cuda.get_device_name(device) if cuda else "the simulated accelerator"
     costs = Costs(
         source=f"measured on {name}{', compiled' if compile else ''}",
+        fingerprint=profile.fingerprint,
         calls=tuple(cost for cost, _ in found),
         loss=loss,
         memory_bytes_per_s=rehearsal.memory_bytes_per_s,

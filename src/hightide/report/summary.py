@@ -30,8 +30,11 @@ class Row:
 def rows(timelines: list[Timeline]) -> list[Row]:
     found = [
         _row("step time", [one.step_s for one in timelines], format_seconds),
-        _row("GPU peak", [one.gpu_peak_bytes for one in timelines], lambda value: format_bytes(int(value))),
+        _row("GPU peak, tensors", [one.gpu_peak_bytes for one in timelines], _bytes_text),
     ]
+    reserved = [one.gpu_reserved_bytes for one in timelines if one.gpu_reserved_bytes is not None]
+    if len(reserved) == len(timelines):
+        found.append(_row("GPU peak, reserved", reserved, _bytes_text))
     for lane in Lane:
         shares = [lane_time(one, lane).busy_s / one.step_s for one in timelines]
         found.append(_share_row(f"{lane} busy", shares))
@@ -79,6 +82,10 @@ def _row(name: str, values: Sequence[float], text: Callable[[float], str]) -> Ro
     if len(values) == 2 and values[0]:
         difference = f"{values[1] / values[0] - 1:+.1%}"
     return Row(name, tuple(text(value) for value in values), difference)
+
+
+def _bytes_text(value: float) -> str:
+    return format_bytes(int(value))
 
 
 def _share_row(name: str, shares: list[float]) -> Row:

@@ -237,9 +237,14 @@ class Lanes:
     def pass_index(self) -> int:
         return self._state.pass_index
 
+    def keep_pass(self, pass_index: int | None) -> None:
+        """Its records, and of the few passes before it, stay until another pass is named. None: no longer."""
+        with self._state.lock:
+            self._state.kept_pass = pass_index
+
     @property
     def records(self) -> list[Record]:
-        """What was done in the last few passes, by pass; within a pass in order of completion."""
+        """What was done in the last few passes, and in kept ones, by pass; within a pass in order of completion."""
         with self._state.lock:
             return [record for records in self._state.records.values() for record in records]
 

@@ -15,7 +15,7 @@ import torch
 from hightide.ir.tier import LANE_RULES, Lane, Rule
 from hightide.stores.ticket import Ticket
 
-KEPT_PASSES = 4  # records of older passes are dropped
+KEPT_PASSES = 4  # records of older passes are dropped, unless `State.kept_pass` keeps them
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class State:
         self.closing = False
         self.pass_index = 0
         self.records: dict[int, list[Record]] = {0: []}
+        self.kept_pass: int | None = None  # it and those shortly before it stay, whatever follows
         self._orders = itertools.count()
 
     def next_order(self) -> int:
@@ -69,7 +70,12 @@ class State:
         with self.lock:
             self.pass_index += 1
             self.records[self.pass_index] = []
-            self.records.pop(self.pass_index - KEPT_PASSES, None)
+            recent = [end for end in (self.pass_index, self.kept_pass) if end is not None]
+            self.records = {
+                index: records
+                for index, records in self.records.items()
+                if any(end - KEPT_PASSES < index <= end for end in recent)
+            }
             return self.pass_index
 
     def record(self, record: Record) -> None:

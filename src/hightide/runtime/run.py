@@ -83,6 +83,7 @@ class Run:
         self.anchor = torch.empty(0, device=device, requires_grad=True)
         self.anchor_edge = get_gradient_edge(self.anchor)
         self.lends = False  # see borrowed()
+        self.between_passes: Callable[[], None] | None = None  # called before each pass, while a recording is on
         self.loaded_masters: dict[str, Tensor] = {}  # since the last step: their parameters may be loaded after them
         self.num_passes = 0
         self.num_steps = 0
@@ -150,6 +151,8 @@ class Run:
             )
 
     def begin_pass(self, mode: Mode) -> None:
+        if self.between_passes is not None:
+            self.between_passes()
         self.executor.begin(mode)
         if mode is not Mode.EVAL:
             self.num_passes += 1

@@ -247,10 +247,22 @@ class Store(ABC):
         return numel
 
 
+@dataclass(frozen=True)
+class LapPeak:
+    """The most that an accelerator held for a while."""
+
+    tensor_bytes: int
+    reserved_bytes: int | None  # that torch had from the driver; None: there is no driver
+
+
 class Accelerator(Store):
     """The GPU tier: a store that also holds what blocks allocate while they run."""
 
     device: torch.device
+
+    @abstractmethod
+    def lap(self) -> LapPeak:
+        """Since the last lap. Begins another; peaks since wrapping go on."""
 
     def enforce_limit(self) -> None:
         """Called once the model's values are in their places: from now on the capacity is hard for everything that the

@@ -13,7 +13,7 @@ import torch
 from hightide.ir.tier import Tier
 from hightide.ir.units import parse_bytes
 from hightide.stores import device_limit
-from hightide.stores.base import Accelerator, OutOfMemory, Region
+from hightide.stores.base import Accelerator, LapPeak, OutOfMemory, Region
 
 
 def use_expandable_segments() -> None:
@@ -44,6 +44,7 @@ class CudaAccelerator(Accelerator):
         self._slab_bytes = min(slab_bytes, capacity_bytes)
         self._slab = self._memory(self._slab_bytes, "slots and persistent chunks") if slab_bytes else None
         self._apart: dict[int, torch.UntypedStorage] = {}  # regions beyond the slab, by offset
+        self._reserved_before_bytes = 0  # at most, before the present lap
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def allocate(self, num_bytes: int, label: str) -> Region:
@@ -93,7 +94,7 @@ class CudaAccelerator(Accelerator):
         device_limit.add(*limit, max(0, outside_bytes))
         self._unlimit = weakref.finalize(self, _let_go, *limit)  # also if nobody closes it
         self._unlimit.atexit = False
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self.reset_peak()
 
     @property
     def device_used_bytes(self) -> int:
@@ -102,10 +103,17 @@ class CudaAccelerator(Accelerator):
     @property
     def device_peak_bytes(self) -> int:
         """What torch has reserved from the driver at most: that is what another process cannot have."""
-        return torch.cuda.max_memory_reserved(self.device)
+        return max(self._reserved_before_bytes, torch.cuda.max_memory_reserved(self.device))
+
+    def lap(self) -> LapPeak:
+        peak = LapPeak(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
+        self._reserved_before_bytes = self.device_peak_bytes
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
 
     def reset_peak(self) -> None:
         super().reset_peak()
+        self._reserved_before_bytes = 0
         torch.cuda.reset_peak_memory_stats(self.device)
 
     @contextmanager

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hightide.ir.tier import Tier
 from hightide.stores.arena import ArenaStore
-from hightide.stores.base import Accelerator
+from hightide.stores.base import Accelerator, LapPeak
 from hightide.stores.meter import DEFAULT_LABEL, AllocationMeter, StorageLedger
 
 
@@ -24,8 +24,21 @@ class SimulatedAccelerator(ArenaStore, Accelerator):
         self.device = torch.device("cpu")
         self._ledger = StorageLedger(self._on_change, self._lock)
         self._active = threading.local()
+        self._lap_peak_bytes = 0
         assert self._storage is not None
         self._ledger.ignore(self._storage)  # its regions are counted one by one
+
+    def lap(self) -> LapPeak:
+        with self._lock:
+            self._settle()
+            peak = LapPeak(self._lap_peak_bytes, None)
+            self._lap_peak_bytes = self._used_bytes
+            return peak
+
+    def _account(self, delta_bytes: int, label: str) -> None:
+        super()._account(delta_bytes, label)
+        if self._used_bytes <= self.capacity_bytes:  # what was refused does not count
+            self._lap_peak_bytes = max(self._lap_peak_bytes, self._used_bytes)
 
     @contextmanager
     def meter(self, label: str = DEFAULT_LABEL) -> Iterator[None]:

@@ -11,8 +11,10 @@ from typer.testing import CliRunner, Result
 import hightide
 import models
 from hightide.cli.main import app
+from hightide.doctor.known import load_machine
 from hightide.ir.plan import Plan
 from hightide.ir.timeline import Timeline
+from hightide.planner.estimate import estimate
 from unit.runtime.steps import adamw
 
 
@@ -79,10 +81,27 @@ def test_a_run_of_another_model_is_refused(plan_path: Path, tmp_path: Path) -> N
 def test_bad_input_is_one_message_with_a_remedy(plan: Plan, plan_path: Path, tmp_path: Path) -> None:
     assert "cannot read the plan" in simulate(tmp_path / "none.json", "--machine", "h200", exit_code=2).output
     assert "rtx-4090" in simulate(plan_path, "--machine", "none", exit_code=2).output
+    missing = simulate(plan_path, "--machine", "h200", "--costs", tmp_path / "none.json", exit_code=2)
+    assert "cannot read the costs" in missing.output
     replace(plan, profile=None).save(plan_path)
     assert "make it again" in simulate(plan_path, "--machine", "h200", exit_code=2).output
     replace(plan, micro_batch=0).save(plan_path)
     assert "micro_batch is 0" in simulate(plan_path, "--machine", "h200", exit_code=2).output
+
+
+def test_costs_of_another_model_are_refused(plan: Plan, plan_path: Path, tmp_path: Path) -> None:
+    assert plan.profile is not None
+    path = tmp_path / "costs.json"
+    replace(estimate(plan.profile, load_machine("h200")), fingerprint="feed").save(path)
+    output = simulate(plan_path, "--machine", "h200", "--costs", path, exit_code=2).output
+    assert "another model" in output and "feed" in output
+
+
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_a_missing_folder_is_named_before_any_work(option: str, tmp_path: Path) -> None:
+    """Even before the plan is read, which is not there either."""
+    output = simulate(tmp_path / "none.json", option, tmp_path / "no" / "out", exit_code=2).output
+    assert "there is no folder" in output and "make it first" in output
 
 
 def test_without_a_machine_it_says_what_there_is(

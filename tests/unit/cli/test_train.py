@@ -25,7 +25,7 @@ from hightide.cli.config import OptimizerConfig, Overrides, TrainConfig, load_co
 from hightide.cli.main import app
 from hightide.cli.readings import HostMoment, Readings
 from hightide.cli.run_folder import RunFolder
-from hightide.cli.train import lr_factor, prepare
+from hightide.cli.train import TrainingRun, lr_factor, prepare
 from hightide.ir.plan import Plan
 
 pytest.importorskip("transformers")
@@ -143,6 +143,36 @@ def test_ctrl_c_ends_in_order_and_says_where_the_metrics_are(tmp_path: Path) -> 
     num_lines = len(metrics(folder))
     assert f"interrupted after step {num_lines} of 100000" in output
     assert str(folder) in output
+
+
+@pytest.mark.parametrize("record", [False, True], ids=["plain", "recorded"])
+@pytest.mark.parametrize(("step", "num_signals"), [(1, 1), (1, 2), (2, 1)], ids=["once", "at once", "later"])
+def test_an_interrupt_ends_a_recorded_run_like_any_other(
+    tiny: Path, record: bool, step: int, num_signals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_step = TrainingRun.step
+
+    def interrupted(self: TrainingRun, number: int, *rest: Any) -> None:
+        run_step(self, number, *rest)
+        for _ in range(num_signals if number == step else 0):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(TrainingRun, "step", interrupted)
+    options = [
+        "train",
+        str(tiny),
+        "--out",
+        str(tiny.parent / "runs"),
+        "--steps",
+        "9",
+        *(["--record"] if record else []),
+    ]
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == 130
+    assert f"interrupted after step {step} of 9" in result.stdout and "run folder: " in result.stdout
+    is_recorded = record and step > 1
+    assert (tiny.parent / "runs" / "tiny-001" / "timeline.json").exists() is is_recorded
+    assert ("no recording: " in result.stdout) is (record and not is_recorded)
 
 
 def _environment() -> dict[str, str]:

@@ -30,8 +30,29 @@ def test_nonsense_is_refused(points: tuple[tuple[int, float], ...]) -> None:
 def test_costs_survive_a_file(tmp_path: Path) -> None:
     peaks = CallPeaks(CURVE, Curve(()), CURVE)
     costs = Costs(
-        "measured on a test", (CallCost(CURVE, CURVE, Curve(()), CURVE, 0.1),), LossCost(8, 1.0, 2.0, 0.5), 1e12, 5e11
+        "measured on a test",
+        "feed",
+        (CallCost(CURVE, CURVE, Curve(()), CURVE, 0.1),),
+        LossCost(8, 1.0, 2.0, 0.5),
+        1e12,
+        5e11,
     )
-    for saved in (costs, Costs("estimated", (), None, 1.0, 1.0, 0.5, (peaks,))):
+    for saved in (costs, Costs("estimated", "feed", (), None, 1.0, 1.0, 0.5, (peaks,))):
         saved.save(tmp_path / "costs.json")
         assert Costs.load(tmp_path / "costs.json") == saved
+
+
+@pytest.mark.parametrize("rates", [(0.0, 1.0), (1.0, -1.0), (float("nan"), 1.0), (1.0, float("inf"))])
+def test_rates_must_be_positive(rates: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match=r"_bytes_per_s of these costs is .*; it must be more than 0"):
+        Costs("estimated", "feed", (), None, *rates)
+
+
+def test_a_tile_has_tokens() -> None:
+    with pytest.raises(ValueError, match="a tile of the loss has 0 tokens"):
+        LossCost(0, 1.0, 1.0, 1.0)
+
+
+def test_missing_costs_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot read the costs .*none\.json: No such file"):
+        Costs.load(tmp_path / "none.json")

@@ -97,7 +97,7 @@ def small_problem(seed: int, num_blocks: int) -> SmallProblem:
         profile = replace(profile, blocks=(*profile.blocks[:-1], head))
     problem = SmallProblem(
         profile,
-        _costs(draw, num_blocks, num_samples),
+        _costs(draw, profile.fingerprint, num_blocks, num_samples),
         _machine(draw),
         draw.choice(list(Update)),
         draw.choice(list(GradientDtype)),
@@ -111,7 +111,7 @@ def _call(draw: random.Random, block: int) -> CallSpec:
     return replace(spec, kind=block, kept=Affine(32, kept), backward_peak=Affine(96, kept + spec.outputs.per_sample))
 
 
-def _costs(draw: random.Random, num_blocks: int, num_samples: int) -> Costs:
+def _costs(draw: random.Random, fingerprint: str, num_blocks: int, num_samples: int) -> Costs:
     def curve(most_s: float) -> Curve:
         full_s = draw.uniform(0.2, 1.0) * most_s
         alone_s = full_s * draw.uniform(1 / num_samples, 1.0)
@@ -122,7 +122,7 @@ def _costs(draw: random.Random, num_blocks: int, num_samples: int) -> Costs:
     for _ in range(num_blocks):
         forward = curve(1.0)
         calls.append(CallCost(forward, forward, curve(0.8), curve(2.0)))
-    return Costs("made up", tuple(calls), LossCost(8, 0.1, 0.2, 0.1), 1e6, 4e5, glue_s=0.01)
+    return Costs("made up", fingerprint, tuple(calls), LossCost(8, 0.1, 0.2, 0.1), 1e6, 4e5, glue_s=0.01)
 
 
 def _machine(draw: random.Random) -> Machine:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from hightide.ir.block import Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec, Work
-from hightide.ir.plan import Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
+from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
-from hightide.planner.check import PLAN_VERSION
 from hightide.planner.layout import pack, search_slot_numel
 from hightide.planner.loss import loss_tile_tokens
 from hightide.planner.place import widest_tick

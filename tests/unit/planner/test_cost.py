@@ -37,7 +37,9 @@ def curve(**values: float) -> Curve:
 
 LAYER = CallCost(curve(n1=1.0, n4=2.5), curve(n1=1.2, n4=2.8), curve(n1=0.5, n4=2.0), curve(n1=2.0, n4=5.0))
 OTHER = CallCost(curve(n6=0.25), curve(n6=0.25), Curve(()), curve(n6=0.5))
-COSTS = Costs("test", (OTHER, LAYER, OTHER, OTHER), LossCost(24, 3.0, 4.0, 1.0), 1e6, 5e5, glue_s=0.125)
+NO_PEAKS = CallPeaks(Curve(()), Curve(()), Curve(()))
+LOSS = LossCost(24, 3.0, 4.0, 1.0)
+COSTS = Costs("test", stack().fingerprint, (OTHER, LAYER, OTHER, OTHER), LOSS, 1e6, 5e5, glue_s=0.125)
 
 
 def seconds(profile: ModelProfile, plan: Plan, costs: Costs = COSTS) -> dict[str, float]:
@@ -90,9 +92,26 @@ def test_gradients_are_cleared_measured_and_rounded() -> None:
     assert staying["update.1"] == pytest.approx((4 + 2 + 10) * numel / 5e5)  # of the master only what bf16 lacks
 
 
-def test_costs_of_another_model_are_refused() -> None:
-    with pytest.raises(ValueError, match="costs of 1 kinds of calls, but the model has 4"):
-        seconds_of(stack(), plan_with(stack()), replace(COSTS, calls=(OTHER,)))
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        (
+            replace(COSTS, fingerprint="feed"),
+            "of another model: they have the fingerprint feed, the model has 0123.*again",
+        ),
+        (replace(COSTS, calls=(OTHER,)), "costs of 1 kinds of calls, but the model has 4.*again"),
+        (replace(COSTS, calls=(*COSTS.calls, OTHER)), "costs of 5 kinds of calls, but the model has 4.*again"),
+        (replace(COSTS, peaks=(NO_PEAKS,)), "peaks of 1 kinds of calls, but the model has 4.*again"),
+        (replace(COSTS, loss=None), "know no loss, but the head of this model is fused with one.*again"),
+    ],
+)
+def test_costs_of_another_model_are_refused(costs: Costs, message: str) -> None:
+    profile = stack()
+    plan = plan_with(profile)
+    with pytest.raises(ValueError, match=message):
+        seconds_of(profile, plan, costs)
+    with pytest.raises(ValueError, match=message):
+        forecast(profile, plan, costs, machine())
 
 
 def test_only_the_compute_lane_has_seconds() -> None:
@@ -103,8 +122,7 @@ def test_only_the_compute_lane_has_seconds() -> None:
 def test_measured_bytes_take_the_place_of_forecast_ones() -> None:
     profile = stack()
     measured = CallPeaks(curve(n1=20, n4=60, n6=100), curve(n1=3, n6=13), curve(n6=60))
-    none = CallPeaks(Curve(()), Curve(()), Curve(()))
-    layer = with_peaks(profile, replace(COSTS, peaks=(none, measured, none, none))).calls[1]
+    layer = with_peaks(profile, replace(COSTS, peaks=(NO_PEAKS, measured, NO_PEAKS, NO_PEAKS))).calls[1]
     assert (layer.forward_peak.at(1), layer.forward_peak.at(6)) == (20, 100)
     assert layer.forward_peak.at(4) >= 60, "a peak is convex"
     assert (layer.kept.at(1), layer.kept.at(6)) == (3, 13)
@@ -155,6 +173,14 @@ def test_an_estimate_grows_with_the_work_and_falls_with_the_rates(
         layer(flop, touched, with_gpu(1e9 * faster, 1e9 * faster)).forward_s.values, costs.forward_s.values, strict=True
     )
     assert all(one <= other for one, other in slower)
+
+
+@pytest.mark.parametrize(("dtype", "moved_bytes"), [("float32", 28), ("float16", 28 + 6), ("bfloat16", 8 + 28 + 8)])
+def test_an_estimated_update_moves_what_was_counted(dtype: str, moved_bytes: int) -> None:
+    profile = stack(dtype=dtype)
+    plan = plan_with(profile, Tier.GPU, Tier.GPU, update=Update.IN_BACKWARD)
+    numel = plan.layout.chunks[1].optimised_numel
+    assert seconds(profile, plan, estimate(profile, GPU))["update.1"] == pytest.approx(moved_bytes * numel / 1e9)
 
 
 def test_a_machine_without_a_gpu_cannot_be_estimated() -> None:

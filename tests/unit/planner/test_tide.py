@@ -25,8 +25,8 @@ PROFILE = stack(4)
 
 def timeline_of(plan: Plan, profile=PROFILE, speed: float = 4096.0, mode: Mode = Mode.TRAIN) -> Timeline:
     schedule = lower(profile, plan, mode)
-    simulated = simulate(schedule, one_second, machine(alone=speed, shared=0.7))
-    return simulated_timeline(plan, schedule, simulated, "simulated")
+    on = machine(alone=speed, shared=0.7)
+    return simulated_timeline(plan, schedule, simulate(schedule, one_second, on), on)
 
 
 def most(timeline: Timeline, part: Part) -> int:
@@ -98,7 +98,7 @@ def test_busy_and_stalled_times_are_the_simulators(data: st.DataObject) -> None:
     plan = data.draw(plans(profile, data.draw(st.sampled_from(list(Update)))))
     schedule = lower(profile, plan, Mode.TRAIN)
     simulated = simulate(schedule, one_second, machine(alone=2048.0, shared=0.7))
-    timeline = simulated_timeline(plan, schedule, simulated, "simulated")
+    timeline = simulated_timeline(plan, schedule, simulated, machine())
     for lane in timeline.lanes:
         assert lane.busy_s == pytest.approx(simulated.busy_s[lane.lane], abs=1e-6)
         assert lane.stall_s == pytest.approx(simulated.stall_s.get(lane.lane, 0.0), abs=1e-6)

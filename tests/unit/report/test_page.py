@@ -28,8 +28,8 @@ def timeline(num_layers: int = 3, speed: float = 1024.0) -> Timeline:
     profile = stack(num_layers)
     plan = plan_with(profile, inputs=Tier.HOST)
     schedule = lower(profile, plan, Mode.TRAIN)
-    simulated = simulate(schedule, one_second, machine(alone=speed, shared=0.7))
-    return simulated_timeline(plan, schedule, simulated, "simulated on a test machine")
+    on = machine(alone=speed, shared=0.7)
+    return simulated_timeline(plan, schedule, simulate(schedule, one_second, on), on)
 
 
 class Reader(HTMLParser):
@@ -132,3 +132,13 @@ def test_96_blocks_twice_stay_below_a_megabyte() -> None:
 )
 def test_seconds_as_people_write_them(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+def test_peaks_are_compared_with_peaks_of_their_kind() -> None:
+    simulated = timeline()
+    assert simulated.gpu_reserved_bytes is not None and simulated.gpu_reserved_bytes > simulated.gpu_peak_bytes
+    measured = replace(simulated, gpu_peak_bytes=simulated.gpu_peak_bytes // 2)
+    found = {row.name: row.difference for row in rows([simulated, measured])}
+    assert (found["GPU peak, tensors"], found["GPU peak, reserved"]) == ("-50.0%", "+0.0%")
+    accelerator = replace(measured, gpu_reserved_bytes=None)  # the simulated one
+    assert "GPU peak, reserved" not in {row.name for row in rows([simulated, accelerator])}

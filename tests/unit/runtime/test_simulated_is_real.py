@@ -18,6 +18,7 @@ from hightide.ir.timeline import Part, Timeline
 from hightide.planner.compare import compare
 from hightide.planner.memory import peaks
 from hightide.planner.simulate import Simulated, simulate
+from hightide.runtime.queues import KEPT_PASSES
 from unit.planner.test_simulate import machine
 from unit.runtime.steps import Twins, train_step, twins
 
@@ -146,6 +147,12 @@ def recorded(pair: Twins, num_steps: int = NUM_STEPS) -> Timeline:
     return recording.timeline
 
 
+def evaluate(pair: Twins, times: int, batch: dict[str, torch.Tensor] | None = None) -> None:
+    with torch.no_grad():
+        for _ in range(times):
+            pair.model(**(pair.batch if batch is None else batch))
+
+
 @pytest.mark.parametrize("update", Update)
 def test_a_recording_shows_every_action_of_the_last_step(update: Update) -> None:
     pair = wrapped("streamed, inputs on the host", update)
@@ -179,6 +186,8 @@ def test_a_recording_of_one_step_is_refused_and_costs_nothing_afterwards() -> No
     pair = wrapped("streamed", Update.DEFERRED)
     with pytest.raises(ValueError, match="this one has 1, do at least 2"):
         recorded(pair, num_steps=1)
+    with hightide.record(pair.model):
+        train_step(pair.model, pair.optimizer, pair.batch)  # that is refused only when its timeline is asked for
     train_step(pair.model, pair.optimizer, pair.batch)
     assert all(record.gpu_bytes is None for record in pair.run.lanes.records_of(pair.run.lanes.pass_index))
     with pytest.raises(ValueError, match="after the `with` block"), hightide.record(pair.model) as recording:
@@ -196,4 +205,60 @@ def test_an_accumulated_step_is_recorded_by_its_last_pass() -> None:
             train_step(pair.model, pair.optimizer, pair.batch)
     bars = {bar.id: bar for bar in recording.timeline.bars}
     assert any(name.startswith("fetch.grad.") and bar.op is not None for name, bar in bars.items())
+    pair.close()
+
+
+@pytest.mark.parametrize("num_evaluations", [1, 10])
+def test_a_recording_shows_the_last_step_whatever_follows_it(num_evaluations: int) -> None:
+    pair = wrapped("streamed", Update.DEFERRED)
+    with hightide.record(pair.model) as recording:
+        for _ in range(3):
+            train_step(pair.model, pair.optimizer, pair.batch)
+        evaluate(pair, num_evaluations)
+    schedule = pair.run.executor.programs[Mode.TRAIN].schedule
+    shown = {bar.id for bar in recording.timeline.bars if not bar.earlier}
+    assert {tick.id for tick in schedule.ticks} <= shown
+    evaluate(pair, 1)
+    assert len({record.pass_index for record in pair.run.lanes.records}) <= KEPT_PASSES, "kept no longer"
+    pair.close()
+
+
+def test_evaluations_between_steps_are_not_part_of_a_step() -> None:
+    pair = wrapped("streamed", Update.DEFERRED)
+    with hightide.record(pair.model) as recording:
+        for _ in range(2):
+            train_step(pair.model, pair.optimizer, pair.batch)
+            evaluate(pair, 8)
+    compute = [bar for bar in recording.timeline.bars if bar.lane is Lane.COMPUTE and not bar.earlier]
+    schedule = pair.run.executor.programs[Mode.TRAIN].schedule
+    assert {bar.id for bar in compute} == {action.id for action in schedule.lane(Lane.COMPUTE)}
+    assert len(compute) == len(schedule.lane(Lane.COMPUTE))
+    pair.close()
+
+
+def test_the_peak_of_a_recording_is_that_of_its_last_step() -> None:
+    pair = wrapped("everything fits", Update.DEFERRED)
+    alone = recorded(pair)
+    most = {name: value.repeat(8, 1) for name, value in pair.batch.items()}
+    with hightide.record(pair.model) as recording:
+        evaluate(pair, 1, most)
+        for _ in range(NUM_STEPS):
+            train_step(pair.model, pair.optimizer, pair.batch)
+        evaluate(pair, 1, most)
+    timeline, since_wrapping = recording.timeline, hightide.stats(pair.model).peak_bytes["gpu"]
+    assert max(sum(level.num_bytes) for level in timeline.levels) <= timeline.gpu_peak_bytes
+    assert timeline.gpu_peak_bytes == alone.gpu_peak_bytes < since_wrapping
+    assert timeline.gpu_reserved_bytes is None
+    pair.close()
+
+
+def test_a_recording_inside_another_is_refused_and_the_outer_one_goes_on() -> None:
+    pair = wrapped("streamed", Update.DEFERRED)
+    with hightide.record(pair.model) as outer:
+        with pytest.raises(ValueError, match="recorded already"), hightide.record(pair.model):
+            pass
+        for _ in range(2):
+            train_step(pair.model, pair.optimizer, pair.batch)
+    assert outer.timeline.levels
+    recorded(pair)
     pair.close()
