@@ -88,7 +88,8 @@ def test_a_disk_that_returns_something_else_is_noticed(tmp_path: Path, monkeypat
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     """In the middle of writing, in a process of its own."""
     program = (
-        "from pathlib import Path; from hightide.doctor.disk import DiskTest, measure_disk; import sys\n"
+        "from pathlib import Path; from hightide.doctor.disk import DiskTest, measure_disk; import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # shells start background jobs without it
         "measure_disk(DiskTest(Path(sys.argv[1]), 1 << 28, phase_s=60.0), lambda stage: print(stage, flush=True))"
     )
     with subprocess.Popen(

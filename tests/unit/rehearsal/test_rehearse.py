@@ -106,11 +106,14 @@ def test_a_model_without_values_is_rehearsed() -> None:
 
 
 def test_nothing_stays_behind() -> None:
-    threads = threading.active_count()
+    def alive() -> set[int]:
+        gc.collect()
+        return {id(kept) for kept in gc.get_objects() if type(kept) in (Stage, Run)}
+
+    threads, others = threading.active_count(), alive()
     rehearsed(*models.llama())
-    gc.collect()
+    assert not alive() - others
     assert threading.active_count() <= threads
-    assert not [kept for kept in gc.get_objects() if type(kept) in (Stage, Run)]
 
 
 def test_blocks_are_compiled_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ TRAPS = {
     ),
     "zero_grad and pending updates": (HERE, "test_trap_zero_grad_does_not_touch_gradients_that_pending_updates_read"),
     "schedulers made earlier": (HERE, "test_trap_param_groups_a_scheduler_made_before_wrapping_still_works"),
-    "the norm of several backwards": ("parity/test_loops.py", "test_two_backwards_per_step"),
+    "the norm of several backwards": ("parity/test_covering.py", "test_every_pair_of_features"),
     "state_dict and pending updates": (HERE, "test_trap_state_dict_waits_for_pending_updates"),
     "state_dict of views": ("parity/test_state_dict.py", "test_its_tensors_own_their_storage"),
     # the schedule
