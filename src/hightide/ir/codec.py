@@ -8,6 +8,7 @@ import json
 import types
 import typing
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar, Union
 
 T = TypeVar("T")
@@ -19,6 +20,23 @@ def to_json(value: object) -> str:
 
 def from_json(cls: type[T], text: str, source: str = "JSON") -> T:
     return typing.cast(T, build(cls, parse(text, source), source))
+
+
+def save(value: object, path: str | Path) -> None:
+    Path(path).write_text(to_json(value) + "\n")
+
+
+def read(path: str | Path, what: str) -> Any:
+    """Plain data of a file, for `build`. `what` is in it is said where it cannot be read."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ValueError(f"cannot read the {what} {path}: {error.strerror}") from error
+    return parse(text, str(path))
+
+
+def load(cls: type[T], path: str | Path, what: str) -> T:
+    return typing.cast(T, build(cls, read(path, what), str(path)))
 
 
 def parse(text: str, source: str) -> Any:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 
-from hightide.ir.codec import from_json, to_json
+from hightide.ir import codec
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,8 @@ class Costs:
                 raise ValueError(f"{name} of these costs is {rate}; it must be more than 0: rehearse the model again")
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(to_json(self) + "\n")
+        codec.save(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Costs:
-        try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise ValueError(f"cannot read the costs {path}: {error.strerror}") from error
-        return from_json(cls, text, source=str(path))
+        return codec.load(cls, path, "costs")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from hightide.ir.codec import from_json, to_json
+from hightide.ir import codec
 from hightide.ir.tier import Lane
 
 SHARING = (Lane.H2D, Lane.D2H, Lane.CPU)  # lanes that meet in host memory
@@ -155,11 +155,11 @@ class Machine:
         return self.gpu is not None and self.gpu.name == SIMULATED
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(to_json(self) + "\n")
+        codec.save(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        return from_json(cls, Path(path).read_text(), str(path))
+        return codec.load(cls, path, "machine")
 
 
 def subsets() -> list[tuple[Lane, ...]]:

@@ -7,9 +7,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import cast
 
+from hightide.ir import codec
 from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import Layout
-from hightide.ir.codec import build, parse, to_json
 from hightide.ir.tier import Tier
 
 PLAN_VERSION = 3  # raised whenever a file of before cannot be read, or would mean other bytes
@@ -79,19 +79,16 @@ class Plan:
         return self.explanation
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(to_json(self) + "\n")
+        codec.save(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """A file of another version is refused by its version, before any of its keys is missed."""
-        try:
-            data = parse(Path(path).read_text(), str(path))
-        except OSError as error:
-            raise ValueError(f"cannot read the plan {path}: {error.strerror}") from error
+        data = codec.read(path, "plan")
         version = data.get("version", PLAN_VERSION) if isinstance(data, dict) else PLAN_VERSION
         if version != PLAN_VERSION:
             raise ValueError(
                 f"the plan {path} was made by version {version}, this is version {PLAN_VERSION}; make a new plan with "
                 "hightide.plan(model, optimizer, batch)"
             )
-        return cast(Plan, build(cls, data, str(path)))
+        return cast(Plan, codec.build(cls, data, str(path)))

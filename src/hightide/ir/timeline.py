@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from hightide.ir import codec
 from hightide.ir.action import Op
-from hightide.ir.codec import from_json, to_json
 from hightide.ir.tier import ChunkKind, Lane
 
 
@@ -70,12 +70,8 @@ class Timeline:
     bars: tuple[Bar, ...]  # by start
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(to_json(self) + "\n")
+        codec.save(self, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
-        try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise ValueError(f"cannot read the timeline {path}: {error.strerror}") from error
-        return from_json(cls, text, source=str(path))
+        return codec.load(cls, path, "timeline")

@@ -9,7 +9,6 @@ with a fused loss goes by tiles of tokens. STEP stands for the model's own code 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,7 +22,7 @@ from hightide.ir.tier import Lane
 from hightide.planner.loss import num_rows
 from hightide.planner.lower import lower
 from hightide.planner.lower.effects import micro_batch_of
-from hightide.planner.place import chunks_by_block, host_grad_bytes, rounds_gradient, states_on_gpu
+from hightide.planner.place import chunks_by_block, host_grad_bytes, rounds_gradient, rounds_in_place, states_on_gpu
 from hightide.planner.simulate import NUM_PASSES, Simulated, simulate
 
 
@@ -112,7 +111,6 @@ class _Seconds:
     def __init__(self, profile: ModelProfile, plan: Plan, costs: Costs) -> None:
         self._profile, self._plan, self._costs = profile, plan, costs
         self._chunks = chunks_by_block(plan.layout, len(profile.blocks))
-        self._num_backwards = Counter(call.block for call in profile.calls if call.needs_backward)
 
     def __call__(self, action: Action) -> float:
         assert action.lane is Lane.COMPUTE, f"{action.id} is of the lane {action.lane}"
@@ -162,8 +160,7 @@ class _Seconds:
             return norms
         there = chunk.grad_bytes + host_grad_bytes(self._plan, chunk)
         on_gpu = states_on_gpu(self._plan, chunk)
-        in_place = on_gpu or sum(self._num_backwards[block] for block in chunk.users) > 1
-        return norms + (2 * there if in_place else 0) + (0 if on_gpu else there)
+        return norms + (2 * there if rounds_in_place(self._plan, chunk) else 0) + (0 if on_gpu else there)
 
     def _gather(self, num_bytes: int, sizes: list[int]) -> float:
         return self._touch(2 * num_bytes) if len(sizes) > 1 else 0.0

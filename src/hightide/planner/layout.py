@@ -29,10 +29,6 @@ def pack(profile: ModelProfile, slot_numel: int, num_moments: int = 2) -> Layout
     return Layout(slot_numel, tuple(chunks))
 
 
-def search_slot_numel(profile: ModelProfile) -> int:
-    return slot_sizes(profile)[0]
-
-
 def slot_sizes(profile: ModelProfile) -> tuple[int, ...]:
     """The block sizes, their halves, thirds and quarters, by cost; of equals the larger one first.
 

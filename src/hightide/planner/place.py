@@ -58,6 +58,11 @@ def rounds_gradient(plan: Plan, chunk: ChunkSpec) -> bool:
     return grad_dtype(plan, chunk) != "float32" and chunk.trainable_numel > 0
 
 
+def rounds_in_place(plan: Plan, chunk: ChunkSpec) -> bool:
+    """Its gradient is rounded where it is summed: nobody else would do it, or more is added later."""
+    return rounds_gradient(plan, chunk) and (states_on_gpu(plan, chunk) or chunk.num_backwards > 1)
+
+
 def host_grad_bytes(plan: Plan, chunk: ChunkSpec) -> int:
     """On the link, and at home."""
     return chunk.trainable_numel * DTYPE_BYTES[grad_dtype(plan, chunk)]

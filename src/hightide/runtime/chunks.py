@@ -31,6 +31,7 @@ from hightide.planner.place import (
     is_used_up,
     params_on_gpu,
     rounds_gradient,
+    rounds_in_place,
     slot_bytes,
     staging_bytes,
 )
@@ -126,6 +127,9 @@ class Chunks:
     def is_used_up(self, chunk: int) -> bool:
         """Its gradient leaves its slot with the update, and has no home."""
         return is_used_up(self._plan, self.specs[chunk])
+
+    def rounds_in_place(self, chunk: int) -> bool:
+        return rounds_in_place(self._plan, self.specs[chunk])
 
     def home(self, chunk: int) -> Tensor:
         """The chunk's parameters where the update writes them."""

@@ -9,7 +9,6 @@ and can be read; `None` still means that there is no gradient, whoever set it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -45,13 +44,6 @@ class Gradients:
             entry.param: GradientPlaceholder(chunks.parameters[entry.param], self, entry.param)
             for entries in self._entries
             for entry in entries
-        }
-        calls = Counter(call.block for call in profile.calls if call.needs_backward)
-        # See [Note: rounded gradients].
-        self._rounded_in_place = {
-            spec.index
-            for spec in chunks.specs
-            if chunks.states_tier(spec.index) is Tier.GPU or sum(calls[block] for block in spec.users) > 1
         }
         self._valid: set[str] = set()  # parameters whose chunk holds a gradient
         self._factor: dict[str, float | Tensor] = {}  # what it still has to be multiplied by; absent: 1
@@ -153,7 +145,7 @@ class Gradients:
             gradients = [self._chunks.parameters[key].grad for key in received]
             norms = torch._foreach_norm([gradient for gradient in gradients if gradient is not None])
             self._norms.update(zip(received, norms, strict=True))
-        if chunk in self._rounded_in_place:
+        if self._chunks.rounds_in_place(chunk):  # see [Note: rounded gradients]
             self._chunks.round_gradient(chunk)
         for key in mine:
             self._chunks.parameters[key].grad = self._placeholders[key] if key in self._valid else None

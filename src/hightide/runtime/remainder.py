@@ -10,13 +10,12 @@ if its update had been rounded otherwise. The parameter is the nearest even one 
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from hightide.machine import own_kernels_allowed
-from hightide.runtime.trial import passes
+from hightide.runtime.trial import on_device_of, passes
 
 try:
     import triton
@@ -32,7 +31,7 @@ def join(param: Tensor, remainder: Tensor, out: Tensor | None = None) -> Tensor:
     """The master. `out`: fp32, as many elements."""
     master = torch.empty_like(param, dtype=torch.float32) if out is None else out
     if _has_kernels(param):
-        with _on(param):
+        with on_device_of(param):
             _join[_grid(param)](
                 param.view(torch.int16), remainder, master.view(torch.int32), param.numel(), BLOCK=BLOCK
             )
@@ -44,7 +43,7 @@ def join(param: Tensor, remainder: Tensor, out: Tensor | None = None) -> Tensor:
 def split(master: Tensor, param: Tensor, remainder: Tensor, scratch: Tensor | None = None) -> None:
     """Writes both parts. Torch's operations need as much memory as the master has: `scratch`, fp32, or new."""
     if _has_kernels(param):
-        with _on(param):
+        with on_device_of(param):
             _split[_grid(param)](master, param, remainder, param.numel(), BLOCK=BLOCK)
     else:
         _split_by_torch(master, param, remainder, scratch)
@@ -65,11 +64,6 @@ def _split_by_torch(master: Tensor, param: Tensor, remainder: Tensor, scratch: T
 
 def _grid(param: Tensor) -> tuple[int]:
     return (triton.cdiv(param.numel(), BLOCK),)
-
-
-def _on(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def _has_kernels(tensor: Tensor) -> bool:
@@ -114,7 +108,7 @@ def _agree(device: torch.device) -> bool:
         )
         joined, expected = torch.empty_like(master), torch.empty_like(master)
         _split_by_torch(master, *theirs)
-        with _on(master):
+        with on_device_of(master):
             _split[_grid(master)](master, *ours, master.numel(), BLOCK=BLOCK)
             high = ours[0].view(torch.int16)
             _join[_grid(master)](high, ours[1], joined.view(torch.int32), master.numel(), BLOCK=BLOCK)

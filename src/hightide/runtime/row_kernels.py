@@ -6,13 +6,12 @@ is tried once), cross_entropy.py goes through the logits with torch's kernels: s
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from hightide.machine import own_kernels_allowed
-from hightide.runtime.trial import passes
+from hightide.runtime.trial import on_device_of, passes
 
 try:
     import triton
@@ -33,7 +32,7 @@ def usable(logits: Tensor) -> bool:
 def measure(logits: Tensor, index: Tensor, maximum: Tensor, total: Tensor, target: Tensor) -> None:
     """For each row its maximum, the sum of exp(logit - maximum), and the log-probability of the class at `index`. All
     but the logits are columns."""
-    with _on(logits):
+    with on_device_of(logits):
         _measure[(len(logits),)](
             logits, index, maximum, total, target, logits.stride(0), logits.shape[1], BLOCK=BLOCK, num_warps=16
         )
@@ -47,15 +46,10 @@ def write_gradient(
     assert out.stride(1) == 1
     grid = (len(logits), triton.cdiv(logits.shape[1], BLOCK))
     strides = logits.stride(0), out.stride(0)
-    with _on(logits):
+    with on_device_of(logits):
         _gradient[grid](
             logits, index, maximum, total, at_target, out, *strides, logits.shape[1], BLOCK=BLOCK, num_warps=8
         )
-
-
-def _on(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, which need not be the tensor's."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 if triton is not None:

@@ -1,13 +1,20 @@
-"""Kernels of our own are tried before they are used."""
+"""Kernels of our own: launched where their tensors are, and tried before they are used."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from hightide.machine import KERNELS_SWITCH
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def passes(which: str, device: torch.device, attempt: Callable[[], str | None]) -> bool:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hightide.ir.block import Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec, Work
 from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
-from hightide.planner.layout import pack, search_slot_numel
+from hightide.planner.layout import pack, slot_sizes
 from hightide.planner.loss import loss_tile_tokens
 from hightide.planner.place import widest_tick
 
@@ -137,7 +137,7 @@ def finish(
         gpu_limit_bytes=2**60,
         host_limit_bytes=2**60,
         blocks=tuple(blocks),
-        layout=pack(profile, slot_numel or search_slot_numel(profile)),
+        layout=pack(profile, slot_numel or slot_sizes(profile)[0]),
         forecast=Forecast(0, 0),
         explanation="",
     )
