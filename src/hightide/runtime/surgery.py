@@ -1,15 +1,16 @@
 """Swapping classes: how a user's model comes to run through hightide without anything being stored on it.
 
 Each block, the root and the modules between them get a subclass of their own class; the subclass, not the instance,
-knows the run. Equal modules share one, as they did before: torch.compile tells modules apart by their class. `unwrap`
-puts the old classes back.
+knows the run. Equal modules share one, as they did before: torch.compile tells modules apart by their class, and keeps
+the classes it has met for ever, so those of blocks know their run weakly. `unwrap` puts the old classes back.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +28,14 @@ from hightide.runtime.run import Run
 class Wrapped:
     """Mixed into the class of every module that hightide has swapped."""
 
-    hightide_run: Run
+    hightide_home: Callable[[], Run | None]
+
+    @property
+    def hightide_run(self) -> Run:
+        run = self.hightide_home()
+        if run is None:
+            raise RuntimeError("the wrapped model that this block was a part of is gone, and its parameters with it")
+        return run
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Full values, each in storage of its own, whatever tier they live on."""
@@ -155,7 +163,7 @@ def wrap_modules(run: Run) -> None:
             known = inspect.signature(type(modules[name]).forward).parameters
             forced = {key: value for key, value in run.forced_kwargs.items() if key in known}
             mixin = WrappedInner if forced else Wrapped
-            _swap(modules[name], mixin, {"hightide_run": run} | ({"hightide_forced": forced} if forced else {}))
+            _swap(modules[name], mixin, run, {"hightide_forced": forced} if forced else {})
     for block in run.profile.blocks:
         if not block.loose:
             module = modules[block.name]
@@ -165,7 +173,7 @@ def wrap_modules(run: Run) -> None:
                 if inside is not module and next(inside.parameters(), None) is not None:
                     _swap_shared(inside, Wrapped, run, classes)
             _swap_shared(module, WrappedHead if block.lazy_head else WrappedBlock, run, classes)
-    _swap(run.model, WrappedRoot, {"hightide_run": run})
+    _swap(run.model, WrappedRoot, run, {})
     if run.compiled.enabled and run.probed.taps:
         warnings.warn(
             f"{len(run.probed.taps)} blocks run eagerly in spite of compile=True: hooks or attributes take tensors out "
@@ -213,12 +221,13 @@ def _swap_shared(module: nn.Module, mixin: type, run: Run, classes: dict[tuple[t
         return
     key = (type(module), mixin)
     if key not in classes:
-        classes[key] = _subclass(type(module), mixin, {"hightide_run": run})
+        classes[key] = _subclass(type(module), mixin, {"hightide_home": weakref.ref(run)})
     module.__class__ = classes[key]
 
 
-def _swap(module: nn.Module, mixin: type, attributes: dict[str, Any]) -> None:
-    module.__class__ = _subclass(type(module), mixin, attributes)
+def _swap(module: nn.Module, mixin: type, run: Run, attributes: dict[str, Any]) -> None:
+    home = {"hightide_home": staticmethod(lambda: run)}
+    module.__class__ = _subclass(type(module), mixin, home | attributes)
 
 
 def _subclass(original: type, mixin: type, attributes: dict[str, Any]) -> type:
