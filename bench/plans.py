@@ -43,6 +43,7 @@ class HandWritten:
     kept_logits: int = 0  # tokens
     inputs: Tier = Tier.GPU
     spare_slots: int = 1
+    spare_grad_slots: int | None = None  # None: as many as spare_slots
     gradients: GradientDtype = GradientDtype.PARAM
     held_out: bool = False  # of FORECASTS: its measurement was not looked at while the forecast was being made better
 
@@ -59,8 +60,15 @@ PLANS: dict[str, HandWritten] = {
     ),
     # The update of what is on the host is what is left to hide: as many states as possible on the GPU.
     "w1-24gib-clip": HandWritten(**W1, gpu="24GiB", update=Update.DEFERRED, micro_batch=8, whole=9, inputs=Tier.HOST),
+    # The embedding's gradient takes four grad slots at the end: three more let the layers before it finish meanwhile.
     "w1-8gib": HandWritten(
-        **W1, gpu="8GiB", update=Update.IN_BACKWARD, micro_batch=8, inputs=Tier.HOST, first=1, whole=1
+        **W1,
+        gpu="8GiB",
+        update=Update.IN_BACKWARD,
+        micro_batch=8,
+        inputs=Tier.HOST,
+        spare_grad_slots=3,
+        kept_logits=4096,
     ),
     "w1-8k-24gib": HandWritten(
         **W1_8K, gpu="24GiB", update=Update.IN_BACKWARD, micro_batch=4, whole=14, inputs=Tier.HOST
@@ -117,6 +125,7 @@ def make(written: HandWritten, profile: ModelProfile) -> Plan:
         micro_batch=written.micro_batch,
         inputs=written.inputs,
         spare_slots=written.spare_slots,
+        spare_grad_slots=written.spare_grad_slots,
         whole=frozenset([*whole, *tiny]),
         params=frozenset(params),
         keep=frozenset(kept),

@@ -12,10 +12,12 @@ from hightide.stores import device_limit
 
 
 @pytest.fixture(autouse=True)
-def _clean_device() -> Iterator[None]:
+def _clean_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    num_failed = request.session.testsfailed
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     yield
     gc.collect()  # a model that was only dropped lies in a cycle
-    assert not device_limit._devices, "a limit was left behind"
+    passed = request.session.testsfailed == num_failed  # the traceback of a failed one holds its model
+    assert not passed or not device_limit._devices, "a limit was left behind"
