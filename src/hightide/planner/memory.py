@@ -3,7 +3,9 @@
 [Note: what a GPU reserves] Peaks are bytes of tensors. On a real GPU torch reserves more from the driver, and that is
 what others cannot have: a workspace of its matrix library for each thread that multiplies (the user's and autograd's),
 the rest of the last page of each of its two pools, and holes between tensors that come and go in different sizes, which
-are a share of what comes and goes. The CUDA context itself is outside of torch's count, as of every limit.
+are a share of what comes and goes. Block inputs that wait on the host leave holes of their own size, because they are
+let go when the link is done with them, in between the tensors of other blocks. The CUDA context itself is outside of
+torch's count, as of every limit. The constants were fitted to bench/measured.json.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hightide.ir.action import TICK_OPS, Action, Schedule
+from hightide.ir.action import TICK_OPS, Action, Op, Schedule
 from hightide.ir.tier import Lane
 from hightide.planner.precedence import Precedence
 
 WORKSPACE_BYTES = 2 * 32 * 1024**2  # of cuBLAS, as torch sizes it on Hopper; 8 MiB each elsewhere
 PAGE_BYTES = 20 * 1024**2  # by which the allocator's growing segments grow
-HOLES_SHARE = 0.02  # W1 in 24 GiB: 0.15 of 12.7 GiB that come and go (docs/log.md); rounded up
+HOLES_SHARE = 0.025
+NUM_STASH_HOLES = 3
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,15 @@ def peaks(schedule: Schedule, precedence: Precedence | None = None) -> Peaks:
 def reserved_bytes(schedule: Schedule, peak: Peaks | None = None) -> int:
     """At most, by torch on a real GPU. See [Note: what a GPU reserves]. `peak`: the schedule's, if it is known."""
     peak_bytes = (peak or peaks(schedule)).gpu_peak_bytes
-    return schedule.gpu_base_bytes + reserved_beside(peak_bytes - schedule.gpu_base_bytes)
+    stashed = max((action.gpu_gives for action in schedule.actions if action.op is Op.STASH), default=0)
+    return schedule.gpu_base_bytes + reserved_beside(peak_bytes - schedule.gpu_base_bytes, stashed)
 
 
-def reserved_beside(passing_bytes: int) -> int:
-    """For tensors that come and go, at most so many bytes at once."""
-    return passing_bytes + math.ceil(HOLES_SHARE * passing_bytes) + WORKSPACE_BYTES + 2 * PAGE_BYTES
+def reserved_beside(passing_bytes: int, stashed_bytes: int) -> int:
+    """For tensors that come and go, at most so many bytes at once; `stashed_bytes`: the widest inputs of a block that
+    wait on the host."""
+    holes = math.ceil(HOLES_SHARE * passing_bytes) + NUM_STASH_HOLES * stashed_bytes
+    return passing_bytes + holes + WORKSPACE_BYTES + 2 * PAGE_BYTES
 
 
 class _Level:

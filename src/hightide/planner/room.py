@@ -34,6 +34,7 @@ class _Levels:
     keep: dict[int, list[_Rise]]  # by block
     near: dict[int, list[_Rise]]
     host_bytes: dict[int, int]  # by block: its inputs on the host
+    stashed_bytes: dict[int, int]  # by block: the widest of them
 
 
 class Room:
@@ -55,6 +56,12 @@ class Room:
         near = choice.keep | choice.near
         return sum(size for block, size in self._levels_of(choice).host_bytes.items() if block not in near)
 
+    def stashed_bytes(self, choice: Choice) -> int:
+        """The widest inputs of a block that wait on the host."""
+        near = choice.keep | choice.near
+        levels = self._levels_of(choice)
+        return max((size for block, size in levels.stashed_bytes.items() if block not in near), default=0)
+
     def _levels_of(self, choice: Choice) -> _Levels:
         key = (choice.micro_batch, choice.inputs, self._widest_update(choice))
         if key not in self._levels:
@@ -63,12 +70,14 @@ class Room:
             returns = {action.call: action for action in plain.actions if action.op is Op.UNSTASH}
             near: dict[int, list[_Rise]] = {}
             host_bytes: dict[int, int] = {}
+            stashed_bytes: dict[int, int] = {}
             for call, stash in stashes.items():
                 assert stash.block is not None
                 rise = _Rise(stash.tick, returns[call].opens, stash.gpu_gives)
                 near.setdefault(stash.block, []).append(rise)
                 host_bytes[stash.block] = host_bytes.get(stash.block, 0) + stash.host_takes
-            self._levels[key] = _Levels(_gpu_levels(plain), _rises(plain, kept), near, host_bytes)
+                stashed_bytes[stash.block] = max(stashed_bytes.get(stash.block, 0), stash.gpu_gives)
+            self._levels[key] = _Levels(_gpu_levels(plain), _rises(plain, kept), near, host_bytes, stashed_bytes)
         return self._levels[key]
 
     def _logits_of(self, choice: Choice) -> list[_Rise]:

@@ -56,7 +56,9 @@ class Trials:
         if choice not in self._guesses:
             always = self._always(choice)
             inside = self._room.gpu_bytes(choice)
-            gpu_bytes = always.gpu_bytes + (reserved_beside(inside) if self._is_real else inside)
+            gpu_bytes = always.gpu_bytes + (
+                reserved_beside(inside, self._room.stashed_bytes(choice)) if self._is_real else inside
+            )
             self._guesses[choice] = Needs(gpu_bytes, always.host_bytes + self._room.host_bytes(choice))
         return self._guesses[choice]
 
