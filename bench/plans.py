@@ -96,21 +96,19 @@ _NOW, _LATER = {"update": Update.IN_BACKWARD}, {"update": Update.DEFERRED}
 
 # What bench/forecast.py forecasts and measures: models, limits, batches, timings, recomputed and kept.
 FORECASTS: dict[str, HandWritten] = {
-    "1b-12gib-32k": HandWritten(**_1B, **_32K, **_NOW, gpu="12GiB", whole=1, inputs=Tier.HOST),
+    "1b-12gib-32k": HandWritten(**_1B, **_32K, **_NOW, gpu="12GiB", whole=1, inputs=Tier.HOST, held_out=True),
     "1b-12gib-8k-later": HandWritten(**_1B, **_8K, **_LATER, gpu="12GiB", whole=3),
     "1b-24gib-8k-keep": HandWritten(**_1B, **_8K, **_NOW, gpu="24GiB", whole=8, keep=6, kept_logits=8192),
     "1b-24gib-32k-later": HandWritten(**_1B, **_32K, **_LATER, gpu="24GiB", whole=6, keep=1),
-    "1b-48gib-32k-later-keep": HandWritten(
-        **_1B, **_32K, **_LATER, gpu="48GiB", whole=10, keep=6, kept_logits=32768, held_out=True
-    ),
+    "1b-48gib-32k-later-keep": HandWritten(**_1B, **_32K, **_LATER, gpu="48GiB", whole=10, keep=6, kept_logits=32768),
     "3b-12gib-8k": HandWritten(**_3B, **_8K, **_NOW, gpu="12GiB", whole=1),
-    "3b-12gib-32k": HandWritten(
-        **_3B, sequences=16, micro_batch=4, **_NOW, gpu="12GiB", inputs=Tier.HOST, whole=1, held_out=True
-    ),
+    "3b-12gib-32k": HandWritten(**_3B, sequences=16, micro_batch=4, **_NOW, gpu="12GiB", inputs=Tier.HOST, whole=1),
     "3b-24gib-32k": HandWritten(**_3B, **_32K, **_NOW, gpu="24GiB", whole=2, kept_logits=20480),
     "3b-24gib-8k-later": HandWritten(**_3B, **_8K, **_LATER, gpu="24GiB", whole=7),
     "3b-48gib-32k-keep": HandWritten(**_3B, **_32K, **_NOW, gpu="48GiB", whole=8, keep=3, kept_logits=16384),
-    "3b-48gib-8k-later": HandWritten(**_3B, **_8K, **_LATER, gpu="48GiB", whole=16, keep=4, kept_logits=8192),
+    "3b-48gib-8k-later": HandWritten(
+        **_3B, **_8K, **_LATER, gpu="48GiB", whole=16, keep=4, kept_logits=8192, held_out=True
+    ),
 }
 
 
