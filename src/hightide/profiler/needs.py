@@ -20,7 +20,7 @@ from hightide.ir.split import Split
 from hightide.profiler.recording import Record
 from hightide.profiler.split import flatten, narrow, tensors, unflatten
 from hightide.profiler.taps import Tap, tapping
-from hightide.profiler.work import Counted, CountedCall, WorkMeter, count_recomputed_backward
+from hightide.profiler.work import Counted, CountedCall, WorkMeter, counting_until_saved
 from hightide.stores.meter import AllocationMeter
 
 
@@ -150,20 +150,20 @@ def meter_call(module: nn.Module, leaves: Sequence[Any], record: Record, taps: S
     for param in module.parameters():
         if param.requires_grad and param.grad is None:
             param.grad = torch.empty_like(param)  # gradients are added in place
-    kept = _meter_kept(run)
+    kept, recompute = _meter_kept(run)
     backward_peak, backward = _meter_backward(run, shapes)
-    recompute = count_recomputed_backward(run, shapes) - backward
     return MeteredCall(outputs, forward_peak, kept, backward_peak, CountedCall(forward, recompute, backward))
 
 
-def _meter_kept(run: Callable[[], list[torch.Tensor]]) -> int:
-    with torch.enable_grad(), AllocationMeter() as meter:
+def _meter_kept(run: Callable[[], list[torch.Tensor]]) -> tuple[int, Counted]:
+    """Bytes that the graph holds, and the work of making them again."""
+    with torch.enable_grad(), AllocationMeter() as meter, counting_until_saved() as recomputed:
         results = run()
         graph = [result.grad_fn for result in results]
         del results
         kept = meter.live_bytes
         del graph
-    return kept
+    return kept, recomputed[-1]
 
 
 def _meter_backward(run: Callable[[], list[torch.Tensor]], gradients: list[torch.Tensor]) -> tuple[int, Counted]:
