@@ -52,15 +52,13 @@ class WorkMeter(TorchDispatchMode):
                 self._touched_bytes += written + _bytes(args) + _bytes(kwargs.values())
         return out
 
-
-@contextmanager
-def counting_until_saved() -> Iterator[list[Counted]]:
-    """The last entry is what had been computed when autograd saved its last tensor: a recomputation stops there."""
-    counted = [Counted()]
-    with WorkMeter() as meter:
+    @contextmanager
+    def until_saved(self) -> Iterator[list[Counted]]:
+        """The last entry is what had been counted when autograd saved its last tensor: a recomputation stops there."""
+        counted = [Counted()]
 
         def saved(tensor: torch.Tensor) -> torch.Tensor:
-            counted.append(meter.counted)
+            counted.append(self.counted)
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
