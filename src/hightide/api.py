@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from hightide.integrations import transformers
+from hightide.integrations import lora, transformers
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.limits import Limits
@@ -88,6 +88,8 @@ def wrap(
     values = first_values(model)
     forced = transformers.training_kwargs(model)
     run = Run(model, profile, probed, plan, schedules, forced, checks, place, compile, values)
+    for param in lora.adapted_parameters(model):
+        run.chunks.ignore_version(run.keys[id(param)])
     forget(model)
     wrapped = wrap_optimizer(optimizer, run)
     run.settle()
@@ -177,6 +179,8 @@ def _device(device: str | torch.device | None) -> torch.device:
         ) from error
     if place.type == "cuda" and not has_cuda():
         raise ValueError(f"device={str(device)!r}, but this machine has 0 usable CUDA devices; leave device out")
+    if place.type == "cpu" and place.index is not None:
+        raise ValueError(f"device={str(device)!r}, but there is one simulated accelerator; use 'cpu' or None")
     if place.type not in ("cuda", "cpu"):
         raise ValueError(
             f"device={str(device)!r} is not supported; use 'cuda', 'cpu' (the simulated accelerator) or None"
