@@ -26,6 +26,7 @@ class Peaks:
     gpu_peak_at: str  # id of the action; "" if the peak is what is always there
     host_peak_bytes: int
     host_peak_at: str
+    disk_peak_bytes: int = 0
 
 
 def peaks(schedule: Schedule, precedence: Precedence | None = None) -> Peaks:
@@ -50,7 +51,7 @@ def peaks(schedule: Schedule, precedence: Precedence | None = None) -> Peaks:
             host.fall(action.host_gives)
         elif action.gpu_gives or action.host_gives:
             in_flight.append(action)
-    return Peaks(gpu.peak_bytes, gpu.peak_at, host.peak_bytes, host.peak_at)
+    return Peaks(gpu.peak_bytes, gpu.peak_at, host.peak_bytes, host.peak_at, schedule.disk_base_bytes)
 
 
 def reserved_bytes(schedule: Schedule, peak: Peaks | None = None) -> int:

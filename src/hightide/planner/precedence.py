@@ -6,7 +6,7 @@ starts (a vector clock), and on other lanes which actions are surely done (a bit
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 from hightide.ir.action import TICK_OPS, Action, Schedule
 from hightide.ir.tier import LANE_RULES, Lane, Rule
@@ -47,11 +47,13 @@ class Precedence:
         return self._place[first] < self._place[second]
 
     def _ranks(self) -> list[int]:
-        counts = dict.fromkeys(Lane, -1)
+        """On its lane, or among all actions of lanes that do not work in order."""
+        counts: Counter[Lane | None] = Counter()
         ranks = []
         for action in self._actions:
-            counts[action.lane] += 1
-            ranks.append(counts[action.lane])
+            lane = action.lane if action.lane in _IN_ORDER else None
+            ranks.append(counts[lane])
+            counts[lane] += 1
         return ranks
 
     def _edges(self) -> list[list[int]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hightide.ir.action import TICK_OPS, Action, Schedule
-from hightide.ir.machine import SHARING, Machine
+from hightide.ir.machine import Machine
 from hightide.ir.tier import LANE_RULES, Lane, Rule
 
 NUM_PASSES = 4
@@ -99,6 +99,7 @@ class _Clock:
     def __init__(self, schedule: Schedule, seconds: Callable[[Action], float], machine: Machine) -> None:
         self._actions = schedule.actions
         self._graph = _Graph(schedule)
+        self._num_ticks = len(schedule.ticks)
         self._work = [
             seconds(action) if action.lane is Lane.COMPUTE else float(action.num_bytes) for action in schedule.actions
         ]
@@ -150,8 +151,9 @@ class _Clock:
                 self._push(index, at)
 
     def _push(self, index: int, at: int) -> None:
-        """Onto a lane that takes what is due first. Work of an earlier pass is due before all of the next."""
-        heapq.heappush(self._heaps[self._graph.lanes[at]], (index, self._actions[at].tick, at))
+        """Onto a lane that takes what is due first, whatever pass it belongs to."""
+        due = index * self._num_ticks + self._actions[at].tick
+        heapq.heappush(self._heaps[self._graph.lanes[at]], (due, index, at))
 
     def _start_all(self) -> None:
         for lane in Lane:
@@ -162,7 +164,7 @@ class _Clock:
                 if queue and not self._missing[queue[0][0]][queue[0][1]]:
                     self._start(lane, *queue.popleft())
             elif self._heaps[lane]:
-                index, _, at = heapq.heappop(self._heaps[lane])
+                _, index, at = heapq.heappop(self._heaps[lane])
                 self._start(lane, index, at)
 
     def _start(self, lane: Lane, index: int, at: int) -> None:
@@ -184,7 +186,7 @@ class _Clock:
         if not self._running:
             stuck = [self._actions[queue[0][1]].id for queue in self._queues.values() if queue]
             raise RuntimeError(f"the schedule locks up at {', '.join(stuck)}; verify it before it is simulated")
-        moving = {lane for lane, one in self._running.items() if lane in SHARING and one.latency_s <= 0.0}
+        moving = {lane for lane, one in self._running.items() if lane is not Lane.COMPUTE and one.latency_s <= 0.0}
         speeds = self._machine.speeds_of(moving) if moving else {}
         step_s = min(
             one.latency_s if one.latency_s > 0.0 else one.left / speeds.get(lane, 1.0)

@@ -1,4 +1,4 @@
-"""Pass 7: what each action takes and gives on each tier.
+"""Pass 8: what each action takes and gives on each tier.
 
 The flow of block inputs is simplified to a chain: what a call returns is what the next call receives. Tensors that do
 not follow the chain (masks, rotary tables, an encoder's output read by every decoder layer) are counted from the call
@@ -18,6 +18,8 @@ from hightide.ir.tier import Lane, Tier
 from hightide.planner import loss
 from hightide.planner.lower.draft import Draft
 from hightide.planner.place import (
+    disk_buffer_bytes,
+    disk_chunk_bytes,
     gpu_chunk_bytes,
     gpu_staging_bytes,
     grad_slot_bytes,
@@ -36,7 +38,12 @@ def gpu_base_bytes(profile: ModelProfile, plan: Plan) -> int:
 
 
 def host_base_bytes(plan: Plan) -> int:
-    return sum(host_chunk_bytes(plan, chunk) for chunk in plan.layout.chunks)
+    chunks = sum(host_chunk_bytes(plan, chunk) for chunk in plan.layout.chunks)
+    return chunks + (plan.num_disk_buffers * sum(disk_buffer_bytes(plan)) if plan.num_disk_buffers else 0)
+
+
+def disk_base_bytes(plan: Plan) -> int:
+    return sum(disk_chunk_bytes(plan, chunk) for chunk in plan.layout.chunks)
 
 
 def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:

@@ -1,4 +1,4 @@
-"""Pass 6: one sequential order, in which the order on each lane is the one that the executor will follow.
+"""Pass 7: one sequential order, in which the order on each lane is the one that the executor will follow.
 
 [Note: why no lane can lock up] A lane that works in order must never hold an action whose dependencies are issued
 after it. Here each action is issued when the tick `opens` has been left, and depends only on ticks up to that one and
@@ -10,9 +10,11 @@ stands before it is needed no later and opened before its need.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby
 
 from hightide.ir.action import Action, Mode, Op
-from hightide.ir.tier import ChunkKind, Lane
+from hightide.ir.tier import LANE_RULES, ChunkKind, Lane, Rule
+from hightide.planner.lower.disk import move_through_disk
 from hightide.planner.lower.draft import Draft
 
 
@@ -27,7 +29,32 @@ def order_actions(draft: Draft) -> list[Action]:
     fetches = _order_fetches(draft, sorted(by_lane[Lane.H2D], key=lambda action: (action.tick, action.opens)))
     exits = sorted(by_lane[Lane.D2H], key=lambda action: (action.opens, action.tick))
     updates = sorted(by_lane[Lane.CPU], key=lambda action: (action.opens, action.tick))
-    return sorted([*ticks, *by_lane[Lane.COMPUTE], *exits, *fetches, *updates], key=_moment)
+    inline = [*ticks, *by_lane[Lane.COMPUTE]]
+    if not draft.plan.num_disk_buffers:
+        return sorted([*inline, *exits, *fetches, *updates], key=_moment)
+    moved = move_through_disk(draft, fetches, exits, updates)
+    return _after_what_it_waits_for(sorted([*inline, *moved], key=_moment))
+
+
+def _after_what_it_waits_for(actions: list[Action]) -> list[Action]:
+    """Of what is issued at one moment that first which others wait for; lanes that work in order keep theirs."""
+    found: list[Action] = []
+    for (_, is_inline), group in groupby(actions, key=lambda action: (_moment(action)[0], action.lane is Lane.COMPUTE)):
+        waiting = list(group)
+        left = set() if is_inline else {action.id for action in waiting}
+        while waiting:
+            later: list[Action] = []
+            blocked: set[Lane] = set()
+            for action in waiting:
+                if action.lane in blocked or not left.isdisjoint(action.after):
+                    later.append(action)
+                    blocked |= {action.lane} if LANE_RULES[action.lane] is Rule.IN_ORDER else set()
+                else:
+                    found.append(action)
+                    left.discard(action.id)
+            assert len(later) < len(waiting), f"actions wait for each other: {sorted(left)}"
+            waiting = later
+    return found
 
 
 def _order_fetches(draft: Draft, by_need: list[Action]) -> list[Action]:
@@ -62,4 +89,7 @@ def _moment(action: Action) -> tuple[int, int]:
         return action.tick, 1
     if action.lane is Lane.COMPUTE:
         return (action.opens, 2) if action.runs_when_open else (action.tick, 0)
-    return action.opens, {Lane.D2H: 3, Lane.H2D: 4, Lane.CPU: 5}[action.lane]
+    return action.opens, _RANKS[action.lane]
+
+
+_RANKS = {Lane.D2H: 3, Lane.H2D: 4, Lane.CPU: 5, Lane.DISK_WRITE: 6, Lane.DISK_READ: 7}
