@@ -20,6 +20,7 @@ from hightide.cli.workload import Dtype, Workload, load_workload
 from hightide.integrations.lora import Lora
 from hightide.ir.action import Mode
 from hightide.ir.codec import to_json
+from hightide.ir.limits import Limits
 from hightide.ir.machine import Machine
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.units import parse_bytes
@@ -70,7 +71,16 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
             profile = workload.profile()
         costs = estimate(profile, machine)
         micro_batch, gradients = options.micro_batch, options.gradients
-        question = Question(profile, costs, machine, *limits, options.update, micro_batch, gradients=gradients)
+        question = Question(
+            profile,
+            costs,
+            machine,
+            *limits,
+            options.update,
+            micro_batch,
+            gradients=gradients,
+            disk_bytes=_disk_bytes(options, machine),
+        )
         status.update("searching a plan")
         try:
             found = question.answer()
@@ -95,11 +105,6 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
 
 
 def _check(options: PlanOptions) -> None:
-    if options.disk is not None:
-        raise ValueError(
-            f"--disk {options.disk}: this version plans the GPU and the host only, it has no disk tier yet; leave "
-            "--disk out"
-        )
     if options.clip and options.update is Update.IN_BACKWARD:
         raise ValueError("--clip needs all gradients before the first update; use --update deferred with it")
     for option, path in (("--save", options.save), ("--html", options.html)):
@@ -116,6 +121,17 @@ def _limits(options: PlanOptions, machine: Machine) -> tuple[int, int]:
         return gpu_bytes, parse_bytes(options.host, "--host")
     assert machine.host is not None
     return gpu_bytes, int(machine.host.memory_bytes * HEADROOM)
+
+
+def _disk_bytes(options: PlanOptions, machine: Machine) -> int:
+    if options.disk is None:
+        return 0
+    if machine.disk is None:
+        raise ValueError(
+            f"--disk {options.disk}: the machine {machine.name!r} says nothing about its disk (0 known rates); measure "
+            "it with `hightide doctor --disk FOLDER`, or name a preset"
+        )
+    return sum(disk.num_bytes for disk in Limits(disk=options.disk).disks)
 
 
 def _gpu_memory_bytes(machine: Machine) -> int:

@@ -12,7 +12,7 @@ from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, Grad
 from hightide.ir.tier import Tier
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss import loss_tile_tokens, num_rows
-from hightide.planner.place import in_grad_slot, is_used_up, widest_tick
+from hightide.planner.place import in_grad_slot, is_used_up, uses_disk, widest_tick
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Choice:
     near: frozenset[int] = field(default_factory=frozenset)  # blocks whose inputs stay on the GPU, whatever `inputs` is
     spare_grad_slots: int | None = None  # None: as many as spare_slots
     slot_numel: int | None = None  # None: the size that wastes least
+    disk: bool = False  # what is neither on the GPU nor in the next two lives on disk
+    host_params: frozenset[int] = field(default_factory=frozenset)
+    host_states: frozenset[int] = field(default_factory=frozenset)  # some of host_params: params are read twice a step
+    disk_buffers: int = 0  # of each kind; one more than it takes lets the disk go on while another is in use
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Problem:
     update: Update
     num_moments: int = 2
     gradients: GradientDtype = GradientDtype.FLOAT32
+    disk_bytes: int = 0
 
     def build(self, choice: Choice) -> Plan:
         """Without a forecast and an explanation."""
@@ -62,6 +67,7 @@ class Problem:
             explanation="",
             gradients=self.gradients,
             loss_kept_tokens=choice.loss_kept_tokens,
+            disk_limit_bytes=self.disk_bytes,
             profile=self.profile,
         )
         slots, grad_slots = widest_tick(plan, self._called)
@@ -72,6 +78,7 @@ class Problem:
             plan,
             num_slots=_with_spare(slots, choice.spare_slots),
             num_grad_slots=grad_slots + (spare_grads if leaving else 0),
+            num_disk_buffers=choice.disk_buffers if uses_disk(plan) else 0,
         )
 
     def layout(self, slot_numel: int | None = None) -> Layout:
@@ -162,10 +169,12 @@ def _block_plan(block: BlockSpec, choice: Choice) -> BlockPlan:
     whole = block.loose or block.index in choice.whole
     keep = block.index in choice.keep
     near = keep or block.loose or block.index in choice.near
+    params = Tier.DISK if choice.disk and block.index not in choice.host_params else Tier.HOST
+    states = Tier.DISK if choice.disk and block.index not in choice.host_states else Tier.HOST
     return BlockPlan(
         name=block.name,
-        params=Tier.GPU if whole or block.index in choice.params else Tier.HOST,
-        states=Tier.GPU if whole or block.index in choice.trained else Tier.HOST,
+        params=Tier.GPU if whole or block.index in choice.params else params,
+        states=Tier.GPU if whole or block.index in choice.trained else states,
         activation=Activation.KEEP if keep else Activation.RECOMPUTE,
         inputs=Tier.GPU if near else choice.inputs,
     )

@@ -3,7 +3,8 @@
 [Note: ladders] What can be put on the GPU for speed is of a few kinds, and of each kind some gain more than others for
 the same bytes: blocks from the front become persistent (nothing hides their fetch and their update), activations are
 kept from the back (for the shortest time). So every kind has a ladder; filling climbs it as far as memory goes, giving
-up steps down again. One step that is too high (an embedding as wide as four layers) is left out.
+up steps down again. One step that is too high (an embedding as wide as four layers) is left out. From the disk, blocks
+come to the host from the front too: of the last ones the gradient is there first and the update due last.
 
 A move changes one thing, then gives up what no longer fits, or fills what has become free, kind by kind in some order.
 """
@@ -20,6 +21,7 @@ from hightide.ir.tier import Tier
 from hightide.planner.choice import Choice, Problem
 
 MOST_SPARE = 3  # slots beyond what the widest block needs
+MOST_DISK_BUFFERS = 4  # of each kind
 NUM_SLOT_SIZES = 3  # so many slot sizes, of least waste, are tried
 FEW_BLOCKS = 8
 
@@ -33,17 +35,19 @@ class Kind(StrEnum):
     LOGITS = "loss_kept_tokens"
     KEEP = "keep"
     NEAR = "near"
+    HOST_PARAMS = "host_params"
+    HOST_STATES = "host_states"
 
 
 Order = tuple[Kind, ...]
 
-_T, _W, _P, _L, _K, _N = Kind
-# Adapters first: they cost next to nothing.
+_T, _W, _P, _L, _K, _N, *_HOST = Kind
+# Adapters first: they cost next to nothing. What lives on disk comes to the host when it is known what is on the GPU.
 ORDERS: tuple[Order, ...] = (
-    (_T, _L, _W, _P, _K, _N),
-    (_T, _W, _P, _L, _K, _N),
-    (_T, _L, _K, _P, _W, _N),
-    (_T, _N, _P, _L, _K, _W),
+    (_T, _L, _W, _P, _K, _N, *_HOST),
+    (_T, _W, _P, _L, _K, _N, *_HOST),
+    (_T, _L, _K, _P, _W, _N, *_HOST),
+    (_T, _N, _P, _L, _K, _W, *_HOST),
 )
 
 
@@ -58,11 +62,22 @@ class Moves:
         """Whether there is time to look at each block for itself."""
         return len(self.problem.movable) <= FEW_BLOCKS
 
-    def starts(self, spare: int) -> Iterator[Choice]:
-        """Everything streamed and recomputed; the plainest first."""
+    def starts(self, spare: int, disk: bool = False) -> Iterator[Choice]:
+        """Everything streamed, from the host or the disk, and recomputed; the plainest first."""
+        if disk and not self.problem.disk_bytes:
+            return
         for inputs in (Tier.GPU, Tier.HOST):
             for micro_batch in self.micro_batches:
-                yield Choice(micro_batch, inputs, spare, spare_grad_slots=spare)
+                yield Choice(
+                    micro_batch, inputs, spare, spare_grad_slots=spare, disk=disk, disk_buffers=1 + spare if disk else 0
+                )
+
+    def leanest(self) -> Iterator[Choice]:
+        """If none of these fits, nothing does."""
+        for start in self.starts(spare=0, disk=True):
+            if start.micro_batch == self.micro_batches[-1]:
+                yield self.fill(start, ORDERS[0])
+        yield from self.last_resorts()
 
     def last_resorts(self) -> Iterator[Choice]:
         """From all on the host to all on the GPU, in several orders, without spare slots. Where slots cost more than
@@ -161,6 +176,9 @@ class Moves:
         for spare in (grads + 1, grads - 1):
             if 0 <= spare <= MOST_SPARE:
                 yield replace(choice, spare_grad_slots=spare)
+        for buffers in (choice.disk_buffers + 1, choice.disk_buffers - 1):
+            if choice.disk and 1 <= buffers <= MOST_DISK_BUFFERS:
+                yield replace(choice, disk_buffers=buffers)
         at = self.micro_batches.index(choice.micro_batch)
         for near in (at - 1, at + 1):
             if 0 <= near < len(self.micro_batches):
@@ -210,6 +228,8 @@ class Moves:
         """Whether there is anything left to gain by it."""
         if kind is Kind.NEAR:
             return choice.inputs is Tier.HOST and unit not in choice.keep
+        if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES):
+            return choice.disk and unit not in choice.whole
         return not (kind in (Kind.PARAMS, Kind.TRAINED) and unit in choice.whole)
 
     def _ladder(self, kind: Kind) -> tuple[int, ...]:
@@ -220,6 +240,8 @@ class Moves:
             return problem.keepable_tokens
         if kind is Kind.KEEP:
             return problem.keepable
+        if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES) and not problem.disk_bytes:
+            return ()
         return self._backwards if kind is Kind.NEAR else problem.movable
 
     @cached_property
@@ -249,6 +271,10 @@ class Moves:
             return replace(choice, keep=chosen, near=choice.near - chosen)
         if kind is Kind.NEAR:
             return replace(choice, near=chosen, keep=choice.keep - chosen)
+        if kind is Kind.HOST_PARAMS:
+            return replace(choice, host_params=chosen, host_states=choice.host_states & chosen)
+        if kind is Kind.HOST_STATES:
+            return replace(choice, host_states=chosen, host_params=choice.host_params | chosen)
         return replace(choice, trained=chosen)
 
 

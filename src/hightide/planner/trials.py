@@ -14,7 +14,7 @@ from hightide.planner.bounds import least_step_s
 from hightide.planner.choice import Choice, Problem
 from hightide.planner.cost import forecast
 from hightide.planner.lower import lower
-from hightide.planner.lower.effects import gpu_base_bytes, host_base_bytes
+from hightide.planner.lower.effects import disk_base_bytes, gpu_base_bytes, host_base_bytes
 from hightide.planner.memory import Peaks, peaks, reserved_beside, reserved_bytes
 from hightide.planner.room import Room
 
@@ -28,6 +28,7 @@ _NONE: frozenset[int] = frozenset()
 class Needs:
     gpu_bytes: int
     host_bytes: int
+    disk_bytes: int = 0
 
 
 @dataclass
@@ -46,10 +47,13 @@ class Trials:
         self._room = Room(self.problem)
 
     def may_fit(self, choice: Choice) -> bool:
-        return self.within(self.guess(choice))
+        """The GPU and the host. The more is filled in there, the less is left for the disk: it is checked last."""
+        needs = self.guess(choice)
+        return needs.gpu_bytes <= self.problem.gpu_bytes and needs.host_bytes <= self.problem.host_bytes
 
     def within(self, needs: Needs) -> bool:
-        return needs.gpu_bytes <= self.problem.gpu_bytes and needs.host_bytes <= self.problem.host_bytes
+        memory = needs.gpu_bytes <= self.problem.gpu_bytes and needs.host_bytes <= self.problem.host_bytes
+        return memory and needs.disk_bytes <= self.problem.disk_bytes
 
     def guess(self, choice: Choice) -> Needs:
         """What the choice needs, but for small differences in what is on its way."""
@@ -57,7 +61,8 @@ class Trials:
             always = self._always(choice)
             inside = self._room.gpu_bytes(choice)
             gpu_bytes = always.gpu_bytes + (reserved_beside(inside) if self._is_real else inside)
-            self._guesses[choice] = Needs(gpu_bytes, always.host_bytes + self._room.host_bytes(choice))
+            host_bytes = always.host_bytes + self._room.host_bytes(choice)
+            self._guesses[choice] = Needs(gpu_bytes, host_bytes, always.disk_bytes)
         return self._guesses[choice]
 
     def needs(self, choice: Choice) -> Needs:
@@ -87,13 +92,14 @@ class Trials:
         key = replace(choice, micro_batch=1, inputs=Tier.GPU, keep=_NONE, near=_NONE, loss_kept_tokens=0)
         if key not in self._bases:
             plan = self.problem.build(key)
-            self._bases[key] = Needs(gpu_base_bytes(self.problem.profile, plan), host_base_bytes(plan))
+            bases = gpu_base_bytes(self.problem.profile, plan), host_base_bytes(plan), disk_base_bytes(plan)
+            self._bases[key] = Needs(*bases)
         return self._bases[key]
 
     def _needs(self, schedule: Schedule, peak: Peaks) -> Needs:
         """Of a real GPU what torch reserves; of a simulated one, and where nothing is known, what tensors take."""
         gpu_bytes = reserved_bytes(schedule, peak) if self._is_real else peak.gpu_peak_bytes
-        return Needs(gpu_bytes, peak.host_peak_bytes)
+        return Needs(gpu_bytes, peak.host_peak_bytes, peak.disk_peak_bytes)
 
     @property
     def _is_real(self) -> bool:

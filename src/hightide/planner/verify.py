@@ -33,10 +33,11 @@ def verify(profile: ModelProfile, plan: Plan, schedule: Schedule, gpu_bytes: int
 
 def _check_capacity(tier: Tier, peak_bytes: int, limit_bytes: int, moment: str) -> None:
     if peak_bytes > limit_bytes:
+        room = str(tier) if tier is Tier.DISK else f"{tier} memory"
         remedy = "fewer blocks on the disk" if tier is Tier.DISK else "a smaller micro_batch or batch"
         when = f"during {moment}" if moment else "from the beginning"
         raise InfeasiblePlan(
-            f"the plan needs {peak_bytes} bytes ({format_bytes(peak_bytes)}) of {tier}{'' if tier is Tier.DISK else ' memory'} {when}, the limit is "
+            f"the plan needs {peak_bytes} bytes ({format_bytes(peak_bytes)}) of {room} {when}, the limit is "
             f"{limit_bytes} ({format_bytes(limit_bytes)}): {peak_bytes - limit_bytes} bytes too many; use {remedy}, or "
             f"raise Limits({tier}=...)",
             moment,

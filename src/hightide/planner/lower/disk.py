@@ -72,9 +72,8 @@ def move_through_disk(
     done = [moved for action in updates for moved in _around(draft, state, action, written)]
     previous = {**up.follow(), **down.follow(), **state.follow()}
     for action in (*home, *coming, *done):
-        exit = previous.get(action.id)
-        known = exit is None or exit in action.after_prev
-        yield action if known else replace(action, after_prev=(*action.after_prev, exit))
+        exit = (previous[action.id],) if action.id in previous else ()
+        yield replace(action, after_prev=tuple(dict.fromkeys((*action.after_prev, *exit)))) if exit else action
 
 
 def _away(
