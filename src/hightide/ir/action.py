@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 from hightide.ir.tier import LANE_RULES, ChunkKind, Lane, Tier
 
@@ -86,6 +87,13 @@ class Action:
         """Of inline actions: those that never wait run as soon as they open, others on entry of the tick that needs
         them. An update that is due in the next pass waits for nothing but the block before it."""
         return self.op is Op.EVICT or (self.op is Op.UPDATE and self.tick > self.opens + 1)
+
+    def changed(self, **changes: Any) -> Action:
+        """As dataclasses.replace. Lowering makes thousands, so that this counts."""
+        other = object.__new__(Action)
+        other.__dict__.update(self.__dict__)
+        other.__dict__.update(changes)
+        return other
 
     def __str__(self) -> str:
         words = [str(self.lane), str(self.op), self.id, f"tick={self.tick}"]

@@ -12,7 +12,7 @@ one write a step. Parameters on the host save more, two reads and a write, so th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hightide.ir.action import Action, Op, Place
 from hightide.ir.chunk import ChunkSpec
@@ -73,7 +73,7 @@ def move_through_disk(
     previous = {**up.follow(), **down.follow(), **state.follow()}
     for action in (*home, *coming, *done):
         exit = (previous[action.id],) if action.id in previous else ()
-        yield replace(action, after_prev=tuple(dict.fromkeys((*action.after_prev, *exit)))) if exit else action
+        yield action.changed(after_prev=tuple(dict.fromkeys((*action.after_prev, *exit)))) if exit else action
 
 
 def _away(
@@ -83,12 +83,11 @@ def _away(
     if action.op is not Op.WRITE_BACK or chunk is None or not states_on_disk(draft.plan, chunk):
         return [action]
     buffer, before = Place(Tier.HOST, ring.buffer), ring.before
-    entry = replace(action, target=buffer, after=(*action.after, *([before.id] if before else [])))
+    entry = action.changed(target=buffer, after=(*action.after, *([before.id] if before else [])))
     if not grad_on_disk(draft.plan, chunk):
         ring.pass_through(entry, updated[chunk.index])
         return [entry]
-    exit = replace(
-        action,
+    exit = action.changed(
         id=action.id.replace("write_back.", "write.grad.", 1),
         op=Op.WRITE,
         lane=Lane.DISK_WRITE,
@@ -116,8 +115,7 @@ def _towards(draft: Draft, ring: _Ring, action: Action, written: Written) -> lis
         after += [written[name] for name in action.after if name in written and written[name].chunk == chunk.index]
         sums = [written[name] for name in action.after_prev if name in written]
         earlier = tuple(dict.fromkeys(one.id for one in sums if one.chunk == chunk.index))
-    read = replace(
-        action,
+    read = action.changed(
         id=action.id.replace("fetch.", "read.", 1),
         op=Op.READ,
         lane=Lane.DISK_READ,
@@ -127,7 +125,7 @@ def _towards(draft: Draft, ring: _Ring, action: Action, written: Written) -> lis
         after=tuple(dict.fromkeys(one.id for one in after)),
         after_prev=earlier,
     )
-    fetch = replace(action, source=buffer, after=(*action.after, read.id))
+    fetch = action.changed(source=buffer, after=(*action.after, read.id))
     ring.pass_through(read, fetch)
     return [read, fetch]
 
@@ -141,8 +139,7 @@ def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list
     after += [one for one in written.values() if one.chunk == chunk.index]
     begin = draft.ticks[-1].tick if draft.plan.update is Update.DEFERRED else len(draft.profile.calls) - 1
     name = f"state.{chunk.index}"
-    read = replace(
-        action,
+    read = action.changed(
         id=f"read.{name}",
         op=Op.READ,
         lane=Lane.DISK_READ,
@@ -153,8 +150,7 @@ def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list
         after=tuple(one.id for one in after),
         after_prev=(f"write.{name}",),
     )
-    write = replace(
-        action,
+    write = action.changed(
         id=f"write.{name}",
         op=Op.WRITE,
         lane=Lane.DISK_WRITE,
@@ -164,7 +160,7 @@ def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list
         after=(action.id,),
     )
     ring.pass_through(read, write)
-    return [read, replace(action, after=(*action.after, read.id)), write]
+    return [read, action.changed(after=(*action.after, read.id)), write]
 
 
 def _chunk(draft: Draft, action: Action) -> ChunkSpec | None:

@@ -8,7 +8,6 @@ is taken: the limit of a tier is hard."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import replace
 
 from hightide.ir.action import Action, Mode, Op
 from hightide.ir.block import Affine, CallSpec, ModelProfile
@@ -58,8 +57,7 @@ def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
 
 
 def _with(action: Action, effect: Counter[str]) -> Action:
-    return replace(
-        action,
+    return action.changed(
         gpu_takes=effect["gpu_takes"],
         gpu_gives=effect["gpu_gives"],
         gpu_transient=effect["gpu_transient"],

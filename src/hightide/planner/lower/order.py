@@ -9,7 +9,6 @@ stands before it is needed no later and opened before its need.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import groupby
 
 from hightide.ir.action import Action, Mode, Op
@@ -20,7 +19,7 @@ from hightide.planner.lower.draft import Draft
 
 def order_actions(draft: Draft) -> list[Action]:
     ticks = [
-        replace(tick, after=tuple(dict.fromkeys((*tick.after, *draft.awaited.get(tick.tick, ())))))
+        tick.changed(after=tuple(dict.fromkeys((*tick.after, *draft.awaited.get(tick.tick, ())))))
         for tick in draft.ticks
     ]
     by_lane: dict[Lane, list[Action]] = {lane: [] for lane in Lane}
@@ -70,7 +69,7 @@ def _order_fetches(draft: Draft, by_need: list[Action]) -> list[Action]:
     as_in_train = _raise_opens([action for action in by_need if continued.get(action.chunk) is not action])
     early = [action for action in as_in_train if action.opens <= last_forward]
     names = {action.id for action in early}
-    late = [replace(action, opens=max(action.opens, last_forward)) for action in by_need if action.id not in names]
+    late = [action.changed(opens=max(action.opens, last_forward)) for action in by_need if action.id not in names]
     return early + _raise_opens(late)
 
 
@@ -79,7 +78,7 @@ def _raise_opens(actions: list[Action]) -> list[Action]:
     raised = []
     for action in actions:
         opens = max(opens, action.opens)
-        raised.append(replace(action, opens=opens))
+        raised.append(action.changed(opens=opens))
     return raised
 
 
