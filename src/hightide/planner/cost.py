@@ -111,6 +111,7 @@ class _Seconds:
     def __init__(self, profile: ModelProfile, plan: Plan, costs: Costs) -> None:
         self._profile, self._plan, self._costs = profile, plan, costs
         self._chunks = chunks_by_block(plan.layout, len(profile.blocks))
+        self._known: dict[tuple[Op, int, bool], float] = {}  # of calls of one kind
 
     def __call__(self, action: Action) -> float:
         assert action.lane is Lane.COMPUTE, f"{action.id} is of the lane {action.lane}"
@@ -129,6 +130,18 @@ class _Seconds:
         return self._profile.calls[action.call]
 
     def _forward(self, call: CallSpec) -> float:
+        key = (Op.FORWARD, call.kind, self._keeps(call))
+        if key not in self._known:
+            self._known[key] = self._forward_of(call)
+        return self._known[key]
+
+    def _backward(self, call: CallSpec) -> float:
+        key = (Op.BACKWARD, call.kind, self._keeps(call))
+        if key not in self._known:
+            self._known[key] = self._backward_of(call)
+        return self._known[key]
+
+    def _forward_of(self, call: CallSpec) -> float:
         if self._is_fused(call):
             assert self._costs.loss is not None
             return self._num_tiles() * self._costs.loss.forward_s
@@ -136,7 +149,7 @@ class _Seconds:
         curve = cost.forward_kept_s if self._keeps(call) else cost.forward_s
         return sum(curve.at(size) for size in sizes) + self._gather(call.outputs.at(sum(sizes)), sizes)
 
-    def _backward(self, call: CallSpec) -> float:
+    def _backward_of(self, call: CallSpec) -> float:
         if self._is_fused(call):
             assert self._costs.loss is not None
             kept = min(self._plan.loss_kept_tokens, self._num_rows()) / self._costs.loss.tile_tokens

@@ -10,11 +10,11 @@ from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
+from hightide.planner.base import Base, Bases
 from hightide.planner.bounds import least_step_s
 from hightide.planner.choice import Choice, Problem
 from hightide.planner.cost import forecast
 from hightide.planner.lower import lower
-from hightide.planner.lower.effects import disk_base_bytes, gpu_base_bytes, host_base_bytes
 from hightide.planner.memory import Peaks, peaks, reserved_beside, reserved_bytes
 from hightide.planner.room import Room
 
@@ -39,12 +39,13 @@ class Trials:
     costs: Costs
     machine: Machine
     num_simulated: int = 0
-    _bases: dict[Choice, Needs] = field(default_factory=dict)
+    _known_bases: dict[Choice, Base] = field(default_factory=dict)
     _guesses: dict[Choice, Needs] = field(default_factory=dict)
     _step_s: dict[Choice, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._room = Room(self.problem)
+        self._bases = Bases(self.problem)
 
     def may_fit(self, choice: Choice) -> bool:
         """The GPU and the host. The more is filled in there, the less is left for the disk: it is checked last."""
@@ -87,14 +88,12 @@ class Trials:
         self.num_simulated += 1
         return forecast(self.problem.profile, plan, self.costs, self.machine, schedule, NUM_PASSES).step_s
 
-    def _always(self, choice: Choice) -> Needs:
+    def _always(self, choice: Choice) -> Base:
         """Chunks and slots, which do not depend on activations."""
         key = replace(choice, micro_batch=1, inputs=Tier.GPU, keep=_NONE, near=_NONE, loss_kept_tokens=0)
-        if key not in self._bases:
-            plan = self.problem.build(key)
-            bases = gpu_base_bytes(self.problem.profile, plan), host_base_bytes(plan), disk_base_bytes(plan)
-            self._bases[key] = Needs(*bases)
-        return self._bases[key]
+        if key not in self._known_bases:
+            self._known_bases[key] = self._bases.of(key)
+        return self._known_bases[key]
 
     def _needs(self, schedule: Schedule, peak: Peaks) -> Needs:
         """Of a real GPU what torch reserves; of a simulated one, and where nothing is known, what tensors take."""

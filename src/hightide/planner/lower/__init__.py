@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hightide.ir.action import Mode, Schedule
+from hightide.ir.action import Action, Mode, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan, Update
 from hightide.planner.lower.draft import Draft
@@ -34,4 +34,11 @@ def lower(profile: ModelProfile, plan: Plan, mode: Mode) -> Schedule:
     return Schedule(mode, *bases[:2], tuple(actions), bases[2])
 
 
-__all__ = ["lower"]
+def lower_ticks(profile: ModelProfile, plan: Plan) -> tuple[Action, ...]:
+    """The ticks of a step alone, with what they take and give, for those who ask about memory and not about time."""
+    draft = Draft(profile, plan, Mode.TRAIN)
+    lay_ticks(draft)
+    return tuple(add_effects(draft, draft.ticks))
+
+
+__all__ = ["lower", "lower_ticks"]

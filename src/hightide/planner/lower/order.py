@@ -9,6 +9,7 @@ stands before it is needed no later and opened before its need.
 
 from __future__ import annotations
 
+import heapq
 from itertools import groupby
 
 from hightide.ir.action import Action, Mode, Op
@@ -39,20 +40,34 @@ def _after_what_it_waits_for(actions: list[Action]) -> list[Action]:
     """Of what is issued at one moment that first which others wait for; lanes that work in order keep theirs."""
     found: list[Action] = []
     for (_, is_inline), group in groupby(actions, key=lambda action: (_moment(action)[0], action.lane is Lane.COMPUTE)):
-        waiting = list(group)
-        left = set() if is_inline else {action.id for action in waiting}
-        while waiting:
-            later: list[Action] = []
-            blocked: set[Lane] = set()
-            for action in waiting:
-                if action.lane in blocked or not left.isdisjoint(action.after):
-                    later.append(action)
-                    blocked |= {action.lane} if LANE_RULES[action.lane] is Rule.IN_ORDER else set()
-                else:
-                    found.append(action)
-                    left.discard(action.id)
-            assert len(later) < len(waiting), f"actions wait for each other: {sorted(left)}"
-            waiting = later
+        issued = list(group)
+        found += issued if is_inline else _sorted_by_waiting(issued)
+    return found
+
+
+def _sorted_by_waiting(actions: list[Action]) -> list[Action]:
+    place = {action.id: at for at, action in enumerate(actions)}
+    followers: list[list[int]] = [[] for _ in actions]
+    missing = [0] * len(actions)
+    latest: dict[Lane, int] = {}
+    for at, action in enumerate(actions):
+        before = [place[name] for name in action.after if name in place]
+        if LANE_RULES[action.lane] is Rule.IN_ORDER:
+            before += [latest[action.lane]] if action.lane in latest else []
+            latest[action.lane] = at
+        missing[at] = len(before)
+        for one in before:
+            followers[one].append(at)
+    ready = [at for at, count in enumerate(missing) if not count]
+    found = []
+    while ready:
+        at = heapq.heappop(ready)
+        found.append(actions[at])
+        for one in followers[at]:
+            missing[one] -= 1
+            if not missing[one]:
+                heapq.heappush(ready, one)
+    assert len(found) == len(actions), f"actions wait for each other: {sorted(place)}"
     return found
 
 
