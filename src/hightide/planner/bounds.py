@@ -54,11 +54,22 @@ def least_step_s(profile: ModelProfile, plan: Plan, costs: Costs, machine: Machi
             num_bytes = call.saved_inputs.at(plan.num_samples)
             moved[Lane.D2H] += num_bytes
             moved[Lane.H2D] += num_bytes
-    return max([compute_s, *(num_bytes / _best(machine, lane) for lane, num_bytes in moved.items() if num_bytes)])
+    disk_s = _disk_s(machine, *(moved[lane] for lane in DISK_LANES))
+    return max([compute_s, disk_s, *(moved[lane] / _best(machine, lane) for lane in SHARING if moved[lane])])
 
 
 def _best(machine: Machine, lane: Lane) -> float:
     """Whatever others do beside it."""
-    if lane in DISK_LANES:
-        return machine.speeds_of({lane})[lane]
     return max(machine.speeds_of({lane, *others})[lane] for others in subsets())
+
+
+def _disk_s(machine: Machine, read_bytes: int, written_bytes: int) -> float:
+    """Both at once while there is something of both, the rest alone; or one after the other, if that is faster."""
+    if not read_bytes + written_bytes:
+        return 0.0
+    both = machine.speeds_of(set(DISK_LANES))
+    reads, writes = ((both[lane], machine.speeds_of({lane})[lane]) for lane in DISK_LANES)
+    together_s = min(read_bytes / reads[0], written_bytes / writes[0])
+    read_s = (read_bytes - together_s * reads[0]) / reads[1]
+    written_s = (written_bytes - together_s * writes[0]) / writes[1]
+    return min(together_s + read_s + written_s, read_bytes / reads[1] + written_bytes / writes[1])

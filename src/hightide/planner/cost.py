@@ -9,6 +9,7 @@ with a fused loss goes by tiles of tokens. STEP stands for the model's own code 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from hightide.planner.loss import num_rows
 from hightide.planner.lower import lower
 from hightide.planner.lower.effects import micro_batch_of
 from hightide.planner.place import chunks_by_block, host_grad_bytes, rounds_gradient, rounds_in_place, states_on_gpu
-from hightide.planner.simulate import NUM_PASSES, Simulated, simulate
+from hightide.planner.simulate import NUM_PASSES, Simulated, simulate, simulated_step_s
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,24 @@ def forecast(
     """The steady state of training steps under a plan. `schedule`: the plan's, if it has been lowered already."""
     seconds = seconds_of(profile, plan, costs)
     schedule = schedule or lower(profile, plan, Mode.TRAIN)
-    issue_s = costs.glue_s + sum(
-        costs.calls[call.kind].issue_s * len(_micro_batches(plan, call)) for call in profile.calls
+    return StepForecast(simulate(schedule, seconds, machine, num_passes), _issue_s(profile, plan, costs))
+
+
+def forecast_step_s(
+    profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine, schedule: Schedule, num_passes: int
+) -> float:
+    """As `forecast`, for those who compare plans."""
+    step_s = simulated_step_s(schedule, seconds_of(profile, plan, costs), machine, num_passes)
+    return max(step_s, _issue_s(profile, plan, costs))
+
+
+def _issue_s(profile: ModelProfile, plan: Plan, costs: Costs) -> float:
+    kinds = Counter((call.kind, call.splittable) for call in profile.calls)
+    calls = {(call.kind, call.splittable): call for call in profile.calls}
+    return costs.glue_s + sum(
+        count * costs.calls[kind].issue_s * len(_micro_batches(plan, calls[kind, splittable]))
+        for (kind, splittable), count in kinds.items()
     )
-    return StepForecast(simulate(schedule, seconds, machine, num_passes), issue_s)
 
 
 def with_peaks(profile: ModelProfile, costs: Costs) -> ModelProfile:

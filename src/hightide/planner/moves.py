@@ -51,6 +51,9 @@ ORDERS: tuple[Order, ...] = (
 )
 
 
+_HOST_FIRST: Order = (*_HOST[::-1], _K, _N, _L, _P, _W)
+
+
 @dataclass(frozen=True)
 class Moves:
     problem: Problem
@@ -130,9 +133,20 @@ class Moves:
 
     def around(self, choice: Choice) -> Iterator[Choice]:
         """Neighbours that fit, or nearly so."""
+        if choice.disk:
+            yield from self._other_buffers(choice)
         yield from self._exchanges(choice)
         for changed in self._changes(choice):
             yield from self._balanced(changed)
+
+    def _other_buffers(self, choice: Choice) -> Iterator[Choice]:
+        """Finer chunks need smaller buffers, which leave more of the host."""
+        sizes = self.problem.slot_sizes[:NUM_SLOT_SIZES]
+        for slot_numel, buffers in product(sizes, range(1, 1 + MOST_DISK_BUFFERS)):
+            changed = replace(choice, slot_numel=slot_numel, disk_buffers=buffers)
+            fitting = changed if self.may_fit(changed) else self.shed(changed, _HOST_FIRST)
+            if fitting is not None:
+                yield self.fill(fitting, ORDERS[0])
 
     def _exchanges(self, choice: Choice) -> Iterator[Choice]:
         """Less of one kind, in favour of another."""
@@ -176,9 +190,6 @@ class Moves:
         for spare in (grads + 1, grads - 1):
             if 0 <= spare <= MOST_SPARE:
                 yield replace(choice, spare_grad_slots=spare)
-        for buffers in (choice.disk_buffers + 1, choice.disk_buffers - 1):
-            if choice.disk and 1 <= buffers <= MOST_DISK_BUFFERS:
-                yield replace(choice, disk_buffers=buffers)
         at = self.micro_batches.index(choice.micro_batch)
         for near in (at - 1, at + 1):
             if 0 <= near < len(self.micro_batches):

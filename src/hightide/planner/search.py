@@ -33,7 +33,7 @@ from hightide.planner.trials import Trials
 LEAST_GAIN = 0.002  # of a step, for which a plan is changed
 NUM_IMPROVED = 2  # so many fillings are improved; of a few blocks more
 NUM_IMPROVED_FEW = 12
-NUM_TRIALS = 48  # of plans, while improving, at least; of small models many more
+NUM_TRIALS = 24  # of plans, while improving, at least; of small models many more
 NUM_TRIED_CALLS = 1_500  # calls of blocks in all those trials, if that allows more: what trials cost
 
 

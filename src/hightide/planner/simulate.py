@@ -59,6 +59,15 @@ def simulate(
     return Simulated(begin_s, ends_s[-1] - begin_s, spans, beside, dict(clock.stall_s[last]), busy)
 
 
+def simulated_step_s(
+    schedule: Schedule, seconds: Callable[[Action], float], machine: Machine, num_passes: int
+) -> float:
+    """Only how long the last pass takes."""
+    clock = _Clock(schedule, seconds, machine)
+    ends_s = [0.0, *(clock.run_pass() for _ in range(num_passes))]
+    return ends_s[-1] - ends_s[-2]
+
+
 _LANES = tuple(Lane)
 _AT = {lane: at for at, lane in enumerate(_LANES)}
 _COMPUTE = _AT[Lane.COMPUTE]

@@ -13,7 +13,7 @@ from hightide.ir.tier import Tier
 from hightide.planner.base import Base, Bases
 from hightide.planner.bounds import least_step_s
 from hightide.planner.choice import Choice, Problem
-from hightide.planner.cost import forecast
+from hightide.planner.cost import forecast_step_s
 from hightide.planner.lower import lower
 from hightide.planner.memory import Peaks, peaks, reserved_beside, reserved_bytes
 from hightide.planner.room import Room
@@ -86,7 +86,7 @@ class Trials:
 
     def _simulate(self, plan: Plan, schedule: Schedule) -> float:
         self.num_simulated += 1
-        return forecast(self.problem.profile, plan, self.costs, self.machine, schedule, NUM_PASSES).step_s
+        return forecast_step_s(self.problem.profile, plan, self.costs, self.machine, schedule, NUM_PASSES)
 
     def _always(self, choice: Choice) -> Base:
         """Chunks and slots, which do not depend on activations."""

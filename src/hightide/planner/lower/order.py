@@ -10,6 +10,7 @@ stands before it is needed no later and opened before its need.
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from itertools import groupby
 
 from hightide.ir.action import Action, Mode, Op
@@ -33,19 +34,23 @@ def order_actions(draft: Draft) -> list[Action]:
     if not draft.plan.num_disk_buffers:
         return sorted([*inline, *exits, *fetches, *updates], key=_moment)
     moved = move_through_disk(draft, fetches, exits, updates)
-    return _after_what_it_waits_for(sorted([*inline, *moved], key=_moment))
+    issued: dict[int, list[Action]] = defaultdict(list)
+    for action in sorted(moved, key=_moment):
+        issued[action.opens].append(action)
+    return _merged(sorted(inline, key=_moment), issued)
 
 
-def _after_what_it_waits_for(actions: list[Action]) -> list[Action]:
-    """Of what is issued at one moment that first which others wait for; lanes that work in order keep theirs."""
-    found: list[Action] = []
-    for (_, is_inline), group in groupby(actions, key=lambda action: (_moment(action)[0], action.lane is Lane.COMPUTE)):
-        issued = list(group)
-        found += issued if is_inline else _sorted_by_waiting(issued)
+def _merged(inline: list[Action], issued: dict[int, list[Action]]) -> list[Action]:
+    """After each tick what is issued then, that first which others wait for."""
+    found = _sorted_by_waiting(issued[-1])
+    for moment, group in groupby(inline, key=lambda action: _moment(action)[0]):
+        found += group
+        found += _sorted_by_waiting(issued[moment]) if moment >= 0 else []
     return found
 
 
 def _sorted_by_waiting(actions: list[Action]) -> list[Action]:
+    """Lanes that work in order keep theirs."""
     place = {action.id: at for at, action in enumerate(actions)}
     followers: list[list[int]] = [[] for _ in actions]
     missing = [0] * len(actions)
