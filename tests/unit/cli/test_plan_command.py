@@ -59,6 +59,7 @@ def _here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     machine = replace(known, gpu=replace(known.gpu, name=SIMULATED))
     monkeypatch.setattr(machine_module, "known_machine", lambda device: Known(machine))
     monkeypatch.setattr(plan_module, "HELP_S", 0.0)
+    monkeypatch.setattr(plan_module, "ANSWER_S", 0.0)
 
 
 def plan(*arguments: object, exit_code: int = 0) -> Result:
