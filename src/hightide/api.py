@@ -18,7 +18,7 @@ from hightide.machine import free_host_bytes
 from hightide.measured import Stats, read_stats
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.registry import rule_for
-from hightide.planner.check import check_moments, check_plan
+from hightide.planner.check import check_executable, check_moments, check_plan
 from hightide.planner.lower import lower
 from hightide.planner.rule import plan_by_rule
 from hightide.planner.verify import verify
@@ -79,6 +79,7 @@ def wrap(
         plan, schedules = _make_plan(profile, resolved, timing, micro_batch, rule.num_moments, rounding)
     else:
         check_plan(profile, plan)
+        check_executable(plan)
         check_moments(plan, rule.num_moments)
         schedules = _lower(profile, plan)
     _verify(profile, plan, schedules)

@@ -29,6 +29,7 @@ class Peaks:
     gpu_peak_at: str  # id of the action; "" if the peak is what is always there
     host_peak_bytes: int
     host_peak_at: str
+    disk_peak_bytes: int = 0
 
 
 def peaks(schedule: Schedule, precedence: Precedence | None = None) -> Peaks:
@@ -37,11 +38,13 @@ def peaks(schedule: Schedule, precedence: Precedence | None = None) -> Peaks:
     Transfers run beside compute and may be as slow as they like: what they take counts from the moment they are issued,
     what they give only from the first tick that surely follows their end. So the peak holds whatever the lanes'
     speeds."""
-    precedence = precedence or Precedence(schedule)
+    if precedence is None and any(_gives_later(action) for action in schedule.actions):
+        precedence = Precedence(schedule)
     gpu, host = _Level(schedule.gpu_base_bytes), _Level(schedule.host_base_bytes)
     in_flight: list[Action] = []
     for action in schedule.actions:
-        if action.op in TICK_OPS:
+        if in_flight and action.op in TICK_OPS:
+            assert precedence is not None
             for done in [other for other in in_flight if precedence.before(other.id, action.id)]:
                 in_flight.remove(done)
                 gpu.fall(done.gpu_gives)
@@ -51,9 +54,14 @@ def peaks(schedule: Schedule, precedence: Precedence | None = None) -> Peaks:
         if action.lane is Lane.COMPUTE:
             gpu.fall(action.gpu_gives)
             host.fall(action.host_gives)
-        elif action.gpu_gives or action.host_gives:
+        elif _gives_later(action):
             in_flight.append(action)
-    return Peaks(gpu.peak_bytes, gpu.peak_at, host.peak_bytes, host.peak_at)
+    return Peaks(gpu.peak_bytes, gpu.peak_at, host.peak_bytes, host.peak_at, schedule.disk_base_bytes)
+
+
+def _gives_later(action: Action) -> bool:
+    """It runs beside compute, and holds until its end."""
+    return (action.gpu_gives or action.host_gives) > 0 and action.lane is not Lane.COMPUTE
 
 
 def reserved_bytes(schedule: Schedule, peak: Peaks | None = None) -> int:

@@ -5,9 +5,9 @@ and each result is simulated. Then the best few are improved by moves (see moves
 `LEAST_GAIN`. A plan that cannot be faster than the best so far, because one lane alone takes longer, is not simulated
 (see bounds.py). The number of trials is bounded, not their time, so the same problem has the same answer everywhere.
 
-What is not searched yet: how much of a block's update is deferred (α), and the disk. Both are further kinds for
-moves.py: a rung of α is a share of one block's update, one of the disk a block's states; `Choice` says so, `Problem`
-builds it, bounds.py counts the lane. Nothing here knows what the kinds are.
+The disk is used where nothing else fits: from everything there, the GPU is filled first and then the host.
+
+What is not searched yet: how much of a block's update is deferred (α; see docs/planning.md).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hightide.planner.trials import Trials
 LEAST_GAIN = 0.002  # of a step, for which a plan is changed
 NUM_IMPROVED = 2  # so many fillings are improved; of a few blocks more
 NUM_IMPROVED_FEW = 12
-NUM_TRIALS = 48  # of plans, while improving, at least; of small models many more
+NUM_TRIALS = 24  # of plans, while improving, at least; of small models many more
 NUM_TRIED_CALLS = 1_500  # calls of blocks in all those trials, if that allows more: what trials cost
 
 
@@ -55,10 +55,11 @@ def search(
     micro_batch: int | None = None,
     num_moments: int = 2,
     gradients: GradientDtype = GradientDtype.FLOAT32,
+    disk_bytes: int = 0,
 ) -> Found:
     """Raises InfeasiblePlan, with the least that is missing, if nothing fits."""
     check_micro_batch(profile, micro_batch)
-    problem = Problem(profile, gpu_bytes, host_bytes, update, num_moments, gradients)
+    problem = Problem(profile, gpu_bytes, host_bytes, update, num_moments, gradients, disk_bytes)
     trials = Trials(problem, costs, machine)
     sizes = equal_parts(profile.num_samples) if micro_batch is None else (micro_batch,)
     choice = _Search(problem, trials, Moves(problem, trials.may_fit, sizes)).run()
@@ -69,7 +70,7 @@ def _finish(problem: Problem, trials: Trials, choice: Choice) -> Found:
     profile, plan = problem.profile, problem.build(choice)
     schedule = lower(profile, plan, Mode.TRAIN)
     peak = peaks(schedule)
-    plan = replace(plan, forecast=Forecast(peak.gpu_peak_bytes, peak.host_peak_bytes))
+    plan = replace(plan, forecast=Forecast(peak.gpu_peak_bytes, peak.host_peak_bytes, peak.disk_peak_bytes))
     plan = replace(plan, explanation=explain(profile, plan, {Mode.TRAIN: schedule}))
     step = forecast(profile, plan, trials.costs, trials.machine, schedule)
     return Found(plan, step, choice, trials.num_simulated)
@@ -92,7 +93,7 @@ class _Search:
             if step_s < math.inf:
                 found[choice] = step_s
         if not found:
-            refuse(self.trials, self.moves.last_resorts())
+            refuse(self.trials, self.moves.leanest())
         starts = sorted(found, key=lambda choice: found[choice])[: self._num_improved()]
         return min((self._improved(choice) for choice in starts), key=self.trials.step_s)
 
@@ -100,12 +101,18 @@ class _Search:
         return self.trials.may_fit(choice) and self.trials.step_s(choice) < math.inf
 
     def _fillings(self) -> Iterator[Choice]:
-        """Without a spare slot only where nothing fits with one."""
-        for starts in (self.moves.starts(spare=1), self.moves.starts(spare=0), self.moves.last_resorts()):
-            fitting = [start for start in dict.fromkeys(starts) if self.trials.may_fit(start)]
-            for start in fitting:
-                yield from dict.fromkeys(self.moves.fill(start, order) for order in ORDERS)
-            if fitting and not self.moves.few:
+        """Without a spare slot only where nothing fits with one; with the disk only where nothing fits without."""
+        plain = [self.moves.starts(spare, disk) for disk in (False, True) for spare in (1, 0)]
+        for starts in (*plain, self.moves.last_resorts()):
+            num_fitting = 0
+            for start in dict.fromkeys(starts):
+                if not self.trials.may_fit(start):
+                    continue
+                for filled in dict.fromkeys(self.moves.fill(start, order) for order in ORDERS):
+                    if self.trials.within(self.trials.guess(filled)):
+                        num_fitting += 1
+                        yield filled
+            if num_fitting and not self.moves.few:
                 return
 
     def _improved(self, choice: Choice) -> Choice:
