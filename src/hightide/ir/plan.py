@@ -52,6 +52,7 @@ class BlockPlan:
 class Forecast:
     gpu_peak_bytes: int
     host_peak_bytes: int
+    step_s: float = 0.0  # on the machine that the plan was searched for; 0: nobody has simulated it
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class Question:
     micro_batch: int | None = None  # None: the planner decides
     num_moments: int = 2
     gradients: GradientDtype = GradientDtype.FLOAT32
+    quick: bool = False  # see search
 
     def answer(self) -> Found:
         """Raises InfeasiblePlan."""
@@ -36,6 +37,7 @@ class Question:
             self.micro_batch,
             self.num_moments,
             self.gradients,
+            self.quick,
         )
 
     def with_limit(self, tier: Tier, num_bytes: int) -> Question:

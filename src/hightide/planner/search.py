@@ -21,6 +21,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Forecast, GradientDtype, Plan, Update
+from hightide.ir.tier import Tier
 from hightide.planner.choice import Choice, Problem, check_micro_batch
 from hightide.planner.cost import StepForecast, forecast
 from hightide.planner.explain import explain
@@ -55,13 +56,15 @@ def search(
     micro_batch: int | None = None,
     num_moments: int = 2,
     gradients: GradientDtype = GradientDtype.FLOAT32,
+    quick: bool = False,
 ) -> Found:
-    """Raises InfeasiblePlan, with the least that is missing, if nothing fits."""
+    """Raises InfeasiblePlan, with the least that is missing, if nothing fits. `quick`: only a few fillings, for models
+    whose step takes less time than a search."""
     check_micro_batch(profile, micro_batch)
     problem = Problem(profile, gpu_bytes, host_bytes, update, num_moments, gradients)
     trials = Trials(problem, costs, machine)
     sizes = equal_parts(profile.num_samples) if micro_batch is None else (micro_batch,)
-    choice = _Search(problem, trials, Moves(problem, trials.may_fit, sizes)).run()
+    choice = _Search(problem, trials, Moves(problem, trials.may_fit, sizes), quick).run()
     return _finish(problem, trials, choice)
 
 
@@ -69,9 +72,9 @@ def _finish(problem: Problem, trials: Trials, choice: Choice) -> Found:
     profile, plan = problem.profile, problem.build(choice)
     schedule = lower(profile, plan, Mode.TRAIN)
     peak = peaks(schedule)
-    plan = replace(plan, forecast=Forecast(peak.gpu_peak_bytes, peak.host_peak_bytes))
-    plan = replace(plan, explanation=explain(profile, plan, {Mode.TRAIN: schedule}))
     step = forecast(profile, plan, trials.costs, trials.machine, schedule)
+    plan = replace(plan, forecast=Forecast(peak.gpu_peak_bytes, peak.host_peak_bytes, step.step_s))
+    plan = replace(plan, explanation=explain(profile, plan, {Mode.TRAIN: schedule}))
     return Found(plan, step, choice, trials.num_simulated)
 
 
@@ -80,6 +83,7 @@ class _Search:
     problem: Problem
     trials: Trials
     moves: Moves
+    quick: bool
 
     def run(self) -> Choice:
         resident = next((choice for choice in self.moves.resident() if self._fits(choice)), None)
@@ -93,6 +97,8 @@ class _Search:
                 found[choice] = step_s
         if not found:
             refuse(self.trials, self.moves.last_resorts())
+        if self.quick:
+            return min(found, key=lambda choice: found[choice])
         starts = sorted(found, key=lambda choice: found[choice])[: self._num_improved()]
         return min((self._improved(choice) for choice in starts), key=self.trials.step_s)
 
@@ -102,11 +108,22 @@ class _Search:
     def _fillings(self) -> Iterator[Choice]:
         """Without a spare slot only where nothing fits with one."""
         for starts in (self.moves.starts(spare=1), self.moves.starts(spare=0), self.moves.last_resorts()):
-            fitting = [start for start in dict.fromkeys(starts) if self.trials.may_fit(start)]
+            fitting = self._first_fitting(starts) if self.quick else self._fitting(starts)
             for start in fitting:
-                yield from dict.fromkeys(self.moves.fill(start, order) for order in ORDERS)
-            if fitting and not self.moves.few:
+                yield from dict.fromkeys(self.moves.fill(start, order) for order in ORDERS[: 1 if self.quick else None])
+            if fitting and (self.quick or not self.moves.few):
                 return
+
+    def _fitting(self, starts: Iterator[Choice]) -> list[Choice]:
+        return [start for start in dict.fromkeys(starts) if self.trials.may_fit(start)]
+
+    def _first_fitting(self, starts: Iterator[Choice]) -> list[Choice]:
+        """With inputs on the GPU and on the host: of the largest micro-batch that fits."""
+        found: dict[Tier, Choice] = {}
+        for start in starts:
+            if start.inputs not in found and self.trials.may_fit(start):
+                found[start.inputs] = start
+        return list(found.values())
 
     def _improved(self, choice: Choice) -> Choice:
         """Takes every move that gains, until none does or the trials are used up."""

@@ -33,4 +33,10 @@ def lower(profile: ModelProfile, plan: Plan, mode: Mode) -> Schedule:
     return Schedule(mode, gpu_base_bytes(profile, plan), host_base_bytes(plan), tuple(actions))
 
 
-__all__ = ["lower"]
+def lower_all(profile: ModelProfile, plan: Plan) -> dict[Mode, Schedule]:
+    """In every mode in which the plan may run."""
+    modes = [Mode.TRAIN, Mode.EVAL] + ([Mode.ACCUMULATE] if plan.update is Update.DEFERRED else [])
+    return {mode: lower(profile, plan, mode) for mode in modes}
+
+
+__all__ = ["lower", "lower_all"]
