@@ -20,6 +20,8 @@ from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.registry import rule_for
 from hightide.planner.check import check_moments, check_plan
 from hightide.planner.lower import lower_all
+from hightide.planner.question import Question
+from hightide.planner.search import Found
 from hightide.planner.verify import verify_all
 from hightide.profiler.blocks import Choice
 from hightide.profiler.model import profile_calls
@@ -30,6 +32,7 @@ from hightide.recording import Recording
 from hightide.recording import record as record_run
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import check_modules, run_of, unwrap_modules, wrap_modules
+from hightide.watch import Watch
 
 GPU_HEADROOM = 0.95  # of the GPU's free memory: the allocator's fragments and libraries' workspaces need some
 
@@ -74,10 +77,12 @@ def wrap(
             f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new plan"
         )
     profile, probed, records = _profile(model, optimizer, batch, blocks)
+    searched: tuple[Question, Found] | None = None
     if plan is None:
         asked = Asked(*_resolve(limits or Limits(), place), timing, micro_batch, rule.num_moments, rounding)
         question = question_about((profile, probed, records), optimizer, place, compile, asked)
-        profile, plan = question.profile, question.answer().plan
+        searched = question, question.answer()
+        profile, plan = question.profile, searched[1].plan
     else:
         check_plan(profile, plan)
         check_moments(plan, rule.num_moments)
@@ -93,6 +98,8 @@ def wrap(
     wrapped = wrap_optimizer(optimizer, run)
     run.settle()
     wrap_modules(run)
+    if searched is not None:  # a plan that the user brings is never changed
+        run.observer = Watch(run, *searched)
     return model, wrapped
 
 

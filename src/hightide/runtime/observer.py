@@ -1,0 +1,63 @@
+"""Who looks at a run's passes and may move it to another plan, and how a forward is done once more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from hightide.ir.tier import Tier
+from hightide.stores.base import OutOfMemory
+
+if TYPE_CHECKING:
+    from hightide.runtime.run import Run
+
+
+class Observer(Protocol):
+    """Called in the user's thread. Nothing here waits for the GPU."""
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether it may still change the plan."""
+
+    def begin_pass(self) -> None:
+        """Before a training pass."""
+
+    def end_forward(self) -> bool:
+        """Whether the pass must not go on like this: it would run out of memory."""
+
+    def ran_out(self, error: OutOfMemory) -> None:
+        """In forward, or in backward. What it does about it, it does in `replan`, or when the next pass begins."""
+
+    def replan(self) -> None:
+        """The pass was given up. Moves the run to a plan under which it can go on, or raises."""
+
+    def end_step(self) -> None:
+        """After optimizer.step()."""
+
+
+class Start:
+    """What a forward begins with, so that it can be done once more: random numbers. A buffer that it has changed in
+    place (running means) it would change twice: then it cannot."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._device = run.gpu.device
+        self._on_cpu = torch.get_rng_state()
+        self._on_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        self._buffers = [(buffer, buffer._version) for buffer in run.buffers]
+
+    @property
+    def can_repeat(self) -> bool:
+        lanes_are_well = self._run.lanes.failure is None
+        return lanes_are_well and all(buffer._version == version for buffer, version in self._buffers)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._on_cpu)
+        if self._on_gpu is not None:
+            torch.cuda.set_rng_state(self._on_gpu, self._device)
+
+
+def is_short(error: BaseException) -> bool:
+    """Whether it says that the GPU is too small for the plan."""
+    return isinstance(error, OutOfMemory) and error.tier is Tier.GPU

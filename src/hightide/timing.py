@@ -1,0 +1,84 @@
+"""How long the steps of a run take, lane by lane, read off records that were made anyway: nothing waits for the GPU."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from hightide.ir.tier import Lane
+from hightide.runtime.queues import Record
+from hightide.runtime.run import Run
+
+WARM_STEPS = 2  # the first compile, and fill caches
+NUM_TIMED = 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    step_s: float
+    lane_s: dict[Lane, float]  # in which each was busy, for one step's actions
+
+
+class StepTimes:
+    """Of whole batches with one backward per step, which is what a plan forecasts."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._records: dict[int, list[Record]] = {}  # of consecutive passes, each a step
+        self._last_pass = -1
+
+    def begin_pass(self) -> None:
+        if self._run.num_steps >= WARM_STEPS:
+            self._run.lanes.streams.recording = True
+
+    def stop(self) -> None:
+        self._records.clear()
+        if self._run.between_passes is None:  # else the user's own recording goes on
+            self._run.lanes.streams.recording = False
+
+    def end_step(self) -> Measured | None:
+        """None: not yet. A pass is whole when the next one has ended: its updates run until then."""
+        lanes = self._run.lanes
+        index, before = lanes.pass_index, self._last_pass
+        self._last_pass = index
+        if index != before + 1 or not self._run.is_whole_batch or self._run.num_steps <= WARM_STEPS:
+            self._records.clear()
+            return None
+        self._records[before] = lanes.records_of(before)
+        passes = sorted(self._records)[-NUM_TIMED - 1 :]
+        if len(passes) <= NUM_TIMED or not all(_has_passed(r) for one in passes for r in self._records[one]):
+            return None
+        return measure([self._records[one] for one in passes])
+
+
+def measure(steps: Sequence[Sequence[Record]]) -> Measured:
+    """Of consecutive steps; the first one only says when the second begins."""
+    ends = [max((r for r in records if r.lane is Lane.COMPUTE), key=lambda r: r.ended_s) for records in steps]
+    between_s = [_between_s(first, second) for first, second in pairwise(ends)]
+    busy: dict[Lane, list[float]] = {lane: [] for lane in Lane}
+    for records in steps[1:]:
+        total_s: dict[Lane, float] = defaultdict(float)
+        for record in records:
+            total_s[record.lane] += _busy_s(record)
+        for lane in Lane:
+            busy[lane].append(total_s[lane])
+    return Measured(median(between_s), {lane: median(seconds) for lane, seconds in busy.items()})
+
+
+def _has_passed(record: Record) -> bool:
+    return record.events is None or all(event.query() for event in record.events)
+
+
+def _busy_s(record: Record) -> float:
+    if record.events is None:
+        return record.ended_s - record.started_s
+    return record.events[0].elapsed_time(record.events[1]) / 1e3
+
+
+def _between_s(first: Record, second: Record) -> float:
+    if first.events is None or second.events is None:
+        return second.ended_s - first.ended_s
+    return first.events[1].elapsed_time(second.events[1]) / 1e3
