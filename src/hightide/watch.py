@@ -12,12 +12,19 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
-from hightide.ir.action import Mode, Schedule
+from hightide.ir.action import Mode, Op, Schedule
 from hightide.ir.plan import Forecast, Plan, Update
 from hightide.ir.tier import Lane
 from hightide.ir.units import format_bytes
 from hightide.machine import free_host_bytes
-from hightide.planner.correct import Shortage, forecast_bytes, with_more_memory, with_slower_lanes
+from hightide.planner.correct import (
+    Shortage,
+    forecast_bytes,
+    forward_needs,
+    with_more_memory,
+    with_slower_lanes,
+    with_wider_blocks,
+)
 from hightide.planner.cost import StepForecast, forecast
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower_all
@@ -32,7 +39,8 @@ from hightide.timing import Measured, StepTimes
 MOST_OFF = 0.15  # of a forecast
 LEAST_GAIN = 0.02  # of a step, for which a model is moved
 LEAST_SHARE = 0.01  # of a step, that a lane must be busy for, or its speed is not worth a word
-FORWARD_SLACK = 0.05  # the model's own code between blocks holds a little that is forecast for later
+LEAST_BYTES = {"cpu": 1024, "cuda": 2**20}  # of a block, whose need is looked at: a real GPU rounds every tensor
+MOST_WIDER = 0.05  # of what a block was said to take
 PATIENCE = 50  # steps, after which nothing is compared any more
 
 
@@ -53,7 +61,10 @@ class Watch:
         self._run, self._question, self._step = run, question, found.step
         self._times = StepTimes(run) if question.machine.is_measured else None  # who assumes speeds promises no time
         self._peak_bytes = forecast_bytes(question, found.plan)
-        self._forward_bytes = forecast_bytes(question, found.plan, len(question.profile.calls))
+        self._needs = forward_needs(question.profile, found.plan)
+        self._num_ticks = 2 * len(question.profile.calls) + 1  # at least
+        self._factor = 1.0  # what blocks took, over what they were said to take, at most
+        self._used_bytes = 0  # when the present tick began
         self._ran_out: Shortage | None = None
         self._next: _Next | None = None
         self._is_comparing = True
@@ -64,27 +75,40 @@ class Watch:
         return not self.num_replans
 
     def begin_pass(self) -> None:
-        if self._ran_out is not None:  # a backward has, and the user goes on
+        if self._ran_out is not None or self._next is not None:  # and the user goes on
             self.replan()
         if self._sees_memory:
             self._run.gpu.lap()
         if self._times is not None and self._is_comparing:
             self._times.begin_pass()
 
+    def begin_tick(self, op: Op) -> None:
+        if op is Op.FORWARD and self._sees_memory:
+            self._run.gpu.lap()
+            self._used_bytes = self._run.gpu.device_used_bytes
+
+    def end_tick(self, op: Op, call: int | None) -> None:
+        if op is Op.FORWARD and self._sees_memory and self._is_warm and call is not None:
+            gpu = self._run.gpu
+            peak_bytes, left_bytes = gpu.lap().tensor_bytes - self._used_bytes, gpu.device_used_bytes - self._used_bytes
+            least_bytes = LEAST_BYTES[gpu.device.type]
+            self._factor = max(self._factor, self._needs[call].factor(peak_bytes, left_bytes, least_bytes))
+
     def end_forward(self) -> bool:
         if not self._sees_memory or not self._is_warm:
             return False
-        shortage = self._overrun(int((1 + FORWARD_SLACK) * self._forward_bytes))
-        if shortage is not None and self._backward_would_fail(shortage):
-            self._end_comparing()
-            self._next = self._leaner(shortage)
+        if self._factor > 1 + MOST_WIDER:
+            expected_bytes = forecast_bytes(with_wider_blocks(self._question, self._factor), self._run.plan)
+            if expected_bytes > self._question.gpu_bytes:
+                self._end_comparing()
+                self._next = self._leaner(Shortage(expected_bytes, self._num_ticks, self._factor))
         return self._next is not None
 
     def ran_out(self, error: OutOfMemory) -> None:
         if self.num_replans:
             return
         needed_bytes = error.used_bytes + error.requested_bytes - self._run.gpu.outside_bytes
-        self._ran_out = Shortage(needed_bytes, self._run.executor.num_begun)
+        self._ran_out = Shortage(needed_bytes, self._run.executor.num_begun, self._factor)
         if self._run.plan.update is Update.DEFERRED:
             error.add_note(
                 "The GPU's need was forecast too low. A loop that catches this, calls zero_grad() and goes on, does so "
@@ -127,26 +151,25 @@ class Watch:
 
     @property
     def _is_warm(self) -> bool:
-        return self._run.num_passes > 1 or not self._run.compiled.enabled
+        """Before, compilers and libraries take memory that they need once."""
+        is_simulated = self._run.gpu.device.type == "cpu" and not self._run.compiled.enabled
+        return is_simulated or self._run.num_passes > 1
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
     def _overrun(self, forecast_bytes: int) -> Shortage | None:
         """Since the last look."""
         needed_bytes = self._run.gpu.lap().tensor_bytes - self._run.gpu.outside_bytes
-        return Shortage(needed_bytes, self._run.executor.num_begun) if needed_bytes > forecast_bytes else None
-
-    def _backward_would_fail(self, shortage: Shortage) -> bool:
-        corrected, _ = with_more_memory(self._question, self._run.plan, shortage)
-        return forecast_bytes(corrected, self._run.plan) > self._question.gpu_bytes
+        return Shortage(needed_bytes, self._num_ticks) if needed_bytes > forecast_bytes else None
 
     def _leaner(self, shortage: Shortage, must: bool = False) -> _Next | None:
         """None: it goes on as it is, and the user knows why. `must`: it cannot."""
-        corrected, factor = with_more_memory(self._question, self._run.plan, shortage)
+        corrected = with_more_memory(self._question, self._run.plan, shortage)
         expected = forecast_bytes(self._question, self._run.plan, shortage.num_ticks)
+        wider = f": blocks take up to {shortage.factor:.2f} times the memory that they were measured to take"
         reason = (
-            f"the GPU needed {_bytes(shortage.needed_bytes)} at least, where {_bytes(expected)} were forecast: blocks "
-            f"take {factor:.2f} times the memory that they were measured to take"
+            f"the GPU needs {_bytes(shortage.needed_bytes)} at least, where {_bytes(expected)} were forecast"
+            f"{wider if shortage.factor > 1 + MOST_WIDER else ''}"
         )
         try:
             found = corrected.answer()

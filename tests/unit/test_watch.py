@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -34,13 +33,13 @@ def shrunk(line: Affine, factor: float) -> Affine:
     return Affine(int(line.fixed * factor), int(line.per_sample * factor))
 
 
-def falsified(profile: ModelProfile, factor: float, backward: bool = True) -> ModelProfile:
+def falsified(profile: ModelProfile, factor: float) -> ModelProfile:
     """Blocks are said to take `factor` times the memory that they take."""
     calls = tuple(
         replace(
             call,
             forward_peak=shrunk(call.forward_peak, factor),
-            kept=shrunk(call.kept, factor if backward else 1.0),
+            kept=shrunk(call.kept, factor),
             backward_peak=shrunk(call.backward_peak, factor),
         )
         for call in profile.calls
@@ -57,15 +56,6 @@ def halved(monkeypatch: pytest.MonkeyPatch) -> None:
         return falsified(found, 0.5), *rest
 
     monkeypatch.setattr(hightide.api, "_profile", half)
-
-
-@pytest.fixture
-def told() -> Iterator[list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        texts: list[str] = []
-        yield texts
-        texts += [str(one.message) for one in caught]
 
 
 def parts(model: nn.Module) -> tuple[Run, Watch]:
@@ -118,23 +108,12 @@ def test_blocks_that_take_twice_what_was_measured(halved: None, dropout: float) 
 
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])
 def test_at_any_limit(halved: None, update: str) -> None:
-    """Whether it runs out, overruns or fits by chance: it trains, or is refused, or its backward says what to do."""
-    outcomes = set()
-    for share in (0.25, 0.4, 0.6, 0.8, 1.0):
-        model, batch = models.gpt2()
-        gpu = int(share * whole_bytes(model, batch))
-        try:
-            model, watch, told = trained(model, batch, gpu, update=update)
-            assert len(told) == watch.num_replans <= 1
-            outcomes.add(watch.num_replans)
-            hightide.unwrap(model)
-        except InfeasiblePlan as refusal:
-            assert "missing" in str(refusal)
-            outcomes.add("refused")
-        except OutOfMemory as error:
-            assert "Limits(gpu" in str(error)
-            outcomes.add("in backward")
-    assert 1 in outcomes
+    """Whether forward runs out or backward would: it trains."""
+    for share in (0.25, 0.6, 1.0):
+        model, batch = models.gpt2(num_layers=3)
+        model, watch, told = trained(model, batch, int(share * whole_bytes(model, batch)), update=update)
+        assert watch.num_replans == len(told) == 1
+        hightide.unwrap(model)
 
 
 def test_a_forecast_that_holds_is_not_spoken_about() -> None:
@@ -180,9 +159,9 @@ def test_what_fits_no_plan_is_said_with_its_numbers(halved: None) -> None:
     model, batch = models.llama()
     optimizer = adamw(model)
     with pytest.raises(InfeasiblePlan) as least:
-        hightide.plan(model, optimizer, batch, limits=hightide.Limits(gpu=1, host="64MiB"))
+        hightide.plan(model, optimizer, batch, limits=hightide.Limits(gpu=1, host="64MiB"), micro_batch=4)
     limits = hightide.Limits(gpu=least.value.num_bytes, host="64MiB")
-    model, optimizer = hightide.wrap(model, optimizer, batch, limits=limits)
+    model, optimizer = hightide.wrap(model, optimizer, batch, limits=limits, micro_batch=4)
     with pytest.raises((InfeasiblePlan, OutOfMemory), match=r"bytes.*Limits\(gpu"):
         models.loss_of(model, batch).backward()
     hightide.unwrap(model)

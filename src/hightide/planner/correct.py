@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from hightide.ir.action import TICK_OPS, Mode, Schedule
+from hightide.ir.action import TICK_OPS, Mode, Op, Schedule
 from hightide.ir.block import Affine, ModelProfile
 from hightide.ir.costs import CallCost, Costs, Curve, Point
 from hightide.ir.machine import Machine, Speeds
@@ -26,6 +26,7 @@ class Shortage:
 
     needed_bytes: int  # at least
     num_ticks: int  # of the pass, that had begun by then
+    factor: float = 1.0  # by which blocks were seen to take more than they were said to; 1: they were not looked at
 
 
 def with_slower_lanes(question: Question, factors: Mapping[Lane, float]) -> Question:
@@ -34,20 +35,56 @@ def with_slower_lanes(question: Question, factors: Mapping[Lane, float]) -> Ques
     return replace(question, costs=_scaled_costs(question.costs, compute), machine=_scaled_machine(machine, factors))
 
 
-def with_more_memory(question: Question, plan: Plan, shortage: Shortage) -> tuple[Question, float]:
-    """For blocks that take so many times what they were said to that the shortage is explained. What this does not
-    explain is kept free on the GPU."""
-    forecast, without = (
-        forecast_bytes(replace(question, profile=profile), plan, shortage.num_ticks)
-        for profile in (question.profile, _scaled_profile(question.profile, 0.0))
-    )
-    inside = forecast - without
-    factor = min(MOST_FACTOR, (shortage.needed_bytes - without) / inside) if inside else 1.0
-    factor = max(1.0, factor) * MARGIN
-    profile = _scaled_profile(question.profile, factor)
-    corrected = replace(question, profile=profile)
+def with_wider_blocks(question: Question, factor: float) -> Question:
+    """Blocks take `factor` times the memory that they were said to take."""
+    return replace(question, profile=_scaled_profile(question.profile, factor * MARGIN))
+
+
+def with_more_memory(question: Question, plan: Plan, shortage: Shortage) -> Question:
+    """For a shortage that is explained by blocks; what they do not explain is kept free on the GPU."""
+    factor = shortage.factor
+    if factor <= 1:
+        forecast, without = (
+            forecast_bytes(replace(question, profile=profile), plan, shortage.num_ticks)
+            for profile in (question.profile, _scaled_profile(question.profile, 0.0))
+        )
+        inside = forecast - without
+        factor = max(1.0, min(MOST_FACTOR, (shortage.needed_bytes - without) / inside)) if inside else 1.0
+    corrected = with_wider_blocks(question, factor)
     rest = max(0, shortage.needed_bytes - forecast_bytes(corrected, plan, shortage.num_ticks))
-    return replace(corrected, gpu_bytes=max(1, question.gpu_bytes - rest)), factor
+    return replace(corrected, gpu_bytes=max(1, question.gpu_bytes - rest))
+
+
+@dataclass(frozen=True)
+class ForwardNeed:
+    """What one call's forward takes on the GPU, and how much of that is the block's own affair, beside what enters and
+    leaves it: this is not known for sure."""
+
+    peak_bytes: int  # at most, while it runs
+    inside_bytes: int  # of these
+    left_bytes: int  # when it has ended
+    kept_bytes: int  # of these
+
+    def factor(self, peak_bytes: int, left_bytes: int, least_bytes: int) -> float:
+        """How many times what was forecast the block took, as far as there is enough of it to tell."""
+        pairs = ((peak_bytes, self.peak_bytes, self.inside_bytes), (left_bytes, self.left_bytes, self.kept_bytes))
+        return max((1 + (seen - whole) / part for seen, whole, part in pairs if part >= least_bytes), default=1.0)
+
+
+def forward_needs(profile: ModelProfile, plan: Plan) -> dict[int, ForwardNeed]:
+    """By call."""
+    ticks, without = (
+        {tick.call: tick for tick in lower(one, plan, Mode.TRAIN).ticks if tick.op is Op.FORWARD}
+        for one in (profile, _scaled_profile(profile, 0.0))
+    )
+    needs: dict[int, ForwardNeed] = {}
+    for call, tick in ticks.items():
+        assert call is not None
+        peak_bytes = tick.gpu_takes + tick.gpu_transient
+        known_bytes = without[call].gpu_takes + without[call].gpu_transient
+        kept_bytes = tick.gpu_kept - without[call].gpu_kept
+        needs[call] = ForwardNeed(peak_bytes, peak_bytes - known_bytes, tick.gpu_takes, kept_bytes)
+    return needs
 
 
 def forecast_bytes(question: Question, plan: Plan, num_ticks: int | None = None) -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from hightide.ir.action import Op
 from hightide.ir.tier import Tier
 from hightide.stores.base import OutOfMemory
 
@@ -22,6 +23,12 @@ class Observer(Protocol):
 
     def begin_pass(self) -> None:
         """Before a training pass."""
+
+    def begin_tick(self, op: Op) -> None:
+        """A block begins to compute."""
+
+    def end_tick(self, op: Op, call: int | None) -> None:
+        """It has ended."""
 
     def end_forward(self) -> bool:
         """Whether the pass must not go on like this: it would run out of memory."""

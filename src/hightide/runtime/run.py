@@ -238,8 +238,12 @@ class Run:
     def tick(self, op: Op, block: int, call: int | None = None, accumulate: bool = False) -> Iterator[Tick]:
         try:
             tick = self.executor.enter(op, block, call, accumulate)
+            if self.observer is not None:
+                self.observer.begin_tick(op)
             with self.gpu.meter("activations"):
                 yield tick
+            if self.observer is not None:
+                self.observer.end_tick(op, tick.call)
             self.executor.leave(tick)
         except BaseException as error:
             self.executor.abandon()
