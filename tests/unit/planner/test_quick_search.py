@@ -102,7 +102,8 @@ def test_a_pinned_micro_batch_is_kept_and_a_wrong_one_refused() -> None:
 
 def test_less_memory_means_a_smaller_micro_batch() -> None:
     profile = stack(12, num_samples=8)
-    wide = tuple(replace(c, backward_peak=Affine(0, 40_000)) if c.splittable else c for c in profile.calls)
+    layers = {block.index for block in profile.blocks if block.name.startswith("layers")}
+    wide = tuple(replace(c, backward_peak=Affine(0, 40_000)) if c.block in layers else c for c in profile.calls)
     profile = replace(profile, calls=wide)
     sizes = [quick(profile, limit).micro_batch for limit in (leanest_bytes(profile), whole_bytes(profile))]
     assert sizes == [1, 8]
