@@ -245,9 +245,10 @@ def check_training(case: Case, subject: Subject) -> None:
 
 @contextmanager
 def probed_whole() -> Iterator[None]:
-    """These models can be probed: a fallback would make the test weaker without a word."""
+    """These models can be probed, and forecasts of their memory hold: what is done where they cannot, or do not, would
+    make the test weaker."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "the memory of|the model could not be probed")
+        warnings.filterwarnings("error", "the memory of|the model could not be probed|the GPU needs")
         yield
 
 
@@ -257,7 +258,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 @pytest.mark.timeout(300)
 @given(cases())
-@settings(max_examples=24, deadline=None, suppress_health_check=SLOW, phases=FAST)
+@settings(max_examples=12, deadline=None, suppress_health_check=SLOW, phases=FAST)
 def test_any_model_within_any_limits(case: Case) -> None:
     with probed_whole():
         check(case)
@@ -274,7 +275,7 @@ def test_any_model_by_any_plan(case: Case, seed: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @given(cases())
-@settings(max_examples=500, deadline=None, suppress_health_check=SLOW, derandomize=False, print_blob=True)
+@settings(max_examples=200, deadline=None, suppress_health_check=SLOW, derandomize=False, print_blob=True)
 def test_any_model_within_any_limits_at_length(case: Case) -> None:
     with probed_whole():
         check(case)

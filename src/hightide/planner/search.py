@@ -110,7 +110,7 @@ class _Search:
         for starts in (self.moves.starts(spare=1), self.moves.starts(spare=0), self.moves.last_resorts()):
             fitting = self._first_fitting(starts) if self.quick else self._fitting(starts)
             for start in fitting:
-                yield from dict.fromkeys(self.moves.fill(start, order) for order in ORDERS[: 1 if self.quick else None])
+                yield from dict.fromkeys(self.moves.fill(start, order) for order in ORDERS[:: 2 if self.quick else 1])
             if fitting and (self.quick or not self.moves.few):
                 return
 
