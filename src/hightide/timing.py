@@ -48,10 +48,17 @@ class StepTimes:
             self._records.clear()
             return None
         self._records[before] = lanes.records_of(before)
+        if not self._is_timed(self._records[before]):
+            self._records.clear()
         passes = sorted(self._records)[-NUM_TIMED - 1 :]
         if len(passes) <= NUM_TIMED or not all(_has_passed(r) for one in passes for r in self._records[one]):
             return None
         return measure([self._records[one] for one in passes])
+
+    def _is_timed(self, records: Sequence[Record]) -> bool:
+        """The host's clock says nothing about what a GPU does."""
+        on_host = self._run.gpu.device.type == "cpu"
+        return on_host or all(record.events is not None for record in records if record.lane is not Lane.CPU)
 
 
 def measure(steps: Sequence[Sequence[Record]]) -> Measured:

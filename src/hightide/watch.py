@@ -42,6 +42,7 @@ LEAST_SHARE = 0.01  # of a step, that a lane must be busy for, or its speed is n
 LEAST_BYTES = {"cpu": 1024, "cuda": 2**20}  # of a block, whose need is looked at: a real GPU rounds every tensor
 MOST_WIDER = 0.05  # of what a block was said to take
 PATIENCE = 50  # steps, after which nothing is compared any more
+NUM_WEIGHED = 4  # steps whose memory is looked at, where time is not
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Watch:
         elif measured is not None:
             self._end_comparing()
             self._compare(measured)
-        elif self._run.num_steps >= PATIENCE:
+        elif self._run.num_steps >= (NUM_WEIGHED if self._times is None else PATIENCE):
             self._end_comparing()
 
     def _end_comparing(self) -> None:
