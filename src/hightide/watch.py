@@ -32,6 +32,7 @@ from hightide.planner.question import Question
 from hightide.planner.search import Found
 from hightide.planner.verify import verify_all
 from hightide.runtime.moving import waiting_bytes
+from hightide.runtime.observer import is_short
 from hightide.runtime.run import Run
 from hightide.stores.base import OutOfMemory
 from hightide.timing import Measured, StepTimes
@@ -69,6 +70,7 @@ class Watch:
         self._ran_out: Shortage | None = None
         self._next: _Next | None = None
         self._is_comparing = True
+        self._num_watched, self._num_passes = 0, 0  # since the last step; before it
         self.num_replans = 0
 
     @property
@@ -78,18 +80,19 @@ class Watch:
     def begin_pass(self) -> None:
         if self._ran_out is not None or self._next is not None:  # and the user goes on
             self.replan()
+        self._num_watched += 1
         if self._sees_memory:
             self._run.gpu.lap()
         if self._times is not None and self._is_comparing:
             self._times.begin_pass()
 
     def begin_tick(self, op: Op) -> None:
-        if op is Op.FORWARD and self._sees_memory:
+        if op is Op.FORWARD and self._sees_blocks:
             self._run.gpu.lap()
             self._used_bytes = self._run.gpu.device_used_bytes
 
     def end_tick(self, op: Op, call: int | None) -> None:
-        if op is Op.FORWARD and self._sees_memory and self._is_warm and call is not None:
+        if op is Op.FORWARD and self._sees_blocks and call is not None:
             gpu = self._run.gpu
             peak_bytes, left_bytes = gpu.lap().tensor_bytes - self._used_bytes, gpu.device_used_bytes - self._used_bytes
             least_bytes = LEAST_BYTES[gpu.device.type]
@@ -106,7 +109,7 @@ class Watch:
         return self._next is not None
 
     def ran_out(self, error: OutOfMemory) -> None:
-        if self.num_replans:
+        if self.num_replans or not is_short(error):
             return
         needed_bytes = error.used_bytes + error.requested_bytes - self._run.gpu.outside_bytes
         self._ran_out = Shortage(needed_bytes, self._run.executor.num_begun, self._factor)
@@ -127,7 +130,9 @@ class Watch:
     def end_step(self) -> None:
         if not self._is_comparing or not self.is_watching:
             return
-        shortage = self._overrun(self._peak_bytes) if self._sees_memory and self._is_warm else None
+        is_plain = self._run.num_passes - self._num_passes == self._num_watched  # else graphs were alive side by side
+        self._num_watched, self._num_passes = 0, self._run.num_passes
+        shortage = self._overrun(self._peak_bytes) if is_plain and self._sees_memory and self._is_warm else None
         measured = None if self._times is None else self._times.end_step()
         if shortage is not None:
             self._end_comparing()
@@ -149,6 +154,11 @@ class Watch:
     def _sees_memory(self) -> bool:
         """Unless a recording reads laps already."""
         return self._is_comparing and self._run.between_passes is None
+
+    @property
+    def _sees_blocks(self) -> bool:
+        """In training: an evaluation runs them unsplit."""
+        return self._sees_memory and self._is_warm and self._run.executor.mode is Mode.TRAIN
 
     @property
     def _is_warm(self) -> bool:

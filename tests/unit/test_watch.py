@@ -116,12 +116,40 @@ def test_at_any_limit(halved: None, update: str) -> None:
         hightide.unwrap(model)
 
 
-def test_a_forecast_that_holds_is_not_spoken_about() -> None:
-    for gpu in ("200KiB", "400KiB", "64MiB"):
-        model, batch = models.llama()
-        model, watch, told = trained(model, batch, gpu, micro_batch=2)
-        assert not told and not watch.num_replans
-        hightide.unwrap(model)
+@pytest.mark.parametrize("gpu", ["200KiB", "400KiB", "64MiB"])
+def test_a_forecast_that_holds_is_not_spoken_about(gpu: str) -> None:
+    model, batch = models.llama()
+    model, watch, told = trained(model, batch, gpu, micro_batch=2)
+    assert not told and not watch.num_replans
+    hightide.unwrap(model)
+
+
+def test_an_evaluation_which_runs_unsplit_says_nothing_about_training() -> None:
+    model, batch = models.llama()
+    limits = hightide.Limits(gpu="400KiB", host="64MiB")
+    model, optimizer = hightide.wrap(model, adamw(model), batch, limits=limits, micro_batch=1)
+    with torch.no_grad():
+        models.loss_of(model, batch)
+    train_step(model, optimizer, batch)
+    _, watch = parts(model)
+    assert watch._factor < 1.01 and not watch.num_replans
+    hightide.unwrap(model)
+
+
+def test_two_forwards_before_a_backward_are_left_alone(halved: None) -> None:
+    """The second must not be begun again under another plan: the first one's graph would be gone."""
+    model, batch = models.hand_written()
+    limits = hightide.Limits(gpu=int(1.3 * whole_bytes(model, batch)), host="64MiB")
+    model, optimizer = hightide.wrap(model, adamw(model), batch, limits=limits, micro_batch=1)
+    first = models.loss_of(model, batch)
+    plan = parts(model)[0].plan
+    second = models.loss_of(model, batch)
+    assert parts(model)[0].plan is plan
+    (first + second).backward()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*forecast")
+        optimizer.step()
+    hightide.unwrap(model)
 
 
 class CountsCalls(nn.Module):
