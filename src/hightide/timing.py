@@ -9,11 +9,14 @@ from itertools import pairwise
 from statistics import median
 
 from hightide.ir.tier import Lane
+from hightide.planner.cost import StepForecast
 from hightide.runtime.queues import Record
 from hightide.runtime.run import Run
 
 WARM_STEPS = 2  # the first compile, and fill caches
 NUM_TIMED = 3
+LEAST_SHARE = 0.01  # of a step, that a lane must be busy for, or its speed is not worth a word
+LEAST_S = 1e-9  # a lane that did nothing in no time has no speed
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,26 @@ def measure(steps: Sequence[Sequence[Record]]) -> Measured:
         for lane in Lane:
             busy[lane].append(total_s[lane])
     return Measured(median(between_s), {lane: median(seconds) for lane, seconds in busy.items()})
+
+
+def lane_seconds(step: StepForecast) -> dict[Lane, float]:
+    """In which each lane is to be busy, for one step's actions."""
+    seconds = dict.fromkeys(Lane, 0.0)
+    for span in step.simulated.spans:
+        seconds[span.lane] += span.end_s - span.start_s
+    return seconds
+
+
+def lanes_off(measured: Measured, step: StepForecast, most_off: float) -> dict[Lane, float]:
+    """How many times their forecast lanes were busy, of those that were off and are much of a step."""
+    found = {}
+    for lane, expected_s in lane_seconds(step).items():
+        seconds = measured.lane_s[lane]
+        if expected_s and max(seconds, expected_s) >= LEAST_SHARE * measured.step_s:
+            factor = max(seconds, LEAST_S) / expected_s
+            if abs(factor - 1) > most_off:
+                found[lane] = factor
+    return found
 
 
 def _has_passed(record: Record) -> bool:

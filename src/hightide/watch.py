@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from hightide.ir.action import Mode, Op, Schedule
 from hightide.ir.plan import Forecast, Plan, Update
-from hightide.ir.tier import Lane
 from hightide.ir.units import format_bytes
 from hightide.machine import free_host_bytes
 from hightide.planner.correct import (
@@ -25,7 +24,7 @@ from hightide.planner.correct import (
     with_slower_lanes,
     with_wider_blocks,
 )
-from hightide.planner.cost import StepForecast, forecast
+from hightide.planner.cost import forecast
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower_all
 from hightide.planner.question import Question
@@ -35,11 +34,10 @@ from hightide.runtime.moving import waiting_bytes
 from hightide.runtime.observer import is_short
 from hightide.runtime.run import Run
 from hightide.stores.base import OutOfMemory
-from hightide.timing import Measured, StepTimes
+from hightide.timing import Measured, StepTimes, lane_seconds, lanes_off
 
 MOST_OFF = 0.15  # of a forecast
 LEAST_GAIN = 0.02  # of a step, for which a model is moved
-LEAST_SHARE = 0.01  # of a step, that a lane must be busy for, or its speed is not worth a word
 LEAST_BYTES = {"cpu": 1024, "cuda": 2**20}  # of a block, whose need is looked at: a real GPU rounds every tensor
 MOST_WIDER = 0.05  # of what a block was said to take
 PATIENCE = 50  # steps, after which nothing is compared any more
@@ -212,7 +210,7 @@ class Watch:
         if abs(measured.step_s / expected_s - 1) <= MOST_OFF:
             return
         reason = f"a step takes {_seconds(measured.step_s)}, and {_seconds(expected_s)} were forecast"
-        factors = self._factors(measured)
+        factors = lanes_off(measured, self._step, MOST_OFF)
         if not factors:
             warnings.warn(
                 f"{reason}. No lane was slower or faster than forecast: the time goes by outside of the plan, in "
@@ -226,17 +224,6 @@ class Watch:
         following = self._faster(with_slower_lanes(self._question, factors), f"{reason}: {', '.join(parts)}")
         if following is not None:
             self._go_on_with(following)
-
-    def _factors(self, measured: Measured) -> dict[Lane, float]:
-        """Of lanes that were not as fast as forecast, if that is much of a step."""
-        found = {}
-        for lane, expected_s in lane_seconds(self._step).items():
-            seconds = measured.lane_s[lane]
-            if expected_s and max(seconds, expected_s) >= LEAST_SHARE * measured.step_s:
-                factor = max(seconds, 1e-9) / expected_s
-                if abs(factor - 1) > MOST_OFF:
-                    found[lane] = factor
-        return found
 
     def _faster(self, corrected: Question, reason: str) -> _Next | None:
         present_s = forecast(corrected.profile, self._run.plan, corrected.costs, corrected.machine).step_s
@@ -269,14 +256,6 @@ class Watch:
             "plan",
             stacklevel=4,
         )
-
-
-def lane_seconds(step: StepForecast) -> dict[Lane, float]:
-    """In which each lane is busy, for one step's actions."""
-    seconds = dict.fromkeys(Lane, 0.0)
-    for span in step.simulated.spans:
-        seconds[span.lane] += span.end_s - span.start_s
-    return seconds
 
 
 def _decisions(plan: Plan) -> Plan:

@@ -16,7 +16,10 @@ from hightide import decision
 from hightide.doctor.known import Known, load_machine
 from hightide.ir.block import Affine
 from hightide.ir.machine import Machine
+from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Tier
+from hightide.planner.cost import with_peaks
+from hightide.profiler.model import profile_calls
 from unit.planner.profiles import stack
 from unit.runtime.steps import adamw
 
@@ -78,6 +81,29 @@ def test_an_unknown_machine_is_measured_once_for_a_large_model_only(monkeypatch:
     with pytest.warns(UserWarning, match="never measured: `hightide doctor` runs now, once"):
         assert decision.machine_of(CUDA, is_small=False) is here
     assert kept == [here]
+
+
+def test_on_a_gpu_a_large_model_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the simulated accelerator, in a GPU's place."""
+    sizes, measure = [], decision.measure_costs
+
+    def measured(*args: Any) -> Any:
+        profile, probed, records, optimizer, device, compile, micro_batches = args
+        assert device is CUDA
+        sizes.append(micro_batches)
+        return measure(profile, probed, records, optimizer, torch.device("cpu"), compile, micro_batches)
+
+    monkeypatch.setattr(decision, "measure_costs", measured)
+    monkeypatch.setattr(decision, "SMALL_NUMEL", 0)
+    monkeypatch.setattr(decision, "machine_of", lambda device, is_small: decision.simulated_machine())
+    model, batch = models.hand_written()
+    optimizer = adamw(model)
+    profiled = profile_calls(model, optimizer, batch)
+    asked = decision.Asked(2**26, 2**26, Update.DEFERRED, None, 2, GradientDtype.FLOAT32)
+    question = decision.question_about(profiled, optimizer, CUDA, False, asked)
+    assert sizes == [[1, 2, 6]] and question.costs.source.startswith("measured") and not question.quick
+    assert question.profile == with_peaks(profiled[0], question.costs) != profiled[0]
+    assert question.answer().plan.micro_batch == models.NUM_SAMPLES
 
 
 def test_rehearsals_keep_to_the_limit() -> None:

@@ -22,8 +22,8 @@ from hightide.planner.infeasible import InfeasiblePlan
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 from hightide.stores.base import OutOfMemory
-from hightide.timing import Measured, StepTimes
-from hightide.watch import Watch, lane_seconds
+from hightide.timing import Measured, StepTimes, lane_seconds
+from hightide.watch import Watch
 from unit.runtime.steps import adamw, assert_equal_weights, train_step
 
 NUM_STEPS = 6
@@ -49,10 +49,13 @@ def falsified(profile: ModelProfile, factor: float) -> ModelProfile:
 
 @pytest.fixture
 def halved(monkeypatch: pytest.MonkeyPatch) -> None:
-    profile = hightide.api._profile
+    """Once per model: that takes most of the time."""
+    profile, known = hightide.api._profile, {}
 
-    def half(*args: Any) -> Any:
-        found, *rest = profile(*args)
+    def half(model: nn.Module, *args: Any) -> Any:
+        if id(model) not in known:
+            known[id(model)] = model, profile(model, *args)
+        found, *rest = known[id(model)][1]
         return falsified(found, 0.5), *rest
 
     monkeypatch.setattr(hightide.api, "_profile", half)
@@ -109,8 +112,8 @@ def test_blocks_that_take_twice_what_was_measured(halved: None, dropout: float) 
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])
 def test_at_any_limit(halved: None, update: str) -> None:
     """Whether forward runs out or backward would: it trains."""
-    for share in (0.25, 0.6, 1.0):
-        model, batch = models.gpt2(num_layers=3)
+    for share in (0.3, 1.0):
+        model, batch = models.gpt2(num_layers=2)
         model, watch, told = trained(model, batch, int(share * whole_bytes(model, batch)), update=update)
         assert watch.num_replans == len(told) == 1
         hightide.unwrap(model)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from hightide.ir.action import Op
+from hightide.ir.action import Mode, Op
 from hightide.ir.tier import Tier
 from hightide.stores.base import OutOfMemory
 
@@ -41,6 +43,28 @@ class Observer(Protocol):
 
     def end_step(self) -> None:
         """After optimizer.step()."""
+
+
+def watched_pass(
+    run: Run, observer: Observer, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A training pass that is begun once more under another plan, where this one has not memory enough."""
+    observer.begin_pass()
+    start = Start(run)
+    try:
+        result = run.run_pass(Mode.TRAIN, original, args, kwargs)
+        if not observer.end_forward() or not start.can_repeat:
+            return result
+        del result
+    except OutOfMemory as error:
+        observer.ran_out(error)
+        if not is_short(error) or not start.can_repeat or not observer.is_watching:
+            raise
+    gc.collect()  # what the failed forward has left: outside of the handler, whose traceback holds its tensors
+    observer.replan()
+    start.restore()
+    run.num_passes -= 1
+    return run.run_pass(Mode.TRAIN, original, args, kwargs)
 
 
 class Start:

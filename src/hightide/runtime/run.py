@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import time
 import warnings
 from collections import Counter
@@ -33,7 +32,7 @@ from hightide.runtime.executor import Executor, Tick
 from hightide.runtime.gradients import Gradients
 from hightide.runtime.lanes import Lanes
 from hightide.runtime.moving import Luggage
-from hightide.runtime.observer import Observer, Start, is_short
+from hightide.runtime.observer import Observer, watched_pass
 from hightide.runtime.origin import FirstValues
 from hightide.runtime.performer import Performer
 from hightide.runtime.placeholder import GradientPlaceholder
@@ -150,31 +149,10 @@ class Run:
             self._check_call(kwargs)
             self._check_batch(args, kwargs)
             if self.observer is not None and self.observer.is_watching and not self.executor.has_open_forward:
-                return self._watched(self.observer, original, args, kwargs)
-        return self._pass(Mode.TRAIN if training else Mode.EVAL, original, args, kwargs)
+                return watched_pass(self, self.observer, original, args, kwargs)
+        return self.run_pass(Mode.TRAIN if training else Mode.EVAL, original, args, kwargs)
 
-    def _watched(
-        self, observer: Observer, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """A training pass that is begun once more under another plan, where this one has not memory enough."""
-        observer.begin_pass()
-        start = Start(self)
-        try:
-            result = self._pass(Mode.TRAIN, original, args, kwargs)
-            if not observer.end_forward() or not start.can_repeat:
-                return result
-            del result
-        except OutOfMemory as error:
-            observer.ran_out(error)
-            if not is_short(error) or not start.can_repeat:
-                raise
-        gc.collect()  # what the failed forward has left: outside of the handler, whose traceback holds its tensors
-        observer.replan()
-        start.restore()
-        self.num_passes -= 1
-        return self._pass(Mode.TRAIN, original, args, kwargs)
-
-    def _pass(self, mode: Mode, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_pass(self, mode: Mode, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.begin_pass(mode)
         self._root_depth += 1
         try:
