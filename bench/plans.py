@@ -18,8 +18,8 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
+from hightide.planner.by_hand import plan_by_hand
 from hightide.planner.choice import Choice
-from hightide.planner.rule import plan_by_hand
 from hightide.profiler.model import profile_model
 
 FOLDER = Path(__file__).parent / "plans"

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
+from hightide.decision import Asked, question_about
 from hightide.integrations import lora, transformers
-from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.limits import Limits
 from hightide.ir.plan import GradientDtype, Plan, Update
@@ -19,17 +19,20 @@ from hightide.measured import Stats, read_stats
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.registry import rule_for
 from hightide.planner.check import check_executable, check_moments, check_plan
-from hightide.planner.lower import lower
-from hightide.planner.rule import plan_by_rule
-from hightide.planner.verify import verify
+from hightide.planner.lower import lower_all
+from hightide.planner.question import Question
+from hightide.planner.search import Found
+from hightide.planner.verify import verify_all
 from hightide.profiler.blocks import Choice
-from hightide.profiler.model import profile_model
+from hightide.profiler.model import profile_calls
 from hightide.profiler.probe import ProbeResult
+from hightide.profiler.recording import Record
 from hightide.profiler.split import Batch
 from hightide.recording import Recording
 from hightide.recording import record as record_run
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import check_modules, run_of, unwrap_modules, wrap_modules
+from hightide.watch import Watch
 
 GPU_HEADROOM = 0.95  # of the GPU's free memory: the allocator's fragments and libraries' workspaces need some
 
@@ -73,16 +76,19 @@ def wrap(
         raise ValueError(
             f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new plan"
         )
-    profile, probed = _profile(model, optimizer, batch, blocks)
+    profile, probed, records = _profile(model, optimizer, batch, blocks)
+    searched: tuple[Question, Found] | None = None
     if plan is None:
-        resolved = _resolve(limits or Limits(), place)
-        plan, schedules = _make_plan(profile, resolved, timing, micro_batch, rule.num_moments, rounding)
+        asked = Asked(*_resolve(limits or Limits(), place), timing, micro_batch, rule.num_moments, rounding)
+        question = question_about((profile, probed, records), optimizer, place, compile, asked)
+        searched = question, question.answer()
+        profile, plan = question.profile, searched[1].plan
     else:
         check_plan(profile, plan)
         check_executable(plan)
         check_moments(plan, rule.num_moments)
-        schedules = _lower(profile, plan)
-    _verify(profile, plan, schedules)
+    schedules = lower_all(profile, plan)
+    verify_all(profile, plan, schedules)
     check_modules(model, profile, sorted(probed.captured))
     transformers.prepare(model)
     checks = transformers.refuse_captures(model, batch)
@@ -95,6 +101,8 @@ def wrap(
     wrapped = wrap_optimizer(optimizer, run)
     run.settle()
     wrap_modules(run)
+    if searched is not None:  # a plan that the user brings is never changed
+        run.observer = Watch(run, *searched)
     return model, wrapped
 
 
@@ -107,16 +115,18 @@ def plan(
     micro_batch: int | None = None,
     update: str = "deferred",
     gradients: str = "float32",
+    compile: bool = False,
     device: str | torch.device | None = None,
     blocks: Choice | None = None,
 ) -> Plan:
     """The plan that `wrap` would use, without touching the model."""
-    rule = rule_for(_check_fresh(model, optimizer))
-    profile, _ = _profile(model, optimizer, batch, blocks)
-    resolved = _resolve(limits or Limits(), _device(device))
-    rounding = _gradients(gradients)
-    made, schedules = _make_plan(profile, resolved, _timing(update), micro_batch, rule.num_moments, rounding)
-    _verify(profile, made, schedules)
+    rule, place = rule_for(_check_fresh(model, optimizer)), _device(device)
+    timing, rounding = _timing(update), _gradients(gradients)
+    profiled = _profile(model, optimizer, batch, blocks)
+    asked = Asked(*_resolve(limits or Limits(), place), timing, micro_batch, rule.num_moments, rounding)
+    question = question_about(profiled, optimizer, place, compile, asked)
+    made = question.answer().plan
+    verify_all(question.profile, made, lower_all(question.profile, made))
     return made
 
 
@@ -205,20 +215,8 @@ def _gradients(gradients: str) -> GradientDtype:
 
 def _profile(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, blocks: Choice | None
-) -> tuple[ModelProfile, ProbeResult]:
-    return profile_model(model, optimizer, batch, blocks)
-
-
-def _make_plan(
-    profile: ModelProfile,
-    limits: tuple[int, int],
-    update: Update,
-    micro_batch: int | None,
-    num_moments: int,
-    gradients: GradientDtype,
-) -> tuple[Plan, dict[Mode, Schedule]]:
-    made = plan_by_rule(profile, *limits, update, micro_batch, num_moments, gradients)
-    return made, _lower(profile, made)
+) -> tuple[ModelProfile, ProbeResult, tuple[Record, ...]]:
+    return profile_calls(model, optimizer, batch, blocks)
 
 
 def _resolve(limits: Limits, device: torch.device) -> tuple[int, int]:
@@ -233,13 +231,3 @@ def _resolve(limits: Limits, device: torch.device) -> tuple[int, int]:
     if gpu_bytes is None:
         gpu_bytes = free_bytes // 2 if host_bytes is None else max(1, free_bytes - host_bytes)
     return gpu_bytes, host_bytes or max(1, free_bytes - gpu_bytes)
-
-
-def _lower(profile: ModelProfile, made: Plan) -> dict[Mode, Schedule]:
-    modes = [Mode.TRAIN, Mode.EVAL] + ([Mode.ACCUMULATE] if made.update is Update.DEFERRED else [])
-    return {mode: lower(profile, made, mode) for mode in modes}
-
-
-def _verify(profile: ModelProfile, made: Plan, schedules: dict[Mode, Schedule]) -> None:
-    for schedule in schedules.values():
-        verify(profile, made, schedule, made.gpu_limit_bytes, made.host_limit_bytes)

@@ -25,7 +25,7 @@ def train(params: Tier, states: Tier, update: str, accumulate: int, gradients: s
     model, batch = models.hand_written(num_layers=6)  # without an embedding, whose backward adds in any order
     model, batch = model.bfloat16(), {name: value.bfloat16() for name, value in batch.items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    limits = hightide.Limits(gpu="64MiB", host="64MiB")
+    limits = hightide.Limits(gpu="512MiB", host="64MiB")
     options: dict[str, Any] = {"micro_batch": 2, "update": update, "gradients": gradients, "device": "cuda"}
     plan = hightide.plan(model, optimizer, batch, limits=limits, **options)
     blocks = tuple(

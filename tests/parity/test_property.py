@@ -3,7 +3,6 @@ the number of bytes that are missing."""
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,21 +19,24 @@ from random_models import Sketch, sketches
 from torch import Tensor
 
 import hightide.api
+from hightide.decision import simulated_machine
 from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Activation, BlockPlan, Forecast, GradientDtype, Update
 from hightide.ir.tier import Tier
+from hightide.planner.estimate import estimate
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.layout import pack
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
 from hightide.planner.place import widest_tick
-from hightide.planner.rule import plan_by_rule
-from hightide.profiler.model import profile_model
-from hightide.profiler.probe import ProbeResult
+from hightide.planner.question import Question
+from hightide.profiler.model import profile_calls
+from hightide.runtime.surgery import run_of
 
 NUM_STEPS = 3
 PLENTY = 2**26
+MOST_REFUSALS = 2  # one may name the GPU, and the next the host
 GPU, HOST = Tier.GPU, Tier.HOST
 
 
@@ -100,9 +102,9 @@ class Subject:
         self.example = case.sketch.batch(case.num_samples, seed=0)
         self._profile: Any = None
 
-    def profile(self, *_: Any) -> tuple[ModelProfile, ProbeResult]:
+    def profile(self, *_: Any) -> Any:
         if self._profile is None:
-            self._profile = profile_model(self.model, self.optimizer, self.example)
+            self._profile = profile_calls(self.model, self.optimizer, self.example)
         return self._profile
 
     def wrap(self, **options: Any) -> None:
@@ -111,11 +113,9 @@ class Subject:
             self.model, self.optimizer = hightide.wrap(self.model, self.optimizer, self.example, **options)
 
 
-def train(case: Case, wrap: dict[str, Any] | None, subject: Subject | None = None) -> Outcome:
-    """`wrap`: None trains in plain PyTorch."""
-    subject = subject or Subject(case)
-    if wrap is not None:
-        subject.wrap(**case.options, **wrap)
+def train(case: Case, subject: Subject) -> Outcome:
+    """As it is: plain, or wrapped."""
+    is_wrapped = run_of(subject.model) is not None
     model, optimizer = subject.model, subject.optimizer
     torch.manual_seed(7)
     losses, norms = [], []
@@ -130,8 +130,8 @@ def train(case: Case, wrap: dict[str, Any] | None, subject: Subject | None = Non
         optimizer.step()
         optimizer.zero_grad()
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    stats = hightide.stats(model) if wrap is not None else None
-    if wrap is not None:
+    stats = hightide.stats(model) if is_wrapped else None
+    if is_wrapped:
         hightide.unwrap(model)
     return Outcome(losses, norms, weights, stats)
 
@@ -140,19 +140,22 @@ def limits(gpu: int, host: int) -> hightide.Limits:
     return hightide.Limits(gpu=gpu, host=host)
 
 
+def question(case: Case, profile: ModelProfile, gpu_bytes: int, micro_batch: int | None) -> Question:
+    """As `wrap` puts it."""
+    machine = simulated_machine()
+    costs = estimate(profile, machine)
+    update, gradients = Update(case.update), GradientDtype(case.gradients)
+    return Question(profile, costs, machine, gpu_bytes, PLENTY, update, micro_batch, gradients=gradients, quick=True)
+
+
 def least_plan(case: Case, profile: ModelProfile) -> tuple[int, int]:
     """The least bytes on the GPU, as the refusal of one byte names them, and those that the host then needs."""
-    options = {
-        "update": Update(case.update),
-        "micro_batch": case.micro_batch,
-        "gradients": GradientDtype(case.gradients),
-    }
     with pytest.raises(InfeasiblePlan) as refused:
-        plan_by_rule(profile, 1, PLENTY, **options)
+        question(case, profile, 1, case.micro_batch).answer()
     gpu_bytes = max(1, int(case.gpu * refused.value.num_bytes))
     if case.gpu < 1:
         return gpu_bytes, PLENTY
-    return gpu_bytes, plan_by_rule(profile, gpu_bytes, PLENTY, **options).forecast.host_peak_bytes
+    return gpu_bytes, question(case, profile, gpu_bytes, case.micro_batch).answer().plan.forecast.host_peak_bytes
 
 
 def check(case: Case) -> None:
@@ -161,21 +164,32 @@ def check(case: Case) -> None:
     gpu_bytes, host_needed_bytes = least_plan(case, subject.profile()[0])
     host_bytes = max(1, int(case.host * host_needed_bytes))
     note(f"gpu limit {gpu_bytes}, host limit {host_bytes}")
+    check_within(case, subject, gpu_bytes, host_bytes)
+
+
+def check_within(case: Case, subject: Subject, gpu_bytes: int, host_bytes: int, num_refusals: int = 0) -> None:
+    """Trains within these limits, or is refused, and then within those that the refusal names."""
     wrap = {"limits": limits(gpu_bytes, host_bytes), "micro_batch": case.micro_batch}
-    if case.gpu < 1 or host_bytes < host_needed_bytes:
-        tier = "gpu" if case.gpu < 1 else "host"
-        with pytest.raises(ValueError, match=rf"(?s)\d+ bytes .*missing.*Limits\({tier}=") as refused:
-            train(case, wrap, subject)
-        needed, limit, missing = re.findall(r"(\d+) (?:bytes )?\(", str(refused.value))
-        assert int(missing) == int(needed) - int(limit) > 0
+    try:
+        subject.wrap(**case.options, **wrap)
+    except InfeasiblePlan as refusal:
+        check_refusal(refusal, gpu_bytes, host_bytes)
+        assert num_refusals < MOST_REFUSALS, f"refused {num_refusals} times before: {refusal}"
+        raised = {refusal.tier: refusal.num_bytes}
+        check_within(case, subject, raised.get(GPU, gpu_bytes), raised.get(HOST, host_bytes), num_refusals + 1)
         return
-    check_training(case, wrap, subject)
+    check_training(case, subject)
+
+
+def check_refusal(refusal: InfeasiblePlan, gpu_bytes: int, host_bytes: int) -> None:
+    limit = {GPU: gpu_bytes, HOST: host_bytes}[refusal.tier]
+    missing = refusal.num_bytes - limit
+    assert missing > 0 and f"{missing} bytes" in str(refusal) and f"{refusal.tier}={refusal.num_bytes}" in str(refusal)
 
 
 def random_plan(case: Case, profile: ModelProfile, random: Random) -> hightide.Plan:
     """Any legal decisions, within limits that are the forecast itself: not a byte to spare."""
-    options = {"micro_batch": case.micro_batch or case.num_samples, "gradients": GradientDtype(case.gradients)}
-    base = plan_by_rule(profile, PLENTY, PLENTY, Update(case.update), **options)
+    base = question(case, profile, PLENTY, case.micro_batch or case.num_samples).answer().plan
     layout = pack(profile, random.choice([base.layout.slot_numel, 128, 640, 4096]))
     with_frozen = {chunk.block for chunk in layout.chunks if not chunk.trainable_numel}
     blocks = []
@@ -203,11 +217,13 @@ def check_any_plan(case: Case, seed: int) -> None:
     subject = Subject(case)
     assume(subject.model(**subject.example)["loss"].requires_grad)
     plan = random_plan(case, subject.profile()[0], Random(seed))
-    check_training(case, {"plan": plan}, subject)
+    subject.wrap(**case.options, plan=plan)
+    check_training(case, subject)
 
 
-def check_training(case: Case, wrap: dict[str, Any], subject: Subject) -> None:
-    wrapped = train(case, wrap, subject)
+def check_training(case: Case, subject: Subject) -> None:
+    """Of a wrapped model."""
+    wrapped = train(case, subject)
     stats = wrapped.stats
     assert stats is not None and stats.num_steps == NUM_STEPS and stats.deviations == 0
     assert stats.peak_bytes["gpu"] <= stats.plan.gpu_limit_bytes
@@ -215,21 +231,24 @@ def check_training(case: Case, wrap: dict[str, Any], subject: Subject) -> None:
     assert stats.peak_bytes["gpu"] <= stats.forecast.gpu_peak_bytes, "the forecast is an upper bound"
     one_micro_batch = stats.plan.micro_batch == case.num_samples
     if case.sketch.dtype == "float32" and (one_micro_batch or not case.sketch.dropout):
-        plain = train(case, None)
+        plain = train(case, Subject(case))
         for expected, found in zip(plain.losses + plain.norms, wrapped.losses + wrapped.norms, strict=True):
             assert abs(found - expected) <= 2e-6 * abs(expected), (plain.losses, wrapped.losses)
         assert_close_weights(plain.weights, wrapped.weights)
     else:  # master copies in fp32, and other random numbers: equal to the bit on any placement instead
-        whole = train(case, {"limits": limits(PLENTY, PLENTY), "micro_batch": stats.plan.micro_batch})
+        other = Subject(case)
+        other.wrap(**case.options, limits=limits(PLENTY, PLENTY), micro_batch=stats.plan.micro_batch)
+        whole = train(case, other)
         assert (whole.losses, whole.norms) == (wrapped.losses, wrapped.norms)
         assert all(torch.equal(value, wrapped.weights[name]) for name, value in whole.weights.items())
 
 
 @contextmanager
 def probed_whole() -> Iterator[None]:
-    """These models can be probed: a fallback would make the test weaker without a word."""
+    """These models can be probed, and forecasts of their memory hold: what is done where they cannot, or do not, would
+    make the test weaker."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", "the memory of|the model could not be probed")
+        warnings.filterwarnings("error", "the memory of|the model could not be probed|the GPU needs")
         yield
 
 
@@ -239,7 +258,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 @pytest.mark.timeout(300)
 @given(cases())
-@settings(max_examples=24, deadline=None, suppress_health_check=SLOW, phases=FAST)
+@settings(max_examples=12, deadline=None, suppress_health_check=SLOW, phases=FAST)
 def test_any_model_within_any_limits(case: Case) -> None:
     with probed_whole():
         check(case)
@@ -256,7 +275,7 @@ def test_any_model_by_any_plan(case: Case, seed: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @given(cases())
-@settings(max_examples=500, deadline=None, suppress_health_check=SLOW, derandomize=False, print_blob=True)
+@settings(max_examples=200, deadline=None, suppress_health_check=SLOW, derandomize=False, print_blob=True)
 def test_any_model_within_any_limits_at_length(case: Case) -> None:
     with probed_whole():
         check(case)

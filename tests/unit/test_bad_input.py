@@ -62,9 +62,9 @@ def test_limits_that_are_no_sizes(options: dict[str, Any], words: tuple[str, ...
 
 def test_limits_that_are_too_small(refused: Any) -> None:
     model, batch = small()
-    with refused("gpu", "limit is 4096", "larger Limits(gpu=...)"):
+    with refused("4096 bytes (4.0 KiB) of GPU", "missing on the gpu", "Limits(gpu="):
         hightide.wrap(model, adamw(model), batch, limits=hightide.Limits(gpu="4KiB", host="8MiB"))
-    with refused("host", "limit is 4096", "Limits(host=...)"):
+    with refused("4096 bytes (4.0 KiB) of host memory", "missing on the gpu", "more host memory"):
         hightide.wrap(model, adamw(model), batch, limits=hightide.Limits(gpu="120KiB", host="4KiB"))
 
 

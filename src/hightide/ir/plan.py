@@ -54,6 +54,7 @@ class Forecast:
     gpu_peak_bytes: int
     host_peak_bytes: int
     disk_peak_bytes: int = 0
+    step_s: float = 0.0  # on the machine that the plan was searched for; 0: nobody has simulated it
 
 
 @dataclass(frozen=True)

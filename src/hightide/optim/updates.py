@@ -108,6 +108,11 @@ class ChunkUpdates:
         tier = self._chunks.states_tier(chunk)
         return [self._chunks.flat(chunk, ChunkKind.STATE, tier, array) for array in range(self._rule.num_moments)]
 
+    def move_to(self, chunks: Chunks, gradients: Gradients, sharers: Sharers) -> None:
+        """Where the states are now."""
+        self._chunks, self._gradients = chunks, gradients
+        self._on_host = HostUpdate(self._rule, sharers)
+
     def reset(self, key: str) -> None:
         """As if the parameter had never been updated."""
         self.num_steps[key] = 0

@@ -24,6 +24,7 @@ class Question:
     num_moments: int = 2
     gradients: GradientDtype = GradientDtype.FLOAT32
     disk_bytes: int = 0
+    quick: bool = False  # see search
 
     def answer(self) -> Found:
         """Raises InfeasiblePlan."""
@@ -38,6 +39,7 @@ class Question:
             self.num_moments,
             self.gradients,
             self.disk_bytes,
+            self.quick,
         )
 
     def with_limit(self, tier: Tier, num_bytes: int) -> Question:

@@ -21,6 +21,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Forecast, GradientDtype, Plan, Update
+from hightide.ir.tier import Tier
 from hightide.planner.choice import Choice, Problem, check_micro_batch
 from hightide.planner.cost import StepForecast, forecast
 from hightide.planner.explain import explain
@@ -56,13 +57,15 @@ def search(
     num_moments: int = 2,
     gradients: GradientDtype = GradientDtype.FLOAT32,
     disk_bytes: int = 0,
+    quick: bool = False,
 ) -> Found:
-    """Raises InfeasiblePlan, with the least that is missing, if nothing fits."""
+    """Raises InfeasiblePlan, with the least that is missing, if nothing fits. `quick`: only a few fillings, for models
+    whose step takes less time than a search."""
     check_micro_batch(profile, micro_batch)
     problem = Problem(profile, gpu_bytes, host_bytes, update, num_moments, gradients, disk_bytes)
     trials = Trials(problem, costs, machine)
     sizes = equal_parts(profile.num_samples) if micro_batch is None else (micro_batch,)
-    choice = _Search(problem, trials, Moves(problem, trials.may_fit, sizes)).run()
+    choice = _Search(problem, trials, Moves(problem, trials.may_fit, sizes), quick).run()
     return _finish(problem, trials, choice)
 
 
@@ -70,9 +73,10 @@ def _finish(problem: Problem, trials: Trials, choice: Choice) -> Found:
     profile, plan = problem.profile, problem.build(choice)
     schedule = lower(profile, plan, Mode.TRAIN)
     peak = peaks(schedule)
-    plan = replace(plan, forecast=Forecast(peak.gpu_peak_bytes, peak.host_peak_bytes, peak.disk_peak_bytes))
-    plan = replace(plan, explanation=explain(profile, plan, {Mode.TRAIN: schedule}))
     step = forecast(profile, plan, trials.costs, trials.machine, schedule)
+    tiers = peak.gpu_peak_bytes, peak.host_peak_bytes, peak.disk_peak_bytes
+    plan = replace(plan, forecast=Forecast(*tiers, step.step_s))
+    plan = replace(plan, explanation=explain(profile, plan, {Mode.TRAIN: schedule}))
     return Found(plan, step, choice, trials.num_simulated)
 
 
@@ -81,6 +85,7 @@ class _Search:
     problem: Problem
     trials: Trials
     moves: Moves
+    quick: bool
 
     def run(self) -> Choice:
         resident = next((choice for choice in self.moves.resident() if self._fits(choice)), None)
@@ -94,6 +99,8 @@ class _Search:
                 found[choice] = step_s
         if not found:
             refuse(self.trials, self.moves.leanest())
+        if self.quick:
+            return min(found, key=lambda choice: found[choice])
         starts = sorted(found, key=lambda choice: found[choice])[: self._num_improved()]
         return min((self._improved(choice) for choice in starts), key=self.trials.step_s)
 
@@ -105,15 +112,25 @@ class _Search:
         plain = [self.moves.starts(spare, disk) for disk in (False, True) for spare in (1, 0)]
         for starts in (*plain, self.moves.last_resorts()):
             num_fitting = 0
-            for start in dict.fromkeys(starts):
-                if not self.trials.may_fit(start):
-                    continue
-                for filled in dict.fromkeys(self.moves.fill(start, order) for order in ORDERS):
+            for start in self._first_fitting(starts) if self.quick else self._fitting(starts):
+                orders = ORDERS[:: 2 if self.quick else 1]
+                for filled in dict.fromkeys(self.moves.fill(start, order) for order in orders):
                     if self.trials.within(self.trials.guess(filled)):
                         num_fitting += 1
                         yield filled
-            if num_fitting and not self.moves.few:
+            if num_fitting and (self.quick or not self.moves.few):
                 return
+
+    def _fitting(self, starts: Iterator[Choice]) -> list[Choice]:
+        return [start for start in dict.fromkeys(starts) if self.trials.may_fit(start)]
+
+    def _first_fitting(self, starts: Iterator[Choice]) -> list[Choice]:
+        """With inputs on the GPU and on the host: of the largest micro-batch that fits."""
+        found: dict[Tier, Choice] = {}
+        for start in starts:
+            if start.inputs not in found and self.trials.may_fit(start):
+                found[start.inputs] = start
+        return list(found.values())
 
     def _improved(self, choice: Choice) -> Choice:
         """Takes every move that gains, until none does or the trials are used up."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan
@@ -29,6 +31,12 @@ def verify(profile: ModelProfile, plan: Plan, schedule: Schedule, gpu_bytes: int
     _check_capacity(Tier.GPU, peak.gpu_peak_bytes, gpu_bytes, peak.gpu_peak_at)
     _check_capacity(Tier.HOST, peak.host_peak_bytes, host_bytes, peak.host_peak_at)
     _check_capacity(Tier.DISK, peak.disk_peak_bytes, plan.disk_limit_bytes, "")
+
+
+def verify_all(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> None:
+    """Within the plan's own limits."""
+    for schedule in schedules.values():
+        verify(profile, plan, schedule, plan.gpu_limit_bytes, plan.host_limit_bytes)
 
 
 def _check_capacity(tier: Tier, peak_bytes: int, limit_bytes: int, moment: str) -> None:

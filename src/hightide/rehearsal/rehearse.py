@@ -43,6 +43,19 @@ def rehearse(
     """The model may be on the meta device, and is not touched. `micro_batches`: sizes to measure; None: one sample, a
     quarter of the batch, and all of it. Needs memory for one block with its activations."""
     profile, probed, records = profile_calls(model, optimizer, batch, blocks)
+    return profile, measure_costs(profile, probed, records, optimizer, device, compile, micro_batches)
+
+
+def measure_costs(
+    profile: ModelProfile,
+    probed: ProbeResult,
+    records: Sequence[Record],
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    compile: bool,
+    micro_batches: Sequence[int] | None = None,
+) -> Costs:
+    """Of a model that was profiled already."""
     if probed.failure:
         raise ValueError(
             f"the model cannot be rehearsed: its probe failed ({probed.failure}), so the arguments of only "
@@ -69,7 +82,7 @@ def rehearse(
         peaks=tuple(peaks for _, peaks in found),
     )
     let_go(device)
-    return profile, costs
+    return costs
 
 
 def let_go(device: torch.device) -> None:

@@ -20,9 +20,9 @@ from hightide.ir.action import Mode
 from hightide.ir.block import BlockSpec, CallSpec, ModelProfile, ParamSpec
 from hightide.ir.plan import Activation, Plan, Update
 from hightide.ir.split import Split
+from hightide.planner.by_hand import plan_by_hand
 from hightide.planner.choice import Choice
 from hightide.planner.lower import lower
-from hightide.planner.rule import plan_by_hand
 from hightide.profiler.blocks import FoundBlock
 from hightide.profiler.probe import ProbedCall, ProbeResult
 from hightide.profiler.recording import Record

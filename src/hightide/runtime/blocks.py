@@ -271,6 +271,11 @@ class BlockCall:
             raise RuntimeError(FREED)
         self._spent = True
         run = self.runner.run
+        if run.runners.get(id(self.module)) is not self.runner:
+            raise RuntimeError(
+                f"the plan was changed between the forward of block {self.runner.spec.name!r} and this backward, and "
+                "its graph is gone with the old one; run the model's forward again"
+            )
         if run.plan.update is Update.DEFERRED and self.runner.version != self._version:
             raise RuntimeError(
                 f"the parameters of block {self.runner.spec.name!r} were updated between its forward and its "

@@ -42,6 +42,7 @@ from hightide.runtime.residency import Copy, Residency
 from hightide.runtime.slots import SlotTable
 from hightide.runtime.staging import Staging
 from hightide.stores.base import Accelerator, Region, Store
+from hightide.stores.host import HostArena
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GRAD_DTYPE = torch.float32
@@ -61,7 +62,7 @@ class Chunks:
         profile: ModelProfile,
         plan: Plan,
         gpu: Accelerator,
-        host: Store,
+        host: HostArena,
         parameters: Mapping[str, nn.Parameter],
         origins: Mapping[str, Origin] | None = None,
     ):
@@ -257,6 +258,10 @@ class Chunks:
         """The code of its block makes the parameter's version grow without a write, which is not to be refused."""
         self._version_means_nothing.add(key)
 
+    def go_on(self, before: Chunks) -> None:
+        """With what is known of the parameters under the plan before."""
+        self._version_means_nothing = before._version_means_nothing
+
     def store(self, key: str, value: Tensor) -> None:
         """New values for a parameter, wherever copies of it are; nothing may be under way with its chunk. A master copy
         that rounds to these very values stays: it knows more than they do."""
@@ -294,6 +299,19 @@ class Chunks:
         kinds = {kind: absent_class(kind, names) for kind in set(self._classes.values())}
         hidden = [spec for spec in self.specs if has_host_params(self._plan, spec) and spec.block not in loose]
         return {entry.param: kinds[self._classes[entry.param]] for spec in hidden for entry in spec.params}
+
+    def let_go(self) -> None:
+        """Of the parameters: from now on somebody else binds them."""
+        for key in self.parameters:
+            self.show(key)
+            self._make_absent(key)
+
+    def is_on_host(self, chunk: int, kind: ChunkKind) -> bool:
+        return (chunk, kind, Tier.HOST) in self._regions
+
+    def give_back(self, chunk: int, kind: ChunkKind) -> None:
+        """Its host memory, of which nobody reads any more."""
+        self.host.give_back(self._regions[chunk, kind, Tier.HOST])
 
     def close(self) -> None:
         """Lets go of the stores' memory, which an optimizer that is still around would otherwise hold through here."""
@@ -361,6 +379,22 @@ class Chunks:
             torch.utils.swap_tensors(param, nn.Parameter(self._absent[key], requires_grad=param.requires_grad))
         else:
             param.data = self._absent[key]
+
+    def states(self, chunk: int) -> list[Tensor]:
+        """All that an update keeps of a chunk, as flat arrays: moments, then the master or what the values lack of
+        it."""
+        spec, tier = self.specs[chunk], self.states_tier(chunk)
+        if not spec.state_bytes:
+            return []
+        num_arrays = spec.num_states - spec.has_remainder
+        arrays = [self.flat(chunk, ChunkKind.STATE, tier, array) for array in range(num_arrays)]
+        remainder = self.remainder(chunk)
+        return arrays if remainder is None else [*arrays, remainder]
+
+    def states_of(self, key: str) -> list[Tensor]:
+        """Of one parameter that is optimised, in its shape."""
+        chunk, entry = self.places[key]
+        return [self.view_of(state, entry) for state in self.states(chunk)]
 
     def remainder(self, chunk: int) -> Tensor | None:
         """What the parameters lack of their masters, if they are bf16; see [Note: masters in two parts]."""

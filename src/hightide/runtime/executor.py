@@ -73,10 +73,16 @@ class Executor:
         self._update = update
         self._names = names
         self._pass: Pass | None = None
+        self._num_begun = 0
         self._outlasting = {name for p in self.programs.values() for a in p.schedule.actions for name in a.after_prev}
         self._suspended: Pass | None = None
         self._last_use: dict[int, int] = {}
         self._owes_step = False  # in-backward updates have run, and step() was not called since
+
+    def go_on(self, before: Executor) -> None:
+        """With what counts whatever the plan."""
+        self.num_deviations, self._owes_step = before.num_deviations, before._owes_step
+        self._flight.stall_s = before._flight.stall_s
 
     @property
     def stall_s(self) -> dict[Lane, float]:
@@ -239,8 +245,30 @@ class Executor:
         if chunk in self._flight.fetches:
             self._flight.fetches[chunk].settle()
 
+    def settle(self) -> None:
+        """Until nothing is under way, and every gradient is at home. A pass that has begun is given up."""
+        self.abandon()
+        self.wait_for_updates()
+        self._settle_slots()
+        for ticket in self.gradients.exits.values():
+            self._flight.wait(ticket, Lane.D2H)
+        self.lanes.drain()
+
+    @property
+    def has_open_forward(self) -> bool:
+        """Whether the latest pass may still have a backward to come: its graph may be alive."""
+        latest = self._suspended or self._pass
+        return latest is not None and latest.program.mode is not Mode.EVAL and not latest.backward_begun
+
+    @property
+    def num_begun(self) -> int:
+        """Ticks of the latest pass that have begun."""
+        return self._num_begun if self._pass is None else self._pass.cursor
+
     def abandon(self) -> None:
         """After an exception inside a block: nothing stays bound, and the next pass starts afresh."""
+        if self._pass is not None:
+            self._num_begun = self._pass.cursor + 1  # the one that failed, too
         for chunk, copy in enumerate(self.chunks.param_copies):
             if copy.state is Residency.HELD:
                 self._release_params(chunk, None)

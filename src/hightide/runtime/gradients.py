@@ -170,6 +170,31 @@ class Gradients:
         self._factor.pop(key, None)
         self._norms.pop(key, None)
 
+    # -- from one plan to another ----------------------------------------------------------------------------------
+
+    def is_valid(self, key: str) -> bool:
+        return key in self._valid
+
+    def take_loose(self) -> dict[str, Tensor]:
+        """Those that plain autograd has made, off their parameters and in host memory."""
+        taken: dict[str, Tensor] = {}
+        for key in self._loose:
+            param = self._chunks.parameters[key]
+            if param.grad is not None:
+                taken[key] = param.grad.detach().to("cpu", copy=True)
+                param.grad = None
+        return taken
+
+    def succeed(self, before: Gradients, loose: dict[str, Tensor]) -> None:
+        """Goes on with what these were, whose bytes are in their places."""
+        self._valid |= before._valid
+        self._factor |= before._factor
+        self._norms |= before._norms
+        for key in self._valid:
+            self._chunks.parameters[key].grad = self._placeholders[key]
+        for key, gradient in loose.items():
+            self._chunks.parameters[key].grad = gradient.to(self._chunks.gpu.device)
+
     # -- for the update -------------------------------------------------------------------------------------------
 
     def ready(self, chunk: int) -> list[tuple[Placement, Factor]]:

@@ -216,6 +216,11 @@ class Lanes:
         _join(ticket)
         return time.perf_counter() - started_s
 
+    def drain(self) -> None:
+        """Waits until the copying lanes have done what they were given."""
+        for lane in (Lane.H2D, Lane.D2H):
+            self.wait(self.submit("drain", lane, 0, [], lambda: None), lane)
+
     def fail(self, error: BaseException) -> None:
         """Stops all work with this error, unless there is an earlier one. See [Note: failure in a lane]."""
         self._state.fail(error)

@@ -13,6 +13,7 @@ from hightide.runtime.activations import Stashes
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.gradients import Gradients
 from hightide.runtime.residency import Residency
+from hightide.runtime.sharing import Sharers
 from hightide.stores.ticket import Fence
 
 Work = Callable[[], object]
@@ -28,6 +29,9 @@ class Updates(Protocol):
     def prepare(self, chunk: int) -> Work | None:
         """Called in the user's thread when the update is issued: copies hyper-parameters by value. None: nothing to
         do."""
+
+    def move_to(self, chunks: Chunks, gradients: Gradients, sharers: Sharers) -> None:
+        """Where states and gradients are now."""
 
 
 class Performer:
@@ -58,6 +62,11 @@ class Performer:
             Op.UNSTASH: self._unstash,
             Op.UPDATE: self._update,
         }
+
+    def go_on(self, before: Performer) -> None:
+        """With the counters of the plan before, and its updates."""
+        self.updates = before.updates
+        self.moved_bytes, self.num_evictions = before.moved_bytes, before.num_evictions
 
     def prepare(self, action: Action) -> Work:
         return self._prepare[action.op](action)

@@ -31,10 +31,12 @@ from hightide.runtime.compiled import CompiledForwards
 from hightide.runtime.executor import Executor, Tick
 from hightide.runtime.gradients import Gradients
 from hightide.runtime.lanes import Lanes
+from hightide.runtime.moving import Luggage
+from hightide.runtime.observer import Observer, watched_pass
 from hightide.runtime.origin import FirstValues
 from hightide.runtime.performer import Performer
 from hightide.runtime.placeholder import GradientPlaceholder
-from hightide.stores.base import ALIGN_BYTES, Accelerator
+from hightide.stores.base import ALIGN_BYTES, Accelerator, OutOfMemory
 from hightide.stores.cuda import CudaAccelerator
 from hightide.stores.host import HostArena
 from hightide.stores.pinned import PinnedArena
@@ -55,7 +57,7 @@ class Run:
         compile: bool = False,
         first_values: FirstValues | None = None,
     ) -> None:
-        self.model, self.profile, self.plan = model, profile, plan
+        self.model, self.profile = model, profile
         self.probed = probed
         self.probing = False
         self.runners: dict[int, BlockRunner] = {}  # by the id of the block's module
@@ -65,26 +67,17 @@ class Run:
         self.parameters = _by_key(model, profile)
         self.keys = {id(param): key for key, param in self.parameters.items()}
 
-        self.gpu, self.host = _stores(profile, plan, schedules, device)
         devices = (param.device for param in model.parameters() if not param.is_meta)
         self._device_before = next(devices, rng.CPU)
-        first_values = first_values or FirstValues()
-        self.chunks = Chunks(profile, plan, self.gpu, self.host, self.parameters, first_values.origins)
-        if first_values.initialise is not None:
-            first_values.initialise(self.chunks)
-        self._move_buffers()
-        self.lanes = Lanes(device=device if device.type == "cuda" else None)
-        self.gradients = Gradients(profile, self.chunks, plan.update)
-        self.stashes = Stashes(self.gpu, self.host)
-        self.performer = Performer(self.chunks, self.gradients, self.stashes, self.lanes.streams.fence)
-        names = [block.name or "(loose)" for block in profile.blocks]
-        self.executor = Executor(schedules, self.lanes, self.performer, plan.update, names)
+        self._set_up(plan, schedules, device, first_values or FirstValues())
+        self.observer: Observer | None = None
 
         self.anchor = torch.empty(0, device=device, requires_grad=True)
         self.anchor_edge = get_gradient_edge(self.anchor)
         self.lends = False  # see borrowed()
         self.between_passes: Callable[[], None] | None = None  # called before each pass, while a recording is on
         self.loaded_masters: dict[str, Tensor] = {}  # since the last step: their parameters may be loaded after them
+        self.is_whole_batch = False  # the latest
         self.num_passes = 0
         self.num_steps = 0
         self.step_s = 0.0
@@ -96,6 +89,50 @@ class Run:
         self._root_depth = 0
         self._root_batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._end_queued = False
+
+    def _set_up(
+        self, plan: Plan, schedules: Mapping[Mode, Schedule], device: torch.device, first_values: FirstValues
+    ) -> None:
+        """Everything that depends on the plan."""
+        self.plan, profile = plan, self.profile
+        self.gpu, self.host = _stores(profile, plan, schedules, device)
+        self.chunks = Chunks(profile, plan, self.gpu, self.host, self.parameters, first_values.origins)
+        if first_values.initialise is not None:
+            first_values.initialise(self.chunks)
+        self._move_buffers()
+        self.lanes = Lanes(device=device if device.type == "cuda" else None)
+        self.gradients = Gradients(profile, self.chunks, plan.update)
+        self.stashes = Stashes(self.gpu, self.host)
+        self.performer = Performer(self.chunks, self.gradients, self.stashes, self.lanes.streams.fence)
+        names = [block.name or "(loose)" for block in profile.blocks]
+        self.executor = Executor(schedules, self.lanes, self.performer, plan.update, names)
+
+    def move_to(self, profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> None:
+        """Goes on under another plan: values, states and gradients are what they were. Between passes; graphs of
+        before have no backward any more."""
+        self.executor.settle()
+        if self.gpu.device.type == "cuda":
+            torch.cuda.synchronize(self.gpu.device)  # what was enqueued reads and writes what moves now
+        updates, performer, executor, host = self.performer.updates, self.performer, self.executor, self.host
+        host.unpin()
+        chunks = self.chunks
+        luggage = Luggage(self.plan, chunks, self.gradients)
+        self.lanes.close()
+        chunks.close()
+        self.gpu.close()
+        self.profile = profile
+        self._set_up(plan, schedules, self.gpu.device, FirstValues(luggage.origins()))
+        self.chunks.go_on(chunks)
+        luggage.unpack(self.chunks, self.gradients)
+        host.close()
+        if updates is not None:
+            updates.move_to(self.chunks, self.gradients, self.lanes.sharers)
+        self.performer.go_on(performer)
+        self.executor.go_on(executor)
+        self.runners = {
+            module: BlockRunner(self, runner.index, runner.original) for module, runner in self.runners.items()
+        }
+        self.settle()
 
     def settle(self) -> None:
         """Once all values are in their places, the optimizer's too: fixes memory there. Earlier, what is still to move
@@ -113,7 +150,12 @@ class Run:
             kwargs = {**kwargs, **self.forced_kwargs}
             self._check_call(kwargs)
             self._check_batch(args, kwargs)
-        self.begin_pass(Mode.TRAIN if training else Mode.EVAL)
+            if self.observer is not None and self.observer.is_watching and not self.executor.has_open_forward:
+                return watched_pass(self, self.observer, original, args, kwargs)
+        return self.run_pass(Mode.TRAIN if training else Mode.EVAL, original, args, kwargs)
+
+    def run_pass(self, mode: Mode, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.begin_pass(mode)
         self._root_depth += 1
         try:
             args, kwargs = self._moved(args, kwargs)
@@ -143,6 +185,7 @@ class Run:
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         num_samples = batch_size(Arguments(args, kwargs))
+        self.is_whole_batch = num_samples == self.plan.num_samples
         if num_samples > self.plan.num_samples:
             raise ValueError(
                 f"a batch of {num_samples} samples, but the plan holds up to {self.plan.num_samples}; wrap the "
@@ -175,11 +218,17 @@ class Run:
     def tick(self, op: Op, block: int, call: int | None = None, accumulate: bool = False) -> Iterator[Tick]:
         try:
             tick = self.executor.enter(op, block, call, accumulate)
+            if self.observer is not None:
+                self.observer.begin_tick(op)
             with self.gpu.meter("activations"):
                 yield tick
+            if self.observer is not None:
+                self.observer.end_tick(op, tick.call)
             self.executor.leave(tick)
-        except BaseException:
+        except BaseException as error:
             self.executor.abandon()
+            if op is Op.BACKWARD and self.observer is not None and isinstance(error, OutOfMemory):
+                self.observer.ran_out(error)
             raise
 
     def draws(self, block: int, num_micro_batches: int) -> rng.Draws:
@@ -234,6 +283,7 @@ class Run:
                 module._buffers[name] = moved[id(buffer)]
                 if not back:
                     self.gpu.adopt(moved[id(buffer)], "buffers")
+        self.buffers = list(moved.values())
 
     def adopt(self, values: Sequence[Tensor], label: str) -> None:
         for value in values:
@@ -259,6 +309,8 @@ class Run:
         if self._stepped_at_s is not None:
             self.step_s = now_s - self._stepped_at_s
         self._stepped_at_s = now_s
+        if self.observer is not None:
+            self.observer.end_step()
 
     def value_of(self, key: str, borrow: bool = False) -> Tensor:
         """A copy of a parameter's present value. With `borrow` it is the very memory where it lies in RAM, to be read

@@ -32,6 +32,7 @@ class ArenaStore(Store):
                 mapping.madvise(mmap.MADV_HUGEPAGE, 0, huge_bytes)
         if hasattr(mmap, "MADV_DONTFORK"):  # a worker of a DataLoader would make every page that is written exist twice
             mapping.madvise(mmap.MADV_DONTFORK)
+        self._mapping = mapping
         # The storage owns the mapping. It is never unmapped by hand: torch.frombuffer exports no buffer, so
         # mmap.close() would succeed under living views and the next access would be a segmentation fault.
         self._storage: torch.UntypedStorage | None = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
@@ -47,6 +48,13 @@ class ArenaStore(Store):
         with torch.no_grad():
             start = (region.offset + offset_bytes) // dtype.itemsize
             return torch.empty(0, dtype=dtype).set_(storage, start, (numel,), (1,))
+
+    def give_back(self, region: Region) -> None:
+        """The pages that lie inside of a region whose bytes nobody needs any more: they read as zero."""
+        begin = -(-region.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (region.offset + region.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if begin < end and hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def close(self) -> None:
         super().close()

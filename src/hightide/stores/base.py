@@ -264,6 +264,11 @@ class Accelerator(Store):
     def lap(self) -> LapPeak:
         """Since the last lap. Begins another; peaks since wrapping go on."""
 
+    @property
+    def outside_bytes(self) -> int:
+        """Tensors that the device held when the limit came into force, and that count for nobody."""
+        return 0
+
     def enforce_limit(self) -> None:
         """Called once the model's values are in their places: from now on the capacity is hard for everything that the
         device holds, where it was not from the beginning."""

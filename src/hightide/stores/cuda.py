@@ -40,6 +40,7 @@ class CudaAccelerator(Accelerator):
         use_expandable_segments()
         torch.cuda.empty_cache()  # a slab cut out of a larger cached block would share its fate
         self._outside_bytes = torch.cuda.memory_reserved(self.device)
+        self._outside_tensor_bytes = 0
         self._unlimit: weakref.finalize | None = None
         self._slab_bytes = min(slab_bytes, capacity_bytes)
         self._slab = self._memory(self._slab_bytes, "slots and persistent chunks") if slab_bytes else None
@@ -92,9 +93,14 @@ class CudaAccelerator(Accelerator):
         outside_bytes = min(self._outside_bytes, torch.cuda.memory_reserved(self.device) - self._slab_bytes)
         limit = (self.device.index, self.capacity_bytes)
         device_limit.add(*limit, max(0, outside_bytes))
+        self._outside_tensor_bytes = max(0, torch.cuda.memory_allocated(self.device) - self._slab_bytes)
         self._unlimit = weakref.finalize(self, _let_go, *limit)  # also if nobody closes it
         self._unlimit.atexit = False
         self.reset_peak()
+
+    @property
+    def outside_bytes(self) -> int:
+        return self._outside_tensor_bytes
 
     @property
     def device_used_bytes(self) -> int:

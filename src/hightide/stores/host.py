@@ -14,3 +14,6 @@ class HostArena(ArenaStore):
 
     def pin(self) -> None:
         """Called once the model's values are in their places. Without a GPU there is nobody to pin memory for."""
+
+    def unpin(self) -> None:
+        """Nobody copies from here to a GPU any more: pages can be given back."""

@@ -65,9 +65,13 @@ class PinnedArena(HostArena):
         with torch.no_grad():
             target.copy_(source, non_blocking=self.is_pinned)
 
-    def close(self) -> None:
+    def unpin(self) -> None:
         if self._unpin is not None:
             self._unpin()
+            self._unpin = None
+
+    def close(self) -> None:
+        self.unpin()
         super().close()
 
 

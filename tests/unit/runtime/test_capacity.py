@@ -136,7 +136,7 @@ def test_the_accelerator_itself_raises_when_verification_is_off(
     pair = twins(model, batch, gpu="190KiB")
     _, peak = measured(pair)
     pair.close()
-    monkeypatch.setattr(api, "verify", lambda *args: None)
+    monkeypatch.setattr(api, "verify_all", lambda *args: None)
     limit = peak - missing_bytes
     model, optimizer = hightide.wrap(model, adamw(model), batch, plan=replace(lean, gpu_limit_bytes=limit))
     with pytest.raises(OutOfMemory) as raised:

@@ -41,4 +41,10 @@ def lower_ticks(profile: ModelProfile, plan: Plan) -> tuple[Action, ...]:
     return tuple(add_effects(draft, draft.ticks))
 
 
-__all__ = ["lower", "lower_ticks"]
+def lower_all(profile: ModelProfile, plan: Plan) -> dict[Mode, Schedule]:
+    """In every mode in which the plan may run."""
+    modes = [Mode.TRAIN, Mode.EVAL] + ([Mode.ACCUMULATE] if plan.update is Update.DEFERRED else [])
+    return {mode: lower(profile, plan, mode) for mode in modes}
+
+
+__all__ = ["lower", "lower_all", "lower_ticks"]

@@ -1,0 +1,117 @@
+"""What `wrap` plans with: the machine that it runs on, and what a step costs there.
+
+[Note: small models] Measuring a machine and a model, and a thorough search, take seconds: too much for a model whose
+step takes milliseconds. Those are planned with assumed speeds and by a quick search. Speeds are assumed on the
+simulated accelerator too, where plans must not depend on how busy the machine is. Assumed speeds may make a plan slower
+than another, never larger."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from hightide.doctor.known import known_machine, load_machine, remember
+from hightide.doctor.measure import examine
+from hightide.ir.block import ModelProfile
+from hightide.ir.machine import SIMULATED, Machine
+from hightide.ir.plan import GradientDtype, Update
+from hightide.planner.choice import check_micro_batch
+from hightide.planner.cost import with_peaks
+from hightide.planner.estimate import estimate
+from hightide.planner.question import Question
+from hightide.profiler.probe import ProbeResult
+from hightide.profiler.recording import Record
+from hightide.rehearsal.rehearse import measure_costs
+
+SMALL_NUMEL = 2**24  # parameters
+ASSUMED = "rtx-3090"  # a preset
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the user wants, and gives for it."""
+
+    gpu_bytes: int
+    host_bytes: int
+    update: Update
+    micro_batch: int | None
+    num_moments: int
+    gradients: GradientDtype
+
+
+def question_about(
+    profiled: tuple[ModelProfile, ProbeResult, Sequence[Record]],
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    compile: bool,
+    asked: Asked,
+) -> Question:
+    """On a GPU the model is rehearsed."""
+    profile, probed, records = profiled
+    check_micro_batch(profile, asked.micro_batch)
+    is_small = sum(spec.numel for spec in profile.params) < SMALL_NUMEL
+    machine = machine_of(device, is_small)
+    if device.type != "cuda" or is_small or probed.failure:
+        costs = estimate(profile, machine)
+    else:
+        sizes = rehearsed_sizes(profile, asked.gpu_bytes)
+        costs = measure_costs(profile, probed, records, optimizer, device, compile, sizes)
+    return Question(
+        with_peaks(profile, costs),
+        costs,
+        machine,
+        asked.gpu_bytes,
+        asked.host_bytes,
+        asked.update,
+        asked.micro_batch,
+        asked.num_moments,
+        asked.gradients,
+        quick=is_small,
+    )
+
+
+def machine_of(device: torch.device, is_small: bool) -> Machine:
+    if device.type != "cuda":
+        return simulated_machine()
+    known = known_machine(device)
+    if known.machine is not None:
+        return known.machine
+    if is_small:
+        return load_machine(ASSUMED)
+    warnings.warn(f"{known.problem}: `hightide doctor` runs now, once, for about 10 s", stacklevel=3)
+    machine = examine(device).machine
+    with suppress(OSError):  # nowhere to keep it: the next run measures again, and says so
+        remember(machine)
+    return machine
+
+
+@cache
+def simulated_machine() -> Machine:
+    """The simulated accelerator is taken for a small GPU that nobody has."""
+    machine = load_machine(ASSUMED)
+    assert machine.gpu is not None
+    return replace(machine, name=SIMULATED, gpu=replace(machine.gpu, name=SIMULATED))
+
+
+def rehearsed_sizes(profile: ModelProfile, gpu_bytes: int) -> list[int]:
+    """One sample, a quarter of the batch, and all of it; less where a block would not fit alone."""
+    num_samples = profile.num_samples
+    sizes = sorted({1, -(-num_samples // 4), num_samples})
+    return [size for size in sizes if size == 1 or _largest_block_bytes(profile, size) <= gpu_bytes]
+
+
+def _largest_block_bytes(profile: ModelProfile, num_samples: int) -> int:
+    """Parameters, gradient and states; activations, and what enters and leaves, forward and backward."""
+    params = {spec.name: spec for spec in profile.params}
+    largest = 0
+    for call in profile.calls:
+        numel = sum(params[key].numel for key in profile.blocks[call.block].params)
+        beside = call.new_inputs.at(num_samples) + call.saved_inputs.at(num_samples) + call.outputs.at(num_samples)
+        inside = call.kept.at(num_samples) + call.backward_peak.at(num_samples)
+        largest = max(largest, 20 * numel + 2 * beside + inside)
+    return largest

@@ -1,0 +1,94 @@
+"""Who looks at a run's passes and may move it to another plan, and how a forward is done once more."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from hightide.ir.action import Mode, Op
+from hightide.ir.tier import Tier
+from hightide.stores.base import OutOfMemory
+
+if TYPE_CHECKING:
+    from hightide.runtime.run import Run
+
+
+class Observer(Protocol):
+    """Called in the user's thread. Nothing here waits for the GPU."""
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether it may still change the plan."""
+
+    def begin_pass(self) -> None:
+        """Before a training pass."""
+
+    def begin_tick(self, op: Op) -> None:
+        """A block begins to compute."""
+
+    def end_tick(self, op: Op, call: int | None) -> None:
+        """It has ended."""
+
+    def end_forward(self) -> bool:
+        """Whether the pass must not go on like this: it would run out of memory."""
+
+    def ran_out(self, error: OutOfMemory) -> None:
+        """In forward, or in backward. What it does about it, it does in `replan`, or when the next pass begins."""
+
+    def replan(self) -> None:
+        """The pass was given up. Moves the run to a plan under which it can go on, or raises."""
+
+    def end_step(self) -> None:
+        """After optimizer.step()."""
+
+
+def watched_pass(
+    run: Run, observer: Observer, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A training pass that is begun once more under another plan, where this one has not memory enough."""
+    observer.begin_pass()
+    start = Start(run)
+    try:
+        result = run.run_pass(Mode.TRAIN, original, args, kwargs)
+        if not observer.end_forward() or not start.can_repeat:
+            return result
+        del result
+    except OutOfMemory as error:
+        observer.ran_out(error)
+        if not is_short(error) or not start.can_repeat or not observer.is_watching:
+            raise
+    gc.collect()  # what the failed forward has left: outside of the handler, whose traceback holds its tensors
+    observer.replan()
+    start.restore()
+    run.num_passes -= 1
+    return run.run_pass(Mode.TRAIN, original, args, kwargs)
+
+
+class Start:
+    """What a forward begins with, so that it can be done once more: random numbers. A buffer that it has changed in
+    place (running means) it would change twice: then it cannot."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._device = run.gpu.device
+        self._on_cpu = torch.get_rng_state()
+        self._on_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        self._buffers = [(buffer, buffer._version) for buffer in run.buffers]
+
+    @property
+    def can_repeat(self) -> bool:
+        lanes_are_well = self._run.lanes.failure is None
+        return lanes_are_well and all(buffer._version == version for buffer, version in self._buffers)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._on_cpu)
+        if self._on_gpu is not None:
+            torch.cuda.set_rng_state(self._on_gpu, self._device)
+
+
+def is_short(error: BaseException) -> bool:
+    """Whether it says that the GPU is too small for the plan."""
+    return isinstance(error, OutOfMemory) and error.tier is Tier.GPU
