@@ -68,7 +68,6 @@ PLANS: dict[str, HandWritten] = {
         micro_batch=8,
         inputs=Tier.HOST,
         spare_grad_slots=3,
-        kept_logits=4096,
     ),
     "w1-8k-24gib": HandWritten(
         **W1_8K, gpu="24GiB", update=Update.IN_BACKWARD, micro_batch=4, whole=14, inputs=Tier.HOST

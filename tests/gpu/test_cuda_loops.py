@@ -249,8 +249,8 @@ def test_exceeding_the_limit_in_a_block_is_out_of_memory_with_numbers() -> None:
     batch = torch.randn(4, 64)
     model, optimizer = wrap(model, batch)
     train_step(model, optimizer, batch)
-    model.greed = 2**29  # 2 GiB of fp32; the limit is 1
-    with pytest.raises(OutOfMemory, match=r"asks for .* bytes .* of 1073741824 bytes.*Limits"):
+    model.greed = 2**30  # 4 GiB of fp32; the limit is 2
+    with pytest.raises(OutOfMemory, match=r"asks for .* bytes .* of 2147483648 bytes.*Limits"):
         train_step(model, optimizer, batch)
     model.greed = 0
     train_step(model, optimizer, batch)
