@@ -1,7 +1,8 @@
 """Profiles of models that an earlier test has profiled: that is most of the time of a test that wraps a tiny model.
 
 A profile is a function of what `_facts` collects. Where that is not certain (a hook, an attribute that only its address
-tells apart, a warning that the caller must see), the model is profiled again. Tests of the profiler do not use this.
+tells apart, a warning that the caller must see), the model is profiled again. conftest.py names the folders whose tests
+use this; those of the profiler do not.
 """
 
 from __future__ import annotations
