@@ -27,7 +27,7 @@ demo: $(STAMP)  ## train a model whose states do not fit the accelerator (under 
 	$(BIN)/hightide train examples/demo.yaml
 
 test: lint  ## everything a change must pass: format, lint, types, imports, tests
-	$(BIN)/python -m pytest -q -n $(JOBS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal
 
 lint: $(STAMP)  ## format, lint, types and import direction only
 	$(BIN)/ruff format --check .

@@ -75,6 +75,7 @@ class Found:
     bare_bytes: int  # of the process with torch and CUDA, before the model
     stall_s: dict[str, float]
     alloc_retries: int
+    tensor_bytes: int | None = None  # on the GPU, at most: what is reserved beyond are holes and workspaces
 
 
 # -- predict ----------------------------------------------------------------------------------------------------------
@@ -166,6 +167,7 @@ def measure(name: str, step_s: float, device: str) -> Found | str:
         bare_bytes=result["host_rss_bare_bytes"],
         stall_s=result["stall_s_per_step"],
         alloc_retries=result.get("gpu_alloc_retries", 0),
+        tensor_bytes=result.get("gpu_peak_allocated_bytes"),
     )
 
 

@@ -63,6 +63,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--gpu", help="hightide: limit of GPU memory, enforced by torch's allocator too, such as 24GiB")
     add("--host", help="hightide: limit of host memory")
     add("--update", default="deferred", choices=["deferred", "in_backward"])
+    add("--gradients", default="float32", choices=["float32", "param"], help="without --plan: of finished gradients")
     add("--clip", type=float, help="clip gradients to this norm")
     add("--micro-batch", type=int, help="sequences; resident: 4 unless given")
     add("--plan", help="hightide: a plan file, instead of limits and micro-batch")
@@ -194,6 +195,7 @@ def make_hightide(options: argparse.Namespace, compile: bool) -> System:
         wanted["plan"] = hightide.Plan.load(options.plan)
     else:
         wanted["limits"] = hightide.Limits(gpu=options.gpu, host=options.host)
+        wanted["gradients"] = options.gradients
         wanted["micro_batch"] = options.micro_batch
     model, optimizer = hightide.wrap(
         model, optimizer, {"input_ids": example, "labels": example}, device=options.device, **wanted

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hightide.decision import Asked, question_about
-from hightide.integrations import transformers
+from hightide.integrations import lora, transformers
 from hightide.ir.block import ModelProfile
 from hightide.ir.limits import Limits
 from hightide.ir.plan import GradientDtype, Plan, Update
@@ -18,7 +18,7 @@ from hightide.machine import free_host_bytes
 from hightide.measured import Stats, read_stats
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.registry import rule_for
-from hightide.planner.check import check_moments, check_plan
+from hightide.planner.check import check_executable, check_moments, check_plan
 from hightide.planner.lower import lower_all
 from hightide.planner.question import Question
 from hightide.planner.search import Found
@@ -85,6 +85,7 @@ def wrap(
         profile, plan = question.profile, searched[1].plan
     else:
         check_plan(profile, plan)
+        check_executable(plan)
         check_moments(plan, rule.num_moments)
     schedules = lower_all(profile, plan)
     verify_all(profile, plan, schedules)
@@ -94,6 +95,8 @@ def wrap(
     values = first_values(model)
     forced = transformers.training_kwargs(model)
     run = Run(model, profile, probed, plan, schedules, forced, checks, place, compile, values)
+    for param in lora.adapted_parameters(model):
+        run.chunks.ignore_version(run.keys[id(param)])
     forget(model)
     wrapped = wrap_optimizer(optimizer, run)
     run.settle()
@@ -187,6 +190,8 @@ def _device(device: str | torch.device | None) -> torch.device:
         ) from error
     if place.type == "cuda" and not has_cuda():
         raise ValueError(f"device={str(device)!r}, but this machine has 0 usable CUDA devices; leave device out")
+    if place.type == "cpu" and place.index is not None:
+        raise ValueError(f"device={str(device)!r}, but there is one simulated accelerator; use 'cpu' or None")
     if place.type not in ("cuda", "cpu"):
         raise ValueError(
             f"device={str(device)!r} is not supported; use 'cuda', 'cpu' (the simulated accelerator) or None"

@@ -14,7 +14,7 @@ import hightide
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
 
-LIMITS = hightide.Limits(gpu="1GiB", host="2GiB")  # libraries' workspaces alone may take 100 MiB
+LIMITS = hightide.Limits(gpu="2GiB", host="8GiB")  # libraries' workspaces alone may take 100 MiB
 
 
 def everything_moves(plan: Plan, inputs: Tier = Tier.HOST, activation: Activation = Activation.RECOMPUTE) -> Plan:

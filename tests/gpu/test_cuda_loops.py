@@ -52,16 +52,16 @@ def resident_bytes() -> int:
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])
 def test_500_steps_do_not_grow(update: str) -> None:
     config = transformers.LlamaConfig(
-        vocab_size=8192,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=12,
-        num_attention_heads=8,
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=14,
+        num_attention_heads=16,
         num_key_value_heads=8,
         use_cache=False,
     )
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
-    assert sum(param.numel() for param in model.parameters()) > 50_000_000
+    assert sum(param.numel() for param in model.parameters()) > 200_000_000
     tokens = torch.randint(0, 8192, (8, 128))
     model, optimizer = wrap(model, {"input_ids": tokens, "labels": tokens}, update=update)
     reserved, allocated, resident = [], [], []

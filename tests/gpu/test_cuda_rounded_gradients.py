@@ -34,8 +34,8 @@ def train(params: Tier, states: Tier, update: str, accumulate: int, gradients: s
         else block
         for block in plan.blocks
     )
-    slots = {"num_slots": 3 if params is Tier.HOST else 0, "num_grad_slots": 2 if states is Tier.HOST else 0}
-    plan = replace(plan, blocks=blocks, **slots)
+    in_slots = states is Tier.HOST or update == "in_backward"
+    plan = replace(plan, blocks=blocks, num_slots=3 if params is Tier.HOST else 0, num_grad_slots=2 if in_slots else 0)
     model, optimizer = hightide.wrap(model, optimizer, batch, plan=plan, update=update, device="cuda")
     losses = []
     for _ in range(NUM_STEPS):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,15 +17,6 @@ pytestmark = pytest.mark.gpu
 
 MIB = 2**20
 SEGMENT_BYTES = 20 * MIB  # torch's allocator reserves in such steps
-
-
-@pytest.fixture(autouse=True)
-def _clean_device() -> Iterator[None]:
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    yield
-    assert not device_limit._devices, "a limit was left behind"
 
 
 def fraction() -> float:

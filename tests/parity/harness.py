@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-import hightide.api
+import hightide
 import models
 from hightide.ir.plan import Activation
 from hightide.ir.tier import Tier
@@ -103,15 +102,14 @@ def wrap(
     if "plan" in options or "limits" in options:
         return hightide.wrap(model, optimizer, batch, **options)
     case = _case(model, optimizer, batch, options)
-    with profiled_once():
-        for _ in range(6):
-            gpu_bytes = _needed_bytes.setdefault(case, 1)
-            try:
-                limits = hightide.Limits(gpu=int(room * gpu_bytes), host=HOST)
-                return hightide.wrap(model, optimizer, batch, limits=limits, **options)
-            except InfeasiblePlan as refusal:
-                assert refusal.num_bytes > gpu_bytes, f"refused at {gpu_bytes} bytes: {refusal}"
-                _needed_bytes[case] = refusal.num_bytes
+    for _ in range(6):
+        gpu_bytes = _needed_bytes.setdefault(case, 1)
+        try:
+            limits = hightide.Limits(gpu=int(room * gpu_bytes), host=HOST)
+            return hightide.wrap(model, optimizer, batch, limits=limits, **options)
+        except InfeasiblePlan as refusal:
+            assert refusal.num_bytes > gpu_bytes, f"refused at {gpu_bytes} bytes: {refusal}"
+            _needed_bytes[case] = refusal.num_bytes
     raise AssertionError(f"no plan at {_needed_bytes[case]} bytes, which an earlier refusal named")
 
 
@@ -122,22 +120,6 @@ def streamed(plan: hightide.Plan, activation: Activation, inputs: Tier = Tier.GP
     blocks = tuple(replace(block, **moving) if block.name else block for block in plan.blocks)
     slots = 2 * max(plan.layout.num_slots(chunk) for chunk in plan.layout.chunks) + 2
     return replace(plan, blocks=blocks, num_slots=slots, num_grad_slots=slots, loss_kept_tokens=0)
-
-
-@contextmanager
-def profiled_once() -> Iterator[None]:
-    """`hightide.plan` and `hightide.wrap` of the same model, one after the other, look at it once: that takes most of
-    their time, and nothing changes the model in between."""
-    profile, profiles = hightide.api._profile, {}
-
-    def first(model: nn.Module, *args: Any) -> Any:
-        if id(model) not in profiles:
-            profiles[id(model)] = profile(model, *args)
-        return profiles[id(model)]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hightide.api, "_profile", first)
-        yield
 
 
 _needed_bytes: dict[object, int] = {}  # of cases seen before: saves a round

@@ -73,7 +73,8 @@ class Mix(nn.Module):
             # which torch's own shape function, and so the forecast, does not know. CUDA's has them apart.
             self.mix = nn.Conv1d(width, width, 3, padding=1, bias=False)
         else:
-            self.mix = nn.Linear(width, 3 * width)
+            # Without bias: softmax does not see that of the keys, so its gradient is rounding, which Adam makes a walk.
+            self.mix = nn.Linear(width, 3 * width, bias=False)
             self.out = nn.Linear(width, width, bias=False)
         self.dropout = nn.Dropout(sketch.dropout)
         if sketch.buffers:

@@ -14,7 +14,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from harness import EPS, Trained, assert_parity, assert_same_bits, profiled_once, streamed, train
+from harness import EPS, Trained, assert_parity, assert_same_bits, streamed, train
 from pairwise import Case, covering, pairs_of, product
 from torch import nn
 
@@ -170,9 +170,8 @@ def check(case: Case) -> None:
         loop = {"clip": clip, "accumulate": backwards, "max_norm": max_norm}
         if not wrapped:
             return train(pair, stream, optimizer=optimizer, **loop)
-        with profiled_once():
-            plan = streamed_plan(pair, optimizer, features["activation"], update=update)
-            return train(pair, stream, wrap={"plan": plan, "update": update}, optimizer=optimizer, **loop)
+        plan = streamed_plan(pair, optimizer, features["activation"], update=update)
+        return train(pair, stream, wrap={"plan": plan, "update": update}, optimizer=optimizer, **loop)
 
     plain, wrapped = run(False), run(True)
     assert_parity(plain, wrapped)
@@ -253,10 +252,9 @@ def train_with_dropout(
     """Plain without an activation policy."""
     pair = build(model, dropout=dropout)
     optimizer = make_optimizer(pair[0])
-    with profiled_once():
-        plan = None if activation is None else streamed_plan(pair, optimizer, activation, micro_batch=micro_batch)
-        torch.manual_seed(7)
-        return train(pair, batches(model, odd=True), wrap=plan and {"plan": plan}, optimizer=optimizer)
+    plan = None if activation is None else streamed_plan(pair, optimizer, activation, micro_batch=micro_batch)
+    torch.manual_seed(7)
+    return train(pair, batches(model, odd=True), wrap=plan and {"plan": plan}, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("model", ARCHITECTURES)

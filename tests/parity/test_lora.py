@@ -165,6 +165,37 @@ def test_lora_of_embedding_and_head() -> None:
     assert wrapped.stats is not None and wrapped.stats.evictions > 0
 
 
+def lora_on_experts(
+    experts: str | None = None, targets: tuple[str, ...] = ("gate_up_proj", "down_proj")
+) -> models.Pair:
+    base, batch = models.qwen3_moe(num_samples=7, experts=experts)
+    torch.manual_seed(1)
+    params = [f"mlp.experts.{name}" for name in targets]
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj"], target_parameters=params)
+    return peft.get_peft_model(base, config).train(), batch  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("experts", "update"), [("grouped_mm", "deferred"), ("eager", "in_backward")])
+def test_adapters_of_the_experts_of_a_mixture(experts: str, update: str) -> None:
+    """They are adapters of a parameter, not of a linear module: PEFT parametrises it in each call."""
+    build = partial(lora_on_experts, experts)
+    before = build()[0].state_dict()
+    _, wrapped = compare(build, batches, wrap=WRAP | {"update": update})
+    assert_streamed(wrapped, micro_batches=[3, 3, 1])
+    adapters = [key for key in before if ".experts." in key and "lora_" in key]
+    assert len(adapters) == 2 * 2 * 2  # in two layers, for two tensors, A and B
+    for key, value in wrapped.weights.items():
+        assert torch.equal(value, before[key]) == ("lora_" not in key), key
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_adapters_of_experts_with_every_activation_policy(activation: Activation) -> None:
+    model, batch = lora_on_experts()
+    plan = hightide.plan(model, make_optimizer(model), batch, limits=hightide.Limits(gpu="8MiB", host="8MiB"), **WRAP)
+    _, wrapped = compare(lora_on_experts, batches, wrap={"plan": streamed(plan, activation)})
+    assert wrapped.stats is not None and wrapped.stats.evictions > 0 and wrapped.stats.deviations == 0
+
+
 def test_inputs_that_are_made_to_require_gradients_do_no_harm() -> None:
     """What people call before gradient checkpointing with a frozen embedding."""
 

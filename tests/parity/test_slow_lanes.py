@@ -1,6 +1,5 @@
-"""Results must not depend on how fast the lanes are. Each lane in turn is slowed down at random; a copy that
-somebody uses
-without having waited for it shows up as a wrong weight."""
+"""Results must not depend on how fast the lanes are. Each lane in turn is slowed down at random; a copy that somebody
+uses without having waited for it shows up as a wrong weight."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ NUM_STEPS = 3
 DELAYS_S = (0.0, 0.0, 0.001, 0.004, 0.015)
 
 
-def slow_down(monkeypatch: pytest.MonkeyPatch, lane: Lane) -> list[str]:
+def slow_down(patch: pytest.MonkeyPatch, lane: Lane) -> list[str]:
     """Lets the lane start late, at random. Returns a list that grows with every delayed action."""
     run, delayed, delays = lanes._run, [], random.Random(7)
 
@@ -32,7 +31,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, lane: Lane) -> list[str]:
             delayed.append(task.id)
         run(task, *rest)
 
-    monkeypatch.setattr(lanes, "_run", late)
+    patch.setattr(lanes, "_run", late)
     return delayed
 
 
@@ -53,19 +52,20 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H, Lane.CPU])
 @pytest.mark.parametrize("plan_name", PLANS)
 @pytest.mark.parametrize("make", [models.llama_tied, models.hand_written, models.t5], ids=lambda make: make.__name__)
-def test_a_slow_lane_changes_nothing(make: Any, plan_name: str, lane: Lane, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_lane_changes_nothing(make: Any, plan_name: str) -> None:
     update = "in_backward" if plan_name == "kept" else "deferred"
     losses, weights = train(make, plan_name, update)
-    delayed = slow_down(monkeypatch, lane)
-    slow_losses, slow_weights = train(make, plan_name, update)
-    assert delayed, "nothing ran on this lane"
-    assert losses == slow_losses
-    assert weights.keys() == slow_weights.keys()
-    for name, weight in weights.items():
-        assert torch.equal(weight, slow_weights[name]), name
+    for lane in (Lane.H2D, Lane.D2H, Lane.CPU):
+        with pytest.MonkeyPatch.context() as patch:
+            delayed = slow_down(patch, lane)
+            slow_losses, slow_weights = train(make, plan_name, update)
+        assert delayed, f"nothing ran on the lane {lane}"
+        assert losses == slow_losses, lane
+        assert weights.keys() == slow_weights.keys()
+        for name, weight in weights.items():
+            assert torch.equal(weight, slow_weights[name]), (lane, name)
 
 
 def train(make: Any, plan_name: str, update: str) -> tuple[list[float], dict[str, torch.Tensor]]:

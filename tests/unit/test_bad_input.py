@@ -283,6 +283,7 @@ def test_a_plan_file_of_an_older_version(tmp_path: Path, planned: Any, refused: 
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA"),
         ),
         ({"device": "meta"}, ("device='meta'", "not supported", "use 'cuda', 'cpu'")),
+        ({"device": "cpu:3"}, ("device='cpu:3'", "one simulated accelerator", "use 'cpu'")),
         ({"device": "tpu"}, ("device='tpu'", "no device of torch", "use 'cuda', 'cpu'")),
         ({"device": "cuda:one"}, ("device='cuda:one'", "no device of torch", "use 'cuda', 'cpu'")),
         ({"device": ["cpu"]}, ("device=['cpu']", "no device of torch", "use 'cuda', 'cpu'")),

@@ -121,7 +121,9 @@ def plan_command(
     ] = None,
     gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of GPU memory; else the machine's.")] = None,
     host: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of host memory; else the machine's.")] = None,
-    disk: Annotated[str | None, typer.Option(metavar="FOLDER:SIZE", help="Not in this version.")] = None,
+    disk: Annotated[
+        str | None, typer.Option(metavar="FOLDER:SIZE", help="For what the host cannot hold; only planned yet.")
+    ] = None,
     machine: Annotated[
         str | None,
         typer.Option(metavar="NAME|FILE", help="A preset or a machine file; else what doctor measured here."),

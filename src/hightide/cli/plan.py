@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from hightide.cli.workload import Dtype, Workload, load_workload
 from hightide.integrations.lora import Lora
 from hightide.ir.action import Mode
 from hightide.ir.codec import to_json
+from hightide.ir.limits import Limits
 from hightide.ir.machine import Machine
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.units import parse_bytes
@@ -34,7 +36,8 @@ from hightide.planner.tide import simulated_timeline
 from hightide.planner.why import why
 from hightide.report.outlook import PlanReport, outlook, refusal, subject
 
-HELP_S = 4.0  # after which no further change is tried
+ANSWER_S = 8.0  # of the process's time: what is left of it when a plan is found goes into what would help
+HELP_S = 1.0  # or this much, if less is left; the change that is being tried is finished
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,19 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
         workload = load_workload(options.model, options.sequences, options.length, options.dtype, lora)
         with _quiet("transformers"):
             profile = workload.profile()
+        gc.freeze()  # torch and the model are many objects, which a search would have looked through again and again
         costs = estimate(profile, machine)
         micro_batch, gradients = options.micro_batch, options.gradients
-        question = Question(profile, costs, machine, *limits, options.update, micro_batch, gradients=gradients)
+        question = Question(
+            profile,
+            costs,
+            machine,
+            *limits,
+            options.update,
+            micro_batch,
+            gradients=gradients,
+            disk_bytes=_disk_bytes(options, machine),
+        )
         status.update("searching a plan")
         try:
             found = question.answer()
@@ -78,7 +91,7 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
             if refused.tier is None:
                 raise
             status.update("searching what would fit")
-            fits = fitting(question, refused, _leeway(options, workload, question), _clock(HELP_S))
+            fits = fitting(question, refused, _leeway(options, workload, question), _clock())
             report = PlanReport(subject(workload.name, question), False, None, refusal(refused), would_fit=fits)
         else:
             status.update("searching what would help")
@@ -95,11 +108,6 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
 
 
 def _check(options: PlanOptions) -> None:
-    if options.disk is not None:
-        raise ValueError(
-            f"--disk {options.disk}: this version plans the GPU and the host only, it has no disk tier yet; leave "
-            "--disk out"
-        )
     if options.clip and options.update is Update.IN_BACKWARD:
         raise ValueError("--clip needs all gradients before the first update; use --update deferred with it")
     for option, path in (("--save", options.save), ("--html", options.html)):
@@ -118,6 +126,17 @@ def _limits(options: PlanOptions, machine: Machine) -> tuple[int, int]:
     return gpu_bytes, int(machine.host.memory_bytes * HEADROOM)
 
 
+def _disk_bytes(options: PlanOptions, machine: Machine) -> int:
+    if options.disk is None:
+        return 0
+    if machine.disk is None:
+        raise ValueError(
+            f"--disk {options.disk}: the machine {machine.name!r} says nothing about its disk (0 known rates); measure "
+            "it with `hightide doctor --disk FOLDER`, or name a preset"
+        )
+    return sum(disk.num_bytes for disk in Limits(disk=options.disk).disks)
+
+
 def _gpu_memory_bytes(machine: Machine) -> int:
     return int(machine.gpu.memory_bytes * GPU_HEADROOM) if machine.gpu is not None else 0
 
@@ -128,7 +147,7 @@ def _leeway(options: PlanOptions, workload: Workload, question: Question) -> Lee
 
 def _report(options: PlanOptions, workload: Workload, question: Question, found: Found) -> PlanReport:
     reasons = why(found.plan, options.why, question.costs, question.machine) if options.why is not None else None
-    helpful = improvements(question, found, _leeway(options, workload, question), _clock(HELP_S))
+    helpful = improvements(question, found, _leeway(options, workload, question), _clock())
     about = subject(workload.name, question)
     return PlanReport(about, True, outlook(question, found), None, would_help=helpful, why=reasons)
 
@@ -142,9 +161,9 @@ def _write(options: PlanOptions, name: str, question: Question, found: Found) ->
         save_page(options.html, name, question.profile, found.plan, timeline, question.costs, question.machine)
 
 
-def _clock(seconds: float) -> Callable[[], bool]:
+def _clock() -> Callable[[], bool]:
     """Of this process's own time: what is tried does not depend on what else the machine does."""
-    end_s = time.process_time() + seconds
+    end_s = max(ANSWER_S, time.process_time() + HELP_S)
     return lambda: time.process_time() < end_s
 
 

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hightide.cli.page import count
-from hightide.ir.tier import Lane
+from hightide.ir.tier import DISK_LANES, Lane
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.planner.helpful import Change, Improvements
 from hightide.planner.why import Reasons
@@ -44,6 +44,7 @@ def _subject(subject: Subject) -> list[str]:
     tokens = f" x {subject.tokens_per_sample} tokens" if subject.tokens_per_sample > 1 else " samples"
     source = "measured" if subject.machine_is_measured else "estimated"
     limits = f"GPU {format_bytes(subject.gpu_limit_bytes)}, host {format_bytes(subject.host_limit_bytes)}"
+    limits += f", disk {format_bytes(subject.disk_limit_bytes)}" if subject.disk_limit_bytes else ""
     return [
         f"{subject.model}: {count(subject.num_params)} parameters{share}",
         f"{subject.num_samples}{tokens} per step on {subject.machine} ({source})",
@@ -62,7 +63,8 @@ def _outlook(console: Console, outlook: Outlook) -> None:
     alone = "without recomputation" if floor.lane is Lane.COMPUTE else "alone"
     share = f"{outlook.floor_share:.0%} of the floor"
     console.print(f"  {share}: {format_seconds(outlook.floor_s)} of {floor.lane} ({MEANINGS[floor.lane]}) {alone}")
-    shares = {one.lane: one.busy_s / outlook.step_s for one in outlook.lanes}
+    lanes = [one for one in outlook.lanes if one.busy_s or one.lane not in DISK_LANES]
+    shares = {one.lane: one.busy_s / outlook.step_s for one in lanes}
     others = ", ".join(f"{lane} {share:.0%}" for lane, share in shares.items() if lane is not outlook.limiting_lane)
     limit = outlook.limiting_lane
     console.print(f"  limit: {limit} ({MEANINGS[limit]}), busy {shares[limit]:.0%} of the step; {others}")

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from hightide.integrations.lora import Lora, with_adapters
-from hightide.integrations.shapes import SHAPES, check_length, config_of, config_of_folder, max_length, shaped_model
+from hightide.integrations.shapes import (
+    SHAPES,
+    check_length,
+    config_of,
+    config_of_folder,
+    max_length,
+    num_layers_of,
+    shaped_model,
+)
 from hightide.ir.block import ModelProfile
 from hightide.profiler.model import profile_model
+from hightide.profiler.repeated import FEW_LAYERS, stack_of, with_layers
 from hightide.profiler.split import Batch
 
 SEQUENCES, LENGTH = 8, 2048  # where the command does not say
@@ -42,6 +51,7 @@ class Workload:
     model: nn.Module
     batch: Batch
     has_own_batch: bool = False  # --sequences and --length do not decide about it
+    num_layers: int | None = None  # where `model` has only FEW_LAYERS of them: equal ones are profiled once
 
     def profile(self) -> ModelProfile:
         """With AdamW over what is trained."""
@@ -54,7 +64,11 @@ class Workload:
         if probed.failure:
             remedy = "let a function return the model with a batch of its own: FILE.py:FUNCTION -> (module, batch)"
             raise ValueError(f"{self.name} does not run without values: {probed.failure}; {remedy}")
-        return profile
+        if self.num_layers is None:
+            return profile
+        layer = self.model.get_submodule(f"{stack_of(profile)}.1")
+        buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in layer.buffers())
+        return with_layers(profile, self.num_layers, buffer_bytes)
 
 
 def load_workload(
@@ -67,13 +81,15 @@ def load_workload(
     if lora is None:
         return workload
     adapted = with_adapters(workload.model, lora)
-    return Workload(f"{workload.name} with LoRA of rank {lora.rank}", adapted, workload.batch, workload.has_own_batch)
+    return replace(workload, name=f"{workload.name} with LoRA of rank {lora.rank}", model=adapted)
 
 
 def _load(source: str, sequences: int | None, length: int | None, dtype: Dtype | None) -> Workload:
     if source in SHAPES:
-        shape = config_of(source, length or 1)
-        return _of_config(source, shape, sequences, length, (dtype or Dtype.BFLOAT16).torch)
+        num_layers = num_layers_of(source)
+        config = config_of(source, length or 1, min(num_layers, FEW_LAYERS))
+        workload = _of_config(source, config, sequences, length, (dtype or Dtype.BFLOAT16).torch)
+        return replace(workload, num_layers=num_layers) if num_layers > FEW_LAYERS else workload
     path, colon, function = source.rpartition(":")
     if colon and path.endswith(".py"):
         return _of_function(Path(path), function, sequences, length, dtype)

@@ -1,4 +1,4 @@
-"""LoRA adapters by PEFT on a model without values: what planning needs of them is their shapes."""
+"""LoRA adapters by PEFT: on a model without values, of which planning needs the shapes; and around parameters."""
 
 from __future__ import annotations
 
@@ -43,3 +43,11 @@ def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
     with torch.device("meta"):
         adapted: nn.Module = peft.get_peft_model(model, config)
     return adapted.train(training)
+
+
+def adapted_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those that PEFT adapts themselves and not through a linear module around them, as the experts of a mixture
+    (`target_parameters`). Each call parametrises them for a while, and torch's parametrisation sets a tensor to itself:
+    its version grows though nothing is written."""
+    getters = [getattr(module, "get_param", None) for module in model.modules() if hasattr(module, "parameter_name")]
+    return [get() for get in getters if get is not None]

@@ -69,12 +69,20 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-def config_of(name: str, length: int) -> Any:
-    """The transformers config of a shape, for sequences of `length` tokens."""
+_LAYERS = ("num_hidden_layers", "n_layer")  # how configs call it
+
+
+def num_layers_of(name: str) -> int:
+    return next(value for key, value in SHAPES[name].settings.items() if key in _LAYERS)
+
+
+def config_of(name: str, length: int, num_layers: int | None = None) -> Any:
+    """The transformers config of a shape, for sequences of `length` tokens. `num_layers`: instead of its own."""
     if name not in SHAPES:
         raise ValueError(f"no shape {name!r}; there are {', '.join(SHAPES)}")
     shape = SHAPES[name]
-    config = getattr(import_transformers(), shape.config_class)(**shape.settings)
+    fewer = {key: num_layers for key in shape.settings if key in _LAYERS and num_layers is not None}
+    config = getattr(import_transformers(), shape.config_class)(**{**shape.settings, **fewer})
     check_length(config, length, name)
     config.use_cache = False
     return config

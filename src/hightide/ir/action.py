@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from typing import Any
 
 from hightide.ir.tier import LANE_RULES, ChunkKind, Lane, Tier
 
@@ -26,6 +27,8 @@ class Op(StrEnum):
     STASH = "stash"  # block inputs, GPU to host, after forward
     UNSTASH = "unstash"  # block inputs, host to GPU, before backward
     UPDATE = "update"  # the optimizer's update of one chunk
+    READ = "read"  # from disk into a buffer on the host
+    WRITE = "write"  # from a buffer on the host to disk
 
 
 TICK_OPS = frozenset({Op.FORWARD, Op.BACKWARD, Op.STEP})
@@ -41,7 +44,8 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True)
 class Place:
-    """A tier, and on the GPU a slot. A persistent chunk has no slot: its place is its own."""
+    """A tier, and on the GPU a slot, on the host a buffer of what lives on disk. Without one, the place is the
+    chunk's own."""
 
     tier: Tier
     slot: int | None = None
@@ -83,6 +87,13 @@ class Action:
         """Of inline actions: those that never wait run as soon as they open, others on entry of the tick that needs
         them. An update that is due in the next pass waits for nothing but the block before it."""
         return self.op is Op.EVICT or (self.op is Op.UPDATE and self.tick > self.opens + 1)
+
+    def changed(self, **changes: Any) -> Action:
+        """As dataclasses.replace. Lowering makes thousands, so that this counts."""
+        other = object.__new__(Action)
+        other.__dict__.update(self.__dict__)
+        other.__dict__.update(changes)
+        return other
 
     def __str__(self) -> str:
         words = [str(self.lane), str(self.op), self.id, f"tick={self.tick}"]
@@ -145,6 +156,7 @@ class Schedule:
     gpu_base_bytes: int  # slots, persistent chunks, batch, buffers: alive during the whole pass
     host_base_bytes: int
     actions: tuple[Action, ...]
+    disk_base_bytes: int = 0  # nothing comes and goes there
 
     @cached_property
     def ticks(self) -> tuple[Action, ...]:
@@ -159,16 +171,16 @@ class Schedule:
 
     def to_text(self) -> str:
         rules = " ".join(f"{lane}:{rule.replace(' ', '_')}" for lane, rule in LANE_RULES.items())
-        head = (
-            f"# schedule mode={self.mode} gpu_base={self.gpu_base_bytes} host_base={self.host_base_bytes} rules={rules}"
-        )
+        bases = f"gpu_base={self.gpu_base_bytes} host_base={self.host_base_bytes} disk_base={self.disk_base_bytes}"
+        head = f"# schedule mode={self.mode} {bases} rules={rules}"
         return "\n".join([head, *(str(action) for action in self.actions)]) + "\n"
 
     @classmethod
     def from_text(cls, text: str) -> Schedule:
         head, *lines = text.splitlines()
         words = dict(word.split("=", 1) for word in head.split() if "=" in word)
-        if not head.startswith("# schedule") or not {"mode", "gpu_base", "host_base"} <= words.keys():
+        if not head.startswith("# schedule") or not {"mode", "gpu_base", "host_base", "disk_base"} <= words.keys():
             raise ValueError(f"not a schedule: the first line is {head[:80]!r}")
         actions = tuple(Action.parse(line) for line in lines if line.strip() and not line.startswith("#"))
-        return cls(Mode(words["mode"]), int(words["gpu_base"]), int(words["host_base"]), actions)
+        gpu, host, disk = (int(words[f"{tier}_base"]) for tier in ("gpu", "host", "disk"))
+        return cls(Mode(words["mode"]), gpu, host, actions, disk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -119,4 +120,8 @@ class ModelProfile:
     vocabulary: int  # rows of the lazy head; 0 without one
 
     def param(self, key: str) -> ParamSpec:
-        return {spec.name: spec for spec in self.params}[key]
+        return self._by_key[key]
+
+    @cached_property
+    def _by_key(self) -> dict[str, ParamSpec]:
+        return {spec.name: spec for spec in self.params}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from hightide.ir import codec
-from hightide.ir.tier import Lane
+from hightide.ir.tier import DISK_LANES, Lane
 
 SHARING = (Lane.H2D, Lane.D2H, Lane.CPU)  # lanes that meet in host memory
 UPDATE_BYTES = 14  # touched per parameter: bf16 gradient and parameter, the master's other 16 bits, two fp32 moments
@@ -142,8 +143,34 @@ class Machine:
     def _table(self) -> dict[tuple[Lane, ...], dict[Lane, float]]:
         return {speeds.busy: dict(zip(speeds.busy, speeds.bytes_per_s, strict=False)) for speeds in self.speeds}
 
-    def speeds_of(self, busy: set[Lane]) -> dict[Lane, float]:
-        return self._table[tuple(lane for lane in SHARING if lane in busy)]
+    def speeds_of(self, busy: Set[Lane]) -> dict[Lane, float]:
+        """Of each busy lane. The disk takes so little of host memory's bandwidth that the others do not notice it."""
+        known = self._speeds.get(frozenset(busy))
+        if known is None:
+            known = dict(self._table.get(tuple(lane for lane in SHARING if lane in busy), {}))
+            if not busy.isdisjoint(DISK_LANES):
+                known |= self._disk_speeds(busy)
+            self._speeds[frozenset(busy)] = known
+        return known
+
+    def _disk_speeds(self, busy: Set[Lane]) -> dict[Lane, float]:
+        """Sustained: a step writes more than a disk's cache holds."""
+        if self.disk is None:
+            raise ValueError(
+                f"the machine {self.name!r} says nothing about its disk (0 known rates); measure it with "
+                "`hightide doctor --disk FOLDER`, or name a preset"
+            )
+        disk, both = self.disk, busy >= set(DISK_LANES)
+        written = disk.write_while_reading_bytes_per_s if both else disk.write_bytes_per_s
+        speeds = {
+            Lane.DISK_READ: disk.read_while_writing_bytes_per_s if both else disk.read_bytes_per_s,
+            Lane.DISK_WRITE: written * min(1.0, disk.sustained_write_bytes_per_s / disk.write_bytes_per_s),
+        }
+        return {lane: speeds[lane] for lane in DISK_LANES if lane in busy}
+
+    @cached_property
+    def _speeds(self) -> dict[frozenset[Lane], dict[Lane, float]]:
+        return {}
 
     @property
     def is_measured(self) -> bool:

@@ -41,8 +41,9 @@ class Activation(StrEnum):
 @dataclass(frozen=True)
 class BlockPlan:
     name: str
-    params: Tier  # GPU: persistent. HOST: streamed through slots
+    params: Tier  # GPU: persistent. HOST: streamed through slots. DISK: the same, by way of a buffer on the host
     # Where gradients end up and the update runs. GPU with params on HOST: frozen chunks stream, trained ones stay.
+    # DISK: the update runs on the host, through buffers.
     states: Tier
     activation: Activation
     inputs: Tier  # where the block's inputs wait for backward
@@ -52,6 +53,7 @@ class BlockPlan:
 class Forecast:
     gpu_peak_bytes: int
     host_peak_bytes: int
+    disk_peak_bytes: int = 0
     step_s: float = 0.0  # on the machine that the plan was searched for; 0: nobody has simulated it
 
 
@@ -73,6 +75,8 @@ class Plan:
     explanation: str  # the text of explain(), written by the planner when the plan was made
     gradients: GradientDtype = GradientDtype.FLOAT32
     loss_kept_tokens: int = 0  # whose logits stay on the GPU from forward to backward: the rest is projected twice
+    disk_limit_bytes: int = 0
+    num_disk_buffers: int = 0  # of each kind, on the host: what lives on disk passes through them
     # The facts that it was made from. No decision depends on this copy: with it the file alone can be simulated.
     profile: ModelProfile | None = None
 

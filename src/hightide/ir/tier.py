@@ -20,6 +20,8 @@ class Lane(StrEnum):
     H2D = "h2d"
     D2H = "d2h"
     CPU = "cpu"
+    DISK_READ = "disk_read"
+    DISK_WRITE = "disk_write"
 
 
 class Rule(StrEnum):
@@ -34,7 +36,12 @@ LANE_RULES: dict[Lane, Rule] = {
     Lane.H2D: Rule.IN_ORDER,
     Lane.D2H: Rule.IN_ORDER,
     Lane.CPU: Rule.DUE_FIRST,
+    Lane.DISK_READ: Rule.DUE_FIRST,
+    Lane.DISK_WRITE: Rule.DUE_FIRST,
 }
+
+
+DISK_LANES = (Lane.DISK_READ, Lane.DISK_WRITE)  # priced in plans; no runtime has them yet
 
 
 class ChunkKind(StrEnum):

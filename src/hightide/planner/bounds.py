@@ -5,13 +5,23 @@ from __future__ import annotations
 from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
-from hightide.ir.machine import Machine
+from hightide.ir.machine import SHARING, Machine, subsets
 from hightide.ir.plan import Plan
-from hightide.ir.tier import Lane, Tier
+from hightide.ir.tier import DISK_LANES, Lane, Tier
 from hightide.planner.cost import seconds_of
 from hightide.planner.lower.draft import Draft
 from hightide.planner.lower.ticks import lay_ticks
-from hightide.planner.place import has_host_params, host_grad_bytes, states_on_gpu, update_bytes
+from hightide.planner.place import (
+    grad_on_disk,
+    has_host_params,
+    host_grad_bytes,
+    params_on_disk,
+    read_state_bytes,
+    states_on_disk,
+    states_on_gpu,
+    update_bytes,
+    written_state_bytes,
+)
 
 
 def least_step_s(profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine) -> float:
@@ -21,15 +31,22 @@ def least_step_s(profile: ModelProfile, plan: Plan, costs: Costs, machine: Machi
     lay_ticks(draft)
     seconds = seconds_of(profile, plan, costs)
     compute_s = sum(seconds(tick) for tick in draft.ticks)
-    best = {lane: max(machine.speeds_of({lane, *others})[lane] for others in _OTHERS) for lane in _MOVING}
-    moved = dict.fromkeys(_MOVING, 0)
+    moved = dict.fromkeys((*SHARING, *DISK_LANES), 0)
     backward = {call.block for call in profile.calls if call.needs_backward}
     for chunk in plan.layout.chunks:
         if draft.uses.get(chunk.index) and has_host_params(plan, chunk):
             moved[Lane.H2D] += chunk.param_bytes
+        if draft.uses.get(chunk.index) and params_on_disk(plan, chunk):
+            moved[Lane.H2D] += chunk.param_bytes
+            moved[Lane.DISK_READ] += chunk.param_bytes
         if not backward.isdisjoint(chunk.users) and not states_on_gpu(plan, chunk):
             moved[Lane.D2H] += host_grad_bytes(plan, chunk)
-            moved[Lane.CPU] += update_bytes(plan, chunk) if chunk.optimised_numel else 0
+            if chunk.optimised_numel:
+                moved[Lane.CPU] += update_bytes(plan, chunk)
+            if states_on_disk(plan, chunk):
+                gradient = host_grad_bytes(plan, chunk) if grad_on_disk(plan, chunk) else 0
+                moved[Lane.DISK_WRITE] += gradient + (written_state_bytes(plan, chunk) if chunk.optimised_numel else 0)
+                moved[Lane.DISK_READ] += read_state_bytes(plan, chunk) if chunk.optimised_numel else 0
         elif not backward.isdisjoint(chunk.users) and chunk.optimised_numel:
             compute_s += update_bytes(plan, chunk) / costs.update_bytes_per_s
     for call in profile.calls:
@@ -37,8 +54,22 @@ def least_step_s(profile: ModelProfile, plan: Plan, costs: Costs, machine: Machi
             num_bytes = call.saved_inputs.at(plan.num_samples)
             moved[Lane.D2H] += num_bytes
             moved[Lane.H2D] += num_bytes
-    return max(compute_s, *(moved[lane] / best[lane] for lane in _MOVING))
+    disk_s = _disk_s(machine, *(moved[lane] for lane in DISK_LANES))
+    return max([compute_s, disk_s, *(moved[lane] / _best(machine, lane) for lane in SHARING if moved[lane])])
 
 
-_MOVING = (Lane.H2D, Lane.D2H, Lane.CPU)
-_OTHERS: tuple[set[Lane], ...] = (set(), {Lane.H2D}, {Lane.D2H}, {Lane.CPU}, set(_MOVING))
+def _best(machine: Machine, lane: Lane) -> float:
+    """Whatever others do beside it."""
+    return max(machine.speeds_of({lane, *others})[lane] for others in subsets())
+
+
+def _disk_s(machine: Machine, read_bytes: int, written_bytes: int) -> float:
+    """Both at once while there is something of both, the rest alone; or one after the other, if that is faster."""
+    if not read_bytes + written_bytes:
+        return 0.0
+    both = machine.speeds_of(set(DISK_LANES))
+    reads, writes = ((both[lane], machine.speeds_of({lane})[lane]) for lane in DISK_LANES)
+    together_s = min(read_bytes / reads[0], written_bytes / writes[0])
+    read_s = (read_bytes - together_s * reads[0]) / reads[1]
+    written_s = (written_bytes - together_s * writes[0]) / writes[1]
+    return min(together_s + read_s + written_s, read_bytes / reads[1] + written_bytes / writes[1])

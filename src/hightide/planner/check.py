@@ -6,7 +6,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import PLAN_VERSION, Activation, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.place import widest_tick
+from hightide.planner.place import uses_disk, widest_tick
 
 
 def check_plan(profile: ModelProfile, plan: Plan) -> None:
@@ -41,6 +41,17 @@ def check_moments(plan: Plan, num_moments: int) -> None:
             )
 
 
+def check_executable(plan: Plan) -> None:
+    """Whether this version can run it, too."""
+    if uses_disk(plan):
+        blocks = [block.name for block in plan.blocks if Tier.DISK in (block.params, block.states)]
+        raise InfeasiblePlan(
+            f"the plan keeps {len(blocks)} blocks ({', '.join(blocks[:3])}, ...) on the disk: `hightide plan` prices "
+            "that, but this version cannot train from a disk; make a plan without disk, with more host memory or a "
+            "smaller model"
+        )
+
+
 def _check_layout(profile: ModelProfile, plan: Plan) -> None:
     placed = [(place.param, place.numel) for chunk in plan.layout.chunks for place in chunk.params]
     if sorted(placed) != sorted((spec.name, spec.numel) for spec in profile.params):
@@ -52,8 +63,13 @@ def _check_layout(profile: ModelProfile, plan: Plan) -> None:
 def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
     for spec, block in zip(profile.blocks, plan.blocks, strict=True):
         where = f"the plan of block {block.name!r}"
-        if Tier.DISK in (block.params, block.states, block.inputs):
-            raise InfeasiblePlan(f"{where} uses the disk, which is not supported yet; use gpu or host")
+        if block.inputs is Tier.DISK:
+            raise InfeasiblePlan(f"{where} has inputs on the disk, which is not supported yet; use gpu or host")
+        if block.params is Tier.DISK and block.states is not Tier.DISK:
+            raise InfeasiblePlan(
+                f"{where} has params on the disk but states on the {block.states}; params are read twice a step and "
+                "states once, so put states on the disk too, or params on the host"
+            )
         frozen = any(c.block == spec.index and not c.trainable_numel for c in plan.layout.chunks)
         if block.states is Tier.GPU and block.params is not Tier.GPU and not frozen:
             raise InfeasiblePlan(
@@ -87,6 +103,8 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
             f"loss_kept_tokens is {plan.loss_kept_tokens}, but the head ({', '.join(b.kind for b in heads)}) is more "
             "than an nn.Linear, whose logits are made again with a graph in backward; use loss_kept_tokens=0"
         )
+    if uses_disk(plan) and plan.num_disk_buffers < 1:
+        raise InfeasiblePlan("num_disk_buffers is 0, but blocks live on the disk; it must be at least 1")
     slots, grad_slots = widest_tick(plan, {call.block for call in profile.calls})
     if plan.num_slots < slots or plan.num_grad_slots < grad_slots:
         raise InfeasiblePlan(

@@ -12,7 +12,7 @@ from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, Grad
 from hightide.ir.tier import Tier
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss import loss_tile_tokens, num_rows
-from hightide.planner.place import in_grad_slot, is_used_up, widest_tick
+from hightide.planner.place import in_grad_slot, is_used_up, uses_disk, widest_tick
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Choice:
     near: frozenset[int] = field(default_factory=frozenset)  # blocks whose inputs stay on the GPU, whatever `inputs` is
     spare_grad_slots: int | None = None  # None: as many as spare_slots
     slot_numel: int | None = None  # None: the size that wastes least
+    disk: bool = False  # what is neither on the GPU nor in the next two lives on disk
+    host_params: frozenset[int] = field(default_factory=frozenset)
+    host_states: frozenset[int] = field(default_factory=frozenset)  # some of host_params: params are read twice a step
+    disk_buffers: int = 0  # of each kind; one more than it takes lets the disk go on while another is in use
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,7 @@ class Problem:
     update: Update
     num_moments: int = 2
     gradients: GradientDtype = GradientDtype.FLOAT32
+    disk_bytes: int = 0
 
     def build(self, choice: Choice) -> Plan:
         """Without a forecast and an explanation."""
@@ -56,23 +61,39 @@ class Problem:
             loss_tile_tokens=self._loss_tile_tokens,
             gpu_limit_bytes=self.gpu_bytes,
             host_limit_bytes=self.host_bytes,
-            blocks=tuple(_block_plan(block, choice) for block in self.profile.blocks),
+            blocks=tuple(self._block_plan(block, choice) for block in self.profile.blocks),
             layout=self.layout(choice.slot_numel),
             forecast=Forecast(0, 0),
             explanation="",
             gradients=self.gradients,
             loss_kept_tokens=choice.loss_kept_tokens,
+            disk_limit_bytes=self.disk_bytes,
             profile=self.profile,
         )
-        slots, grad_slots = widest_tick(plan, self._called)
-        # A spare one lets a block begin while the gradient before it leaves; one that is used up is gone by then.
-        leaving = any(in_grad_slot(plan, chunk) and not is_used_up(plan, chunk) for chunk in plan.layout.chunks)
-        spare_grads = choice.spare_slots if choice.spare_grad_slots is None else choice.spare_grad_slots
+        slots, grad_slots = widest_tick(plan, self.called)
+        has_leaving = any(in_grad_slot(plan, chunk) and not is_used_up(plan, chunk) for chunk in plan.layout.chunks)
         return replace(
             plan,
-            num_slots=_with_spare(slots, choice.spare_slots),
-            num_grad_slots=grad_slots + (spare_grads if leaving else 0),
+            num_slots=slots_of(choice, slots),
+            num_grad_slots=grad_slots_of(choice, grad_slots, has_leaving),
+            num_disk_buffers=choice.disk_buffers if uses_disk(plan) else 0,
         )
+
+    def home(self, block: BlockSpec, choice: Choice) -> tuple[Tier, Tier]:
+        """Of a block's parameters and states."""
+        index = block.index
+        if block.loose or index in choice.whole:
+            return Tier.GPU, Tier.GPU
+        params = Tier.DISK if choice.disk and index not in choice.host_params else Tier.HOST
+        states = Tier.DISK if choice.disk and index not in choice.host_states else Tier.HOST
+        return Tier.GPU if index in choice.params else params, Tier.GPU if index in choice.trained else states
+
+    def _block_plan(self, block: BlockSpec, choice: Choice) -> BlockPlan:
+        params, states = self.home(block, choice)
+        keep = block.index in choice.keep
+        near = keep or block.loose or block.index in choice.near
+        activation = Activation.KEEP if keep else Activation.RECOMPUTE
+        return BlockPlan(block.name, params, states, activation, Tier.GPU if near else choice.inputs)
 
     def layout(self, slot_numel: int | None = None) -> Layout:
         slot_numel = slot_numel or self.slot_numel
@@ -93,7 +114,7 @@ class Problem:
     def movable(self) -> tuple[int, ...]:
         """Called blocks in the order in which they become persistent: tiny ones, then as they run."""
         tiny = tiny_blocks(self.profile)
-        blocks = [block.index for block in self.profile.blocks if not block.loose and block.index in self._called]
+        blocks = [block.index for block in self.profile.blocks if not block.loose and block.index in self.called]
         return tuple(sorted(blocks, key=lambda block: block not in tiny))
 
     def block_numel(self, block: int) -> int:
@@ -105,7 +126,7 @@ class Problem:
         """Blocks with adapters, as they run. They cost little and save the way of gradients to the host and back."""
         apart = adapters(self.profile)
         blocks = self.profile.blocks
-        return tuple(b.index for b in blocks if b.index in self._called and not apart.isdisjoint(b.params))
+        return tuple(b.index for b in blocks if b.index in self.called and not apart.isdisjoint(b.params))
 
     @cached_property
     def keepable(self) -> tuple[int, ...]:
@@ -134,7 +155,7 @@ class Problem:
         return {}
 
     @cached_property
-    def _called(self) -> set[int]:
+    def called(self) -> set[int]:
         return {call.block for call in self.profile.calls}
 
     @cached_property
@@ -150,22 +171,16 @@ def check_micro_batch(profile: ModelProfile, micro_batch: int | None) -> None:
         )
 
 
-def _with_spare(widest: int, spare: int) -> int:
+def slots_of(choice: Choice, widest: int) -> int:
     """A spare slot lets the next fetch run beside compute; beside a chunk that is wider than one slot and stays for its
     next use, that takes one more. Nothing streamed: no slots."""
+    spare = choice.spare_slots
     if not widest:
         return 0
     return widest + (spare + 1 if spare and widest > 1 else spare)
 
 
-def _block_plan(block: BlockSpec, choice: Choice) -> BlockPlan:
-    whole = block.loose or block.index in choice.whole
-    keep = block.index in choice.keep
-    near = keep or block.loose or block.index in choice.near
-    return BlockPlan(
-        name=block.name,
-        params=Tier.GPU if whole or block.index in choice.params else Tier.HOST,
-        states=Tier.GPU if whole or block.index in choice.trained else Tier.HOST,
-        activation=Activation.KEEP if keep else Activation.RECOMPUTE,
-        inputs=Tier.GPU if near else choice.inputs,
-    )
+def grad_slots_of(choice: Choice, widest: int, has_leaving: bool) -> int:
+    """A spare one lets a block begin while the gradient before it leaves; one that is used up is gone by then."""
+    spare = choice.spare_slots if choice.spare_grad_slots is None else choice.spare_grad_slots
+    return widest + (spare if has_leaving else 0)

@@ -9,6 +9,7 @@ with a fused loss goes by tiles of tokens. STEP stands for the model's own code 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from hightide.planner.loss import num_rows
 from hightide.planner.lower import lower
 from hightide.planner.lower.effects import micro_batch_of
 from hightide.planner.place import chunks_by_block, host_grad_bytes, rounds_gradient, rounds_in_place, states_on_gpu
-from hightide.planner.simulate import NUM_PASSES, Simulated, simulate
+from hightide.planner.simulate import NUM_PASSES, Simulated, simulate, simulated_step_s
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,24 @@ def forecast(
     """The steady state of training steps under a plan. `schedule`: the plan's, if it has been lowered already."""
     seconds = seconds_of(profile, plan, costs)
     schedule = schedule or lower(profile, plan, Mode.TRAIN)
-    issue_s = costs.glue_s + sum(
-        costs.calls[call.kind].issue_s * len(_micro_batches(plan, call)) for call in profile.calls
+    return StepForecast(simulate(schedule, seconds, machine, num_passes), _issue_s(profile, plan, costs))
+
+
+def forecast_step_s(
+    profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine, schedule: Schedule, num_passes: int
+) -> float:
+    """As `forecast`, for those who compare plans."""
+    step_s = simulated_step_s(schedule, seconds_of(profile, plan, costs), machine, num_passes)
+    return max(step_s, _issue_s(profile, plan, costs))
+
+
+def _issue_s(profile: ModelProfile, plan: Plan, costs: Costs) -> float:
+    kinds = Counter((call.kind, call.splittable) for call in profile.calls)
+    calls = {(call.kind, call.splittable): call for call in profile.calls}
+    return costs.glue_s + sum(
+        count * costs.calls[kind].issue_s * len(_micro_batches(plan, calls[kind, splittable]))
+        for (kind, splittable), count in kinds.items()
     )
-    return StepForecast(simulate(schedule, seconds, machine, num_passes), issue_s)
 
 
 def with_peaks(profile: ModelProfile, costs: Costs) -> ModelProfile:
@@ -111,6 +126,7 @@ class _Seconds:
     def __init__(self, profile: ModelProfile, plan: Plan, costs: Costs) -> None:
         self._profile, self._plan, self._costs = profile, plan, costs
         self._chunks = chunks_by_block(plan.layout, len(profile.blocks))
+        self._known: dict[tuple[Op, int, bool], float] = {}  # of calls of one kind
 
     def __call__(self, action: Action) -> float:
         assert action.lane is Lane.COMPUTE, f"{action.id} is of the lane {action.lane}"
@@ -129,6 +145,18 @@ class _Seconds:
         return self._profile.calls[action.call]
 
     def _forward(self, call: CallSpec) -> float:
+        key = (Op.FORWARD, call.kind, self._keeps(call))
+        if key not in self._known:
+            self._known[key] = self._forward_of(call)
+        return self._known[key]
+
+    def _backward(self, call: CallSpec) -> float:
+        key = (Op.BACKWARD, call.kind, self._keeps(call))
+        if key not in self._known:
+            self._known[key] = self._backward_of(call)
+        return self._known[key]
+
+    def _forward_of(self, call: CallSpec) -> float:
         if self._is_fused(call):
             assert self._costs.loss is not None
             return self._num_tiles() * self._costs.loss.forward_s
@@ -136,7 +164,7 @@ class _Seconds:
         curve = cost.forward_kept_s if self._keeps(call) else cost.forward_s
         return sum(curve.at(size) for size in sizes) + self._gather(call.outputs.at(sum(sizes)), sizes)
 
-    def _backward(self, call: CallSpec) -> float:
+    def _backward_of(self, call: CallSpec) -> float:
         if self._is_fused(call):
             assert self._costs.loss is not None
             kept = min(self._plan.loss_kept_tokens, self._num_rows()) / self._costs.loss.tile_tokens

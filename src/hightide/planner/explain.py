@@ -13,7 +13,7 @@ from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.memory import peaks
-from hightide.planner.place import grad_dtype, grad_slot_bytes, rounds_gradient, slot_bytes
+from hightide.planner.place import disk_buffer_bytes, grad_dtype, grad_slot_bytes, rounds_gradient, slot_bytes
 
 WIDTH = 80
 _COLUMNS = ("params", "states", "activations", "inputs")
@@ -33,6 +33,8 @@ def _memory(plan: Plan, schedule: Schedule) -> list[str]:
         (Tier.GPU, peak.gpu_peak_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
         (Tier.HOST, peak.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),
     ]
+    if plan.disk_limit_bytes or peak.disk_peak_bytes:
+        rows.append((Tier.DISK, peak.disk_peak_bytes, plan.disk_limit_bytes, ""))
     fits = all(used <= limit for _, used, limit, _ in rows)
     whole = all(block.params is Tier.GPU and block.states is Tier.GPU for block in plan.blocks)
     head = "fits the limits" if fits else "DOES NOT FIT the limits"
@@ -58,6 +60,9 @@ def _batch(profile: ModelProfile, plan: Plan) -> list[str]:
         lines.append(f"loss: over slices of {plan.loss_tile_tokens} tokens x {profile.vocabulary} logits{kept}")
     slot, grad_slot = format_bytes(slot_bytes(plan)), format_bytes(grad_slot_bytes(plan))
     lines.append(f"slots: {plan.num_slots} of {slot}, {plan.num_grad_slots} of {grad_slot} for gradients")
+    if plan.num_disk_buffers:
+        sizes = ", ".join(format_bytes(size) for size in disk_buffer_bytes(plan))
+        lines.append(f"disk: through {plan.num_disk_buffers} buffers on the host of each size: {sizes}")
     return lines
 
 
@@ -127,8 +132,11 @@ def _timing(plan: Plan) -> list[str]:
 
 
 def _traffic(schedule: Schedule) -> list[str]:
-    moved = {lane: sum(action.num_bytes for action in schedule.lane(lane)) for lane in (Lane.H2D, Lane.D2H)}
-    return [f"traffic per step: {format_bytes(moved[Lane.H2D])} to the GPU, {format_bytes(moved[Lane.D2H])} from it"]
+    moved = {lane: format_bytes(sum(action.num_bytes for action in schedule.lane(lane))) for lane in Lane}
+    lines = [f"traffic per step: {moved[Lane.H2D]} to the GPU, {moved[Lane.D2H]} from it"]
+    if schedule.lane(Lane.DISK_READ):
+        lines.append(f"disk per step: {moved[Lane.DISK_READ]} read, {moved[Lane.DISK_WRITE]} written")
+    return lines
 
 
 def _clip(text: str, width: int) -> str:

@@ -13,7 +13,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import SHARING, Machine
 from hightide.ir.plan import Activation, Plan
-from hightide.ir.tier import Lane, Tier
+from hightide.ir.tier import DISK_LANES, Lane, Tier
 from hightide.planner.cost import seconds_of
 from hightide.planner.loss import num_rows
 from hightide.planner.lower import lower
@@ -24,10 +24,9 @@ def floors(profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine) ->
     """Seconds per step of each lane. The step's floor is the largest."""
     schedule = lower(profile, plan, Mode.TRAIN)
     found = {Lane.COMPUTE: _compute(profile, plan, costs)}
-    for lane in SHARING:
-        actions = schedule.lane(lane)
-        moved_bytes = sum(action.num_bytes for action in actions)
-        found[lane] = moved_bytes / machine.speeds_of({lane})[lane]
+    for lane in (*SHARING, *DISK_LANES):
+        moved_bytes = sum(action.num_bytes for action in schedule.lane(lane))
+        found[lane] = moved_bytes / machine.speeds_of({lane})[lane] if moved_bytes else 0.0
     return found
 
 

@@ -8,13 +8,21 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.planner.place import host_grad_bytes, states_on_gpu, update_bytes
+from hightide.planner.place import (
+    host_grad_bytes,
+    read_state_bytes,
+    states_on_gpu,
+    update_bytes,
+    written_state_bytes,
+)
 
 _LANES = {
     Op.FETCH: Lane.H2D,
     Op.UNSTASH: Lane.H2D,
     Op.WRITE_BACK: Lane.D2H,
     Op.STASH: Lane.D2H,
+    Op.READ: Lane.DISK_READ,
+    Op.WRITE: Lane.DISK_WRITE,
 }  # others: compute, and updates where the states are
 _WAYS: dict[Op, tuple[Tier | None, Tier | None]] = {
     Op.FETCH: (Tier.HOST, Tier.GPU),
@@ -23,6 +31,8 @@ _WAYS: dict[Op, tuple[Tier | None, Tier | None]] = {
     Op.STASH: (Tier.GPU, Tier.HOST),
     Op.EVICT: (Tier.GPU, None),
     Op.CLEAR: (None, Tier.GPU),
+    Op.READ: (Tier.DISK, Tier.HOST),
+    Op.WRITE: (Tier.HOST, Tier.DISK),
 }
 _KINDS = {
     Op.FETCH: (ChunkKind.PARAM, ChunkKind.GRAD),
@@ -30,6 +40,8 @@ _KINDS = {
     Op.CLEAR: (ChunkKind.GRAD,),
     Op.WRITE_BACK: (ChunkKind.GRAD,),
     Op.UPDATE: (ChunkKind.STATE,),
+    Op.READ: (ChunkKind.PARAM, ChunkKind.GRAD, ChunkKind.STATE),
+    Op.WRITE: (ChunkKind.GRAD, ChunkKind.STATE),
 }
 
 
@@ -75,6 +87,8 @@ def _num_bytes(profile: ModelProfile, plan: Plan, action: Action, chunk: ChunkSp
     assert chunk is not None
     if action.op is Op.UPDATE:
         return update_bytes(plan, chunk)
+    if action.kind is ChunkKind.STATE:
+        return (read_state_bytes if action.op is Op.READ else written_state_bytes)(plan, chunk)
     if action.op is Op.CLEAR:
         return chunk.grad_bytes
     return chunk.param_bytes if action.kind is ChunkKind.PARAM else host_grad_bytes(plan, chunk)

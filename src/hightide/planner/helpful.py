@@ -13,14 +13,14 @@ from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.nearby import fits, nearby_step_s
+from hightide.planner.nearby import fits, least_disk_bytes, nearby_step_s
 from hightide.planner.question import Question
 from hightide.planner.search import Found
 
 LEAST_SPEEDUP = 1.05  # less is within the error of a forecast
 MAX_RAISES = 4  # of limits, until it fits
 FULL = 0.9  # of the host: beyond, more of it may help
-_NAMES = {Tier.GPU: "GPU", Tier.HOST: "host"}
+_NAMES = {Tier.GPU: "GPU memory", Tier.HOST: "host memory", Tier.DISK: "disk"}
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ def fitting(
     found: list[Change] = []
     options: list[Callable[[], Change | None]] = [
         lambda: _enough(question, refused),
+        lambda: _with_disk(question),
         lambda: _rounded(question),
         lambda: _any_micro_batch(question),
         lambda: _fewer(question, leeway),
@@ -121,9 +122,24 @@ def _enough(question: Question, refused: InfeasiblePlan) -> Change | None:
                 refused = again
                 continue
         sizes = {tier: size_option(num_bytes) for tier, num_bytes in raised.items()}
-        text = " and ".join(f"{size} of {_NAMES[tier]} memory" for tier, size in sizes.items())
-        return Change(text, " ".join(f"--{tier} {size}" for tier, size in sizes.items()))
+        text = " and ".join(f"{size} of {_NAMES[tier]}" for tier, size in sizes.items())
+        return Change(text, " ".join(_option(tier, size) for tier, size in sizes.items()))
     return None
+
+
+def _with_disk(question: Question) -> Change | None:
+    """Only where its speed is known."""
+    if question.disk_bytes or question.machine.disk is None:
+        return None
+    num_bytes = least_disk_bytes(question)
+    if num_bytes is None:
+        return None
+    size = size_option(num_bytes)
+    return Change(f"a disk of {size} (planned only, not trained from yet)", _option(Tier.DISK, size))
+
+
+def _option(tier: Tier, size: str) -> str:
+    return f"--{tier} {'FOLDER:' if tier is Tier.DISK else ''}{size}"
 
 
 def _rounded(question: Question) -> Change | None:
@@ -158,7 +174,7 @@ def _more(question: Question, tier: Tier) -> tuple[Change, Question]:
     more_bytes = 1 << max(0, (limit_bytes // 2).bit_length() - 1)
     changed = question.with_limit(tier, limit_bytes + more_bytes)
     option = f"--{tier} {size_option(limit_bytes + more_bytes)}"
-    return Change(f"{format_bytes(more_bytes)} more {_NAMES[tier]} memory", option), changed
+    return Change(f"{format_bytes(more_bytes)} more {_NAMES[tier]}", option), changed
 
 
 def _unpinned(question: Question) -> Question:

@@ -8,7 +8,7 @@ from hightide.ir.block import DTYPE_BYTES, BlockSpec, CallSpec, ModelProfile
 from hightide.ir.plan import Plan
 
 LOSS_TILE_BYTES = 1024**3  # logits of one projection: large, because each tile passes over the weight's gradient
-LOSS_SCRATCH_BYTES = 256 * 1024**2  # two arrays in which softmax runs in fp32: a few hundred rows fill a GPU
+LOSS_SCRATCH_BYTES = 128 * 1024**2  # two arrays in which softmax runs in fp32: a hundred rows nearly fill a GPU
 LOSS_SLICE_BYTES = 64 * 1024**2  # of a weight's gradient, where it cannot be summed inside the matrix multiplication
 TILE_ALIGN_TOKENS = 128  # what a matrix multiplication does at once
 ROW_BYTES = 64  # numbers per token beside the logits, while the loss runs

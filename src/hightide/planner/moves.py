@@ -3,7 +3,8 @@
 [Note: ladders] What can be put on the GPU for speed is of a few kinds, and of each kind some gain more than others for
 the same bytes: blocks from the front become persistent (nothing hides their fetch and their update), activations are
 kept from the back (for the shortest time). So every kind has a ladder; filling climbs it as far as memory goes, giving
-up steps down again. One step that is too high (an embedding as wide as four layers) is left out.
+up steps down again. One step that is too high (an embedding as wide as four layers) is left out. From the disk, blocks
+come to the host from the front too: of the last ones the gradient is there first and the update due last.
 
 A move changes one thing, then gives up what no longer fits, or fills what has become free, kind by kind in some order.
 """
@@ -20,6 +21,7 @@ from hightide.ir.tier import Tier
 from hightide.planner.choice import Choice, Problem
 
 MOST_SPARE = 3  # slots beyond what the widest block needs
+MOST_DISK_BUFFERS = 4  # of each kind
 NUM_SLOT_SIZES = 3  # so many slot sizes, of least waste, are tried
 FEW_BLOCKS = 8
 
@@ -33,18 +35,23 @@ class Kind(StrEnum):
     LOGITS = "loss_kept_tokens"
     KEEP = "keep"
     NEAR = "near"
+    HOST_PARAMS = "host_params"
+    HOST_STATES = "host_states"
 
 
 Order = tuple[Kind, ...]
 
-_T, _W, _P, _L, _K, _N = Kind
-# Adapters first: they cost next to nothing.
+_T, _W, _P, _L, _K, _N, *_HOST = Kind
+# Adapters first: they cost next to nothing. What lives on disk comes to the host when it is known what is on the GPU.
 ORDERS: tuple[Order, ...] = (
-    (_T, _L, _W, _P, _K, _N),
-    (_T, _W, _P, _L, _K, _N),
-    (_T, _L, _K, _P, _W, _N),
-    (_T, _N, _P, _L, _K, _W),
+    (_T, _L, _W, _P, _K, _N, *_HOST),
+    (_T, _W, _P, _L, _K, _N, *_HOST),
+    (_T, _L, _K, _P, _W, _N, *_HOST),
+    (_T, _N, _P, _L, _K, _W, *_HOST),
 )
+
+
+_HOST_FIRST: Order = (*_HOST[::-1], _K, _N, _L, _P, _W)
 
 
 @dataclass(frozen=True)
@@ -58,11 +65,22 @@ class Moves:
         """Whether there is time to look at each block for itself."""
         return len(self.problem.movable) <= FEW_BLOCKS
 
-    def starts(self, spare: int) -> Iterator[Choice]:
-        """Everything streamed and recomputed; the plainest first."""
+    def starts(self, spare: int, disk: bool = False) -> Iterator[Choice]:
+        """Everything streamed, from the host or the disk, and recomputed; the plainest first."""
+        if disk and not self.problem.disk_bytes:
+            return
         for inputs in (Tier.GPU, Tier.HOST):
             for micro_batch in self.micro_batches:
-                yield Choice(micro_batch, inputs, spare, spare_grad_slots=spare)
+                yield Choice(
+                    micro_batch, inputs, spare, spare_grad_slots=spare, disk=disk, disk_buffers=1 + spare if disk else 0
+                )
+
+    def leanest(self) -> Iterator[Choice]:
+        """If none of these fits, nothing does."""
+        for start in self.starts(spare=0, disk=True):
+            if start.micro_batch == self.micro_batches[-1]:
+                yield self.fill(start, ORDERS[0])
+        yield from self.last_resorts()
 
     def last_resorts(self) -> Iterator[Choice]:
         """From all on the host to all on the GPU, in several orders, without spare slots. Where slots cost more than
@@ -115,9 +133,20 @@ class Moves:
 
     def around(self, choice: Choice) -> Iterator[Choice]:
         """Neighbours that fit, or nearly so."""
+        if choice.disk:
+            yield from self._other_buffers(choice)
         yield from self._exchanges(choice)
         for changed in self._changes(choice):
             yield from self._balanced(changed)
+
+    def _other_buffers(self, choice: Choice) -> Iterator[Choice]:
+        """Finer chunks need smaller buffers, which leave more of the host."""
+        sizes = self.problem.slot_sizes[:NUM_SLOT_SIZES]
+        for slot_numel, buffers in product(sizes, range(1, 1 + MOST_DISK_BUFFERS)):
+            changed = replace(choice, slot_numel=slot_numel, disk_buffers=buffers)
+            fitting = changed if self.may_fit(changed) else self.shed(changed, _HOST_FIRST)
+            if fitting is not None:
+                yield self.fill(fitting, ORDERS[0])
 
     def _exchanges(self, choice: Choice) -> Iterator[Choice]:
         """Less of one kind, in favour of another."""
@@ -210,6 +239,8 @@ class Moves:
         """Whether there is anything left to gain by it."""
         if kind is Kind.NEAR:
             return choice.inputs is Tier.HOST and unit not in choice.keep
+        if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES):
+            return choice.disk and unit not in choice.whole
         return not (kind in (Kind.PARAMS, Kind.TRAINED) and unit in choice.whole)
 
     def _ladder(self, kind: Kind) -> tuple[int, ...]:
@@ -220,6 +251,8 @@ class Moves:
             return problem.keepable_tokens
         if kind is Kind.KEEP:
             return problem.keepable
+        if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES) and not problem.disk_bytes:
+            return ()
         return self._backwards if kind is Kind.NEAR else problem.movable
 
     @cached_property
@@ -249,6 +282,10 @@ class Moves:
             return replace(choice, keep=chosen, near=choice.near - chosen)
         if kind is Kind.NEAR:
             return replace(choice, near=chosen, keep=choice.keep - chosen)
+        if kind is Kind.HOST_PARAMS:
+            return replace(choice, host_params=chosen, host_states=choice.host_states & chosen)
+        if kind is Kind.HOST_STATES:
+            return replace(choice, host_states=chosen, host_params=choice.host_params | chosen)
         return replace(choice, trained=chosen)
 
 

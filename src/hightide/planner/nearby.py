@@ -12,6 +12,8 @@ from hightide.planner.moves import ORDERS, Moves
 from hightide.planner.question import Question
 from hightide.planner.trials import Trials
 
+MOST_DISK_BYTES = 1 << 60
+
 
 def nearby_step_s(question: Question, known: Choice) -> float:
     """The step time of the best of a few plans around a known choice: a search would find it or better. Infinite: none
@@ -38,8 +40,9 @@ def _around(moves: Moves, trials: Trials, known: Choice) -> Iterator[Choice]:
             yield fitting
     for micro_batch in moves.micro_batches:
         for inputs in (Tier.GPU, Tier.HOST):
-            plain = Choice(micro_batch, inputs, known.spare_slots, slot_numel=known.slot_numel)
-            bare = replace(plain, spare_slots=0, spare_grad_slots=0)
+            plain = Choice(micro_batch, inputs, known.spare_slots, slot_numel=known.slot_numel, disk=known.disk)
+            plain = replace(plain, disk_buffers=known.disk_buffers)
+            bare = replace(plain, spare_slots=0, spare_grad_slots=0, disk_buffers=int(known.disk))
             start = next((one for one in (plain, bare) if trials.may_fit(one)), None)
             if start is not None:
                 yield from (moves.fill(start, order) for order in ORDERS)
@@ -50,7 +53,17 @@ def fits(question: Question) -> bool:
     trials = _trials(question)
     smallest = 1 if question.micro_batch is None else question.micro_batch
     moves = Moves(trials.problem, trials.may_fit, (smallest,))
-    return any(trials.may_fit(one) and trials.within(trials.needs(one)) for one in moves.last_resorts())
+    return any(trials.may_fit(one) and trials.within(trials.needs(one)) for one in moves.leanest())
+
+
+def least_disk_bytes(question: Question) -> int | None:
+    """So much of a disk would make it fit; None: no disk would."""
+    trials = _trials(question.with_limit(Tier.DISK, MOST_DISK_BYTES))
+    smallest = 1 if question.micro_batch is None else question.micro_batch
+    moves = Moves(trials.problem, trials.may_fit, (smallest,))
+    starts = moves.starts(spare=0, disk=True)
+    needs = [trials.needs(moves.fill(start, order)) for start in starts for order in ORDERS if trials.may_fit(start)]
+    return min((need.disk_bytes for need in needs if trials.within(need)), default=None)
 
 
 def _trials(question: Question) -> Trials:
@@ -61,5 +74,6 @@ def _trials(question: Question) -> Trials:
         question.update,
         question.num_moments,
         question.gradients,
+        question.disk_bytes,
     )
     return Trials(problem, question.costs, question.machine)

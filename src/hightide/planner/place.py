@@ -31,15 +31,36 @@ def is_refreshed(plan: Plan, chunk: ChunkSpec) -> bool:
     return params_on_gpu(plan, chunk) and not states_on_gpu(plan, chunk) and chunk.optimised_numel > 0
 
 
+def params_on_disk(plan: Plan, chunk: ChunkSpec) -> bool:
+    return plan.blocks[chunk.block].params is Tier.DISK and not params_on_gpu(plan, chunk)
+
+
 def has_host_params(plan: Plan, chunk: ChunkSpec) -> bool:
-    return not params_on_gpu(plan, chunk) or is_refreshed(plan, chunk)
+    return is_refreshed(plan, chunk) or not (params_on_gpu(plan, chunk) or params_on_disk(plan, chunk))
+
+
+def states_on_disk(plan: Plan, chunk: ChunkSpec) -> bool:
+    return plan.blocks[chunk.block].states is Tier.DISK and chunk.trainable_numel > 0
+
+
+def grad_on_disk(plan: Plan, chunk: ChunkSpec) -> bool:
+    """Its finished gradient waits there for the update. One that its update reads right away stays in its buffer."""
+    return states_on_disk(plan, chunk) and not (plan.update is Update.IN_BACKWARD and _is_summed_once(chunk))
+
+
+def uses_disk(plan: Plan) -> bool:
+    return any(params_on_disk(plan, chunk) or states_on_disk(plan, chunk) for chunk in plan.layout.chunks)
 
 
 def is_used_up(plan: Plan, chunk: ChunkSpec) -> bool:
     """Its gradient is summed in a grad slot, and its update, right afterwards on the GPU, is the last to read it: so it
     needs no place of its own."""
-    once = chunk.num_backwards == 1 and chunk.optimised_numel == chunk.trainable_numel > 0
-    return states_on_gpu(plan, chunk) and plan.update is Update.IN_BACKWARD and once
+    return states_on_gpu(plan, chunk) and plan.update is Update.IN_BACKWARD and _is_summed_once(chunk)
+
+
+def _is_summed_once(chunk: ChunkSpec) -> bool:
+    """One backward makes its gradient, and one update reads all of it."""
+    return chunk.num_backwards == 1 and chunk.optimised_numel == chunk.trainable_numel > 0
 
 
 def in_grad_slot(plan: Plan, chunk: ChunkSpec) -> bool:
@@ -104,7 +125,40 @@ def host_chunk_bytes(plan: Plan, chunk: ChunkSpec) -> int:
     """Bytes on the host for the whole run."""
     params = region_bytes(chunk.param_bytes) if has_host_params(plan, chunk) else 0
     training = region_bytes(host_grad_bytes(plan, chunk)) + region_bytes(chunk.state_bytes)
-    return params + (0 if states_on_gpu(plan, chunk) else training)
+    return params + (training if plan.blocks[chunk.block].states is Tier.HOST else 0)
+
+
+def disk_chunk_bytes(plan: Plan, chunk: ChunkSpec) -> int:
+    """Bytes on disk for the whole run."""
+    params = region_bytes(chunk.param_bytes) if params_on_disk(plan, chunk) else 0
+    gradient = region_bytes(host_grad_bytes(plan, chunk)) if grad_on_disk(plan, chunk) else 0
+    return params + gradient + (region_bytes(chunk.state_bytes) if states_on_disk(plan, chunk) else 0)
+
+
+def written_state_bytes(plan: Plan, chunk: ChunkSpec) -> int:
+    """To disk, after an update there: its parameters too, where they live there."""
+    return chunk.state_bytes + (chunk.param_bytes if params_on_disk(plan, chunk) else 0)
+
+
+def read_state_bytes(plan: Plan, chunk: ChunkSpec) -> int:
+    """From disk, before an update."""
+    gradient = host_grad_bytes(plan, chunk) if grad_on_disk(plan, chunk) else 0
+    return written_state_bytes(plan, chunk) + gradient
+
+
+def disk_buffer_bytes(plan: Plan) -> tuple[int, int, int]:
+    """Of one buffer on the host for what lives on disk: for parameters and gradients on their way to the GPU, for
+    gradients on their way back, and for updates."""
+    up = down = state = 0
+    for chunk in plan.layout.chunks:
+        if params_on_disk(plan, chunk):
+            up = max(up, chunk.param_bytes)
+        if states_on_disk(plan, chunk):
+            down = max(down, host_grad_bytes(plan, chunk))
+            state = max(state, read_state_bytes(plan, chunk))
+        if grad_on_disk(plan, chunk):  # sums go on, in tied chunks and where gradients are accumulated
+            up = max(up, host_grad_bytes(plan, chunk))
+    return region_bytes(up), region_bytes(down), region_bytes(state)
 
 
 def region_bytes(num_bytes: int) -> int:

@@ -12,6 +12,9 @@ from hightide.ir.action import TICK_OPS, Action, Schedule
 from hightide.ir.tier import LANE_RULES, Lane, Rule
 
 _IN_ORDER = tuple(lane for lane in Lane if LANE_RULES[lane] is Rule.IN_ORDER)
+_OTHERS = len(_IN_ORDER)  # stands for all lanes that do not
+assert _OTHERS == 3, "_clock has a number for each"
+_NUMBERS = {lane: _IN_ORDER.index(lane) if lane in _IN_ORDER else _OTHERS for lane in Lane}
 
 
 class Disorder(Exception):
@@ -27,31 +30,30 @@ class Precedence:
         self._schedule = schedule
         self._actions = schedule.actions
         self._place = {action.id: place for place, action in enumerate(self._actions)}
+        self._lanes = [_NUMBERS[action.lane] for action in self._actions]
         self._rank = self._ranks()
         self._predecessors = self._edges()
-        self._clocks: list[tuple[int, ...]] = [()] * len(self._actions)
+        self._clocks: list[tuple[int, int, int, int]] = [(-1, -1, -1, 0)] * len(self._actions)
         self._run()
 
     def before(self, first: str, second: str) -> bool:
         """Whether `first` has surely ended when `second` starts."""
-        action = self._actions[self._place[first]]
-        clock = self._clocks[self._place[second]]
-        rank = self._rank[self._place[first]]
+        before, clock = self._place[first], self._clocks[self._place[second]]
+        lane, rank = self._lanes[before], self._rank[before]
         if first == second:
             return False
-        if action.lane in _IN_ORDER:
-            return clock[_IN_ORDER.index(action.lane)] >= rank
-        return bool(clock[-1] >> rank & 1)
+        return clock[lane] >= rank if lane < _OTHERS else bool(clock[_OTHERS] >> rank & 1)
 
     def listed_before(self, first: str, second: str) -> bool:
         return self._place[first] < self._place[second]
 
     def _ranks(self) -> list[int]:
-        counts = dict.fromkeys(Lane, -1)
+        """On its lane, or among all actions of lanes that do not work in order."""
+        counts = [0] * (_OTHERS + 1)
         ranks = []
-        for action in self._actions:
-            counts[action.lane] += 1
-            ranks.append(counts[action.lane])
+        for lane in self._lanes:
+            ranks.append(counts[lane])
+            counts[lane] += 1
         return ranks
 
     def _edges(self) -> list[list[int]]:
@@ -59,7 +61,7 @@ class Precedence:
             twice = next(a.id for place, a in enumerate(self._actions) if self._place[a.id] != place)
             raise Disorder(f"the id {twice} is given to two actions", twice)
         ticks = self._schedule.ticks
-        latest: dict[Lane, int] = {}
+        latest: list[int | None] = [None] * _OTHERS
         edges: list[list[int]] = []
         for place, action in enumerate(self._actions):
             before = [self._known(name, action) for name in action.after]
@@ -67,9 +69,11 @@ class Precedence:
                 raise Disorder(f"{action.id} opens after tick {action.opens}; the last is {len(ticks) - 1}", action.id)
             if action.opens >= 0 and action.op not in TICK_OPS:
                 before.append(self._place[ticks[action.opens].id])
-            if action.lane in _IN_ORDER:
-                before += [latest[action.lane]] if action.lane in latest else []
-                latest[action.lane] = place
+            lane = self._lanes[place]
+            if lane < _OTHERS:
+                previous = latest[lane]
+                before += [] if previous is None else [previous]
+                latest[lane] = place
             edges.append(before)
         return edges
 
@@ -98,17 +102,22 @@ class Precedence:
             stuck = [self._actions[place].id for place, count in enumerate(missing) if count]
             raise Disorder(f"actions wait for each other, {len(stuck)} in all: {', '.join(stuck[:6])}", stuck[0])
 
-    def _clock(self, place: int) -> tuple[int, ...]:
-        in_order = [-1] * len(_IN_ORDER)
+    def _clock(self, place: int) -> tuple[int, int, int, int]:
+        first = second = third = -1  # how far the lanes that work in order have come
         done = 0
         for other in self._predecessors[place]:
-            *clock, bits = self._clocks[other]
-            lane = self._actions[other].lane
+            one, two, three, bits = self._clocks[other]
+            lane, rank = self._lanes[other], self._rank[other]
             done |= bits
-            if lane in _IN_ORDER:
-                index = _IN_ORDER.index(lane)
-                clock[index] = max(clock[index], self._rank[other])
+            if lane == 0:
+                one = rank if rank > one else one
+            elif lane == 1:
+                two = rank if rank > two else two
+            elif lane == 2:
+                three = rank if rank > three else three
             else:
-                done |= 1 << self._rank[other]
-            in_order = [max(pair) for pair in zip(in_order, clock, strict=True)]
-        return (*in_order, done)
+                done |= 1 << rank
+            first = one if one > first else first
+            second = two if two > second else second
+            third = three if three > third else third
+        return first, second, third, done

@@ -23,6 +23,7 @@ class Question:
     micro_batch: int | None = None  # None: the planner decides
     num_moments: int = 2
     gradients: GradientDtype = GradientDtype.FLOAT32
+    disk_bytes: int = 0
     quick: bool = False  # see search
 
     def answer(self) -> Found:
@@ -37,11 +38,13 @@ class Question:
             self.micro_batch,
             self.num_moments,
             self.gradients,
+            self.disk_bytes,
             self.quick,
         )
 
     def with_limit(self, tier: Tier, num_bytes: int) -> Question:
-        assert tier in (Tier.GPU, Tier.HOST)
+        if tier is Tier.DISK:
+            return replace(self, disk_bytes=num_bytes)
         return replace(self, gpu_bytes=num_bytes) if tier is Tier.GPU else replace(self, host_bytes=num_bytes)
 
     def with_samples(self, num_samples: int) -> Question:

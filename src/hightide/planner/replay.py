@@ -76,6 +76,8 @@ class Replay:
             Op.UNSTASH: self._stash,
             Op.UPDATE: self._update,
             Op.STEP: lambda _: None,
+            Op.READ: lambda _: None,  # both by DiskReplay
+            Op.WRITE: lambda _: None,
         }
         left = -1  # the last tick so far
         for action in self.schedule.actions:

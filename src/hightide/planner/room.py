@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
 from hightide.ir.chunk import UPDATE_TILE_NUMEL
+from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.choice import Choice, Problem
-from hightide.planner.lower import lower
+from hightide.planner.lower import lower, lower_ticks
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class _Levels:
     keep: dict[int, list[_Rise]]  # by block
     near: dict[int, list[_Rise]]
     host_bytes: dict[int, int]  # by block: its inputs on the host
+    stashed_bytes: dict[int, int]  # by block: the widest of them
 
 
 class Room:
@@ -55,27 +58,36 @@ class Room:
         near = choice.keep | choice.near
         return sum(size for block, size in self._levels_of(choice).host_bytes.items() if block not in near)
 
+    def stashed_bytes(self, choice: Choice) -> int:
+        """The widest inputs of a block that wait on the host."""
+        near = choice.keep | choice.near
+        levels = self._levels_of(choice)
+        return max((size for block, size in levels.stashed_bytes.items() if block not in near), default=0)
+
     def _levels_of(self, choice: Choice) -> _Levels:
         key = (choice.micro_batch, choice.inputs, self._widest_update(choice))
         if key not in self._levels:
-            plain, kept = (self._lowered(*key, keep=keep) for keep in ((), self._problem.keepable))
+            plain = lower(self._problem.profile, self._plan(*key), Mode.TRAIN)
+            kept = lower_ticks(self._problem.profile, self._plan(*key, keep=self._problem.keepable))
             stashes = {action.call: action for action in plain.actions if action.op is Op.STASH}
             returns = {action.call: action for action in plain.actions if action.op is Op.UNSTASH}
             near: dict[int, list[_Rise]] = {}
             host_bytes: dict[int, int] = {}
+            stashed_bytes: dict[int, int] = {}
             for call, stash in stashes.items():
                 assert stash.block is not None
                 rise = _Rise(stash.tick, returns[call].opens, stash.gpu_gives)
                 near.setdefault(stash.block, []).append(rise)
                 host_bytes[stash.block] = host_bytes.get(stash.block, 0) + stash.host_takes
-            self._levels[key] = _Levels(_gpu_levels(plain), _rises(plain, kept), near, host_bytes)
+                stashed_bytes[stash.block] = max(stashed_bytes.get(stash.block, 0), stash.gpu_gives)
+            self._levels[key] = _Levels(_gpu_levels(plain), _rises(plain.ticks, kept), near, host_bytes, stashed_bytes)
         return self._levels[key]
 
     def _logits_of(self, choice: Choice) -> list[_Rise]:
         tokens = choice.loss_kept_tokens
         if tokens not in self._logits:
-            plain, kept = (self._lowered(1, Tier.GPU, None, loss_kept_tokens=count) for count in (0, tokens))
-            self._logits[tokens] = [rise for rises in _rises(plain, kept).values() for rise in rises]
+            kept = lower_ticks(self._problem.profile, self._plan(1, Tier.GPU, None, loss_kept_tokens=tokens))
+            self._logits[tokens] = [rise for rises in _rises(self._plain_ticks, kept).values() for rise in rises]
         return self._logits[tokens]
 
     def _widest_update(self, choice: Choice) -> int | None:
@@ -83,9 +95,13 @@ class Room:
         widths = {block: min(self._problem.block_numel(block), UPDATE_TILE_NUMEL) for block in choice.whole}
         return max(sorted(widths), key=widths.__getitem__, default=None)
 
-    def _lowered(
+    @cached_property
+    def _plain_ticks(self) -> tuple[Action, ...]:
+        return lower_ticks(self._problem.profile, self._plan(1, Tier.GPU, None))
+
+    def _plan(
         self, micro_batch: int, inputs: Tier, updated: int | None, keep: Sequence[int] = (), loss_kept_tokens: int = 0
-    ) -> Schedule:
+    ) -> Plan:
         """With all parameters on the GPU, and one block's states."""
         whole = frozenset[int]() if updated is None else frozenset([updated])
         choice = Choice(
@@ -96,7 +112,7 @@ class Room:
             keep=frozenset(keep),
             loss_kept_tokens=loss_kept_tokens,
         )
-        return lower(self._problem.profile, self._problem.build(choice), Mode.TRAIN)
+        return self._problem.build(choice)
 
 
 def _gpu_levels(schedule: Schedule) -> list[int]:
@@ -118,12 +134,12 @@ def _gpu_levels(schedule: Schedule) -> list[int]:
     return levels
 
 
-def _rises(plain: Schedule, kept: Schedule) -> dict[int, list[_Rise]]:
-    """By block, what keeping adds."""
-    before = {tick.id: tick for tick in plain.ticks}
-    forward = {tick.call: tick for tick in kept.ticks if tick.op is Op.FORWARD}
+def _rises(plain: Sequence[Action], kept: Sequence[Action]) -> dict[int, list[_Rise]]:
+    """By block, what keeping adds to the ticks of a step."""
+    before = {tick.id: tick for tick in plain}
+    forward = {tick.call: tick for tick in kept if tick.op is Op.FORWARD}
     rises: dict[int, list[_Rise]] = {}
-    for backward in kept.ticks:
+    for backward in kept:
         if backward.op is not Op.BACKWARD:
             continue
         first = forward[backward.call]

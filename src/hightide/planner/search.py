@@ -5,9 +5,9 @@ and each result is simulated. Then the best few are improved by moves (see moves
 `LEAST_GAIN`. A plan that cannot be faster than the best so far, because one lane alone takes longer, is not simulated
 (see bounds.py). The number of trials is bounded, not their time, so the same problem has the same answer everywhere.
 
-What is not searched yet: how much of a block's update is deferred (α), and the disk. Both are further kinds for
-moves.py: a rung of α is a share of one block's update, one of the disk a block's states; `Choice` says so, `Problem`
-builds it, bounds.py counts the lane. Nothing here knows what the kinds are.
+The disk is used where nothing else fits: from everything there, the GPU is filled first and then the host.
+
+What is not searched yet: how much of a block's update is deferred (α; see docs/planning.md).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LEAST_GAIN = 0.002  # of a step, for which a plan is changed
 NUM_IMPROVED = 2  # so many fillings are improved; of a few blocks more
 NUM_IMPROVED_FEW = 12
 QUICK_SHARE = 0.95  # of the GPU, that a quick search fills with what need not be there
-NUM_TRIALS = 48  # of plans, while improving, at least; of small models many more
+NUM_TRIALS = 24  # of plans, while improving, at least; of small models many more
 NUM_TRIED_CALLS = 1_500  # calls of blocks in all those trials, if that allows more: what trials cost
 
 
@@ -57,12 +57,13 @@ def search(
     micro_batch: int | None = None,
     num_moments: int = 2,
     gradients: GradientDtype = GradientDtype.FLOAT32,
+    disk_bytes: int = 0,
     quick: bool = False,
 ) -> Found:
     """Raises InfeasiblePlan, with the least that is missing, if nothing fits. `quick`: only a few fillings, for models
     whose step takes less time than a search."""
     check_micro_batch(profile, micro_batch)
-    problem = Problem(profile, gpu_bytes, host_bytes, update, num_moments, gradients)
+    problem = Problem(profile, gpu_bytes, host_bytes, update, num_moments, gradients, disk_bytes)
     trials = Trials(problem, costs, machine)
     sizes = equal_parts(profile.num_samples) if micro_batch is None else (micro_batch,)
     may_fill = _with_room_left(trials) if quick else trials.may_fit
@@ -81,7 +82,8 @@ def _finish(problem: Problem, trials: Trials, choice: Choice) -> Found:
     schedule = lower(profile, plan, Mode.TRAIN)
     peak = peaks(schedule)
     step = forecast(profile, plan, trials.costs, trials.machine, schedule)
-    plan = replace(plan, forecast=Forecast(peak.gpu_peak_bytes, peak.host_peak_bytes, step.step_s))
+    tiers = peak.gpu_peak_bytes, peak.host_peak_bytes, peak.disk_peak_bytes
+    plan = replace(plan, forecast=Forecast(*tiers, step.step_s))
     plan = replace(plan, explanation=explain(profile, plan, {Mode.TRAIN: schedule}))
     return Found(plan, step, choice, trials.num_simulated)
 
@@ -104,7 +106,7 @@ class _Search:
             if step_s < math.inf:
                 found[choice] = step_s
         if not found:
-            refuse(self.trials, self.moves.last_resorts())
+            refuse(self.trials, self.moves.leanest())
         if self.quick:
             return min(found, key=lambda choice: found[choice])
         starts = sorted(found, key=lambda choice: found[choice])[: self._num_improved()]
@@ -114,12 +116,17 @@ class _Search:
         return self.moves.may_fit(choice) and self.trials.step_s(choice) < math.inf
 
     def _fillings(self) -> Iterator[Choice]:
-        """Without a spare slot only where nothing fits with one."""
-        for starts in (self.moves.starts(spare=1), self.moves.starts(spare=0), self.moves.last_resorts()):
-            fitting = self._first_fitting(starts) if self.quick else self._fitting(starts)
-            for start in fitting:
-                yield from dict.fromkeys(self.moves.fill(start, order) for order in ORDERS[:: 2 if self.quick else 1])
-            if fitting and (self.quick or not self.moves.few):
+        """Without a spare slot only where nothing fits with one; with the disk only where nothing fits without."""
+        plain = [self.moves.starts(spare, disk) for disk in (False, True) for spare in (1, 0)]
+        for starts in (*plain, self.moves.last_resorts()):
+            num_fitting = 0
+            for start in self._first_fitting(starts) if self.quick else self._fitting(starts):
+                orders = ORDERS[:: 2 if self.quick else 1]
+                for filled in dict.fromkeys(self.moves.fill(start, order) for order in orders):
+                    if self.trials.within(self.trials.guess(filled)):
+                        num_fitting += 1
+                        yield filled
+            if num_fitting and (self.quick or not self.moves.few):
                 return
 
     def _fitting(self, starts: Iterator[Choice]) -> list[Choice]:

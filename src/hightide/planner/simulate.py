@@ -7,20 +7,21 @@ the other, because updates reach into the next pass; the last one tells the stea
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hightide.ir.action import TICK_OPS, Action, Schedule
-from hightide.ir.machine import SHARING, Machine
+from hightide.ir.machine import Machine
 from hightide.ir.tier import LANE_RULES, Lane, Rule
 
 NUM_PASSES = 4
 EPSILON_S = 1e-12
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One action, done."""
 
     pass_index: int
@@ -58,27 +59,44 @@ def simulate(
     return Simulated(begin_s, ends_s[-1] - begin_s, spans, beside, dict(clock.stall_s[last]), busy)
 
 
+def simulated_step_s(
+    schedule: Schedule, seconds: Callable[[Action], float], machine: Machine, num_passes: int
+) -> float:
+    """Only how long the last pass takes."""
+    clock = _Clock(schedule, seconds, machine)
+    ends_s = [0.0, *(clock.run_pass() for _ in range(num_passes))]
+    return ends_s[-1] - ends_s[-2]
+
+
+_LANES = tuple(Lane)
+_AT = {lane: at for at, lane in enumerate(_LANES)}
+_COMPUTE = _AT[Lane.COMPUTE]
+_IS_IN_ORDER = tuple(LANE_RULES[lane] is Rule.IN_ORDER for lane in _LANES)
+_HAS_LATENCY = tuple(lane in (Lane.H2D, Lane.D2H) for lane in _LANES)
+
+
 class _Graph:
-    """Who waits for whom, by position in the schedule: in the same pass, and in the next."""
+    """Who waits for whom, by position in the schedule: in the same pass, and in the next. Lanes are numbers here."""
 
     def __init__(self, schedule: Schedule) -> None:
         actions = schedule.actions
         place = {action.id: at for at, action in enumerate(actions)}
-        last_tick = place[schedule.ticks[-1].id]
-        self.lanes = [action.lane for action in actions]
+        ticks = [at for at, action in enumerate(actions) if action.op in TICK_OPS]
+        is_tick = set(ticks)
+        self.lanes = [_AT[action.lane] for action in actions]
         self.now: list[list[int]] = [[] for _ in actions]  # followers in the same pass
         self.next: list[list[int]] = [[] for _ in actions]  # in the next pass
         self.missing = [0] * len(actions)  # how many it waits for in the same pass
         self.missing_prev = [0] * len(actions)  # and in the pass before
-        self.causes: list[list[tuple[int, int]]] = [[] for _ in actions]  # (0 or -1 passes, position): its `after`s
+        self.causes: list[tuple[list[int], list[int]]] = []  # its `after`s in the same pass and in the one before
         for at, action in enumerate(actions):
             before = [place[name] for name in action.after]
             earlier = [place[name] for name in action.after_prev if name in place]
-            self.causes[at] = [(0, one) for one in before] + [(-1, one) for one in earlier]
-            if action.op not in TICK_OPS and action.opens >= 0:
-                before.append(place[schedule.ticks[action.opens].id])
-            elif action.op not in TICK_OPS:  # a pass begins when the one before has ended on the compute lane
-                earlier.append(last_tick)
+            self.causes.append((before, earlier))
+            if at not in is_tick and action.opens >= 0:
+                before = [*before, ticks[action.opens]]
+            elif at not in is_tick:  # a pass begins when the one before has ended on the compute lane
+                earlier = [*earlier, ticks[-1]]
             for one in before:
                 self.now[one].append(at)
             for one in earlier:
@@ -90,6 +108,7 @@ class _Graph:
 class _Running:
     index: int  # of the pass
     at: int  # position in the schedule
+    lane: int
     start_s: float
     left: float  # seconds on the compute lane, bytes elsewhere
     latency_s: float
@@ -99,34 +118,34 @@ class _Clock:
     def __init__(self, schedule: Schedule, seconds: Callable[[Action], float], machine: Machine) -> None:
         self._actions = schedule.actions
         self._graph = _Graph(schedule)
+        self._num_ticks = len(schedule.ticks)
         self._work = [
             seconds(action) if action.lane is Lane.COMPUTE else float(action.num_bytes) for action in schedule.actions
         ]
         self._machine = machine
+        self._speeds: dict[int, tuple[float, ...]] = {}  # by the lanes that move bytes, as bits
         self.now_s = 0.0
         self.spans: list[Span] = []
         self.stall_s: dict[int, dict[Lane, float]] = defaultdict(lambda: defaultdict(float))
         self._index = -1
         self._missing: list[list[int]] = []  # by pass
         self._ended_s: list[list[float | None]] = []
-        self._queues: dict[Lane, deque[tuple[int, int]]] = {
-            lane: deque() for lane in Lane if LANE_RULES[lane] is Rule.IN_ORDER
-        }
-        self._heaps: dict[Lane, list[tuple[int, int, int]]] = {lane: [] for lane in Lane if lane not in self._queues}
-        self._running: dict[Lane, _Running] = {}
+        self._queues: tuple[deque[tuple[int, int]], ...] = tuple(deque() for _ in _LANES)  # of lanes that work in order
+        self._heaps: tuple[list[tuple[int, int, int]], ...] = tuple([] for _ in _LANES)  # of the others
+        self._running: list[_Running | None] = [None] * len(_LANES)
         self._compute_free_s = 0.0
 
     def run_pass(self) -> float:
         """Until the pass's last compute action is done. What other lanes still have to do goes on in the next."""
         self._begin_pass()
-        while self._queues[Lane.COMPUTE] or Lane.COMPUTE in self._running:
+        while self._queues[_COMPUTE] or self._running[_COMPUTE]:
             self._start_all()
             self._advance()
         return self.now_s
 
     def drain(self) -> None:
         """Until the other lanes are through too."""
-        while self._running or any(self._queues.values()) or any(self._heaps.values()):
+        while any(self._running) or any(self._queues) or any(self._heaps):
             self._start_all()
             self._advance()
 
@@ -144,72 +163,90 @@ class _Clock:
         self._missing.append(missing)
         self._ended_s.append([None] * len(missing))
         for at, lane in enumerate(graph.lanes):
-            if lane in self._queues:
+            if _IS_IN_ORDER[lane]:
                 self._queues[lane].append((index, at))
             elif not missing[at]:
                 self._push(index, at)
 
     def _push(self, index: int, at: int) -> None:
-        """Onto a lane that takes what is due first. Work of an earlier pass is due before all of the next."""
-        heapq.heappush(self._heaps[self._graph.lanes[at]], (index, self._actions[at].tick, at))
+        """Onto a lane that takes what is due first, whatever pass it belongs to."""
+        due = index * self._num_ticks + self._actions[at].tick
+        heapq.heappush(self._heaps[self._graph.lanes[at]], (due, index, at))
 
     def _start_all(self) -> None:
-        for lane in Lane:
-            if lane in self._running:
+        for lane, running in enumerate(self._running):
+            if running is not None:
                 continue
-            if lane in self._queues:
-                queue = self._queues[lane]
-                if queue and not self._missing[queue[0][0]][queue[0][1]]:
-                    self._start(lane, *queue.popleft())
-            elif self._heaps[lane]:
-                index, _, at = heapq.heappop(self._heaps[lane])
+            queue, heap = self._queues[lane], self._heaps[lane]
+            if queue:
+                index, at = queue[0]
+                if not self._missing[index][at]:
+                    queue.popleft()
+                    self._start(lane, index, at)
+            elif heap:
+                _, index, at = heapq.heappop(heap)
                 self._start(lane, index, at)
 
-    def _start(self, lane: Lane, index: int, at: int) -> None:
-        if lane is Lane.COMPUTE and self.now_s - self._compute_free_s > EPSILON_S:
+    def _start(self, lane: int, index: int, at: int) -> None:
+        if lane == _COMPUTE and self.now_s - self._compute_free_s > EPSILON_S:
             self._note_stall(index, at)
-        latency_s = self._machine.latency_s if lane in (Lane.H2D, Lane.D2H) else 0.0
-        self._running[lane] = _Running(index, at, self.now_s, self._work[at], latency_s)
+        latency_s = self._machine.latency_s if _HAS_LATENCY[lane] else 0.0
+        self._running[lane] = _Running(index, at, lane, self.now_s, self._work[at], latency_s)
 
     def _note_stall(self, index: int, at: int) -> None:
         """By the lane of what it waited for last."""
         latest_s, lane = -1.0, Lane.COMPUTE
-        for back, one in self._graph.causes[at]:
-            ended_s = self._ended_s[index + back][one] if index + back >= 0 else None
-            if ended_s is not None and ended_s > latest_s:
-                latest_s, lane = ended_s, self._graph.lanes[one]
+        for back, causes in enumerate(self._graph.causes[at]):
+            for one in causes:
+                ended_s = self._ended_s[index - back][one] if index >= back else None
+                if ended_s is not None and ended_s > latest_s:
+                    latest_s, lane = ended_s, _LANES[self._graph.lanes[one]]
         self.stall_s[index][lane] += self.now_s - self._compute_free_s
 
     def _advance(self) -> None:
-        if not self._running:
-            stuck = [self._actions[queue[0][1]].id for queue in self._queues.values() if queue]
+        running = [one for one in self._running if one is not None]
+        if not running:
+            stuck = [self._actions[queue[0][1]].id for queue in self._queues if queue]
             raise RuntimeError(f"the schedule locks up at {', '.join(stuck)}; verify it before it is simulated")
-        moving = {lane for lane, one in self._running.items() if lane in SHARING and one.latency_s <= 0.0}
-        speeds = self._machine.speeds_of(moving) if moving else {}
-        step_s = min(
-            one.latency_s if one.latency_s > 0.0 else one.left / speeds.get(lane, 1.0)
-            for lane, one in self._running.items()
-        )
+        moving = 0
+        for one in running:
+            if one.latency_s <= 0.0:
+                moving |= 1 << one.lane
+        speeds = self._speeds.get(moving) or self._speeds_of(moving)
+        step_s = math.inf
+        for one in running:
+            end_s = one.latency_s if one.latency_s > 0.0 else one.left / speeds[one.lane]
+            if end_s < step_s:
+                step_s = end_s
         self.now_s += step_s
-        for lane, one in list(self._running.items()):
+        for one in running:
             if one.latency_s > 0.0:
                 one.latency_s = one.latency_s - step_s if one.latency_s - step_s > EPSILON_S else 0.0
                 continue
-            speed = speeds.get(lane, 1.0)
+            speed = speeds[one.lane]
             one.left -= step_s * speed
-            if one.left <= EPSILON_S * max(1.0, speed):
-                self._end(lane, one)
+            if one.left <= EPSILON_S * (speed if speed > 1.0 else 1.0):
+                self._end(one)
 
-    def _end(self, lane: Lane, one: _Running) -> None:
-        del self._running[lane]
+    def _speeds_of(self, moving: int) -> tuple[float, ...]:
+        """Of all lanes; the compute lane's work is seconds."""
+        busy = {lane for at, lane in enumerate(_LANES) if moving >> at & 1 and lane is not Lane.COMPUTE}
+        known = self._machine.speeds_of(busy) if busy else {}
+        self._speeds[moving] = tuple(known.get(lane, 1.0) for lane in _LANES)
+        return self._speeds[moving]
+
+    def _end(self, one: _Running) -> None:
+        graph = self._graph
+        self._running[one.lane] = None
         self._ended_s[one.index][one.at] = self.now_s
-        self.spans.append(Span(one.index, lane, self._actions[one.at].id, one.start_s, self.now_s))
-        if lane is Lane.COMPUTE:
+        self.spans.append(Span(one.index, _LANES[one.lane], self._actions[one.at].id, one.start_s, self.now_s))
+        if one.lane == _COMPUTE:
             self._compute_free_s = self.now_s
-        for index, followers in ((one.index, self._graph.now), (one.index + 1, self._graph.next)):
+        for index, followers in ((one.index, graph.now[one.at]), (one.index + 1, graph.next[one.at])):
             if index > self._index:
                 continue  # counted when that pass begins
-            for at in followers[one.at]:
-                self._missing[index][at] -= 1
-                if not self._missing[index][at] and self._graph.lanes[at] in self._heaps:
+            missing = self._missing[index]
+            for at in followers:
+                missing[at] -= 1
+                if not missing[at] and not _IS_IN_ORDER[graph.lanes[at]]:
                     self._push(index, at)

@@ -10,11 +10,11 @@ from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
+from hightide.planner.base import Base, Bases
 from hightide.planner.bounds import least_step_s
 from hightide.planner.choice import Choice, Problem
-from hightide.planner.cost import forecast
+from hightide.planner.cost import forecast_step_s
 from hightide.planner.lower import lower
-from hightide.planner.lower.effects import gpu_base_bytes, host_base_bytes
 from hightide.planner.memory import Peaks, peaks, reserved_beside, reserved_bytes
 from hightide.planner.room import Room
 
@@ -28,6 +28,7 @@ _NONE: frozenset[int] = frozenset()
 class Needs:
     gpu_bytes: int
     host_bytes: int
+    disk_bytes: int = 0
 
 
 @dataclass
@@ -38,26 +39,32 @@ class Trials:
     costs: Costs
     machine: Machine
     num_simulated: int = 0
-    _bases: dict[Choice, Needs] = field(default_factory=dict)
+    _known_bases: dict[Choice, Base] = field(default_factory=dict)
     _guesses: dict[Choice, Needs] = field(default_factory=dict)
     _step_s: dict[Choice, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._room = Room(self.problem)
+        self._bases = Bases(self.problem)
 
     def may_fit(self, choice: Choice) -> bool:
-        return self.within(self.guess(choice))
+        """The GPU and the host. The more is filled in there, the less is left for the disk: it is checked last."""
+        needs = self.guess(choice)
+        return needs.gpu_bytes <= self.problem.gpu_bytes and needs.host_bytes <= self.problem.host_bytes
 
     def within(self, needs: Needs) -> bool:
-        return needs.gpu_bytes <= self.problem.gpu_bytes and needs.host_bytes <= self.problem.host_bytes
+        memory = needs.gpu_bytes <= self.problem.gpu_bytes and needs.host_bytes <= self.problem.host_bytes
+        return memory and needs.disk_bytes <= self.problem.disk_bytes
 
     def guess(self, choice: Choice) -> Needs:
         """What the choice needs, but for small differences in what is on its way."""
         if choice not in self._guesses:
             always = self._always(choice)
             inside = self._room.gpu_bytes(choice)
-            gpu_bytes = always.gpu_bytes + (reserved_beside(inside) if self._is_real else inside)
-            self._guesses[choice] = Needs(gpu_bytes, always.host_bytes + self._room.host_bytes(choice))
+            if self._is_real:
+                inside = reserved_beside(inside, self._room.stashed_bytes(choice))
+            host_bytes = always.host_bytes + self._room.host_bytes(choice)
+            self._guesses[choice] = Needs(always.gpu_bytes + inside, host_bytes, always.disk_bytes)
         return self._guesses[choice]
 
     def needs(self, choice: Choice) -> Needs:
@@ -80,20 +87,19 @@ class Trials:
 
     def _simulate(self, plan: Plan, schedule: Schedule) -> float:
         self.num_simulated += 1
-        return forecast(self.problem.profile, plan, self.costs, self.machine, schedule, NUM_PASSES).step_s
+        return forecast_step_s(self.problem.profile, plan, self.costs, self.machine, schedule, NUM_PASSES)
 
-    def _always(self, choice: Choice) -> Needs:
+    def _always(self, choice: Choice) -> Base:
         """Chunks and slots, which do not depend on activations."""
         key = replace(choice, micro_batch=1, inputs=Tier.GPU, keep=_NONE, near=_NONE, loss_kept_tokens=0)
-        if key not in self._bases:
-            plan = self.problem.build(key)
-            self._bases[key] = Needs(gpu_base_bytes(self.problem.profile, plan), host_base_bytes(plan))
-        return self._bases[key]
+        if key not in self._known_bases:
+            self._known_bases[key] = self._bases.of(key)
+        return self._known_bases[key]
 
     def _needs(self, schedule: Schedule, peak: Peaks) -> Needs:
         """Of a real GPU what torch reserves; of a simulated one, and where nothing is known, what tensors take."""
         gpu_bytes = reserved_bytes(schedule, peak) if self._is_real else peak.gpu_peak_bytes
-        return Needs(gpu_bytes, peak.host_peak_bytes)
+        return Needs(gpu_bytes, peak.host_peak_bytes, peak.disk_peak_bytes)
 
     @property
     def _is_real(self) -> bool:

@@ -9,6 +9,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
+from hightide.planner.disk_replay import DiskReplay
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.memory import peaks
 from hightide.planner.precedence import Disorder, Precedence
@@ -23,11 +24,13 @@ def verify(profile: ModelProfile, plan: Plan, schedule: Schedule, gpu_bytes: int
     except Disorder as disorder:
         raise InfeasiblePlan(f"the schedule cannot run: {disorder}", disorder.at) from None
     Replay(profile, plan, schedule, precedence).run()
+    DiskReplay(plan, schedule, precedence).run()
     if schedule.mode is Mode.EVAL:
         return
     peak = peaks(schedule, precedence)
     _check_capacity(Tier.GPU, peak.gpu_peak_bytes, gpu_bytes, peak.gpu_peak_at)
     _check_capacity(Tier.HOST, peak.host_peak_bytes, host_bytes, peak.host_peak_at)
+    _check_capacity(Tier.DISK, peak.disk_peak_bytes, plan.disk_limit_bytes, "")
 
 
 def verify_all(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> None:
@@ -38,11 +41,13 @@ def verify_all(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Sched
 
 def _check_capacity(tier: Tier, peak_bytes: int, limit_bytes: int, moment: str) -> None:
     if peak_bytes > limit_bytes:
+        room = str(tier) if tier is Tier.DISK else f"{tier} memory"
+        remedy = "fewer blocks on the disk" if tier is Tier.DISK else "a smaller micro_batch or batch"
         when = f"during {moment}" if moment else "from the beginning"
         raise InfeasiblePlan(
-            f"the plan needs {peak_bytes} bytes ({format_bytes(peak_bytes)}) of {tier} memory {when}, the limit is "
-            f"{limit_bytes} ({format_bytes(limit_bytes)}): {peak_bytes - limit_bytes} bytes too many; use a smaller "
-            f"micro_batch or batch, or raise Limits({tier}=...)",
+            f"the plan needs {peak_bytes} bytes ({format_bytes(peak_bytes)}) of {room} {when}, the limit is "
+            f"{limit_bytes} ({format_bytes(limit_bytes)}): {peak_bytes - limit_bytes} bytes too many; use {remedy}, or "
+            f"raise Limits({tier}=...)",
             moment,
             tier,
             peak_bytes,

@@ -22,6 +22,9 @@ _PLACES = {
     (Tier.GPU, Tier.HOST): "params on the GPU, states on host",
     (Tier.HOST, Tier.GPU): "frozen streamed, trained on the GPU",
     (Tier.HOST, Tier.HOST): "params streamed, states on host",
+    (Tier.GPU, Tier.DISK): "params on the GPU, states on disk",
+    (Tier.HOST, Tier.DISK): "params streamed, states on disk",
+    (Tier.DISK, Tier.DISK): "params and states on disk",
 }
 
 
@@ -34,7 +37,7 @@ class Alternative:
     step_difference_s: float
     gpu_difference_bytes: int  # of the peak
     host_difference_bytes: int
-    too_many_bytes: int  # above the GPU's or the host's limit, where more is missing; 0: it fits
+    too_many_bytes: int  # above a tier's limit, where most is missing; 0: it fits
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,15 @@ def why(plan: Plan, block: str, costs: Costs, machine: Machine) -> Reasons:
     step_s = forecast(plan.profile, plan, costs, machine).step_s
     peak = _peaks(plan)
     alternatives = []
-    for text, other in _others(planned):
+    for text, other in _others(planned, plan.num_disk_buffers > 0):
         changed = _with_block(plan, index, other)
         try:
             check_plan(plan.profile, changed)
         except InfeasiblePlan:  # not a way to plan this block
             continue
         other_s, other_peak = forecast(plan.profile, changed, costs, machine).step_s, _peaks(changed)
-        gpu, host = other_peak.gpu_peak_bytes, other_peak.host_peak_bytes
+        gpu, host, disk = other_peak.gpu_peak_bytes, other_peak.host_peak_bytes, other_peak.disk_peak_bytes
+        above = gpu - plan.gpu_limit_bytes, host - plan.host_limit_bytes, disk - plan.disk_limit_bytes
         alternatives.append(
             Alternative(
                 text=text,
@@ -67,7 +71,7 @@ def why(plan: Plan, block: str, costs: Costs, machine: Machine) -> Reasons:
                 step_difference_s=other_s - step_s,
                 gpu_difference_bytes=gpu - peak.gpu_peak_bytes,
                 host_difference_bytes=host - peak.host_peak_bytes,
-                too_many_bytes=max(0, gpu - plan.gpu_limit_bytes, host - plan.host_limit_bytes),
+                too_many_bytes=max(0, *above),
             )
         )
     kept = "kept" if planned.activation is Activation.KEEP else "recomputed"
@@ -82,11 +86,12 @@ def _inputs(tier: Tier) -> str:
     return "inputs on the GPU" if tier is Tier.GPU else f"inputs on {tier}"
 
 
-def _others(planned: BlockPlan) -> list[tuple[str, BlockPlan]]:
+def _others(planned: BlockPlan, disk: bool) -> list[tuple[str, BlockPlan]]:
+    """`disk`: whether the plan uses one anyway."""
     others = [
         (text, replace(planned, params=params, states=states))
         for (params, states), text in _PLACES.items()
-        if (params, states) != (planned.params, planned.states)
+        if (params, states) != (planned.params, planned.states) and (disk or states is not Tier.DISK)
     ]
     if planned.activation is Activation.KEEP:
         others.append((_ACTIVATIONS[Activation.RECOMPUTE], replace(planned, activation=Activation.RECOMPUTE)))

@@ -8,19 +8,21 @@ in between, and exact at both ends. Work is affine itself.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from hightide.ir.block import Affine, Work
 from hightide.ir.split import Split
 from hightide.profiler.recording import Record
 from hightide.profiler.split import flatten, narrow, tensors, unflatten
 from hightide.profiler.taps import Tap, tapping
-from hightide.profiler.work import Counted, CountedCall, WorkMeter, count_recomputed_backward
+from hightide.profiler.work import Counted, CountedCall, WorkMeter
 from hightide.stores.meter import AllocationMeter
 
 
@@ -134,7 +136,7 @@ def _micro_batch(record: Record, split: Split, num_samples: int) -> list[Any]:
 
 
 def meter_call(module: nn.Module, leaves: Sequence[Any], record: Record, taps: Sequence[Tap] = ()) -> MeteredCall:
-    """Runs one call forward without graph, forward with graph, and backward, and reads the meters."""
+    """Runs one call forward without graph, then forward with graph and backward, and reads the meters."""
     args, kwargs = unflatten([_detached(leaf, record.mutated) for leaf in leaves], record.tree)
 
     def run() -> list[torch.Tensor]:
@@ -150,31 +152,31 @@ def meter_call(module: nn.Module, leaves: Sequence[Any], record: Record, taps: S
     for param in module.parameters():
         if param.requires_grad and param.grad is None:
             param.grad = torch.empty_like(param)  # gradients are added in place
-    kept = _meter_kept(run)
-    backward_peak, backward = _meter_backward(run, shapes)
-    recompute = count_recomputed_backward(run, shapes) - backward
+    kept, backward_peak, recompute, backward = _meter_graph(run, shapes)
     return MeteredCall(outputs, forward_peak, kept, backward_peak, CountedCall(forward, recompute, backward))
 
 
-def _meter_kept(run: Callable[[], list[torch.Tensor]]) -> int:
-    with torch.enable_grad(), AllocationMeter() as meter:
-        results = run()
-        graph = [result.grad_fn for result in results]
+def _meter_graph(
+    run: Callable[[], list[torch.Tensor]], gradients: list[torch.Tensor]
+) -> tuple[int, int, Counted, Counted]:
+    """Bytes that the graph keeps, the peak of forward and backward, and the work of recomputation and of backward."""
+    with torch.enable_grad(), AllocationMeter() as meter, WorkMeter() as work:
+        with work.until_saved() as saved:
+            results = run()
+        edges = [(get_gradient_edge(r), g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
+        with_results = meter.live_bytes
+        storages = [weakref.ref(result.untyped_storage()) for result in results]
         del results
         kept = meter.live_bytes
-        del graph
-    return kept
-
-
-def _meter_backward(run: Callable[[], list[torch.Tensor]], gradients: list[torch.Tensor]) -> tuple[int, Counted]:
-    with torch.enable_grad(), AllocationMeter() as meter, WorkMeter() as work:
-        results = run()
-        roots = [(r, g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
-        if not roots:
-            return 0, Counted()
-        forward = work.counted
-        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
-        return meter.peak_bytes, work.counted - forward
+        # In backward the results are there again: those that the graph keeps are held, something stands for the others.
+        held = [storage() for storage in storages]
+        stand_in = gradients[0].new_empty(with_results - kept, dtype=torch.uint8) if gradients else None
+        if not edges:
+            return kept, 0, saved[-1], Counted()
+        before = work.counted
+        torch.autograd.backward([edge for edge, _ in edges], [gradient for _, gradient in edges])
+        del held, stand_in
+        return kept, meter.peak_bytes, saved[-1], work.counted - before
 
 
 def _detached(leaf: Any, mutated: bool) -> Any:

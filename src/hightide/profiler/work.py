@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
-Run = Callable[[], list[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -53,17 +52,17 @@ class WorkMeter(TorchDispatchMode):
                 self._touched_bytes += written + _bytes(args) + _bytes(kwargs.values())
         return out
 
+    @contextmanager
+    def until_saved(self) -> Iterator[list[Counted]]:
+        """The last entry is what had been counted when autograd saved its last tensor: a recomputation stops there."""
+        counted = [Counted()]
 
-def count_recomputed_backward(run: Run, gradients: Sequence[torch.Tensor]) -> Counted:
-    """Of a backward that begins with the recomputation of `run`, the block's forward. `gradients`: of its results."""
-    with torch.enable_grad(), WorkMeter() as meter:
-        results = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
-        roots = [(result, grad) for result, grad in zip(results, gradients, strict=True) if result.requires_grad]
-        del results
-        before = meter.counted
-        if roots:
-            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
-        return meter.counted - before
+        def saved(tensor: torch.Tensor) -> torch.Tensor:
+            counted.append(self.counted)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+            yield counted
 
 
 def _flop(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:

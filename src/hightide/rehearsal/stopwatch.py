@@ -20,16 +20,16 @@ Pass = Callable[[Lap], None]
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to measure. Under load for a while a GPU is slower than at first: its clock falls."""
+    """How long to measure. Under load without a pause a GPU is slower than at first: its clock falls."""
 
     num_warm: int  # passes before: compilation, workspaces
-    num_ahead: int  # passes that are issued without waiting
-    min_s: float
+    num_ahead: int  # passes that surely fit into the GPU's queue, so that the thread never waits
+    sustained_s: float
     max_passes: int
 
 
-GPU_EFFORT = Effort(num_warm=2, num_ahead=5, min_s=0.3, max_passes=40)
-CPU_EFFORT = Effort(num_warm=1, num_ahead=1, min_s=0.0, max_passes=3)
+GPU_EFFORT = Effort(num_warm=2, num_ahead=5, sustained_s=0.4, max_passes=200)
+CPU_EFFORT = Effort(num_warm=1, num_ahead=1, sustained_s=0.0, max_passes=3)
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,13 @@ def time_laps(once: Pass, device: torch.device) -> Laps:
     effort = GPU_EFFORT if device.type == "cuda" else CPU_EFFORT
     for _ in range(effort.num_warm):
         once(lambda: None)
-    passes: list[list[float]] = []
-    issue_s = float("inf")
-    started_s = time.perf_counter()
-    while len(passes) < effort.num_ahead or (
-        time.perf_counter() - started_s < effort.min_s and len(passes) < effort.max_passes
-    ):
-        some, each_s = _batch(once, device, effort.num_ahead)
-        passes += some
-        issue_s = min(issue_s, each_s)
+    passes, issue_s = _batch(once, device, effort.num_ahead)
+    pass_s = statistics.median(sum(parts) for parts in passes)
+    count = min(int(effort.sustained_s / max(pass_s, 1e-9)), effort.max_passes)
+    if count > effort.num_ahead:
+        _, again_s = _batch(once, device, effort.num_ahead)
+        issue_s = min(issue_s, again_s)
+        passes, _ = _batch(once, device, count)
     later = passes[len(passes) // 2 :]
     return Laps(tuple(statistics.median(part) for part in zip(*later, strict=True)), issue_s)
 

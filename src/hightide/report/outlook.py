@@ -32,6 +32,7 @@ class Subject:
     costs: str  # where times of blocks come from
     gpu_limit_bytes: int
     host_limit_bytes: int
+    disk_limit_bytes: int  # 0: none was given
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ def subject(name: str, question: Question) -> Subject:
         costs=question.costs.source,
         gpu_limit_bytes=question.gpu_bytes,
         host_limit_bytes=question.host_bytes,
+        disk_limit_bytes=question.disk_bytes,
     )
 
 
@@ -148,5 +150,7 @@ def _tiers(question: Question, plan: Plan) -> tuple[TierUse, ...]:
         for tier, used, limit, moment in (
             (Tier.GPU, peak.gpu_peak_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
             (Tier.HOST, peak.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),
+            (Tier.DISK, peak.disk_peak_bytes, plan.disk_limit_bytes, ""),
         )
+        if tier is not Tier.DISK or limit
     )

@@ -8,7 +8,7 @@ from html import escape
 from importlib import resources
 
 from hightide.ir.action import Op
-from hightide.ir.tier import ChunkKind, Lane
+from hightide.ir.tier import ChunkKind
 from hightide.ir.timeline import Bar, Part, Timeline
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.report.summary import MEANINGS, rows, worst_waits
@@ -30,6 +30,7 @@ BAR_COLOURS = {
     "update": "states",
     "parameters move": "params",
     "gradients move": "grads",
+    "states move": "states",
     "block inputs move": "inputs",
     "other": "other",
 }
@@ -41,6 +42,11 @@ _NAMES = {
     Op.UNSTASH: "block inputs move",
     Op.WRITE_BACK: "gradients move",
     Op.CLEAR: "gradients move",
+}
+_MOVED = {
+    ChunkKind.PARAM: "parameters move",
+    ChunkKind.GRAD: "gradients move",
+    ChunkKind.STATE: "states move",  # with the parameters and gradients that lie beside them on disk
 }
 
 
@@ -75,7 +81,7 @@ def timeline_html(
 
 
 def _panel(timeline: Timeline) -> dict[str, object]:
-    names = list(BAR_COLOURS)
+    names, lanes = list(BAR_COLOURS), [one.lane for one in timeline.lanes]
     return {
         "title": timeline.source,
         "step": _seconds(timeline.step_s),
@@ -83,11 +89,11 @@ def _panel(timeline: Timeline) -> dict[str, object]:
         "limit": timeline.gpu_limit_bytes,
         "parts": [[str(part), PART_COLOURS[part]] for part in timeline.parts],
         "levels": [[_seconds(level.at_s), *level.num_bytes] for level in timeline.levels],
-        "lanes": [[str(lane), MEANINGS[lane]] for lane in Lane],
+        "lanes": [[str(lane), MEANINGS[lane]] for lane in lanes],
         "names": [[name, BAR_COLOURS[name]] for name in names],
         "bars": [
             [
-                list(Lane).index(bar.lane),
+                lanes.index(bar.lane),
                 names.index(_name(bar)),
                 _seconds(bar.start_s),
                 _seconds(bar.end_s),
@@ -104,8 +110,8 @@ def _panel(timeline: Timeline) -> dict[str, object]:
 
 
 def _name(bar: Bar) -> str:
-    if bar.op is Op.FETCH:
-        return "gradients move" if bar.kind is ChunkKind.GRAD else "parameters move"
+    if bar.op in (Op.FETCH, Op.READ, Op.WRITE):
+        return _MOVED[bar.kind] if bar.kind is not None else "other"
     return "other" if bar.op is None else _NAMES.get(bar.op, "other")
 
 

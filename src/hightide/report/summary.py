@@ -17,6 +17,8 @@ MEANINGS = {
     Lane.H2D: "host to GPU",
     Lane.D2H: "GPU to host",
     Lane.CPU: "updates on the host",
+    Lane.DISK_READ: "disk to host",
+    Lane.DISK_WRITE: "host to disk",
 }
 
 
@@ -35,10 +37,11 @@ def rows(timelines: list[Timeline]) -> list[Row]:
     reserved = [one.gpu_reserved_bytes for one in timelines if one.gpu_reserved_bytes is not None]
     if len(reserved) == len(timelines):
         found.append(_row("GPU peak, reserved", reserved, _bytes_text))
-    for lane in Lane:
+    lanes = [lane for lane in Lane if any(used.lane is lane for one in timelines for used in one.lanes)]
+    for lane in lanes:
         shares = [lane_time(one, lane).busy_s / one.step_s for one in timelines]
         found.append(_share_row(f"{lane} busy", shares))
-    for lane in Lane:
+    for lane in lanes:
         waits = [lane_time(one, lane).stall_s for one in timelines]
         if max(wait / one.step_s for wait, one in zip(waits, timelines, strict=True)) >= LEAST_SHARE:
             found.append(_row(stall_name(lane), waits, format_seconds))
@@ -50,7 +53,8 @@ def stall_name(lane: Lane) -> str:
 
 
 def lane_time(timeline: Timeline, lane: Lane) -> LaneTime:
-    return next(one for one in timeline.lanes if one.lane is lane)
+    """A timeline without a disk has none of its lanes."""
+    return next((one for one in timeline.lanes if one.lane is lane), LaneTime(lane, 0.0, 0.0))
 
 
 def limiting(timeline: Timeline) -> LaneTime:

@@ -103,6 +103,7 @@ class Chunks:
         }
         self._absent = {name: self._scalars[name].expand(param.shape) for name, param in parameters.items()}
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
+        self._version_means_nothing: set[str] = set()
         self._made: dict[tuple[int, int | None, int | None], list[tuple[str, Tensor]]] = {}
         self._classes: dict[str, type] = {name: type(param) for name, param in parameters.items()}
         self._load(origins or {})
@@ -245,11 +246,21 @@ class Chunks:
 
     def _check_unwritten(self, chunk: int, key: str) -> None:
         """Persistent parameters can be written in place, which is right only where nobody keeps another copy."""
+        if key in self._version_means_nothing:
+            return
         version = self.parameters[key]._version
         elsewhere = self.specs[chunk].has_master or (chunk, ChunkKind.PARAM, Tier.HOST) in self._regions
         if self._versions.setdefault(key, version) != version and elsewhere:
             self._versions[key] = version
             raise RuntimeError(WRITTEN_WHILE_ABSENT.format(name=key))
+
+    def ignore_version(self, key: str) -> None:
+        """The code of its block makes the parameter's version grow without a write, which is not to be refused."""
+        self._version_means_nothing.add(key)
+
+    def go_on(self, before: Chunks) -> None:
+        """With what is known of the parameters under the plan before."""
+        self._version_means_nothing = before._version_means_nothing
 
     def store(self, key: str, value: Tensor) -> None:
         """New values for a parameter, wherever copies of it are; nothing may be under way with its chunk. A master copy

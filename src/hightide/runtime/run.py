@@ -115,12 +115,14 @@ class Run:
             torch.cuda.synchronize(self.gpu.device)  # what was enqueued reads and writes what moves now
         updates, performer, executor, host = self.performer.updates, self.performer, self.executor, self.host
         host.unpin()
-        luggage = Luggage(self.plan, self.chunks, self.gradients)
+        chunks = self.chunks
+        luggage = Luggage(self.plan, chunks, self.gradients)
         self.lanes.close()
-        self.chunks.close()
+        chunks.close()
         self.gpu.close()
         self.profile = profile
         self._set_up(plan, schedules, self.gpu.device, FirstValues(luggage.origins()))
+        self.chunks.go_on(chunks)
         luggage.unpack(self.chunks, self.gradients)
         host.close()
         if updates is not None:

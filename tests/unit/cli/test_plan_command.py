@@ -59,6 +59,7 @@ def _here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     machine = replace(known, gpu=replace(known.gpu, name=SIMULATED))
     monkeypatch.setattr(machine_module, "known_machine", lambda device: Known(machine))
     monkeypatch.setattr(plan_module, "HELP_S", 0.0)
+    monkeypatch.setattr(plan_module, "ANSWER_S", 0.0)
 
 
 def plan(*arguments: object, exit_code: int = 0) -> Result:
@@ -199,7 +200,7 @@ def test_a_function_brings_its_own_batch(source: Path, monkeypatch: pytest.Monke
         (["{folder}/mine.py:nothing"], "returned a int; it must return"),
         (["{folder}/mine.py:alone"], "return the model with a batch of its own"),
         (["{folder}/mine.py:with_batch", "--length", "8"], "leave out --sequences and --length"),
-        (["tiny", "--disk", "/scratch:60GiB"], "no disk tier yet"),
+        (["tiny", "--disk", "60GiB"], "is not a folder and a size"),
         (["tiny", "--clip", "--update", "in_backward"], "use --update deferred"),
         (["tiny", "--sequences", "0"], "--sequences is 0"),
         (["tiny", "--micro-batch", "99"], "micro_batch=99 does not fit"),
@@ -240,6 +241,38 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.M
     option, size = found.would_fit[0].option.split()
     assert option == "--gpu"
     plan(*TINY, option, size)
+
+
+def test_a_disk_is_planned_refused_by_wrap_and_named_where_it_would_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "HELP_S", 60.0)
+    folder, path = llama_folder(tmp_path / "llama", dtype="float32", num_hidden_layers=8), tmp_path / "plan.json"
+    small = (folder, "--sequences", 4, "--length", 16, "--gpu", "300KiB", "--host", "800KiB")
+    named = [change.option for change in report(*small, exit_code=1).would_fit if "--disk" in change.option]
+    monkeypatch.setattr(plan_module, "HELP_S", 0.0)
+    option, size = named[0].split()
+    assert option == "--disk" and size.startswith("FOLDER:")
+    found = report(*small, option, size.replace("FOLDER", "/scratch"), "--save", path, "--why", "layers.1").outlook
+    assert found is not None
+    assert [tier.tier for tier in found.tiers] == [Tier.GPU, Tier.HOST, Tier.DISK]
+    assert all(0 < tier.peak_bytes <= tier.limit_bytes for tier in found.tiers)
+    busy = {lane.lane: lane.busy_s for lane in found.lanes}
+    assert busy[Lane.DISK_READ] > 0 and busy[Lane.DISK_WRITE] > 0
+    text = plan(*small, "--disk", "/scratch:1GiB", "--html", tmp_path / "page.html").stdout
+    assert "disk per step" in text and "disk  peak" in text and max(map(len, text.splitlines())) <= 80
+    assert CliRunner().invoke(app, ["simulate", str(path), "--machine", "h200"]).exit_code == 0
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).train()
+    tokens = torch.randint(96, (4, 16))
+    batch = {"input_ids": tokens, "labels": tokens}
+    with pytest.raises(InfeasiblePlan, match="this version cannot train from a disk"):
+        hightide.wrap(model, torch.optim.AdamW(model.parameters()), batch, plan=Plan.load(path), device="cpu")
+
+
+def test_a_machine_without_a_known_disk_prices_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = replace(load_machine("h200"), disk=None)
+    monkeypatch.setattr(machine_module, "known_machine", lambda device: Known(machine))
+    assert "doctor --disk" in plan(*TINY, "--disk", "/scratch:60GiB", exit_code=2).stderr
 
 
 def test_a_plan_that_is_refused_for_another_reason_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

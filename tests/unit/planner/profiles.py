@@ -12,7 +12,7 @@ from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, Grad
 from hightide.ir.tier import Tier
 from hightide.planner.layout import pack, slot_sizes
 from hightide.planner.loss import loss_tile_tokens
-from hightide.planner.place import widest_tick
+from hightide.planner.place import uses_disk, widest_tick
 
 
 @dataclass
@@ -101,6 +101,7 @@ def plan_with(
     micro_batch: int = 2,
     spare: int = 1,
     slot_numel: int | None = None,
+    num_disk_buffers: int = 2,
 ) -> Plan:
     """The same decisions for all blocks (except the loose one), without limits."""
     blocks = [
@@ -113,7 +114,7 @@ def plan_with(
         )
         for block in profile.blocks
     ]
-    return finish(profile, blocks, update, micro_batch, spare, spare, slot_numel)
+    return finish(profile, blocks, update, micro_batch, spare, spare, slot_numel, num_disk_buffers)
 
 
 def finish(
@@ -124,6 +125,7 @@ def finish(
     spare: int,
     spare_grad: int,
     slot_numel: int | None = None,
+    num_disk_buffers: int = 2,
 ) -> Plan:
     plan = Plan(
         version=PLAN_VERSION,
@@ -140,9 +142,11 @@ def finish(
         layout=pack(profile, slot_numel or slot_sizes(profile)[0]),
         forecast=Forecast(0, 0),
         explanation="",
+        disk_limit_bytes=2**60,
     )
     slots, grad_slots = widest_tick(plan, {entry.block for entry in profile.calls})
-    return replace(plan, num_slots=slots + spare, num_grad_slots=grad_slots + spare_grad)
+    buffers = num_disk_buffers if uses_disk(plan) else 0
+    return replace(plan, num_slots=slots + spare, num_grad_slots=grad_slots + spare_grad, num_disk_buffers=buffers)
 
 
 @st.composite
@@ -176,8 +180,9 @@ def profiles(draw: st.DrawFn) -> ModelProfile:
 
 
 @st.composite
-def plans(draw: st.DrawFn, profile: ModelProfile, update: Update) -> Plan:
-    """Any legal plan, not only those that the rule makes."""
+def plans(draw: st.DrawFn, profile: ModelProfile, update: Update, disk: bool = False) -> Plan:
+    """Any legal plan, not only those that the rule makes. `disk`: also those that cannot run yet."""
+    homes_on_disk = [(Tier.HOST, Tier.DISK), (Tier.GPU, Tier.DISK), (Tier.DISK, Tier.DISK)]
     slot_numel = draw(st.sampled_from([128, 256, 1024, 4096]))
     with_frozen = {chunk.block for chunk in pack(profile, slot_numel).chunks if not chunk.trainable_numel}
     blocks = []
@@ -190,6 +195,7 @@ def plans(draw: st.DrawFn, profile: ModelProfile, update: Update) -> Plan:
                     (Tier.GPU, Tier.HOST),
                     (Tier.HOST, Tier.GPU),
                     (Tier.GPU, Tier.GPU),
+                    *(homes_on_disk if disk else []),
                 ]
             )
         )
@@ -205,7 +211,8 @@ def plans(draw: st.DrawFn, profile: ModelProfile, update: Update) -> Plan:
         blocks.append(BlockPlan(block.name, params, states, activation, inputs))
     micro_batch = draw(st.integers(1, profile.num_samples))
     spares = draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
-    plan = finish(profile, blocks, update, micro_batch, *spares, slot_numel)
+    buffers = draw(st.integers(1, 3)) if disk else 0
+    plan = finish(profile, blocks, update, micro_batch, *spares, slot_numel, buffers)
     return replace(plan, gradients=draw(st.sampled_from(GradientDtype)))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hightide.ir.action import TICK_OPS, Action, Op, Schedule
 from hightide.ir.plan import Plan, Update
-from hightide.ir.tier import ChunkKind, Lane
+from hightide.ir.tier import LANE_RULES, ChunkKind, Lane, Rule
 from hightide.planner.place import grad_width, is_used_up
 
 
@@ -27,11 +27,12 @@ class RandomLanes:
         self.plan = plan
         self.schedule = schedule
         self.slots: dict[tuple[ChunkKind, int], int] = {}  # (param or grad slots, slot) -> chunk
+        self.buffers: dict[tuple[str, int], str] = {}  # (ring, buffer) -> what is in it; "": it is being filled
         self.random = random.Random(seed)
         self.done: set[str] = set()
         self.issued: set[str] = set()
         self.records: list[Done] = []
-        self.queues: dict[Lane, deque[Action]] = {lane: deque() for lane in (Lane.H2D, Lane.D2H, Lane.CPU)}
+        self.queues: dict[Lane, deque[Action]] = {lane: deque() for lane in Lane if lane is not Lane.COMPUTE}
         self.running: dict[Lane, tuple[Action, list[Action]]] = {}
         self.gpu_bytes = self.gpu_peak_bytes = schedule.gpu_base_bytes
         self.host_bytes = self.host_peak_bytes = schedule.host_base_bytes
@@ -49,6 +50,7 @@ class RandomLanes:
         while self._can_step():
             self._step()
         assert len(self.done) == len(self.schedule.actions), "left over at the end"
+        assert not self.buffers, f"{self.buffers} are left full"
         return self
 
     def _leave(self, tick: int) -> None:
@@ -82,7 +84,7 @@ class RandomLanes:
         if lane in self.running:
             return []
         queue = self.queues[lane]
-        candidates = list(queue)[:1] if lane is not Lane.CPU else list(queue)
+        candidates = list(queue)[:1] if LANE_RULES[lane] is Rule.IN_ORDER else list(queue)
         return [action for action in candidates if set(action.after) <= self.done]
 
     def _step(self) -> None:
@@ -113,6 +115,36 @@ class RandomLanes:
         if action.block is not None and action.op in (Op.FORWARD, Op.BACKWARD):
             self._check_residents(action)
         self._check_arrived(action)
+        self._pass_buffers(action, starts=True)
+
+    def _pass_buffers(self, action: Action, starts: bool) -> None:
+        """Between disk and host: who fills a buffer finds it empty when it starts, who empties it finds in it what it
+        wants, whole, and leaves it empty when it ends."""
+        spec = None if action.chunk is None else self.plan.layout.chunks[action.chunk]
+        if action.op in (Op.READ, Op.WRITE_BACK) and action.target is not None and action.target.slot is not None:
+            ring = "state" if action.kind is ChunkKind.STATE else "up" if action.op is Op.READ else "down"
+            place = (ring, action.target.slot)
+            if starts:
+                assert place not in self.buffers, f"{action.id} overwrites {self.buffers[place]}"
+                self.buffers[place] = ""
+            else:
+                self.buffers[place] = f"{action.kind} {action.chunk}"
+        emptied: list[tuple[str, int]] = []
+        if action.op in (Op.FETCH, Op.WRITE) and action.source is not None and action.source.slot is not None:
+            ring = "up" if action.op is Op.FETCH else "state" if action.kind is ChunkKind.STATE else "down"
+            emptied = [(ring, action.source.slot)]
+        if action.op is Op.UPDATE and spec is not None and self.plan.blocks[spec.block].states == "disk":
+            inside = {what: place for place, what in self.buffers.items()}
+            assert inside.get(f"state {action.chunk}", ("",))[0] == "state", f"{action.id}: its states are not there"
+            if f"write.grad.{action.chunk}" not in {other.rpartition("@")[0] for other in self.done}:
+                emptied = [inside[f"grad {action.chunk}"]]
+        kind = ChunkKind.GRAD if action.op is Op.UPDATE else action.kind
+        for place in emptied:
+            assert self.buffers.get(place) == f"{kind} {action.chunk}", f"{action.id}: {place} holds something else"
+            if not starts:
+                del self.buffers[place]
+        if starts and action.op is Op.WRITE and action.kind is ChunkKind.STATE:
+            assert f"update.{action.chunk}" in self.done, f"{action.id}: before the update"
 
     def _check_arrived(self, action: Action) -> None:
         """What it reads has come home, or back from there."""
@@ -133,6 +165,7 @@ class RandomLanes:
     def _end(self, action: Action) -> None:
         self.gpu_bytes -= action.gpu_gives
         self.host_bytes -= action.host_gives
+        self._pass_buffers(action, starts=False)
         used_up = action.op is Op.UPDATE and is_used_up(self.plan, self.plan.layout.chunks[action.chunk or 0])
         if action.op in (Op.EVICT, Op.WRITE_BACK) or used_up:
             kind = ChunkKind.GRAD if used_up else action.kind

@@ -18,7 +18,14 @@ from hightide.ir.tier import Lane, Tier
 from hightide.planner.cost import forecast, seconds_of, with_peaks
 from hightide.planner.estimate import estimate
 from hightide.planner.lower import lower
-from hightide.planner.memory import PAGE_BYTES, WORKSPACE_BYTES, peaks, reserved_bytes
+from hightide.planner.memory import (
+    HOLES_SHARE,
+    NUM_STASH_HOLES,
+    PAGE_BYTES,
+    WORKSPACE_BYTES,
+    peaks,
+    reserved_bytes,
+)
 from unit.planner.profiles import plan_with, stack
 from unit.planner.test_simulate import machine
 
@@ -132,10 +139,14 @@ def test_measured_bytes_take_the_place_of_forecast_ones() -> None:
 
 def test_a_gpu_reserves_more_than_tensors_need() -> None:
     profile = stack()
-    schedule = lower(profile, plan_with(profile), Mode.TRAIN)
     fixed = WORKSPACE_BYTES + 2 * PAGE_BYTES
-    peak = peaks(schedule).gpu_peak_bytes
-    assert peak + fixed < reserved_bytes(schedule) <= fixed + peak + 0.02 * (peak - schedule.gpu_base_bytes) + 1
+    for inputs in (Tier.GPU, Tier.HOST):
+        schedule = lower(profile, plan_with(profile, inputs=inputs), Mode.TRAIN)
+        peak = peaks(schedule).gpu_peak_bytes
+        stashed = max((action.gpu_gives for action in schedule.actions if action.op is Op.STASH), default=0)
+        assert (stashed > 0) == (inputs is Tier.HOST)
+        holes = HOLES_SHARE * (peak - schedule.gpu_base_bytes) + NUM_STASH_HOLES * stashed
+        assert 0 <= reserved_bytes(schedule) - (fixed + peak + holes) <= 1
 
 
 def test_a_thread_that_cannot_keep_up_is_the_step() -> None:

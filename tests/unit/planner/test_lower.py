@@ -193,7 +193,8 @@ def cases(draw):
     profile = draw(profiles())
     update = draw(st.sampled_from(list(Update)))
     modes = [Mode.TRAIN, Mode.EVAL] + ([Mode.ACCUMULATE] if update is Update.DEFERRED else [])
-    return profile, draw(plans(profile, update)), draw(st.sampled_from(modes)), draw(st.integers(0, 2**16))
+    plan = draw(plans(profile, update, disk=draw(st.booleans())))
+    return profile, plan, draw(st.sampled_from(modes)), draw(st.integers(0, 2**16))
 
 
 @given(cases())

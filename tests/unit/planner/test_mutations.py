@@ -62,6 +62,10 @@ CASES: dict[str, tuple[ModelProfile, Plan, Mode]] = {
     "tied, accumulating": (TIED, plan_with(TIED), Mode.ACCUMULATE),
     "mixed": (STACK, mixed(STACK, Update.DEFERRED), Mode.TRAIN),
     "mixed, in backward": (STACK, mixed(STACK, Update.IN_BACKWARD), Mode.TRAIN),
+    "disk": (STACK, plan_with(STACK, Tier.DISK, Tier.DISK), Mode.TRAIN),
+    "disk, in backward": (STACK, plan_with(STACK, states=Tier.DISK, update=Update.IN_BACKWARD), Mode.TRAIN),
+    "disk, tied": (TIED, plan_with(TIED, Tier.DISK, Tier.DISK, update=Update.IN_BACKWARD), Mode.TRAIN),
+    "disk, accumulating": (TIED, plan_with(TIED, Tier.DISK, Tier.DISK, num_disk_buffers=1), Mode.ACCUMULATE),
     "adapters": (ADAPTERS, plan_with(ADAPTERS, states=Tier.GPU), Mode.TRAIN),
 }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -48,6 +50,22 @@ def test_classes_keep_their_names_and_relations(pair: Twins) -> None:
     assert type(pair.model.layers[0]) is type(pair.model.layers[1])  # torch.compile tells blocks apart by class
     assert type(pair.plain) is models.HandWritten
     assert repr(pair.model) == repr(pair.plain)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_model_that_is_dropped_is_gone(compile: bool) -> None:
+    """torch.compile keeps the classes that it has met."""
+    model, batch = models.hand_written(num_layers=3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = hightide.plan(model, optimizer, batch, limits=hightide.Limits(gpu="200KiB", host="1MiB"), micro_batch=2)
+    model, optimizer = hightide.wrap(model, optimizer, batch, plan=streamed(plan), compile=compile)
+    train_step(model, optimizer, batch)
+    run, block = weakref.ref(run_of(model)), model.layers[0]
+    del model, optimizer
+    gc.collect()
+    assert run() is None
+    with pytest.raises(RuntimeError, match="is gone"):
+        block(torch.zeros(2, 3, 16))
 
 
 def test_nothing_is_stored_on_modules_or_parameters(pair: Twins) -> None:

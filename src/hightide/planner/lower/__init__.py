@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hightide.ir.action import Mode, Schedule
+from hightide.ir.action import Action, Mode, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan, Update
 from hightide.planner.lower.draft import Draft
-from hightide.planner.lower.effects import add_effects, gpu_base_bytes, host_base_bytes
+from hightide.planner.lower.effects import add_effects, disk_base_bytes, gpu_base_bytes, host_base_bytes
 from hightide.planner.lower.gradients import move_gradients
 from hightide.planner.lower.inputs import move_inputs
 from hightide.planner.lower.order import order_actions
@@ -30,7 +30,15 @@ def lower(profile: ModelProfile, plan: Plan, mode: Mode) -> Schedule:
         move_inputs(draft)
         add_updates(draft)
     actions = add_effects(draft, order_actions(draft))
-    return Schedule(mode, gpu_base_bytes(profile, plan), host_base_bytes(plan), tuple(actions))
+    bases = gpu_base_bytes(profile, plan), host_base_bytes(plan), disk_base_bytes(plan)
+    return Schedule(mode, *bases[:2], tuple(actions), bases[2])
+
+
+def lower_ticks(profile: ModelProfile, plan: Plan) -> tuple[Action, ...]:
+    """The ticks of a step alone, with what they take and give, for those who ask about memory and not about time."""
+    draft = Draft(profile, plan, Mode.TRAIN)
+    lay_ticks(draft)
+    return tuple(add_effects(draft, draft.ticks))
 
 
 def lower_all(profile: ModelProfile, plan: Plan) -> dict[Mode, Schedule]:
@@ -39,4 +47,4 @@ def lower_all(profile: ModelProfile, plan: Plan) -> dict[Mode, Schedule]:
     return {mode: lower(profile, plan, mode) for mode in modes}
 
 
-__all__ = ["lower", "lower_all"]
+__all__ = ["lower", "lower_all", "lower_ticks"]

@@ -1,4 +1,4 @@
-"""Pass 7: what each action takes and gives on each tier.
+"""Pass 8: what each action takes and gives on each tier.
 
 The flow of block inputs is simplified to a chain: what a call returns is what the next call receives. Tensors that do
 not follow the chain (masks, rotary tables, an encoder's output read by every decoder layer) are counted from the call
@@ -8,7 +8,6 @@ is taken: the limit of a tier is hard."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import replace
 
 from hightide.ir.action import Action, Mode, Op
 from hightide.ir.block import Affine, CallSpec, ModelProfile
@@ -18,6 +17,8 @@ from hightide.ir.tier import Lane, Tier
 from hightide.planner import loss
 from hightide.planner.lower.draft import Draft
 from hightide.planner.place import (
+    disk_buffer_bytes,
+    disk_chunk_bytes,
     gpu_chunk_bytes,
     gpu_staging_bytes,
     grad_slot_bytes,
@@ -36,7 +37,12 @@ def gpu_base_bytes(profile: ModelProfile, plan: Plan) -> int:
 
 
 def host_base_bytes(plan: Plan) -> int:
-    return sum(host_chunk_bytes(plan, chunk) for chunk in plan.layout.chunks)
+    chunks = sum(host_chunk_bytes(plan, chunk) for chunk in plan.layout.chunks)
+    return chunks + (plan.num_disk_buffers * sum(disk_buffer_bytes(plan)) if plan.num_disk_buffers else 0)
+
+
+def disk_base_bytes(plan: Plan) -> int:
+    return sum(disk_chunk_bytes(plan, chunk) for chunk in plan.layout.chunks)
 
 
 def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
@@ -51,8 +57,7 @@ def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
 
 
 def _with(action: Action, effect: Counter[str]) -> Action:
-    return replace(
-        action,
+    return action.changed(
         gpu_takes=effect["gpu_takes"],
         gpu_gives=effect["gpu_gives"],
         gpu_transient=effect["gpu_transient"],

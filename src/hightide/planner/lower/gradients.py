@@ -8,7 +8,7 @@ placement. On the link and at home a gradient may be narrower than its sum (plan
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hightide.ir.action import Action, Mode, Op, Place
 from hightide.ir.chunk import ChunkSpec
@@ -163,4 +163,4 @@ def _follow_previous_pass(draft: Draft, slots: _GradSlots) -> None:
             if draft.mode is Mode.ACCUMULATE:
                 extra = [*extra, draft.last_write_back[action.chunk].id]
         if extra:
-            draft.actions[place] = replace(action, after_prev=(*action.after_prev, *dict.fromkeys(extra)))
+            draft.actions[place] = action.changed(after_prev=(*action.after_prev, *dict.fromkeys(extra)))

@@ -1,4 +1,4 @@
-"""Pass 6: one sequential order, in which the order on each lane is the one that the executor will follow.
+"""Pass 7: one sequential order, in which the order on each lane is the one that the executor will follow.
 
 [Note: why no lane can lock up] A lane that works in order must never hold an action whose dependencies are issued
 after it. Here each action is issued when the tick `opens` has been left, and depends only on ticks up to that one and
@@ -9,16 +9,19 @@ stands before it is needed no later and opened before its need.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import heapq
+from collections import defaultdict
+from itertools import groupby
 
 from hightide.ir.action import Action, Mode, Op
-from hightide.ir.tier import ChunkKind, Lane
+from hightide.ir.tier import LANE_RULES, ChunkKind, Lane, Rule
+from hightide.planner.lower.disk import move_through_disk
 from hightide.planner.lower.draft import Draft
 
 
 def order_actions(draft: Draft) -> list[Action]:
     ticks = [
-        replace(tick, after=tuple(dict.fromkeys((*tick.after, *draft.awaited.get(tick.tick, ())))))
+        tick.changed(after=tuple(dict.fromkeys((*tick.after, *draft.awaited.get(tick.tick, ())))))
         for tick in draft.ticks
     ]
     by_lane: dict[Lane, list[Action]] = {lane: [] for lane in Lane}
@@ -27,7 +30,50 @@ def order_actions(draft: Draft) -> list[Action]:
     fetches = _order_fetches(draft, sorted(by_lane[Lane.H2D], key=lambda action: (action.tick, action.opens)))
     exits = sorted(by_lane[Lane.D2H], key=lambda action: (action.opens, action.tick))
     updates = sorted(by_lane[Lane.CPU], key=lambda action: (action.opens, action.tick))
-    return sorted([*ticks, *by_lane[Lane.COMPUTE], *exits, *fetches, *updates], key=_moment)
+    inline = [*ticks, *by_lane[Lane.COMPUTE]]
+    if not draft.plan.num_disk_buffers:
+        return sorted([*inline, *exits, *fetches, *updates], key=_moment)
+    moved = move_through_disk(draft, fetches, exits, updates)
+    issued: dict[int, list[Action]] = defaultdict(list)
+    for action in sorted(moved, key=_moment):
+        issued[action.opens].append(action)
+    return _merged(sorted(inline, key=_moment), issued)
+
+
+def _merged(inline: list[Action], issued: dict[int, list[Action]]) -> list[Action]:
+    """After each tick what is issued then, that first which others wait for."""
+    found = _sorted_by_waiting(issued[-1])
+    for moment, group in groupby(inline, key=lambda action: _moment(action)[0]):
+        found += group
+        found += _sorted_by_waiting(issued[moment]) if moment >= 0 else []
+    return found
+
+
+def _sorted_by_waiting(actions: list[Action]) -> list[Action]:
+    """Lanes that work in order keep theirs."""
+    place = {action.id: at for at, action in enumerate(actions)}
+    followers: list[list[int]] = [[] for _ in actions]
+    missing = [0] * len(actions)
+    latest: dict[Lane, int] = {}
+    for at, action in enumerate(actions):
+        before = [place[name] for name in action.after if name in place]
+        if LANE_RULES[action.lane] is Rule.IN_ORDER:
+            before += [latest[action.lane]] if action.lane in latest else []
+            latest[action.lane] = at
+        missing[at] = len(before)
+        for one in before:
+            followers[one].append(at)
+    ready = [at for at, count in enumerate(missing) if not count]
+    found = []
+    while ready:
+        at = heapq.heappop(ready)
+        found.append(actions[at])
+        for one in followers[at]:
+            missing[one] -= 1
+            if not missing[one]:
+                heapq.heappush(ready, one)
+    assert len(found) == len(actions), f"actions wait for each other: {sorted(place)}"
+    return found
 
 
 def _order_fetches(draft: Draft, by_need: list[Action]) -> list[Action]:
@@ -43,7 +89,7 @@ def _order_fetches(draft: Draft, by_need: list[Action]) -> list[Action]:
     as_in_train = _raise_opens([action for action in by_need if continued.get(action.chunk) is not action])
     early = [action for action in as_in_train if action.opens <= last_forward]
     names = {action.id for action in early}
-    late = [replace(action, opens=max(action.opens, last_forward)) for action in by_need if action.id not in names]
+    late = [action.changed(opens=max(action.opens, last_forward)) for action in by_need if action.id not in names]
     return early + _raise_opens(late)
 
 
@@ -52,7 +98,7 @@ def _raise_opens(actions: list[Action]) -> list[Action]:
     raised = []
     for action in actions:
         opens = max(opens, action.opens)
-        raised.append(replace(action, opens=opens))
+        raised.append(action.changed(opens=opens))
     return raised
 
 
@@ -62,4 +108,7 @@ def _moment(action: Action) -> tuple[int, int]:
         return action.tick, 1
     if action.lane is Lane.COMPUTE:
         return (action.opens, 2) if action.runs_when_open else (action.tick, 0)
-    return action.opens, {Lane.D2H: 3, Lane.H2D: 4, Lane.CPU: 5}[action.lane]
+    return action.opens, _RANKS[action.lane]
+
+
+_RANKS = {Lane.D2H: 3, Lane.H2D: 4, Lane.CPU: 5, Lane.DISK_WRITE: 6, Lane.DISK_READ: 7}

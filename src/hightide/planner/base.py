@@ -1,0 +1,132 @@
+"""Bytes that are there during a whole run, for many choices at once: chunks, slots, buffers.
+
+Searches ask thousands of times. What a chunk takes depends on nothing but where its block's parameters and states live,
+so each chunk is asked about each of these homes once, and equal blocks are added up by multiplication."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from hightide.ir.chunk import ChunkSpec, Layout
+from hightide.ir.plan import Plan
+from hightide.ir.tier import Tier
+from hightide.planner.choice import Choice, Problem, grad_slots_of, slots_of
+from hightide.planner.place import (
+    disk_buffer_bytes,
+    disk_chunk_bytes,
+    gpu_chunk_bytes,
+    grad_slot_bytes,
+    grad_width,
+    host_chunk_bytes,
+    in_grad_slot,
+    is_used_up,
+    params_on_gpu,
+    region_bytes,
+    slot_bytes,
+    staging_bytes,
+)
+
+Home = tuple[Tier, Tier]  # of parameters and states
+
+
+@dataclass(frozen=True)
+class Base:
+    """Bytes on each tier."""
+
+    gpu_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Of one block's chunks: what adds up, what all blocks share (the largest counts), and how wide its ticks are."""
+
+    added: tuple[int, int, int]  # on GPU, host and disk
+    largest: tuple[int, ...]  # a slot, a grad slot, three staging buffers, three buffers of the disk
+    has_leaving: bool  # gradients that leave the GPU
+    widths: tuple[int, int]  # in slots and grad slots, of the chunks that it owns and uses
+
+
+class Bases:
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._layouts: dict[int, _LayoutShares] = {}
+
+    def of(self, choice: Choice) -> Base:
+        slot_numel = choice.slot_numel or self._problem.slot_numel
+        if slot_numel not in self._layouts:
+            self._layouts[slot_numel] = _LayoutShares(self._problem, self._problem.layout(slot_numel))
+        return self._layouts[slot_numel].base(choice)
+
+
+class _LayoutShares:
+    def __init__(self, problem: Problem, layout: Layout) -> None:
+        self._problem, self._layout = problem, layout
+        self._owned: list[list[ChunkSpec]] = [[] for _ in problem.profile.blocks]
+        for chunk in layout.chunks:
+            self._owned[chunk.block].append(chunk)
+        self._shared = [chunk for chunk in layout.chunks if len(chunk.users) > 1]
+        self._shares: dict[Home, list[_Share]] = {}
+        self._plans: dict[Home, Plan] = {}
+
+    def base(self, choice: Choice) -> Base:
+        problem, profile = self._problem, self._problem.profile
+        homes = [problem.home(block, choice) for block in profile.blocks]
+        shares = [self._share(home, block) for block, home in enumerate(homes)]
+        counts = Counter(shares)
+        gpu, host, disk = (sum(share.added[tier] * count for share, count in counts.items()) for tier in range(3))
+        slot, grad_slot, *rest = (max(sizes) for sizes in zip(*(share.largest for share in counts), strict=True))
+        staging, buffers = sum(rest[:3]), sum(rest[3:])
+        slots, grad_slots = self._widest(homes, shares)
+        num_slots = slots_of(choice, slots)
+        num_grad_slots = grad_slots_of(choice, grad_slots, any(share.has_leaving for share in counts))
+        gpu += num_slots * slot + num_grad_slots * grad_slot + staging + profile.batch_bytes + profile.buffer_bytes
+        return Base(gpu, host + choice.disk_buffers * buffers, disk)
+
+    def _widest(self, homes: list[Home], shares: list[_Share]) -> tuple[int, int]:
+        """As place.widest_tick."""
+        called = self._problem.called
+        widths = {share.widths for block, share in enumerate(shares) if block in called}
+        slots = max((width[0] for width in widths), default=0)
+        grad_slots = max((width[1] for width in widths), default=0)
+        for user in {user for chunk in self._shared for user in chunk.users if user in called}:
+            used = [chunk for chunk in self._shared if user in chunk.users and chunk.block != user]
+            more = [self._width(homes[chunk.block], chunk) for chunk in used]
+            slots = max(slots, shares[user].widths[0] + sum(width[0] for width in more))
+            grad_slots = max(grad_slots, shares[user].widths[1] + sum(width[1] for width in more))
+        return slots, grad_slots
+
+    def _share(self, home: Home, block: int) -> _Share:
+        if home not in self._shares:
+            interned: dict[_Share, _Share] = {}
+            shares = [self._made(home, index, chunks) for index, chunks in enumerate(self._owned)]
+            self._shares[home] = [interned.setdefault(share, share) for share in shares]
+        return self._shares[home][block]
+
+    def _made(self, home: Home, block: int, chunks: list[ChunkSpec]) -> _Share:
+        plan = self._plan(home)
+        alone = replace(plan, layout=Layout(self._layout.slot_numel, tuple(chunks)))
+        own = [self._width(home, chunk) for chunk in chunks if block in chunk.users]
+        added = [(gpu_chunk_bytes(plan, c), host_chunk_bytes(plan, c), disk_chunk_bytes(plan, c)) for c in chunks]
+        staging = (region_bytes(num_bytes) for num_bytes in staging_bytes(alone))
+        return _Share(
+            added=(sum(one[0] for one in added), sum(one[1] for one in added), sum(one[2] for one in added)),
+            largest=(slot_bytes(alone), grad_slot_bytes(alone), *staging, *disk_buffer_bytes(alone)),
+            has_leaving=any(in_grad_slot(plan, chunk) and not is_used_up(plan, chunk) for chunk in chunks),
+            widths=(sum(width[0] for width in own), sum(width[1] for width in own)),
+        )
+
+    def _width(self, home: Home, chunk: ChunkSpec) -> tuple[int, int]:
+        plan = self._plan(home)
+        slots = 0 if params_on_gpu(plan, chunk) else self._layout.num_slots(chunk)
+        return slots, grad_width(self._layout, chunk) if in_grad_slot(plan, chunk) else 0
+
+    def _plan(self, home: Home) -> Plan:
+        """One in which all blocks live alike."""
+        if home not in self._plans:
+            plan = self._problem.build(Choice(1, slot_numel=self._layout.slot_numel))
+            blocks = tuple(replace(block, params=home[0], states=home[1]) for block in plan.blocks)
+            self._plans[home] = replace(plan, blocks=blocks)
+        return self._plans[home]

@@ -1,0 +1,23 @@
+"""Each test finds the device clean, and leaves no limit on it: the next one of the process would run into it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hightide.stores import device_limit
+
+
+@pytest.fixture(autouse=True)
+def _clean_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    num_failed = request.session.testsfailed
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    yield
+    gc.collect()  # a model that was only dropped lies in a cycle
+    passed = request.session.testsfailed == num_failed  # the traceback of a failed one holds its model
+    assert not passed or not device_limit._devices, "a limit was left behind"

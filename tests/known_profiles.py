@@ -1,0 +1,108 @@
+"""Profiles of models that an earlier test has profiled: that is most of the time of a test that wraps a tiny model.
+
+A profile is a function of what `_facts` collects. Where that is not certain (a hook, an attribute that only its address
+tells apart, a warning that the caller must see), the model is profiled again. Tests of the profiler do not use this.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from hightide.profiler.blocks import FoundBlock
+from hightide.profiler.probe import ProbeResult
+from hightide.profiler.split import Batch, call_arguments, flatten_call
+
+_INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
+
+
+class _Unknown(Exception):
+    """Something of the model cannot be compared."""
+
+
+class KnownProfiles:
+    """Stands for `hightide.profiler.model.profile_calls`, without the recorded calls, which `profile_model` leaves."""
+
+    def __init__(self, profile_calls: Callable[..., tuple[Any, ...]]) -> None:
+        self._profile_calls = profile_calls
+        self._known: dict[Hashable, tuple[Any, ProbeResult]] = {}
+
+    def __call__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Batch, chosen: Any = None
+    ) -> tuple[Any, ProbeResult, tuple[()]]:
+        key = key_of(model, optimizer, batch, chosen)
+        if key not in self._known:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                profile, probed, _ = self._profile_calls(model, optimizer, batch, chosen)
+            for warning in said:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+            if key is None or said:
+                return profile, probed, ()
+            self._known[key] = profile, replace(probed, blocks=_blocks(probed, nn.Module()))
+        profile, probed = self._known[key]
+        return profile, replace(probed, blocks=_blocks(probed, model)), ()
+
+
+def _blocks(probed: ProbeResult, model: nn.Module) -> tuple[FoundBlock, ...]:
+    """The same blocks in another model; none of a model that is to be forgotten."""
+    modules = dict(model.named_modules())
+    return tuple(FoundBlock(block.name, modules.get(block.name, model)) for block in probed.blocks)
+
+
+def key_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Batch, chosen: Any) -> Hashable | None:
+    """Equal where profiles are; None where that cannot be known."""
+    try:
+        return tuple(_facts(model, optimizer, batch, chosen))
+    except _Unknown:
+        return None
+
+
+def _facts(model: nn.Module, optimizer: Any, batch: Batch, chosen: Any) -> Iterator[Hashable]:
+    yield torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
+    yield _text(chosen)
+    first: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        yield name, type(module), first.setdefault(id(module), name)
+        yield tuple(_attributes(module))
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                kind = type(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.device
+                yield key, kind, first.setdefault(id(tensor), f"{name}.{key}")
+    for group in optimizer.param_groups if optimizer is not None else ():
+        yield tuple(first.get(id(param)) for param in group["params"])
+    leaves, tree = flatten_call(*call_arguments(batch))
+    yield str(tree)
+    for leaf in leaves:
+        yield _contents(leaf) if isinstance(leaf, torch.Tensor) else _text(leaf)
+
+
+def _attributes(module: nn.Module) -> Iterator[Hashable]:
+    for name, value in module.__dict__.items():
+        if name in _INTERNAL:
+            if value and name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
+                raise _Unknown(name)
+        elif isinstance(value, torch.Tensor):
+            raise _Unknown(name)  # neither parameter nor buffer
+        elif not isinstance(value, nn.Module):
+            yield name, _text(vars(value) if hasattr(value, "to_json_string") else value)  # a configuration
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, FunctionType) and value.__closure__ is None and "<" not in value.__qualname__:
+        return f"{value.__module__}.{value.__qualname__}"
+    text = repr(value)
+    if " at 0x" in text:
+        raise _Unknown(text)
+    return text
+
+
+def _contents(tensor: torch.Tensor) -> Hashable:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, flat.numpy().tobytes()

@@ -1,0 +1,50 @@
+"""Bytes for many choices at once are those of the plans that would be made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hightide.ir.plan import GradientDtype, Update
+from hightide.planner.base import Base, Bases
+from hightide.planner.choice import Choice, Problem
+from hightide.planner.lower.effects import disk_base_bytes, gpu_base_bytes, host_base_bytes
+from unit.planner.profiles import UNLIMITED, profiles
+
+
+@st.composite
+def choices(draw: st.DrawFn, problem: Problem) -> Choice:
+    def some() -> frozenset[int]:
+        return frozenset(draw(st.sets(st.integers(0, len(problem.profile.blocks) - 1))))
+
+    disk = draw(st.booleans())
+    params = some()
+    return Choice(
+        micro_batch=1,
+        spare_slots=draw(st.integers(0, 2)),
+        spare_grad_slots=draw(st.sampled_from([None, 0, 1])),
+        whole=some(),
+        params=some(),
+        trained=some() & frozenset(problem.adapted),
+        slot_numel=draw(st.sampled_from([None, 256, 1024])),
+        disk=disk,
+        host_params=params,
+        host_states=params & some(),
+        disk_buffers=draw(st.integers(1, 3)) if disk else 0,
+    )
+
+
+@given(st.data())
+def test_bases_are_those_of_the_plan(data: st.DataObject) -> None:
+    profile = data.draw(profiles())
+    update, gradients = data.draw(st.sampled_from(Update)), data.draw(st.sampled_from(GradientDtype))
+    problem = Problem(profile, UNLIMITED, UNLIMITED, update, gradients=gradients, disk_bytes=UNLIMITED)
+    bases = Bases(problem)
+    for _ in range(3):
+        choice = data.draw(choices(problem))
+        plan = problem.build(choice)
+        plan = replace(plan, num_disk_buffers=choice.disk_buffers)
+        expected = Base(gpu_base_bytes(profile, plan), host_base_bytes(plan), disk_base_bytes(plan))
+        assert bases.of(choice) == expected
