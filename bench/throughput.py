@@ -212,7 +212,7 @@ def make_hightide(options: argparse.Namespace, compile: bool) -> System:
         optimizer.zero_grad()
         return loss.detach()
 
-    return System(step, run_of(model).executor.wait_for_updates, model, wrapped=True)
+    return System(step, lambda: run_of(model).executor.wait_for_updates(), model, wrapped=True)
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ What is not searched yet: how much of a block's update is deferred (α; see docs
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from hightide.ir.action import Mode
@@ -34,6 +34,7 @@ from hightide.planner.trials import Trials
 LEAST_GAIN = 0.002  # of a step, for which a plan is changed
 NUM_IMPROVED = 2  # so many fillings are improved; of a few blocks more
 NUM_IMPROVED_FEW = 12
+QUICK_SHARE = 0.95  # of the GPU, that a quick search fills with what need not be there
 NUM_TRIALS = 24  # of plans, while improving, at least; of small models many more
 NUM_TRIED_CALLS = 1_500  # calls of blocks in all those trials, if that allows more: what trials cost
 
@@ -65,8 +66,15 @@ def search(
     problem = Problem(profile, gpu_bytes, host_bytes, update, num_moments, gradients, disk_bytes)
     trials = Trials(problem, costs, machine)
     sizes = equal_parts(profile.num_samples) if micro_batch is None else (micro_batch,)
-    choice = _Search(problem, trials, Moves(problem, trials.may_fit, sizes), quick).run()
+    may_fill = _with_room_left(trials) if quick else trials.may_fit
+    choice = _Search(problem, trials, Moves(problem, may_fill, sizes), quick).run()
     return _finish(problem, trials, choice)
+
+
+def _with_room_left(trials: Trials) -> Callable[[Choice], bool]:
+    """For what nobody forecasts, such as tensors of the user's own: of a small model they are a larger share."""
+    most_bytes = QUICK_SHARE * trials.problem.gpu_bytes
+    return lambda choice: trials.may_fit(choice) and trials.guess(choice).gpu_bytes <= most_bytes
 
 
 def _finish(problem: Problem, trials: Trials, choice: Choice) -> Found:
@@ -105,7 +113,7 @@ class _Search:
         return min((self._improved(choice) for choice in starts), key=self.trials.step_s)
 
     def _fits(self, choice: Choice) -> bool:
-        return self.trials.may_fit(choice) and self.trials.step_s(choice) < math.inf
+        return self.moves.may_fit(choice) and self.trials.step_s(choice) < math.inf
 
     def _fillings(self) -> Iterator[Choice]:
         """Without a spare slot only where nothing fits with one; with the disk only where nothing fits without."""
