@@ -34,6 +34,7 @@ LEAST_GAIN = 0.002  # of a step, for which a plan is changed
 NUM_IMPROVED = 2  # so many fillings are improved; of a few blocks more
 NUM_IMPROVED_FEW = 12
 NUM_TRIALS = 24  # of plans, while improving, at least; of small models many more
+NUM_TRIED_ACTIONS = 40_000  # in all those trials, at most: of a deep model in fine chunks a schedule has thousands
 NUM_TRIED_CALLS = 1_500  # calls of blocks in all those trials, if that allows more: what trials cost
 
 
@@ -118,6 +119,7 @@ class _Search:
     def _improved(self, choice: Choice) -> Choice:
         """Takes every move that gains, until none does or the trials are used up."""
         last = self.trials.num_simulated + self._num_trials()
+        last_action = self.trials.num_actions + NUM_TRIED_ACTIONS // self._num_improved()
         best_s = self.trials.step_s(choice)
         seen: set[Choice] = set()
         while True:
@@ -130,7 +132,7 @@ class _Search:
                 if step_s < below_s:
                     choice, best_s = other, step_s
                     break
-                if self.trials.num_simulated >= last:
+                if self.trials.num_simulated >= last or self.trials.num_actions >= last_action:
                     return choice
             else:
                 return choice
