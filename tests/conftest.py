@@ -41,7 +41,8 @@ _known_profiles = KnownProfiles(hightide.profiler.model.profile_calls)
 @pytest.fixture(autouse=True)
 def _profiled_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.path.parent.name in PROFILED_ONCE:
-        monkeypatch.setattr(hightide.profiler.model, "profile_calls", _known_profiles)
+        for module in (hightide.profiler.model, hightide.api):
+            monkeypatch.setattr(module, "profile_calls", _known_profiles)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

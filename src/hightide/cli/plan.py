@@ -37,7 +37,7 @@ from hightide.planner.why import why
 from hightide.report.outlook import PlanReport, outlook, refusal, subject
 
 ANSWER_S = 8.0  # of the process's time: what is left of it when a plan is found goes into what would help
-HELP_S = 1.0  # or this much, if less is left; the change that is being tried is finished
+HELP_S = 2.0  # of its time, at least, for what would make a model fit that does not
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
             if refused.tier is None:
                 raise
             status.update("searching what would fit")
-            fits = fitting(question, refused, _leeway(options, workload, question), _clock())
+            fits = fitting(question, refused, _leeway(options, workload, question), _clock(HELP_S))
             report = PlanReport(subject(workload.name, question), False, None, refusal(refused), would_fit=fits)
         else:
             status.update("searching what would help")
@@ -147,7 +147,7 @@ def _leeway(options: PlanOptions, workload: Workload, question: Question) -> Lee
 
 def _report(options: PlanOptions, workload: Workload, question: Question, found: Found) -> PlanReport:
     reasons = why(found.plan, options.why, question.costs, question.machine) if options.why is not None else None
-    helpful = improvements(question, found, _leeway(options, workload, question), _clock())
+    helpful = improvements(question, found, _leeway(options, workload, question), _clock(0.0))
     about = subject(workload.name, question)
     return PlanReport(about, True, outlook(question, found), None, would_help=helpful, why=reasons)
 
@@ -161,9 +161,9 @@ def _write(options: PlanOptions, name: str, question: Question, found: Found) ->
         save_page(options.html, name, question.profile, found.plan, timeline, question.costs, question.machine)
 
 
-def _clock() -> Callable[[], bool]:
+def _clock(least_s: float) -> Callable[[], bool]:
     """Of this process's own time: what is tried does not depend on what else the machine does."""
-    end_s = max(ANSWER_S, time.process_time() + HELP_S)
+    end_s = max(ANSWER_S, time.process_time() + least_s)
     return lambda: time.process_time() < end_s
 
 

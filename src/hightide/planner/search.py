@@ -32,10 +32,12 @@ from hightide.planner.moves import ORDERS, Moves
 from hightide.planner.trials import Trials
 
 LEAST_GAIN = 0.002  # of a step, for which a plan is changed
+NUM_FILLED = 4  # so many starts are filled in every order; of a few blocks all
 NUM_IMPROVED = 2  # so many fillings are improved; of a few blocks more
 NUM_IMPROVED_FEW = 12
 QUICK_SHARE = 0.95  # of the GPU, that a quick search fills with what need not be there
 NUM_TRIALS = 24  # of plans, while improving, at least; of small models many more
+NUM_TRIED_ACTIONS = 40_000  # in all those trials, at most: of a deep model in fine chunks a schedule has thousands
 NUM_TRIED_CALLS = 1_500  # calls of blocks in all those trials, if that allows more: what trials cost
 
 
@@ -99,12 +101,7 @@ class _Search:
         resident = next((choice for choice in self.moves.resident() if self._fits(choice)), None)
         if resident is not None:
             return resident
-        found: dict[Choice, float] = {}
-        for choice in self._fillings():
-            below_s = math.inf if self.moves.few else min(found.values(), default=math.inf) * (1 - LEAST_GAIN)
-            step_s = self.trials.step_s(choice, below_s)
-            if step_s < math.inf:
-                found[choice] = step_s
+        found = self._fillings()
         if not found:
             refuse(self.trials, self.moves.leanest())
         if self.quick:
@@ -115,19 +112,33 @@ class _Search:
     def _fits(self, choice: Choice) -> bool:
         return self.moves.may_fit(choice) and self.trials.step_s(choice) < math.inf
 
-    def _fillings(self) -> Iterator[Choice]:
-        """Without a spare slot only where nothing fits with one; with the disk only where nothing fits without."""
+    def _fillings(self) -> dict[Choice, float]:
+        """With their step times. Without a spare slot only where nothing fits with one; with the disk only where
+        nothing fits without."""
+        found: dict[Choice, float] = {}
         plain = [self.moves.starts(spare, disk) for disk in (False, True) for spare in (1, 0)]
         for starts in (*plain, self.moves.last_resorts()):
-            num_fitting = 0
-            for start in self._first_fitting(starts) if self.quick else self._fitting(starts):
-                orders = ORDERS[:: 2 if self.quick else 1]
-                for filled in dict.fromkeys(self.moves.fill(start, order) for order in orders):
-                    if self.trials.within(self.trials.guess(filled)):
-                        num_fitting += 1
-                        yield filled
-            if num_fitting and (self.quick or not self.moves.few):
-                return
+            self._fill(self._first_fitting(starts) if self.quick else self._fitting(starts), found)
+            if found and (self.quick or not self.moves.few):
+                break
+        return found
+
+    def _fill(self, starts: list[Choice], found: dict[Choice, float]) -> None:
+        """Each in one order; those of the best starts, or of a few blocks all, in the other orders too."""
+        reached = {start: self._try(self.moves.fill(start, ORDERS[0]), found) for start in starts}
+        best = starts if self.moves.few else sorted(starts, key=lambda start: reached[start])[:NUM_FILLED]
+        for start in best:
+            for order in ORDERS[2::2] if self.quick else ORDERS[1:]:
+                self._try(self.moves.fill(start, order), found)
+
+    def _try(self, choice: Choice, found: dict[Choice, float]) -> float:
+        below_s = math.inf if self.moves.few else min(found.values(), default=math.inf) * (1 - LEAST_GAIN)
+        if not self.trials.within(self.trials.guess(choice)):
+            return math.inf
+        step_s = self.trials.step_s(choice, below_s)
+        if step_s < math.inf:
+            found[choice] = step_s
+        return step_s
 
     def _fitting(self, starts: Iterator[Choice]) -> list[Choice]:
         return [start for start in dict.fromkeys(starts) if self.trials.may_fit(start)]
@@ -143,6 +154,7 @@ class _Search:
     def _improved(self, choice: Choice) -> Choice:
         """Takes every move that gains, until none does or the trials are used up."""
         last = self.trials.num_simulated + self._num_trials()
+        last_action = self.trials.num_actions + NUM_TRIED_ACTIONS // self._num_improved()
         best_s = self.trials.step_s(choice)
         seen: set[Choice] = set()
         while True:
@@ -155,7 +167,7 @@ class _Search:
                 if step_s < below_s:
                     choice, best_s = other, step_s
                     break
-                if self.trials.num_simulated >= last:
+                if self.trials.num_simulated >= last or self.trials.num_actions >= last_action:
                     return choice
             else:
                 return choice

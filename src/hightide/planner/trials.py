@@ -39,6 +39,7 @@ class Trials:
     costs: Costs
     machine: Machine
     num_simulated: int = 0
+    num_actions: int = 0  # of all schedules that were simulated: what that cost
     _known_bases: dict[Choice, Base] = field(default_factory=dict)
     _guesses: dict[Choice, Needs] = field(default_factory=dict)
     _step_s: dict[Choice, float] = field(default_factory=dict)
@@ -87,6 +88,7 @@ class Trials:
 
     def _simulate(self, plan: Plan, schedule: Schedule) -> float:
         self.num_simulated += 1
+        self.num_actions += len(schedule.actions)
         return forecast_step_s(self.problem.profile, plan, self.costs, self.machine, schedule, NUM_PASSES)
 
     def _always(self, choice: Choice) -> Base:

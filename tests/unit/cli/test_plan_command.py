@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -58,8 +59,8 @@ def _here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     known = load_machine("h200")
     machine = replace(known, gpu=replace(known.gpu, name=SIMULATED))
     monkeypatch.setattr(machine_module, "known_machine", lambda device: Known(machine))
-    monkeypatch.setattr(plan_module, "HELP_S", 0.0)
     monkeypatch.setattr(plan_module, "ANSWER_S", 0.0)
+    monkeypatch.setattr(plan_module, "HELP_S", 0.0)
 
 
 def plan(*arguments: object, exit_code: int = 0) -> Result:
@@ -99,7 +100,7 @@ def test_a_preset_in_80_columns() -> None:
 
 
 def test_json_says_the_same_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, "HELP_S", 60.0)
+    monkeypatch.setattr(plan_module, "ANSWER_S", math.inf)
     found = report(*TINY, "--gpu", "1MiB", "--why", "embed_tokens")
     assert found.fits and found.refusal is None and found.outlook is not None
     outlook, subject = found.outlook, found.subject
@@ -181,7 +182,7 @@ def test_a_folder_gives_dtype_and_length(tmp_path: Path) -> None:
 
 
 def test_a_function_brings_its_own_batch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, "HELP_S", 60.0)
+    monkeypatch.setattr(plan_module, "ANSWER_S", math.inf)
     result = report(f"{source}:with_batch")
     assert result.subject.num_samples == 6 and result.outlook is not None and result.outlook.tokens_per_s is None
     assert result.would_help is not None and all(
@@ -229,7 +230,7 @@ def test_a_model_that_is_no_language_model_needs_a_function(tmp_path: Path) -> N
 
 
 def test_what_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, "HELP_S", 60.0)
+    monkeypatch.setattr(plan_module, "ANSWER_S", math.inf)
     path = tmp_path / "plan.json"
     result = plan(*TINY, "--gpu", "40KiB", "--save", path, exit_code=1)
     assert "DOES NOT FIT" in result.stdout and "what would make it fit" in result.stdout
@@ -246,11 +247,11 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.M
 def test_a_disk_is_planned_refused_by_wrap_and_named_where_it_would_help(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "HELP_S", 60.0)
+    monkeypatch.setattr(plan_module, "ANSWER_S", math.inf)
     folder, path = llama_folder(tmp_path / "llama", dtype="float32", num_hidden_layers=8), tmp_path / "plan.json"
     small = (folder, "--sequences", 4, "--length", 16, "--gpu", "300KiB", "--host", "800KiB")
     named = [change.option for change in report(*small, exit_code=1).would_fit if "--disk" in change.option]
-    monkeypatch.setattr(plan_module, "HELP_S", 0.0)
+    monkeypatch.setattr(plan_module, "ANSWER_S", 0.0)
     option, size = named[0].split()
     assert option == "--disk" and size.startswith("FOLDER:")
     found = report(*small, option, size.replace("FOLDER", "/scratch"), "--save", path, "--why", "layers.1").outlook
