@@ -15,6 +15,7 @@ import torch
 from harness import EPS, assert_close_weights
 from hypothesis import HealthCheck, Phase, assume, given, note, settings
 from hypothesis import strategies as st
+from hypothesis.database import DirectoryBasedExampleDatabase
 from random_models import Sketch, sketches
 from torch import Tensor
 
@@ -254,6 +255,14 @@ def probed_whole() -> Iterator[None]:
 
 FAST = (Phase.explicit, Phase.generate)  # shrinking takes minutes; the test at length does it
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
+LENGTH = settings(
+    max_examples=500,
+    deadline=None,
+    suppress_health_check=SLOW,
+    derandomize=False,
+    print_blob=True,
+    database=DirectoryBasedExampleDatabase(".hypothesis/examples"),  # a run that was cut short finds its failure again
+)
 
 
 @pytest.mark.timeout(300)
@@ -275,7 +284,7 @@ def test_any_model_by_any_plan(case: Case, seed: int) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @given(cases())
-@settings(max_examples=200, deadline=None, suppress_health_check=SLOW, derandomize=False, print_blob=True)
+@LENGTH
 def test_any_model_within_any_limits_at_length(case: Case) -> None:
     with probed_whole():
         check(case)
@@ -284,7 +293,7 @@ def test_any_model_within_any_limits_at_length(case: Case) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @given(cases(), st.integers(0, 2**16))
-@settings(max_examples=500, deadline=None, suppress_health_check=SLOW, derandomize=False, print_blob=True)
+@LENGTH
 def test_any_model_by_any_plan_at_length(case: Case, seed: int) -> None:
     with probed_whole():
         check_any_plan(case, seed)
