@@ -18,7 +18,8 @@ import torch
 import hightide
 import models
 from hightide.ir.plan import Activation
-from hightide.optim.adam import AdamWRule
+from hightide.ir.tier import Tier
+from hightide.optim.host import HostUpdate
 from unit.runtime.steps import Twins, twins
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -50,9 +51,12 @@ def wrapped(update: str = "deferred") -> Twins:
 
 
 def recomputed(plan: hightide.Plan) -> hightide.Plan:
-    """Whatever the rule would keep: a failure in recomputation needs a recomputation."""
-    blocks = tuple(replace(block, activation=Activation.RECOMPUTE) for block in plan.blocks)
-    return replace(plan, blocks=blocks)
+    """Everything moves and is updated on the host, whatever was planned, so that every lane has work in every step; a
+    failure in recomputation needs a recomputation."""
+    moving = {"params": Tier.HOST, "states": Tier.HOST, "inputs": Tier.GPU, "activation": Activation.RECOMPUTE}
+    blocks = tuple(replace(block, **moving) if block.name else block for block in plan.blocks)
+    slots = 1 + max(plan.layout.num_slots(chunk) for chunk in plan.layout.chunks)
+    return replace(plan, blocks=blocks, num_slots=slots, num_grad_slots=slots, gpu_limit_bytes=2**20)
 
 
 # Each kind of failure: where it is planted. The names say what breaks; the lane or store is what runs it.
@@ -65,8 +69,8 @@ def plant(kind: str, pair: Twins, monkeypatch: pytest.MonkeyPatch, nth: int) -> 
         fault = Fault(run.performer.write_back, 0)
         monkeypatch.setattr(run.performer, "write_back", _work_fails(fault, nth))
     elif kind == "lane cpu":
-        fault = Fault(AdamWRule.update, nth)
-        monkeypatch.setattr(AdamWRule, "update", lambda self, *args: fault(self, *args))
+        fault = Fault(HostUpdate.update, nth)
+        monkeypatch.setattr(HostUpdate, "update", lambda self, *args: fault(self, *args))
     elif kind == "store host":
         fault = Fault(run.host._copy, nth)
         monkeypatch.setattr(run.host, "_copy", fault)

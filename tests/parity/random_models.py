@@ -143,7 +143,10 @@ class Model(nn.Module):
         if isinstance(hidden, tuple):
             hidden = hidden[0] + hidden[1]
         prediction = self.head(hidden)
-        return {"prediction": prediction} if labels is None else {"loss": F.mse_loss(prediction, labels)}
+        if labels is None:
+            return {"prediction": prediction}
+        # Not mse_loss's own mean: that number lies in memory for all the squares, which shape functions do not know.
+        return {"loss": F.mse_loss(prediction, labels, reduction="none").mean()}
 
 
 def first_linear(layer: Mix) -> Any:

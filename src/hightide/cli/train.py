@@ -191,6 +191,7 @@ class TrainingRun:
     def conclude(self, folder: RunFolder) -> None:
         """Sample first: what it makes the accelerator hold belongs into the measured peaks."""
         train_s = time.perf_counter() - self.started
+        hightide.stats(self.model).plan.save(folder.plan_path)  # the first steps may have changed it
         sample = self.config.sample
         if sample.num_bytes:
             show_sample(self.console, sample.prompt, write_sample(self.model, sample, self.config.seed))
