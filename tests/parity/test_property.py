@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from harness import EPS, assert_close_weights
-from hypothesis import HealthCheck, Phase, assume, given, note, settings
+from hypothesis import HealthCheck, Phase, assume, example, given, note, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
-from random_models import Sketch, sketches
+from random_models import Layer, Sketch, sketches
 from torch import Tensor
 
 import hightide.api
@@ -273,8 +273,41 @@ def test_any_model_within_any_limits(case: Case) -> None:
         check(case)
 
 
+UPDATED_AT_THE_PEAK = Case(  # inside a backward that still holds its inputs
+    Sketch(
+        layers=(Layer(kind="linear", inner=48),),
+        width=32,
+        tokens=1,
+        ids=False,
+        tied_head=False,
+        frozen_embedding=False,
+        loose=False,
+        gate=False,
+        pair=False,
+        twice=False,
+        container="list",
+        dropout=0.2,
+        buffers=False,
+        unused=True,
+        dtype="bfloat16",
+        seed=1,
+    ),
+    num_samples=1,
+    micro_batch=None,
+    update="in_backward",
+    gradients="float32",
+    clip=False,
+    accumulate=1,
+    smaller_last=False,
+    groups=2,
+    gpu=8.0,
+    host=4.0,
+)
+
+
 @pytest.mark.timeout(300)
 @given(cases(), st.integers(0, 2**16))
+@example(UPDATED_AT_THE_PEAK, 1)
 @settings(max_examples=16, deadline=None, suppress_health_check=SLOW, phases=FAST)
 def test_any_model_by_any_plan(case: Case, seed: int) -> None:
     with probed_whole():

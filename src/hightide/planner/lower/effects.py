@@ -158,6 +158,9 @@ def _count_updates(draft: Draft, effects: Effects) -> None:
             effects[action.id]["gpu_transient"] += STATE_BYTES * (
                 arrays * min(chunk.optimised_numel, UPDATE_TILE_NUMEL) + 1  # and the number of the step
             )
+            if action.runs_when_open:  # at the end of a backward that still holds its inputs and their gradients
+                backward = effects[draft.ticks[action.opens].id]
+                effects[action.id]["gpu_transient"] += max(0, backward["gpu_gives"] - backward["gpu_kept"])
 
 
 def micro_batch_of(plan: Plan, call: CallSpec, mode: Mode) -> int:
