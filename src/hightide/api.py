@@ -84,8 +84,8 @@ def wrap(
         searched = question, question.answer()
         profile, plan = question.profile, searched[1].plan
     else:
-        check_plan(profile, plan)
         check_executable(plan)
+        check_plan(profile, plan)
         check_moments(plan, rule.num_moments)
     schedules = lower_all(profile, plan)
     verify_all(profile, plan, schedules)

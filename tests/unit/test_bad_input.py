@@ -214,7 +214,7 @@ def test_plans_that_were_edited_into_nonsense(planned: Any, refused: Any) -> Non
         (replace(plan, loss_tile_tokens=0), ("loss_tile_tokens is 0", "at least 1")),
         (replace(plan, blocks=plan.blocks[1:]), (f"{len(plan.blocks) - 1} blocks", f"has {len(plan.blocks)}")),
         (first_block(params=Tier.HOST, states=Tier.GPU), (repr(first.name), "put params there too")),
-        (first_block(states=Tier.DISK), (repr(first.name), "disk", "use gpu or host")),
+        (first_block(states=Tier.DISK), (first.name, "on the disk", "cannot train from a disk", "without disk")),
     ]
     streamed = [replace(b, params=Tier.HOST, states=Tier.HOST) if b.name else b for b in plan.blocks]
     no_slots = replace(plan, num_slots=0, num_grad_slots=0, blocks=tuple(streamed))

@@ -43,10 +43,11 @@ def check_moments(plan: Plan, num_moments: int) -> None:
 
 def check_executable(plan: Plan) -> None:
     """Whether this version can run it, too."""
-    if uses_disk(plan):
-        blocks = [block.name for block in plan.blocks if Tier.DISK in (block.params, block.states)]
+    blocks = [block.name for block in plan.blocks if Tier.DISK in (block.params, block.states)]
+    if blocks:
         raise InfeasiblePlan(
-            f"the plan keeps {len(blocks)} blocks ({', '.join(blocks[:3])}, ...) on the disk: `hightide plan` prices "
+            f"the plan keeps {len(blocks)} blocks ({', '.join(blocks[:3])}{', ...' if len(blocks) > 3 else ''}) on the "
+            "disk: `hightide plan` prices "
             "that, but this version cannot train from a disk; make a plan without disk, with more host memory or a "
             "smaller model"
         )

@@ -32,7 +32,7 @@ class ArenaStore(Store):
                 mapping.madvise(mmap.MADV_HUGEPAGE, 0, huge_bytes)
         if hasattr(mmap, "MADV_DONTFORK"):  # a worker of a DataLoader would make every page that is written exist twice
             mapping.madvise(mmap.MADV_DONTFORK)
-        self._mapping = mapping
+        self._mapping: mmap.mmap | None = mapping
         # The storage owns the mapping. It is never unmapped by hand: torch.frombuffer exports no buffer, so
         # mmap.close() would succeed under living views and the next access would be a segmentation fault.
         self._storage: torch.UntypedStorage | None = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
@@ -54,8 +54,9 @@ class ArenaStore(Store):
         begin = -(-region.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (region.offset + region.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if begin < end and hasattr(mmap, "MADV_DONTNEED"):
+            assert self._mapping is not None, "the store is closed"
             self._mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def close(self) -> None:
         super().close()
-        self._storage = None
+        self._storage = self._mapping = None

@@ -68,7 +68,7 @@ def test_a_disk_that_gets_slower_is_noticed() -> None:
     assert not any("disk" in text for text in findings_of(replace(found, disk=None)))
 
 
-@pytest.mark.parametrize("lane", list(Lane)[1:])
+@pytest.mark.parametrize("lane", [Lane.H2D, Lane.D2H, Lane.CPU])
 def test_only_lanes_are_known(lane: Lane) -> None:
     bare = Machine("bare", "made up", load_machine("h200").speeds, 0.0)
     assert bare.speeds_of({lane}) and findings_of(bare) == []
