@@ -37,7 +37,7 @@ NUM_IMPROVED = 2  # so many fillings are improved; of a few blocks more
 NUM_IMPROVED_FEW = 12
 QUICK_SHARE = 0.95  # of the GPU, that a quick search fills with what need not be there
 NUM_TRIALS = 24  # of plans, while improving, at least; of small models many more
-NUM_TRIED_ACTIONS = 40_000  # in all those trials, at most: of a deep model in fine chunks a schedule has thousands
+NUM_TRIED_ACTIONS = 20_000  # in all those trials, at most: of a deep model in fine chunks a schedule has thousands
 NUM_TRIED_CALLS = 1_500  # calls of blocks in all those trials, if that allows more: what trials cost
 
 
