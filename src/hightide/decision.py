@@ -26,7 +26,7 @@ from hightide.planner.estimate import estimate
 from hightide.planner.question import Question
 from hightide.profiler.probe import ProbeResult
 from hightide.profiler.recording import Record
-from hightide.rehearsal.rehearse import measure_costs
+from hightide.rehearsal.rehearse import let_go, measure_costs
 
 SMALL_NUMEL = 2**24  # parameters
 ASSUMED = "rtx-3090"  # a preset
@@ -56,11 +56,20 @@ def question_about(
     check_micro_batch(profile, asked.micro_batch)
     is_small = sum(spec.numel for spec in profile.params) < SMALL_NUMEL
     machine = machine_of(device, is_small)
-    if device.type != "cuda" or is_small or probed.failure:
-        costs = estimate(profile, machine)
-    else:
+    costs = None
+    if device.type == "cuda" and not is_small and not probed.failure:
         sizes = rehearsed_sizes(profile, asked.gpu_bytes)
-        costs = measure_costs(profile, probed, records, optimizer, device, compile, sizes)
+        try:
+            costs = measure_costs(profile, probed, records, optimizer, device, compile, sizes)
+        except Exception as error:  # whatever a block raises alone, or memory that others hold
+            let_go(device)
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            warnings.warn(
+                f"blocks cannot be timed alone ({reason}); the plan follows from estimated times: it fits, and may be "
+                "slower than another",
+                stacklevel=3,
+            )
+    costs = costs or estimate(profile, machine)
     return Question(
         with_peaks(profile, costs),
         costs,
@@ -106,12 +115,15 @@ def rehearsed_sizes(profile: ModelProfile, gpu_bytes: int) -> list[int]:
 
 
 def _largest_block_bytes(profile: ModelProfile, num_samples: int) -> int:
-    """Parameters, gradient and states; activations, and what enters and leaves, forward and backward."""
+    """Parameters and gradient; activations, and what enters and leaves, forward and backward. The logits of a head that
+    is fused with the loss never exist."""
     params = {spec.name: spec for spec in profile.params}
     largest = 0
     for call in profile.calls:
+        if profile.blocks[call.block].lazy_head:
+            continue
         numel = sum(params[key].numel for key in profile.blocks[call.block].params)
         beside = call.new_inputs.at(num_samples) + call.saved_inputs.at(num_samples) + call.outputs.at(num_samples)
         inside = call.kept.at(num_samples) + call.backward_peak.at(num_samples)
-        largest = max(largest, 20 * numel + 2 * beside + inside)
+        largest = max(largest, 8 * numel + 2 * beside + inside)
     return largest

@@ -77,7 +77,7 @@ class Watch:
 
     def begin_pass(self) -> None:
         if self._ran_out is not None or self._next is not None:  # and the user goes on
-            self.replan()
+            self.replan(must=False)
         self._num_watched += 1
         if self._sees_memory:
             self._run.gpu.lap()
@@ -117,17 +117,17 @@ class Watch:
                 "under a plan that leaves more memory free."
             )
 
-    def replan(self) -> None:
+    def replan(self, must: bool = True) -> None:
         if self._next is None:
             assert self._ran_out is not None
             shortage, self._ran_out = self._ran_out, None
-            self._next = self._leaner(shortage, must=True)
-        assert self._next is not None
-        self._go_on_with(self._next)
+            self._next = self._leaner(shortage, must)
+        if self._next is not None:
+            self._go_on_with(self._next)
 
     def end_step(self) -> None:
-        if not self._is_comparing or not self.is_watching:
-            return
+        if not self._is_comparing or not self.is_watching or self._run.between_passes is not None:
+            return  # a recording is of one plan
         is_plain = self._run.num_passes - self._num_passes == self._num_watched  # else graphs were alive side by side
         self._num_watched, self._num_passes = 0, self._run.num_passes
         shortage = self._overrun(self._peak_bytes) if is_plain and self._sees_memory and self._is_warm else None

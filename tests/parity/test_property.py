@@ -256,7 +256,7 @@ def probed_whole() -> Iterator[None]:
 FAST = (Phase.explicit, Phase.generate)  # shrinking takes minutes; the test at length does it
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 LENGTH = settings(
-    max_examples=500,
+    max_examples=200,
     deadline=None,
     suppress_health_check=SLOW,
     derandomize=False,

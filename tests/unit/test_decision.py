@@ -106,6 +106,22 @@ def test_on_a_gpu_a_large_model_is_rehearsed(monkeypatch: pytest.MonkeyPatch) ->
     assert question.answer().plan.micro_batch == models.NUM_SAMPLES
 
 
+def test_a_block_that_cannot_run_alone_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise TypeError("it reads what its parent sets")
+
+    monkeypatch.setattr(decision, "measure_costs", fails)
+    monkeypatch.setattr(decision, "let_go", lambda device: None)
+    monkeypatch.setattr(decision, "SMALL_NUMEL", 0)
+    monkeypatch.setattr(decision, "machine_of", lambda device, is_small: decision.simulated_machine())
+    model, batch = models.hand_written()
+    optimizer = adamw(model)
+    asked = decision.Asked(2**26, 2**26, Update.DEFERRED, None, 2, GradientDtype.FLOAT32)
+    with pytest.warns(UserWarning, match=r"cannot be timed alone \(TypeError: it reads what its parent sets\)"):
+        question = decision.question_about(profile_calls(model, optimizer, batch), optimizer, CUDA, False, asked)
+    assert question.costs.source.startswith("estimated") and question.answer().plan.micro_batch == models.NUM_SAMPLES
+
+
 def test_rehearsals_keep_to_the_limit() -> None:
     profile = stack(12, num_samples=16)
     assert decision.rehearsed_sizes(profile, 2**40) == [1, 4, 16]

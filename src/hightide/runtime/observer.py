@@ -38,8 +38,9 @@ class Observer(Protocol):
     def ran_out(self, error: OutOfMemory) -> None:
         """In forward, or in backward. What it does about it, it does in `replan`, or when the next pass begins."""
 
-    def replan(self) -> None:
-        """The pass was given up. Moves the run to a plan under which it can go on, or raises."""
+    def replan(self, must: bool = True) -> None:
+        """The pass was given up. Moves the run to a plan under which it can go on; if there is none and it `must`,
+        raises."""
 
     def end_step(self) -> None:
         """After optimizer.step()."""
