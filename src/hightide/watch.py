@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from hightide.ir.action import Mode, Op, Schedule
 from hightide.ir.plan import Forecast, Plan, Update
-from hightide.ir.units import format_bytes
+from hightide.ir.units import format_bytes, format_seconds
 from hightide.machine import free_host_bytes
 from hightide.planner.correct import (
     Shortage,
@@ -209,7 +209,7 @@ class Watch:
         expected_s = self._step.step_s
         if abs(measured.step_s / expected_s - 1) <= MOST_OFF:
             return
-        reason = f"a step takes {_seconds(measured.step_s)}, and {_seconds(expected_s)} were forecast"
+        reason = f"a step takes {format_seconds(measured.step_s)}, and {format_seconds(expected_s)} were forecast"
         factors = lanes_off(measured, self._step, MOST_OFF)
         if not factors:
             warnings.warn(
@@ -219,7 +219,7 @@ class Watch:
             )
             return
         lanes = lane_seconds(self._step)
-        parts = [f"{lane} was busy for {_seconds(measured.lane_s[lane])} instead of {_seconds(lanes[lane])}"
+        parts = [f"{lane} was busy for {format_seconds(measured.lane_s[lane])} instead of {format_seconds(lanes[lane])}"
                  for lane in factors]  # fmt: skip
         following = self._faster(with_slower_lanes(self._question, factors), f"{reason}: {', '.join(parts)}")
         if following is not None:
@@ -236,8 +236,8 @@ class Watch:
         if found.step.step_s > (1 - LEAST_GAIN) * present_s:
             warnings.warn(f"{reason}. The plan stays: with these speeds there is no better one", stacklevel=3)
             return None
-        gain = f"{reason}. With these speeds another plan takes {_seconds(found.step.step_s)} instead of"
-        return self._checked(corrected, found.plan, f"{gain} {_seconds(present_s)}")
+        gain = f"{reason}. With these speeds another plan takes {format_seconds(found.step.step_s)} instead of"
+        return self._checked(corrected, found.plan, f"{gain} {format_seconds(present_s)}")
 
     # -- another plan ----------------------------------------------------------------------------------------------
 
@@ -264,7 +264,3 @@ def _decisions(plan: Plan) -> Plan:
 
 def _bytes(num_bytes: int) -> str:
     return f"{num_bytes} bytes ({format_bytes(num_bytes)})"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s"

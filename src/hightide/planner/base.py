@@ -31,7 +31,7 @@ Home = tuple[Tier, Tier]  # of parameters and states
 
 
 @dataclass(frozen=True)
-class Base:
+class Needs:
     """Bytes on each tier."""
 
     gpu_bytes: int
@@ -54,7 +54,7 @@ class Bases:
         self._problem = problem
         self._layouts: dict[int, _LayoutShares] = {}
 
-    def of(self, choice: Choice) -> Base:
+    def of(self, choice: Choice) -> Needs:
         slot_numel = choice.slot_numel or self._problem.slot_numel
         if slot_numel not in self._layouts:
             self._layouts[slot_numel] = _LayoutShares(self._problem, self._problem.layout(slot_numel))
@@ -71,7 +71,7 @@ class _LayoutShares:
         self._shares: dict[Home, list[_Share]] = {}
         self._plans: dict[Home, Plan] = {}
 
-    def base(self, choice: Choice) -> Base:
+    def base(self, choice: Choice) -> Needs:
         problem, profile = self._problem, self._problem.profile
         homes = [problem.home(block, choice) for block in profile.blocks]
         shares = [self._share(home, block) for block, home in enumerate(homes)]
@@ -83,7 +83,7 @@ class _LayoutShares:
         num_slots = slots_of(choice, slots)
         num_grad_slots = grad_slots_of(choice, grad_slots, any(share.has_leaving for share in counts))
         gpu += num_slots * slot + num_grad_slots * grad_slot + staging + profile.batch_bytes + profile.buffer_bytes
-        return Base(gpu, host + choice.disk_buffers * buffers, disk)
+        return Needs(gpu, host + choice.disk_buffers * buffers, disk)
 
     def _widest(self, homes: list[Home], shares: list[_Share]) -> tuple[int, int]:
         """As place.widest_tick."""

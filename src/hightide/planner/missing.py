@@ -7,9 +7,10 @@ from typing import NoReturn
 
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
+from hightide.planner.base import Needs
 from hightide.planner.choice import Choice
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.trials import Needs, Trials
+from hightide.planner.trials import Trials
 
 
 def refuse(trials: Trials, leanest: Iterable[Choice]) -> NoReturn:

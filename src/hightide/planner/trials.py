@@ -10,7 +10,7 @@ from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
-from hightide.planner.base import Base, Bases
+from hightide.planner.base import Bases, Needs
 from hightide.planner.bounds import least_step_s
 from hightide.planner.choice import Choice, Problem
 from hightide.planner.cost import forecast_step_s
@@ -24,13 +24,6 @@ NUM_PASSES = 2  # simulated for a comparison: one that leaves updates behind, on
 _NONE: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True)
-class Needs:
-    gpu_bytes: int
-    host_bytes: int
-    disk_bytes: int = 0
-
-
 @dataclass
 class Trials:
     """`num_simulated` counts what was not remembered and not excluded by a bound."""
@@ -40,7 +33,7 @@ class Trials:
     machine: Machine
     num_simulated: int = 0
     num_actions: int = 0  # of all schedules that were simulated: what that cost
-    _known_bases: dict[Choice, Base] = field(default_factory=dict)
+    _known_bases: dict[Choice, Needs] = field(default_factory=dict)
     _guesses: dict[Choice, Needs] = field(default_factory=dict)
     _step_s: dict[Choice, float] = field(default_factory=dict)
 
@@ -91,7 +84,7 @@ class Trials:
         self.num_actions += len(schedule.actions)
         return forecast_step_s(self.problem.profile, plan, self.costs, self.machine, schedule, NUM_PASSES)
 
-    def _always(self, choice: Choice) -> Base:
+    def _always(self, choice: Choice) -> Needs:
         """Chunks and slots, which do not depend on activations."""
         key = replace(choice, micro_batch=1, inputs=Tier.GPU, keep=_NONE, near=_NONE, loss_kept_tokens=0)
         if key not in self._known_bases:
