@@ -120,7 +120,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         torch.zeros(1, device=options.device)
     bare_bytes = rss_bytes("VmRSS")
     compile = cuda if options.compile is None else options.compile
+    started_s = time.perf_counter()
     system = {"hightide": make_hightide, "resident": make_resident}[options.system](options, compile)
+    setup_s = time.perf_counter() - started_s
     data = batches(system.model, options.sequences, options.length)
     losses: list[Tensor] = []
 
@@ -142,6 +144,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "step_s": total_s / options.steps,
         "event_s": summary(marks.seconds()),
         "synced_s": summary(synced_s),
+        "setup_s": setup_s,
         "first_steps_s": warm_s,
         **_rates(system.model, options, total_s / options.steps),
         **_memory(cuda, bare_bytes),

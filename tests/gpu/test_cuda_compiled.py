@@ -64,8 +64,8 @@ def test_twenty_steps_equal_plain_pytorch(name: str, activation: Activation, inp
 
 
 def test_bf16_loss_curve_of_a_200m_model() -> None:
-    """100 steps: plain PyTorch with fp32 masters twice (two orders of summation: the noise between runs), and hightide,
-    everything streamed."""
+    """100 steps: plain PyTorch with fp32 masters four times (as many orders of summation: the noise between runs), and
+    hightide, everything streamed. The largest difference of a hundred is a matter of luck; their mean is not."""
     config = transformers.LlamaConfig(
         vocab_size=32000,
         hidden_size=1024,
@@ -86,7 +86,8 @@ def test_bf16_loss_curve_of_a_200m_model() -> None:
     data = (start + 7 * torch.arange(256)) % 4096  # sequences that can be learned
 
     expected = resident(model(), data, 4)  # before wrap: its limit is the process's
-    noise = max(abs(a - b) / a for a, b in zip(expected, resident(model(), data, 2), strict=True))
+    others = [resident(model(), data, micro_batch) for micro_batch in (1, 2, 8)]
+    noise = max(mean_difference(expected, other) for other in others)
     wrapped_model = model()
     optimizer = torch.optim.AdamW(wrapped_model.parameters(), lr=3e-4)
     example = {"input_ids": data[0], "labels": data[0]}
@@ -102,12 +103,14 @@ def test_bf16_loss_curve_of_a_200m_model() -> None:
         optimizer.zero_grad()
         losses.append(loss.detach())
     curve = [loss.item() for loss in losses]
-    difference = max(abs(a - b) / a for a, b in zip(expected, curve, strict=True))
-    print(
-        f"loss {curve[0]:.4f} -> {curve[-1]:.4f}; largest difference {difference:.2e}, between plain runs {noise:.2e}"
-    )
+    difference = mean_difference(expected, curve)
+    print(f"loss {curve[0]:.4f} -> {curve[-1]:.4f}; mean difference {difference:.2e}, between plain runs {noise:.2e}")
     assert curve[-1] < 0.7 * curve[0], "it learns"
     assert difference <= 1.5 * noise, (difference, noise)
+
+
+def mean_difference(expected: list[float], curve: list[float]) -> float:
+    return sum(abs(a - b) / a for a, b in zip(expected, curve, strict=True)) / len(expected)
 
 
 def resident(model: nn.Module, data: Tensor, micro_batch: int) -> list[float]:
