@@ -93,8 +93,8 @@ def wrap(
     transformers.prepare(model)
     checks = transformers.refuse_captures(model, batch)
     values = first_values(model)
-    forced = transformers.training_kwargs(model)
-    run = Run(model, profile, probed, plan, schedules, forced, checks, place, compile, values)
+    forced, around = transformers.training_kwargs(model), transformers.around_call(model)
+    run = Run(model, profile, probed, plan, schedules, forced, checks, place, compile, values, around)
     for param in lora.adapted_parameters(model):
         run.chunks.ignore_version(run.keys[id(param)])
     forget(model)

@@ -34,6 +34,5 @@ def wrap(
 
 
 def silence_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers asks the GPU in every forward whether sequences are packed or padded, and waits for the answer."""
-    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda _: None)
+    """Transformers asks the GPU in every forward whether sequences are padded, and waits for the answer."""
     monkeypatch.setattr(transformers.PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_, **__: None)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -27,6 +31,53 @@ def prepare(model: nn.Module) -> None:
     """Switches off the model's own gradient checkpointing: recomputation is the plan's decision, once."""
     if getattr(model, "is_gradient_checkpointing", False):
         model.gradient_checkpointing_disable()  # type: ignore[operator]
+
+
+# Arguments of a call that say nothing about positions.
+OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "logits_to_keep", "num_items_in_batch", "return_dict", "use_cache"}
+_has_plain_positions: ContextVar[bool] = ContextVar("has_plain_positions", default=False)
+ASKING = "find_packed_sequence_indices"  # of transformers.masking_utils
+
+
+AroundCall = Callable[[tuple[Any, ...], Mapping[str, Any]], AbstractContextManager[None]]
+
+
+def around_call(model: nn.Module) -> AroundCall | None:
+    """What to enter for each call of the whole model.
+
+    In every forward transformers asks the GPU whether positions show several sequences packed into one, and waits for
+    the answer until the GPU has nothing left to do. One of the library's own models that is given tokens only makes
+    consecutive positions: then the answer is known."""
+    is_its_own = type(model).forward.__module__.startswith("transformers.models.")
+    return _without_asking if is_its_own else None
+
+
+@contextmanager
+def _without_asking(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    given = {name for name, value in kwargs.items() if value is not None}
+    if len(args) > 1 or not given <= OF_TOKENS or not _can_answer():
+        yield
+        return
+    token = _has_plain_positions.set(True)
+    try:
+        yield
+    finally:
+        _has_plain_positions.reset(token)
+
+
+def _can_answer() -> bool:
+    """Puts itself between the library and its question, once; other models and threads are asked as before."""
+    masking = sys.modules.get("transformers.masking_utils")
+    asking = getattr(masking, ASKING, None)
+    if asking is None or hasattr(asking, "__wrapped__"):
+        return asking is not None
+
+    @functools.wraps(asking)
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        return None if _has_plain_positions.get() else asking(*args, **kwargs)
+
+    setattr(masking, ASKING, answered)
+    return True
 
 
 CAPTURES = ("output_attentions", "output_router_logits")  # tensors that hooks take out of the middle of a block

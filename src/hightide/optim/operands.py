@@ -29,8 +29,9 @@ class Operands:
         assert (self.master is None) == (self.remainder is not None)
         if self.remainder is not None:
             assert self.param is not None and self.param.dtype == torch.bfloat16 and self.remainder.dtype == torch.int16
+        numel = self.grad.numel()
         for tensor in self._arrays():
-            assert tensor.dim() == 1 and tensor.is_contiguous() and len(tensor) == len(self), tensor.shape
+            assert tensor.dim() == 1 and tensor.is_contiguous() and tensor.numel() == numel, tensor.shape
 
     def master_values(self) -> Tensor:
         """The master; put together, if it is in two parts."""
@@ -49,7 +50,7 @@ class Operands:
         return (tensor for tensor in every if tensor is not None)
 
     def __len__(self) -> int:
-        return len(self.grad)
+        return self.grad.numel()
 
     def __getitem__(self, at: slice) -> Operands:
         master, param, remainder = (

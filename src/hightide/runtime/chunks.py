@@ -84,6 +84,7 @@ class Chunks:
         self.grad_slot_bytes = grad_slot_bytes(plan)
         pool_bytes, grad_pool_bytes = plan.num_slots * self.slot_bytes, plan.num_grad_slots * self.grad_slot_bytes
         self._slots = gpu.allocate(pool_bytes, "slots") if pool_bytes else None
+        self._slots_address = gpu.view(self._slots, torch.uint8).data_ptr() if self._slots is not None else 0
         self._grad_slots = gpu.allocate(grad_pool_bytes, "gradient slots") if grad_pool_bytes else None
 
         self._leaving, self._arriving, self._rounding = (
@@ -202,8 +203,7 @@ class Chunks:
         """(chunk, byte offset in it) of a tensor that lies in a parameter slot; None for any other tensor."""
         if self._slots is None:
             return None
-        base = self.gpu.view(self._slots, torch.uint8).data_ptr()
-        distance = tensor.data_ptr() - base
+        distance = tensor.data_ptr() - self._slots_address
         if not 0 <= distance < self._slots.num_bytes:
             return None
         for chunk in self.param_slots.everyone():

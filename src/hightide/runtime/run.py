@@ -7,7 +7,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class Run:
         device: torch.device = rng.CPU,
         compile: bool = False,
         first_values: FirstValues | None = None,
+        around_call: Callable[[tuple[Any, ...], Mapping[str, Any]], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.model, self.profile = model, profile
         self.probed = probed
@@ -63,6 +64,7 @@ class Run:
         self.runners: dict[int, BlockRunner] = {}  # by the id of the block's module
         self.compiled = CompiledForwards(compile)
         self._check_call = check_call  # raises for arguments under which training through blocks would be wrong
+        self._around_call = around_call or (lambda args, kwargs: nullcontext())
         self.forced_kwargs = dict(forced_kwargs)  # keyword arguments of every training call of the model
         self.parameters = _by_key(model, profile)
         self.keys = {id(param): key for key, param in self.parameters.items()}
@@ -160,7 +162,7 @@ class Run:
         try:
             args, kwargs = self._moved(args, kwargs)
             self._root_batch = (args, kwargs)
-            with self.gpu.meter("activations"):
+            with self.gpu.meter("activations"), self._around_call(args, kwargs):
                 return original(*args, **kwargs)
         finally:
             self._root_depth -= 1

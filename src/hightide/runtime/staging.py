@@ -40,6 +40,7 @@ class Staging:
 
     def _tiles(self, values: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor, Tensor]]:
         buffer = self._gpu.view(self._region, dtype)
-        for start in range(0, len(values), len(buffer)):
-            tile = values[start : start + len(buffer)]
-            yield start, tile, buffer[: len(tile)]
+        size = buffer.numel()
+        for start in range(0, values.numel(), size):
+            tile = values[start : start + size]
+            yield start, tile, buffer if start + size <= values.numel() else buffer[: tile.numel()]
