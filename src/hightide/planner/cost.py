@@ -26,6 +26,10 @@ from hightide.planner.lower.effects import micro_batch_of
 from hightide.planner.place import chunks_by_block, host_grad_bytes, rounds_gradient, rounds_in_place, states_on_gpu
 from hightide.planner.simulate import NUM_PASSES, Simulated, simulate, simulated_step_s
 
+# Seconds of the thread that runs the model, over what blocks took in a rehearsal: in training it starts copies and
+# updates too, and shares Python's lock with the threads of the lanes. Measured: docs/log.md, fifth session.
+ISSUE_FACTOR = 1.8
+
 
 @dataclass(frozen=True)
 class StepForecast:
@@ -62,7 +66,7 @@ def forecast_step_s(
 def _issue_s(profile: ModelProfile, plan: Plan, costs: Costs) -> float:
     kinds = Counter((call.kind, call.splittable) for call in profile.calls)
     calls = {(call.kind, call.splittable): call for call in profile.calls}
-    return costs.glue_s + sum(
+    return costs.glue_s + ISSUE_FACTOR * sum(
         count * costs.calls[kind].issue_s * len(_micro_batches(plan, calls[kind, splittable]))
         for (kind, splittable), count in kinds.items()
     )

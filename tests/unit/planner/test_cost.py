@@ -15,7 +15,7 @@ from hightide.ir.costs import CallCost, CallPeaks, Costs, Curve, LossCost, Point
 from hightide.ir.machine import Gpu, Machine, MatmulRates
 from hightide.ir.plan import Activation, GradientDtype, Plan, Update
 from hightide.ir.tier import Lane, Tier
-from hightide.planner.cost import forecast, seconds_of, with_peaks
+from hightide.planner.cost import ISSUE_FACTOR, forecast, seconds_of, with_peaks
 from hightide.planner.estimate import estimate
 from hightide.planner.lower import lower
 from hightide.planner.memory import (
@@ -156,7 +156,7 @@ def test_a_thread_that_cannot_keep_up_is_the_step() -> None:
     assert fast.step_s == fast.simulated.step_s > fast.issue_s
     slow = replace(COSTS, calls=tuple(replace(cost, issue_s=100.0) for cost in COSTS.calls))
     # Six samples in three micro-batches, except for the embedding.
-    assert forecast(profile, plan, slow, machine()).step_s == pytest.approx(100.0 * (1 + 3 * 6) + 0.125)
+    assert forecast(profile, plan, slow, machine()).step_s == pytest.approx(ISSUE_FACTOR * 100.0 * (1 + 3 * 6) + 0.125)
 
 
 @given(
