@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import astuple, dataclass, replace
+from itertools import product
 
 from hightide.ir.chunk import ChunkSpec, Layout
 from hightide.ir.plan import Plan
@@ -56,10 +57,16 @@ class Bases:
         self._layouts: dict[int, _LayoutShares] = {}
 
     def of(self, choice: Choice) -> Needs:
-        slot_numel = choice.slot_numel or self._problem.slot_numel
+        return self._layout(choice.slot_numel or self._problem.slot_numel).base(choice)
+
+    def least_bytes(self) -> int:
+        """Of chunks on the GPU and the host together, wherever each block lives; slots are not counted."""
+        return self._layout(self._problem.slot_numel).least_bytes()
+
+    def _layout(self, slot_numel: int) -> _LayoutShares:
         if slot_numel not in self._layouts:
             self._layouts[slot_numel] = _LayoutShares(self._problem, self._problem.layout(slot_numel))
-        return self._layouts[slot_numel].base(choice)
+        return self._layouts[slot_numel]
 
 
 class _LayoutShares:
@@ -86,6 +93,11 @@ class _LayoutShares:
         num_grad_slots = grad_slots_of(choice, grad_slots, any(share.has_leaving for share in counts))
         gpu += num_slots * slot + num_grad_slots * grad_slot + staging + profile.batch_bytes + profile.buffer_bytes
         return Needs(gpu, host + choice.disk_buffers * buffers, disk)
+
+    def least_bytes(self) -> int:
+        memory = Tier.GPU, Tier.HOST
+        homes = [self._shares_in(home) for home in product(memory, memory)]
+        return sum(min(sum(share.added) for share in shares) for shares in zip(*homes, strict=True))
 
     def _widest(self, homes: list[Home], shares: list[_Share]) -> tuple[int, int]:
         """As place.widest_tick."""

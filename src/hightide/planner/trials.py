@@ -62,8 +62,15 @@ class Trials:
         return self._guesses[choice]
 
     def needs(self, choice: Choice) -> Needs:
-        schedule = lower(self.problem.profile, self.problem.build(choice), Mode.TRAIN)
+        schedule = self._lowered(choice)
         return self._needs(schedule, peaks(schedule))
+
+    def peaks(self, choice: Choice) -> Peaks:
+        return peaks(self._lowered(choice))
+
+    def least_bytes(self) -> int:
+        """On the GPU and the host together, of any choice without a disk."""
+        return self._bases.least_bytes()
 
     def step_s(self, choice: Choice, below_s: float = math.inf) -> float:
         """Infinite if the choice does not fit, or surely takes `below_s` or more."""
@@ -78,6 +85,9 @@ class Trials:
             step_s = self._simulate(plan, schedule)
         self._step_s[choice] = step_s
         return step_s
+
+    def _lowered(self, choice: Choice) -> Schedule:
+        return lower(self.problem.profile, self.problem.build(choice), Mode.TRAIN)
 
     def _simulate(self, plan: Plan, schedule: Schedule) -> float:
         self.num_simulated += 1
