@@ -91,7 +91,7 @@ def test_a_host_too_small_is_refused_with_numbers() -> None:
         InfeasiblePlan, match=r"missing on the host; give it Limits\(host=\d+\), or Limits\(gpu"
     ) as caught:
         quick(profile, limit, too_little)
-    raised = {caught.value.tier: caught.value.num_bytes}  # whichever takes fewer bytes
+    raised = {caught.value.tier: caught.value.num_bytes}  # whichever grows least
     limits = raised.get(Tier.GPU, limit), raised.get(Tier.HOST, too_little)
     forecast = quick(profile, *limits).forecast
     assert forecast.gpu_peak_bytes <= limits[0] and forecast.host_peak_bytes <= limits[1]
