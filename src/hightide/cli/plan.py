@@ -92,7 +92,9 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
                 raise
             status.update("searching what would fit")
             fits = fitting(question, refused, _leeway(options, workload, question), _clock(HELP_S))
-            report = PlanReport(subject(workload.name, question), False, None, refusal(refused), would_fit=fits)
+            report = PlanReport(
+                subject(workload.name, question), False, None, refusal(refused, question), would_fit=fits
+            )
         else:
             status.update("searching what would help")
             report = _report(options, workload, question, found)

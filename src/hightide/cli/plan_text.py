@@ -71,9 +71,11 @@ def _outlook(console: Console, outlook: Outlook) -> None:
 
 
 def _refusal(console: Console, refusal: Refusal, changes: tuple[Change, ...]) -> None:
-    console.print(Text.assemble(("DOES NOT FIT", "bold red"), f": {refusal.message}"))
-    if refusal.moment:
-        console.print(f"the most is needed at {refusal.moment}", markup=False)
+    missing = " and ".join(
+        f"{format_bytes(one.missing_bytes)} ({one.missing_bytes} bytes) on the {one.tier}" for one in refusal.shortages
+    )
+    console.print(Text.assemble(("DOES NOT FIT", "bold red"), f": missing are {missing}"))
+    console.print(f"the most is needed {refusal.when}", markup=False)
     console.print()
     if not changes:
         console.print("no single change was found that would make it fit")

@@ -6,7 +6,8 @@ so each chunk is asked about each of these homes once, and equal blocks are adde
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from itertools import product
 
 from hightide.ir.chunk import ChunkSpec, Layout
 from hightide.ir.plan import Plan
@@ -39,9 +40,10 @@ class Needs:
     disk_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Share:
-    """Of one block's chunks: what adds up, what all blocks share (the largest counts), and how wide its ticks are."""
+    """Of one block's chunks: what adds up, what all blocks share (the largest counts), and how wide its ticks are.
+    Equal blocks have the same one, so that counting them needs no look inside."""
 
     added: tuple[int, int, int]  # on GPU, host and disk
     largest: tuple[int, ...]  # a slot, a grad slot, three staging buffers, three buffers of the disk
@@ -55,10 +57,16 @@ class Bases:
         self._layouts: dict[int, _LayoutShares] = {}
 
     def of(self, choice: Choice) -> Needs:
-        slot_numel = choice.slot_numel or self._problem.slot_numel
+        return self._layout(choice.slot_numel or self._problem.slot_numel).base(choice)
+
+    def least_bytes(self) -> int:
+        """Of chunks on the GPU and the host together, wherever each block lives; slots are not counted."""
+        return self._layout(self._problem.slot_numel).least_bytes()
+
+    def _layout(self, slot_numel: int) -> _LayoutShares:
         if slot_numel not in self._layouts:
             self._layouts[slot_numel] = _LayoutShares(self._problem, self._problem.layout(slot_numel))
-        return self._layouts[slot_numel].base(choice)
+        return self._layouts[slot_numel]
 
 
 class _LayoutShares:
@@ -74,7 +82,8 @@ class _LayoutShares:
     def base(self, choice: Choice) -> Needs:
         problem, profile = self._problem, self._problem.profile
         homes = [problem.home(block, choice) for block in profile.blocks]
-        shares = [self._share(home, block) for block, home in enumerate(homes)]
+        by_home = {home: self._shares_in(home) for home in set(homes)}
+        shares = [by_home[home][block] for block, home in enumerate(homes)]
         counts = Counter(shares)
         gpu, host, disk = (sum(share.added[tier] * count for share, count in counts.items()) for tier in range(3))
         slot, grad_slot, *rest = (max(sizes) for sizes in zip(*(share.largest for share in counts), strict=True))
@@ -84,6 +93,11 @@ class _LayoutShares:
         num_grad_slots = grad_slots_of(choice, grad_slots, any(share.has_leaving for share in counts))
         gpu += num_slots * slot + num_grad_slots * grad_slot + staging + profile.batch_bytes + profile.buffer_bytes
         return Needs(gpu, host + choice.disk_buffers * buffers, disk)
+
+    def least_bytes(self) -> int:
+        memory = Tier.GPU, Tier.HOST
+        homes = [self._shares_in(home) for home in product(memory, memory)]
+        return sum(min(sum(share.added) for share in shares) for shares in zip(*homes, strict=True))
 
     def _widest(self, homes: list[Home], shares: list[_Share]) -> tuple[int, int]:
         """As place.widest_tick."""
@@ -98,12 +112,13 @@ class _LayoutShares:
             grad_slots = max(grad_slots, shares[user].widths[1] + sum(width[1] for width in more))
         return slots, grad_slots
 
-    def _share(self, home: Home, block: int) -> _Share:
+    def _shares_in(self, home: Home) -> list[_Share]:
+        """By block."""
         if home not in self._shares:
-            interned: dict[_Share, _Share] = {}
+            same: dict[object, _Share] = {}
             shares = [self._made(home, index, chunks) for index, chunks in enumerate(self._owned)]
-            self._shares[home] = [interned.setdefault(share, share) for share in shares]
-        return self._shares[home][block]
+            self._shares[home] = [same.setdefault(astuple(share), share) for share in shares]
+        return self._shares[home]
 
     def _made(self, home: Home, block: int, chunks: list[ChunkSpec]) -> _Share:
         plan = self._plan(home)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
@@ -58,28 +58,41 @@ def _batch(profile: ModelProfile, plan: Plan) -> list[str]:
     if profile.vocabulary:
         kept = f", those of {plan.loss_kept_tokens} kept" if plan.loss_kept_tokens else ""
         lines.append(f"loss: over slices of {plan.loss_tile_tokens} tokens x {profile.vocabulary} logits{kept}")
-    slot, grad_slot = format_bytes(slot_bytes(plan)), format_bytes(grad_slot_bytes(plan))
-    lines.append(f"slots: {plan.num_slots} of {slot}, {plan.num_grad_slots} of {grad_slot} for gradients")
+    slots, grad_slots = _slots(plan.num_slots, slot_bytes(plan)), _slots(plan.num_grad_slots, grad_slot_bytes(plan))
+    lines.append(f"slots: {slots}, {grad_slots} for gradients")
     if plan.num_disk_buffers:
         sizes = ", ".join(format_bytes(size) for size in disk_buffer_bytes(plan))
         lines.append(f"disk: through {plan.num_disk_buffers} buffers on the host of each size: {sizes}")
     return lines
 
 
+def _slots(count: int, num_bytes: int) -> str:
+    return f"{count} of {format_bytes(num_bytes)}" if count else "none"
+
+
 def _table(profile: ModelProfile, plan: Plan) -> list[str]:
     """One row per run of consecutive blocks with equal decisions."""
     called = {call.block for call in profile.calls}
+    prefix = _shared_prefix([block.name for block in plan.blocks if block.name])
     rows = []
     for key, run in groupby(range(len(plan.blocks)), lambda i: _decisions(plan.blocks[i], profile, i, called)):
-        names = [plan.blocks[index].name or "(loose parameters)" for index in run]
+        names = [plan.blocks[index].name.removeprefix(prefix) or "(loose parameters)" for index in run]
         rows.append((_range_of(names), *key))
     widths = [10, 6, 6, 11, 6]
     name_width = WIDTH - sum(widths[1:]) - 2 * 4
-    lines = [f"{'block':<{name_width}}" + "".join(f"  {n:<{w}}" for n, w in zip(_COLUMNS, widths[1:], strict=True))]
+    head = _clip(f"block in {prefix.removesuffix('.')}" if prefix else "block", name_width)
+    lines = [f"{head:<{name_width}}" + "".join(f"  {n:<{w}}" for n, w in zip(_COLUMNS, widths[1:], strict=True))]
     for name, *cells in rows:
         cell_text = "".join(f"  {cell:<{w}}" for cell, w in zip(cells, widths[1:], strict=True))
         lines.append(f"{_clip(name, name_width):<{name_width}}{cell_text}".rstrip())
     return lines
+
+
+def _shared_prefix(names: list[str]) -> str:
+    """Containers around all of the model: "base_model.model." of one with adapters."""
+    first, last = (name.split(".")[:-1] for name in (min(names, default=""), max(names, default="")))
+    shared = [part for part, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))]
+    return ".".join([*shared, ""]) if shared else ""
 
 
 def _decisions(block: BlockPlan, profile: ModelProfile, index: int, called: set[int]) -> tuple[str, str, str, str]:

@@ -4,8 +4,10 @@ search may find still more."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from hightide.ir.block import DTYPE_BYTES
 from hightide.ir.chunk import GRAD_BYTES
@@ -13,7 +15,7 @@ from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.nearby import fits, least_disk_bytes, nearby_step_s
+from hightide.planner.nearby import fits, least_disk_bytes, nearby_step_s, why_not
 from hightide.planner.question import Question
 from hightide.planner.search import Found
 
@@ -59,10 +61,10 @@ def improvements(question: Question, found: Found, leeway: Leeway, may_go_on: Ca
         if not may_go_on():
             untried.append(change)
             continue
-        step_s = nearby_step_s(changed, found.choice)  # infinite: a larger batch does not fit
-        speedup = changed.profile.num_samples / step_s / before
-        if speedup >= LEAST_SPEEDUP:
-            helpful.append(Improvement(change, step_s, speedup))
+        num_samples = changed.profile.num_samples
+        step_s = nearby_step_s(changed, found.choice, below_s=num_samples / (before * LEAST_SPEEDUP))
+        if step_s < math.inf:
+            helpful.append(Improvement(change, step_s, num_samples / step_s / before))
     return Improvements(tuple(sorted(helpful, key=lambda one: -one.speedup)), tuple(untried))
 
 
@@ -95,7 +97,7 @@ def fitting(
     """Changes that make it fit, each for itself: more memory, then what needs no other machine."""
     found: list[Change] = []
     options: list[Callable[[], Change | None]] = [
-        lambda: _enough(question, refused),
+        *_memories(question, refused, leeway),
         lambda: _with_disk(question),
         lambda: _rounded(question),
         lambda: _any_micro_batch(question),
@@ -107,23 +109,26 @@ def fitting(
     return tuple(found)
 
 
-def _enough(question: Question, refused: InfeasiblePlan) -> Change | None:
-    """Raises the limit of the tier that is short to what it needs; then, perhaps, that of the other one."""
+def _memories(question: Question, refused: InfeasiblePlan, leeway: Leeway) -> list[Callable[[], Change | None]]:
+    """Beyond what the GPU has only where nothing else would do."""
+    possible = [limits for limits in refused.enough if limits.get(Tier.GPU, 0) <= leeway.gpu_memory_bytes]
+    return [partial(_enough, question, limits) for limits in possible or refused.enough]
+
+
+def _enough(question: Question, limits: Mapping[Tier, int]) -> Change | None:
+    """Raises limits to what is needed; then, perhaps, that of another tier too."""
     raised: dict[Tier, int] = {}
     for _ in range(MAX_RAISES):
-        if refused.tier is None or refused.num_bytes <= raised.get(refused.tier, 0):
+        if all(num_bytes <= raised.get(tier, 0) for tier, num_bytes in limits.items()):
             return None
-        raised[refused.tier] = parse_bytes(size_option(refused.num_bytes), refused.tier)  # as it will be asked for
-        question = question.with_limit(refused.tier, raised[refused.tier])
-        if not fits(question):
-            try:
-                question.answer()
-            except InfeasiblePlan as again:
-                refused = again
-                continue
-        sizes = {tier: size_option(num_bytes) for tier, num_bytes in raised.items()}
-        text = " and ".join(f"{size} of {_NAMES[tier]}" for tier, size in sizes.items())
-        return Change(text, " ".join(_option(tier, size) for tier, size in sizes.items()))
+        for tier, num_bytes in limits.items():
+            raised[tier] = parse_bytes(size_option(num_bytes), tier)  # as it will be asked for
+            question = question.with_limit(tier, raised[tier])
+        if fits(question):
+            sizes = {tier: size_option(num_bytes) for tier, num_bytes in raised.items()}
+            text = " and ".join(f"{size} of {_NAMES[tier]}" for tier, size in sizes.items())
+            return Change(text, " ".join(_option(tier, size) for tier, size in sizes.items()))
+        limits = why_not(question).enough[0]
     return None
 
 

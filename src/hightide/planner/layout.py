@@ -23,9 +23,10 @@ def pack(profile: ModelProfile, slot_numel: int, num_moments: int = 2) -> Layout
     chunks: list[ChunkSpec] = []
     backwards = Counter(call.block for call in profile.calls if call.needs_backward)
     for (block, users, dtype, _), params in _bundles(profile):
-        for members in _cut(params, slot_numel):
-            num_backwards = 0 if profile.blocks[block].loose else sum(backwards[user] for user in users)
-            chunks.append(_chunk(len(chunks), block, users, dtype, members, num_moments, num_backwards))
+        num_backwards = 0 if profile.blocks[block].loose else sum(backwards[user] for user in users)
+        specs = list(params)
+        for part in _cut(_sizes(specs), slot_numel):
+            chunks.append(_chunk(len(chunks), block, users, dtype, specs[part], num_moments, num_backwards))
     return Layout(slot_numel, tuple(chunks))
 
 
@@ -34,7 +35,8 @@ def slot_sizes(profile: ModelProfile) -> tuple[int, ...]:
 
     Cost of a size, over all fetches of a step: slot elements that stay empty, plus LATENCY_NUMEL for each transfer.
     Tiny blocks do not count: they are the first to become persistent, and must not decide about the others."""
-    return tuple(sorted(slot_candidates(profile), key=lambda slot_numel: (slot_cost(profile, slot_numel), -slot_numel)))
+    fetches = _fetches(profile)
+    return tuple(sorted(slot_candidates(profile), key=lambda slot_numel: (_cost(fetches, slot_numel), -slot_numel)))
 
 
 def slot_candidates(profile: ModelProfile) -> set[int]:
@@ -68,17 +70,29 @@ def adapters(profile: ModelProfile) -> frozenset[str]:
 
 
 def slot_cost(profile: ModelProfile, slot_numel: int) -> int:
-    layout = pack(profile, slot_numel)
-    tiny, apart = tiny_blocks(profile), adapters(profile)
+    return _cost(_fetches(profile), slot_numel)
+
+
+def _fetches(profile: ModelProfile) -> Counter[tuple[int, ...]]:
+    """How often a step fetches parameters of these sizes together: equal blocks cost the same."""
+    tiny = tiny_blocks(profile)
     num_fetches = [0] * len(profile.blocks)
     for call in profile.calls:
         num_fetches[call.block] += 2 if call.needs_backward else 1
-    return sum(
-        num_fetches[user] * (layout.num_slots(chunk) * slot_numel - chunk.numel + LATENCY_NUMEL)
-        for chunk in layout.chunks
-        if not profile.blocks[chunk.block].loose and chunk.block not in tiny and chunk.params[0].param not in apart
-        for user in chunk.users
-    )
+    found: Counter[tuple[int, ...]] = Counter()
+    for (block, users, _, is_adapter), params in _bundles(profile):
+        if not (profile.blocks[block].loose or block in tiny or is_adapter):
+            found[_sizes(params)] += sum(num_fetches[user] for user in users)
+    return found
+
+
+def _cost(fetches: Counter[tuple[int, ...]], slot_numel: int) -> int:
+    cost = 0
+    for sizes, count in fetches.items():
+        numels = [sum(sizes[part]) for part in _cut(sizes, slot_numel)]
+        slots_numel = sum(max(1, -(-numel // slot_numel)) * slot_numel for numel in numels)
+        cost += count * (slots_numel - sum(numels) + len(numels) * LATENCY_NUMEL)
+    return cost
 
 
 Bundle = tuple[int, tuple[int, ...], str, bool]  # owner, users, dtype, whether adapters
@@ -103,10 +117,11 @@ def _bundles(profile: ModelProfile) -> Iterator[tuple[Bundle, Iterable[ParamSpec
         return owner, tuple(mine), spec.dtype, spec.name in apart
 
     def order(spec: ParamSpec) -> tuple[int, bool, tuple[int, ...], str, int, int, int]:
-        owner, mine, dtype, _ = bundle(spec)
+        owner, mine, dtype, _ = bundles[spec.name]
         return owner, len(mine) > 1, mine, dtype, *_section(spec), rank[spec.name]
 
-    return groupby(sorted(profile.params, key=order), key=bundle)
+    bundles = {spec.name: bundle(spec) for spec in profile.params}
+    return groupby(sorted(profile.params, key=order), key=lambda spec: bundles[spec.name])
 
 
 def _section(spec: ParamSpec) -> tuple[int, int]:
@@ -116,17 +131,19 @@ def _section(spec: ParamSpec) -> tuple[int, int]:
     return (1, 0) if spec.group is None else (0, spec.group)
 
 
-def _cut(params: Iterable[ParamSpec], slot_numel: int) -> Iterator[Sequence[ParamSpec]]:
+def _sizes(params: Iterable[ParamSpec]) -> tuple[int, ...]:
+    return tuple(aligned(spec.numel) for spec in params)
+
+
+def _cut(sizes: Sequence[int], slot_numel: int) -> Iterator[slice]:
     """Cuts where the slot would overflow. A parameter larger than a slot is alone and spans several."""
-    members: list[ParamSpec] = []
-    numel = 0
-    for spec in params:
-        if members and numel + aligned(spec.numel) > slot_numel:
-            yield members
-            members, numel = [], 0
-        members.append(spec)
-        numel += aligned(spec.numel)
-    yield members
+    first = numel = 0
+    for at, size in enumerate(sizes):
+        if at > first and numel + size > slot_numel:
+            yield slice(first, at)
+            first, numel = at, 0
+        numel += size
+    yield slice(first, len(sizes))
 
 
 def _chunk(

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 
 from hightide.ir.action import TICK_OPS, Action, Op, Schedule
+from hightide.ir.machine import Machine
 from hightide.ir.tier import Lane
 from hightide.planner.precedence import Precedence
 
@@ -69,6 +70,16 @@ def reserved_bytes(schedule: Schedule, peak: Peaks | None = None) -> int:
     peak_bytes = (peak or peaks(schedule)).gpu_peak_bytes
     stashed = max((action.gpu_gives for action in schedule.actions if action.op is Op.STASH), default=0)
     return schedule.gpu_base_bytes + reserved_beside(peak_bytes - schedule.gpu_base_bytes, stashed)
+
+
+def needed_bytes(schedule: Schedule, peak: Peaks, machine: Machine) -> int:
+    """That a limit of the GPU must allow. Of a real one what torch reserves; of a simulated one, and where nothing is
+    known, what tensors take."""
+    return reserved_bytes(schedule, peak) if is_real(machine) else peak.gpu_peak_bytes
+
+
+def is_real(machine: Machine) -> bool:
+    return machine.gpu is not None and not machine.is_simulated
 
 
 def reserved_beside(passing_bytes: int, stashed_bytes: int) -> int:

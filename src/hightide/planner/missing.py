@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NoReturn
 
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
@@ -13,44 +12,45 @@ from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.trials import Trials
 
 
-def refuse(trials: Trials, leanest: Iterable[Choice]) -> NoReturn:
-    """Says how much more of one tier would do with the others as they are, whichever is least; or, where all lack, how
-    much more of each."""
+def refusal(trials: Trials, leanest: Iterable[Choice]) -> InfeasiblePlan:
+    """Says how much more of one tier would do with the others as they are, first of the one that grows least by it; or,
+    where several lack, how much more of each."""
     problem = trials.problem
     limits = {Tier.GPU: problem.gpu_bytes, Tier.HOST: problem.host_bytes, Tier.DISK: problem.disk_bytes}
-    needs = [_by_tier(trials.guess(choice)) for choice in dict.fromkeys(leanest)]
-    best: dict[Tier, int] = {}
-    for need in needs:
-        lacking = [tier for tier in limits if need[tier] > limits[tier]]
-        if len(lacking) == 1:
-            (tier,) = lacking
-            best[tier] = min(best.get(tier, need[tier]), need[tier])
-    if not best:
-        raise _several(min(needs, key=lambda need: need[Tier.GPU]), limits)
-    tier = min(best, key=lambda one: best[one] - limits[one])
-    missing = {one: best[one] - limits[one] for one in (tier, *(other for other in best if other is not tier))}
-    others = [f", or {_more(other, missing[other])}" for other in missing if other is not tier]
-    raise InfeasiblePlan(
-        f"no plan fits {_given(limits)}: {_bytes(missing[tier])} are missing on the {tier}; give it "
-        f"{_more(tier, missing[tier])}, {_limits({tier: best[tier]})}" + "".join(others),
-        tier=tier,
-        num_bytes=best[tier],
+    best: dict[tuple[Tier, ...], tuple[dict[Tier, int], Choice]] = {}
+    for choice in dict.fromkeys(leanest):
+        guess = trials.guess(choice)
+        need = _by_tier(trials.needs(choice) if trials.within(guess) else guess)
+        short = {tier: need[tier] for tier in limits if need[tier] > limits[tier]}
+        assert short, f"this fits, and the search has not found it: {choice}"
+        if tuple(short) not in best or next(iter(short.values())) < next(iter(best[tuple(short)][0].values())):
+            best[tuple(short)] = short, choice
+    fewest = min(map(len, best))
+    found = [one for tiers, one in best.items() if len(tiers) == fewest]
+    found.sort(key=lambda one: max(size / max(1, limits[tier]) for tier, size in one[0].items()))
+    needed, choice = found[0]
+    tier = next(iter(needed))
+    moment = _moment(trials, choice, tier)
+    missing = " and ".join(f"{_bytes(size - limits[one])} are missing on the {one}" for one, size in needed.items())
+    others = "".join(f", or {_limits(other)}" for other, _ in found[1:])
+    return InfeasiblePlan(
+        f"no plan fits {_given(limits)}: {missing}{f', the most during {moment}' if moment else ''}; "
+        f"give it {_limits(needed)}{others}",
+        moment,
+        tier,
+        needed[tier],
+        tuple(short for short, _ in found),
     )
+
+
+def _moment(trials: Trials, choice: Choice, tier: Tier) -> str:
+    """At which the tier needs most."""
+    peak = trials.peaks(choice)
+    return {Tier.GPU: peak.gpu_peak_at, Tier.HOST: peak.host_peak_at, Tier.DISK: ""}[tier]
 
 
 def _by_tier(needs: Needs) -> dict[Tier, int]:
     return {Tier.GPU: needs.gpu_bytes, Tier.HOST: needs.host_bytes, Tier.DISK: needs.disk_bytes}
-
-
-def _several(need: dict[Tier, int], limits: dict[Tier, int]) -> InfeasiblePlan:
-    short = {tier: need[tier] for tier in limits if need[tier] > limits[tier]}
-    missing = " and ".join(f"{_bytes(short[tier] - limits[tier])} on the {tier}" for tier in short)
-    first = next(iter(short))
-    return InfeasiblePlan(
-        f"no plan fits {_given(limits)}: {missing} are missing; give it {_limits(short)}",
-        tier=first,
-        num_bytes=short[first],
-    )
 
 
 def _given(limits: dict[Tier, int]) -> str:
@@ -61,10 +61,6 @@ def _given(limits: dict[Tier, int]) -> str:
 def _limits(sizes: dict[Tier, int]) -> str:
     texts = {tier: f"'FOLDER:{size}'" if tier is Tier.DISK else str(size) for tier, size in sizes.items()}
     return f"Limits({', '.join(f'{tier}={text}' for tier, text in texts.items())})"
-
-
-def _more(tier: Tier, num_bytes: int) -> str:
-    return f"{_bytes(num_bytes)} more {tier}{'' if tier is Tier.DISK else ' memory'}"
 
 
 def _bytes(num_bytes: int) -> str:

@@ -1,26 +1,33 @@
 """What activations take over a step, for many choices at once.
 
 Searches ask for the room of thousands of choices; lowering each would take minutes. What a call keeps, or leaves near,
-adds the same bytes at the same ticks whatever others do, so it is enough to lower a few schedules in which nothing
-moves and to add up their differences."""
+adds the same bytes at the same moments whatever others do, and so does an update on the GPU. So it is enough to lower
+one schedule per micro-batch size and tier of inputs, in which nothing moves, and to add up differences."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from operator import add
 
 from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
-from hightide.ir.chunk import UPDATE_TILE_NUMEL
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.choice import Choice, Problem
 from hightide.planner.lower import lower, lower_ticks
 
+# Moments of each tick: in it; right after it, when blocks are updated in backward; and while what it opened is on its
+# way, up to the next tick.
+IN, AFTER, BETWEEN = range(3)
+NUM_MOMENTS = 3
+
 
 @dataclass(frozen=True)
 class _Rise:
-    """So many bytes more from one tick through another, and so many more while the last one runs."""
+    """So many bytes more from one moment through another, and so many more in the last one."""
 
     first: int
     last: int
@@ -30,9 +37,10 @@ class _Rise:
 
 @dataclass(frozen=True)
 class _Levels:
-    """Of one micro-batch size and tier of inputs, with one block's update on the GPU or none."""
+    """Of one micro-batch size and tier of inputs."""
 
-    gpu_bytes: list[int]  # at most, by tick, with everything recomputed
+    gpu_bytes: list[int]  # at most, by moment, with everything recomputed and no block updated on the GPU
+    updates: dict[int, dict[int, int]]  # by block: the same at the moments at which it is updated there
     keep: dict[int, list[_Rise]]  # by block
     near: dict[int, list[_Rise]]
     host_bytes: dict[int, int]  # by block: its inputs on the host
@@ -42,7 +50,7 @@ class _Levels:
 class Room:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._levels: dict[tuple[int, Tier, int | None], _Levels] = {}
+        self._levels: dict[tuple[int, Tier], _Levels] = {}
         self._logits: dict[int, list[_Rise]] = {}
 
     def gpu_bytes(self, choice: Choice) -> int:
@@ -52,7 +60,11 @@ class Room:
         rises += [rise for block in choice.keep | choice.near for rise in levels.near.get(block, ())]
         if choice.loss_kept_tokens:
             rises += self._logits_of(choice)
-        return max(_added(levels.gpu_bytes, rises))
+        with_updates = levels.gpu_bytes.copy()
+        for block in choice.whole | choice.trained:
+            for moment, num_bytes in levels.updates.get(block, {}).items():
+                with_updates[moment] = max(with_updates[moment], num_bytes)
+        return max(_added(with_updates, rises) if rises else with_updates)
 
     def host_bytes(self, choice: Choice) -> int:
         near = choice.keep | choice.near
@@ -65,7 +77,7 @@ class Room:
         return max((size for block, size in levels.stashed_bytes.items() if block not in near), default=0)
 
     def _levels_of(self, choice: Choice) -> _Levels:
-        key = (choice.micro_batch, choice.inputs, self._widest_update(choice))
+        key = (choice.micro_batch, choice.inputs)
         if key not in self._levels:
             plain = lower(self._problem.profile, self._plan(*key), Mode.TRAIN)
             kept = lower_ticks(self._problem.profile, self._plan(*key, keep=self._problem.keepable))
@@ -76,62 +88,62 @@ class Room:
             stashed_bytes: dict[int, int] = {}
             for call, stash in stashes.items():
                 assert stash.block is not None
-                rise = _Rise(stash.tick, returns[call].opens, stash.gpu_gives)
+                last = NUM_MOMENTS * returns[call].opens + AFTER
+                rise = _Rise(NUM_MOMENTS * stash.tick + IN, last, stash.gpu_gives)
                 near.setdefault(stash.block, []).append(rise)
                 host_bytes[stash.block] = host_bytes.get(stash.block, 0) + stash.host_takes
                 stashed_bytes[stash.block] = max(stashed_bytes.get(stash.block, 0), stash.gpu_gives)
-            self._levels[key] = _Levels(_gpu_levels(plain), _rises(plain.ticks, kept), near, host_bytes, stashed_bytes)
+            self._levels[key] = _Levels(
+                *_gpu_levels(plain, self._problem), _rises(plain.ticks, kept), near, host_bytes, stashed_bytes
+            )
         return self._levels[key]
 
     def _logits_of(self, choice: Choice) -> list[_Rise]:
         tokens = choice.loss_kept_tokens
         if tokens not in self._logits:
-            kept = lower_ticks(self._problem.profile, self._plan(1, Tier.GPU, None, loss_kept_tokens=tokens))
+            kept = lower_ticks(self._problem.profile, self._plan(1, Tier.GPU, loss_kept_tokens=tokens))
             self._logits[tokens] = [rise for rises in _rises(self._plain_ticks, kept).values() for rise in rises]
         return self._logits[tokens]
 
-    def _widest_update(self, choice: Choice) -> int | None:
-        """The block whose update on the GPU takes most room; of equals the first."""
-        widths = {block: min(self._problem.block_numel(block), UPDATE_TILE_NUMEL) for block in choice.whole}
-        return max(sorted(widths), key=widths.__getitem__, default=None)
-
     @cached_property
     def _plain_ticks(self) -> tuple[Action, ...]:
-        return lower_ticks(self._problem.profile, self._plan(1, Tier.GPU, None))
+        return lower_ticks(self._problem.profile, self._plan(1, Tier.GPU))
 
-    def _plan(
-        self, micro_batch: int, inputs: Tier, updated: int | None, keep: Sequence[int] = (), loss_kept_tokens: int = 0
-    ) -> Plan:
-        """With all parameters on the GPU, and one block's states."""
-        whole = frozenset[int]() if updated is None else frozenset([updated])
-        choice = Choice(
-            micro_batch,
-            inputs,
-            whole=whole,
-            params=frozenset(self._problem.movable) - whole,
-            keep=frozenset(keep),
-            loss_kept_tokens=loss_kept_tokens,
-        )
+    def _plan(self, micro_batch: int, inputs: Tier, keep: Sequence[int] = (), loss_kept_tokens: int = 0) -> Plan:
+        """With everything on the GPU."""
+        whole = frozenset(self._problem.movable)
+        choice = Choice(micro_batch, inputs, whole=whole, keep=frozenset(keep), loss_kept_tokens=loss_kept_tokens)
         return self._problem.build(choice)
 
 
-def _gpu_levels(schedule: Schedule) -> list[int]:
-    """At each tick or since the one before, beside what is always there. Copies count as in memory.peaks, taking each
-    stash for done at the tick that waits for it."""
-    levels = [0] * len(schedule.ticks)
+def _gpu_levels(schedule: Schedule, problem: Problem) -> tuple[list[int], dict[int, dict[int, int]]]:
+    """At each moment, beside what is always there; and by block, at those of its updates. Copies count as in
+    memory.peaks, taking each stash for done at the tick that waits for it."""
+    levels = [0] * (NUM_MOMENTS * len(schedule.ticks))
+    updates: dict[int, dict[int, int]] = defaultdict(dict)
     leaving: dict[int, int] = {}
+    movable = set(problem.movable)
     now = at = 0
     for action in schedule.actions:
         if action.op in TICK_OPS:
-            at = action.tick
-            now -= leaving.pop(at, 0)
+            at = NUM_MOMENTS * action.tick + IN
+            now -= leaving.pop(action.tick, 0)
+        elif action.lane is Lane.COMPUTE and action.runs_when_open:
+            at = NUM_MOMENTS * action.opens + AFTER
+        else:
+            at = at - at % NUM_MOMENTS + BETWEEN
         now += action.gpu_takes
-        levels[at] = max(levels[at], now + action.gpu_transient)
+        reached = now + action.gpu_transient
+        if action.op is Op.UPDATE and action.lane is Lane.COMPUTE and action.block in movable:
+            of_block = updates[action.block]
+            of_block[at] = max(of_block.get(at, 0), reached)
+        else:
+            levels[at] = max(levels[at], reached)
         if action.lane is Lane.COMPUTE:
             now -= action.gpu_gives
         else:
             leaving[action.tick] = leaving.get(action.tick, 0) + action.gpu_gives
-    return levels
+    return levels, dict(updates)
 
 
 def _rises(plain: Sequence[Action], kept: Sequence[Action]) -> dict[int, list[_Rise]]:
@@ -145,8 +157,9 @@ def _rises(plain: Sequence[Action], kept: Sequence[Action]) -> dict[int, list[_R
         first = forward[backward.call]
         more = first.gpu_kept - before[first.id].gpu_kept
         assert backward.block is not None
-        inside = [_Rise(tick.tick, tick.tick, 0, _more_inside(before, tick)) for tick in (first, backward)]
-        rise = _Rise(first.tick, backward.tick, more)
+        start, end = (NUM_MOMENTS * tick.tick + IN for tick in (first, backward))
+        inside = [_Rise(at, at, 0, _more_inside(before, tick)) for at, tick in ((start, first), (end, backward))]
+        rise = _Rise(start, end, more)
         rises.setdefault(backward.block, []).extend([rise, *(one for one in inside if one.last_bytes)])
     return {block: found for block, found in rises.items() if any(rise.num_bytes or rise.last_bytes for rise in found)}
 
@@ -163,8 +176,4 @@ def _added(levels: list[int], rises: Iterable[_Rise]) -> list[int]:
             slopes[rise.first] += rise.num_bytes
             slopes[rise.last + 1] -= rise.num_bytes
             found[rise.last] += rise.last_bytes
-    more = 0
-    for tick, slope in enumerate(slopes[:-1]):
-        more += slope
-        found[tick] += more
-    return found
+    return list(map(add, found, accumulate(slopes)))

@@ -27,7 +27,7 @@ from hightide.planner.cost import StepForecast, forecast
 from hightide.planner.explain import explain
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
-from hightide.planner.missing import refuse
+from hightide.planner.missing import refusal
 from hightide.planner.moves import ORDERS, Moves
 from hightide.planner.trials import Trials
 
@@ -103,11 +103,18 @@ class _Search:
             return resident
         found = self._fillings()
         if not found:
-            refuse(self.trials, self.moves.leanest())
+            return self._leanest()
         if self.quick:
             return min(found, key=lambda choice: found[choice])
         starts = sorted(found, key=lambda choice: found[choice])[: self._num_improved()]
         return min((self._improved(choice) for choice in starts), key=self.trials.step_s)
+
+    def _leanest(self) -> Choice:
+        """That fits. Fillings of what nearly fits may all be a little too much."""
+        for choice in self.moves.leanest():
+            if self.trials.may_fit(choice) and self.trials.step_s(choice) < math.inf:
+                return choice
+        raise refusal(self.trials, self.moves.leanest())
 
     def _fits(self, choice: Choice) -> bool:
         return self.moves.may_fit(choice) and self.trials.step_s(choice) < math.inf

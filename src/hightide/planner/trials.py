@@ -15,7 +15,7 @@ from hightide.planner.bounds import least_step_s
 from hightide.planner.choice import Choice, Problem
 from hightide.planner.cost import forecast_step_s
 from hightide.planner.lower import lower
-from hightide.planner.memory import Peaks, peaks, reserved_beside, reserved_bytes
+from hightide.planner.memory import Peaks, is_real, needed_bytes, peaks, reserved_beside
 from hightide.planner.room import Room
 
 NUM_PASSES = 2  # simulated for a comparison: one that leaves updates behind, one that counts
@@ -55,15 +55,22 @@ class Trials:
         if choice not in self._guesses:
             always = self._always(choice)
             inside = self._room.gpu_bytes(choice)
-            if self._is_real:
+            if is_real(self.machine):
                 inside = reserved_beside(inside, self._room.stashed_bytes(choice))
             host_bytes = always.host_bytes + self._room.host_bytes(choice)
             self._guesses[choice] = Needs(always.gpu_bytes + inside, host_bytes, always.disk_bytes)
         return self._guesses[choice]
 
     def needs(self, choice: Choice) -> Needs:
-        schedule = lower(self.problem.profile, self.problem.build(choice), Mode.TRAIN)
+        schedule = self._lowered(choice)
         return self._needs(schedule, peaks(schedule))
+
+    def peaks(self, choice: Choice) -> Peaks:
+        return peaks(self._lowered(choice))
+
+    def least_bytes(self) -> int:
+        """On the GPU and the host together, of any choice without a disk."""
+        return self._bases.least_bytes()
 
     def step_s(self, choice: Choice, below_s: float = math.inf) -> float:
         """Infinite if the choice does not fit, or surely takes `below_s` or more."""
@@ -79,6 +86,9 @@ class Trials:
         self._step_s[choice] = step_s
         return step_s
 
+    def _lowered(self, choice: Choice) -> Schedule:
+        return lower(self.problem.profile, self.problem.build(choice), Mode.TRAIN)
+
     def _simulate(self, plan: Plan, schedule: Schedule) -> float:
         self.num_simulated += 1
         self.num_actions += len(schedule.actions)
@@ -92,10 +102,5 @@ class Trials:
         return self._known_bases[key]
 
     def _needs(self, schedule: Schedule, peak: Peaks) -> Needs:
-        """Of a real GPU what torch reserves; of a simulated one, and where nothing is known, what tensors take."""
-        gpu_bytes = reserved_bytes(schedule, peak) if self._is_real else peak.gpu_peak_bytes
+        gpu_bytes = needed_bytes(schedule, peak, self.machine)
         return Needs(gpu_bytes, peak.host_peak_bytes, peak.disk_peak_bytes)
-
-    @property
-    def _is_real(self) -> bool:
-        return self.machine.gpu is not None and not self.machine.is_simulated

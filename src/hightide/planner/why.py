@@ -14,7 +14,7 @@ from hightide.planner.check import check_plan
 from hightide.planner.cost import forecast
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
-from hightide.planner.memory import Peaks, peaks
+from hightide.planner.memory import Peaks, needed_bytes, peaks
 from hightide.planner.place import widest_tick
 
 _PLACES = {
@@ -53,7 +53,7 @@ def why(plan: Plan, block: str, costs: Costs, machine: Machine) -> Reasons:
     index = _find(plan, block)
     planned = plan.blocks[index]
     step_s = forecast(plan.profile, plan, costs, machine).step_s
-    peak = _peaks(plan)
+    peak, _ = _peaks(plan, machine)
     alternatives = []
     for text, other in _others(planned, plan.num_disk_buffers > 0):
         changed = _with_block(plan, index, other)
@@ -61,9 +61,10 @@ def why(plan: Plan, block: str, costs: Costs, machine: Machine) -> Reasons:
             check_plan(plan.profile, changed)
         except InfeasiblePlan:  # not a way to plan this block
             continue
-        other_s, other_peak = forecast(plan.profile, changed, costs, machine).step_s, _peaks(changed)
+        other_s = forecast(plan.profile, changed, costs, machine).step_s
+        other_peak, needed = _peaks(changed, machine)
         gpu, host, disk = other_peak.gpu_peak_bytes, other_peak.host_peak_bytes, other_peak.disk_peak_bytes
-        above = gpu - plan.gpu_limit_bytes, host - plan.host_limit_bytes, disk - plan.disk_limit_bytes
+        above = needed - plan.gpu_limit_bytes, host - plan.host_limit_bytes, disk - plan.disk_limit_bytes
         alternatives.append(
             Alternative(
                 text=text,
@@ -122,9 +123,12 @@ def _widest(plan: Plan) -> tuple[int, int]:
     return widest_tick(plan, {call.block for call in plan.profile.calls})
 
 
-def _peaks(plan: Plan) -> Peaks:
+def _peaks(plan: Plan, machine: Machine) -> tuple[Peaks, int]:
+    """And what the limit of the GPU must allow."""
     assert plan.profile is not None
-    return peaks(lower(plan.profile, plan, Mode.TRAIN))
+    schedule = lower(plan.profile, plan, Mode.TRAIN)
+    peak = peaks(schedule)
+    return peak, needed_bytes(schedule, peak, machine)
 
 
 def _find(plan: Plan, name: str) -> int:

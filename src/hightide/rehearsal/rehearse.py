@@ -23,7 +23,7 @@ from hightide.profiler.probe import ProbeResult
 from hightide.profiler.recording import Record
 from hightide.profiler.split import Batch
 from hightide.rehearsal.device import memory_rate, update_rate
-from hightide.rehearsal.stage import Part, Stage, Tile
+from hightide.rehearsal.stage import Part, Stage, Tile, no_global_hooks
 from hightide.rehearsal.stopwatch import Lap, MemoryReading, time_laps
 from hightide.runtime.compiled import MAX_SHAPES
 
@@ -65,7 +65,7 @@ def measure_costs(
     cuda = device.type == "cuda"
     if cuda and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    with torch.random.fork_rng([device] if cuda else []):
+    with torch.random.fork_rng([device] if cuda else []), no_global_hooks():
         rehearsal = _Rehearsal(profile, sizes, device, compile, memory_rate(device))
         parts = _parts(profile, probed, records)
         found = [rehearsal.call(part) for part in parts]
@@ -89,7 +89,8 @@ def let_go(device: torch.device) -> None:
     """What was held must not be in the way of the model. Finding what holds itself takes a quarter of a second."""
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        with torch.cuda.device(device):  # else it makes a context on another one
+            torch.cuda.empty_cache()
 
 
 def _sizes(num_samples: int, micro_batches: Sequence[int] | None, compile: bool) -> list[int]:

@@ -56,7 +56,8 @@ def _batch(once: Pass, device: torch.device, count: int) -> tuple[list[list[floa
     marks: list[list[Any]] = [[] for _ in range(count)]
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.cuda._sleep(AHEAD_CYCLES)
+        with torch.cuda.device(device):  # where else it would sleep is up to the user's code
+            torch.cuda._sleep(AHEAD_CYCLES)
     started_s = time.perf_counter()
     for mine in marks:
         mine.append(_mark(device))

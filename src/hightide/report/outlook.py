@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hightide.ir.action import Mode
+from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, GradientDtype, Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.explain import precisions
@@ -79,11 +80,20 @@ class Outlook:
 
 
 @dataclass(frozen=True)
+class Shortage:
+    tier: Tier
+    needed_bytes: int
+    missing_bytes: int
+
+
+@dataclass(frozen=True)
 class Refusal:
     message: str
     tier: Tier | None  # that is short; None: it is not for want of memory
     needed_bytes: int
     moment: str  # the action of the schedule; "": always
+    when: str  # the same in words
+    shortages: tuple[Shortage, ...]  # of all tiers that are short at once
 
 
 @dataclass(frozen=True)
@@ -139,8 +149,29 @@ def outlook(question: Question, found: Found) -> Outlook:
     )
 
 
-def refusal(error: InfeasiblePlan) -> Refusal:
-    return Refusal(str(error), error.tier, error.num_bytes, error.moment)
+def refusal(error: InfeasiblePlan, question: Question) -> Refusal:
+    limits = {Tier.GPU: question.gpu_bytes, Tier.HOST: question.host_bytes, Tier.DISK: question.disk_bytes}
+    short = tuple(Shortage(tier, size, size - limits[tier]) for tier, size in error.enough[0].items())
+    return Refusal(
+        str(error), error.tier, error.num_bytes, error.moment, _in_words(error.moment, question.profile), short
+    )
+
+
+_MOMENTS = {
+    "fwd": "in forward of {}",
+    "bwd": "in backward of {}",
+    "stash": "when the inputs of {} are on the host",
+    "unstash": "when the inputs of {} come back to the GPU",
+}
+
+
+def _in_words(moment: str, profile: ModelProfile) -> str:
+    if not moment:
+        return "all the time"
+    op, _, number = moment.partition(".")
+    if op not in _MOMENTS:  # updates, and the step itself
+        return "when parameters are updated"
+    return _MOMENTS[op].format(profile.blocks[profile.calls[int(number)].block].name)
 
 
 def _tiers(question: Question, plan: Plan) -> tuple[TierUse, ...]:

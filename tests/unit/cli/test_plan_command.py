@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -233,12 +234,15 @@ def test_what_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(plan_module, "ANSWER_S", math.inf)
     path = tmp_path / "plan.json"
     result = plan(*TINY, "--gpu", "40KiB", "--save", path, exit_code=1)
-    assert "DOES NOT FIT" in result.stdout and "what would make it fit" in result.stdout
+    assert "what would make it fit" in result.stdout and "Limits(" not in result.stdout
+    assert re.search(r"DOES NOT FIT: missing are .*B \(\d+ bytes\) on the gpu\n", result.stdout)
+    assert re.search(r"the most is needed in (forward|backward) of \S+\n", result.stdout)
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "not written" in result.stderr and not path.exists()
     found = report(*TINY, "--gpu", "40KiB", exit_code=1)
     assert not found.fits and found.outlook is None and found.refusal is not None
     assert found.refusal.tier is Tier.GPU and found.refusal.needed_bytes > 40 * 1024
+    assert [(one.tier, one.needed_bytes) for one in found.refusal.shortages] == [(Tier.GPU, found.refusal.needed_bytes)]
     option, size = found.would_fit[0].option.split()
     assert option == "--gpu"
     plan(*TINY, option, size)

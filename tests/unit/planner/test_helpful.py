@@ -11,6 +11,7 @@ from hightide.ir.machine import SIMULATED
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import parse_bytes
+from hightide.planner.choice import Problem
 from hightide.planner.estimate import estimate
 from hightide.planner.floor import floors
 from hightide.planner.helpful import LEAST_SPEEDUP, Improvements, Leeway, fitting, improvements, size_option
@@ -18,6 +19,7 @@ from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.nearby import fits
 from hightide.planner.question import Question
 from hightide.planner.search import Found
+from hightide.planner.trials import Trials
 from unit.planner.profiles import plan_with, stack
 from unit.planner.test_cost import COSTS, GPU, with_gpu
 
@@ -97,6 +99,30 @@ def test_the_memory_that_would_fit_fits(gpu_bytes: int, host_bytes: int) -> None
     for option, size in zip(words[::2], words[1::2], strict=True):
         asked = asked.with_limit(Tier(option.removeprefix("--")), parse_bytes(size, option))
     assert fits(asked)
+
+
+def test_each_tier_that_would_do_is_named_without_another_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = question(160_000, 600_000)
+    with pytest.raises(
+        InfeasiblePlan, match=r"missing on the host.*Limits\(host=\d+\), or Limits\(gpu=\d+\)"
+    ) as refused:
+        asked.answer()
+    monkeypatch.setattr(Question, "answer", lambda self: pytest.fail("whether it fits needs no search"))
+    tiers = [next(iter(limits)) for limits in refused.value.enough]
+    assert tiers == [Tier.HOST, Tier.GPU]
+    for leeway, expected in ((Leeway(2**30), ["--host", "--gpu"]), (NO_MORE, ["--host"])):  # as much as the GPU has
+        named = [change.option.split()[0] for change in fitting(asked, refused.value, leeway, lambda: True)]
+        assert [option for option in named if option in ("--host", "--gpu")] == expected
+
+
+def test_what_is_less_than_the_chunks_fits_nothing_without_a_look() -> None:
+    asked = question()
+    least = Trials(
+        Problem(asked.profile, 0, 0, asked.update, gradients=asked.gradients), asked.costs, asked.machine
+    ).least_bytes()
+    assert not fits(replace(asked, gpu_bytes=least // 2, host_bytes=least - least // 2 - 1))
+    needed = answer().plan.forecast
+    assert least <= needed.gpu_peak_bytes + needed.host_peak_bytes
 
 
 def test_other_changes_that_fit_are_named_too() -> None:

@@ -77,7 +77,9 @@ def test_the_leanest_limit_works_and_one_byte_less_is_refused_with_numbers_and_r
     profile = stack(12)
     least = leanest_bytes(profile)
     assert quick(profile, least).forecast.gpu_peak_bytes <= least
-    with pytest.raises(InfeasiblePlan, match=rf": 1 bytes .* missing on the gpu; .*Limits\(gpu={least}\)"):
+    with pytest.raises(
+        InfeasiblePlan, match=rf": 1 bytes .* missing on the gpu, the most during bwd\.\d+; .*Limits\(gpu={least}\)"
+    ):
         quick(profile, least - 1)
 
 
@@ -85,9 +87,11 @@ def test_a_host_too_small_is_refused_with_numbers() -> None:
     profile = stack(12)
     limit = leanest_bytes(profile) * 2
     too_little = quick(profile, limit).forecast.host_peak_bytes // 2
-    with pytest.raises(InfeasiblePlan, match=r"missing on the (gpu|host); .* more (gpu|host) memory") as caught:
+    with pytest.raises(
+        InfeasiblePlan, match=r"missing on the host; give it Limits\(host=\d+\), or Limits\(gpu"
+    ) as caught:
         quick(profile, limit, too_little)
-    raised = {caught.value.tier: caught.value.num_bytes}  # whichever takes fewer bytes
+    raised = {caught.value.tier: caught.value.num_bytes}  # whichever grows least
     limits = raised.get(Tier.GPU, limit), raised.get(Tier.HOST, too_little)
     forecast = quick(profile, *limits).forecast
     assert forecast.gpu_peak_bytes <= limits[0] and forecast.host_peak_bytes <= limits[1]

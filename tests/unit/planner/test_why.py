@@ -7,17 +7,19 @@ from dataclasses import replace
 import pytest
 
 from hightide.ir.action import Mode
+from hightide.ir.machine import SIMULATED
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.cost import forecast
 from hightide.planner.estimate import estimate
 from hightide.planner.lower import lower
-from hightide.planner.memory import peaks
+from hightide.planner.memory import peaks, reserved_bytes
 from hightide.planner.why import Alternative, why
 from unit.planner.profiles import plan_with, stack
 from unit.planner.test_cost import with_gpu
 
-GPU = with_gpu(1e16, 1e12)  # with links of 1 MB/s
+REAL = with_gpu(1e16, 1e12)  # with links of 1 MB/s
+GPU = replace(REAL, gpu=replace(REAL.gpu, name=SIMULATED))  # where torch reserves nothing beside tensors
 PROFILE = stack(dtype="bfloat16")
 COSTS = estimate(PROFILE, GPU)
 
@@ -51,6 +53,17 @@ def test_differences_are_those_of_the_changed_plan() -> None:
     assert one.too_many_bytes == one.gpu_difference_bytes - 100
     assert found["inputs on host"].too_many_bytes == 0
     assert [each.step_s for each in found.values()] == sorted(each.step_s for each in found.values())
+
+
+def test_what_fits_a_real_gpu_is_what_torch_reserves() -> None:
+    plan = planned()
+    reserved = reserved_bytes(lower(PROFILE, plan, Mode.TRAIN))
+    assert reserved > plan.gpu_limit_bytes
+    for limit, fits in ((plan.gpu_limit_bytes, False), (2 * reserved, True)):
+        found = {
+            one.text: one for one in why(replace(plan, gpu_limit_bytes=limit), "layers.2", COSTS, REAL).alternatives
+        }
+        assert (found["inputs on host"].too_many_bytes == 0) == fits
 
 
 def test_a_kept_block_may_be_recomputed() -> None:

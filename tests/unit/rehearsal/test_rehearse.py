@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from hightide.ir.block import CallSpec
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine, Speeds, subsets
 from hightide.planner.cost import forecast
+from hightide.profiler.model import profile_calls
 from hightide.rehearsal.rehearse import rehearse
 from hightide.rehearsal.stage import Stage
 from hightide.runtime import compiled
@@ -95,6 +98,64 @@ def test_the_model_is_not_touched() -> None:
     for name, param in model.named_parameters():
         assert id(param) == before[name][0] and torch.equal(param, before[name][1]) and param.grad is None
     assert torch.equal(torch.get_rng_state(), seed)
+
+
+class Doubles:
+    """A pre-hook that is an object, and part of the computation: without it the shapes do not match."""
+
+    def __init__(self, calls: Counter[str]) -> None:
+        self.calls = calls
+
+    def __call__(self, _module: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
+        self.calls["object"] += 1
+        return torch.cat([args[0], args[0]], -1)
+
+
+def test_the_probe_is_the_only_one_to_run_the_users_hooks() -> None:
+    def counted(run: Callable[[nn.Module], Any]) -> Counter[str]:
+        """By kind, how often hooks run."""
+        calls: Counter[str] = Counter()
+
+        def count(kind: str) -> Callable[..., None]:
+            return lambda *_: calls.update([kind])
+
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)))
+        for block in model:
+            block.register_forward_pre_hook(lambda _, args: (calls.update(["block"]), args[0].relu())[1])
+            block[0].register_forward_pre_hook(count("inside"))
+            block[0].register_full_backward_hook(count("backward"))
+            block[2].register_forward_pre_hook(Doubles(calls))
+            block[2].register_forward_hook(count("output"))
+        handle = nn.modules.module.register_module_forward_pre_hook(count("global"))
+        try:
+            run(model)
+            before = calls.copy()
+            model(torch.ones(6, 8)).sum().backward()
+        finally:
+            handle.remove()
+        assert set(calls - before) == {"block", "inside", "backward", "object", "output", "global"}, "all stay in place"
+        return before
+
+    batch = torch.ones(6, 8)
+    probe = counted(lambda model: profile_calls(model, torch.optim.AdamW(model.parameters()), batch, None))
+    assert counted(lambda model: rehearsed(model, batch)) == probe
+
+
+class _Hook:
+    """Holds what cannot be copied, as loggers do."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def look(self, _module: nn.Module, args: Any) -> None:
+        pass
+
+
+def test_what_hooks_refer_to_is_not_copied() -> None:
+    model, batch = models.llama()
+    model.model.layers[0].mlp.register_forward_pre_hook(_Hook().look)
+    _, costs = rehearsed(model, batch)
+    assert costs.calls[1].forward_s.at(6) > 0
 
 
 def test_a_model_without_values_is_rehearsed() -> None:
