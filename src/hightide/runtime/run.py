@@ -114,9 +114,10 @@ class Run:
         """Goes on under another plan, between passes: values, states, gradients and counters are what they were. Graphs
         and lazy logits of before are of no use any more.
 
-        Raises OutOfMemory or MemoryError if memory for it cannot be had; then everything is as it was, and training can
-        go on under the old plan (only a forward that still waited for its backward is given up). RuntimeError, and the
-        end of the run: another process took the old plan's GPU memory in that moment."""
+        Raises torch.OutOfMemoryError (OutOfMemory is one) or MemoryError if memory for it cannot be had: then
+        everything is as it was, and training can go on under the old plan; only a forward that still waited for its
+        backward is given up. RuntimeError is the end of the run: meanwhile another process took the old plan's GPU
+        memory."""
         self.executor.settle()
         if self.gpu.device.type == "cuda":
             torch.cuda.synchronize(self.gpu.device)  # what was enqueued reads and writes what moves now

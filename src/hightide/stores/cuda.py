@@ -35,7 +35,8 @@ class CudaAccelerator(Accelerator):
 
     [Note: from when a limit counts] The slab of a second run must not fail under the limit of the first. So a limit
     counts before its slab is allocated. What the process has reserved by then comes on top, because the model itself
-    may still be on the GPU; once its values have moved into the slab, only what is left beside the slabs does."""
+    may still be on the GPU; once its values have moved into the slab, only what is left beside the slabs does, and the
+    limit is hard."""
 
     def __init__(self, capacity_bytes: int, device: torch.device, slab_bytes: int = 0) -> None:
         """`slab_bytes`: what all regions will need together. A region beyond it gets memory of its own."""
@@ -47,9 +48,9 @@ class CudaAccelerator(Accelerator):
         self._slab_bytes = min(slab_bytes, capacity_bytes)
         self._apart: dict[int, torch.UntypedStorage] = {}  # regions beyond the slab, by offset
         self._reserved_before_bytes = 0  # at most, before the present lap
-        limit = (self.device.index, device_limit.Limit(capacity_bytes, self._slab_bytes))
-        device_limit.add(*limit, torch.cuda.memory_reserved(self.device))
-        self._unlimit = weakref.finalize(self, _let_go, *limit)  # also if nobody closes it
+        self._limit = device_limit.Limit(capacity_bytes, self._slab_bytes)
+        device_limit.add(self.device.index, self._limit, torch.cuda.memory_reserved(self.device))
+        self._unlimit = weakref.finalize(self, _let_go, self.device.index, self._limit)  # also if nobody closes it
         self._unlimit.atexit = False
         try:
             self._slab = self._memory(self._slab_bytes, "slots and persistent chunks") if slab_bytes else None
@@ -93,7 +94,8 @@ class CudaAccelerator(Accelerator):
             target.copy_(source, non_blocking=True)
 
     def vacate(self) -> None:
-        """Nothing of it stays, whatever a graph has saved of it: the GPU has no room for two slabs."""
+        """Nothing of it stays, whatever a graph has saved of it: the GPU has no room for two slabs. To read an old view
+        now is an error of CUDA."""
         torch.cuda.synchronize(self.device)
         for storage, _ in self._storages():
             storage.resize_(0)
@@ -114,7 +116,7 @@ class CudaAccelerator(Accelerator):
         """See [Note: from when a limit counts]."""
         self._check_open()
         torch.cuda.empty_cache()
-        device_limit.settle(self.device.index, torch.cuda.memory_reserved(self.device))
+        device_limit.settle(self.device.index, self._limit, torch.cuda.memory_reserved(self.device))
         self._outside_tensor_bytes = max(0, torch.cuda.memory_allocated(self.device) - self._slab_bytes)
         self.reset_peak()
 

@@ -12,13 +12,20 @@ from dataclasses import dataclass, field
 
 import torch
 
+LOADING_BYTES = 2 * 20 * 1024**2  # the allocator reserves in pages of 20 MiB, for small and for large tensors
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class Limit:
     """Of one wrapped model."""
 
     limit_bytes: int
-    slab_bytes: int  # of it, allocated for as long as the limit counts
+    slab_bytes: int = 0  # of it, allocated for as long as the limit counts
+    is_loading: bool = True
+
+    @property
+    def allowed_bytes(self) -> int:
+        return self.limit_bytes + (LOADING_BYTES if self.is_loading else 0)
 
 
 @dataclass
@@ -42,11 +49,12 @@ def add(index: int, limit: Limit, reserved_bytes: int) -> None:
         _apply(index)
 
 
-def settle(index: int, reserved_bytes: int) -> None:
-    """A model that was on the device has moved into its slab: it is no longer outside."""
+def settle(index: int, limit: Limit, reserved_bytes: int) -> None:
+    """Its model is loaded, and the limit is hard. If the model was on the device, it is no longer outside."""
     with _lock:
         device = _devices[index]
-        beside_bytes = reserved_bytes - sum(limit.slab_bytes for limit in device.limits)
+        limit.is_loading = False
+        beside_bytes = reserved_bytes - sum(each.slab_bytes for each in device.limits)
         device.outside_bytes = min(device.outside_bytes, max(0, beside_bytes))
         _apply(index)
 
@@ -69,7 +77,7 @@ def _apply(index: int) -> None:
     device = _devices[index]
     fraction = device.fraction_before
     if device.limits:
-        allowed_bytes = device.outside_bytes + sum(limit.limit_bytes for limit in device.limits)
+        allowed_bytes = device.outside_bytes + sum(limit.allowed_bytes for limit in device.limits)
         fraction = min(fraction, allowed_bytes / _total_bytes(index))
     torch.cuda.set_per_process_memory_fraction(fraction, index)
 

@@ -27,7 +27,7 @@ from unit.runtime.steps import adamw, train_step
 from unit.runtime.test_unwrap import WithBuffers
 
 ROOMY = hightide.Limits(gpu="64MiB", host="64MiB")
-LIMITS = {"cpu": ROOMY, "cuda": hightide.Limits(gpu="1GiB", host="64MiB")}
+LIMITS = {"cpu": ROOMY, "cuda": hightide.Limits(gpu="1GiB", host="512MiB")}
 KINDS = {
     "resident": (Tier.GPU, Tier.GPU),
     "streamed": (Tier.HOST, Tier.HOST),
