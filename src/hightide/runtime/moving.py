@@ -64,6 +64,7 @@ class Luggage:
         for spec in self._chunks.specs:
             self._chunks.refresh(spec.index)
         self._chunks.take_hold()
+        self._waiting.vacate()  # whoever keeps the error keeps its frames, and this with them
 
     def origins(self) -> dict[str, _Value]:
         """Of the new chunks' values."""

@@ -121,10 +121,12 @@ class Run:
         self.executor.settle()
         if self.gpu.device.type == "cuda":
             torch.cuda.synchronize(self.gpu.device)  # what was enqueued reads and writes what moves now
-        luggage = Luggage(self.plan, self.chunks, self.gradients)
-        self._go_over(luggage, profile, plan, schedules)
-        del luggage  # and with it all of the old plan's memory, before that of the new one is made real
-        self.settle()
+        try:
+            self._go_over(Luggage(self.plan, self.chunks, self.gradients), profile, plan, schedules)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            error.add_note("This was asked for by a move to another plan, which was given up: the old plan stays.")
+            raise
+        self.settle()  # by now nothing of the old plan's memory is left: that of the new one may become real
 
     def _go_over(self, luggage: Luggage, profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> None:
         """See [Note: moving]."""
@@ -181,7 +183,6 @@ class Run:
                 "another process took GPU memory that the old plan had; the run ends here, go on from its last "
                 "checkpoint"
             ) from lost
-        error.add_note("This was asked for by a move to another plan, which was given up: the old plan stays.")
 
     def settle(self) -> None:
         """Once all values are in their places, the optimizer's too: fixes memory there. Earlier, what is still to move
