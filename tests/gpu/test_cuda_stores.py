@@ -128,3 +128,43 @@ def test_memory_of_a_forgotten_arena_can_be_pinned_again() -> None:
         assert arena.is_pinned
         del arena
         gc.collect()
+
+
+def test_the_slab_of_a_second_run_is_allocated_under_its_own_limit() -> None:
+    first = CudaAccelerator(256 * MIB, torch.device("cuda"), slab_bytes=192 * MIB)
+    first.enforce_limit()
+    assert first.is_alone
+    second = CudaAccelerator(512 * MIB, torch.device("cuda"), slab_bytes=448 * MIB)
+    assert not first.is_alone and not second.is_alone
+    second.enforce_limit()
+    with pytest.raises(OutOfMemory), second.meter():
+        torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")  # 64 MiB are left to each
+    first.close()
+    assert second.is_alone
+    with pytest.raises(OutOfMemory), second.meter():
+        torch.empty(128 * MIB, dtype=torch.uint8, device="cuda")
+    second.close()
+
+
+def test_a_slab_that_does_not_fit_leaves_no_limit_behind() -> None:
+    before = fraction()
+    total_bytes = torch.cuda.get_device_properties(0).total_memory
+    with pytest.raises(OutOfMemory, match="slots and persistent chunks"):
+        CudaAccelerator(2 * total_bytes, torch.device("cuda"), slab_bytes=2 * total_bytes)
+    assert fraction() == before and not device_limit._devices
+
+
+def test_a_vacated_slab_is_free_whoever_has_views_and_comes_back_under_them() -> None:
+    store = CudaAccelerator(256 * MIB, torch.device("cuda"), slab_bytes=64 * MIB)
+    regions = [store.allocate(64 * MIB, "inside"), store.allocate(32 * MIB, "beyond")]
+    views = [store.view(region, torch.float32) for region in regions]
+    held_bytes = torch.cuda.memory_allocated()
+    store.vacate()
+    assert torch.cuda.memory_allocated() == held_bytes - 96 * MIB
+    store.reoccupy()
+    assert torch.cuda.memory_allocated() == held_bytes
+    for number, view in enumerate(views):
+        view.fill_(number + 1)
+    for number, region in enumerate(regions):
+        assert bool((store.view(region, torch.float32) == number + 1).all())
+    store.close()

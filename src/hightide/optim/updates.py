@@ -108,10 +108,9 @@ class ChunkUpdates:
         tier = self._chunks.states_tier(chunk)
         return [self._chunks.flat(chunk, ChunkKind.STATE, tier, array) for array in range(self._rule.num_moments)]
 
-    def move_to(self, chunks: Chunks, gradients: Gradients, sharers: Sharers) -> None:
+    def move_to(self, chunks: Chunks) -> None:
         """Where the states are now."""
-        self._chunks, self._gradients = chunks, gradients
-        self._on_host = HostUpdate(self._rule, sharers)
+        self._chunks = chunks
 
     def reset(self, key: str) -> None:
         """As if the parameter had never been updated."""

@@ -87,6 +87,13 @@ class BlockRunner:
         """Changes with every update of the block's parameters."""
         return sum(self.run.performer.num_updates[chunk] for chunk in self.run.chunks.by_block[self.index])
 
+    def check_plan(self, module: nn.Module) -> None:
+        if self.run.runners.get(id(module)) is not self:
+            raise RuntimeError(
+                f"the plan was changed after the forward of block {self.spec.name!r}, and what its backward or its "
+                "logits need is gone with the old one; run the model's forward again"
+            )
+
     def _check_requires_grad(self) -> None:
         for key, trainable in self._trainable.items():
             if self.run.parameters[key].requires_grad is not trainable:
@@ -271,11 +278,7 @@ class BlockCall:
             raise RuntimeError(FREED)
         self._spent = True
         run = self.runner.run
-        if run.runners.get(id(self.module)) is not self.runner:
-            raise RuntimeError(
-                f"the plan was changed between the forward of block {self.runner.spec.name!r} and this backward, and "
-                "its graph is gone with the old one; run the model's forward again"
-            )
+        self.runner.check_plan(self.module)
         if run.plan.update is Update.DEFERRED and self.runner.version != self._version:
             raise RuntimeError(
                 f"the parameters of block {self.runner.spec.name!r} were updated between its forward and its "

@@ -64,8 +64,8 @@ class Chunks:
         gpu: Accelerator,
         host: HostArena,
         parameters: Mapping[str, nn.Parameter],
-        origins: Mapping[str, Origin] | None = None,
     ):
+        """Takes all the memory; `load` moves values in."""
         self._plan = plan
         self.layout = plan.layout
         self.specs: tuple[ChunkSpec, ...] = plan.layout.chunks
@@ -107,10 +107,7 @@ class Chunks:
         self._version_means_nothing: set[str] = set()
         self._made: dict[tuple[int, int | None, int | None], list[tuple[str, Tensor]]] = {}
         self._classes: dict[str, type] = {name: type(param) for name, param in parameters.items()}
-        self._load(origins or {})
         self._hidden = self._hiding_classes({block.index for block in profile.blocks if block.loose})
-        for name in parameters:
-            self._hide(name)
 
     # -- places ---------------------------------------------------------------------------------------------------
 
@@ -306,12 +303,22 @@ class Chunks:
             self.show(key)
             self._make_absent(key)
 
+    def take_hold(self) -> None:
+        """Of the parameters, once the values are in their places."""
+        for spec in self.specs:
+            if not self.is_streamed(spec.index):
+                self.bind(spec.index)
+        for key in self.parameters:
+            self._hide(key)
+
     def is_on_host(self, chunk: int, kind: ChunkKind) -> bool:
         return (chunk, kind, Tier.HOST) in self._regions
 
-    def give_back(self, chunk: int, kind: ChunkKind) -> None:
-        """Its host memory, of which nobody reads any more."""
-        self.host.give_back(self._regions[chunk, kind, Tier.HOST])
+    def refresh(self, chunk: int) -> None:
+        """Persistent parameters whose home is on host get its values; nothing may be under way."""
+        if not self.is_streamed(chunk) and self.is_on_host(chunk, ChunkKind.PARAM):
+            self.flat(chunk, ChunkKind.PARAM, Tier.GPU).copy_(self.home(chunk))
+            self.stale[chunk] = False
 
     def close(self) -> None:
         """Lets go of the stores' memory, which an optimizer that is still around would otherwise hold through here."""
@@ -337,9 +344,10 @@ class Chunks:
         if num_bytes := spec.state_bytes:
             self._regions[spec.index, ChunkKind.STATE, states] = states_store.allocate(num_bytes, "optimizer states")
 
-    def _load(self, origins: Mapping[str, Origin]) -> None:
+    def load(self, origins: Mapping[str, Origin], begins: bool = True) -> None:
         """Moves the model's values into the chunks, one chunk at a time: the originals are freed on the way. Values
-        that are somewhere else are read straight into their places, and those that do not exist yet are zero."""
+        that are somewhere else are read straight into their places, and those that do not exist yet are zero. Unless
+        training `begins` with them, somebody else fills the states."""
         freed_bytes = 0
         for spec in self.specs:
             home = self.home(spec.index)
@@ -351,25 +359,23 @@ class Chunks:
                     self.view_of(home, entry).copy_(self.parameters[entry.param].data)
             for entry in spec.params:
                 self._make_absent(entry.param)
-            self._load_states(spec, home)
+            self._clear_states(spec)  # moments are zero, and a master begins as the parameter: without a remainder
+            if begins and spec.has_master and (master := self.master(spec.index)) is not None:
+                master.copy_(home[: spec.optimised_numel])
+            self.refresh(spec.index)
             if not self.is_streamed(spec.index):
-                if (spec.index, ChunkKind.PARAM, Tier.HOST) in self._regions:
-                    self.flat(spec.index, ChunkKind.PARAM, Tier.GPU).copy_(home)
                 self.param_copies[spec.index].move(Residency.CLEAN)
-                self.bind(spec.index)
             freed_bytes += spec.param_bytes
             if freed_bytes >= RETURN_BYTES or spec is self.specs[-1]:
                 return_freed_memory()
                 freed_bytes = 0
+        self.take_hold()
 
-    def _load_states(self, spec: ChunkSpec, home: Tensor) -> None:
-        """Moments are zero, and a master begins as the parameter: without a remainder."""
+    def _clear_states(self, spec: ChunkSpec) -> None:
         tier = self.states_tier(spec.index)
         if (region := self._regions.get((spec.index, ChunkKind.STATE, tier))) is not None:
             store = self.gpu if tier is Tier.GPU else self.host
             _zero(store, store.view(region, torch.uint8))
-            if spec.has_master and (master := self.master(spec.index)) is not None:
-                master.copy_(home[: spec.optimised_numel])
 
     def _make_absent(self, key: str) -> None:
         """A meta parameter refuses other data. Its contents are swapped, so that it stays the object that the optimizer

@@ -250,9 +250,21 @@ class Executor:
         self.abandon()
         self.wait_for_updates()
         self._settle_slots()
+        if self._owes_step:
+            self._use_up_gradients()
         for ticket in self.gradients.exits.values():
             self._flight.wait(ticket, Lane.D2H)
         self.lanes.drain()
+
+    def _use_up_gradients(self) -> None:
+        """The updates of this backward have run, but for a few of the step's (loose parameters have theirs there): what
+        `step()` finds afterwards it would take for new."""
+        for spec in self.chunks.specs:
+            if self.gradients.has_gradient(spec.index):
+                if spec.optimised_numel and spec.index not in self.performer.updated:
+                    self._demands.update(spec.index)
+                self.gradients.drop_chunk(spec.index)
+        self.wait_for_updates()
 
     @property
     def has_open_forward(self) -> bool:

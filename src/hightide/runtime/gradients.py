@@ -31,19 +31,14 @@ IN_BACKWARD_REFUSAL = (
 
 class Gradients:
     def __init__(self, profile: ModelProfile, chunks: Chunks, update: Update) -> None:
-        self._chunks = chunks
         self._update = update
         trainable = {spec.name for spec in profile.params if spec.trainable}
         self._optimised = {spec.name for spec in profile.params if spec.group is not None}
         self._loose = {name for block in profile.blocks if block.loose for name in block.params} & trainable
-        self._entries: list[list[Placement]] = [
-            [entry for entry in spec.params if entry.param in trainable and entry.param not in self._loose]
-            for spec in chunks.specs
-        ]
         self._placeholders = {
-            entry.param: GradientPlaceholder(chunks.parameters[entry.param], self, entry.param)
-            for entries in self._entries
-            for entry in entries
+            spec.name: GradientPlaceholder(chunks.parameters[spec.name], self, spec.name)
+            for spec in profile.params
+            if spec.name in trainable and spec.name not in self._loose
         }
         self._valid: set[str] = set()  # parameters whose chunk holds a gradient
         self._factor: dict[str, float | Tensor] = {}  # what it still has to be multiplied by; absent: 1
@@ -52,6 +47,7 @@ class Gradients:
         self._opened: set[int] = set()  # chunks whose gradient was opened in this pass
         self.exits: dict[int, Ticket] = {}  # the latest write-back of each chunk
         self.updates: dict[int, Ticket] = {}  # the latest update of each chunk
+        self.move_to(chunks)
         for name in self._placeholders:
             _allow_fp32_gradient(chunks.parameters[name])
         for name in self._loose:
@@ -165,6 +161,9 @@ class Gradients:
             self._chunks.parameters[key].grad = None
             self._forget(key)
 
+    def drop_chunk(self, chunk: int) -> None:
+        self.drop(entry.param for entry in self._entries[chunk])
+
     def _forget(self, key: str) -> None:
         self._valid.discard(key)
         self._factor.pop(key, None)
@@ -172,28 +171,39 @@ class Gradients:
 
     # -- from one plan to another ----------------------------------------------------------------------------------
 
-    def is_valid(self, key: str) -> bool:
-        return key in self._valid
+    def move_to(self, chunks: Chunks) -> None:
+        """Gradients are the same, at other places, and nothing is under way: what users keep of `p.grad` stays good."""
+        self._chunks = chunks
+        self._entries: list[list[Placement]] = [
+            [entry for entry in spec.params if entry.param in self._placeholders] for spec in chunks.specs
+        ]
+        for tickets in (self.exits, self.updates):
+            tickets.clear()
+        self.begin_pass()
 
-    def take_loose(self) -> dict[str, Tensor]:
-        """Those that plain autograd has made, off their parameters and in host memory."""
-        taken: dict[str, Tensor] = {}
-        for key in self._loose:
-            param = self._chunks.parameters[key]
-            if param.grad is not None:
-                taken[key] = param.grad.detach().to("cpu", copy=True)
-                param.grad = None
-        return taken
+    def of_use(self, chunk: int) -> list[str]:
+        """Whose gradients lie in the chunk and will be read again. An update in backward has used them up; but a loose
+        parameter's own `.grad` lies there, once an update has collected it."""
+        is_kept = self._update is Update.DEFERRED
+        return [
+            entry.param
+            for entry in self._chunks.specs[chunk].params
+            if (entry.param in self._valid and is_kept)
+            or (entry.param in self._loose and self._is_collected(entry.param))
+        ]
 
-    def succeed(self, before: Gradients, loose: dict[str, Tensor]) -> None:
-        """Goes on with what these were, whose bytes are in their places."""
-        self._valid |= before._valid
-        self._factor |= before._factor
-        self._norms |= before._norms
-        for key in self._valid:
-            self._chunks.parameters[key].grad = self._placeholders[key]
-        for key, gradient in loose.items():
-            self._chunks.parameters[key].grad = gradient.to(self._chunks.gpu.device)
+    def _is_collected(self, key: str) -> bool:
+        gradient = self._chunks.parameters[key].grad
+        return gradient is not None and gradient.data_ptr() == self.place_of(key).data_ptr()
+
+    def place_of(self, key: str) -> Tensor:
+        chunk, entry = self._chunks.places[key]
+        return self._chunks.view_of(self.flat(chunk), entry)
+
+    def is_in_place(self, key: str) -> None:
+        """Its bytes have moved in."""
+        if key in self._loose:
+            self._chunks.parameters[key].grad = self.place_of(key)
 
     # -- for the update -------------------------------------------------------------------------------------------
 
@@ -230,8 +240,8 @@ class Gradients:
             if entry.param not in self._loose:
                 continue
             param = self._chunks.parameters[entry.param]
-            place = self._chunks.view_of(self.flat(chunk), entry)
-            if param.grad is not None and param.grad.data_ptr() != place.data_ptr():
+            if param.grad is not None and not self._is_collected(entry.param):
+                place = self.place_of(entry.param)
                 place.copy_(param.grad)
                 param.grad = place if param.dtype == place.dtype else param.grad
 

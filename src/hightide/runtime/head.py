@@ -30,7 +30,9 @@ class HeadCall:
 
     @property
     def version(self) -> int:
-        """Logits that are evaluated late must not use newer weights than their call."""
+        """Logits that are evaluated late must not use newer weights than their call. Another plan counts updates
+        afresh."""
+        self._runner.check_plan(self._module)
         return self._runner.version
 
     def claim_kept_tokens(self) -> int:

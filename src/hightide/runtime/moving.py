@@ -1,25 +1,32 @@
 """A run's values on their way from one plan to another.
 
-[Note: moving] The GPU has no room for two plans, and the host may have none for two models. So what lay on the GPU
-waits in plain host memory until the new chunks are there; what lay on the host goes straight to its new place, and its
-old pages are given back chunk by chunk."""
+[Note: moving] The GPU has no room for two plans, and the host may have none for two models. So what lies on the GPU is
+copied to host memory, where it waits; then the GPU's memory is given back, and that of the new plan is taken. All that
+may fail has been done by then, and no value has moved: on a failure the copies go back. Then every value goes to its
+new place, tile by tile, and the pages that it leaves are given back: host memory never holds more than it did with
+what waits, or than the new plan takes."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from hightide.ir.plan import Plan, Update
+from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner.place import has_host_params
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.gradients import Gradients
+from hightide.stores.arena import ArenaStore
+from hightide.stores.base import ALIGN_BYTES
+from hightide.stores.host import HostArena
+
+TILE_BYTES = 2**22  # as much exists twice
 
 
 def waiting_bytes(plan: Plan) -> int:
-    """What will wait in plain host memory, at most."""
+    """What will wait in host memory, at most."""
     chunks = plan.layout.chunks
     params = sum(chunk.param_bytes for chunk in chunks if not has_host_params(plan, chunk))
     states = (chunk for chunk in chunks if plan.blocks[chunk.block].states is Tier.GPU)
@@ -28,62 +35,61 @@ def waiting_bytes(plan: Plan) -> int:
 
 class Luggage:
     def __init__(self, plan: Plan, chunks: Chunks, gradients: Gradients) -> None:
-        """Takes the values out of chunks that nobody uses, and off the parameters."""
+        """Copies what lies on the GPU, out of chunks that nobody uses. Raises MemoryError if the host has no room."""
         self._chunks, self._gradients = chunks, gradients
         gradients.any_valid()  # what the user did to `p.grad` since
-        self._with_gradients = plan.update is Update.DEFERRED  # else an update has used them up
-        self._to_fill = Counter({spec.index: len(spec.params) for spec in chunks.specs})
-        self._values = [self._taken(chunks.home(spec.index), ChunkKind.PARAM, spec.index) for spec in chunks.specs]
-        self._states = [
-            [self._taken(state, ChunkKind.STATE, spec.index) for state in chunks.states(spec.index)]
-            for spec in chunks.specs
-        ]
-        self._sums = {
-            spec.index: self._taken(gradients.flat(spec.index), ChunkKind.GRAD, spec.index)
-            for spec in chunks.specs
-            if self._with_gradients and gradients.has_gradient(spec.index)
+        self._left: list[tuple[Tensor, Tensor]] = []  # where it lay on the GPU, and where it waits
+        self._of_use = {spec.index: gradients.of_use(spec.index) for spec in chunks.specs}
+        flats = {(spec.index, ChunkKind.PARAM): [chunks.home(spec.index)] for spec in chunks.specs}
+        flats |= {(spec.index, ChunkKind.STATE): chunks.states(spec.index) for spec in chunks.specs}
+        flats |= {(index, ChunkKind.GRAD): [gradients.flat(index)] for index, keys in self._of_use.items() if keys}
+        num_flats = sum(len(arrays) for arrays in flats.values())
+        self._waiting = HostArena(waiting_bytes(plan) + num_flats * ALIGN_BYTES)
+        self._flats = {
+            place: arrays if chunks.is_on_host(*place) else [self._taken(flat) for flat in arrays]
+            for place, arrays in flats.items()
         }
-        self._loose = gradients.take_loose()
-        chunks.let_go()
 
-    def _taken(self, flat: Tensor, kind: ChunkKind, chunk: int) -> Tensor:
-        return flat if self._chunks.is_on_host(chunk, kind) else flat.to("cpu", copy=True)
+    def _taken(self, flat: Tensor) -> Tensor:
+        region = self._waiting.allocate(flat.nbytes, "waiting")
+        copy = self._waiting.view(region, flat.dtype).copy_(flat)
+        self._left.append((flat, copy))
+        return copy
+
+    def put_back(self) -> None:
+        """Everything is as it was, if the GPU's memory can be had again; else raises OutOfMemory."""
+        self._chunks.gpu.reoccupy()
+        for flat, copy in self._left:
+            flat.copy_(copy)
+        for spec in self._chunks.specs:
+            self._chunks.refresh(spec.index)
+        self._chunks.take_hold()
+        self._waiting.vacate()  # whoever keeps the error keeps its frames, and this with them
 
     def origins(self) -> dict[str, _Value]:
         """Of the new chunks' values."""
         return {key: _Value(self, key) for key in self._chunks.parameters}
 
-    def fill(self, key: str, target: Tensor) -> None:
+    def hand_over(self, key: str, kind: ChunkKind, targets: Sequence[Tensor]) -> None:
+        """What there is of a parameter, to its new place: once."""
         chunk, entry = self._chunks.places[key]
-        target.copy_(self._chunks.view_of(self._values[chunk], entry))
-        self._to_fill[chunk] -= 1
-        if not self._to_fill[chunk]:
-            self._done(chunk, ChunkKind.PARAM, self._values[chunk])
+        store: ArenaStore = self._chunks.host if self._chunks.is_on_host(chunk, kind) else self._waiting
+        for flat, target in zip(self._flats[chunk, kind], targets, strict=True):
+            source = self._chunks.view_of(flat, entry).view(-1)
+            tile_numel = TILE_BYTES // source.element_size()
+            for old, new in zip(source.split(tile_numel), target.view(-1).split(tile_numel), strict=True):
+                new.copy_(old)
+                store.give_back(old)
 
     def unpack(self, chunks: Chunks, gradients: Gradients) -> None:
-        """States and gradients, once the values are in their places."""
-        old = self._chunks
-        for spec in old.specs:
+        """States and gradients, once the values are in their places and the gradients know of them."""
+        for spec in self._chunks.specs:
             for entry in spec.params:
                 if entry.offset_numel < spec.optimised_numel:
-                    for state, target in zip(self._states[spec.index], chunks.states_of(entry.param), strict=True):
-                        target.copy_(old.view_of(state, entry))
-            self._done(spec.index, ChunkKind.STATE, *self._states[spec.index])
-        for index, total in self._sums.items():
-            for entry in old.specs[index].params:
-                if self._gradients.is_valid(entry.param):
-                    chunk, place = chunks.places[entry.param]
-                    chunks.view_of(gradients.flat(chunk), place).copy_(old.view_of(total, entry))
-            self._done(index, ChunkKind.GRAD, total)
-        gradients.succeed(self._gradients, self._loose)
-
-    def _done(self, chunk: int, kind: ChunkKind, *flats: Tensor) -> None:
-        """Nobody will read it again."""
-        if self._chunks.is_on_host(chunk, kind):
-            self._chunks.give_back(chunk, kind)
-        for flat in flats:
-            if not self._chunks.is_on_host(chunk, kind):
-                flat.untyped_storage().resize_(0)
+                    self.hand_over(entry.param, ChunkKind.STATE, chunks.states_of(entry.param))
+            for key in self._of_use[spec.index]:
+                self.hand_over(key, ChunkKind.GRAD, [gradients.place_of(key)])
+                gradients.is_in_place(key)
 
 
 @dataclass(frozen=True)
@@ -94,4 +100,4 @@ class _Value:
     key: str
 
     def fill(self, target: Tensor) -> None:
-        self.luggage.fill(self.key, target)
+        self.luggage.hand_over(self.key, ChunkKind.PARAM, [target])

@@ -13,7 +13,6 @@ from hightide.runtime.activations import Stashes
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.gradients import Gradients
 from hightide.runtime.residency import Residency
-from hightide.runtime.sharing import Sharers
 from hightide.stores.ticket import Fence
 
 Work = Callable[[], object]
@@ -30,8 +29,8 @@ class Updates(Protocol):
         """Called in the user's thread when the update is issued: copies hyper-parameters by value. None: nothing to
         do."""
 
-    def move_to(self, chunks: Chunks, gradients: Gradients, sharers: Sharers) -> None:
-        """Where states and gradients are now."""
+    def move_to(self, chunks: Chunks) -> None:
+        """Where the states are now."""
 
 
 class Performer:

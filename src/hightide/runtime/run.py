@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, increment_version
 
 from hightide.ir.action import Mode, Op, Schedule
 from hightide.ir.block import ModelProfile
@@ -95,46 +95,96 @@ class Run:
     def _set_up(
         self, plan: Plan, schedules: Mapping[Mode, Schedule], device: torch.device, first_values: FirstValues
     ) -> None:
-        """Everything that depends on the plan."""
-        self.plan, profile = plan, self.profile
-        self.gpu, self.host = _stores(profile, plan, schedules, device)
-        self.chunks = Chunks(profile, plan, self.gpu, self.host, self.parameters, first_values.origins)
+        self.plan = plan
+        self.gpu, self.host = _stores(self.profile, plan, schedules, device)
+        self.chunks = Chunks(self.profile, plan, self.gpu, self.host, self.parameters)
+        self.chunks.load(first_values.origins)
         if first_values.initialise is not None:
             first_values.initialise(self.chunks)
         self._move_buffers()
         self.lanes = Lanes(device=device if device.type == "cuda" else None)
-        self.gradients = Gradients(profile, self.chunks, plan.update)
+        self.gradients = Gradients(self.profile, self.chunks, plan.update)
+        self._make_executor(schedules)
+
+    def _make_executor(self, schedules: Mapping[Mode, Schedule]) -> None:
         self.stashes = Stashes(self.gpu, self.host)
         self.performer = Performer(self.chunks, self.gradients, self.stashes, self.lanes.streams.fence)
-        names = [block.name or "(loose)" for block in profile.blocks]
-        self.executor = Executor(schedules, self.lanes, self.performer, plan.update, names)
+        names = [block.name or "(loose)" for block in self.profile.blocks]
+        self.executor = Executor(schedules, self.lanes, self.performer, self.plan.update, names)
 
     def move_to(self, profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> None:
-        """Goes on under another plan: values, states and gradients are what they were. Between passes; graphs of
-        before have no backward any more."""
+        """Goes on under another plan, between passes: values, states, gradients and counters are what they were. Graphs
+        and lazy logits of before are of no use any more.
+
+        Raises torch.OutOfMemoryError (OutOfMemory is one) or MemoryError if memory for it cannot be had: then
+        everything is as it was, and training can go on under the old plan; only a forward that still waited for its
+        backward is given up. RuntimeError is the end of the run: meanwhile another process took the old plan's GPU
+        memory."""
         self.executor.settle()
         if self.gpu.device.type == "cuda":
             torch.cuda.synchronize(self.gpu.device)  # what was enqueued reads and writes what moves now
-        updates, performer, executor, host = self.performer.updates, self.performer, self.executor, self.host
+        try:
+            self._go_over(Luggage(self.plan, self.chunks, self.gradients), profile, plan, schedules)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            error.add_note("This was asked for by a move to another plan, which was given up: the old plan stays.")
+            raise
+        self.settle()  # by now nothing of the old plan's memory is left: that of the new one may become real
+
+    def _go_over(self, luggage: Luggage, profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> None:
+        """See [Note: moving]."""
+        gpu, host, chunks, performer, executor = self.gpu, self.host, self.chunks, self.performer, self.executor
+        chunks.let_go()
+        gpu.vacate()
+        try:
+            new_chunks = self._allocate(profile, plan, schedules)
+        except BaseException as error:
+            self._stay(luggage, error)
+            raise
+        self.profile, self.plan = profile, plan
+        self.chunks, self.gpu, self.host = new_chunks, new_chunks.gpu, new_chunks.host
+        for param in self.parameters.values():
+            increment_version(param)  # what graphs of plain autograd have saved of it is gone: their backward raises
         host.unpin()
-        chunks = self.chunks
-        luggage = Luggage(self.plan, chunks, self.gradients)
-        self.lanes.close()
-        chunks.close()
-        self.gpu.close()
-        self.profile = profile
-        self._set_up(plan, schedules, self.gpu.device, FirstValues(luggage.origins()))
         self.chunks.go_on(chunks)
+        self.chunks.load(luggage.origins(), begins=False)
+        self.gradients.move_to(self.chunks)
         luggage.unpack(self.chunks, self.gradients)
+        chunks.close()
+        gpu.close()
+        host.vacate()
         host.close()
-        if updates is not None:
-            updates.move_to(self.chunks, self.gradients, self.lanes.sharers)
+        if performer.updates is not None:
+            performer.updates.move_to(self.chunks)
+        self._make_executor(schedules)
         self.performer.go_on(performer)
         self.executor.go_on(executor)
         self.runners = {
             module: BlockRunner(self, runner.index, runner.original) for module, runner in self.runners.items()
         }
-        self.settle()
+
+    def _allocate(self, profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> Chunks:
+        """All memory that another plan needs, or none."""
+        gpu, host = _stores(profile, plan, schedules, self.gpu.device)
+        try:
+            for buffer in self.buffers:
+                gpu.adopt(buffer, "buffers")
+            return Chunks(profile, plan, gpu, host, self.parameters)
+        except BaseException:
+            gpu.close()
+            host.close()
+            raise
+
+    def _stay(self, luggage: Luggage, error: BaseException) -> None:
+        """Under the old plan."""
+        try:
+            luggage.put_back()
+        except OutOfMemory as lost:
+            self.lanes.fail(lost)
+            raise RuntimeError(
+                f"the model was moved to another plan, for which there was not enough memory ({error}), and meanwhile "
+                "another process took GPU memory that the old plan had; the run ends here, go on from its last "
+                "checkpoint"
+            ) from lost
 
     def settle(self) -> None:
         """Once all values are in their places, the optimizer's too: fixes memory there. Earlier, what is still to move
@@ -386,11 +436,11 @@ def _stores(
     if device.type != "cuda":
         return SimulatedAccelerator(plan.gpu_limit_bytes), HostArena(plan.host_limit_bytes)
     host_bytes = max(peaks(schedule).host_peak_bytes for schedule in schedules.values())
+    host = PinnedArena(max(plan.host_limit_bytes, ALIGN_BYTES), max(host_bytes, ALIGN_BYTES))
     base_bytes = max(schedule.gpu_base_bytes for schedule in schedules.values())
     slab_bytes = base_bytes - profile.batch_bytes - profile.buffer_bytes  # these two are no regions
     rounding_bytes = 2 * ALIGN_BYTES  # of the two pools of slots
-    gpu = CudaAccelerator(plan.gpu_limit_bytes, device, slab_bytes + rounding_bytes if slab_bytes else 0)
-    return gpu, PinnedArena(max(plan.host_limit_bytes, ALIGN_BYTES), max(host_bytes, ALIGN_BYTES))
+    return CudaAccelerator(plan.gpu_limit_bytes, device, slab_bytes + rounding_bytes if slab_bytes else 0), host
 
 
 def alone(value: Tensor) -> Tensor:

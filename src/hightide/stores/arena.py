@@ -15,6 +15,10 @@ from hightide.stores.base import Region, Store
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
+class CannotMap(ValueError, MemoryError):
+    """The system refuses a mapping of the size that a limit asks for."""
+
+
 class ArenaStore(Store):
     starts_zeroed = True
 
@@ -26,7 +30,7 @@ class ArenaStore(Store):
             mapping = mmap.mmap(-1, capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         except (OSError, OverflowError) as error:
             problem = f"cannot map {capacity_bytes} bytes for {tier}: {error}"
-            raise ValueError(f"{problem}; lower Limits({tier}=...)") from error
+            raise CannotMap(f"{problem}; lower Limits({tier}=...)") from error
         if huge_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without them: pages stay small
                 mapping.madvise(mmap.MADV_HUGEPAGE, 0, huge_bytes)
@@ -49,13 +53,21 @@ class ArenaStore(Store):
             start = (region.offset + offset_bytes) // dtype.itemsize
             return torch.empty(0, dtype=dtype).set_(storage, start, (numel,), (1,))
 
-    def give_back(self, region: Region) -> None:
-        """The pages that lie inside of a region whose bytes nobody needs any more: they read as zero."""
-        begin = -(-region.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (region.offset + region.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if begin < end and hasattr(mmap, "MADV_DONTNEED"):
+    def give_back(self, values: torch.Tensor) -> None:
+        """The pages that lie inside of a contiguous view whose values nobody needs any more: they read as zero."""
+        offset = values.data_ptr() - self._base
+        self._give_back(-(-offset // mmap.PAGESIZE) * mmap.PAGESIZE, offset + values.nbytes)
+
+    def vacate(self) -> None:
+        """Gives all memory back, whoever still has views of it. Regions stay, and read as zero."""
+        self._give_back(0, self.capacity_bytes)
+
+    def _give_back(self, begin: int, end: int) -> None:
+        """`begin` is the first byte of a page. Of the last page only a whole one: the rest may be somebody else's."""
+        num_bytes = end // mmap.PAGESIZE * mmap.PAGESIZE - begin
+        if num_bytes > 0 and hasattr(mmap, "MADV_DONTNEED"):
             assert self._mapping is not None, "the store is closed"
-            self._mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+            self._mapping.madvise(mmap.MADV_DONTNEED, begin, num_bytes)
 
     def close(self) -> None:
         super().close()

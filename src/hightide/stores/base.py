@@ -274,6 +274,20 @@ class Accelerator(Store):
         device holds, where it was not from the beginning."""
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other run of this process shares the device: else what the device holds is not this run's."""
+        return True
+
+    @abstractmethod
+    def vacate(self) -> None:
+        """Gives the memory of all regions back, whoever still has views of it. Nothing may use it. Regions stay; their
+        values are gone."""
+
+    @abstractmethod
+    def reoccupy(self) -> None:
+        """Takes memory for all regions again. Views of before are views of it."""
+
+    @property
     def device_used_bytes(self) -> int:
         """Everything that the device holds, activations included, whoever counts it."""
         return self.used_bytes

@@ -31,7 +31,12 @@ def use_expandable_segments() -> None:
 class CudaAccelerator(Accelerator):
     """Regions lie in one slab, which is allocated at once: torch's allocator would round each of them up and could
     leave holes between them. Activations come from torch's caching allocator. Everything is allocated on the stream
-    of the user's thread, and the process is held to the capacity by that allocator (device_limit.py)."""
+    of the user's thread, and the process is held to the capacity by that allocator (device_limit.py).
+
+    [Note: from when a limit counts] The slab of a second run must not fail under the limit of the first. So a limit
+    counts before its slab is allocated. What the process has reserved by then comes on top, because the model itself
+    may still be on the GPU; once its values have moved into the slab, only what is left beside the slabs does, and the
+    limit is hard."""
 
     def __init__(self, capacity_bytes: int, device: torch.device, slab_bytes: int = 0) -> None:
         """`slab_bytes`: what all regions will need together. A region beyond it gets memory of its own."""
@@ -39,13 +44,19 @@ class CudaAccelerator(Accelerator):
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         use_expandable_segments()
         torch.cuda.empty_cache()  # a slab cut out of a larger cached block would share its fate
-        self._outside_bytes = torch.cuda.memory_reserved(self.device)
         self._outside_tensor_bytes = 0
-        self._unlimit: weakref.finalize | None = None
         self._slab_bytes = min(slab_bytes, capacity_bytes)
-        self._slab = self._memory(self._slab_bytes, "slots and persistent chunks") if slab_bytes else None
         self._apart: dict[int, torch.UntypedStorage] = {}  # regions beyond the slab, by offset
         self._reserved_before_bytes = 0  # at most, before the present lap
+        self._limit = device_limit.Limit(capacity_bytes, self._slab_bytes)
+        device_limit.add(self.device.index, self._limit, torch.cuda.memory_reserved(self.device))
+        self._unlimit = weakref.finalize(self, _let_go, self.device.index, self._limit)  # also if nobody closes it
+        self._unlimit.atexit = False
+        try:
+            self._slab = self._memory(self._slab_bytes, "slots and persistent chunks") if slab_bytes else None
+        except BaseException:
+            self._unlimit()
+            raise
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def allocate(self, num_bytes: int, label: str) -> Region:
@@ -82,21 +93,36 @@ class CudaAccelerator(Accelerator):
         with torch.no_grad():
             target.copy_(source, non_blocking=True)
 
+    def vacate(self) -> None:
+        """Nothing of it stays, whatever a graph has saved of it: the GPU has no room for two slabs. To read an old view
+        now is an error of CUDA."""
+        torch.cuda.synchronize(self.device)
+        for storage, _ in self._storages():
+            storage.resize_(0)
+        torch.cuda.empty_cache()
+
+    def reoccupy(self) -> None:
+        with self.meter("slots and persistent chunks"):
+            for storage, num_bytes in self._storages():
+                storage.resize_(num_bytes)
+
+    def _storages(self) -> list[tuple[torch.UntypedStorage, int]]:
+        slab = [] if self._slab is None else [(self._slab, self._slab_bytes)]
+        return slab + [(storage, self._regions[offset].num_bytes) for offset, storage in self._apart.items()]
+
     # ---- what the device holds
 
     def enforce_limit(self) -> None:
-        """What was reserved before is outside of the limit, unless it was the model itself, which is gone by now."""
+        """See [Note: from when a limit counts]."""
         self._check_open()
-        if self._unlimit is not None:
-            return
         torch.cuda.empty_cache()
-        outside_bytes = min(self._outside_bytes, torch.cuda.memory_reserved(self.device) - self._slab_bytes)
-        limit = (self.device.index, self.capacity_bytes)
-        device_limit.add(*limit, max(0, outside_bytes))
+        device_limit.settle(self.device.index, self._limit, torch.cuda.memory_reserved(self.device))
         self._outside_tensor_bytes = max(0, torch.cuda.memory_allocated(self.device) - self._slab_bytes)
-        self._unlimit = weakref.finalize(self, _let_go, *limit)  # also if nobody closes it
-        self._unlimit.atexit = False
         self.reset_peak()
+
+    @property
+    def is_alone(self) -> bool:
+        return device_limit.num_limits(self.device.index) == 1
 
     @property
     def outside_bytes(self) -> int:
@@ -152,14 +178,13 @@ class CudaAccelerator(Accelerator):
         return tensor.device == self.device
 
     def close(self) -> None:
-        if self._unlimit is not None:
-            self._unlimit()
+        self._unlimit()
         super().close()
         self._slab = None
         self._apart.clear()
 
 
-def _let_go(index: int, limit_bytes: int) -> None:
+def _let_go(index: int, limit: device_limit.Limit) -> None:
     """While the slab still exists: a copy that is under way must not write into memory that is somebody else's."""
     torch.cuda.synchronize(index)
-    device_limit.drop(index, limit_bytes)
+    device_limit.drop(index, limit)

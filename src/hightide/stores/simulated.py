@@ -28,6 +28,9 @@ class SimulatedAccelerator(ArenaStore, Accelerator):
         assert self._storage is not None
         self._ledger.ignore(self._storage)  # its regions are counted one by one
 
+    def reoccupy(self) -> None:
+        """Pages become real when they are touched."""
+
     def lap(self) -> LapPeak:
         with self._lock:
             self._settle()

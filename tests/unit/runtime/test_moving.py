@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,17 +11,23 @@ import torch
 
 import hightide
 import models
+from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.lower import lower_all
 from hightide.planner.place import widest_tick
+from hightide.runtime import moving
+from hightide.runtime.chunks import Chunks
+from hightide.runtime.lazy_logits import LazyLogits
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
+from hightide.stores.base import OutOfMemory
+from hightide.stores.simulated import SimulatedAccelerator
 from unit.runtime.steps import adamw, train_step
 from unit.runtime.test_unwrap import WithBuffers
 
 ROOMY = hightide.Limits(gpu="64MiB", host="64MiB")
-LIMITS = {"cpu": ROOMY, "cuda": hightide.Limits(gpu="1GiB", host="64MiB")}
+LIMITS = {"cpu": ROOMY, "cuda": hightide.Limits(gpu="1GiB", host="512MiB")}
 KINDS = {
     "resident": (Tier.GPU, Tier.GPU),
     "streamed": (Tier.HOST, Tier.HOST),
@@ -50,9 +57,12 @@ def move(run: Run, plan: Plan) -> None:
     run.move_to(run.profile, plan, lower_all(run.profile, plan))
 
 
-def wrapped(kind: str, dtype: torch.dtype, device: str = "cpu", **options: Any) -> tuple[Any, Any, Run, Any]:
-    model, batch = models.hand_written(num_layers=3)
-    model, batch = model.to(dtype), {name: value.to(dtype) for name, value in batch.items()}
+def wrapped(
+    kind: str, dtype: torch.dtype, device: str = "cpu", pair: models.Pair | None = None, **options: Any
+) -> tuple[Any, Any, Run, Any]:
+    model, batch = pair or models.hand_written(num_layers=3)
+    model = model.to(dtype)
+    batch = {name: value.to(dtype) if value.is_floating_point() else value for name, value in batch.items()}
     optimizer = adamw(model)
     plan = hightide.plan(model, optimizer, batch, limits=LIMITS[device], micro_batch=2, device=device, **options)
     model, optimizer = hightide.wrap(model, optimizer, batch, plan=placed(plan, kind), device=device)
@@ -137,26 +147,237 @@ def test_loose_parameters_keep_their_gradients() -> None:
     assert all(torch.equal(plain, moved) for plain, moved in zip(*outcomes, strict=True))
 
 
-def test_a_graph_of_before_says_that_its_plan_is_gone() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize("way", [("resident", "streamed", "resident"), ("streamed", "updated on host", "streamed")])
+def test_there_and_back_between_backward_and_step(way: tuple[str, ...], update: str, dtype: torch.dtype) -> None:
+    outcomes = []
+    for moves in (False, True):
+        model, optimizer, run, batch = wrapped(way[0], dtype, update=update)
+        for kind in (*way, *way[1:]):
+            models.loss_of(model, batch).backward()
+            if moves:
+                move(run, placed(run.plan, kind))
+            optimizer.step()
+            if moves:
+                move(run, placed(run.plan, way[0]))
+            optimizer.zero_grad()
+        outcomes.append(states(model, optimizer))
+        assert run.num_steps == 5 and hightide.stats(model).deviations == 0
+        hightide.unwrap(model)
+    assert all(torch.equal(plain, moved) for plain, moved in zip(*outcomes, strict=True))
+
+
+def test_what_was_kept_of_a_gradient_stays_good() -> None:
     model, _, run, batch = wrapped("streamed", torch.float32)
-    loss = models.loss_of(model, batch)
+    models.loss_of(model, batch).backward()
+    param = next(model.parameters())
+    kept = param.grad
+    values = kept.clone()
     move(run, placed(run.plan, "resident"))
+    assert param.grad is kept and torch.equal(kept.clone(), values)
+    kept.mul_(0.5)
+    assert torch.equal(param.grad.clone(), values * 0.5)
+    hightide.unwrap(model)
+
+
+# -- what is left of before ---------------------------------------------------------------------------------------
+
+
+def test_a_graph_of_before_says_that_its_plan_is_gone_and_holds_no_memory() -> None:
+    model, _, run, batch = wrapped("resident", torch.float32)
+    loss = models.loss_of(model, batch)
+    flats = [run.chunks.home(spec.index) for spec in run.chunks.specs]
+    assert all(flat.count_nonzero() > 0 for flat in flats)
+    move(run, placed(run.plan, "streamed"))
+    assert all(flat.count_nonzero() == 0 for flat in flats), "given back, though somebody still has views of it"
     models.loss_of(model, batch)
     with pytest.raises(RuntimeError, match="plan was changed"):
         loss.backward()
     hightide.unwrap(model)
 
 
-def test_old_host_memory_is_given_back_on_the_way() -> None:
-    """Bytes that were moved read as zero where they lay."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(3)))
-    batch = torch.randn(2, 128)
-    plan = hightide.plan(model, adamw(model), batch, limits=ROOMY)
-    model, _ = hightide.wrap(model, adamw(model), batch, plan=placed(plan, "streamed"))
+class ScaledLast(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+        self.scale = torch.nn.Parameter(torch.ones(8))  # loose: plain autograd saves it
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x @ self.scale.view(8, 1)).mean()
+
+
+def test_what_plain_autograd_has_saved_is_not_read_any_more() -> None:
+    model, batch = ScaledLast(), torch.randn(4, 8)
+    model, _ = hightide.wrap(model, adamw(model), batch, limits=ROOMY, micro_batch=2)
     run = run_of(model)
-    assert run is not None
-    flats = [run.chunks.home(spec.index) for spec in run.chunks.specs]
-    assert all(flat.count_nonzero() > flat.numel() * 0.9 for flat in flats)
-    move(run, placed(run.plan, "resident"))
-    assert all(flat.count_nonzero() < flat.numel() // 4 for flat in flats)
+    assert run is not None and any(block.loose for block in run.profile.blocks)
+    loss = model(batch)
+    move(run, placed(run.plan, "streamed"))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    model(batch).backward()
     hightide.unwrap(model)
+
+
+def test_logits_of_before_are_not_computed_with_weights_of_after() -> None:
+    model, optimizer, run, batch = wrapped("streamed", torch.float32, pair=models.llama(num_layers=2))
+    train_step(model, optimizer, batch)
+    output = model(**batch)
+    assert isinstance(output.logits, LazyLogits)
+    move(run, placed(run.plan, "resident"))
+    train_step(model, optimizer, batch)  # as many updates as before the logits: only the plan tells them apart
+    for use in (output.loss.backward, output.logits.sum, lambda: cross_entropy(output.logits, batch["labels"])):
+        with pytest.raises(RuntimeError, match="plan was changed"):
+            use()
+    train_step(model, optimizer, batch)
+    hightide.unwrap(model)
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+# -- moves that fail ----------------------------------------------------------------------------------------------
+
+TOO_MUCH = 2**62  # no system maps it
+Planted = Callable[[Plan, pytest.MonkeyPatch], Plan]
+
+
+def no_room_to_wait(plan: Plan, patch: pytest.MonkeyPatch) -> Plan:
+    patch.setattr(moving, "waiting_bytes", lambda _: TOO_MUCH)
+    return plan
+
+
+def no_accelerator(plan: Plan, patch: pytest.MonkeyPatch) -> Plan:
+    return replace(plan, gpu_limit_bytes=TOO_MUCH)
+
+
+def no_host_arena(plan: Plan, patch: pytest.MonkeyPatch) -> Plan:
+    return replace(plan, host_limit_bytes=TOO_MUCH)
+
+
+def no_first_region(plan: Plan, patch: pytest.MonkeyPatch) -> Plan:
+    return replace(plan, gpu_limit_bytes=4096)
+
+
+def no_last_region(plan: Plan, patch: pytest.MonkeyPatch) -> Plan:
+    def refuse(chunks: Chunks, spec: ChunkSpec) -> None:
+        if spec is chunks.specs[-1]:
+            chunks.gpu.allocate(TOO_MUCH, "planted")
+        allocate(chunks, spec)
+
+    allocate = Chunks._allocate
+    patch.setattr(Chunks, "_allocate", refuse)
+    return plan
+
+
+def no_room_for_buffers(plan: Plan, patch: pytest.MonkeyPatch) -> Plan:
+    def refuse(gpu: SimulatedAccelerator, tensor: torch.Tensor, label: str) -> None:
+        raise OutOfMemory(Tier.GPU, label, tensor.nbytes, 0, 0, {})
+
+    patch.setattr(SimulatedAccelerator, "adopt", refuse)
+    return plan
+
+
+FAILURES: list[Planted] = [
+    no_room_to_wait,
+    no_accelerator,
+    no_host_arena,
+    no_first_region,
+    no_last_region,
+    no_room_for_buffers,
+]
+
+
+def fail_to_move(run: Run, plan: Plan, planted: Planted) -> None:
+    """The move is tried, and everything is as it was."""
+    before = (run.plan, run.gpu, run.host, run.chunks, run.executor, dict(run.runners))
+    used_bytes = run.gpu.used_bytes, run.host.used_bytes
+    with pytest.MonkeyPatch.context() as patch:
+        plan = planted(plan, patch)
+        schedules = lower_all(run.profile, plan)
+        with pytest.raises((OutOfMemory, MemoryError)) as caught:
+            run.move_to(run.profile, plan, schedules)
+    assert any("the old plan stays" in note for note in caught.value.__notes__)
+    assert before == (run.plan, run.gpu, run.host, run.chunks, run.executor, dict(run.runners))
+    assert used_bytes == (run.gpu.used_bytes, run.host.used_bytes)
+
+
+@pytest.mark.parametrize("planted", FAILURES, ids=lambda planted: planted.__name__)
+@pytest.mark.parametrize(
+    ("before", "after", "dtype"),
+    [
+        ("resident", "streamed", torch.bfloat16),
+        ("streamed", "resident", torch.float32),
+        ("updated on host", "resident", torch.float16),
+    ],
+)
+def test_after_a_move_that_fails_training_goes_on(
+    before: str, after: str, dtype: torch.dtype, planted: Planted
+) -> None:
+    outcomes = []
+    for fails in (False, True):
+        pair = with_buffer(*models.hand_written(num_layers=3))
+        model, optimizer, run, batch = wrapped(before, dtype, pair=pair)
+        losses = [train_step(model, optimizer, batch)]
+        models.loss_of(model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)  # a factor that is not applied yet
+        if fails:
+            fail_to_move(run, placed(run.plan, after), planted)
+        models.loss_of(model, batch).backward()
+        optimizer.step()
+        if fails:
+            fail_to_move(run, placed(run.plan, after), planted)
+        optimizer.zero_grad()
+        losses.append(train_step(model, optimizer, batch))
+        outcomes.append([*losses, *states(model, optimizer)])
+        assert run.num_steps == 3 and hightide.stats(model).deviations == 0
+        if fails:  # and may be moved
+            move(run, placed(run.plan, after))
+            train_step(model, optimizer, batch)
+        hightide.unwrap(model)
+    assert all(torch.equal(plain, stayed) for plain, stayed in zip(*outcomes, strict=True))
+
+
+def with_buffer(model: torch.nn.Module, batch: dict[str, Any]) -> models.Pair:
+    model.register_buffer("unused", torch.ones(4))
+    return model, batch
+
+
+def test_loose_parameters_and_their_gradients_survive_a_move_that_fails() -> None:
+    outcomes = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model, batch = WithBuffers(), torch.randn(4, 8)
+        model, optimizer = hightide.wrap(model, adamw(model), batch, limits=ROOMY, micro_batch=2)
+        run = run_of(model)
+        assert run is not None
+        for step in range(3):  # without zero_grad: gradients lie where the update has put them
+            model(batch).backward()
+            if fails:
+                fail_to_move(run, placed(run.plan, "streamed"), no_accelerator)
+            optimizer.step()
+            if fails and step != 1:
+                fail_to_move(run, placed(run.plan, "streamed"), no_last_region)
+            elif fails:
+                move(run, placed(run.plan, "streamed"))
+        outcomes.append([*states(model, optimizer), model.scale.grad])
+        hightide.unwrap(model)
+    assert all(torch.equal(plain, stayed) for plain, stayed in zip(*outcomes, strict=True))
+
+
+def test_a_run_whose_old_memory_is_gone_too_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(gpu: SimulatedAccelerator) -> None:
+        raise OutOfMemory(Tier.GPU, "planted", 1, 0, 0, {})
+
+    model, _, run, batch = wrapped("resident", torch.float32)
+    monkeypatch.setattr(SimulatedAccelerator, "reoccupy", refuse)
+    plan = no_accelerator(placed(run.plan, "streamed"), monkeypatch)
+    with pytest.raises(RuntimeError, match="another process took GPU memory"):
+        move(run, plan)
+    with pytest.raises(OutOfMemory, match="planted"):
+        models.loss_of(model, batch)
+    run.discard()

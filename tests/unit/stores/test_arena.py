@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 import random
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from hightide.stores.base import OutOfMemory
+from hightide.stores.host import HostArena
 from hightide.stores.pinned import PinnedArena
+from hightide.stores.simulated import SimulatedAccelerator
 
 KIB = 1024
 
@@ -81,3 +85,28 @@ def test_no_region_lies_across_the_end_of_what_is_pinned(pinned_bytes: int, monk
 def test_the_pinned_part_is_given_whole_and_first() -> None:
     arena = PinnedArena(64 * KIB, 20 * KIB)
     assert arena.allocate(20 * KIB, "planned").offset == 0
+
+
+def test_pages_inside_of_a_view_are_given_back_and_no_others() -> None:
+    arena = HostArena(64 * KIB)
+    whole = arena.view(arena.allocate(64 * KIB, "data"), torch.uint8).fill_(1)
+    arena.give_back(whole[5 * KIB : 27 * KIB])
+    page = mmap.PAGESIZE
+    begin, end = -(-5 * KIB // page) * page, 27 * KIB // page * page
+    assert begin < end, "the test needs small pages"
+    assert whole[begin:end].count_nonzero() == 0
+    assert bool((whole[:begin] == 1).all()) and bool((whole[end:] == 1).all())
+    arena.give_back(whole[100:200])  # no whole page
+    assert bool((whole[:begin] == 1).all())
+
+
+def test_a_vacated_accelerator_can_be_filled_again_through_old_views() -> None:
+    gpu = SimulatedAccelerator(64 * KIB)
+    region = gpu.allocate(20 * KIB, "data")
+    view = gpu.view(region, torch.uint8).fill_(1)
+    gpu.vacate()
+    assert view.count_nonzero() == 0
+    gpu.reoccupy()
+    view.fill_(2)
+    assert bool((gpu.view(region, torch.uint8) == 2).all())
+    assert gpu.used_bytes == 20 * KIB and gpu.is_alone
