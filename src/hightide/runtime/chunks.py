@@ -84,7 +84,7 @@ class Chunks:
         self.grad_slot_bytes = grad_slot_bytes(plan)
         pool_bytes, grad_pool_bytes = plan.num_slots * self.slot_bytes, plan.num_grad_slots * self.grad_slot_bytes
         self._slots = gpu.allocate(pool_bytes, "slots") if pool_bytes else None
-        self._slots_address = gpu.view(self._slots, torch.uint8).data_ptr() if self._slots is not None else 0
+        self._slots_address = 0
         self._grad_slots = gpu.allocate(grad_pool_bytes, "gradient slots") if grad_pool_bytes else None
 
         self._leaving, self._arriving, self._rounding = (
@@ -304,7 +304,9 @@ class Chunks:
             self._make_absent(key)
 
     def take_hold(self) -> None:
-        """Of the parameters, once the values are in their places."""
+        """Of the parameters, once the values are in their places. The GPU's memory may be another one than before."""
+        if self._slots is not None:
+            self._slots_address = self.gpu.view(self._slots, torch.uint8).data_ptr()
         for spec in self.specs:
             if not self.is_streamed(spec.index):
                 self.bind(spec.index)
