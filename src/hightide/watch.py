@@ -71,7 +71,7 @@ class Watch:
         self._widths = Widths(question.profile, found.plan, LEAST_BYTES[run.gpu.device.type])
         self._num_ticks = 2 * len(question.profile.calls) + 1  # at least
         self._used_bytes = 0  # when the present tick began
-        self._peak_bytes = 0  # since the last step
+        self._peak_bytes = 0  # since the last step, as far as it was looked at
         self._ran_out: Shortage | None = None
         self._next: _Next | None = None
         self._is_comparing = True
@@ -159,7 +159,7 @@ class Watch:
     @property
     def _sees_memory(self) -> bool:
         """In the steps that are not timed: looking takes time itself. Not while a recording reads laps already."""
-        is_early = self._is_comparing and self._run.num_steps <= WARM_STEPS
+        is_early = self._is_comparing and self._run.num_steps < WARM_STEPS
         return is_early and self._run.between_passes is None and self._is_alone
 
     @property
@@ -191,8 +191,8 @@ class Watch:
 
     def _overrun(self) -> Shortage | None:
         """In the step that has ended."""
-        if not self._sees_memory or not self._is_warm:
-            return None
+        if not self._peak_bytes or not self._is_alone:
+            return None  # nobody has looked
         self._lap()
         needed_bytes = self._peak_bytes - self._run.gpu.outside_bytes
         return Shortage(needed_bytes, self._num_ticks) if needed_bytes > self._forecast_bytes else None
