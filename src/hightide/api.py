@@ -101,8 +101,8 @@ def wrap(
     wrapped = wrap_optimizer(optimizer, run)
     run.settle()
     wrap_modules(run)
-    if searched is not None and place.type == "cpu":  # a plan that the user brings is never changed
-        run.observer = Watch(run, *searched)  # moving to another plan has not been tried on a GPU yet
+    if searched is not None:  # a plan that the user brings is never changed
+        run.observer = Watch(run, *searched)
     return model, wrapped
 
 

@@ -13,7 +13,7 @@ from hightide.planner.cost import StepForecast
 from hightide.runtime.queues import Record
 from hightide.runtime.run import Run
 
-WARM_STEPS = 2  # the first compile, and fill caches
+WARM_STEPS = 3  # the first compile, and fill caches; and their memory is looked at (watch.py), which takes time itself
 NUM_TIMED = 3
 LEAST_SHARE = 0.01  # of a step, that a lane must be busy for, or its speed is not worth a word
 LEAST_S = 1e-9  # a lane that did nothing in no time has no speed
@@ -35,12 +35,11 @@ class StepTimes:
 
     def begin_pass(self) -> None:
         if self._run.num_steps >= WARM_STEPS:
-            self._run.lanes.streams.recording = True
+            self._run.lanes.streams.timing = True
 
     def stop(self) -> None:
         self._records.clear()
-        if self._run.between_passes is None:  # else the user's own recording goes on
-            self._run.lanes.streams.recording = False
+        self._run.lanes.streams.timing = False
 
     def end_step(self) -> Measured | None:
         """None: not yet. A pass is whole when the next one has ended: its updates run until then."""
@@ -53,10 +52,10 @@ class StepTimes:
         self._records[before] = lanes.records_of(before)
         if not self._is_timed(self._records[before]):
             self._records.clear()
-        passes = sorted(self._records)[-NUM_TIMED - 1 :]
-        if len(passes) <= NUM_TIMED or not all(_has_passed(r) for one in passes for r in self._records[one]):
+        passed = [one for one, records in sorted(self._records.items()) if all(map(_has_passed, records))]
+        if len(passed) <= NUM_TIMED:
             return None
-        return measure([self._records[one] for one in passes])
+        return measure([self._records[one] for one in passed[-NUM_TIMED - 1 :]])
 
     def _is_timed(self, records: Sequence[Record]) -> bool:
         """The host's clock says nothing about what a GPU does."""

@@ -1,32 +1,39 @@
 """The first steps of a run against the forecast of its plan.
 
 [Note: the first steps] A forecast may be wrong: blocks may take more memory than was measured without values, and a
-link may be slower than yesterday. A few steps after the first, which compile and warm up, are timed by events that
+link may be slower than yesterday. First the memory of a few steps is looked at, then a few are timed by events that
 nobody waits for. If the step or the GPU's peak is not what was forecast, one warning says why, and the run is planned
-again, once, with what was seen. A forward that runs out of GPU memory, or has taken more than was forecast, is given up
-and begun again under the new plan: nothing has been updated by then. In backward it is too late for that: the error
-goes to the user, and a loop that goes on after it gets the new plan."""
+again, once, with what was seen. A forward that runs out of GPU memory, or has taken so much that backward will, is
+given up and begun again under the new plan: nothing has been updated by then. In backward it is too late for that: the
+error goes to the user, and a loop that goes on after it gets the new plan.
+
+Afterwards the watch waits for one thing only: a pass that runs out of memory later in the run. Once it has changed the
+plan it lets the run go."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
 
+import torch
+
 from hightide.ir.action import Mode, Op, Schedule
 from hightide.ir.plan import Forecast, Plan, Update
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.machine import free_host_bytes
 from hightide.planner.correct import (
+    Factors,
     Shortage,
+    Widths,
+    expected_bytes,
     forecast_bytes,
-    forward_needs,
     with_more_memory,
     with_slower_lanes,
-    with_wider_blocks,
 )
 from hightide.planner.cost import forecast
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower_all
+from hightide.planner.memory import WORKSPACE_BYTES
 from hightide.planner.question import Question
 from hightide.planner.search import Found
 from hightide.planner.verify import verify_all
@@ -34,14 +41,13 @@ from hightide.runtime.moving import waiting_bytes
 from hightide.runtime.observer import is_short
 from hightide.runtime.run import Run
 from hightide.stores.base import OutOfMemory
-from hightide.timing import Measured, StepTimes, lane_seconds, lanes_off
+from hightide.timing import WARM_STEPS, Measured, StepTimes, lane_seconds, lanes_off
 
 MOST_OFF = 0.15  # of a forecast
 LEAST_GAIN = 0.02  # of a step, for which a model is moved
 LEAST_BYTES = {"cpu": 1024, "cuda": 2**20}  # of a block, whose need is looked at: a real GPU rounds every tensor
-MOST_WIDER = 0.05  # of what a block was said to take
+MOST_WIDER = 1.05  # times what a block was said to take
 PATIENCE = 50  # steps, after which nothing is compared any more
-NUM_WEIGHED = 4  # steps whose memory is looked at, where time is not
 
 
 @dataclass(frozen=True)
@@ -59,26 +65,25 @@ class Watch:
 
     def __init__(self, run: Run, question: Question, found: Found) -> None:
         self._run, self._question, self._step = run, question, found.step
-        self._times = StepTimes(run) if question.machine.is_measured else None  # who assumes speeds promises no time
-        self._peak_bytes = forecast_bytes(question, found.plan)
-        self._needs = forward_needs(question.profile, found.plan)
+        promises_time = question.machine.is_measured and question.costs.is_measured
+        self._times = StepTimes(run) if promises_time else None
+        self._forecast_bytes = forecast_bytes(question, found.plan)
+        self._widths = Widths(question.profile, found.plan, LEAST_BYTES[run.gpu.device.type])
         self._num_ticks = 2 * len(question.profile.calls) + 1  # at least
-        self._factor = 1.0  # what blocks took, over what they were said to take, at most
         self._used_bytes = 0  # when the present tick began
+        self._peak_bytes = 0  # since the last step, as far as it was looked at
         self._ran_out: Shortage | None = None
         self._next: _Next | None = None
         self._is_comparing = True
         self._num_watched, self._num_passes = 0, 0  # since the last step; before it
+        self.is_watching = True
         self.num_replans = 0
-
-    @property
-    def is_watching(self) -> bool:
-        return not self.num_replans
 
     def begin_pass(self) -> None:
         if self._ran_out is not None or self._next is not None:  # and the user goes on
             self.replan(must=False)
         self._num_watched += 1
+        self._widths.clear()
         if self._sees_memory:
             self._run.gpu.lap()
         if self._times is not None and self._is_comparing:
@@ -86,36 +91,38 @@ class Watch:
 
     def begin_tick(self, op: Op) -> None:
         if op is Op.FORWARD and self._sees_blocks:
-            self._run.gpu.lap()
+            self._lap()
             self._used_bytes = self._run.gpu.device_used_bytes
 
     def end_tick(self, op: Op, call: int | None) -> None:
         if op is Op.FORWARD and self._sees_blocks and call is not None:
-            gpu = self._run.gpu
-            peak_bytes, left_bytes = gpu.lap().tensor_bytes - self._used_bytes, gpu.device_used_bytes - self._used_bytes
-            least_bytes = LEAST_BYTES[gpu.device.type]
-            self._factor = max(self._factor, self._needs[call].factor(peak_bytes, left_bytes, least_bytes))
+            peak_bytes, left_bytes = self._lap(), self._run.gpu.device_used_bytes
+            before_bytes = self._used_bytes + self._taken_once_bytes
+            self._widths.see(call, peak_bytes - before_bytes, left_bytes - before_bytes)
 
     def end_forward(self) -> bool:
         if not self._sees_memory or not self._is_warm:
             return False
-        if self._factor > 1 + MOST_WIDER:
-            expected_bytes = forecast_bytes(with_wider_blocks(self._question, self._factor), self._run.plan)
-            if expected_bytes > self._question.gpu_bytes:
+        factors = self._widths.above(MOST_WIDER)
+        if factors:
+            left_bytes = self._run.gpu.device_used_bytes - self._run.gpu.outside_bytes
+            needed_bytes = expected_bytes(self._question, self._run.plan, factors, left_bytes)
+            if needed_bytes > self._question.gpu_bytes:
                 self._end_comparing()
-                self._next = self._leaner(Shortage(expected_bytes, self._num_ticks, self._factor))
+                self._next = self._leaner(Shortage(needed_bytes, self._num_ticks, factors))
         return self._next is not None
 
-    def ran_out(self, error: OutOfMemory) -> None:
-        if self.num_replans or not is_short(error):
-            return
+    def ran_out(self, error: OutOfMemory) -> bool:
+        if not self.is_watching or not self._is_alone or not is_short(error):
+            return False
         needed_bytes = error.used_bytes + error.requested_bytes - self._run.gpu.outside_bytes
-        self._ran_out = Shortage(needed_bytes, self._run.executor.num_begun, self._factor)
+        self._ran_out = Shortage(needed_bytes, self._run.executor.num_begun, self._widths.above(MOST_WIDER))
         if self._run.plan.update is Update.DEFERRED:
             error.add_note(
                 "The GPU's need was forecast too low. A loop that catches this, calls zero_grad() and goes on, does so "
                 "under a plan that leaves more memory free."
             )
+        return True
 
     def replan(self, must: bool = True) -> None:
         if self._next is None:
@@ -126,11 +133,12 @@ class Watch:
             self._go_on_with(self._next)
 
     def end_step(self) -> None:
-        if not self._is_comparing or not self.is_watching or self._run.between_passes is not None:
+        if not self._is_comparing or self._run.between_passes is not None:
             return  # a recording is of one plan
         is_plain = self._run.num_passes - self._num_passes == self._num_watched  # else graphs were alive side by side
         self._num_watched, self._num_passes = 0, self._run.num_passes
-        shortage = self._overrun(self._peak_bytes) if is_plain and self._sees_memory and self._is_warm else None
+        shortage = self._overrun() if is_plain else None
+        self._peak_bytes = 0
         measured = None if self._times is None else self._times.end_step()
         if shortage is not None:
             self._end_comparing()
@@ -140,7 +148,7 @@ class Watch:
         elif measured is not None:
             self._end_comparing()
             self._compare(measured)
-        elif self._run.num_steps >= (NUM_WEIGHED if self._times is None else PATIENCE):
+        elif self._run.num_steps >= (WARM_STEPS if self._times is None else PATIENCE):
             self._end_comparing()
 
     def _end_comparing(self) -> None:
@@ -150,8 +158,9 @@ class Watch:
 
     @property
     def _sees_memory(self) -> bool:
-        """Unless a recording reads laps already."""
-        return self._is_comparing and self._run.between_passes is None
+        """In the steps that are not timed: looking takes time itself. Not while a recording reads laps already."""
+        is_early = self._is_comparing and self._run.num_steps < WARM_STEPS
+        return is_early and self._run.between_passes is None and self._is_alone
 
     @property
     def _sees_blocks(self) -> bool:
@@ -159,40 +168,66 @@ class Watch:
         return self._sees_memory and self._is_warm and self._run.executor.mode is Mode.TRAIN
 
     @property
+    def _is_alone(self) -> bool:
+        """Else what the device holds is not this run's."""
+        return self._run.gpu.is_alone
+
+    @property
     def _is_warm(self) -> bool:
-        """Before, compilers and libraries take memory that they need once."""
-        is_simulated = self._run.gpu.device.type == "cpu" and not self._run.compiled.enabled
-        return is_simulated or self._run.num_passes > 1
+        """Before, compilers take memory that they need once."""
+        return not self._run.compiled.enabled or self._run.num_passes > 1
+
+    @property
+    def _taken_once_bytes(self) -> int:
+        """By libraries, for workspaces that no block was said to take: see [Note: what a GPU reserves]."""
+        return WORKSPACE_BYTES if self._run.gpu.device.type == "cuda" and self._run.num_passes == 1 else 0
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
-    def _overrun(self, forecast_bytes: int) -> Shortage | None:
-        """Since the last look."""
-        needed_bytes = self._run.gpu.lap().tensor_bytes - self._run.gpu.outside_bytes
-        return Shortage(needed_bytes, self._num_ticks) if needed_bytes > forecast_bytes else None
+    def _lap(self) -> int:
+        lap_bytes = self._run.gpu.lap().tensor_bytes
+        self._peak_bytes = max(self._peak_bytes, lap_bytes)
+        return lap_bytes
+
+    def _overrun(self) -> Shortage | None:
+        """In the step that has ended."""
+        if not self._peak_bytes or not self._is_alone:
+            return None  # nobody has looked
+        self._lap()
+        needed_bytes = self._peak_bytes - self._run.gpu.outside_bytes
+        return Shortage(needed_bytes, self._num_ticks) if needed_bytes > self._forecast_bytes else None
 
     def _leaner(self, shortage: Shortage, must: bool = False) -> _Next | None:
         """None: it goes on as it is, and the user knows why. `must`: it cannot."""
         corrected = with_more_memory(self._question, self._run.plan, shortage)
         expected = forecast_bytes(self._question, self._run.plan, shortage.num_ticks)
-        wider = f": blocks take up to {shortage.factor:.2f} times the memory that they were measured to take"
         reason = (
             f"the GPU needs {_bytes(shortage.needed_bytes)} at least, where {_bytes(expected)} were forecast"
-            f"{wider if shortage.factor > 1 + MOST_WIDER else ''}"
+            f"{self._wider(shortage.factors)}"
         )
         try:
-            found = corrected.answer()
+            found = corrected.question.answer()
             self._check_room()
         except InfeasiblePlan as refusal:
+            message = f"{refusal}"
+            if corrected.kept_free_bytes:
+                message += f"; {_bytes(corrected.kept_free_bytes)} of it are kept free for what blocks do not explain"
             if must:
-                raise InfeasiblePlan(f"{reason}; {refusal}", refusal.moment, refusal.tier, refusal.num_bytes) from None
-            warnings.warn(f"{reason}. The plan stays: {refusal}", stacklevel=3)
+                raise InfeasiblePlan(f"{reason}; {message}", refusal.moment, refusal.tier, refusal.num_bytes) from None
+            warnings.warn(f"{reason}. The plan stays: {message}", stacklevel=3)
             return None
-        plan = replace(found.plan, gpu_limit_bytes=self._question.gpu_bytes)
-        if not must and _decisions(plan) == _decisions(self._run.plan):
+        if not must and _decisions(found.plan) == _decisions(self._run.plan):
             warnings.warn(f"{reason}. The plan stays: it fits all the same", stacklevel=3)
             return None
-        return self._checked(corrected, plan, reason)
+        return self._checked(corrected.question, found.plan, reason)
+
+    def _wider(self, factors: Factors) -> str:
+        if not factors:
+            return ""
+        kind = max(factors, key=lambda one: factors[one])
+        profile = self._question.profile
+        name = next(profile.blocks[call.block].name for call in profile.calls if call.kind == kind)
+        return f": blocks like {name!r} take {factors[kind]:.2f} times the memory that they were measured to take"
 
     def _check_room(self) -> None:
         """See [Note: moving] in runtime/moving.py."""
@@ -247,10 +282,20 @@ class Watch:
         return _Next(question, plan, schedules, reason)
 
     def _go_on_with(self, following: _Next) -> None:
+        """Whatever comes of it, there is no second time."""
         self._end_comparing()
         self._next = self._ran_out = None
+        self.is_watching, self._run.observer = False, None
+        try:
+            self._run.move_to(following.question.profile, following.plan, following.schedules)
+        except (torch.OutOfMemoryError, MemoryError) as error:  # the old plan is as it was
+            problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            warnings.warn(
+                f"{following.reason}. The plan stays: the model could not be moved to another one ({problem})",
+                stacklevel=4,
+            )
+            return
         self.num_replans += 1
-        self._run.move_to(following.question.profile, following.plan, following.schedules)
         warnings.warn(
             f"{following.reason}. Planned again, once; results are the same. stats(model).plan.explain() shows the new "
             "plan",

@@ -265,8 +265,78 @@ LENGTH = settings(
 )
 
 
+WIDER_THAN_MEASURED = Case(  # a convolution's output has other strides than without values: the next block copies it
+    Sketch(
+        layers=(
+            Layer(kind="conv", inner=48),
+            Layer(kind="conv", inner=48, same_as=0),
+            Layer(kind="mlp", inner=5),
+            Layer(kind="conv", inner=48, same_as=1, frozen="first"),
+        ),
+        width=32,
+        tokens=8,
+        ids=True,
+        tied_head=False,
+        frozen_embedding=True,
+        loose=True,
+        gate=False,
+        pair=True,
+        twice=False,
+        container="sequential",
+        dropout=0.0,
+        buffers=False,
+        unused=True,
+        dtype="float32",
+        seed=0,
+    ),
+    num_samples=2,
+    micro_batch=None,
+    update="deferred",
+    gradients="param",
+    clip=True,
+    accumulate=1,
+    smaller_last=True,
+    groups=2,
+    gpu=1.05,
+    host=4.0,
+)
+
+MANY_INPUTS_ON_THE_HOST = Case(  # of each micro-batch, and not a byte for what stands in their place
+    Sketch(
+        layers=(Layer(kind="mlp", inner=5),),
+        width=6,
+        tokens=1,
+        ids=True,
+        tied_head=True,
+        frozen_embedding=True,
+        loose=True,
+        gate=True,
+        pair=True,
+        twice=False,
+        container="list",
+        dropout=0.2,
+        buffers=False,
+        unused=False,
+        dtype="float32",
+        seed=0,
+    ),
+    num_samples=5,
+    micro_batch=None,
+    update="deferred",
+    gradients="float32",
+    clip=False,
+    accumulate=1,
+    smaller_last=False,
+    groups=1,
+    gpu=1.0,
+    host=1.0,
+)
+
+
 @pytest.mark.timeout(300)
 @given(cases())
+@example(WIDER_THAN_MEASURED)
+@example(MANY_INPUTS_ON_THE_HOST)
 @settings(max_examples=12, deadline=None, suppress_health_check=SLOW, phases=FAST)
 def test_any_model_within_any_limits(case: Case) -> None:
     with probed_whole():

@@ -94,6 +94,10 @@ class Costs:
             if not (rate > 0 and math.isfinite(rate)):
                 raise ValueError(f"{name} of these costs is {rate}; it must be more than 0: rehearse the model again")
 
+    @property
+    def is_measured(self) -> bool:
+        return self.source.startswith("measured")
+
     def save(self, path: str | Path) -> None:
         codec.save(self, path)
 

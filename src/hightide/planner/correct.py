@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import median_low
 
 from hightide.ir.action import TICK_OPS, Mode, Op, Schedule
 from hightide.ir.block import Affine, ModelProfile
@@ -19,6 +21,8 @@ from hightide.planner.question import Question
 MARGIN = 1.05  # on what blocks were seen to take: the moment that was seen need not be the worst
 MOST_FACTOR = 8.0  # beyond it, something else than blocks takes the memory
 
+Factors = Mapping[int, float]  # by kind of call: what it takes on the GPU, over what it was said to take
+
 
 @dataclass(frozen=True)
 class Shortage:
@@ -26,7 +30,13 @@ class Shortage:
 
     needed_bytes: int  # at least
     num_ticks: int  # of the pass, that had begun by then
-    factor: float = 1.0  # by which blocks were seen to take more than they were said to; 1: they were not looked at
+    factors: Factors = field(default_factory=dict)  # above 1, of the kinds of calls that were looked at
+
+
+@dataclass(frozen=True)
+class Corrected:
+    question: Question
+    kept_free_bytes: int = 0  # for what blocks do not explain; the question counts it as always there
 
 
 def with_slower_lanes(question: Question, factors: Mapping[Lane, float]) -> Question:
@@ -35,24 +45,27 @@ def with_slower_lanes(question: Question, factors: Mapping[Lane, float]) -> Ques
     return replace(question, costs=_scaled_costs(question.costs, compute), machine=_scaled_machine(machine, factors))
 
 
-def with_wider_blocks(question: Question, factor: float) -> Question:
-    """Blocks take `factor` times the memory that they were said to take."""
-    return replace(question, profile=_scaled_profile(question.profile, factor * MARGIN))
+def with_wider_blocks(question: Question, factors: Factors) -> Question:
+    """Calls of these kinds take so many times the memory that they were said to take."""
+    return replace(question, profile=_scaled_profile(question.profile, factors))
 
 
-def with_more_memory(question: Question, plan: Plan, shortage: Shortage) -> Question:
-    """For a shortage that is explained by blocks; what they do not explain is kept free on the GPU."""
-    factor = shortage.factor
-    if factor <= 1:
-        forecast, without = (
-            forecast_bytes(replace(question, profile=profile), plan, shortage.num_ticks)
-            for profile in (question.profile, _scaled_profile(question.profile, 0.0))
-        )
-        inside = forecast - without
-        factor = max(1.0, min(MOST_FACTOR, (shortage.needed_bytes - without) / inside)) if inside else 1.0
-    corrected = with_wider_blocks(question, factor)
-    rest = max(0, shortage.needed_bytes - forecast_bytes(corrected, plan, shortage.num_ticks))
-    return replace(corrected, gpu_bytes=max(1, question.gpu_bytes - rest))
+def with_more_memory(question: Question, plan: Plan, shortage: Shortage) -> Corrected:
+    """For a shortage that is explained by the blocks that were looked at, and as far as it is not, by all of them
+    alike. What they do not explain either is kept free on the GPU."""
+    seen = with_wider_blocks(question, shortage.factors)
+    forecast, without = (
+        forecast_bytes(one, plan, shortage.num_ticks)
+        for one in (seen, with_wider_blocks(question, _nothing(question.profile)))
+    )
+    inside = forecast - without
+    common = max(1.0, min(MOST_FACTOR, (shortage.needed_bytes - without) / inside)) if inside else 1.0
+    factors = {kind: common * shortage.factors.get(kind, 1.0) for kind in _nothing(question.profile)}
+    margined = {kind: factor * MARGIN for kind, factor in factors.items() if factor > 1}
+    wider = with_wider_blocks(question, margined)
+    rest = max(0, shortage.needed_bytes - forecast_bytes(wider, plan, shortage.num_ticks))
+    profile = replace(wider.profile, buffer_bytes=wider.profile.buffer_bytes + rest)
+    return Corrected(replace(wider, profile=profile), rest)
 
 
 @dataclass(frozen=True)
@@ -60,22 +73,50 @@ class ForwardNeed:
     """What one call's forward takes on the GPU, and how much of that is the block's own affair, beside what enters and
     leaves it: this is not known for sure."""
 
+    kind: int  # of the call
     peak_bytes: int  # at most, while it runs
     inside_bytes: int  # of these
     left_bytes: int  # when it has ended
     kept_bytes: int  # of these
 
-    def factor(self, peak_bytes: int, left_bytes: int, least_bytes: int) -> float:
-        """How many times what was forecast the block took, as far as there is enough of it to tell."""
+    def factor(self, peak_bytes: int, left_bytes: int, least_bytes: int) -> float | None:
+        """How many times what was forecast the block took. None: there is not enough of it to tell."""
         pairs = ((peak_bytes, self.peak_bytes, self.inside_bytes), (left_bytes, self.left_bytes, self.kept_bytes))
-        return max((1 + (seen - whole) / part for seen, whole, part in pairs if part >= least_bytes), default=1.0)
+        return max((1 + (seen - whole) / part for seen, whole, part in pairs if part >= least_bytes), default=None)
+
+
+class Widths:
+    """What calls were seen to take in one forward, over what they were said to take. Equal calls take equal memory, but
+    the first one may meet what is taken once (workspaces of libraries): the middle one counts, and of two the lower."""
+
+    def __init__(self, profile: ModelProfile, plan: Plan, least_bytes: int) -> None:
+        """`least_bytes` of a block's own, below which it is not looked at."""
+        self._needs = forward_needs(profile, plan)
+        self._least_bytes = least_bytes
+        self._seen: defaultdict[tuple[int, bool], list[float]] = defaultdict(list)  # by kind, and whether it keeps
+
+    def clear(self) -> None:
+        self._seen.clear()
+
+    def see(self, call: int, peak_bytes: int, left_bytes: int) -> None:
+        need = self._needs[call]
+        factor = need.factor(peak_bytes, left_bytes, self._least_bytes)
+        if factor is not None:
+            self._seen[need.kind, need.kept_bytes > 0].append(factor)
+
+    def above(self, most: float) -> Factors:
+        """Of the kinds that took more than `most` times what was forecast for them."""
+        factors: dict[int, float] = {}
+        for (kind, _), seen in self._seen.items():
+            factors[kind] = max(factors.get(kind, 0.0), median_low(seen))
+        return {kind: factor for kind, factor in factors.items() if factor > most}
 
 
 def forward_needs(profile: ModelProfile, plan: Plan) -> dict[int, ForwardNeed]:
     """By call."""
     ticks, without = (
         {tick.call: tick for tick in lower(one, plan, Mode.TRAIN).ticks if tick.op is Op.FORWARD}
-        for one in (profile, _scaled_profile(profile, 0.0))
+        for one in (profile, _scaled_profile(profile, _nothing(profile)))
     )
     needs: dict[int, ForwardNeed] = {}
     for call, tick in ticks.items():
@@ -83,8 +124,20 @@ def forward_needs(profile: ModelProfile, plan: Plan) -> dict[int, ForwardNeed]:
         peak_bytes = tick.gpu_takes + tick.gpu_transient
         known_bytes = without[call].gpu_takes + without[call].gpu_transient
         kept_bytes = tick.gpu_kept - without[call].gpu_kept
-        needs[call] = ForwardNeed(peak_bytes, peak_bytes - known_bytes, tick.gpu_takes, kept_bytes)
+        kind = profile.calls[call].kind
+        needs[call] = ForwardNeed(kind, peak_bytes, peak_bytes - known_bytes, tick.gpu_takes, kept_bytes)
     return needs
+
+
+def expected_bytes(question: Question, plan: Plan, factors: Factors, left_bytes: int) -> int:
+    """What the pass will take on the GPU, whose forward has left so much there, and in whose forward calls took
+    `factors` of what was forecast. A forecast is an upper bound: what it has too much when the forward has ended, it
+    has too much in backward."""
+    wider = with_wider_blocks(question, factors)
+    schedule = lower(wider.profile, plan, Mode.TRAIN)
+    forward = (action for action in schedule.actions if action.op in (Op.FORWARD, Op.STASH))
+    forecast_left_bytes = schedule.gpu_base_bytes + sum(action.gpu_takes - action.gpu_gives for action in forward)
+    return forecast_bytes(wider, plan) - max(0, forecast_left_bytes - left_bytes)
 
 
 def forecast_bytes(question: Question, plan: Plan, num_ticks: int | None = None) -> int:
@@ -101,15 +154,22 @@ def _beginning(schedule: Schedule, num_ticks: int) -> Schedule:
     return replace(schedule, actions=schedule.actions[:end])
 
 
-def _scaled_profile(profile: ModelProfile, factor: float) -> ModelProfile:
-    """What blocks take inside, times `factor`. What enters and leaves them is known."""
+def _nothing(profile: ModelProfile) -> Factors:
+    """Calls of every kind take nothing."""
+    return dict.fromkeys((call.kind for call in profile.calls), 0.0)
+
+
+def _scaled_profile(profile: ModelProfile, factors: Factors) -> ModelProfile:
+    """What calls take inside, times the factor of their kind. What enters and leaves them is known."""
     calls = tuple(
         replace(
             call,
-            forward_peak=_scaled(call.forward_peak, factor),
-            kept=_scaled(call.kept, factor),
-            backward_peak=_scaled(call.backward_peak, factor),
+            forward_peak=_scaled(call.forward_peak, factors[call.kind]),
+            kept=_scaled(call.kept, factors[call.kind]),
+            backward_peak=_scaled(call.backward_peak, factors[call.kind]),
         )
+        if call.kind in factors
+        else call
         for call in profile.calls
     )
     return replace(profile, calls=calls)

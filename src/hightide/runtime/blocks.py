@@ -23,6 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -196,8 +197,9 @@ class BlockCall:
         assert self.call is not None and self._graphs is not None
         away = [tensor for tensor, on_host in zip(tensors, self.on_host, strict=True) if on_host]
         self.stash = self.runner.run.stashes.register(self.call, away)
-        for graph in self._graphs:
-            graph.forget_inputs(self.on_host)
+        with self.runner.run.gpu.unmetered():  # what takes their place is there once for all
+            for graph in self._graphs:
+                graph.forget_inputs(self.on_host)
 
     @property
     def _keep(self) -> bool:
@@ -372,7 +374,7 @@ class _Graph:
         """The leaves stay as ends of the graph, their values do not: shape without memory."""
         for leaf, forget in zip(self._inputs, which, strict=True):
             if forget:
-                leaf.data = leaf.new_full((), math.nan).expand(leaf.shape)
+                leaf.data = _nowhere(leaf.dtype, leaf.device).expand(leaf.shape)
 
     def roots(self, grads: list[Tensor | None]) -> list[tuple[GradientEdge, Tensor]]:
         pairs = zip(self._edges, grads, strict=True)
@@ -391,6 +393,11 @@ class _Graph:
     def take_grad(self, index: int) -> Tensor | None:
         grad, self._inputs[index].grad = self._inputs[index].grad, None
         return grad
+
+
+@cache
+def _nowhere(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((), math.nan, dtype=dtype, device=device)
 
 
 class _Gathered:

@@ -91,7 +91,8 @@ class Streams:
     on which everything is allocated. Without a GPU there are none: work is through when it returns."""
 
     def __init__(self, device: torch.device | None) -> None:
-        self.recording = False  # see mark()
+        self.recording = False  # see mark(); what the GPU holds is asked for, too
+        self.timing = False  # see mark()
         self._device = device
         self._streams: dict[Lane, torch.cuda.Stream] = {}
         if device is not None:
@@ -106,8 +107,8 @@ class Streams:
 
     def mark(self, lane: Lane) -> torch.cuda.Event | None:
         """This moment in the caller's stream, whose time can be read when the GPU has passed it. None unless a
-        recording is on, and for a lane that works on the host."""
-        if not self.recording or self._device is None or lane is Lane.CPU:
+        recording is on or steps are timed, and for a lane that works on the host."""
+        if not (self.recording or self.timing) or self._device is None or lane is Lane.CPU:
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))

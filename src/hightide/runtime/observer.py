@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import random
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,12 +37,13 @@ class Observer(Protocol):
     def end_forward(self) -> bool:
         """Whether the pass must not go on like this: it would run out of memory."""
 
-    def ran_out(self, error: OutOfMemory) -> None:
-        """In forward, or in backward. What it does about it, it does in `replan`, or when the next pass begins."""
+    def ran_out(self, error: OutOfMemory) -> bool:
+        """In forward, or in backward. Whether it can do something about it: in `replan`, or when the next pass
+        begins."""
 
     def replan(self, must: bool = True) -> None:
         """The pass was given up. Moves the run to a plan under which it can go on; if there is none and it `must`,
-        raises."""
+        raises. If it cannot be moved, it goes on as it is."""
 
     def end_step(self) -> None:
         """After optimizer.step()."""
@@ -58,8 +61,7 @@ def watched_pass(
             return result
         del result
     except OutOfMemory as error:
-        observer.ran_out(error)
-        if not is_short(error) or not start.can_repeat or not observer.is_watching:
+        if not observer.ran_out(error) or not start.can_repeat:
             raise
     gc.collect()  # what the failed forward has left: outside of the handler, whose traceback holds its tensors
     observer.replan()
@@ -69,18 +71,23 @@ def watched_pass(
 
 
 class Start:
-    """What a forward begins with, so that it can be done once more: random numbers. A buffer that it has changed in
-    place (running means) it would change twice: then it cannot."""
+    """What a forward begins with, so that it can be done once more: the random numbers of torch, Python and numpy. Of
+    generators that the user has made nobody knows."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._device = run.gpu.device
         self._on_cpu = torch.get_rng_state()
         self._on_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        self._of_python = random.getstate()
+        numpy_random: Any = sys.modules.get("numpy.random")  # None: nobody has drawn from it
+        self._of_numpy = None if numpy_random is None else numpy_random.get_state()
         self._buffers = [(buffer, buffer._version) for buffer in run.buffers]
 
     @property
     def can_repeat(self) -> bool:
+        """A buffer that the forward has changed in place (running means) it would change twice. So it would whatever
+        its modules keep in plain attributes (a counter, a list that grows): nobody sees this, and it is done twice."""
         lanes_are_well = self._run.lanes.failure is None
         return lanes_are_well and all(buffer._version == version for buffer, version in self._buffers)
 
@@ -88,6 +95,9 @@ class Start:
         torch.set_rng_state(self._on_cpu)
         if self._on_gpu is not None:
             torch.cuda.set_rng_state(self._on_gpu, self._device)
+        random.setstate(self._of_python)
+        if self._of_numpy is not None:
+            sys.modules["numpy.random"].set_state(self._of_numpy)
 
 
 def is_short(error: BaseException) -> bool:

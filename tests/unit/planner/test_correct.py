@@ -1,0 +1,65 @@
+"""What was seen of a run, in the place of what was forecast for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hightide.ir.plan import Activation, Update
+from hightide.planner.correct import Shortage, Widths, expected_bytes, forecast_bytes, forward_needs, with_more_memory
+from hightide.planner.estimate import estimate
+from hightide.planner.question import Question
+from unit.planner.profiles import plan_with, stack
+from unit.planner.test_cost import GPU
+
+LAYERS = (1, 2, 3, 4)  # calls of one kind, beside an embedding, a norm and a head
+KIND = 1
+
+
+@pytest.fixture(scope="module")
+def question() -> Question:
+    profile = stack(len(LAYERS))
+    machine = replace(GPU, gpu=None)  # peaks are those of tensors
+    return Question(profile, estimate(profile, GPU), machine, 2**40, 2**40, Update.DEFERRED)
+
+
+def test_of_equal_calls_the_middle_one_counts(question: Question) -> None:
+    plan = plan_with(question.profile, activation=Activation.KEEP)
+    needs, widths = forward_needs(question.profile, plan), Widths(question.profile, plan, 1)
+    for call in LAYERS:
+        need = needs[call]
+        workspace_bytes = 9 * need.inside_bytes if call == LAYERS[0] else 0
+        widths.see(call, need.peak_bytes + workspace_bytes, need.left_bytes)
+    assert not widths.above(1.0)
+    widths.clear()
+    for call in LAYERS:
+        widths.see(call, needs[call].peak_bytes + needs[call].inside_bytes, needs[call].left_bytes)
+    assert widths.above(1.05) == {KIND: 2.0}
+
+
+def test_only_the_kinds_that_took_more_are_corrected(question: Question) -> None:
+    plan = plan_with(question.profile, activation=Activation.KEEP)
+    expected = expected_bytes(question, plan, {KIND: 2.0}, 2**40)
+    assert expected > forecast_bytes(question, plan)
+    corrected = with_more_memory(question, plan, Shortage(expected, 100, {KIND: 2.0}))
+    assert not corrected.kept_free_bytes and corrected.question.gpu_bytes == question.gpu_bytes
+    for before, after in zip(question.profile.calls, corrected.question.profile.calls, strict=True):
+        assert (after == before) == (before.kind != KIND)
+
+
+def test_what_the_forward_has_not_taken_backward_will_not_take(question: Question) -> None:
+    """A forecast is an upper bound, and may be too high by more than one block is wider."""
+    plan = plan_with(question.profile, activation=Activation.KEEP)
+    most, least = (expected_bytes(question, plan, {KIND: 2.0}, left_bytes) for left_bytes in (2**40, 0))
+    forecast_left_bytes = most - least
+    assert expected_bytes(question, plan, {KIND: 2.0}, forecast_left_bytes - 300) == most - 300
+    assert expected_bytes(question, plan, {KIND: 2.0}, forecast_left_bytes + 300) == most
+
+
+def test_what_blocks_do_not_explain_is_kept_free(question: Question) -> None:
+    plan = plan_with(question.profile, activation=Activation.KEEP)
+    needed = 100 * forecast_bytes(question, plan)
+    corrected = with_more_memory(question, plan, Shortage(needed, 100))
+    assert corrected.kept_free_bytes > 0 and corrected.question.gpu_bytes == question.gpu_bytes
+    assert forecast_bytes(corrected.question, plan) >= needed
