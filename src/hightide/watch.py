@@ -47,6 +47,7 @@ MOST_OFF = 0.15  # of a forecast
 LEAST_GAIN = 0.02  # of a step, for which a model is moved
 LEAST_BYTES = {"cpu": 1024, "cuda": 2**20}  # of a block, whose need is looked at: a real GPU rounds every tensor
 MOST_WIDER = 1.05  # times what a block was said to take
+ISSUE_SHARE = 0.7  # of a step, from which on the thread that runs the model may be what it waits for
 PATIENCE = 50  # steps, after which nothing is compared any more
 
 
@@ -245,6 +246,13 @@ class Watch:
         if abs(measured.step_s / expected_s - 1) <= MOST_OFF:
             return
         reason = f"a step takes {format_seconds(measured.step_s)}, and {format_seconds(expected_s)} were forecast"
+        if self._step.issue_s > ISSUE_SHARE * measured.step_s > ISSUE_SHARE * expected_s:
+            warnings.warn(
+                f"{reason}. The GPU waits for Python: the thread that runs the model was forecast to need "
+                f"{format_seconds(self._step.issue_s)} of it. The plan stays; larger batches, or compile=True, need less",
+                stacklevel=3,
+            )
+            return
         factors = lanes_off(measured, self._step, MOST_OFF)
         if not factors:
             warnings.warn(

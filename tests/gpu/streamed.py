@@ -25,11 +25,16 @@ def everything_moves(plan: Plan, inputs: Tier = Tier.HOST, activation: Activatio
 
 
 def wrap(
-    model: nn.Module, batch: Any, edit: Any = everything_moves, update: str = "deferred", **options: Any
+    model: nn.Module,
+    batch: Any,
+    edit: Any = everything_moves,
+    update: str = "deferred",
+    micro_batch: int = 2,
+    **options: Any,
 ) -> tuple[Any, Any]:
     """`options` of AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, "eps": 1e-4, **options})
-    plan = hightide.plan(model, optimizer, batch, limits=LIMITS, micro_batch=2, update=update, device="cuda")
+    plan = hightide.plan(model, optimizer, batch, limits=LIMITS, micro_batch=micro_batch, update=update, device="cuda")
     return hightide.wrap(model, optimizer, batch, plan=edit(plan), update=update, device="cuda")
 
 

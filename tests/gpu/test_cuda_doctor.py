@@ -15,6 +15,7 @@ from hightide.ir.tier import Lane
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.alone
 def test_a_gpu_is_measured_in_half_a_minute_and_leaves_nothing() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.empty_cache()

@@ -48,6 +48,7 @@ def resident_bytes() -> int:
 # -- long -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone  # not for its time, but it takes a minute of a GPU that nobody shares
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])
 def test_500_steps_do_not_grow(update: str) -> None:
@@ -64,7 +65,7 @@ def test_500_steps_do_not_grow(update: str) -> None:
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
     assert sum(param.numel() for param in model.parameters()) > 200_000_000
     tokens = torch.randint(0, 8192, (8, 128))
-    model, optimizer = wrap(model, {"input_ids": tokens, "labels": tokens}, update=update)
+    model, optimizer = wrap(model, {"input_ids": tokens, "labels": tokens}, update=update, micro_batch=4)
     reserved, allocated, resident = [], [], []
     for step in range(500):
         tokens = torch.randint(0, 8192, (8, 128))

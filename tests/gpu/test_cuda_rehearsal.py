@@ -32,6 +32,7 @@ def test_a_rehearsal_measures_and_leaves_nothing(compile: bool) -> None:
     assert costs.loss is not None and 0 < costs.loss.forward_s < 0.1
 
 
+@pytest.mark.alone
 def test_a_layer_of_8b_shape_takes_seconds() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -30,14 +30,14 @@ NUM_STEPS = 14  # by then memory was looked at, and times were compared
 ROOMY = hightide.Limits(gpu=64 * GIB, host=16 * GIB)
 
 
-def llama() -> tuple[nn.Module, dict[str, Tensor]]:
-    """34 M parameters, so that it is rehearsed; a step holds gigabytes of activations, and the GPU has enough to do."""
+def llama(width: int = 512, num_layers: int = 8) -> tuple[nn.Module, dict[str, Tensor]]:
+    """34 M parameters, so that it is rehearsed; a step holds gigabytes of activations."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=8192,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=8,
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
+        num_hidden_layers=num_layers,
         num_attention_heads=8,
         num_key_value_heads=8,
         use_cache=False,
@@ -105,6 +105,7 @@ class Frozen(nn.Module):
         return x.pow(2).mean()
 
 
+@pytest.mark.alone
 def test_a_link_that_is_slower_than_forecast_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = hightide.decision.machine_of
 
@@ -129,9 +130,10 @@ def test_a_link_that_is_slower_than_forecast_is_explained(monkeypatch: pytest.Mo
     hightide.unwrap(model)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("share", [None, 0.5], ids=["resident", "streamed"])
 def test_an_honest_forecast_is_not_spoken_about(share: float | None) -> None:
-    model, batch = llama()
+    model, batch = llama(width=2048, num_layers=3)  # a layer takes the GPU 60 ms: Python is not the limit
     limits = ROOMY if share is None else hightide.Limits(gpu=int(share * whole_bytes(model, batch)), host=16 * GIB)
     model, optimizer = hightide.wrap(model, adamw(model), batch, limits=limits, device="cuda")
     run, watch = parts(model)

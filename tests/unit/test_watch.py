@@ -19,6 +19,7 @@ import hightide.decision
 import hightide.watch
 import models
 from hightide.ir.block import Affine, ModelProfile
+from hightide.ir.costs import Costs
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.correct import Shortage
 from hightide.planner.infeasible import InfeasiblePlan
@@ -422,6 +423,23 @@ def test_time_outside_of_the_plan_is_nobodys_fault(promised: None, monkeypatch: 
     model, batch = models.llama()
     model, watch, told = trained(model, batch, "400KiB")
     assert not watch.num_replans and len(told) == 1 and "outside of the plan" in told[0]
+    hightide.unwrap(model)
+
+
+def test_a_gpu_that_waits_for_python_is_not_planned_around(promised: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's events then show a slow compute lane, which is not its fault."""
+    estimate = hightide.decision.estimate
+
+    def slow_python(*args: Any) -> Costs:
+        costs = estimate(*args)
+        calls = tuple(replace(cost, issue_s=1.0) for cost in costs.calls)
+        return replace(costs, calls=calls, source="measured, for this test")
+
+    monkeypatch.setattr(hightide.decision, "estimate", slow_python)
+    slow_steps(monkeypatch, {Lane.COMPUTE: 1e6}, step=1.3)
+    model, batch = models.llama()
+    model, watch, told = trained(model, batch, "400KiB")
+    assert not watch.num_replans and len(told) == 1 and "The GPU waits for Python" in told[0]
     hightide.unwrap(model)
 
 
