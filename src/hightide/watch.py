@@ -249,7 +249,7 @@ class Watch:
         if self._step.issue_s > ISSUE_SHARE * measured.step_s > ISSUE_SHARE * expected_s:
             warnings.warn(
                 f"{reason}. The GPU waits for Python: the thread that runs the model was forecast to need "
-                f"{format_seconds(self._step.issue_s)} of it. The plan stays; larger batches, or compile=True, need less",
+                f"{format_seconds(self._step.issue_s)} of it. The plan stays; larger batches or compile=True help",
                 stacklevel=3,
             )
             return
