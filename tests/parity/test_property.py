@@ -332,11 +332,43 @@ MANY_INPUTS_ON_THE_HOST = Case(  # of each micro-batch, and not a byte for what 
     host=1.0,
 )
 
+KEPT_BETWEEN_BLOCKS = Case(  # one layer, called twice, is no stack: attention and dropout run outside of blocks
+    Sketch(
+        layers=(Layer(kind="attention", inner=5), Layer(kind="attention", inner=5, same_as=0)),
+        width=32,
+        tokens=8,
+        ids=True,
+        tied_head=False,
+        frozen_embedding=False,
+        loose=False,
+        gate=False,
+        pair=False,
+        twice=False,
+        container="sequential",
+        dropout=0.2,
+        buffers=False,
+        unused=False,
+        dtype="float32",
+        seed=0,
+    ),
+    num_samples=5,
+    micro_batch=None,
+    update="deferred",
+    gradients="float32",
+    clip=False,
+    accumulate=1,
+    smaller_last=False,
+    groups=1,
+    gpu=0.6,
+    host=0.7,
+)
+
 
 @pytest.mark.timeout(300)
 @given(cases())
 @example(WIDER_THAN_MEASURED)
 @example(MANY_INPUTS_ON_THE_HOST)
+@example(KEPT_BETWEEN_BLOCKS)
 @settings(max_examples=12, deadline=None, suppress_health_check=SLOW, phases=FAST)
 def test_any_model_within_any_limits(case: Case) -> None:
     with probed_whole():
