@@ -111,8 +111,10 @@ def _meter(
             result = model(*args, **kwargs)
             roots = [tensor for tensor in tensors(flatten(result)[0]) if tensor.requires_grad]
             roots = [root for root in roots if root.numel() == 1] or roots  # a loss, or what one is made of outside
+            if lazy_head is not None:
+                del result  # with logits that are never made; else the user may hold it until the step
             if roots:
-                torch.autograd.backward(roots, [torch.empty_like(root) for root in roots])
+                torch.autograd.backward(roots, [root.new_empty(()).expand_as(root) for root in roots])
         watch.metered.end = watch.level([]).peak
     return watch.metered
 
