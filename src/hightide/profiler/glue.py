@@ -32,16 +32,12 @@ class GlueNeeds:
     backward: tuple[Glue, ...]
     end: Affine
 
-    @classmethod
-    def nothing(cls, num_calls: int) -> GlueNeeds:
-        return cls((Glue(),) * num_calls, (Glue(),) * num_calls, Affine())
-
 
 def measure_glue(
     model: nn.Module, batch: Batch, probed: ProbeResult, runs: tuple[Recording, Recording], lazy_head: int | None
-) -> GlueNeeds:
-    """Of the calls in `runs`. To be called with fake parameters. What is between a lazy head and the end of its
-    backward is the fused loss, which counts for itself."""
+) -> GlueNeeds | None:
+    """Of the calls in `runs`; None, with a warning, where it cannot be. To be called with fake parameters. What is
+    between a lazy head and the end of its backward is the fused loss, which counts for itself."""
 
     def meter(extra: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Metered:
         return _meter(model, probed, runs[extra].records, lazy_head, args, kwargs)
@@ -54,7 +50,7 @@ def measure_glue(
             f"{error}); the plan takes it for 0 bytes: leave room for it in the limits",
             stacklevel=2,
         )
-        return GlueNeeds.nothing(len(probed.calls))
+        return None
     places = {id(record): place for place, record in enumerate(runs[1].records)}
     fit = partial(_fit, probed.num_samples)
 
