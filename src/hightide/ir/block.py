@@ -79,6 +79,16 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Glue:
+    """What the model's own code between blocks takes around one forward or backward of a call, whole batch, where no
+    block keeps its inputs."""
+
+    held: Affine = Affine()  # while the call runs: beyond its inputs and the results of the call before; in backward
+    # beyond the gradients of its results
+    peak: Affine = Affine()  # most bytes alive since the tick before, with all results and gradients of blocks
+
+
+@dataclass(frozen=True)
 class CallSpec:
     """One call of a block in one forward, in execution order. All bytes are those that the accelerator would hold."""
 
@@ -103,6 +113,8 @@ class CallSpec:
     forward: Work = Work()
     recompute: Work = Work()  # ends with the last tensor that backward needs
     backward: Work = Work()  # without the recomputation
+    glue: Glue = Glue()
+    glue_backward: Glue = Glue()
 
 
 @dataclass(frozen=True)
@@ -118,6 +130,7 @@ class ModelProfile:
     blocks: tuple[BlockSpec, ...]  # in order of first call; never-called blocks last
     calls: tuple[CallSpec, ...]
     vocabulary: int  # rows of the lazy head; 0 without one
+    glue_end: Affine = Affine()  # most bytes alive between the last backward of a block and the step
 
     def param(self, key: str) -> ParamSpec:
         return self._by_key[key]

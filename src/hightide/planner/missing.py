@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
@@ -14,21 +14,23 @@ from hightide.planner.trials import Trials
 
 def refusal(trials: Trials, leanest: Iterable[Choice]) -> InfeasiblePlan:
     """Says how much more of one tier would do with the others as they are, first of the one that grows least by it; or,
-    where several lack, how much more of each."""
+    where several lack, how much more of each. What it names is enough: these choices were lowered, and not only added
+    up."""
     problem = trials.problem
     limits = {Tier.GPU: problem.gpu_bytes, Tier.HOST: problem.host_bytes, Tier.DISK: problem.disk_bytes}
-    best: dict[tuple[Tier, ...], tuple[dict[Tier, int], Choice]] = {}
-    for choice in dict.fromkeys(leanest):
-        guess = trials.guess(choice)
-        need = _by_tier(trials.needs(choice) if trials.within(guess) else guess)
-        short = {tier: need[tier] for tier in limits if need[tier] > limits[tier]}
-        assert short, f"this fits, and the search has not found it: {choice}"
-        if tuple(short) not in best or next(iter(short.values())) < next(iter(best[tuple(short)][0].values())):
-            best[tuple(short)] = short, choice
-    fewest = min(map(len, best))
-    found = [one for tiers, one in best.items() if len(tiers) == fewest]
-    found.sort(key=lambda one: max(size / max(1, limits[tier]) for tier, size in one[0].items()))
+    needs = {choice: _by_tier(trials.guess(choice)) for choice in leanest}
+    exact: set[Choice] = set()
+    while True:
+        found = _least(needs, limits)
+        guessed = [choice for _, choice in found if choice not in exact]
+        if not guessed:
+            break
+        for choice in guessed:  # a search asks for both, what was added up and what is exact
+            lowered = _by_tier(trials.needs(choice))
+            needs[choice] = {tier: max(size, lowered[tier]) for tier, size in needs[choice].items()}
+        exact.update(guessed)
     needed, choice = found[0]
+    assert needed, f"this fits, and the search has not found it: {choice}"
     tier = next(iter(needed))
     moment = _moment(trials, choice, tier)
     missing = " and ".join(f"{_bytes(size - limits[one])} are missing on the {one}" for one, size in needed.items())
@@ -41,6 +43,21 @@ def refusal(trials: Trials, leanest: Iterable[Choice]) -> InfeasiblePlan:
         needed[tier],
         tuple(short for short, _ in found),
     )
+
+
+def _least(
+    needs: Mapping[Choice, Mapping[Tier, int]], limits: Mapping[Tier, int]
+) -> list[tuple[dict[Tier, int], Choice]]:
+    """For each set of tiers that lack, of the sets with fewest, the choice that takes least; that first which grows
+    least."""
+    best: dict[tuple[Tier, ...], tuple[dict[Tier, int], Choice]] = {}
+    for choice, need in needs.items():
+        short = {tier: need[tier] for tier in limits if need[tier] > limits[tier]}
+        if tuple(short) not in best or tuple(short.values()) < tuple(best[tuple(short)][0].values()):
+            best[tuple(short)] = short, choice
+    fewest = min(map(len, best))
+    found = [one for tiers, one in best.items() if len(tiers) == fewest]
+    return sorted(found, key=lambda one: max((size / max(1, limits[tier]) for tier, size in one[0].items()), default=0))
 
 
 def _moment(trials: Trials, choice: Choice, tier: Tier) -> str:

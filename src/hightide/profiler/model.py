@@ -15,6 +15,7 @@ from torch import nn
 from hightide.ir.block import DTYPE_BYTES, Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec
 from hightide.profiler.blocks import Choice, FoundBlocks, find_blocks, first_names
 from hightide.profiler.fake import fake_parameters
+from hightide.profiler.glue import measure_glue
 from hightide.profiler.needs import CallMeter, CallNeeds
 from hightide.profiler.probe import (
     GRAPH_PER_OUTPUT,
@@ -49,6 +50,9 @@ def profile_calls(
     with fake_parameters(model):
         found, probed, runs = _probe_until_settled(model, batch, chosen)
         needs_of_calls = _measure(probed, runs)
+        head = _find_lazy_head(model, probed)
+        stands_alone = not probed.failure and not probed.captured  # else it is refused, or known in part only
+        glue = measure_glue(model, batch, probed, runs, head) if stands_alone else None
     batch_bytes = _bytes(tensors(flatten_call(*call_arguments(batch))[0]))
     probed = probed.completed(batch_bytes)
     num_assumed = len(probed.calls) - len(needs_of_calls)
@@ -61,9 +65,11 @@ def profile_calls(
             "estimated: leave room in the limits. Results are the same",
             stacklevel=2,
         )
-    head = _find_lazy_head(model, probed)
     blocks = _block_specs(model, found, probed, head)
     calls = tuple(_call_spec(call, needs) for call, needs in zip(probed.calls, needs_of_calls, strict=True))
+    if glue is not None:
+        around = zip(calls, glue.forward, glue.backward, strict=True)
+        calls = tuple(replace(call, glue=forward, glue_backward=backward) for call, forward, backward in around)
     head_call = next((call for call in probed.calls if call.block == head), None)
     profile = ModelProfile(
         fingerprint=fingerprint(params, blocks),
@@ -75,6 +81,7 @@ def profile_calls(
         blocks=blocks,
         calls=calls,
         vocabulary=head_call.output_shapes[0][-1] if head_call else 0,
+        glue_end=glue.end if glue is not None else Affine(),
     )
     return profile, probed, tuple(runs[0].records)
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -39,6 +39,7 @@ from hightide.profiler.tap_search import Taps, merged
 MUTATES_INPUT = "it changes an input in place"
 NOT_PROBED = "this way of calling the block was not probed"
 FAILED = "the probe of the model failed ({})"
+T = TypeVar("T")
 GRAPH_PER_OUTPUT = 17  # bytes that the graph of a transformer layer holds, in bytes of its output
 
 
@@ -128,14 +129,24 @@ def record_runs(
 ) -> tuple[Recording, Recording]:
     """The two runs. To be called with fake parameters."""
     num_samples = batch_size(batch)
+
+    def record(extra: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+        return Recorder(model, blocks, num_samples + extra, taps or {}).run(forward or model, args, kwargs)
+
+    return in_both_sizes(model, batch, record)
+
+
+def in_both_sizes(
+    model: nn.Module, batch: Batch, run: Callable[[int, tuple[Any, ...], dict[str, Any]], T]
+) -> tuple[T, T]:
+    """Calls `run` with 0 and with 1, for so many samples more, and the arguments of the model's call."""
     with _rng_kept() as rewind, no_cache(model) as cache_kwargs, torch.enable_grad():
-        runs = []
+        results = []
         for extra in (0, 1):
             rewind()
-            args, kwargs = _resized(batch, num_samples, extra)
-            recorder = Recorder(model, blocks, num_samples + extra, taps or {})
-            runs.append(recorder.run(forward or model, args, kwargs | cache_kwargs))
-    return runs[0], runs[1]
+            args, kwargs = _resized(batch, batch_size(batch), extra)
+            results.append(run(extra, args, kwargs | cache_kwargs))
+    return results[0], results[1]
 
 
 def compare(blocks: Sequence[FoundBlock], first: Recording, second: Recording) -> ProbeResult:

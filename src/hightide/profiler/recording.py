@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hightide.profiler.blocks import FoundBlock, first_names
 from hightide.profiler.split import Tree, flatten, flatten_call, signature_of, tensors, unflatten
 from hightide.profiler.tap_search import Opening, Taps, TapSearch
-from hightide.profiler.taps import NotATap, Tapped, hand_out, tapping
+from hightide.profiler.taps import NotATap, Taken, Tapped, hand_out, tapping
 
 Forward = Callable[..., object]  # called like the model
 
@@ -31,7 +31,9 @@ class Record:
     signature: str
     versions: list[int]
     results: list[Any] = field(default_factory=list)
+    result_tree: Tree | None = None
     tapped: list[torch.Tensor] = field(default_factory=list)
+    tap_parts: list[Taken] = field(default_factory=list)
     mutated: bool = False
     needs_backward: bool = False  # as the block itself returns; a hook of the user's may ask for gradients later
     finished: bool = False
@@ -137,8 +139,8 @@ class Recorder:
         stack, tapped = self._open.pop()
         stack.close()
         leaves, tree = flatten(result)
-        record.results = [_bordered(leaf) for leaf in leaves]
-        record.tapped = [_bordered(tensor) for tensor in tapped.tensors]
+        record.results, record.result_tree = [_bordered(leaf) for leaf in leaves], tree
+        record.tapped, record.tap_parts = [_bordered(tensor) for tensor in tapped.tensors], tapped.parts
         hand_out(module, tapped.parts, record.tapped)
         record.needs_backward = any(tensor.requires_grad for tensor in record.outputs)
         record.mutated = record.versions != [tensor._version for tensor in record.inputs]

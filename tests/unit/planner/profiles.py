@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from hightide.ir.block import Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec, Work
+from hightide.ir.block import Affine, BlockSpec, CallSpec, Glue, ModelProfile, ParamSpec, Work
 from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.layout import pack, slot_sizes
@@ -176,7 +176,15 @@ def profiles(draw: st.DrawFn) -> ModelProfile:
         call(block, draw(st.sampled_from([8, 64])), draw(st.booleans()), draw(st.booleans()), first=place == 0)
         for place, block in enumerate(order)
     ]
-    return build(specs, sketches, calls, num_samples=draw(st.integers(1, 7)))
+    calls = [replace(one, glue=draw(glues()), glue_backward=draw(glues())) for one in calls]
+    profile = build(specs, sketches, calls, num_samples=draw(st.integers(1, 7)))
+    return replace(profile, glue_end=draw(st.sampled_from([Affine(), Affine(8, 3000)])))
+
+
+def glues() -> st.SearchStrategy[Glue]:
+    """Most models have nothing between their blocks."""
+    sizes = st.builds(Affine, st.sampled_from([0, 40]), st.sampled_from([0, 300, 3000]))
+    return st.just(Glue()) | st.builds(Glue, sizes, sizes)
 
 
 @st.composite

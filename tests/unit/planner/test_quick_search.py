@@ -18,6 +18,7 @@ from hightide.planner.estimate import estimate
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.loss import loss_tile_tokens
 from hightide.planner.lower import lower_all
+from hightide.planner.room import Room
 from hightide.planner.search import Found, search
 from hightide.planner.verify import verify_all
 from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, profiles, stack
@@ -95,6 +96,32 @@ def test_a_host_too_small_is_refused_with_numbers() -> None:
     limits = raised.get(Tier.GPU, limit), raised.get(Tier.HOST, too_little)
     forecast = quick(profile, *limits).forecast
     assert forecast.gpu_peak_bytes <= limits[0] and forecast.host_peak_bytes <= limits[1]
+
+
+def test_a_refusal_is_exact_where_the_sum_of_a_choice_says_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    added_up = Room.gpu_bytes
+    monkeypatch.setattr(Room, "gpu_bytes", lambda self, choice: added_up(self, choice) // 2)
+    profile = stack(12)
+    least = leanest_bytes(profile)
+    assert quick(profile, least).forecast.gpu_peak_bytes <= least
+
+
+@given(profiles(), st.sampled_from(list(Update)), st.floats(0.2, 1.5), st.floats(0.2, 1.5))
+@settings(max_examples=100, deadline=None)
+def test_the_limits_that_a_refusal_names_are_enough(
+    profile: ModelProfile, update: Update, gpu_share: float, host_share: float
+) -> None:
+    """Each of them alone, and all of what it names for several tiers."""
+    assume(profile.params)
+    least = leanest_bytes(profile, update=update)
+    host_bytes = quick(profile, least, update=update).forecast.host_peak_bytes
+    given_bytes = {Tier.GPU: int(gpu_share * least), Tier.HOST: int(host_share * host_bytes)}
+    try:
+        quick(profile, given_bytes[Tier.GPU], given_bytes[Tier.HOST], update)
+    except InfeasiblePlan as refused:
+        for enough in refused.enough:
+            limits = given_bytes | dict(enough)
+            quick(profile, limits[Tier.GPU], limits[Tier.HOST], update)
 
 
 def test_a_pinned_micro_batch_is_kept_and_a_wrong_one_refused() -> None:

@@ -3,14 +3,17 @@
 The flow of block inputs is simplified to a chain: what a call returns is what the next call receives. Tensors that do
 not follow the chain (masks, rotary tables, an encoder's output read by every decoder layer) are counted from the call
 that saw them first to the last moment at which a reader may hold them. Where the truth is not known the larger number
-is taken: the limit of a tier is hard."""
+is taken: the limit of a tier is hard.
+
+The model's own code between blocks is measured with every block's inputs away (ir.block.Glue), and what the chain says
+of it then is subtracted: the rest is counted at the tick that it surrounds, whatever the plan."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 
 from hightide.ir.action import Action, Mode, Op
-from hightide.ir.block import Affine, CallSpec, ModelProfile
+from hightide.ir.block import Affine, CallSpec, Glue, ModelProfile
 from hightide.ir.chunk import REGION_BYTES, STATE_BYTES, UPDATE_TILE_NUMEL
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Lane, Tier
@@ -52,6 +55,9 @@ def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
         _count_inside(draft, index, call, effects)
     if draft.mode is not Mode.EVAL:
         _count_output_gradients(draft, effects)
+        for tick in draft.ticks:
+            effect = effects[tick.id]
+            effect["gpu_transient"] = max(effect["gpu_transient"], effect["least_transient"])
         _count_updates(draft, effects)
     return [_with(action, effects[action.id]) if action.id in effects else action for action in actions]
 
@@ -70,10 +76,15 @@ def _with(action: Action, effect: Counter[str]) -> Action:
 def _count_inputs_and_outputs(draft: Draft, effects: Effects) -> None:
     arriving = 0  # what the previous call returned
     glue = 0  # inputs made outside of blocks that later calls without backward may still read
+    waiting = 0  # what the chain holds for backwards to come, wherever inputs wait
     for index, call in enumerate(draft.profile.calls):
         forward = effects[f"fwd.{index}"]
         new = _at(draft, call.new_inputs)
         forward["gpu_takes"] += new + _output_bytes(draft, call) + _at(draft, call.tapped)
+        if draft.mode is not Mode.EVAL:
+            counted = max(arriving + new, _at(draft, call.saved_inputs)) + _output_bytes(draft, call)
+            _count_glue(draft, forward, call.glue, waiting, counted)
+            waiting += _excess_bytes(draft, call, arriving) + _at(draft, call.tapped)
         if draft.mode is not Mode.EVAL and call.needs_backward:
             _count_saved(draft, index, call, arriving + new, effects)
         else:
@@ -83,6 +94,19 @@ def _count_inputs_and_outputs(draft: Draft, effects: Effects) -> None:
     if draft.mode is not Mode.EVAL:
         tapped = sum(_at(draft, call.tapped) for call in draft.profile.calls)
         effects["step"]["gpu_gives"] += arriving + glue + tapped
+
+
+def _excess_bytes(draft: Draft, call: CallSpec, arriving: int) -> int:
+    """Of what it receives, what stays for its backward even if its inputs wait on the host."""
+    received = arriving + _at(draft, call.new_inputs)
+    return max(0, received - _at(draft, call.saved_inputs)) if call.needs_backward else 0
+
+
+def _count_glue(draft: Draft, tick: Counter[str], glue: Glue, waiting: int, counted: int) -> None:
+    """`waiting`: what the chain holds meanwhile for others; `counted`: what it has for this tick."""
+    held = max(0, _at(draft, glue.held) - waiting)
+    tick.update(gpu_takes=held, gpu_gives=held)
+    tick["least_transient"] = max(0, _at(draft, glue.peak) - waiting - counted - held)
 
 
 def _count_saved(draft: Draft, index: int, call: CallSpec, received: int, effects: Effects) -> None:
@@ -131,6 +155,10 @@ def _count_output_gradients(draft: Draft, effects: Effects) -> None:
     calls = draft.profile.calls
     backwards = [index for index in reversed(range(len(calls))) if calls[index].needs_backward]
     pending = aside = 0  # `aside`: gradients of inputs that did not come from the call before
+    before = [0, *(_output_bytes(draft, call) for call in calls)]
+    excess = [_excess_bytes(draft, call, arriving) for call, arriving in zip(calls, before, strict=False)]
+    tapped_bytes = sum(_at(draft, call.tapped) for call in calls)
+    waiting = before[-1] + tapped_bytes + sum(excess)  # as in forward, and what the last call returned
     for index in backwards:  # those of what was tapped come from the loss, and wait
         tapped = _at(draft, calls[index].tapped)
         effects[f"bwd.{backwards[0]}"]["gpu_takes"] += tapped
@@ -145,7 +173,11 @@ def _count_output_gradients(draft: Draft, effects: Effects) -> None:
         other = max(0, made - (_output_bytes(draft, calls[index - 1]) if index else 0))
         backward["gpu_takes"] += made
         backward["gpu_gives"] += pending + min(other, aside)
+        _count_glue(draft, backward, calls[index].glue_backward, waiting + aside, pending + made)
+        waiting -= excess[index]
         pending, aside = made - other, max(aside, other)
+    end = _at(draft, draft.profile.glue_end) - before[-1] - tapped_bytes - pending - aside
+    effects["step"]["least_transient"] = max(0, end)
     effects["step"]["gpu_gives"] += pending + aside
 
 
