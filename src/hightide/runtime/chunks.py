@@ -114,7 +114,9 @@ class Chunks:
         self._absent = {name: self._scalars[name].expand(param.shape) for name, param in parameters.items()}
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self._version_means_nothing: set[str] = set()
+        self._placed: dict[tuple[int, int | None], list[Placement]] = {}
         self._made: dict[tuple[int, int | None, int | None], list[tuple[str, Tensor]]] = {}
+        self._made_grads: dict[tuple[int, int | None], dict[str, Tensor]] = {}
         self._flats: dict[tuple[Tier, int, torch.dtype, int, int], Tensor] = {}
         self._classes: dict[str, type] = {name: type(param) for name, param in parameters.items()}
         self._hidden = self._hiding_classes({block.index for block in profile.blocks if block.loose})
@@ -186,6 +188,19 @@ class Chunks:
         assert first is not None and self._grad_slots is not None, f"the gradient of chunk {chunk} is not on the GPU"
         return self._at(self.gpu, self._grad_slots, GRAD_DTYPE, first * self.grad_slot_bytes, spec.trainable_numel)
 
+    def grad_views(self, chunk: int) -> dict[str, Tensor]:
+        """The gradients of a chunk's parameters where it is on the GPU now. There are few such places: made once."""
+        place = (chunk, self.grad_slots.first(chunk))
+        if place not in self._made_grads:
+            flat, spec = self.grad_on_gpu(chunk), self.specs[chunk]
+            with torch.inference_mode(False):  # they outlive it
+                self._made_grads[place] = {
+                    entry.param: self.view_of(flat, entry)
+                    for entry in spec.params
+                    if entry.offset_numel < spec.trainable_numel
+                }
+        return self._made_grads[place]
+
     # -- gradients on their way -----------------------------------------------------------------------------------
 
     def grad_dtype(self, chunk: int) -> torch.dtype:
@@ -234,8 +249,13 @@ class Chunks:
 
     def placements(self, chunk: int, block: int | None = None) -> list[Placement]:
         """The parameters of a chunk; with `block`, only those that this block uses."""
-        placed = self.specs[chunk].params
-        return [entry for entry in placed if block is None or entry.param in self._params_of_block[block]]
+        if (chunk, block) not in self._placed:
+            self._placed[chunk, block] = [
+                entry
+                for entry in self.specs[chunk].params
+                if block is None or entry.param in self._params_of_block[block]
+            ]
+        return self._placed[chunk, block]
 
     def view_of(self, flat: Tensor, entry: Placement) -> Tensor:
         return flat[entry.offset_numel : entry.offset_numel + entry.numel].view(self.shapes[entry.param])
@@ -344,6 +364,7 @@ class Chunks:
     def close(self) -> None:
         """Lets go of the stores' memory, which an optimizer that is still around would otherwise hold through here."""
         self._made.clear()
+        self._made_grads.clear()
         self._flats.clear()
 
     # -- set-up ---------------------------------------------------------------------------------------------------
