@@ -60,7 +60,7 @@ class Crew:
         function = ctypes.cast(work.function, ctypes.c_void_p)
         job = _Job(function, ctypes.addressof(work.arguments))
         if self._share(self._at, ctypes.addressof(job), num_others, self._timeout_s):
-            self._lost.append((job, work, self))
+            self._lost.append((job, work))
             raise TimeoutError(f"threads that share an update were still busy after {self._timeout_s:g} s")
 
     def dismiss(self) -> None:
