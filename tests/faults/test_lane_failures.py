@@ -75,9 +75,9 @@ def plant(kind: str, pair: Twins, monkeypatch: pytest.MonkeyPatch, nth: int) -> 
         fault = Fault(run.host._copy, nth)
         monkeypatch.setattr(run.host, "_copy", fault)
     else:
-        assert kind == "store gpu"
-        fault = Fault(run.gpu.view, nth)
-        monkeypatch.setattr(run.gpu, "view", fault)
+        assert kind == "gradient on gpu"
+        fault = Fault(run.chunks.grad_on_gpu, nth)
+        monkeypatch.setattr(run.chunks, "grad_on_gpu", fault)
     return fault
 
 
@@ -97,7 +97,7 @@ def _work_fails(fault: Fault, nth: int) -> Callable[[int], Callable[[], object]]
     return write_back
 
 
-KINDS = ["lane h2d", "lane d2h", "lane cpu", "store host", "store gpu"]
+KINDS = ["lane h2d", "lane d2h", "lane cpu", "store host", "gradient on gpu"]
 
 
 def surfaces(pair: Twins, fault: Fault) -> str:
@@ -215,8 +215,8 @@ SCRIPT = """
                 AdamWRule.update = fail
             elif kind == "store host":
                 run.host._copy = fail
-            elif kind == "store gpu":
-                run.gpu.view = fail
+            elif kind == "gradient on gpu":
+                run.chunks.grad_on_gpu = fail
         models.loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -20,7 +20,16 @@ from pathlib import Path
 from hightide.machine import KERNELS_SWITCH, cache_folder, own_kernels_allowed
 
 # Never -ffast-math: infinities and NaN must come out as they do in torch. The last two only let loops become vectors.
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-pthread",
+    "-shared",
+    "-fPIC",
+)
 COMPILE_TIMEOUT_S = 120.0
 
 

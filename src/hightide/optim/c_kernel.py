@@ -10,6 +10,7 @@ import torch
 
 from hightide.optim import build
 from hightide.optim.operands import Operands
+from hightide.runtime.crew import WorkInC
 
 _NONE = 0
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -21,20 +22,29 @@ def numbers_type(*names: str) -> type[ctypes.Structure]:
     return type("Hyper", (ctypes.Structure,), {"_fields_": tuple((name, ctypes.c_float) for name in names)})
 
 
+class _Update(ctypes.Structure):
+    """As in kernels/ranges.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("next", "tile_numel", "numel")),
+        *((name, ctypes.c_void_p) for name in ("master", "grad", "first", "second", "param", "remainder", "hyper")),
+        *((name, ctypes.c_int) for name in ("grad_type", "param_type")),
+    )
+
+
 def load(name: str, numbers: Numbers) -> CKernel | None:
     """The function hightide_<name> of kernels/<name>.c, if it can be had here."""
     library = build.load(name)
-    return None if library is None else CKernel(getattr(library, f"hightide_{name}"), numbers)
+    return None if library is None else CKernel(library, f"hightide_{name}", numbers)
 
 
 class CKernel:
     """Rules with up to two moments; a missing one is a null pointer."""
 
-    def __init__(self, function: Any, numbers: Numbers) -> None:
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._update, self._numbers = function, numbers
-        self._update.argtypes = [pointer, number, number, *[pointer] * 6, ctypes.c_int, ctypes.c_int, pointer]
-        self._update.restype = None
+    def __init__(self, library: ctypes.CDLL, function: str, numbers: Numbers) -> None:
+        self._library, self._numbers = library, numbers
+        self._update = getattr(library, function)
+        self._update.argtypes, self._update.restype = [ctypes.c_void_p], None
 
     def supports(self, grad: torch.dtype, param: torch.dtype | None) -> bool:
         """A gradient in fp32 or in the parameter's own dtype."""
@@ -42,27 +52,20 @@ class CKernel:
             return grad == torch.float32
         return param in (torch.bfloat16, torch.float16) and grad in (torch.float32, param)
 
-    def share(self, operands: Operands, step: int, hyper: Any, scale: float, tile_numel: int) -> Callable[[int], None]:
+    def share(self, operands: Operands, step: int, hyper: Any, scale: float, tile_numel: int) -> WorkInC:
         first, second = (*operands.moments, None, None)[:2]
         param = operands.param
         assert self.supports(operands.grad.dtype, None if param is None else param.dtype)
         assert operands.grad.device.type == "cpu"
         arrays = (operands.master, operands.grad, first, second, param, operands.remainder)
         numbers = self._numbers(step, hyper, scale)
-        next_tile = ctypes.c_int64(0)
-        arguments = (
-            ctypes.addressof(next_tile),
+        arguments = _Update(
+            0,
             tile_numel,
             len(operands),
             *(None if tensor is None else tensor.data_ptr() for tensor in arrays),
+            ctypes.addressof(numbers),
             _NONE if scale == 0.0 else _TYPES[operands.grad.dtype],  # zero times infinity would be NaN
             _NONE if param is None else _TYPES[param.dtype],
-            ctypes.addressof(numbers),
         )
-        alive = (operands, numbers, next_tile)  # what the addresses point to
-
-        def work(_: int) -> None:
-            assert alive
-            self._update(*arguments)  # without Python's lock
-
-        return work
+        return WorkInC(self._library, self._update, arguments, alive=(operands, numbers))

@@ -4,7 +4,7 @@ was issued."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from hightide.runtime.gradients import Factor, Gradients, HostNumber
 from hightide.runtime.sharing import Sharers
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Range:
     """Neighbouring parameters that update alike, as one range of elements."""
 
@@ -29,11 +29,11 @@ class Range:
     step: int
     factor: Factor
 
-    def continues_in(self, other: Range) -> bool:
-        alike = (self.group, self.step) == (other.group, other.step)
+    def goes_on(self, start: int, group: int, step: int, factor: Factor) -> bool:
+        """Whether a parameter that begins there belongs to it."""
         # Factors from the GPU are compared by identity: one clipping gives all parameters the same tensor.
-        same_factor = self.factor is other.factor or (isinstance(self.factor, float) and self.factor == other.factor)
-        return self.stop == other.start and alike and same_factor
+        same_factor = self.factor is factor or (isinstance(self.factor, float) and self.factor == factor)
+        return self.stop == start and self.group == group and self.step == step and same_factor
 
 
 class ChunkUpdates:
@@ -77,12 +77,11 @@ class ChunkUpdates:
                 continue
             if group not in hypers:
                 hypers[group] = self.hyper(group)
-            self.num_steps[entry.param] += self._rule.keeps_states(hypers[group])
-            one = Range(entry.offset_numel, entry.end_numel, group, self.num_steps[entry.param], factor)
-            if ranges and ranges[-1].continues_in(one):
-                ranges[-1] = replace(ranges[-1], stop=one.stop)
+            step = self.num_steps[entry.param] = self.num_steps[entry.param] + self._rule.keeps_states(hypers[group])
+            if ranges and ranges[-1].goes_on(entry.offset_numel, group, step, factor):
+                ranges[-1].stop = entry.end_numel
             else:
-                ranges.append(one)
+                ranges.append(Range(entry.offset_numel, entry.end_numel, group, step, factor))
         return ranges
 
     @property
@@ -102,7 +101,8 @@ class ChunkUpdates:
         )
         update = self._on_host.update if on_host else self._rule.update
         for part in ranges:
-            update(whole[part.start : part.stop], part.step, hypers[part.group], _number(part.factor))
+            operands = whole if (part.start, part.stop) == (0, numel) else whole[part.start : part.stop]
+            update(operands, part.step, hypers[part.group], _number(part.factor))
 
     def moments(self, chunk: int) -> list[Tensor]:
         tier = self._chunks.states_tier(chunk)

@@ -71,6 +71,15 @@ class Chunks:
         self.specs: tuple[ChunkSpec, ...] = plan.layout.chunks
         self.gpu, self.host = gpu, host
         self.parameters = parameters
+        # What the plan says of each chunk: asked for at every turn.
+        self._params_tiers = [Tier.GPU if params_on_gpu(plan, spec) else Tier.HOST for spec in self.specs]
+        self._states_tiers = [plan.blocks[spec.block].states for spec in self.specs]
+        self._in_grad_slot = [in_grad_slot(plan, spec) for spec in self.specs]
+        self._is_used_up = [is_used_up(plan, spec) for spec in self.specs]
+        self._grad_dtypes = [DTYPES[grad_dtype(plan, spec)] for spec in self.specs]
+        self._rounds = [rounds_gradient(plan, spec) for spec in self.specs]
+        self._rounds_in_place = [rounds_in_place(plan, spec) for spec in self.specs]
+
         self.shapes = {spec.name: spec.shape for spec in profile.params}
         self.by_block = [self._chunks_of(block.index) for block in profile.blocks]
         self._params_of_block = [frozenset(block.params) for block in profile.blocks]
@@ -105,31 +114,34 @@ class Chunks:
         self._absent = {name: self._scalars[name].expand(param.shape) for name, param in parameters.items()}
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self._version_means_nothing: set[str] = set()
+        self._placed: dict[tuple[int, int | None], list[Placement]] = {}
         self._made: dict[tuple[int, int | None, int | None], list[tuple[str, Tensor]]] = {}
+        self._made_grads: dict[tuple[int, int | None], dict[str, Tensor]] = {}
+        self._flats: dict[tuple[Tier, int, torch.dtype, int, int], Tensor] = {}
         self._classes: dict[str, type] = {name: type(param) for name, param in parameters.items()}
         self._hidden = self._hiding_classes({block.index for block in profile.blocks if block.loose})
 
     # -- places ---------------------------------------------------------------------------------------------------
 
     def params_tier(self, chunk: int) -> Tier:
-        return Tier.GPU if params_on_gpu(self._plan, self.specs[chunk]) else Tier.HOST
+        return self._params_tiers[chunk]
 
     def states_tier(self, chunk: int) -> Tier:
-        return self._plan.blocks[self.specs[chunk].block].states
+        return self._states_tiers[chunk]
 
     def is_streamed(self, chunk: int) -> bool:
-        return self.params_tier(chunk) is not Tier.GPU
+        return self._params_tiers[chunk] is not Tier.GPU
 
     def in_grad_slot(self, chunk: int) -> bool:
         """Its gradient is summed in a slot; else at a place of its own on the GPU."""
-        return in_grad_slot(self._plan, self.specs[chunk])
+        return self._in_grad_slot[chunk]
 
     def is_used_up(self, chunk: int) -> bool:
         """Its gradient leaves its slot with the update, and has no home."""
-        return is_used_up(self._plan, self.specs[chunk])
+        return self._is_used_up[chunk]
 
     def rounds_in_place(self, chunk: int) -> bool:
-        return rounds_in_place(self._plan, self.specs[chunk])
+        return self._rounds_in_place[chunk]
 
     def home(self, chunk: int) -> Tensor:
         """The chunk's parameters where the update writes them."""
@@ -142,11 +154,20 @@ class Chunks:
         store = self.gpu if tier is Tier.GPU else self.host
         region = self._regions[chunk, kind, tier]
         if kind is ChunkKind.PARAM:
-            return store.view(region, DTYPES[spec.dtype], 0, spec.numel)
+            return self._at(store, region, DTYPES[spec.dtype], 0, spec.numel)
         if kind is ChunkKind.GRAD:
             dtype = GRAD_DTYPE if tier is Tier.GPU else self.grad_dtype(chunk)
-            return store.view(region, dtype, 0, spec.trainable_numel)
-        return store.view(region, torch.float32, array * spec.optimised_numel * 4, spec.optimised_numel)
+            return self._at(store, region, dtype, 0, spec.trainable_numel)
+        return self._at(store, region, torch.float32, array * spec.optimised_numel * 4, spec.optimised_numel)
+
+    def _at(self, store: Store, region: Region, dtype: torch.dtype, offset_bytes: int, numel: int) -> Tensor:
+        """A view of a place that never moves: made once."""
+        place = (store.tier, region.offset, dtype, offset_bytes, numel)
+        view = self._flats.get(place)
+        if view is None:
+            with torch.inference_mode(False):  # it outlives it
+                view = self._flats[place] = store.view(region, dtype, offset_bytes, numel)
+        return view
 
     def region(self, chunk: int, kind: ChunkKind, tier: Tier) -> Region:
         return self._regions[chunk, kind, tier]
@@ -157,7 +178,7 @@ class Chunks:
             return self.flat(chunk, ChunkKind.PARAM, Tier.GPU)
         first = self.param_slots.first(chunk)
         assert first is not None and self._slots is not None, f"chunk {chunk} is not on the GPU"
-        return self.gpu.view(self._slots, DTYPES[spec.dtype], first * self.slot_bytes, spec.numel)
+        return self._at(self.gpu, self._slots, DTYPES[spec.dtype], first * self.slot_bytes, spec.numel)
 
     def grad_on_gpu(self, chunk: int) -> Tensor:
         spec = self.specs[chunk]
@@ -165,18 +186,31 @@ class Chunks:
             return self.flat(chunk, ChunkKind.GRAD, Tier.GPU)
         first = self.grad_slots.first(chunk)
         assert first is not None and self._grad_slots is not None, f"the gradient of chunk {chunk} is not on the GPU"
-        return self.gpu.view(self._grad_slots, GRAD_DTYPE, first * self.grad_slot_bytes, spec.trainable_numel)
+        return self._at(self.gpu, self._grad_slots, GRAD_DTYPE, first * self.grad_slot_bytes, spec.trainable_numel)
+
+    def grad_views(self, chunk: int) -> dict[str, Tensor]:
+        """The gradients of a chunk's parameters where it is on the GPU now. There are few such places: made once."""
+        place = (chunk, self.grad_slots.first(chunk))
+        if place not in self._made_grads:
+            flat, spec = self.grad_on_gpu(chunk), self.specs[chunk]
+            with torch.inference_mode(False):  # they outlive it
+                self._made_grads[place] = {
+                    entry.param: self.view_of(flat, entry)
+                    for entry in spec.params
+                    if entry.offset_numel < spec.trainable_numel
+                }
+        return self._made_grads[place]
 
     # -- gradients on their way -----------------------------------------------------------------------------------
 
     def grad_dtype(self, chunk: int) -> torch.dtype:
         """Of a finished gradient. Its sum on the GPU is fp32."""
-        return DTYPES[grad_dtype(self._plan, self.specs[chunk])]
+        return self._grad_dtypes[chunk]
 
     def send_gradient(self, chunk: int) -> int:
         """From its slot home, on the d2h lane. Returns the bytes moved."""
         region, source = self.region(chunk, ChunkKind.GRAD, Tier.HOST), self.grad_on_gpu(chunk)
-        if self._leaving is not None and rounds_gradient(self._plan, self.specs[chunk]):
+        if self._leaving is not None and self._rounds[chunk]:
             self._leaving.send(source, self.grad_dtype(chunk), self.host, region)
         else:
             self.host.write(region, source).wait()
@@ -185,7 +219,7 @@ class Chunks:
     def bring_gradient(self, chunk: int) -> int:
         """From home into its slot, on the h2d lane. Returns the bytes moved."""
         region, target = self.region(chunk, ChunkKind.GRAD, Tier.HOST), self.grad_on_gpu(chunk)
-        if self._arriving is not None and rounds_gradient(self._plan, self.specs[chunk]):
+        if self._arriving is not None and self._rounds[chunk]:
             self._arriving.bring(target, self.grad_dtype(chunk), self.host, region)
         else:
             self.host.read(region, target).wait()
@@ -193,7 +227,7 @@ class Chunks:
 
     def round_gradient(self, chunk: int) -> None:
         """Where it is on the GPU, on the stream that computes."""
-        if self._rounding is not None and rounds_gradient(self._plan, self.specs[chunk]):
+        if self._rounding is not None and self._rounds[chunk]:
             self._rounding.round(self.grad_on_gpu(chunk), self.grad_dtype(chunk))
 
     def slot_offset(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -215,8 +249,13 @@ class Chunks:
 
     def placements(self, chunk: int, block: int | None = None) -> list[Placement]:
         """The parameters of a chunk; with `block`, only those that this block uses."""
-        placed = self.specs[chunk].params
-        return [entry for entry in placed if block is None or entry.param in self._params_of_block[block]]
+        if (chunk, block) not in self._placed:
+            self._placed[chunk, block] = [
+                entry
+                for entry in self.specs[chunk].params
+                if block is None or entry.param in self._params_of_block[block]
+            ]
+        return self._placed[chunk, block]
 
     def view_of(self, flat: Tensor, entry: Placement) -> Tensor:
         return flat[entry.offset_numel : entry.offset_numel + entry.numel].view(self.shapes[entry.param])
@@ -325,6 +364,8 @@ class Chunks:
     def close(self) -> None:
         """Lets go of the stores' memory, which an optimizer that is still around would otherwise hold through here."""
         self._made.clear()
+        self._made_grads.clear()
+        self._flats.clear()
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
@@ -411,7 +452,7 @@ class Chunks:
             return None
         store = self.gpu if tier is Tier.GPU else self.host
         region = self._regions[chunk, ChunkKind.STATE, tier]
-        return store.view(region, torch.int16, spec.moment_bytes, spec.optimised_numel)
+        return self._at(store, region, torch.int16, spec.moment_bytes, spec.optimised_numel)
 
     def master(self, chunk: int) -> Tensor | None:
         """What the update works on, fp32: the home itself, or the master copy (the last STATE array). None: it is in

@@ -18,6 +18,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import Placement
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Tier
+from hightide.runtime.absent import Disabled
 from hightide.runtime.chunks import GRAD_DTYPE, Chunks
 from hightide.runtime.lanes import EventFence
 from hightide.runtime.placeholder import GradientPlaceholder
@@ -66,18 +67,22 @@ class Gradients:
 
     def any_valid(self) -> bool:
         """Whether gradients exist that a backward would add to. What the user did to `p.grad` is the truth."""
-        for key in self._placeholders:
-            self._look_at(key)
+        for key, gradient in self._found(self._placeholders).items():
+            self._look_at(key, gradient)
         return bool(self._valid)
+
+    def _found(self, keys: Iterable[str]) -> dict[str, Tensor | None]:
+        """What is at `p.grad` now. An absent parameter would ask Python each time."""
+        with Disabled():
+            return {key: self._chunks.parameters[key].grad for key in keys}
 
     def valid_unowned(self) -> str | None:
         """A parameter that has a gradient and is in no group of the optimizer."""
         return next((key for key in self._placeholders if key in self._valid and key not in self._optimised), None)
 
-    def _look_at(self, key: str) -> bool:
+    def _look_at(self, key: str, gradient: Tensor | None) -> bool:
         """Whether a parameter has a gradient now. The user may have set `p.grad` to None, or to a tensor of their
         own."""
-        gradient = self._chunks.parameters[key].grad
         if gradient is None:
             self._forget(key)
         elif gradient is not self._placeholders[key]:
@@ -120,31 +125,37 @@ class Gradients:
         flat = self._chunks.grad_on_gpu(chunk)
         if chunk not in self._opened:
             self._freshen(chunk, flat)
-        users = {entry.param for entry in self._chunks.placements(chunk, block)}
-        for entry in self._entries[chunk]:
-            if entry.param in users:
-                self._chunks.parameters[entry.param].grad = self._chunks.view_of(flat, entry).data
+        views = self._chunks.grad_views(chunk)
+        for key in self._used_by(chunk, block):
+            self._chunks.parameters[key].grad = views[key].data
 
     def harvest(self, chunk: int, block: int | None) -> None:
         """After a block's backward: which parameters received a gradient, and its norm while it is on the GPU: that of
         the fp32 sum, before any rounding. But fp16 may overflow in rounding, and the norm must show it."""
-        users = {entry.param for entry in self._chunks.placements(chunk, block)}
-        mine = [entry.param for entry in self._entries[chunk] if entry.param in users]
-        for key in mine:
-            gradient = self._chunks.parameters[key].grad
-            if gradient is not None and gradient._version > 0:
-                self._valid.add(key)
-        received = [key for key in mine if key in self._valid]
+        parameters, mine = self._chunks.parameters, self._used_by(chunk, block)
+        gradients = self._found(mine)
+        self._valid.update(key for key, gradient in gradients.items() if gradient is not None and gradient._version > 0)
         if self._chunks.grad_dtype(chunk) == torch.float16:
             self._chunks.round_gradient(chunk)
-        if self._update is Update.DEFERRED and received:
-            gradients = [self._chunks.parameters[key].grad for key in received]
-            norms = torch._foreach_norm([gradient for gradient in gradients if gradient is not None])
-            self._norms.update(zip(received, norms, strict=True))
+        if self._update is Update.DEFERRED:
+            received = {
+                key: gradient for key, gradient in gradients.items() if key in self._valid and gradient is not None
+            }
+            if received:
+                norms = torch._foreach_norm(list(received.values()))
+                self._norms.update(zip(received, norms, strict=True))
         if self._chunks.rounds_in_place(chunk):  # see [Note: rounded gradients]
             self._chunks.round_gradient(chunk)
-        for key in mine:
-            self._chunks.parameters[key].grad = self._placeholders[key] if key in self._valid else None
+        with Disabled():
+            for key in mine:
+                parameters[key].grad = self._placeholders[key] if key in self._valid else None
+
+    def _used_by(self, chunk: int, block: int | None) -> list[str]:
+        """Parameters of a chunk that have gradients; with `block`, only those that this block uses."""
+        if (chunk, block) not in self._used:
+            users = {entry.param for entry in self._chunks.placements(chunk, block)}
+            self._used[chunk, block] = [entry.param for entry in self._entries[chunk] if entry.param in users]
+        return self._used[chunk, block]
 
     def _freshen(self, chunk: int, flat: Tensor) -> None:
         """Before adding to a gradient from an earlier backward: apply its scaling, and clear what has none."""
@@ -157,9 +168,10 @@ class Gradients:
 
     def drop(self, keys: Iterable[str]) -> None:
         """As `zero_grad(set_to_none=True)`: the bytes stay for updates that still read them."""
-        for key in keys:
-            self._chunks.parameters[key].grad = None
-            self._forget(key)
+        with Disabled():
+            for key in keys:
+                self._chunks.parameters[key].grad = None
+                self._forget(key)
 
     def drop_chunk(self, chunk: int) -> None:
         self.drop(entry.param for entry in self._entries[chunk])
@@ -177,6 +189,7 @@ class Gradients:
         self._entries: list[list[Placement]] = [
             [entry for entry in spec.params if entry.param in self._placeholders] for spec in chunks.specs
         ]
+        self._used: dict[tuple[int, int | None], list[str]] = {}
         for tickets in (self.exits, self.updates):
             tickets.clear()
         self.begin_pass()
@@ -210,12 +223,13 @@ class Gradients:
     def ready(self, chunk: int) -> list[tuple[Placement, Factor]]:
         """The parameters of a chunk that have a gradient, with the factor that the update must apply."""
         self._collect_loose(chunk)
-        parameters = self._chunks.parameters
+        placed = self._chunks.specs[chunk].params
+        found = self._found(entry.param for entry in placed)
         present = [
             entry
-            for entry in self._chunks.specs[chunk].params
-            if (entry.param in self._loose and parameters[entry.param].grad is not None)
-            or (entry.param in self._placeholders and self._look_at(entry.param))
+            for entry in placed
+            if (entry.param in self._loose and found[entry.param] is not None)
+            or (entry.param in self._placeholders and self._look_at(entry.param, found[entry.param]))
         ]
         return [(entry, self._factor_at(chunk, entry.param)) for entry in present]
 

@@ -152,6 +152,10 @@ class Queue:
     def _became_ready(self, task: Task) -> None:
         raise NotImplementedError
 
+    def _has_ready(self) -> bool:
+        """Whether there is a task to run now."""
+        raise NotImplementedError
+
     def _pop_ready(self) -> Task | None:
         """The task to run now, if there is one."""
         raise NotImplementedError
@@ -170,9 +174,14 @@ class Queue:
             self._push(task)
             if not waits_for:
                 self._became_ready(task)
-            self.condition.notify()
+                self._wake()
         for ticket in waits_for:  # outside the lock: a callback may be called at once
             ticket.add_done_callback(lambda done: self._when_through(task, done))
+
+    def _wake(self) -> None:
+        """Only if there is something to do: each wake takes Python's lock from the thread that issues work."""
+        if self._has_ready():
+            self.condition.notify()
 
     def _is_pending(self, ticket: Ticket) -> bool:
         return not ticket.done or ticket.error is not None or (self.watcher is not None and ticket.fence is not None)
@@ -193,7 +202,9 @@ class Queue:
                     if self.state.closing:
                         return None
                     waiting_since_s = None
-                    self.condition.wait()  # idle: nobody waits for this lane; submit and close wake it
+                    # Idle: nobody waits for this lane; what is ready wakes it, and close. What never gets ready has its
+                    # time from the next look on.
+                    self.condition.wait(self.timeout_s)
                     continue
                 if self.state.failure is not None or self.state.closing:
                     task = self._pop_first()
@@ -219,7 +230,7 @@ class Queue:
             task.num_pending -= 1
             if task.num_pending == 0:
                 self._became_ready(task)
-                self.condition.notify()
+                self._wake()
 
     def _timeout(self, task: Task) -> TimeoutError:
         missing = ", ".join(
@@ -242,8 +253,11 @@ class InOrder(Queue):
     def _became_ready(self, task: Task) -> None:
         pass  # only the head counts, and the head is looked at on every wake
 
+    def _has_ready(self) -> bool:
+        return bool(self._tasks) and self._tasks[0].num_pending == 0
+
     def _pop_ready(self) -> Task | None:
-        return self._tasks.popleft() if self._tasks[0].num_pending == 0 else None
+        return self._tasks.popleft() if self._has_ready() else None
 
     def _pop_first(self) -> Task:
         return self._tasks.popleft()
@@ -269,6 +283,9 @@ class DueFirst(Queue):
             heapq.heappush(self._heap, (task.due, task.order))
             self._ready_ids[task.order] = task.id
             self._ready_dues[task.order] = task.due
+
+    def _has_ready(self) -> bool:
+        return bool(self._heap)
 
     def _pop_ready(self) -> Task | None:
         if not self._heap:

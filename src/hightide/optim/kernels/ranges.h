@@ -1,6 +1,20 @@
 /* The entry of a kernel, NAME, around its `Hyper` and its `tile`. Threads share a range: each calls with the same
- * arguments and takes tiles from `next` until none are left. A moment that the rule does not have is NULL. Where there
+ * `Update` and takes tiles from `next` until none are left. A moment that the rule does not have is NULL. Where there
  * is a remainder there is no master: it is put together in strips that stay in the cache. */
+
+#include "crew.h"
+
+typedef struct {
+    int64_t next;
+    int64_t tile_numel, numel;
+    float *master;
+    const void *grad;
+    float *first, *second;
+    void *param;
+    int16_t *remainder;
+    const Hyper *hyper;
+    int grad_type, param_type;
+} Update;
 
 #define AT(array, at) ((array) ? (array) + (at) : (array))
 
@@ -48,10 +62,16 @@ static inline __attribute__((always_inline)) void strips_in_parts(int64_t n, con
                         (uint16_t *)param + at, remainder + at, *hyper, g, SIZE(g));                            \
         break;
 
-void NAME(int64_t *next, int64_t tile_numel, int64_t numel, float *master, const void *grad, float *first,
-          float *second, void *param, int16_t *remainder, int grad_type, int param_type, const Hyper *hyper) {
+void NAME(Update *update) {
+    const int64_t tile_numel = update->tile_numel, numel = update->numel;
+    float *master = update->master, *first = update->first, *second = update->second;
+    const void *grad = update->grad;
+    void *param = update->param;
+    int16_t *remainder = update->remainder;
+    const Hyper *hyper = update->hyper;
+    const int grad_type = update->grad_type, param_type = update->param_type;
     for (;;) {
-        int64_t at = __atomic_fetch_add(next, tile_numel, __ATOMIC_RELAXED);
+        int64_t at = __atomic_fetch_add(&update->next, tile_numel, __ATOMIC_RELAXED);
         if (at >= numel) return;
         int64_t n = numel - at < tile_numel ? numel - at : tile_numel;
         if (remainder) {
