@@ -3,12 +3,16 @@
     hightide doctor --out machine.json
     python bench/forecast.py --predict --machine machine.json
     python bench/forecast.py --measure
+    python bench/forecast.py --search --machine bench/machine.json
 
 `--predict` rehearses the models of the plans in bench/plans.py (FORECASTS) and writes bench/forecasts.json, to be
 committed before anything is measured. `--measure` trains a few steps under each plan, each in its own process, adds
 what it finds to bench/measured.json and prints the table of all that is there. It fails if a bound is missed: the error
 of the step time is at most 5% in the median and 12% at worst; what the GPU reserves is never above its forecast, which
 is at most 5% too high; the process's memory is within 2% or 1 GiB of its forecast.
+
+`--search` needs no GPU: under the limits of each plan it searches with the costs that are kept in bench/forecasts.json
+and prints both forecasts. bench/machine.json is the machine on which these were rehearsed.
 
 A measured step is the median time between the ends of two steps by the GPU's own events: the steady state.
 """
@@ -27,24 +31,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from plans import FOLDER, FORECASTS, HandWritten
+from plans import FOLDER, FORECASTS, HOST, PLANS, HandWritten, profile_of
 from shapes import batches, build
 from throughput import rss_bytes
 
 from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
-from hightide.ir.codec import to_json
+from hightide.ir.codec import from_json, to_json
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
-from hightide.ir.units import format_bytes
+from hightide.ir.units import format_bytes, parse_bytes
 from hightide.machine import return_freed_memory
 from hightide.planner.cost import forecast, with_peaks
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks, reserved_bytes
+from hightide.planner.question import Question
 from hightide.rehearsal.rehearse import rehearse
 
 HERE = Path(__file__).parent
+EVERY = {**FORECASTS, **PLANS}
 FORECAST_FILE, MEASURED_FILE = HERE / "forecasts.json", HERE / "measured.json"
 MEDIAN_ERROR, WORST_ERROR = 0.05, 0.12  # of the step time
 TOO_HIGH = 0.05  # of the GPU's forecast
@@ -190,6 +196,33 @@ def measure_all(names: list[str], told: dict[str, Told], device: str, budget_s: 
     return missed
 
 
+# -- search -----------------------------------------------------------------------------------------------------------
+
+
+def search_all(names: list[str], machine: Machine) -> None:
+    kept = json.loads(FORECAST_FILE.read_text())["costs"]
+    profiles: dict[tuple[str, int, int], ModelProfile] = {}
+    print(f"{'plan':26} {'by hand':>8} {'search':>8} {'gain':>7}  {'took':>6}  what it chose")
+    for name in names:
+        written = EVERY[name]
+        key = _workload(written)
+        if "/".join(map(str, key)) not in kept:
+            continue
+        if key not in profiles:
+            profiles[key] = profile_of(*key)
+        costs = from_json(Costs, json.dumps(kept["/".join(map(str, key))]))
+        limits = parse_bytes(written.gpu, "gpu"), parse_bytes(HOST, "host")
+        profile = with_peaks(profiles[key], costs)
+        question = Question(profile, costs, machine, *limits, written.update, gradients=written.gradients)
+        started_s = time.perf_counter()
+        found = question.answer()
+        took_s = time.perf_counter() - started_s
+        by_hand_s = forecast(profile, Plan.load(FOLDER / f"{name}.json"), costs, machine).step_s
+        choice, gain = found.choice, found.step.step_s / by_hand_s - 1
+        print(f"{name:26} {by_hand_s:6.3f} s {found.step.step_s:6.3f} s {gain:+7.1%}  {took_s:4.1f} s", end="")
+        print(f"  micro-batch {choice.micro_batch}, {len(choice.whole)} whole, {len(choice.keep)} keep", flush=True)
+
+
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -233,7 +266,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--predict", action="store_true", help="rehearse, simulate, write bench/forecasts.json")
     parser.add_argument("--measure", action="store_true", help="train under each plan, then print the table")
-    parser.add_argument("--machine", type=Path, help="with --predict: a machine file of `hightide doctor`")
+    parser.add_argument("--search", action="store_true", help="print what the search finds under the same limits")
+    parser.add_argument("--machine", type=Path, help="with --predict and --search: a machine file of `hightide doctor`")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="of FORECASTS: " + ", ".join(FORECASTS))
     parser.add_argument("--budget", type=float, default=1e9, metavar="SECONDS", help="with --measure: for all runs")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -241,9 +275,12 @@ def main() -> int:
     options = parser.parse_args()
     names = options.only or list(FORECASTS)
     missed: list[str] = []
+    if (options.predict or options.search) and options.machine is None:
+        parser.error("--predict and --search need --machine FILE: run `hightide doctor --out FILE` first")
+    if options.search:
+        search_all(options.only or list(EVERY), Machine.load(options.machine))
+        return 0
     if options.predict:
-        if options.machine is None:
-            parser.error("--predict needs --machine FILE: run `hightide doctor --out FILE` first")
         device = torch.device(options.device)
         compile = device.type == "cuda" if options.compile is None else options.compile
         made = predict(names, Machine.load(options.machine), device, compile)
