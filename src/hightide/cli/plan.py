@@ -36,7 +36,7 @@ from hightide.planner.tide import simulated_timeline
 from hightide.planner.why import why
 from hightide.report.outlook import PlanReport, outlook, refusal, subject
 
-ANSWER_S = 8.0  # of the process's time: what is left of it when a plan is found goes into what would help
+ANSWER_S = 7.5  # of the process's time: what is left of it when a plan is found goes into what would help
 HELP_S = 2.0  # of its time, at least, for what would make a model fit that does not
 
 
