@@ -81,7 +81,8 @@ class Watch:
         self.num_replans = 0
 
     def begin_pass(self) -> None:
-        if self._ran_out is not None or self._next is not None:  # and the user goes on
+        is_owed = self._ran_out is not None or self._next is not None
+        if is_owed and self._run.between_passes is None:  # the user goes on; but a recording is of one plan
             self.replan(must=False)
         self._num_watched += 1
         self._widths.clear()
@@ -114,7 +115,8 @@ class Watch:
         return self._next is not None
 
     def ran_out(self, error: OutOfMemory) -> bool:
-        if not self.is_watching or not self._is_alone or not is_short(error):
+        is_recording = self._run.between_passes is not None  # of one plan
+        if not self.is_watching or not self._is_alone or is_recording or not is_short(error):
             return False
         needed_bytes = error.used_bytes + error.requested_bytes - self._run.gpu.outside_bytes
         self._ran_out = Shortage(needed_bytes, self._run.executor.num_begun, self._widths.above(MOST_WIDER))

@@ -79,3 +79,30 @@ def test_a_model_around_one_of_transformers_may_pack_by_itself(asked: list[Tenso
     loss = model(**batch).loss
     assert asked
     assert plain(**batch).loss.item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_a_hook_may_pack_by_itself(asked: list[Tensor]) -> None:
+    model, batch = models.llama(mask=False)
+
+    def pack(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        tokens = kwargs["input_ids"]
+        positions = torch.arange(tokens.shape[1], device=tokens.device).remainder(4).expand_as(tokens)
+        return args, {**kwargs, "position_ids": positions}
+
+    plain = copy.deepcopy(model)
+    for one in (model, plain):
+        one.model.register_forward_pre_hook(pack, with_kwargs=True)
+    model = wrapped(model, batch)
+    loss = model(**batch).loss
+    assert plain(**batch, use_cache=False).loss.item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_another_model_can_be_compiled_as_a_whole(asked: list[Tensor]) -> None:
+    model, batch = models.llama(mask=False)
+    other = copy.deepcopy(model)
+    model = wrapped(model, batch)
+    model(**batch).loss.backward()
+    compiled = torch.compile(other, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        logits = compiled(input_ids=batch["input_ids"], use_cache=False).logits
+        torch.testing.assert_close(logits, other(input_ids=batch["input_ids"], use_cache=False).logits)

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import nn
 
 from hightide.profiler.split import Batch, call_arguments
@@ -36,6 +37,7 @@ def prepare(model: nn.Module) -> None:
 # Arguments of a call that say nothing about positions.
 OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "logits_to_keep", "num_items_in_batch", "return_dict", "use_cache"}
 _has_plain_positions: ContextVar[bool] = ContextVar("has_plain_positions", default=False)
+PRETRAINED = "PreTrainedModel"
 ASKING = "find_packed_sequence_indices"  # of transformers.masking_utils
 
 
@@ -47,15 +49,22 @@ def around_call(model: nn.Module) -> AroundCall | None:
 
     In every forward transformers asks the GPU whether positions show several sequences packed into one, and waits for
     the answer until the GPU has nothing left to do. One of the library's own models that is given tokens only makes
-    consecutive positions: then the answer is known."""
-    is_its_own = type(model).forward.__module__.startswith("transformers.models.")
-    return _without_asking if is_its_own else None
+    consecutive positions: then the answer is known. Not where somebody else's code comes in between."""
+    inside = [module for module in model.modules() if any(one.__name__ == PRETRAINED for one in type(module).__mro__)]
+    if model not in inside or not all(_is_its_own(module) for module in inside):
+        return None
+    return functools.partial(_without_asking, inside)
+
+
+def _is_its_own(module: nn.Module) -> bool:
+    return "forward" not in vars(module) and type(module).forward.__module__.startswith("transformers.models.")
 
 
 @contextmanager
-def _without_asking(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def _without_asking(inside: list[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
     given = {name for name, value in kwargs.items() if value is not None}
-    if len(args) > 1 or not given <= OF_TOKENS or not _can_answer():
+    is_hooked = any(module._forward_pre_hooks for module in inside)
+    if len(args) > 1 or not given <= OF_TOKENS or is_hooked or not _can_answer():
         yield
         return
     token = _has_plain_positions.set(True)
@@ -74,6 +83,8 @@ def _can_answer() -> bool:
 
     @functools.wraps(asking)
     def answered(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # another model, as a whole: torch.compile cannot look into a ContextVar
+            return asking(*args, **kwargs)
         return None if _has_plain_positions.get() else asking(*args, **kwargs)
 
     setattr(masking, ASKING, answered)

@@ -63,6 +63,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """In the layout of the plain optimizer, with copies of the states."""
+        self._run.check_values()
         self._run.executor.wait_for_updates()
         for group in self.param_groups:
             for param in group["params"]:

@@ -31,7 +31,7 @@ from hightide.runtime.compiled import CompiledForwards
 from hightide.runtime.executor import Executor, Tick
 from hightide.runtime.gradients import Gradients
 from hightide.runtime.lanes import Lanes
-from hightide.runtime.moving import Luggage
+from hightide.runtime.moving import Luggage, uninterrupted
 from hightide.runtime.observer import Observer, watched_pass
 from hightide.runtime.origin import FirstValues
 from hightide.runtime.performer import Performer
@@ -41,6 +41,11 @@ from hightide.stores.cuda import CudaAccelerator
 from hightide.stores.host import HostArena
 from hightide.stores.pinned import PinnedArena
 from hightide.stores.simulated import SimulatedAccelerator
+
+LOST = (
+    "the model was being moved to another plan when that failed, and its values are lost; the run ends here, go on "
+    "from its last checkpoint"
+)
 
 
 class Run:
@@ -89,6 +94,7 @@ class Run:
         self._pass_seed = b""
         self._nth_call: Counter[int] = Counter()
         self._root_depth = 0
+        self._is_lost = False  # see check_values()
         self._root_batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._end_queued = False
 
@@ -124,7 +130,8 @@ class Run:
         if self.gpu.device.type == "cuda":
             torch.cuda.synchronize(self.gpu.device)  # what was enqueued reads and writes what moves now
         try:
-            self._go_over(Luggage(self.plan, self.chunks, self.gradients), profile, plan, schedules)
+            with uninterrupted():
+                self._go_over(Luggage(self.plan, self.chunks, self.gradients), profile, plan, schedules)
         except (torch.OutOfMemoryError, MemoryError) as error:
             error.add_note("This was asked for by a move to another plan, which was given up: the old plan stays.")
             raise
@@ -132,14 +139,29 @@ class Run:
 
     def _go_over(self, luggage: Luggage, profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> None:
         """See [Note: moving]."""
-        gpu, host, chunks, performer, executor = self.gpu, self.host, self.chunks, self.performer, self.executor
-        chunks.let_go()
-        gpu.vacate()
+        self.chunks.let_go()
+        self.gpu.vacate()
         try:
             new_chunks = self._allocate(profile, plan, schedules)
         except BaseException as error:
             self._stay(luggage, error)
             raise
+        try:
+            self._carry_over(luggage, new_chunks, profile, plan, schedules)
+        except BaseException as error:  # nothing that is known
+            self._is_lost = True
+            self.lanes.fail(error)
+            raise RuntimeError(LOST) from error
+
+    def _carry_over(
+        self,
+        luggage: Luggage,
+        new_chunks: Chunks,
+        profile: ModelProfile,
+        plan: Plan,
+        schedules: Mapping[Mode, Schedule],
+    ) -> None:
+        gpu, host, chunks, performer, executor = self.gpu, self.host, self.chunks, self.performer, self.executor
         self.profile, self.plan = profile, plan
         self.chunks, self.gpu, self.host = new_chunks, new_chunks.gpu, new_chunks.host
         for param in self.parameters.values():
@@ -179,6 +201,7 @@ class Run:
         try:
             luggage.put_back()
         except OutOfMemory as lost:
+            self._is_lost = True
             self.lanes.fail(lost)
             raise RuntimeError(
                 f"the model was moved to another plan, for which there was not enough memory ({error}), and meanwhile "
@@ -364,9 +387,15 @@ class Run:
         if self.observer is not None:
             self.observer.end_step()
 
+    def check_values(self) -> None:
+        """Raises if they are lost: what lies there must not become somebody's checkpoint."""
+        if self._is_lost:
+            raise RuntimeError(LOST)
+
     def value_of(self, key: str, borrow: bool = False) -> Tensor:
         """A copy of a parameter's present value. With `borrow` it is the very memory where it lies in RAM, to be read
         at once; it looks as if it had a storage of its own, or writers of files would take all parameters for one."""
+        self.check_values()
         chunk, entry = self.chunks.places[key]
         self.executor.wait_for_update(chunk)
         value = self.chunks.view_of(self.chunks.home(chunk), entry).detach()
@@ -391,6 +420,7 @@ class Run:
 
     def close(self) -> None:
         """Gives the parameters back their values and frees everything else. The model is plain again."""
+        self.check_values()
         if self.lanes.failure is None:
             self.executor.wait_for_updates()
         self._give_back()

@@ -153,6 +153,8 @@ class CudaAccelerator(Accelerator):
         """The device counts by itself. A refusal of its allocator is said in the words of all stores."""
         try:
             yield
+        except OutOfMemory:  # of a meter inside of this one, or of another tier
+            raise
         except torch.OutOfMemoryError as error:
             raise self._refused(label, str(error)) from error
 

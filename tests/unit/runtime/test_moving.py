@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -380,4 +381,48 @@ def test_a_run_whose_old_memory_is_gone_too_says_so(monkeypatch: pytest.MonkeyPa
         move(run, plan)
     with pytest.raises(OutOfMemory, match="planted"):
         models.loss_of(model, batch)
+    run.discard()
+
+
+def in_the_middle(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
+    """Of a move: when some values are at their new places and others are not."""
+    hand_over, count = moving.Luggage.hand_over, 0
+
+    def planted(self: moving.Luggage, *args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == 5:
+            happens()
+        hand_over(self, *args)
+
+    monkeypatch.setattr(moving.Luggage, "hand_over", planted)
+
+
+def test_an_interruption_waits_until_the_move_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, run, batch = wrapped("streamed", torch.float32)
+    train_step(model, optimizer, batch)
+    there = states(model, optimizer)
+    in_the_middle(monkeypatch, lambda: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        move(run, placed(run.plan, "resident"))
+    assert all(torch.equal(old, new) for old, new in zip(there, states(model, optimizer), strict=True))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    hightide.unwrap(model)
+
+
+def test_values_that_are_lost_are_nobodys_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, run, batch = wrapped("streamed", torch.float32)
+    train_step(model, optimizer, batch)
+
+    def fail() -> None:
+        raise ZeroDivisionError("planted")
+
+    in_the_middle(monkeypatch, fail)
+    with pytest.raises(RuntimeError, match="its values are lost"):
+        move(run, placed(run.plan, "resident"))
+    for use in (model.state_dict, optimizer.state_dict, lambda: hightide.unwrap(model)):
+        with pytest.raises(RuntimeError, match="its values are lost"):
+            use()
+    with pytest.raises(ZeroDivisionError):
+        train_step(model, optimizer, batch)
     run.discard()

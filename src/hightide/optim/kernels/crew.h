@@ -7,6 +7,14 @@
 #include <stdint.h>
 #include <time.h>
 
+#ifdef __APPLE__ /* it has one clock for conditions */
+#define CREW_CLOCK CLOCK_REALTIME
+#define SET_CLOCK(attributes) 0
+#else
+#define CREW_CLOCK CLOCK_MONOTONIC
+#define SET_CLOCK(attributes) pthread_condattr_setclock(attributes, CREW_CLOCK)
+#endif
+
 typedef struct {
     void (*work)(void *);
     void *on;
@@ -25,13 +33,13 @@ int64_t hightide_crew_bytes(void) { return sizeof(Crew); }
 
 /* Never destroyed: it holds nothing but its own bytes. Not 0: it cannot be made. */
 int hightide_crew_make(Crew *crew) {
-    pthread_condattr_t monotonic;
+    pthread_condattr_t clock;
     crew->job = 0;
     crew->dismissed = 0;
-    if (pthread_condattr_init(&monotonic)) return 1;
-    int failed = pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC) || pthread_mutex_init(&crew->lock, 0) ||
-                 pthread_cond_init(&crew->offered, &monotonic) || pthread_cond_init(&crew->left, &monotonic);
-    pthread_condattr_destroy(&monotonic);
+    if (pthread_condattr_init(&clock)) return 1;
+    int failed = SET_CLOCK(&clock) || pthread_mutex_init(&crew->lock, 0) ||
+                 pthread_cond_init(&crew->offered, &clock) || pthread_cond_init(&crew->left, &clock);
+    pthread_condattr_destroy(&clock);
     return failed;
 }
 
@@ -67,7 +75,7 @@ int64_t hightide_crew_share(Crew *crew, Job *job, int64_t num_wanted, double tim
     job->work(job->on);
 
     struct timespec until;
-    clock_gettime(CLOCK_MONOTONIC, &until);
+    clock_gettime(CREW_CLOCK, &until);
     double whole_s = timeout_s < 1e9 ? (double)(int64_t)timeout_s : 1e9;
     until.tv_sec += (time_t)whole_s;
     until.tv_nsec += timeout_s < 1e9 ? (long)((timeout_s - whole_s) * 1e9) : 0;
