@@ -274,6 +274,8 @@ def main() -> int:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="on CUDA unless said otherwise")
     options = parser.parse_args()
     names = options.only or list(FORECASTS)
+    if unheard := [name for name in names if name not in EVERY]:
+        parser.error(f"no plan is called {', '.join(unheard)}; there are {', '.join(EVERY)}")
     missed: list[str] = []
     if (options.predict or options.search) and options.machine is None:
         parser.error("--predict and --search need --machine FILE: run `hightide doctor --out FILE` first")

@@ -165,12 +165,13 @@ def _fewer(question: Question, leeway: Leeway) -> Change | None:
         return None
     while not fits(question.with_samples(num_samples := num_samples // 2)):
         pass
-    return _batch_of(num_samples, leeway)
+    return _batch_of(num_samples, leeway, question.micro_batch)
 
 
-def _batch_of(num_samples: int, leeway: Leeway) -> Change:
+def _batch_of(num_samples: int, leeway: Leeway, micro_batch: int | None = None) -> Change:
     text = f"{num_samples} sample{'s' if num_samples > 1 else ''} per step"
-    return Change(text, "" if leeway.has_own_batch else f"--sequences {num_samples}")
+    smaller = f" --micro-batch {num_samples}" if micro_batch is not None and micro_batch > num_samples else ""
+    return Change(text, "" if leeway.has_own_batch else f"--sequences {num_samples}{smaller}")
 
 
 def _more(question: Question, tier: Tier) -> tuple[Change, Question]:

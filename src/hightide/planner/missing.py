@@ -48,16 +48,26 @@ def refusal(trials: Trials, leanest: Iterable[Choice]) -> InfeasiblePlan:
 def _least(
     needs: Mapping[Choice, Mapping[Tier, int]], limits: Mapping[Tier, int]
 ) -> list[tuple[dict[Tier, int], Choice]]:
-    """For each set of tiers that lack, of the sets with fewest, the choice that takes least; that first which grows
-    least."""
+    """For each set of tiers that lack, the choice that takes least; that first which grows least. Of more tiers than it
+    takes only where the others would have to grow far more."""
     best: dict[tuple[Tier, ...], tuple[dict[Tier, int], Choice]] = {}
     for choice, need in needs.items():
         short = {tier: need[tier] for tier in limits if need[tier] > limits[tier]}
         if tuple(short) not in best or tuple(short.values()) < tuple(best[tuple(short)][0].values()):
             best[tuple(short)] = short, choice
-    fewest = min(map(len, best))
-    found = [one for tiers, one in best.items() if len(tiers) == fewest]
-    return sorted(found, key=lambda one: max((size / max(1, limits[tier]) for tier, size in one[0].items()), default=0))
+    found = [one for one in best.values() if not any(_does_with_less(other[0], one[0]) for other in best.values())]
+
+    def growth(one: tuple[dict[Tier, int], Choice]) -> float:
+        return len(one[0]) * max((size / max(1, limits[tier]) for tier, size in one[0].items()), default=0)
+
+    fewest = min(len(short) for short, _ in found)
+    most = min(growth(one) for one in found if len(one[0]) == fewest)
+    return sorted((one for one in found if len(one[0]) == fewest or growth(one) < most), key=growth)
+
+
+def _does_with_less(one: Mapping[Tier, int], other: Mapping[Tier, int]) -> bool:
+    """One raises only limits that the other raises too, and none further."""
+    return one != other and all(size <= other.get(tier, -1) for tier, size in one.items())
 
 
 def _moment(trials: Trials, choice: Choice, tier: Tier) -> str:

@@ -85,9 +85,13 @@ def _holds_hooks(name: str, slot: Any) -> bool:
 
 
 class _AnyGroupedProduct(TorchDispatchMode):
-    """The matrix product of mixtures of experts works in every dtype; its version without values knows bf16 only."""
+    """The matrix product of mixtures of experts works in every dtype; its version without values knows bf16 only. And
+    their router's loss counts tokens per expert, of which there is no version without values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bincount.default and isinstance(args[0], FakeTensor):
+            least = args[2] if len(args) > 2 else (kwargs or {}).get("minlength", 0)
+            return args[0].new_empty(least, dtype=torch.int64)
         if func is not torch.ops.aten._grouped_mm.default or not isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
         first, second = args[0], args[1]

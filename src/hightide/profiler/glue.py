@@ -9,14 +9,17 @@ for its sum, what a product saves for its gradient, a dropout's mask. In between
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hightide.ir.block import Affine, Glue
 from hightide.profiler.probe import ProbeResult, in_both_sizes, pair_records
@@ -110,7 +113,9 @@ def _meter(
             if lazy_head is not None:
                 del result  # with logits that are never made; else the user may hold it until the step
             if roots:
-                torch.autograd.backward(roots, [root.new_empty(()).expand_as(root) for root in roots])
+                grads = [root.new_empty(()).expand_as(root) for root in roots]
+                trained = [param for param in model.parameters() if param.requires_grad]
+                torch.autograd.backward(roots, grads, inputs=[watch.anchor, *trained])  # not to tensors of the user's
         watch.metered.end = watch.level([]).peak
     return watch.metered
 
@@ -126,14 +131,14 @@ class _Watch:
         self._live_bytes = self._peak_bytes = 0
         self._num_called: dict[int, int] = {}
         self._latest: list[torch.UntypedStorage] = []  # of the results of the call before
-        self._anchor = torch.empty(0, requires_grad=True)
+        self.anchor = torch.empty(0, requires_grad=True)
 
     def called(self, block: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         place = self._next_call(block)
         record = self.records[place]
         inputs = tensors(flatten_call(args, kwargs)[0])
         self.metered.forward[place] = self.level([*map(_storage, inputs), *self._latest])
-        outputs = list(_StandIn.apply(self, place, self._anchor if record.needs_backward else None, *inputs))
+        outputs = list(_StandIn.apply(self, place, self.anchor if record.needs_backward else None, *inputs))
         self._latest = list(map(_storage, outputs))
         leaves = [outputs.pop(0) if isinstance(leaf, torch.Tensor) else leaf for leaf in record.results]
         self.left()
@@ -211,4 +216,10 @@ def _standing_in(probed: ProbeResult, watch: _Watch) -> Iterator[None]:
             before = own.get("forward")
             own["forward"] = partial(watch.called, index, block.module)
             stack.callback(own.pop, "forward") if before is None else stack.callback(own.update, forward=before)
+        stack.enter_context(patch.object(torch.Tensor, "register_hook", _never_called))
         yield
+
+
+def _never_called(_tensor: torch.Tensor, _hook: Any) -> RemovableHandle:
+    """Hooks that the model's code puts on its tensors are the user's, and would see gradients without values."""
+    return RemovableHandle(OrderedDict())

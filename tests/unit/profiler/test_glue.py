@@ -109,3 +109,26 @@ def test_what_cannot_be_measured_is_said() -> None:
     with pytest.warns(UserWarning, match="the memory of the model's own code between its blocks could not be measured"):
         profile = profiled(Asking())
     assert [call.glue for call in profile.calls] == [Glue(), Glue()]
+
+
+class WithThePrompt(Between):
+    """A trained tensor that is nobody's parameter, and a hook on what the code makes."""
+
+    def __init__(self, prompt: Tensor) -> None:
+        super().__init__()
+        self.prompts, self.norms = [prompt], []
+
+    def between(self, x: Tensor) -> Tensor:
+        x = x + self.prompts[0]
+        if x.requires_grad:
+            x.register_hook(lambda grad: self.norms.append(float(grad.norm())))
+        return x
+
+
+def test_what_is_the_users_sees_no_gradients_without_values() -> None:
+    prompt = torch.ones(WIDTH, requires_grad=True)
+    model = WithThePrompt(prompt)
+    assert profiled(model).calls[1].glue_backward.peak.per_sample
+    assert prompt.grad is None and not model.norms
+    model(torch.randn(NUM_SAMPLES, WIDTH))["loss"].backward()
+    assert prompt.grad is not None and len(model.norms) == 1
