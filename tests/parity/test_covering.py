@@ -162,7 +162,7 @@ def check(case: Case) -> None:
     stream: list[Any] = batches(model, odd, padded)
     if backwards == 2:
         stream = list(zip(stream, batches(model, odd, padded, seed=50), strict=True))
-    max_norm = norm_of(make()) / 3 if clip else 0.0
+    max_norm = norm_of(make()) / 10 if clip else 0.0  # other batches have a fifth of its norm
 
     def run(wrapped: bool) -> Trained:
         pair = make()
