@@ -18,14 +18,9 @@ from torch import nn
 import hightide
 from hightide.runtime.chunks import RETURN_BYTES
 from hightide.runtime.surgery import run_of
-from hightide.stores.host import HostArena
+from unit.runtime.real_pages import pin_for_real
 
-def pin(arena):
-    # Makes all pages that are in use real, as registering them with CUDA does.
-    for region in arena._regions.values():
-        arena.view(region, torch.uint8)[::4096] += 0
-
-HostArena.pin = pin
+pin_for_real()
 
 class Block(nn.Module):
     def __init__(self, width):
@@ -74,10 +69,10 @@ print(json.dumps({
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads the peak of resident memory from /proc")
 def test_a_model_does_not_exist_twice_while_it_is_wrapped() -> None:
-    source = str(Path(__file__).parents[3] / "src")
+    root = Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "PYTHONPATH": source},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(root / "src"), str(root / "tests")))},
         capture_output=True,
         text=True,
         timeout=100,

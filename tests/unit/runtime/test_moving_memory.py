@@ -19,15 +19,10 @@ import hightide
 from hightide.machine import return_freed_memory
 from hightide.runtime.moving import waiting_bytes
 from hightide.runtime.surgery import run_of
-from hightide.stores.host import HostArena
+from unit.runtime.real_pages import pin_for_real
 from unit.runtime.test_moving import move, placed
 
-def pin(arena):
-    # Makes all pages that are in use real, as registering them with CUDA does.
-    for region in arena._regions.values():
-        arena.view(region, torch.uint8)[::4096] += 0
-
-HostArena.pin = pin
+pin_for_real()
 
 class Block(nn.Module):
     def __init__(self, width):
