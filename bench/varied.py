@@ -26,6 +26,7 @@ from torch import Tensor
 import hightide
 from hightide.decision import Asked, question_about
 from hightide.integrations.shapes import SHAPES
+from hightide.ir.action import Mode
 from hightide.ir.plan import Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
@@ -35,6 +36,7 @@ from hightide.planner.choice import Choice, Problem
 from hightide.planner.cost import forecast
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower_all
+from hightide.planner.memory import needed_bytes, peaks
 from hightide.planner.question import Question
 from hightide.planner.verify import verify_all
 from hightide.profiler.model import profile_calls
@@ -114,10 +116,12 @@ def _plan(question: Question, choice: Choice) -> Plan | None:
         plan = plan_by_hand(
             question.profile, choice, *limits, question.update, question.num_moments, question.gradients
         )
-        verify_all(question.profile, plan, lower_all(question.profile, plan))
+        schedules = lower_all(question.profile, plan)
+        verify_all(question.profile, plan, schedules)
     except InfeasiblePlan:
         return None
-    return plan
+    training = schedules[Mode.TRAIN]
+    return plan if needed_bytes(training, peaks(training), question.machine) <= question.gpu_bytes else None
 
 
 def _decisions(plan: Plan) -> Plan:

@@ -93,10 +93,17 @@ def machine_of(device: torch.device, is_small: bool) -> Machine:
     if is_small:
         return load_machine(ASSUMED)
     warnings.warn(f"{known.problem}: `hightide doctor` runs now, once, for about 10 s", stacklevel=3)
-    machine = examine(device).machine
-    with suppress(OSError):  # nowhere to keep it: the next run measures again, and says so
-        remember(machine)
-    return machine
+    report = examine(device)
+    if report.is_undisturbed:
+        with suppress(OSError):  # nowhere to keep it: the next run measures again, and says so
+            remember(report.machine)
+    else:
+        warnings.warn(
+            "other programs used the machine while it was measured, so forecasts may be too slow. The measurement is "
+            "not kept, and the next run measures again; `hightide doctor` says what was in use, and keeps it",
+            stacklevel=3,
+        )
+    return report.machine
 
 
 @cache

@@ -266,7 +266,9 @@ class Watch:
         lanes = lane_seconds(self._step)
         parts = [f"{lane} was busy for {format_seconds(measured.lane_s[lane])} instead of {format_seconds(lanes[lane])}"
                  for lane in factors]  # fmt: skip
-        following = self._faster(with_slower_lanes(self._question, factors), f"{reason}: {', '.join(parts)}")
+        measured_on = f"by speeds of {self._question.machine.date[:10]}; `hightide doctor` measures again"
+        reason = f"{reason}: {', '.join(parts)} ({measured_on})"
+        following = self._faster(with_slower_lanes(self._question, factors), reason)
         if following is not None:
             self._go_on_with(following)
 

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from hightide.doctor import known
 from hightide.stores import device_limit
+
+
+@pytest.fixture(autouse=True)
+def _machine_of_the_tests(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is measured here, beside other tests, must not become the user's machine."""
+    path = tmp_path_factory.getbasetemp() / "machine.json"
+    monkeypatch.setattr(known, "cache_path", lambda: path)
 
 
 @pytest.fixture(autouse=True)

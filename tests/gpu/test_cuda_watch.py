@@ -18,6 +18,7 @@ from gpu.streamed import silence_transformers
 from hightide.ir.machine import Machine
 from hightide.ir.tier import Lane
 from hightide.planner.correct import _scaled_machine
+from hightide.stores import device_limit
 from hightide.timing import Measured
 from hightide.watch import Watch
 from unit.runtime.steps import train_step
@@ -81,7 +82,8 @@ def test_blocks_that_take_twice_what_was_measured(room: float, monkeypatch: pyte
     told = forecasts(caught)
     assert watch.num_replans == len(told) == 1 and "Planned again, once" in told[0], told
     assert run.observer is None and run.num_passes == run.num_steps == 6
-    assert hightide.stats(model).peak_bytes["gpu"] <= limits.gpu_bytes
+    outside_bytes = device_limit._devices[0].outside_bytes  # of the plain run: workspaces of cuBLAS, its losses
+    assert hightide.stats(model).peak_bytes["gpu"] <= limits.gpu_bytes + outside_bytes
     for loss, its_twin in zip(losses, expected, strict=True):
         torch.testing.assert_close(loss.cpu(), its_twin.cpu(), rtol=1e-5, atol=0)
     weights = hightide.unwrap(model).state_dict()

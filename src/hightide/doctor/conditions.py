@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hightide.machine import KERNELS_SWITCH, cgroup_limit_bytes, own_kernels_all
 FEW_CORES = 4
 SWAPPED_BYTES = 1 << 30
 OTHERS_BYTES = 2 << 30  # on a GPU: more than the contexts of this process
+OTHERS_SHARE = 0.15  # of the cores
 CGROUP_SHARE = 0.5
 LINK_SHARE = 0.7  # of a PCIe link's raw rate: copies from pinned memory reach 0.85 to 0.9
 IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
@@ -57,6 +59,7 @@ class Conditions:
     huge_pages: str | None  # always, madvise, never; None: unknown
     update_kernel: str
     kernels_allowed: bool
+    others_cores: float = 0.0  # that other processes kept busy
     # Of a GPU, if there is one:
     pin_problem: str | None = None
     pci: PciLink | None = None
@@ -65,6 +68,36 @@ class Conditions:
     # Of a disk, if one was measured:
     filesystem: Filesystem | None = None
     is_direct: bool = True
+
+    @property
+    def are_cores_shared(self) -> bool:
+        return self.others_cores > OTHERS_SHARE * self.num_cores
+
+    @property
+    def is_gpu_shared(self) -> bool:
+        return self.gpu_others_bytes > OTHERS_BYTES
+
+
+class OtherProcesses:
+    """How many of the cores that this one may use they keep busy, from now on."""
+
+    def __init__(self) -> None:
+        self._began_s, self._began_busy_s = time.perf_counter(), _others_busy_s()
+
+    @property
+    def num_cores(self) -> float:
+        elapsed_s = time.perf_counter() - self._began_s
+        return max(0.0, (_others_busy_s() - self._began_busy_s) / elapsed_s) if elapsed_s else 0.0
+
+
+def _others_busy_s() -> float:
+    """Of our cores, since the machine started; up to a constant. Compilers that we have called are not others."""
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    names = ("user", "nice", "system", "irq", "softirq", "steal")
+    cores = [core for number, core in enumerate(psutil.cpu_times(percpu=True)) if number in usable]
+    ours = os.times()
+    ours_s = ours.user + ours.system + ours.children_user + ours.children_system
+    return sum(getattr(core, name, 0.0) for core in cores for name in names) - ours_s
 
 
 def host_conditions(update_kernel: str) -> Conditions:
@@ -91,7 +124,7 @@ def _of_gpu(now: Conditions) -> list[Warned]:
         found.append(Warned(now.pin_problem, "raise the limit of locked memory (ulimit -l unlimited), or free memory"))
     if now.pci is not None:
         found += _of_link(now.pci, now.h2d_bytes_per_s)
-    if now.gpu_others_bytes > OTHERS_BYTES:
+    if now.is_gpu_shared:
         found.append(
             Warned(
                 f"{format_bytes(now.gpu_others_bytes)} of the GPU's memory are in use by somebody else, so its rates "
@@ -132,6 +165,14 @@ def _of_link(pci: PciLink, h2d_bytes_per_s: float | None) -> list[Warned]:
 
 def _of_host(now: Conditions) -> list[Warned]:
     found = []
+    if now.are_cores_shared:
+        found.append(
+            Warned(
+                f"other processes kept {now.others_cores:.1f} of {now.num_cores} cores busy meanwhile, so the host's "
+                "rates may be too low",
+                "look with top, and measure again when they have ended",
+            )
+        )
     if now.cgroup_bytes is not None and now.cgroup_bytes < CGROUP_SHARE * now.memory_bytes:
         found.append(
             Warned(

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 import psutil
 import torch
 
-from hightide.doctor.conditions import Conditions, Warned, host_conditions, read_pci_link, warnings_of
+from hightide.doctor.conditions import Conditions, OtherProcesses, Warned, host_conditions, read_pci_link, warnings_of
 from hightide.doctor.disk import DiskTest, filesystem_of, measure_disk
 from hightide.doctor.findings import findings_of
 from hightide.doctor.identity import fingerprint, gpu_name, processor_name
@@ -70,6 +70,7 @@ class Report:
     findings: tuple[str, ...]
     warnings: tuple[Warned, ...]
     took_s: float
+    is_undisturbed: bool  # else others have used the cores or the GPU meanwhile, and rates may be too low
 
 
 def examine(
@@ -79,13 +80,16 @@ def examine(
     if disk is not None:
         disk.check()
     free = _free_memory(device)
+    others = OtherProcesses()
     machine, now = _measure(device, effort or Effort.here(), tell)
+    now = replace(now, others_cores=others.num_cores)
     if disk is not None:
         machine = replace(machine, disk=measure_disk(disk, tell))
         assert machine.disk is not None
         now = replace(now, filesystem=filesystem_of(disk.folder), is_direct=machine.disk.is_direct)
     took_s = time.perf_counter() - started_s
-    return Report(machine, free, tuple(findings_of(machine)), tuple(warnings_of(now)), took_s)
+    is_undisturbed = not now.are_cores_shared and not now.is_gpu_shared
+    return Report(machine, free, tuple(findings_of(machine)), tuple(warnings_of(now)), took_s, is_undisturbed)
 
 
 def _measure(device: torch.device, effort: Effort, tell: Tell) -> tuple[Machine, Conditions]:

@@ -68,7 +68,8 @@ class Luggage:
         flats |= {(spec.index, ChunkKind.STATE): chunks.states(spec.index) for spec in chunks.specs}
         flats |= {(index, ChunkKind.GRAD): [gradients.flat(index)] for index, keys in self._of_use.items() if keys}
         num_flats = sum(len(arrays) for arrays in flats.values())
-        self._waiting = HostArena(waiting_bytes(plan) + num_flats * ALIGN_BYTES)
+        capacity_bytes = waiting_bytes(plan) + num_flats * ALIGN_BYTES
+        self._waiting = HostArena(capacity_bytes, huge_bytes=capacity_bytes)
         self._flats = {
             place: arrays if chunks.is_on_host(*place) else [self._taken(flat) for flat in arrays]
             for place, arrays in flats.items()

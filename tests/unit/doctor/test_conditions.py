@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from hightide.doctor.conditions import Conditions, PciLink, host_conditions, pci_link_at, warnings_of
+from hightide.doctor.conditions import Conditions, OtherProcesses, PciLink, host_conditions, pci_link_at, warnings_of
 from hightide.doctor.disk import Filesystem
 
 GIB = 1 << 30
@@ -28,7 +34,9 @@ WELL = Conditions(
 
 def test_a_machine_that_is_well_has_no_warnings() -> None:
     assert warnings_of(WELL) == []
-    near = replace(WELL, omp_threads="16", cgroup_bytes=120 * GIB, swapped_bytes=1000, gpu_others_bytes=GIB)
+    near = replace(
+        WELL, omp_threads="16", cgroup_bytes=120 * GIB, swapped_bytes=1000, gpu_others_bytes=GIB, others_cores=2
+    )
     assert warnings_of(near) == []
 
 
@@ -38,6 +46,7 @@ def test_a_machine_that_is_well_has_no_warnings() -> None:
         ({"omp_threads": "1"}, "OMP_NUM_THREADS=1 of 16 cores", "unset it"),
         ({"cgroup_bytes": 8 * GIB}, "control group allows 8.0 GiB of 128 GiB", "--mem"),
         ({"swapped_bytes": 3 * GIB}, "3.0 GiB are swapped out", "Limits(host"),
+        ({"others_cores": 3.0}, "other processes kept 3.0 of 16 cores busy", "measure again"),
         ({"num_cores": 2}, "2 cores: the host's update has 1", "--cpus"),
         ({"update_kernel": "torch"}, "C kernel is not there", "install a C compiler"),
         ({"update_kernel": "torch", "kernels_allowed": False}, "C kernel is not there", "unset HIGHTIDE_KERNELS"),
@@ -65,6 +74,34 @@ def test_here(monkeypatch: pytest.MonkeyPatch) -> None:
     now = host_conditions("torch")
     assert now.omp_threads == "1" and not now.kernels_allowed and now.num_cores >= 1 and now.memory_bytes > GIB
     assert now.pci is None and now.filesystem is None
+
+
+def test_cores_that_other_processes_use_are_counted_and_our_own_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four cores of which we may use two; in ten seconds we use 12 of their seconds, and a compiler of ours 2."""
+    at = 0
+    core = namedtuple("core", "user system idle iowait steal")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3}, raising=False)
+    monkeypatch.setattr(
+        psutil, "cpu_times", lambda percpu: [core(500 * at, 0, 0, 0, 0), core(100 + 8 * at, at, at, 0, 0)] * 2
+    )
+    ours = namedtuple("ours", "user system children_user children_system")
+    monkeypatch.setattr(os, "times", lambda: ours(30 + 10 * at, 2 * at, at, at))
+    monkeypatch.setattr(time, "perf_counter", lambda: 50.0 + 10 * at)
+    others = OtherProcesses()
+    at = 1
+    assert others.num_cores == pytest.approx((2 * 9 - 14) / 10)
+
+
+def test_another_process_is_noticed() -> None:
+    spin = "import time; end = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+    others = OtherProcesses()
+    process = subprocess.Popen([sys.executable, "-c", spin])
+    try:
+        time.sleep(1.5)
+        assert others.num_cores > 0.1
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_pci_link_is_read(tmp_path: Path) -> None:
