@@ -2,7 +2,7 @@
 
     python bench/varied.py --model llama-3.2-1b --sequences 4 --gpu 12GiB --gradients param
 
-The model is planned as `hightide.wrap` plans it, and trained; then the run is moved to each of eight variants and
+The model is wrapped with limits only, and trained; then the run is moved to each of eight variants and
 trained for as many steps; at last to the automatic plan again, which shows how far two measurements of one plan are
 apart. A variant that does not fit the limits gives up states on the GPU until it does, and one that frees memory fills
 it with them. Ends with status 1 if the automatic plan is more than 3% slower than the best variant.
@@ -24,13 +24,11 @@ from throughput import LR, Marks
 from torch import Tensor
 
 import hightide
-from hightide.decision import Asked, question_about
 from hightide.integrations.shapes import SHAPES
 from hightide.ir.action import Mode
-from hightide.ir.plan import Forecast, GradientDtype, Plan, Update
+from hightide.ir.plan import Forecast, Plan
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
-from hightide.optim.registry import rule_for
 from hightide.planner.by_hand import plan_by_hand
 from hightide.planner.choice import Choice, Problem
 from hightide.planner.cost import forecast
@@ -39,9 +37,9 @@ from hightide.planner.lower import lower_all
 from hightide.planner.memory import needed_bytes, peaks
 from hightide.planner.question import Question
 from hightide.planner.verify import verify_all
-from hightide.profiler.model import profile_calls
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
+from hightide.watch import Watch
 
 NUM_VARIANTS = 8
 MOST_SLOWER = 0.03
@@ -185,31 +183,29 @@ def main() -> int:
     tokens = batches(model, options.sequences, options.length, count=1)[0]
     example = {"input_ids": tokens, "labels": tokens}
     built_s = time.perf_counter()
-    asked = Asked(
-        gpu_bytes,
-        host_bytes,
-        Update(options.update),
-        None,
-        rule_for(optimizer).num_moments,
-        GradientDtype(options.gradients),
+    model, optimizer = hightide.wrap(
+        model,
+        optimizer,
+        example,
+        limits=hightide.Limits(gpu=gpu_bytes, host=host_bytes),
+        update=options.update,
+        gradients=options.gradients,
+        compile=compile,
+        device=device,
     )
-    question = question_about(profile_calls(model, optimizer, example, None), optimizer, device, compile, asked)
-    found = question.answer()
-    planned_s = time.perf_counter()
-    print(f"# built in {built_s - started_s:.1f} s, planned in {planned_s - built_s:.1f} s", flush=True)
-    plans = [("automatic", found.plan), *((path.stem, Plan.load(path)) for path in options.also)]
-    seen = {_decisions(found.plan)}
-    for label, choice in variants(question, found.choice):
+    run = run_of(model)
+    assert run is not None and isinstance(run.observer, Watch)
+    question, run.observer = run.observer.question, None  # here no other plan may take its place
+    automatic, chosen = run.plan, question.answer().choice
+    print(f"# built in {built_s - started_s:.1f} s, wrapped in {time.perf_counter() - built_s:.1f} s", flush=True)
+    plans = [("automatic", automatic), *((path.stem, Plan.load(path)) for path in options.also)]
+    seen = {_decisions(automatic)}
+    for label, choice in variants(question, chosen):
         plan = fitted(question, choice, is_filled="fewer on the GPU" not in label)
         if plan is not None and _decisions(plan) not in seen and len(plans) <= NUM_VARIANTS:
             seen.add(_decisions(plan))
             plans.append((label, plan))
-    plans.append(("automatic again", found.plan))
-    model, optimizer = hightide.wrap(
-        model, optimizer, example, plan=found.plan, update=options.update, compile=compile, device=device
-    )
-    run = run_of(model)
-    assert run is not None
+    plans.append(("automatic again", automatic))
 
     def step() -> Tensor:
         loss = model(input_ids=tokens, labels=tokens).loss

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import nn
 
-from hightide.decision import Asked, question_about
+from hightide.decision import Asked, profile_for, question_about
 from hightide.integrations import lora, transformers
 from hightide.ir.block import ModelProfile
 from hightide.ir.limits import Limits
@@ -76,17 +76,18 @@ def wrap(
         raise ValueError(
             f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new plan"
         )
-    profile, probed, records = _profile(model, optimizer, batch, blocks)
+    profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks)
     searched: tuple[Question, Found] | None = None
     if plan is None:
         asked = Asked(*_resolve(limits or Limits(), place), timing, micro_batch, rule.num_moments, rounding)
-        question = question_about((profile, probed, records), optimizer, place, compile, asked)
+        question = question_about(profiled, optimizer, place, compile, asked)
         searched = question, question.answer()
         profile, plan = question.profile, searched[1].plan
     else:
         check_executable(plan)
         check_plan(profile, plan)
         check_moments(plan, rule.num_moments)
+        profile = profile_for(plan, profiled, optimizer, place, compile)
     schedules = lower_all(profile, plan)
     verify_all(profile, plan, schedules)
     check_modules(model, profile, sorted(probed.captured))

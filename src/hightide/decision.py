@@ -18,18 +18,25 @@ import torch
 from hightide.doctor.known import known_machine, load_machine, remember
 from hightide.doctor.measure import examine
 from hightide.ir.block import ModelProfile
+from hightide.ir.costs import Costs
 from hightide.ir.machine import SIMULATED, Machine
-from hightide.ir.plan import GradientDtype, Update
+from hightide.ir.plan import GradientDtype, Plan, Update
+from hightide.ir.tier import Tier
 from hightide.planner.choice import check_micro_batch
 from hightide.planner.cost import with_peaks
 from hightide.planner.estimate import estimate
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.lower import lower_all
 from hightide.planner.question import Question
+from hightide.planner.verify import verify_all
 from hightide.profiler.probe import ProbeResult
 from hightide.profiler.recording import Record
 from hightide.rehearsal.rehearse import let_go, measure_costs
 
 SMALL_NUMEL = 2**24  # parameters
 ASSUMED = "rtx-3090"  # a preset
+
+Profiled = tuple[ModelProfile, ProbeResult, Sequence[Record]]
 
 
 @dataclass(frozen=True)
@@ -45,31 +52,14 @@ class Asked:
 
 
 def question_about(
-    profiled: tuple[ModelProfile, ProbeResult, Sequence[Record]],
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    compile: bool,
-    asked: Asked,
+    profiled: Profiled, optimizer: torch.optim.Optimizer, device: torch.device, compile: bool, asked: Asked
 ) -> Question:
     """On a GPU the model is rehearsed."""
-    profile, probed, records = profiled
+    profile = profiled[0]
     check_micro_batch(profile, asked.micro_batch)
-    is_small = sum(spec.numel for spec in profile.params) < SMALL_NUMEL
-    machine = machine_of(device, is_small)
-    costs = None
-    if device.type == "cuda" and not is_small and not probed.failure:
-        sizes = rehearsed_sizes(profile, asked.gpu_bytes)
-        try:
-            costs = measure_costs(profile, probed, records, optimizer, device, compile, sizes)
-        except Exception as error:  # whatever a block raises alone, or memory that others hold
-            let_go(device)
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            warnings.warn(
-                f"blocks cannot be timed alone ({reason}); the plan follows from estimated times: it fits, and may be "
-                "slower than another",
-                stacklevel=3,
-            )
-    costs = costs or estimate(profile, machine)
+    machine = machine_of(device, _is_small(profile))
+    fallback = "the plan follows from estimated times: it fits, and may be slower than another"
+    costs = _rehearsed(profiled, optimizer, device, compile, asked.gpu_bytes, fallback) or estimate(profile, machine)
     return Question(
         with_peaks(profile, costs),
         costs,
@@ -80,8 +70,51 @@ def question_about(
         asked.micro_batch,
         asked.num_moments,
         asked.gradients,
-        quick=is_small,
+        quick=_is_small(profile),
     )
+
+
+def profile_for(
+    plan: Plan, profiled: Profiled, optimizer: torch.optim.Optimizer, device: torch.device, compile: bool
+) -> ModelProfile:
+    """By which a plan that the user brings is to be verified. One that was searched for rehearsed blocks may fit by
+    their bytes only: those of tensors without values are higher, as they know nothing of compiled blocks."""
+    profile = profiled[0]
+    try:
+        verify_all(profile, plan, lower_all(profile, plan))
+    except InfeasiblePlan as refusal:
+        if refusal.tier is not Tier.GPU:
+            raise
+        costs = _rehearsed(profiled, optimizer, device, compile, plan.gpu_limit_bytes, "the plan is refused")
+        if costs is None:
+            raise
+        return with_peaks(profile, costs)
+    return profile
+
+
+def _is_small(profile: ModelProfile) -> bool:
+    return sum(spec.numel for spec in profile.params) < SMALL_NUMEL
+
+
+def _rehearsed(
+    profiled: Profiled,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    compile: bool,
+    gpu_bytes: int,
+    fallback: str,
+) -> Costs | None:
+    profile, probed, records = profiled
+    if device.type != "cuda" or _is_small(profile) or probed.failure:
+        return None
+    sizes = rehearsed_sizes(profile, gpu_bytes)
+    try:
+        return measure_costs(profile, probed, records, optimizer, device, compile, sizes)
+    except Exception as error:  # whatever a block raises alone, or memory that others hold
+        let_go(device)
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        warnings.warn(f"blocks cannot be timed alone ({reason}); {fallback}", stacklevel=4)
+        return None
 
 
 def machine_of(device: torch.device, is_small: bool) -> Machine:

@@ -65,7 +65,7 @@ class Watch:
     """An Observer (see runtime/observer.py)."""
 
     def __init__(self, run: Run, question: Question, found: Found) -> None:
-        self._run, self._question, self._step = run, question, found.step
+        self._run, self.question, self._step = run, question, found.step
         promises_time = question.machine.is_measured and question.costs.is_measured
         self._times = StepTimes(run) if promises_time else None
         self._forecast_bytes = forecast_bytes(question, found.plan)
@@ -108,8 +108,8 @@ class Watch:
         factors = self._widths.above(MOST_WIDER)
         if factors:
             left_bytes = self._run.gpu.device_used_bytes - self._run.gpu.outside_bytes
-            needed_bytes = expected_bytes(self._question, self._run.plan, factors, left_bytes)
-            if needed_bytes > self._question.gpu_bytes:
+            needed_bytes = expected_bytes(self.question, self._run.plan, factors, left_bytes)
+            if needed_bytes > self.question.gpu_bytes:
                 self._end_comparing()
                 self._next = self._leaner(Shortage(needed_bytes, self._num_ticks, factors))
         return self._next is not None
@@ -202,8 +202,8 @@ class Watch:
 
     def _leaner(self, shortage: Shortage, must: bool = False) -> _Next | None:
         """None: it goes on as it is, and the user knows why. `must`: it cannot."""
-        corrected = with_more_memory(self._question, self._run.plan, shortage)
-        expected = forecast_bytes(self._question, self._run.plan, shortage.num_ticks)
+        corrected = with_more_memory(self.question, self._run.plan, shortage)
+        expected = forecast_bytes(self.question, self._run.plan, shortage.num_ticks)
         reason = (
             f"the GPU needs {_bytes(shortage.needed_bytes)} at least, where {_bytes(expected)} were forecast"
             f"{self._wider(shortage.factors)}"
@@ -228,7 +228,7 @@ class Watch:
         if not factors:
             return ""
         kind = max(factors, key=lambda one: factors[one])
-        profile = self._question.profile
+        profile = self.question.profile
         name = next(profile.blocks[call.block].name for call in profile.calls if call.kind == kind)
         return f": blocks like {name!r} take {factors[kind]:.2f} times the memory that they were measured to take"
 
@@ -266,9 +266,9 @@ class Watch:
         lanes = lane_seconds(self._step)
         parts = [f"{lane} was busy for {format_seconds(measured.lane_s[lane])} instead of {format_seconds(lanes[lane])}"
                  for lane in factors]  # fmt: skip
-        measured_on = f"by speeds of {self._question.machine.date[:10]}; `hightide doctor` measures again"
+        measured_on = f"by speeds of {self.question.machine.date[:10]}; `hightide doctor` measures again"
         reason = f"{reason}: {', '.join(parts)} ({measured_on})"
-        following = self._faster(with_slower_lanes(self._question, factors), reason)
+        following = self._faster(with_slower_lanes(self.question, factors), reason)
         if following is not None:
             self._go_on_with(following)
 

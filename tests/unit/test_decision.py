@@ -14,11 +14,15 @@ import hightide.api
 import models
 from hightide import decision
 from hightide.doctor.known import Known, load_machine
+from hightide.ir.action import Mode
 from hightide.ir.block import Affine
 from hightide.ir.machine import Machine
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Tier
 from hightide.planner.cost import with_peaks
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.lower import lower
+from hightide.planner.memory import peaks
 from hightide.profiler.model import profile_calls
 from unit.planner.profiles import stack
 from unit.runtime.steps import adamw
@@ -113,6 +117,44 @@ def test_on_a_gpu_a_large_model_is_rehearsed(monkeypatch: pytest.MonkeyPatch) ->
     assert sizes == [[1, 2, 6]] and question.costs.source.startswith("measured") and not question.quick
     assert question.profile == with_peaks(profiled[0], question.costs) != profiled[0]
     assert question.answer().plan.micro_batch == models.NUM_SAMPLES
+
+
+def test_a_plan_for_rehearsed_blocks_is_verified_by_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the user has saved: compiled blocks take half of what tensors without values say."""
+    model, batch = models.llama()
+    optimizer = adamw(model)
+    profiled = profile_calls(model, optimizer, batch)
+    profile, sizes = profiled[0], []
+    calls = [replace(call, backward_peak=_half(call.backward_peak), kept=_half(call.kept)) for call in profile.calls]
+    lean = replace(profile, calls=tuple(calls))
+
+    def measured(*args: Any) -> Any:
+        sizes.append(args[-1])
+        return "costs"
+
+    monkeypatch.setattr(decision, "measure_costs", measured)
+    monkeypatch.setattr(decision, "with_peaks", lambda profile, costs: lean)
+    monkeypatch.setattr(decision, "SMALL_NUMEL", 0)
+    roomy = hightide.plan(model, optimizer, batch, limits=hightide.Limits(gpu="64MiB", host="64MiB"))
+    half, whole = (peaks(lower(one, roomy, Mode.TRAIN)).gpu_peak_bytes for one in (lean, profile))
+    assert half < whole
+    for gpu_bytes, expected, num_rehearsals in ((whole, profile, 0), (whole - 1, lean, 1), (half, lean, 1)):
+        sizes.clear()
+        plan = replace(roomy, gpu_limit_bytes=gpu_bytes)
+        assert decision.profile_for(plan, profiled, optimizer, CUDA, True) is expected
+        assert len(sizes) == num_rehearsals
+    with pytest.raises(InfeasiblePlan):  # nothing is rehearsed on the simulated accelerator
+        decision.profile_for(replace(roomy, gpu_limit_bytes=half), profiled, optimizer, torch.device("cpu"), False)
+    sizes.clear()
+    streamed = hightide.plan(model, optimizer, batch, limits=hightide.Limits(gpu="400KiB", host="64MiB"))
+    with pytest.raises(InfeasiblePlan, match="host"):  # a rehearsal would not help
+        plan = replace(streamed, gpu_limit_bytes=2**26, host_limit_bytes=1)
+        decision.profile_for(plan, profiled, optimizer, CUDA, True)
+    assert not sizes
+
+
+def _half(size: Affine) -> Affine:
+    return Affine(size.fixed // 2, size.per_sample // 2)
 
 
 def test_a_block_that_cannot_run_alone_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
