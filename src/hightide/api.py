@@ -28,6 +28,7 @@ from hightide.profiler.model import profile_calls
 from hightide.profiler.probe import ProbeResult
 from hightide.profiler.recording import Record
 from hightide.profiler.split import Batch
+from hightide.progress import shown, tell
 from hightide.recording import Recording
 from hightide.recording import record as record_run
 from hightide.runtime.run import Run
@@ -37,6 +38,7 @@ from hightide.watch import Watch
 GPU_HEADROOM = 0.95  # of the GPU's free memory: the allocator's fragments and libraries' workspaces need some
 
 
+@shown("hightide.wrap")
 def wrap(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -81,6 +83,7 @@ def wrap(
     if plan is None:
         asked = Asked(*_resolve(limits or Limits(), place), timing, micro_batch, rule.num_moments, rounding)
         question = question_about(profiled, optimizer, place, compile, asked)
+        tell("searching for a plan")
         searched = question, question.answer()
         profile, plan = question.profile, searched[1].plan
     else:
@@ -107,6 +110,7 @@ def wrap(
     return model, wrapped
 
 
+@shown("hightide.plan")
 def plan(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -126,6 +130,7 @@ def plan(
     profiled = _profile(model, optimizer, batch, blocks)
     asked = Asked(*_resolve(limits or Limits(), place), timing, micro_batch, rule.num_moments, rounding)
     question = question_about(profiled, optimizer, place, compile, asked)
+    tell("searching for a plan")
     made = question.answer().plan
     verify_all(question.profile, made, lower_all(question.profile, made))
     return made
@@ -217,6 +222,7 @@ def _gradients(gradients: str) -> GradientDtype:
 def _profile(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, blocks: Choice | None
 ) -> tuple[ModelProfile, ProbeResult, tuple[Record, ...]]:
+    tell("profiling the model")
     return profile_calls(model, optimizer, batch, blocks)
 
 

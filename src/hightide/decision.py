@@ -31,6 +31,7 @@ from hightide.planner.question import Question
 from hightide.planner.verify import verify_all
 from hightide.profiler.probe import ProbeResult
 from hightide.profiler.recording import Record
+from hightide.progress import tell
 from hightide.rehearsal.rehearse import let_go, measure_costs
 
 SMALL_NUMEL = 2**24  # parameters
@@ -126,7 +127,7 @@ def machine_of(device: torch.device, is_small: bool) -> Machine:
     if is_small:
         return load_machine(ASSUMED)
     warnings.warn(f"{known.problem}: `hightide doctor` runs now, once, for about 10 s", stacklevel=3)
-    report = examine(device)
+    report = examine(device, tell=lambda detail: tell("measuring this machine", detail))
     if report.is_undisturbed:
         with suppress(OSError):  # nowhere to keep it: the next run measures again, and says so
             remember(report.machine)

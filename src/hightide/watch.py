@@ -37,6 +37,7 @@ from hightide.planner.memory import WORKSPACE_BYTES
 from hightide.planner.question import Question
 from hightide.planner.search import Found
 from hightide.planner.verify import verify_all
+from hightide.progress import shown
 from hightide.runtime.moving import waiting_bytes
 from hightide.runtime.observer import is_short
 from hightide.runtime.run import Run
@@ -299,7 +300,8 @@ class Watch:
         self._next = self._ran_out = None
         self.is_watching, self._run.observer = False, None
         try:
-            self._run.move_to(following.question.profile, following.plan, following.schedules)
+            with shown("hightide moves to another plan"):
+                self._run.move_to(following.question.profile, following.plan, following.schedules)
         except (torch.OutOfMemoryError, MemoryError) as error:  # the old plan is as it was
             problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             warnings.warn(

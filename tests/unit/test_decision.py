@@ -73,7 +73,7 @@ def test_a_machine_that_was_measured_is_known(monkeypatch: pytest.MonkeyPatch) -
 def test_an_unknown_machine_is_measured_once_for_a_large_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
     here, kept = replace(load_machine("h200"), name="here"), []
     monkeypatch.setattr(decision, "known_machine", lambda device: Known(None, "this machine was never measured"))
-    monkeypatch.setattr(decision, "examine", lambda device: SimpleNamespace(machine=here, is_undisturbed=True))
+    monkeypatch.setattr(decision, "examine", lambda device, tell: SimpleNamespace(machine=here, is_undisturbed=True))
 
     def remember(machine: Machine) -> None:
         kept.append(machine)
@@ -90,7 +90,7 @@ def test_an_unknown_machine_is_measured_once_for_a_large_model_only(monkeypatch:
 def test_what_was_measured_beside_other_programs_is_used_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     here = replace(load_machine("h200"), name="here")
     monkeypatch.setattr(decision, "known_machine", lambda device: Known(None, "this machine was never measured"))
-    monkeypatch.setattr(decision, "examine", lambda device: SimpleNamespace(machine=here, is_undisturbed=False))
+    monkeypatch.setattr(decision, "examine", lambda device, tell: SimpleNamespace(machine=here, is_undisturbed=False))
     monkeypatch.setattr(decision, "remember", no_measuring)
     with pytest.warns(UserWarning, match="other programs used the machine while it was measured"):
         assert decision.machine_of(CUDA, is_small=False) is here

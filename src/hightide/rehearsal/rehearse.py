@@ -22,6 +22,7 @@ from hightide.profiler.model import profile_calls
 from hightide.profiler.probe import ProbeResult
 from hightide.profiler.recording import Record
 from hightide.profiler.split import Batch
+from hightide.progress import tell
 from hightide.rehearsal.device import memory_rate, update_rate
 from hightide.rehearsal.stage import Part, Stage, Tile, no_global_hooks
 from hightide.rehearsal.stopwatch import Lap, MemoryReading, time_laps
@@ -68,7 +69,10 @@ def measure_costs(
     with torch.random.fork_rng([device] if cuda else []), no_global_hooks():
         rehearsal = _Rehearsal(profile, sizes, device, compile, memory_rate(device))
         parts = _parts(profile, probed, records)
-        found = [rehearsal.call(part) for part in parts]
+        found = []
+        for number, part in enumerate(parts):
+            tell("timing blocks", f"kind {number + 1} of {len(parts)}")
+            found.append(rehearsal.call(part))
         loss = rehearsal.loss(parts)
     name = torch.cuda.get_device_name(device) if cuda else "the simulated accelerator"
     costs = Costs(

@@ -35,6 +35,7 @@ from hightide.planner.place import (
     slot_bytes,
     staging_bytes,
 )
+from hightide.progress import tell
 from hightide.runtime.absent import absent_class
 from hightide.runtime.origin import Origin
 from hightide.runtime.remainder import join, split
@@ -392,7 +393,8 @@ class Chunks:
         that are somewhere else are read straight into their places, and those that do not exist yet are zero. Unless
         training `begins` with them, somebody else fills the states."""
         freed_bytes = 0
-        for spec in self.specs:
+        for number, spec in enumerate(self.specs):
+            tell("moving values to their places", f"chunk {number + 1} of {len(self.specs)}")
             home = self.home(spec.index)
             _zero(self.gpu if home.device.type != "cpu" else self.host, home)
             for entry in spec.params:

@@ -21,6 +21,7 @@ from hightide.ir.split import Split
 from hightide.planner.memory import peaks
 from hightide.profiler.probe import ProbeResult, probe
 from hightide.profiler.split import Arguments, batch_size, flatten_call, tensors
+from hightide.progress import tell
 from hightide.runtime import rng
 from hightide.runtime.activations import Stashes
 from hightide.runtime.autocast import Autocast
@@ -212,6 +213,7 @@ class Run:
     def settle(self) -> None:
         """Once all values are in their places, the optimizer's too: fixes memory there. Earlier, what is still to move
         in would exist twice."""
+        tell("pinning host memory")
         self.host.pin()
         self.gpu.enforce_limit()
 
