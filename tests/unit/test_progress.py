@@ -35,7 +35,7 @@ def test_a_line_is_drawn_over_and_goes_away(terminal: Terminal) -> None:
         tell("profiling")
         tell("timing blocks", "kind 2 of 3, which has a long name")
     lines = terminal.getvalue().split("\r\033[K")
-    assert lines == ["", "wrapping, 0 s: profiling", "wrapping, 0 s: timing blocks (kind 2 of ", ""]
+    assert lines == ["", "wrapping, 0 s: profiling", "wrapping, 0 s: timing blocks (kind 2 of", ""]
     assert max(map(len, lines)) < 40
 
 
