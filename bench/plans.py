@@ -153,7 +153,10 @@ def main() -> None:
         plan = make(written, profiles[key])
         plan.save(FOLDER / f"{name}.json")
         gpu, host = plan.forecast.gpu_peak_bytes, plan.forecast.host_peak_bytes
-        print(f"{name:24} GPU {format_bytes(gpu):>9} of {written.gpu:>6}, host {format_bytes(host):>9}", flush=True)
+        print(
+            f"{name:24} GPU tensors {format_bytes(gpu):>9} of {written.gpu:>6}, host {format_bytes(host):>9}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

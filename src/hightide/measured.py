@@ -14,11 +14,12 @@ class Stats:
     """Counters since wrapping, except `step_s`: the time between the last two calls of step()."""
 
     plan: Plan
-    forecast: Forecast
+    forecast: Forecast  # for the device of the run, whatever machine the plan was made for
     num_steps: int
     step_s: float
-    peak_bytes: dict[str, int]  # per tier; on the GPU everything it holds, activations included
-    used_bytes: dict[str, int]
+    # Per tier. On the GPU everything it holds, activations included; on a real one what torch has reserved.
+    peak_bytes: dict[str, int]
+    used_bytes: dict[str, int]  # of tensors
     moved_bytes: dict[str, int]  # per lane
     stall_s: dict[str, float]  # per lane: how long compute waited for it
     evictions: int
@@ -28,7 +29,7 @@ class Stats:
     def __str__(self) -> str:
         """A table of at most 80 columns. The plan has its own: `plan.explain()`."""
         last = f", the last took {self.step_s:.3f} s" if self.step_s else ""
-        forecast = {"gpu": self.forecast.gpu_peak_bytes, "host": self.forecast.host_peak_bytes}
+        forecast = {"gpu": self.forecast.gpu_bytes, "host": self.forecast.host_peak_bytes}
         limits = {"gpu": self.plan.gpu_limit_bytes, "host": self.plan.host_limit_bytes}
         sizes = [(tier, limits[tier], forecast[tier], self.peak_bytes[tier], self.used_bytes[tier]) for tier in limits]
         lanes = [lane for lane in self.stall_s | self.moved_bytes if self.stall_s.get(lane) or lane in self.moved_bytes]
@@ -36,6 +37,7 @@ class Stats:
             f"{self.num_steps} steps{last}",
             _row("tier", "limit", "forecast", "peak", "in use now"),
             *(_row(tier, *map(format_bytes, row)) for tier, *row in sizes),
+            *self._tensors(),
             *([_row("lane", "moved", "waited for")] if lanes else []),
             *(
                 _row(lane, format_bytes(self.moved_bytes.get(lane, 0)), f"{self.stall_s.get(lane, 0.0):.3f} s")
@@ -47,6 +49,13 @@ class Stats:
             lines.append(f"updates on the host: {self.update_kernel} kernel")
         return "\n".join(lines)
 
+    def _tensors(self) -> list[str]:
+        """Of a real GPU: forecast and peak are what torch reserves, what is in use now are tensors."""
+        if self.forecast.gpu_reserved_bytes is None:
+            return []
+        tensors = format_bytes(self.forecast.gpu_peak_bytes)
+        return [f"gpu forecast and peak: reserved by torch; {tensors} of the forecast are tensors"]
+
 
 def _row(name: str, *cells: str) -> str:
     return f"{name:<10}" + "".join(f"{cell:>12}" for cell in cells)
@@ -55,7 +64,7 @@ def _row(name: str, *cells: str) -> str:
 def read_stats(run: Run) -> Stats:
     return Stats(
         plan=run.plan,
-        forecast=run.plan.forecast,
+        forecast=run.forecast,
         num_steps=run.num_steps,
         step_s=run.step_s,
         peak_bytes={"gpu": run.gpu.device_peak_bytes, "host": run.host.peak_bytes},

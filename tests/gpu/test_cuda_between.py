@@ -46,7 +46,9 @@ def test_the_forecast_has_what_is_kept_between_blocks(lean: bool) -> None:
     for _ in range(3):
         train_step(model, optimizer, batch)
     torch.cuda.synchronize()
-    forecast = hightide.stats(model).forecast.gpu_peak_bytes
+    told = hightide.stats(model).forecast
+    assert told.gpu_reserved_bytes is not None and told.gpu_bytes == told.gpu_reserved_bytes > told.gpu_peak_bytes
+    forecast = told.gpu_peak_bytes
     peak = torch.cuda.max_memory_allocated()
     print(f"lean={lean}: {peak / 2**20:.0f} MiB allocated, {forecast / 2**20:.0f} MiB forecast")
     hightide.unwrap(model)

@@ -8,6 +8,12 @@ import torch
 
 import hightide
 import models
+from hightide.ir.action import Mode
+from hightide.ir.plan import Forecast
+from hightide.planner.lower import lower
+from hightide.planner.memory import peaks, reserved_bytes
+from hightide.runtime.run import _forecast
+from unit.planner.profiles import plan_with, stack
 
 GIB = 2**30
 
@@ -54,3 +60,30 @@ def test_large_numbers_keep_the_columns_and_80_characters() -> None:
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines if line.endswith(" s") and "steps" not in line] == ["cpu", "d2h", "h2d"]
     hightide.unwrap(model)
+
+
+def test_of_a_real_gpu_what_torch_reserves_is_forecast_beside_what_it_reserved() -> None:
+    model, batch = models.llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = hightide.wrap(model, optimizer, batch, limits=hightide.Limits(gpu="64MiB", host="1GiB"))
+    stats = hightide.stats(model)
+    assert stats.forecast.gpu_reserved_bytes is None and "reserved" not in str(stats)
+    forecast = replace(stats.forecast, gpu_peak_bytes=1000 * 2**20, gpu_reserved_bytes=1020 * 2**20)
+    lines = str(replace(stats, forecast=forecast, peak_bytes={"gpu": 1010 * 2**20, "host": 1})).splitlines()
+    gpu = next(line for line in lines if line.startswith("gpu "))
+    assert gpu.split()[3:7] == ["1020", "MiB", "1010", "MiB"]
+    assert "gpu forecast and peak: reserved by torch; 1000 MiB of the forecast are tensors" in lines
+    assert max(map(len, lines)) <= 80
+    hightide.unwrap(model)
+
+
+def test_a_plan_of_another_kind_of_device_is_forecast_in_the_bytes_of_this_one() -> None:
+    profile = stack()
+    schedule = lower(profile, plan_with(profile), Mode.TRAIN)
+    peak_bytes, reserved = peaks(schedule).gpu_peak_bytes, reserved_bytes(schedule)
+    simulated = replace(plan_with(profile), forecast=Forecast(peak_bytes, 6, step_s=0.5))
+    real = replace(simulated, forecast=replace(simulated.forecast, gpu_reserved_bytes=reserved))
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    for plan in (simulated, real):
+        assert _forecast(plan, schedule, cpu) == simulated.forecast
+        assert _forecast(plan, schedule, cuda) == real.forecast

@@ -17,14 +17,14 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.plan import Plan
 from hightide.ir.timeline import Timeline
-from hightide.ir.units import format_bytes, format_seconds
+from hightide.ir.units import format_seconds
 from hightide.planner.check import check_plan
 from hightide.planner.cost import StepForecast, forecast
 from hightide.planner.estimate import estimate
 from hightide.planner.lower import lower
 from hightide.planner.tide import simulated_timeline
 from hightide.planner.verify import verify
-from hightide.report.summary import MEANINGS, limiting, rows
+from hightide.report.summary import MEANINGS, gpu_room, limiting, rows
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def simulate(options: SimulateOptions, device: torch.device, console: Console) -
     verify(profile, plan, schedule, plan.gpu_limit_bytes, plan.host_limit_bytes)
     step = forecast(profile, plan, costs, machine)
     timeline = simulated_timeline(plan, schedule, step.simulated, machine)
-    _show(console, plan, step, timeline, measured, costs)
+    _show(console, step, timeline, measured, costs)
     if options.json is not None:
         timeline.save(options.json)
         console.print(f"timeline: {options.json}", soft_wrap=True)
@@ -99,9 +99,7 @@ def _measured(path: Path | None, plan: Plan) -> Timeline | None:
     return timeline
 
 
-def _show(
-    console: Console, plan: Plan, step: StepForecast, simulated: Timeline, measured: Timeline | None, costs: Costs
-) -> None:
+def _show(console: Console, step: StepForecast, simulated: Timeline, measured: Timeline | None, costs: Costs) -> None:
     timelines = [simulated] if measured is None else [simulated, measured]
     table = Table("", box=None, pad_edge=False, header_style="bold")
     for heading in ("simulated", "measured", "difference")[: 3 if measured is not None else 1]:
@@ -113,8 +111,7 @@ def _show(
     busiest = limiting(simulated)
     share = busiest.busy_s / simulated.step_s
     console.print(f"limit: {busiest.lane} ({MEANINGS[busiest.lane]}), busy {share:.0%} of the step")
-    free_bytes = plan.gpu_limit_bytes - simulated.gpu_peak_bytes
-    console.print(f"GPU: tensors leave {format_bytes(free_bytes)} of {format_bytes(plan.gpu_limit_bytes)} free")
+    console.print(gpu_room(simulated))
     if step.issue_s > simulated.step_s:
         console.print(
             f"the thread that runs the model needs {format_seconds(step.issue_s)}, more than the GPU: use "

@@ -218,6 +218,6 @@ class TrainingRun:
         stats = hightide.stats(self.model)
         plan, forecast, measured = stats.plan, stats.forecast, stats.peak_bytes
         return [
-            TierPeak("accelerator", plan.gpu_limit_bytes, forecast.gpu_peak_bytes, measured["gpu"]),
+            TierPeak("accelerator", plan.gpu_limit_bytes, forecast.gpu_bytes, measured["gpu"]),
             TierPeak("host", plan.host_limit_bytes, forecast.host_peak_bytes, measured["host"]),
         ]

@@ -51,10 +51,17 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class Forecast:
-    gpu_peak_bytes: int
+    gpu_peak_bytes: int  # of tensors
     host_peak_bytes: int
     disk_peak_bytes: int = 0
     step_s: float = 0.0  # on the machine that the plan was searched for; 0: nobody has simulated it
+    # By torch from the driver, at most. None: on the simulated accelerator, or nobody has said for which GPU
+    gpu_reserved_bytes: int | None = None
+
+    @property
+    def gpu_bytes(self) -> int:
+        """What the limit of the GPU is held against: what is reserved where that is known, else what tensors take."""
+        return self.gpu_peak_bytes if self.gpu_reserved_bytes is None else self.gpu_reserved_bytes
 
 
 @dataclass(frozen=True)

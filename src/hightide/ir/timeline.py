@@ -69,6 +69,11 @@ class Timeline:
     levels: tuple[Level, ...]  # by time; several may have one time
     bars: tuple[Bar, ...]  # by start
 
+    @property
+    def gpu_bytes(self) -> int:
+        """What the limit is held against: what is reserved where there is a driver, else what tensors take."""
+        return self.gpu_peak_bytes if self.gpu_reserved_bytes is None else self.gpu_reserved_bytes
+
     def save(self, path: str | Path) -> None:
         codec.save(self, path)
 

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
-from hightide.ir.plan import Forecast, GradientDtype, Plan, Update
+from hightide.ir.machine import Machine
+from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.choice import Choice, Problem
 from hightide.planner.explain import explain
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
-from hightide.planner.memory import peaks
+from hightide.planner.memory import bytes_forecast, peaks
 
 
 def plan_by_hand(
@@ -24,13 +25,15 @@ def plan_by_hand(
     update: Update,
     num_moments: int = 2,
     gradients: GradientDtype = GradientDtype.FLOAT32,
+    machine: Machine | None = None,
 ) -> Plan:
+    """`machine`: the plan must fit what torch reserves there. None: it must fit by its tensors, whatever the GPU."""
     plan = Problem(profile, gpu_bytes, host_bytes, update, num_moments, gradients).build(choice)
     schedule = lower(profile, plan, Mode.TRAIN)
     peak = peaks(schedule)
-    _require(Tier.GPU, peak.gpu_peak_bytes, gpu_bytes, peak.gpu_peak_at)
-    _require(Tier.HOST, peak.host_peak_bytes, host_bytes, peak.host_peak_at)
-    plan = replace(plan, forecast=Forecast(peak.gpu_peak_bytes, peak.host_peak_bytes))
+    plan = replace(plan, forecast=bytes_forecast(schedule, peak, machine))
+    _require(Tier.GPU, plan.forecast.gpu_bytes, gpu_bytes, peak.gpu_peak_at)
+    _require(Tier.HOST, plan.forecast.host_peak_bytes, host_bytes, peak.host_peak_at)
     return replace(plan, explanation=explain(profile, plan, {Mode.TRAIN: schedule}))
 
 

@@ -15,7 +15,7 @@ from hightide.ir.machine import Machine, Speeds
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane
 from hightide.planner.lower import lower
-from hightide.planner.memory import peaks, reserved_bytes
+from hightide.planner.memory import needed_bytes, peaks
 from hightide.planner.question import Question
 
 MARGIN = 1.05  # on what blocks were seen to take: the moment that was seen need not be the worst
@@ -144,8 +144,7 @@ def forecast_bytes(question: Question, plan: Plan, num_ticks: int | None = None)
     """What the GPU will have given at most when so many ticks have begun: on a real one what torch reserves."""
     schedule = lower(question.profile, plan, Mode.TRAIN)
     begun = schedule if num_ticks is None else _beginning(schedule, num_ticks)
-    is_real = question.machine.gpu is not None and not question.machine.is_simulated
-    return reserved_bytes(begun) if is_real else peaks(begun).gpu_peak_bytes
+    return needed_bytes(begun, peaks(begun), question.machine)
 
 
 def _beginning(schedule: Schedule, num_ticks: int) -> Schedule:

@@ -20,6 +20,7 @@ _COLUMNS = ("params", "states", "activations", "inputs")
 
 
 def explain(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> str:
+    """The plan has its forecast by now."""
     schedule = schedules[Mode.TRAIN]
     parts = [_memory(plan, schedule), _batch(profile, plan), _table(profile, plan), _precision(profile, plan)]
     lines = [line for part in [*parts, _timing(plan), _traffic(schedule)] for line in part]
@@ -28,13 +29,13 @@ def explain(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule
 
 
 def _memory(plan: Plan, schedule: Schedule) -> list[str]:
-    peak = peaks(schedule)
+    peak, forecast = peaks(schedule), plan.forecast
     rows = [
-        (Tier.GPU, peak.gpu_peak_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
-        (Tier.HOST, peak.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),
+        (Tier.GPU, forecast.gpu_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
+        (Tier.HOST, forecast.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),
     ]
-    if plan.disk_limit_bytes or peak.disk_peak_bytes:
-        rows.append((Tier.DISK, peak.disk_peak_bytes, plan.disk_limit_bytes, ""))
+    if plan.disk_limit_bytes or forecast.disk_peak_bytes:
+        rows.append((Tier.DISK, forecast.disk_peak_bytes, plan.disk_limit_bytes, ""))
     fits = all(used <= limit for _, used, limit, _ in rows)
     whole = all(block.params is Tier.GPU and block.states is Tier.GPU for block in plan.blocks)
     head = "fits the limits" if fits else "DOES NOT FIT the limits"
@@ -44,6 +45,10 @@ def _memory(plan: Plan, schedule: Schedule) -> list[str]:
         where = f"  at {moment}" if moment else ""
         row = f"  {tier:<5} peak {format_bytes(used):>10} of {format_bytes(limit):>10}  {margin:>18}{where}"
         lines.append(_clip(row, WIDTH))
+        if tier is Tier.GPU and forecast.gpu_reserved_bytes is not None:
+            beside = format_bytes(forecast.gpu_reserved_bytes - forecast.gpu_peak_bytes)
+            tensors = format_bytes(forecast.gpu_peak_bytes)
+            lines.append(f"        of it {tensors} tensors, {beside} reserved by torch beside them")
     return lines
 
 

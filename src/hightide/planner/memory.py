@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from hightide.ir.action import TICK_OPS, Action, Op, Schedule
 from hightide.ir.machine import Machine
+from hightide.ir.plan import Forecast
 from hightide.ir.tier import Lane
 from hightide.planner.precedence import Precedence
 
@@ -72,10 +73,17 @@ def reserved_bytes(schedule: Schedule, peak: Peaks | None = None) -> int:
     return schedule.gpu_base_bytes + reserved_beside(peak_bytes - schedule.gpu_base_bytes, stashed)
 
 
+def bytes_forecast(schedule: Schedule, peak: Peaks, machine: Machine | None) -> Forecast:
+    """Without a time. What torch reserves is said of a real GPU only, not where the machine is unknown."""
+    reserved = reserved_bytes(schedule, peak) if machine is not None and is_real(machine) else None
+    tiers = peak.gpu_peak_bytes, peak.host_peak_bytes, peak.disk_peak_bytes
+    return Forecast(*tiers, gpu_reserved_bytes=reserved)
+
+
 def needed_bytes(schedule: Schedule, peak: Peaks, machine: Machine) -> int:
     """That a limit of the GPU must allow. Of a real one what torch reserves; of a simulated one, and where nothing is
     known, what tensors take."""
-    return reserved_bytes(schedule, peak) if is_real(machine) else peak.gpu_peak_bytes
+    return bytes_forecast(schedule, peak, machine).gpu_bytes
 
 
 def is_real(machine: Machine) -> bool:

@@ -20,13 +20,13 @@ from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
-from hightide.ir.plan import Forecast, GradientDtype, Plan, Update
+from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.choice import Choice, Problem, check_micro_batch
 from hightide.planner.cost import StepForecast, forecast
 from hightide.planner.explain import explain
 from hightide.planner.lower import lower
-from hightide.planner.memory import peaks
+from hightide.planner.memory import bytes_forecast, peaks
 from hightide.planner.missing import refusal
 from hightide.planner.moves import ORDERS, Moves
 from hightide.planner.trials import Trials
@@ -82,10 +82,9 @@ def _with_room_left(trials: Trials) -> Callable[[Choice], bool]:
 def _finish(problem: Problem, trials: Trials, choice: Choice) -> Found:
     profile, plan = problem.profile, problem.build(choice)
     schedule = lower(profile, plan, Mode.TRAIN)
-    peak = peaks(schedule)
     step = forecast(profile, plan, trials.costs, trials.machine, schedule)
-    tiers = peak.gpu_peak_bytes, peak.host_peak_bytes, peak.disk_peak_bytes
-    plan = replace(plan, forecast=Forecast(*tiers, step.step_s))
+    sizes = bytes_forecast(schedule, peaks(schedule), trials.machine)
+    plan = replace(plan, forecast=replace(sizes, step_s=step.step_s))
     plan = replace(plan, explanation=explain(profile, plan, {Mode.TRAIN: schedule}))
     return Found(plan, step, choice, trials.num_simulated)
 

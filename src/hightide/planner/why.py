@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from hightide.ir.action import Mode
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
-from hightide.ir.plan import Activation, BlockPlan, Plan
+from hightide.ir.plan import Activation, BlockPlan, Forecast, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.check import check_plan
 from hightide.planner.cost import forecast
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
-from hightide.planner.memory import Peaks, needed_bytes, peaks
+from hightide.planner.memory import bytes_forecast, peaks
 from hightide.planner.place import widest_tick
 
 _PLACES = {
@@ -35,7 +35,7 @@ class Alternative:
     text: str
     step_s: float
     step_difference_s: float
-    gpu_difference_bytes: int  # of the peak
+    gpu_difference_bytes: int  # of the peak: on a real GPU, of what torch reserves
     host_difference_bytes: int
     too_many_bytes: int  # above a tier's limit, where most is missing; 0: it fits
 
@@ -53,7 +53,7 @@ def why(plan: Plan, block: str, costs: Costs, machine: Machine) -> Reasons:
     index = _find(plan, block)
     planned = plan.blocks[index]
     step_s = forecast(plan.profile, plan, costs, machine).step_s
-    peak, _ = _peaks(plan, machine)
+    now = _bytes(plan, machine)
     alternatives = []
     for text, other in _others(planned, plan.num_disk_buffers > 0):
         changed = _with_block(plan, index, other)
@@ -62,16 +62,16 @@ def why(plan: Plan, block: str, costs: Costs, machine: Machine) -> Reasons:
         except InfeasiblePlan:  # not a way to plan this block
             continue
         other_s = forecast(plan.profile, changed, costs, machine).step_s
-        other_peak, needed = _peaks(changed, machine)
-        gpu, host, disk = other_peak.gpu_peak_bytes, other_peak.host_peak_bytes, other_peak.disk_peak_bytes
-        above = needed - plan.gpu_limit_bytes, host - plan.host_limit_bytes, disk - plan.disk_limit_bytes
+        then = _bytes(changed, machine)
+        gpu, host, disk = then.gpu_bytes, then.host_peak_bytes, then.disk_peak_bytes
+        above = gpu - plan.gpu_limit_bytes, host - plan.host_limit_bytes, disk - plan.disk_limit_bytes
         alternatives.append(
             Alternative(
                 text=text,
                 step_s=other_s,
                 step_difference_s=other_s - step_s,
-                gpu_difference_bytes=gpu - peak.gpu_peak_bytes,
-                host_difference_bytes=host - peak.host_peak_bytes,
+                gpu_difference_bytes=gpu - now.gpu_bytes,
+                host_difference_bytes=host - now.host_peak_bytes,
                 too_many_bytes=max(0, *above),
             )
         )
@@ -123,12 +123,10 @@ def _widest(plan: Plan) -> tuple[int, int]:
     return widest_tick(plan, {call.block for call in plan.profile.calls})
 
 
-def _peaks(plan: Plan, machine: Machine) -> tuple[Peaks, int]:
-    """And what the limit of the GPU must allow."""
+def _bytes(plan: Plan, machine: Machine) -> Forecast:
     assert plan.profile is not None
     schedule = lower(plan.profile, plan, Mode.TRAIN)
-    peak = peaks(schedule)
-    return peak, needed_bytes(schedule, peak, machine)
+    return bytes_forecast(schedule, peaks(schedule), machine)
 
 
 def _find(plan: Plan, name: str) -> int:

@@ -39,7 +39,8 @@ class Subject:
 @dataclass(frozen=True)
 class TierUse:
     tier: Tier
-    peak_bytes: int
+    peak_bytes: int  # on a real GPU what torch reserves
+    tensor_bytes: int  # of the peak
     limit_bytes: int
     free_bytes: int
     peak_at: str  # the action of the schedule; "": always
@@ -175,13 +176,14 @@ def _in_words(moment: str, profile: ModelProfile) -> str:
 
 
 def _tiers(question: Question, plan: Plan) -> tuple[TierUse, ...]:
-    peak = peaks(lower(question.profile, plan, Mode.TRAIN))
+    peak, forecast = peaks(lower(question.profile, plan, Mode.TRAIN)), plan.forecast
+    host, disk = forecast.host_peak_bytes, forecast.disk_peak_bytes
     return tuple(
-        TierUse(tier, used, limit, limit - used, moment)
-        for tier, used, limit, moment in (
-            (Tier.GPU, peak.gpu_peak_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
-            (Tier.HOST, peak.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),
-            (Tier.DISK, peak.disk_peak_bytes, plan.disk_limit_bytes, ""),
+        TierUse(tier, used, tensors, limit, limit - used, moment)
+        for tier, used, tensors, limit, moment in (
+            (Tier.GPU, forecast.gpu_bytes, forecast.gpu_peak_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
+            (Tier.HOST, host, host, plan.host_limit_bytes, peak.host_peak_at),
+            (Tier.DISK, disk, disk, plan.disk_limit_bytes, ""),
         )
         if tier is not Tier.DISK or limit
     )

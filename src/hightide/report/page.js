@@ -49,7 +49,7 @@
       this.data = panel;
       this.lanes = panel.lanes.map((_, lane) => panel.bars.filter((bar) => bar[LANE] === lane));
       const total = panel.levels.map((level) => level.slice(1).reduce((sum, bytes) => sum + bytes, 0));
-      const peak = Math.max(...total, panel.peak);
+      const peak = Math.max(...total, panel.peak, panel.reserved ?? 0);
       this.peakBeyond = panel.peak > 1.001 * Math.max(...total);  // between the moments at which memory was read
       this.limitShown = panel.limit <= 2.5 * peak;
       this.most = 1.08 * Math.max(peak, this.limitShown ? panel.limit : 0);
@@ -171,6 +171,11 @@
         const y = this.y(this.data.peak);
         nodes.push(svg("line", { class: "peak", x1: LEFT, x2: right, y1: y, y2: y }));
         nodes.push(svg("text", { class: "strong", x: right, y: y + 13, "text-anchor": "end" }, `peak between readings ${bytesText(this.data.peak)}`));
+      }
+      if (this.data.reserved !== null) {  // by torch, of which tensors are a part
+        const y = this.y(this.data.reserved);
+        nodes.push(svg("line", { class: "peak", x1: LEFT, x2: right, y1: y, y2: y }));
+        nodes.push(svg("text", { class: "strong", x: LEFT + 4, y: y + 13 }, `reserved at most ${bytesText(this.data.reserved)}`));
       }
       const text = `limit ${bytesText(this.data.limit)}`;
       if (!this.limitShown) {

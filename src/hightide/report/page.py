@@ -10,8 +10,8 @@ from importlib import resources
 from hightide.ir.action import Op
 from hightide.ir.tier import ChunkKind
 from hightide.ir.timeline import Bar, Part, Timeline
-from hightide.ir.units import format_bytes, format_seconds
-from hightide.report.summary import MEANINGS, rows, worst_waits
+from hightide.ir.units import format_seconds
+from hightide.report.summary import MEANINGS, gpu_room, rows, worst_waits
 
 # One colour stands for one thing, in memory and on the lanes. Its value for light and dark is in page.css.
 PART_COLOURS = {
@@ -86,6 +86,7 @@ def _panel(timeline: Timeline) -> dict[str, object]:
         "title": timeline.source,
         "step": _seconds(timeline.step_s),
         "peak": timeline.gpu_peak_bytes,
+        "reserved": timeline.gpu_reserved_bytes,
         "limit": timeline.gpu_limit_bytes,
         "parts": [[str(part), PART_COLOURS[part]] for part in timeline.parts],
         "levels": [[_seconds(level.at_s), *level.num_bytes] for level in timeline.levels],
@@ -121,7 +122,6 @@ def _seconds(value: float) -> float:
 
 def _summary(timelines: list[Timeline]) -> str:
     heads = ["simulated", "measured", "difference"] if len(timelines) == 2 else ["simulated"]
-    limit = timelines[0].gpu_limit_bytes
     lines = [
         f"<tr><th scope=row>{escape(row.name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in row.cells)}"
         + (f"<td>{escape(row.difference)}</td>" if len(timelines) == 2 else "")
@@ -131,7 +131,7 @@ def _summary(timelines: list[Timeline]) -> str:
     head = "".join(f"<th scope=col>{name}</th>" for name in heads)
     return (
         f"<section><h2>In numbers</h2><table><thead><tr><td></td>{head}</tr></thead>"
-        f'<tbody>{"".join(lines)}</tbody></table><p class="note">The limit of GPU memory is {format_bytes(limit)}. '
+        f'<tbody>{"".join(lines)}</tbody></table><p class="note">{gpu_room(timelines[0])}. '
         "Busy times count within this step, whatever step the work belongs to.</p></section>"
     )
 

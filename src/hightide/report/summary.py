@@ -30,13 +30,11 @@ class Row:
 
 
 def rows(timelines: list[Timeline]) -> list[Row]:
-    found = [
-        _row("step time", [one.step_s for one in timelines], format_seconds),
-        _row("GPU peak, tensors", [one.gpu_peak_bytes for one in timelines], _bytes_text),
-    ]
+    found = [_row("step time", [one.step_s for one in timelines], format_seconds)]
     reserved = [one.gpu_reserved_bytes for one in timelines if one.gpu_reserved_bytes is not None]
     if len(reserved) == len(timelines):
         found.append(_row("GPU peak, reserved", reserved, _bytes_text))
+    found.append(_row("GPU peak, tensors", [one.gpu_peak_bytes for one in timelines], _bytes_text))
     lanes = [lane for lane in Lane if any(used.lane is lane for one in timelines for used in one.lanes)]
     for lane in lanes:
         shares = [lane_time(one, lane).busy_s / one.step_s for one in timelines]
@@ -46,6 +44,17 @@ def rows(timelines: list[Timeline]) -> list[Row]:
         if max(wait / one.step_s for wait, one in zip(waits, timelines, strict=True)) >= LEAST_SHARE:
             found.append(_row(stall_name(lane), waits, format_seconds))
     return found
+
+
+def gpu_room(timeline: Timeline) -> str:
+    """What the peak leaves of the limit, in words."""
+    limit = format_bytes(timeline.gpu_limit_bytes)
+    what = "tensors take" if timeline.gpu_reserved_bytes is None else "torch reserves"
+    free_bytes = timeline.gpu_limit_bytes - timeline.gpu_bytes
+    most = f"GPU: {what} up to {format_bytes(timeline.gpu_bytes)}"
+    if free_bytes < 0:
+        return f"{most}, {format_bytes(-free_bytes)} more than the limit of {limit}"
+    return f"{most} of {limit}, {format_bytes(free_bytes)} stay free"
 
 
 def stall_name(lane: Lane) -> str:

@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 
 from hightide.ir.action import Mode, Op, Schedule
 from hightide.ir.block import ModelProfile
-from hightide.ir.plan import Plan, Update
+from hightide.ir.plan import Forecast, Plan, Update
 from hightide.ir.split import Split
-from hightide.planner.memory import peaks
+from hightide.planner.memory import peaks, reserved_bytes
 from hightide.profiler.probe import ProbeResult, probe
 from hightide.profiler.split import Arguments, batch_size, flatten_call, tensors
 from hightide.progress import tell
@@ -118,6 +119,7 @@ class Run:
         self.performer = Performer(self.chunks, self.gradients, self.stashes, self.lanes.streams.fence)
         names = [block.name or "(loose)" for block in self.profile.blocks]
         self.executor = Executor(schedules, self.lanes, self.performer, self.plan.update, names)
+        self.forecast = _forecast(self.plan, schedules[Mode.TRAIN], self.gpu.device)
 
     def move_to(self, profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> None:
         """Goes on under another plan, between passes: values, states, gradients and counters are what they were. Graphs
@@ -473,6 +475,18 @@ def _stores(
     slab_bytes = base_bytes - profile.batch_bytes - profile.buffer_bytes  # these two are no regions
     rounding_bytes = 2 * ALIGN_BYTES  # of the two pools of slots
     return CudaAccelerator(plan.gpu_limit_bytes, device, slab_bytes + rounding_bytes if slab_bytes else 0), host
+
+
+def _forecast(plan: Plan, schedule: Schedule, device: torch.device) -> Forecast:
+    """The plan's, in the bytes that this device counts. A plan that the user brings may be made for another kind of
+    device, or by hand."""
+    if device.type != "cuda":
+        return replace(plan.forecast, gpu_reserved_bytes=None)
+    if plan.forecast.gpu_reserved_bytes is not None:
+        return plan.forecast
+    peak = peaks(schedule)
+    reserved = reserved_bytes(schedule, peak)
+    return replace(plan.forecast, gpu_peak_bytes=peak.gpu_peak_bytes, gpu_reserved_bytes=reserved)
 
 
 def alone(value: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from hightide.ir.codec import from_json
 from hightide.ir.machine import SIMULATED
 from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import Lane, Tier
+from hightide.ir.units import format_bytes
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.report.outlook import PlanReport
 
@@ -108,6 +109,7 @@ def test_json_says_the_same_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (subject.num_samples, subject.tokens_per_sample, subject.gpu_limit_bytes) == (4, 32, 2**20)
     assert outlook.tokens_per_s == pytest.approx(4 * 32 / outlook.step_s)
     gpu, host = outlook.tiers
+    assert gpu.tensor_bytes == gpu.peak_bytes, "the simulated accelerator reserves nothing beside tensors"
     assert (gpu.tier, host.tier) == (Tier.GPU, Tier.HOST)
     assert gpu.free_bytes == gpu.limit_bytes - gpu.peak_bytes >= 0 and gpu.limit_bytes == 2**20
     assert outlook.floor_s == max(lane.floor_s for lane in outlook.lanes)
@@ -117,6 +119,26 @@ def test_json_says_the_same_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {row.state: row.dtype for row in outlook.precisions}["moments"] == "2 in float32"
     assert found.why is not None and found.why.block == "model.embed_tokens" and found.why.alternatives
     assert found.would_help is not None and found.would_help.found and not found.would_help.untried
+
+
+def test_of_a_real_gpu_the_peak_is_what_torch_reserves(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    options = (*TINY, "--machine", "h200", "--gpu", "1GiB", "--host", "8GiB")
+    text = plan(*options, "--save", path, "--html", tmp_path / "page.html").stdout
+    found = report(*options, "--why", "layers.1")
+    assert found.outlook is not None and found.why is not None
+    gpu, host = found.outlook.tiers
+    forecast = Plan.load(path).forecast
+    assert forecast.gpu_reserved_bytes is not None
+    assert (gpu.peak_bytes, gpu.tensor_bytes) == (forecast.gpu_reserved_bytes, forecast.gpu_peak_bytes)
+    assert gpu.tensor_bytes < gpu.peak_bytes == gpu.limit_bytes - gpu.free_bytes
+    assert host.tensor_bytes == host.peak_bytes
+    tensors, peak, free = (format_bytes(size) for size in (gpu.tensor_bytes, gpu.peak_bytes, gpu.free_bytes))
+    assert re.search(rf"gpu +peak +{peak} of .*{free} free", text)
+    assert max(map(len, text.splitlines())) <= 80
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert all(f"of it {tensors} tensors, " in shown for shown in (text, page))
+    assert f"torch reserves up to {peak} of 1.0 GiB, {free} stay free" in page
 
 
 def test_the_saved_plan_runs_and_the_page_is_of_it(tmp_path: Path) -> None:

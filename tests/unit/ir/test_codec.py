@@ -1,10 +1,11 @@
 import json
+from dataclasses import replace
 
 import pytest
 
 from hightide.ir.block import ModelProfile
 from hightide.ir.codec import from_json, to_json
-from hightide.ir.plan import Plan
+from hightide.ir.plan import Forecast, Plan
 from unit.planner.profiles import plan_with, stack
 
 PLAN = plan_with(stack())
@@ -51,3 +52,14 @@ def test_what_is_not_json_names_its_source(tmp_path):
     path.write_text("{nonsense")
     with pytest.raises(ValueError, match=r"plan\.json is not JSON"):
         Plan.load(path)
+
+
+def test_a_plan_of_before_what_torch_reserves_was_written_can_be_read(tmp_path):
+    real = replace(PLAN, forecast=Forecast(5, 6, step_s=0.5, gpu_reserved_bytes=7))
+    real.save(tmp_path / "new.json")
+    assert Plan.load(tmp_path / "new.json") == real and real.forecast.gpu_bytes == 7
+    data = json.loads(to_json(real))
+    del data["forecast"]["gpu_reserved_bytes"]
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    old = Plan.load(tmp_path / "old.json").forecast
+    assert old == Forecast(5, 6, step_s=0.5) and old.gpu_bytes == old.gpu_peak_bytes == 5

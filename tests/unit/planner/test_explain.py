@@ -3,14 +3,18 @@ from dataclasses import replace
 from hightide.ir.action import Mode
 from hightide.ir.plan import Activation, GradientDtype, Update
 from hightide.ir.tier import Lane, Tier
+from hightide.ir.units import format_bytes
 from hightide.planner.explain import explain
 from hightide.planner.lower import lower
-from hightide.planner.memory import peaks
+from hightide.planner.memory import bytes_forecast, peaks, reserved_bytes
 from unit.planner.profiles import plan_with, stack
+from unit.planner.test_why import GPU, REAL
 
 
-def text_of(profile, plan):
-    return explain(profile, plan, {Mode.TRAIN: lower(profile, plan, Mode.TRAIN)})
+def text_of(profile, plan, machine=None):
+    schedule = lower(profile, plan, Mode.TRAIN)
+    plan = replace(plan, forecast=bytes_forecast(schedule, peaks(schedule), machine))
+    return explain(profile, plan, {Mode.TRAIN: schedule})
 
 
 def test_equal_consecutive_blocks_are_one_row():
@@ -37,6 +41,27 @@ def test_it_says_whether_it_fits_and_by_how_much():
     assert text_of(profile, fits).startswith("fits the limits\n") and "1.0 KiB free" in text_of(profile, fits)
     tight = replace(fits, gpu_limit_bytes=peak.gpu_peak_bytes - 512)
     assert text_of(profile, tight).startswith("DOES NOT FIT") and "512 B TOO MUCH" in text_of(profile, tight)
+
+
+def test_of_a_real_gpu_the_peak_is_what_torch_reserves_and_tensors_are_a_part_of_it():
+    profile = stack()
+    schedule = lower(profile, plan_with(profile), Mode.TRAIN)
+    peak = peaks(schedule)
+    reserved = reserved_bytes(schedule)
+    plan = replace(plan_with(profile), gpu_limit_bytes=reserved + 1024, host_limit_bytes=peak.host_peak_bytes)
+    head, gpu, tensors, host, *_ = text_of(profile, plan, REAL).splitlines()
+    assert head == "fits the limits" and "1.0 KiB free" in gpu and host.startswith("  host  peak")
+    assert gpu.startswith(f"  gpu   peak {format_bytes(reserved):>10} of ")
+    beside = format_bytes(reserved - peak.gpu_peak_bytes)
+    assert tensors == (
+        f"        of it {format_bytes(peak.gpu_peak_bytes)} tensors, {beside} reserved by torch beside them"
+    )
+    tight = replace(plan, gpu_limit_bytes=reserved - 512)
+    too_much = text_of(profile, tight, REAL)
+    assert too_much.startswith("DOES NOT FIT") and "512 B TOO MUCH" in too_much
+    for machine in (None, GPU):
+        assert text_of(profile, tight, machine).startswith("fits the limits\n")
+        assert "reserved" not in text_of(profile, tight, machine)
 
 
 def test_precision_timing_traffic_and_micro_batches_are_stated():

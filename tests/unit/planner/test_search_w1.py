@@ -41,7 +41,7 @@ def found(name: str, machine: Machine, gpu_bytes: int | None = None) -> Found:
     limit_bytes = gpu_bytes or plan.gpu_limit_bytes
     costs = estimate(profile, load_machine("h200"))
     result = search(profile, costs, machine, limit_bytes, HOST_BYTES, plan.update, gradients=GradientDtype.PARAM)
-    assert reserved_bytes(lower(profile, result.plan, Mode.TRAIN)) <= limit_bytes
+    assert reserved_bytes(lower(profile, result.plan, Mode.TRAIN)) == result.plan.forecast.gpu_bytes <= limit_bytes
     assert result.plan.forecast.host_peak_bytes <= HOST_BYTES
     return result
 

@@ -64,6 +64,9 @@ def test_what_fits_a_real_gpu_is_what_torch_reserves() -> None:
             one.text: one for one in why(replace(plan, gpu_limit_bytes=limit), "layers.2", COSTS, REAL).alternatives
         }
         assert (found["inputs on host"].too_many_bytes == 0) == fits
+    moved = tuple(replace(one, inputs=Tier.HOST) if one.name == "layers.2" else one for one in plan.blocks)
+    then = reserved_bytes(lower(PROFILE, replace(plan, blocks=moved), Mode.TRAIN))
+    assert found["inputs on host"].gpu_difference_bytes == then - reserved
 
 
 def test_a_kept_block_may_be_recomputed() -> None:

@@ -12,14 +12,15 @@ import pytest
 from hightide.ir.action import Mode
 from hightide.ir.tier import DISK_LANES, Lane, Tier
 from hightide.ir.timeline import Part, Timeline
-from hightide.ir.units import format_seconds
+from hightide.ir.units import format_bytes, format_seconds
 from hightide.planner.lower import lower
 from hightide.planner.simulate import simulate
 from hightide.planner.tide import simulated_timeline
 from hightide.report.page import PART_COLOURS, timeline_html
-from hightide.report.summary import MEANINGS, limiting, rows, worst_waits
+from hightide.report.summary import MEANINGS, gpu_room, limiting, rows, worst_waits
 from unit.planner.profiles import plan_with, stack
 from unit.planner.test_simulate import machine, one_second
+from unit.planner.test_why import REAL
 
 VOID = {"meta"}
 
@@ -28,7 +29,7 @@ def timeline(num_layers: int = 3, speed: float = 1024.0) -> Timeline:
     profile = stack(num_layers)
     plan = plan_with(profile, inputs=Tier.HOST)
     schedule = lower(profile, plan, Mode.TRAIN)
-    on = machine(alone=speed, shared=0.7)
+    on = replace(machine(alone=speed, shared=0.7), gpu=REAL.gpu)
     return simulated_timeline(plan, schedule, simulate(schedule, one_second, on), on)
 
 
@@ -86,6 +87,7 @@ def test_the_data_are_the_timelines() -> None:
     assert [name for name, _ in panel["parts"]] == [str(part) for part in shown.parts]
     assert [sum(level[1:]) for level in panel["levels"]] == [sum(level.num_bytes) for level in shown.levels]
     assert max(sum(level[1:]) for level in panel["levels"]) == panel["peak"] == shown.gpu_peak_bytes
+    assert panel["reserved"] == shown.gpu_reserved_bytes > panel["peak"]
     drawn = [bar for bar in shown.bars if bar.end_s > bar.start_s or bar.waited_s]
     assert [bar[4] for bar in panel["bars"]] == [bar.id for bar in drawn]
     names = {panel["names"][bar[1]][0] for bar in panel["bars"]}
@@ -145,3 +147,17 @@ def test_peaks_are_compared_with_peaks_of_their_kind() -> None:
     assert (found["GPU peak, tensors"], found["GPU peak, reserved"]) == ("-50.0%", "+0.0%")
     accelerator = replace(measured, gpu_reserved_bytes=None)  # the simulated one
     assert "GPU peak, reserved" not in {row.name for row in rows([simulated, accelerator])}
+
+
+def test_what_stays_free_is_told_of_what_torch_reserves() -> None:
+    shown = timeline()
+    reserved, tensors = shown.gpu_reserved_bytes, shown.gpu_peak_bytes
+    assert reserved is not None and shown.gpu_bytes == reserved
+    roomy, tight = (replace(shown, gpu_limit_bytes=reserved + more) for more in (1024, -512))
+    most = f"GPU: torch reserves up to {format_bytes(reserved)}"
+    assert gpu_room(roomy) == f"{most} of {format_bytes(reserved + 1024)}, 1.0 KiB stay free"
+    assert gpu_room(tight) == f"{most}, 512 B more than the limit of {format_bytes(reserved - 512)}"
+    assert gpu_room(roomy) in timeline_html("a plan", roomy)
+    accelerator = replace(roomy, gpu_reserved_bytes=None, gpu_limit_bytes=tensors + 1024)
+    assert gpu_room(accelerator).startswith(f"GPU: tensors take up to {format_bytes(tensors)} of ")
+    assert gpu_room(accelerator).endswith(", 1.0 KiB stay free")
