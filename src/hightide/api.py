@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import nn
 
-from hightide.decision import Asked, profile_for, question_about
+from hightide.decision import Asked, question_about, rehearsed_profile
 from hightide.integrations import lora, transformers
+from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.limits import Limits
 from hightide.ir.plan import GradientDtype, Plan, Update
+from hightide.ir.tier import Tier
 from hightide.loading.unloaded import forget
 from hightide.loading.values import first_values
 from hightide.machine import free_host_bytes
@@ -19,6 +23,7 @@ from hightide.measured import Stats, read_stats
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.registry import rule_for
 from hightide.planner.check import check_executable, check_moments, check_plan
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower_all
 from hightide.planner.question import Question
 from hightide.planner.search import Found
@@ -85,14 +90,14 @@ def wrap(
         question = question_about(profiled, optimizer, place, compile, asked)
         tell("searching for a plan")
         searched = question, question.answer()
-        profile, plan = question.profile, searched[1].plan
+        plan = searched[1].plan
+        profile, schedules = _verified(question.profile, plan)
     else:
         check_executable(plan)
         check_plan(profile, plan)
         check_moments(plan, rule.num_moments)
-        profile = profile_for(plan, profiled, optimizer, place, compile)
-    schedules = lower_all(profile, plan)
-    verify_all(profile, plan, schedules)
+        rehearsed = partial(rehearsed_profile, profiled, optimizer, place, compile, plan.gpu_limit_bytes)
+        profile, schedules = _verified(profile, plan, rehearsed)
     check_modules(model, profile, sorted(probed.captured))
     transformers.prepare(model)
     checks = transformers.refuse_captures(model, batch)
@@ -132,7 +137,7 @@ def plan(
     question = question_about(profiled, optimizer, place, compile, asked)
     tell("searching for a plan")
     made = question.answer().plan
-    verify_all(question.profile, made, lower_all(question.profile, made))
+    _verified(question.profile, made)
     return made
 
 
@@ -224,6 +229,22 @@ def _profile(
 ) -> tuple[ModelProfile, ProbeResult, tuple[Record, ...]]:
     tell("profiling the model")
     return profile_calls(model, optimizer, batch, blocks)
+
+
+def _verified(
+    profile: ModelProfile, plan: Plan, rehearsed: Callable[[], ModelProfile | None] | None = None
+) -> tuple[ModelProfile, dict[Mode, Schedule]]:
+    """A plan that does not fit the GPU may have been searched for blocks that were `rehearsed`: compiled ones take less
+    than tensors without values tell."""
+    schedules = lower_all(profile, plan)
+    try:
+        verify_all(profile, plan, schedules)
+    except InfeasiblePlan as refusal:
+        measured = rehearsed() if rehearsed is not None and refusal.tier is Tier.GPU else None
+        if measured is None:
+            raise
+        return _verified(measured, plan)
+    return profile, schedules
 
 
 def _resolve(limits: Limits, device: torch.device) -> tuple[int, int]:

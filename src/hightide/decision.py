@@ -20,15 +20,11 @@ from hightide.doctor.measure import examine
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import SIMULATED, Machine
-from hightide.ir.plan import GradientDtype, Plan, Update
-from hightide.ir.tier import Tier
+from hightide.ir.plan import GradientDtype, Update
 from hightide.planner.choice import check_micro_batch
 from hightide.planner.cost import with_peaks
 from hightide.planner.estimate import estimate
-from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.lower import lower_all
 from hightide.planner.question import Question
-from hightide.planner.verify import verify_all
 from hightide.profiler.probe import ProbeResult
 from hightide.profiler.recording import Record
 from hightide.progress import tell
@@ -75,22 +71,12 @@ def question_about(
     )
 
 
-def profile_for(
-    plan: Plan, profiled: Profiled, optimizer: torch.optim.Optimizer, device: torch.device, compile: bool
-) -> ModelProfile:
-    """By which a plan that the user brings is to be verified. One that was searched for rehearsed blocks may fit by
-    their bytes only: those of tensors without values are higher, as they know nothing of compiled blocks."""
-    profile = profiled[0]
-    try:
-        verify_all(profile, plan, lower_all(profile, plan))
-    except InfeasiblePlan as refusal:
-        if refusal.tier is not Tier.GPU:
-            raise
-        costs = _rehearsed(profiled, optimizer, device, compile, plan.gpu_limit_bytes, "the plan is refused")
-        if costs is None:
-            raise
-        return with_peaks(profile, costs)
-    return profile
+def rehearsed_profile(
+    profiled: Profiled, optimizer: torch.optim.Optimizer, device: torch.device, compile: bool, gpu_bytes: int
+) -> ModelProfile | None:
+    """With the bytes that blocks really take, where a rehearsal can tell them."""
+    costs = _rehearsed(profiled, optimizer, device, compile, gpu_bytes, "the plan is refused")
+    return None if costs is None else with_peaks(profiled[0], costs)
 
 
 def _is_small(profile: ModelProfile) -> bool:

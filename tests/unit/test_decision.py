@@ -15,7 +15,7 @@ import models
 from hightide import decision
 from hightide.doctor.known import Known, load_machine
 from hightide.ir.action import Mode
-from hightide.ir.block import Affine
+from hightide.ir.block import Affine, ModelProfile
 from hightide.ir.machine import Machine
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Tier
@@ -119,38 +119,54 @@ def test_on_a_gpu_a_large_model_is_rehearsed(monkeypatch: pytest.MonkeyPatch) ->
     assert question.answer().plan.micro_batch == models.NUM_SAMPLES
 
 
-def test_a_plan_for_rehearsed_blocks_is_verified_by_what_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_for_rehearsed_blocks_is_verified_by_what_they_take() -> None:
     """One that the user has saved: compiled blocks take half of what tensors without values say."""
     model, batch = models.llama()
-    optimizer = adamw(model)
-    profiled = profile_calls(model, optimizer, batch)
-    profile, sizes = profiled[0], []
+    profile = profile_calls(model, adamw(model), batch)[0]
     calls = [replace(call, backward_peak=_half(call.backward_peak), kept=_half(call.kept)) for call in profile.calls]
-    lean = replace(profile, calls=tuple(calls))
+    lean, num_rehearsals = replace(profile, calls=tuple(calls)), 0
 
-    def measured(*args: Any) -> Any:
-        sizes.append(args[-1])
-        return "costs"
+    def rehearsed() -> ModelProfile:
+        nonlocal num_rehearsals
+        num_rehearsals += 1
+        return lean
 
-    monkeypatch.setattr(decision, "measure_costs", measured)
-    monkeypatch.setattr(decision, "with_peaks", lambda profile, costs: lean)
-    monkeypatch.setattr(decision, "SMALL_NUMEL", 0)
-    roomy = hightide.plan(model, optimizer, batch, limits=hightide.Limits(gpu="64MiB", host="64MiB"))
+    roomy = hightide.plan(model, adamw(model), batch, limits=hightide.Limits(gpu="64MiB", host="64MiB"))
     half, whole = (peaks(lower(one, roomy, Mode.TRAIN)).gpu_peak_bytes for one in (lean, profile))
     assert half < whole
-    for gpu_bytes, expected, num_rehearsals in ((whole, profile, 0), (whole - 1, lean, 1), (half, lean, 1)):
-        sizes.clear()
-        plan = replace(roomy, gpu_limit_bytes=gpu_bytes)
-        assert decision.profile_for(plan, profiled, optimizer, CUDA, True) is expected
-        assert len(sizes) == num_rehearsals
-    with pytest.raises(InfeasiblePlan):  # nothing is rehearsed on the simulated accelerator
-        decision.profile_for(replace(roomy, gpu_limit_bytes=half), profiled, optimizer, torch.device("cpu"), False)
-    sizes.clear()
-    streamed = hightide.plan(model, optimizer, batch, limits=hightide.Limits(gpu="400KiB", host="64MiB"))
+    for gpu_bytes, expected, number in ((whole, profile, 0), (whole - 1, lean, 1), (half, lean, 2)):
+        verified, schedules = hightide.api._verified(profile, replace(roomy, gpu_limit_bytes=gpu_bytes), rehearsed)
+        assert verified is expected and num_rehearsals == number
+        assert peaks(schedules[Mode.TRAIN]).gpu_peak_bytes <= gpu_bytes
+    with pytest.raises(InfeasiblePlan):
+        hightide.api._verified(profile, replace(roomy, gpu_limit_bytes=half - 1), rehearsed)
+    assert num_rehearsals == 3, "once for each"
+    for cannot in (None, lambda: None):
+        with pytest.raises(InfeasiblePlan):
+            hightide.api._verified(profile, replace(roomy, gpu_limit_bytes=half), cannot)
+    streamed = hightide.plan(model, adamw(model), batch, limits=hightide.Limits(gpu="400KiB", host="64MiB"))
     with pytest.raises(InfeasiblePlan, match="host"):  # a rehearsal would not help
-        plan = replace(streamed, gpu_limit_bytes=2**26, host_limit_bytes=1)
-        decision.profile_for(plan, profiled, optimizer, CUDA, True)
-    assert not sizes
+        hightide.api._verified(profile, replace(streamed, host_limit_bytes=1), rehearsed)
+    assert num_rehearsals == 3
+
+
+def test_only_a_large_model_on_a_gpu_is_rehearsed_for_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = models.hand_written()
+    optimizer = adamw(model)
+    profiled = profile_calls(model, optimizer, batch)
+    measure = decision.measure_costs
+
+    def measured(*args: Any) -> Any:
+        profile, probed, records, optimizer, device, compile, micro_batches = args
+        assert device is CUDA
+        return measure(profile, probed, records, optimizer, torch.device("cpu"), compile, micro_batches)
+
+    monkeypatch.setattr(decision, "measure_costs", measured)
+    assert decision.rehearsed_profile(profiled, optimizer, CUDA, False, GIB) is None
+    monkeypatch.setattr(decision, "SMALL_NUMEL", 0)
+    assert decision.rehearsed_profile(profiled, optimizer, torch.device("cpu"), False, GIB) is None
+    found = decision.rehearsed_profile(profiled, optimizer, CUDA, False, GIB)
+    assert found is not None and found.fingerprint == profiled[0].fingerprint and found != profiled[0]
 
 
 def _half(size: Affine) -> Affine:
