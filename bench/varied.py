@@ -25,10 +25,11 @@ from torch import Tensor
 
 import hightide
 from hightide.integrations.shapes import SHAPES
-from hightide.ir.plan import Forecast, Plan
+from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
 from hightide.planner.by_hand import plan_by_hand
+from hightide.planner.check import check_plan
 from hightide.planner.choice import Choice, Problem
 from hightide.planner.cost import forecast
 from hightide.planner.infeasible import InfeasiblePlan
@@ -124,10 +125,6 @@ def _plan(question: Question, choice: Choice) -> Plan | None:
     return plan
 
 
-def _decisions(plan: Plan) -> Plan:
-    return replace(plan, forecast=Forecast(0, 0), explanation="", profile=None)
-
-
 def _problem(question: Question) -> Problem:
     limits = question.gpu_bytes, question.host_bytes
     return Problem(question.profile, *limits, question.update, question.num_moments, question.gradients)
@@ -195,17 +192,21 @@ def main() -> int:
         compile=compile,
         device=device,
     )
+    print(f"# built in {built_s - started_s:.1f} s, wrapped in {time.perf_counter() - built_s:.1f} s", flush=True)
     run = run_of(model)
     assert run is not None and isinstance(run.observer, Watch)
     question, run.observer = run.observer.question, None  # here no other plan may take its place
-    automatic, chosen = run.plan, question.answer().choice
-    print(f"# built in {built_s - started_s:.1f} s, wrapped in {time.perf_counter() - built_s:.1f} s", flush=True)
+    automatic, found = run.plan, question.answer()
+    assert found.plan.decisions == automatic.decisions
     plans = [("automatic", automatic), *((path.stem, Plan.load(path)) for path in options.also)]
-    seen = {_decisions(automatic)}
-    for label, choice in variants(question, chosen):
+    for _, plan in plans:
+        check_plan(question.profile, plan)
+        verify_all(question.profile, plan, lower_all(question.profile, plan))
+    seen = {automatic.decisions}
+    for label, choice in variants(question, found.choice):
         plan = fitted(question, choice, is_filled="fewer on the GPU" not in label)
-        if plan is not None and _decisions(plan) not in seen and len(plans) <= NUM_VARIANTS:
-            seen.add(_decisions(plan))
+        if plan is not None and plan.decisions not in seen and len(plans) <= NUM_VARIANTS:
+            seen.add(plan.decisions)
             plans.append((label, plan))
     plans.append(("automatic again", automatic))
 

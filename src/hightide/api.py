@@ -23,6 +23,7 @@ from hightide.measured import Stats, read_stats
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.registry import rule_for
 from hightide.planner.check import check_executable, check_moments, check_plan
+from hightide.planner.explain import described
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower_all
 from hightide.planner.question import Question
@@ -43,7 +44,6 @@ from hightide.watch import Watch
 GPU_HEADROOM = 0.95  # of the GPU's free memory: the allocator's fragments and libraries' workspaces need some
 
 
-@shown("hightide.wrap")
 def wrap(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -83,39 +83,41 @@ def wrap(
         raise ValueError(
             f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new plan"
         )
-    profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks)
-    searched: tuple[Question, Found] | None = None
-    if plan is None:
-        asked = Asked(*_resolve(limits or Limits(), place), timing, micro_batch, rule.num_moments, rounding)
-        question = question_about(profiled, optimizer, place, compile, asked)
-        tell("searching for a plan")
-        searched = question, question.answer()
-        plan = searched[1].plan
-        profile, schedules = _verified(question.profile, plan)
-    else:
-        check_executable(plan)
-        check_plan(profile, plan)
-        check_moments(plan, rule.num_moments)
-        rehearsed = partial(rehearsed_profile, profiled, optimizer, place, compile, plan.gpu_limit_bytes)
-        profile, schedules = _verified(profile, plan, rehearsed)
-    check_modules(model, profile, sorted(probed.captured))
-    transformers.prepare(model)
-    checks = transformers.refuse_captures(model, batch)
-    values = first_values(model)
-    forced, around = transformers.training_kwargs(model), transformers.around_call(model)
-    run = Run(model, profile, probed, plan, schedules, forced, checks, place, compile, values, around)
-    for param in lora.adapted_parameters(model):
-        run.chunks.ignore_version(run.keys[id(param)])
-    forget(model)
-    wrapped = wrap_optimizer(optimizer, run)
-    run.settle()
-    wrap_modules(run)
-    if searched is not None:  # a plan that the user brings is never changed
-        run.observer = Watch(run, *searched)
+    with shown("hightide.wrap"):
+        profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks)
+        searched: tuple[Question, Found] | None = None
+        if plan is None:
+            asked = Asked(*_resolve(limits or Limits(), place), timing, micro_batch, rule.num_moments, rounding)
+            question = question_about(profiled, optimizer, place, compile, asked)
+            tell("searching for a plan")
+            searched = question, question.answer()
+            plan = searched[1].plan
+            profile, schedules = _verified(question.profile, plan)
+        else:
+            check_executable(plan)
+            check_plan(profile, plan)
+            check_moments(plan, rule.num_moments)
+            rehearsed = partial(rehearsed_profile, profiled, optimizer, place, compile, plan.gpu_limit_bytes)
+            profile, schedules = _verified(profile, plan, rehearsed)
+            if plan.is_edited:
+                plan = described(profile, plan, schedules)
+        check_modules(model, profile, sorted(probed.captured))
+        transformers.prepare(model)
+        checks = transformers.refuse_captures(model, batch)
+        values = first_values(model)
+        forced, around = transformers.training_kwargs(model), transformers.around_call(model)
+        run = Run(model, profile, probed, plan, schedules, forced, checks, place, compile, values, around)
+        for param in lora.adapted_parameters(model):
+            run.chunks.ignore_version(run.keys[id(param)])
+        forget(model)
+        wrapped = wrap_optimizer(optimizer, run)
+        run.settle()
+        wrap_modules(run)
+        if searched is not None:  # a plan that the user brings is never changed
+            run.observer = Watch(run, *searched)
     return model, wrapped
 
 
-@shown("hightide.plan")
 def plan(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -132,12 +134,13 @@ def plan(
     """The plan that `wrap` would use, without touching the model."""
     rule, place = rule_for(_check_fresh(model, optimizer)), _device(device)
     timing, rounding = _timing(update), _gradients(gradients)
-    profiled = _profile(model, optimizer, batch, blocks)
-    asked = Asked(*_resolve(limits or Limits(), place), timing, micro_batch, rule.num_moments, rounding)
-    question = question_about(profiled, optimizer, place, compile, asked)
-    tell("searching for a plan")
-    made = question.answer().plan
-    _verified(question.profile, made)
+    with shown("hightide.plan"):
+        profiled = _profile(model, optimizer, batch, blocks)
+        asked = Asked(*_resolve(limits or Limits(), place), timing, micro_batch, rule.num_moments, rounding)
+        question = question_about(profiled, optimizer, place, compile, asked)
+        tell("searching for a plan")
+        made = question.answer().plan
+        _verified(question.profile, made)
     return made
 
 

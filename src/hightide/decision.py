@@ -33,6 +33,8 @@ from hightide.rehearsal.rehearse import let_go, measure_costs
 SMALL_NUMEL = 2**24  # parameters
 ASSUMED = "rtx-3090"  # a preset
 
+_disturbed: dict[torch.device, Machine] = {}  # measured by this process, and not kept for others
+
 Profiled = tuple[ModelProfile, ProbeResult, Sequence[Record]]
 
 
@@ -112,17 +114,21 @@ def machine_of(device: torch.device, is_small: bool) -> Machine:
         return known.machine
     if is_small:
         return load_machine(ASSUMED)
-    warnings.warn(f"{known.problem}: `hightide doctor` runs now, once, for about 10 s", stacklevel=3)
+    if device in _disturbed:
+        return _disturbed[device]
+    warnings.warn(f"{known.problem}: `hightide doctor` runs now, once, for about 10 s", stacklevel=4)
     report = examine(device, tell=lambda detail: tell("measuring this machine", detail))
     if report.is_undisturbed:
         with suppress(OSError):  # nowhere to keep it: the next run measures again, and says so
             remember(report.machine)
     else:
         warnings.warn(
-            "other programs used the machine while it was measured, so forecasts may be too slow. The measurement is "
-            "not kept, and the next run measures again; `hightide doctor` says what was in use, and keeps it",
-            stacklevel=3,
+            "other programs used the machine while it was measured (its cores, or memory of its GPU), so forecasts may "
+            "be too slow. The next process measures again; `hightide doctor` says what was in use, and keeps what it "
+            "measures",
+            stacklevel=4,
         )
+        _disturbed[device] = report.machine
     return report.machine
 
 

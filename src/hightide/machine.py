@@ -39,9 +39,14 @@ def host_bytes() -> int:
     return cgroup_limit_bytes() or int(psutil.virtual_memory().total)
 
 
+def usable_cpus() -> set[int]:
+    """The numbers of the cores that this process may run on."""
+    return os.sched_getaffinity(0)
+
+
 def usable_cores() -> int:
     """Cores that this process may keep busy: by its affinity, and by its control group's quota."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(usable_cpus())
     for path in _CPU_QUOTAS:
         try:
             words = " ".join(Path(part).read_text() for part in path.split(":")).split()

@@ -13,12 +13,12 @@ plan it lets the run go."""
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from hightide.ir.action import Mode, Op, Schedule
-from hightide.ir.plan import Forecast, Plan, Update
+from hightide.ir.plan import Plan, Update
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.machine import free_host_bytes
 from hightide.planner.correct import (
@@ -220,7 +220,7 @@ class Watch:
                 raise InfeasiblePlan(f"{reason}; {message}", refusal.moment, refusal.tier, refusal.num_bytes) from None
             warnings.warn(f"{reason}. The plan stays: {message}", stacklevel=3)
             return None
-        if not must and _decisions(found.plan) == _decisions(self._run.plan):
+        if not must and found.plan.decisions == self._run.plan.decisions:
             warnings.warn(f"{reason}. The plan stays: it fits all the same", stacklevel=3)
             return None
         return self._checked(corrected.question, found.plan, reason)
@@ -315,10 +315,6 @@ class Watch:
             "plan",
             stacklevel=4,
         )
-
-
-def _decisions(plan: Plan) -> Plan:
-    return replace(plan, forecast=Forecast(0, 0), explanation="", profile=None)
 
 
 def _bytes(num_bytes: int) -> str:

@@ -179,6 +179,7 @@ def check(case: Case) -> None:
         return train(pair, stream, wrap={"plan": plan, "update": update}, optimizer=optimizer, **loop)
 
     plain, wrapped = run(False), run(True)
+    assert list(plain.weights) == list(wrapped.weights) and len(plain.norms) == len(wrapped.norms)
     try:
         assert_parity(plain, wrapped)
     except AssertionError:
@@ -210,14 +211,15 @@ def assert_as_near(exact: Trained, wrapped: Trained, plain: list[Trained]) -> No
 
 
 def distance(exact: Trained, other: Trained) -> float:
-    """In tolerances of `assert_parity`, of losses and weights."""
+    """In tolerances of `assert_parity`."""
     losses = [abs(a - b) / abs(1e-6 * a) for a, b in zip(exact.losses, other.losses, strict=True)]
+    norms = [abs(a - b) / (1e-5 * a) for a, b in zip(exact.norms, other.norms, strict=True)]
     weights = [
         float((other.weights[name] - value).abs().max()) / (1e-5 * float(value.abs().max()) + 1e-6)
         for name, value in exact.weights.items()
     ]
-    assert all(map(math.isfinite, losses + weights))
-    return max(losses + weights)
+    assert all(map(math.isfinite, losses + norms + weights))
+    return max(losses + norms + weights)
 
 
 def assert_everything_streams(trained: Trained) -> None:
@@ -269,8 +271,9 @@ def test_what_is_further_from_fp64_than_plain_pytorch_is_not_near_it() -> None:
     assert_as_near(plain, off_by(3.9), [plain, off_by(2)])
     with pytest.raises(AssertionError, match=r"off by 2\.0"):
         assert_as_near(plain, off_by(4.5), [plain, off_by(2)])
-    with pytest.raises(AssertionError):
-        assert_as_near(plain, replace(plain, losses=[math.nan] * NUM_STEPS), [plain])
+    for change in ({"losses": [math.nan] * NUM_STEPS}, {"norms": [2.0]}):
+        with pytest.raises(AssertionError):
+            assert_as_near(replace(plain, norms=[1.0]), replace(plain, norms=[1.0], **change), [plain])
 
 
 # -- the covering set itself ------------------------------------------------------------------------------------------

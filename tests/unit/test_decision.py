@@ -92,8 +92,11 @@ def test_what_was_measured_beside_other_programs_is_used_and_not_kept(monkeypatc
     monkeypatch.setattr(decision, "known_machine", lambda device: Known(None, "this machine was never measured"))
     monkeypatch.setattr(decision, "examine", lambda device, tell: SimpleNamespace(machine=here, is_undisturbed=False))
     monkeypatch.setattr(decision, "remember", no_measuring)
+    monkeypatch.setattr(decision, "_disturbed", {})
     with pytest.warns(UserWarning, match="other programs used the machine while it was measured"):
         assert decision.machine_of(CUDA, is_small=False) is here
+    monkeypatch.setattr(decision, "examine", no_measuring)
+    assert decision.machine_of(CUDA, is_small=False) is here, "once in a process"
 
 
 def test_on_a_gpu_a_large_model_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from hightide.doctor.disk import Filesystem
 from hightide.ir.units import format_bytes
-from hightide.machine import KERNELS_SWITCH, cgroup_limit_bytes, own_kernels_allowed, usable_cores
+from hightide.machine import KERNELS_SWITCH, cgroup_limit_bytes, own_kernels_allowed, usable_cores, usable_cpus
 
 FEW_CORES = 4
 SWAPPED_BYTES = 1 << 30
@@ -50,6 +50,14 @@ class PciLink:
 
 
 @dataclass(frozen=True)
+class Others:
+    """What other processes did meanwhile."""
+
+    num_busy: float  # cores that they kept busy, on average
+    num_cores: int  # of so many that they share with this process
+
+
+@dataclass(frozen=True)
 class Conditions:
     num_cores: int
     omp_threads: str | None  # OMP_NUM_THREADS
@@ -59,7 +67,7 @@ class Conditions:
     huge_pages: str | None  # always, madvise, never; None: unknown
     update_kernel: str
     kernels_allowed: bool
-    others_cores: float = 0.0  # that other processes kept busy
+    others: Others | None = None  # None: the system does not say
     # Of a GPU, if there is one:
     pin_problem: str | None = None
     pci: PciLink | None = None
@@ -71,7 +79,7 @@ class Conditions:
 
     @property
     def are_cores_shared(self) -> bool:
-        return self.others_cores > OTHERS_SHARE * self.num_cores
+        return self.others is not None and self.others.num_busy > OTHERS_SHARE * self.others.num_cores
 
     @property
     def is_gpu_shared(self) -> bool:
@@ -79,25 +87,36 @@ class Conditions:
 
 
 class OtherProcesses:
-    """How many of the cores that this one may use they keep busy, from now on."""
+    """Watches them from now on."""
 
-    def __init__(self) -> None:
-        self._began_s, self._began_busy_s = time.perf_counter(), _others_busy_s()
+    def __init__(self, path: Path = Path("/proc/stat")) -> None:
+        self._path = path
+        self._cores = usable_cpus()
+        self._began_s, self._began = time.perf_counter(), self._busy_s()
 
-    @property
-    def num_cores(self) -> float:
-        elapsed_s = time.perf_counter() - self._began_s
-        return max(0.0, (_others_busy_s() - self._began_busy_s) / elapsed_s) if elapsed_s else 0.0
+    def seen(self) -> Others | None:
+        """None where the system counts nothing, as in some sandboxes."""
+        elapsed_s, (all_s, ours_s) = time.perf_counter() - self._began_s, self._busy_s()
+        all_s, ours_s = all_s - self._began[0], ours_s - self._began[1]
+        if all_s <= 0 or elapsed_s <= 0:
+            return None
+        return Others(max(0.0, all_s - ours_s) / elapsed_s, len(self._cores))
 
-
-def _others_busy_s() -> float:
-    """Of our cores, since the machine started; up to a constant. Compilers that we have called are not others."""
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    names = ("user", "nice", "system", "irq", "softirq", "steal")
-    cores = [core for number, core in enumerate(psutil.cpu_times(percpu=True)) if number in usable]
-    ours = os.times()
-    ours_s = ours.user + ours.system + ours.children_user + ours.children_system
-    return sum(getattr(core, name, 0.0) for core in cores for name in names) - ours_s
+    def _busy_s(self) -> tuple[float, float]:
+        """By everybody on the cores that this process may use, and by this one and the compilers that it has called."""
+        try:
+            lines = [line.split() for line in self._path.read_text().splitlines()]
+        except OSError:
+            return 0.0, 0.0
+        # cpuN user nice system idle iowait irq softirq steal ...
+        cores = {f"cpu{number}" for number in self._cores}
+        counts = [[int(word) for word in words[1:9]] for words in lines if words and words[0] in cores]
+        ticks = sum(sum(count) - sum(count[3:5]) for count in counts)
+        ours = os.times()
+        return (
+            ticks / os.sysconf("SC_CLK_TCK"),
+            ours.user + ours.system + ours.children_user + ours.children_system,
+        )
 
 
 def host_conditions(update_kernel: str) -> Conditions:
@@ -165,11 +184,11 @@ def _of_link(pci: PciLink, h2d_bytes_per_s: float | None) -> list[Warned]:
 
 def _of_host(now: Conditions) -> list[Warned]:
     found = []
-    if now.are_cores_shared:
+    if now.others is not None and now.are_cores_shared:
+        busy = f"{now.others.num_busy:.1f} of {now.others.num_cores} cores"
         found.append(
             Warned(
-                f"other processes kept {now.others_cores:.1f} of {now.num_cores} cores busy meanwhile, so the host's "
-                "rates may be too low",
+                f"other processes kept {busy} busy meanwhile, so the host's rates may be too low",
                 "look with top, and measure again when they have ended",
             )
         )

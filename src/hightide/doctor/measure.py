@@ -82,7 +82,7 @@ def examine(
     free = _free_memory(device)
     others = OtherProcesses()
     machine, now = _measure(device, effort or Effort.here(), tell)
-    now = replace(now, others_cores=others.num_cores)
+    now = replace(now, others=others.seen())
     if disk is not None:
         machine = replace(machine, disk=measure_disk(disk, tell))
         assert machine.disk is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import cast
@@ -12,6 +13,10 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import Layout
 from hightide.ir.tier import Tier
 
+EDITED = (
+    "EDITED since it was made; the lines below are about the plan as it was then.\n"
+    "wrap verifies it as it is, and stats(model).plan.explain() is about that.\n\n"
+)
 PLAN_VERSION = 3  # raised whenever a file of before cannot be read, or would mean other bytes
 
 
@@ -86,9 +91,27 @@ class Plan:
     num_disk_buffers: int = 0  # of each kind, on the host: what lives on disk passes through them
     # The facts that it was made from. No decision depends on this copy: with it the file alone can be simulated.
     profile: ModelProfile | None = None
+    described: str = ""  # a digest of the decisions that forecast and explanation are about; "": of these
+
+    @property
+    def decisions(self) -> Plan:
+        """What it decides, without what is said about it."""
+        return replace(self, forecast=Forecast(0, 0), explanation="", profile=None, described="")
+
+    def explained(self, explanation: str) -> Plan:
+        """The same with this text, which is about its decisions and its forecast."""
+        return replace(self, explanation=explanation, described=self._digest())
+
+    @property
+    def is_edited(self) -> bool:
+        """Since it was explained: forecast and explanation are about other decisions."""
+        return self.described not in ("", self._digest())
+
+    def _digest(self) -> str:
+        return hashlib.sha256(codec.to_json(self.decisions).encode()).hexdigest()[:16]
 
     def explain(self) -> str:
-        return self.explanation
+        return EDITED + self.explanation if self.is_edited else self.explanation
 
     def save(self, path: str | Path) -> None:
         codec.save(self, path)

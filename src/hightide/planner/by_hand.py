@@ -34,7 +34,7 @@ def plan_by_hand(
     plan = replace(plan, forecast=bytes_forecast(schedule, peak, machine))
     _require(Tier.GPU, plan.forecast.gpu_bytes, gpu_bytes, peak.gpu_peak_at)
     _require(Tier.HOST, plan.forecast.host_peak_bytes, host_bytes, peak.host_peak_at)
-    return replace(plan, explanation=explain(profile, plan, {Mode.TRAIN: schedule}))
+    return plan.explained(explain(profile, plan, {Mode.TRAIN: schedule}))
 
 
 def _require(tier: Tier, needed_bytes: int, limit_bytes: int, moment: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import groupby, takewhile
 
 from hightide.ir.action import Mode, Schedule
@@ -12,7 +13,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
-from hightide.planner.memory import peaks
+from hightide.planner.memory import bytes_forecast, peaks
 from hightide.planner.place import disk_buffer_bytes, grad_dtype, grad_slot_bytes, rounds_gradient, slot_bytes
 
 WIDTH = 80
@@ -26,6 +27,13 @@ def explain(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule
     lines = [line for part in [*parts, _timing(plan), _traffic(schedule)] for line in part]
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
     return "\n".join(lines)
+
+
+def described(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> Plan:
+    """With a forecast and an explanation of its own: of one that a person has edited. Nobody has simulated it."""
+    training = schedules[Mode.TRAIN]
+    plan = replace(plan, forecast=bytes_forecast(training, peaks(training), None))
+    return plan.explained(explain(profile, plan, schedules))
 
 
 def _memory(plan: Plan, schedule: Schedule) -> list[str]:

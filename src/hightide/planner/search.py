@@ -85,7 +85,7 @@ def _finish(problem: Problem, trials: Trials, choice: Choice) -> Found:
     step = forecast(profile, plan, trials.costs, trials.machine, schedule)
     sizes = bytes_forecast(schedule, peaks(schedule), trials.machine)
     plan = replace(plan, forecast=replace(sizes, step_s=step.step_s))
-    plan = replace(plan, explanation=explain(profile, plan, {Mode.TRAIN: schedule}))
+    plan = plan.explained(explain(profile, plan, {Mode.TRAIN: schedule}))
     return Found(plan, step, choice, trials.num_simulated)
 
 

@@ -184,7 +184,7 @@ class CudaAccelerator(Accelerator):
         super().close()
         self._slab = None
         self._apart.clear()
-        torch.cuda.empty_cache()  # what stays cached would be room above the limit of another run
+        torch.cuda.empty_cache()  # what stays cached is room above another run's limit
 
 
 def _let_go(index: int, limit: device_limit.Limit) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 
-from hightide.doctor.conditions import Conditions, OtherProcesses, PciLink, host_conditions, pci_link_at, warnings_of
+from hightide.doctor import conditions
+from hightide.doctor.conditions import (
+    Conditions,
+    OtherProcesses,
+    Others,
+    PciLink,
+    host_conditions,
+    pci_link_at,
+    warnings_of,
+)
 from hightide.doctor.disk import Filesystem
 
 GIB = 1 << 30
@@ -35,7 +41,7 @@ WELL = Conditions(
 def test_a_machine_that_is_well_has_no_warnings() -> None:
     assert warnings_of(WELL) == []
     near = replace(
-        WELL, omp_threads="16", cgroup_bytes=120 * GIB, swapped_bytes=1000, gpu_others_bytes=GIB, others_cores=2
+        WELL, omp_threads="16", cgroup_bytes=120 * GIB, swapped_bytes=1000, gpu_others_bytes=GIB, others=Others(2, 16)
     )
     assert warnings_of(near) == []
 
@@ -46,7 +52,7 @@ def test_a_machine_that_is_well_has_no_warnings() -> None:
         ({"omp_threads": "1"}, "OMP_NUM_THREADS=1 of 16 cores", "unset it"),
         ({"cgroup_bytes": 8 * GIB}, "control group allows 8.0 GiB of 128 GiB", "--mem"),
         ({"swapped_bytes": 3 * GIB}, "3.0 GiB are swapped out", "Limits(host"),
-        ({"others_cores": 3.0}, "other processes kept 3.0 of 16 cores busy", "measure again"),
+        ({"others": Others(3.0, 16)}, "other processes kept 3.0 of 16 cores busy", "measure again"),
         ({"num_cores": 2}, "2 cores: the host's update has 1", "--cpus"),
         ({"update_kernel": "torch"}, "C kernel is not there", "install a C compiler"),
         ({"update_kernel": "torch", "kernels_allowed": False}, "C kernel is not there", "unset HIGHTIDE_KERNELS"),
@@ -76,32 +82,36 @@ def test_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert now.pci is None and now.filesystem is None
 
 
-def test_cores_that_other_processes_use_are_counted_and_our_own_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four cores of which we may use two; in ten seconds we use 12 of their seconds, and a compiler of ours 2."""
-    at = 0
-    core = namedtuple("core", "user system idle iowait steal")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 3}, raising=False)
-    monkeypatch.setattr(
-        psutil, "cpu_times", lambda percpu: [core(500 * at, 0, 0, 0, 0), core(100 + 8 * at, at, at, 0, 0)] * 2
-    )
+def test_cores_that_other_processes_use_are_counted_and_our_own_are_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Cores 1 and 6 of those that are online; in ten seconds we use 12 of their seconds, and a compiler of ours 2."""
+    at, per_s = 0, os.sysconf("SC_CLK_TCK")
+    stat = tmp_path / "stat"
+
+    def write(core_s: int) -> None:
+        busy = f"{core_s * per_s // 2} 0 {core_s * per_s // 2} 99{core_s} 7{core_s} 0 0 0 0 0"
+        stat.write_text(f"cpu  1 2 3 4\ncpu0 {500 * per_s * at} 0 0 0 0 0 0 0 0 0\ncpu1 {busy}\ncpu6 {busy}\nintr 5\n")
+
     ours = namedtuple("ours", "user system children_user children_system")
+    monkeypatch.setattr(conditions, "usable_cpus", lambda: {1, 6})
     monkeypatch.setattr(os, "times", lambda: ours(30 + 10 * at, 2 * at, at, at))
     monkeypatch.setattr(time, "perf_counter", lambda: 50.0 + 10 * at)
-    others = OtherProcesses()
+    write(100)
+    others = OtherProcesses(stat)
     at = 1
-    assert others.num_cores == pytest.approx((2 * 9 - 14) / 10)
+    write(110)
+    assert others.seen() == Others(pytest.approx((2 * 10 - 14) / 10), 2)
+    write(100)
+    assert others.seen() is None, "nothing is counted here"
+    assert OtherProcesses(tmp_path / "nothing").seen() is None
 
 
-def test_another_process_is_noticed() -> None:
-    spin = "import time; end = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
-    others = OtherProcesses()
-    process = subprocess.Popen([sys.executable, "-c", spin])
-    try:
-        time.sleep(1.5)
-        assert others.num_cores > 0.1
-    finally:
-        process.kill()
-        process.wait()
+def test_a_quota_smaller_than_the_machine_does_not_look_disturbed() -> None:
+    """docker --cpus=8 on 64 cores, of which 9 are busy elsewhere."""
+    assert not replace(WELL, num_cores=8, others=Others(9.0, 64)).are_cores_shared
+    assert replace(WELL, num_cores=8, others=Others(10.0, 64)).are_cores_shared
+    assert not replace(WELL, others=None).are_cores_shared
 
 
 def test_a_pci_link_is_read(tmp_path: Path) -> None:
