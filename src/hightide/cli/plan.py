@@ -17,6 +17,7 @@ from hightide.api import GPU_HEADROOM
 from hightide.cli.machine import chosen_machine
 from hightide.cli.page import save_page
 from hightide.cli.plan_text import show
+from hightide.cli.target import check_target, writing
 from hightide.cli.workload import Dtype, Workload, load_workload
 from hightide.integrations.lora import Lora
 from hightide.ir.action import Mode
@@ -112,9 +113,8 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
 def _check(options: PlanOptions) -> None:
     if options.clip and options.update is Update.IN_BACKWARD:
         raise ValueError("--clip needs all gradients before the first update; use --update deferred with it")
-    for option, path in (("--save", options.save), ("--html", options.html)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{option} {path}: there is no folder {path.absolute().parent}; make it first")
+    check_target("--save", options.save)
+    check_target("--html", options.html)
 
 
 def _limits(options: PlanOptions, machine: Machine) -> tuple[int, int]:
@@ -156,11 +156,13 @@ def _report(options: PlanOptions, workload: Workload, question: Question, found:
 
 def _write(options: PlanOptions, name: str, question: Question, found: Found) -> None:
     if options.save is not None:
-        found.plan.save(options.save)
+        with writing("--save", options.save):
+            found.plan.save(options.save)
     if options.html is not None:
         schedule = lower(question.profile, found.plan, Mode.TRAIN)
         timeline = simulated_timeline(found.plan, schedule, found.step.simulated, question.machine)
-        save_page(options.html, name, question.profile, found.plan, timeline, question.costs, question.machine)
+        with writing("--html", options.html):
+            save_page(options.html, name, question.profile, found.plan, timeline, question.costs, question.machine)
 
 
 def _clock(least_s: float) -> Callable[[], bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -52,6 +53,14 @@ def alone():
 
 def nothing():
     return 7
+
+def boom():
+    raise RuntimeError("boom")
+
+def wants(width):
+    return Stack()
+
+llama = with_batch
 """
 
 
@@ -80,6 +89,7 @@ def source(tmp_path: Path) -> Path:
     (tmp_path / "neighbour.py").write_text("WIDTH = 24\n")
     path = tmp_path / "mine.py"
     path.write_text(SOURCE)
+    (tmp_path / "broken.py").write_text("1 / 0")
     return path
 
 
@@ -222,6 +232,10 @@ def test_a_function_brings_its_own_batch(source: Path, monkeypatch: pytest.Monke
         (["{folder}/none.py:make"], "there is no file"),
         (["{folder}/mine.py:made"], "with_batch, alone, nothing"),
         (["{folder}/mine.py:nothing"], "returned a int; it must return"),
+        (["{folder}/mine.py:boom"], "mine.py:boom raised RuntimeError: boom"),
+        (["{folder}/mine.py:wants"], "mine.py:wants raised TypeError: wants() missing 1 required"),
+        (["{folder}/neighbour.py:make"], "has no function 'make'"),
+        (["{folder}/broken.py:make"], "broken.py raised ZeroDivisionError"),
         (["{folder}/mine.py:alone"], "return the model with a batch of its own"),
         (["{folder}/mine.py:with_batch", "--length", "8"], "leave out --sequences and --length"),
         (["tiny", "--disk", "60GiB"], "is not a folder and a size"),
@@ -233,6 +247,8 @@ def test_a_function_brings_its_own_batch(source: Path, monkeypatch: pytest.Monke
         (["tiny", "--lora", "4:nothing"], "not found in the base model"),
         (["tiny", "--why", "layers.99"], "near are 'model.layers."),
         (["tiny", "--save", "{folder}/none/plan.json"], "there is no folder"),
+        (["tiny", "--save", "{folder}"], "is a folder; name a file"),
+        (["tiny", "--html", "{folder}"], "is a folder; name a file"),
         (["tiny", "--machine", "pdp-11"], "rtx-4090"),
         (["gpt2-xl", "--length", "1025"], "up to 1024 tokens, not 1025"),
     ],
@@ -241,6 +257,27 @@ def test_bad_input_is_one_message(options: list[str], said: str, source: Path) -
     words = [option.replace("{folder}", str(source.parent)) for option in options]
     result = plan(*words, exit_code=2)
     assert said in result.stderr and not result.stdout
+
+
+def test_a_traceback_is_shown_where_it_is_asked_for(source: Path) -> None:
+    said = plan(f"{source}:boom", "--traceback", exit_code=2).stderr
+    assert "Traceback" in said and "in boom" in said and "RuntimeError: boom" in said
+
+
+@pytest.mark.parametrize("option", ["--save", "--html"])
+def test_a_file_that_cannot_be_written_is_one_message(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    said = plan(*TINY, option, tmp_path / "file", exit_code=2).stderr
+    assert said.replace("\n", "") == f"error: {option} {tmp_path / 'file'} cannot be written: No space left on device"
+
+
+def test_a_name_between_colons_is_no_emoji(source: Path) -> None:
+    assert plan(f"{source}:llama").stdout.startswith("mine.py:llama: 0.00M parameters\n")
 
 
 def test_a_model_that_is_no_language_model_needs_a_function(tmp_path: Path) -> None:
