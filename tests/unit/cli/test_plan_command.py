@@ -103,7 +103,7 @@ def llama_folder(folder: Path, **settings: object) -> Path:
 
 def test_a_preset_in_80_columns() -> None:
     output = plan(*TINY, "--gpu", "1MiB", "--why", "layers.1").stdout
-    for words in ("fits the limits", "tokens/s", "of the floor", "limit: ", "gpu   peak", "host  peak", "micro-batch"):
+    for words in ("fits the limits", "tokens/s", "floor: ", "limit: ", "gpu   peak", "host  peak", "micro-batch"):
         assert words in output
     for words in ("master copies", "gradient sums", "moments", "why model.layers.1", "what would help"):
         assert words in output
@@ -324,6 +324,7 @@ def test_a_disk_is_planned_refused_by_wrap_and_named_where_it_would_help(
     busy = {lane.lane: lane.busy_s for lane in found.lanes}
     assert busy[Lane.DISK_READ] > 0 and busy[Lane.DISK_WRITE] > 0
     text = plan(*small, "--disk", "/scratch:1GiB", "--html", tmp_path / "page.html").stdout
+    assert re.search(r"  limit: .*[,;]\n    \w", text), "what does not fit the line is indented"
     assert "disk per step" in text and "disk  peak" in text and max(map(len, text.splitlines())) <= 80
     assert CliRunner().invoke(app, ["simulate", str(path), "--machine", "h200"]).exit_code == 0
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).train()
