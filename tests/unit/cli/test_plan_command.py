@@ -238,14 +238,17 @@ def test_a_function_brings_its_own_batch(source: Path, monkeypatch: pytest.Monke
         (["{folder}/broken.py:make"], "broken.py raised ZeroDivisionError"),
         (["{folder}/mine.py:alone"], "return the model with a batch of its own"),
         (["{folder}/mine.py:with_batch", "--length", "8"], "leave out --sequences and --length"),
-        (["tiny", "--disk", "60GiB"], "is not a folder and a size"),
+        (["tiny", "--disk", "60GiB"], "--disk='60GiB' is not a folder and a size"),
+        (["tiny", "--disk", "/scratch:much"], "--disk of '/scratch'='much' is not a size"),
         (["tiny", "--clip", "--update", "in_backward"], "use --update deferred"),
         (["tiny", "--sequences", "0"], "--sequences is 0"),
-        (["tiny", "--micro-batch", "99"], "micro_batch=99 does not fit"),
+        (["tiny", "--micro-batch", "99"], "--micro-batch 99 does not fit the batch of 8 samples"),
+        (["tiny", "--micro-batch", "0"], "choose a number from 1 to 8, or leave it out"),
         (["tiny", "--gpu", "much"], "--gpu='much' is not a size"),
         (["tiny", "--lora", "q_proj"], "write 16"),
         (["tiny", "--lora", "4:nothing"], "not found in the base model"),
         (["tiny", "--why", "layers.99"], "near are 'model.layers."),
+        (["tiny", "--why", "layers.99", "--gpu", "40KiB"], "near are 'model.layers."),
         (["tiny", "--save", "{folder}/none/plan.json"], "there is no folder"),
         (["tiny", "--save", "{folder}"], "is a folder; name a file"),
         (["tiny", "--html", "{folder}"], "is a folder; name a file"),
@@ -292,12 +295,13 @@ def test_a_model_that_is_no_language_model_needs_a_function(tmp_path: Path) -> N
 def test_what_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "ANSWER_S", math.inf)
     path = tmp_path / "plan.json"
-    result = plan(*TINY, "--gpu", "40KiB", "--save", path, exit_code=1)
+    result = plan(*TINY, "--gpu", "40KiB", "--save", path, "--why", "layers.1", exit_code=1)
     assert "what would make it fit" in result.stdout and "Limits(" not in result.stdout
     assert re.search(r"DOES NOT FIT: missing are .*B \(\d+ bytes\) on the gpu\n", result.stdout)
     assert re.search(r"the most is needed in (forward|backward) of \S+\n", result.stdout)
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "not written" in result.stderr and not path.exists()
+    assert "no answer to --why layers.1: there is no plan" in result.stderr
     found = report(*TINY, "--gpu", "40KiB", exit_code=1)
     assert not found.fits and found.outlook is None and found.refusal is not None
     assert found.refusal.tier is Tier.GPU and found.refusal.needed_bytes > 40 * 1024
