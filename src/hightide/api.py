@@ -70,6 +70,9 @@ def wrap(
     by default they are found. A plan that was made with it needs it again.
     """
     place = _device(device)
+    if plan is not None and not isinstance(plan, Plan):
+        raise ValueError(f"plan is a {type(plan).__name__}; pass a Plan, such as hightide.Plan.load('plan.json')")
+    _check_limits(limits)
     if plan is not None and (limits is not None or micro_batch is not None):
         raise ValueError("plan= already fixes limits and micro_batch; pass either plan= or these, not both")
     rule = rule_for(_check_fresh(model, optimizer))
@@ -134,6 +137,7 @@ def plan(
     """The plan that `wrap` would use, without touching the model."""
     rule, place = rule_for(_check_fresh(model, optimizer)), _device(device)
     timing, rounding = _timing(update), _gradients(gradients)
+    _check_limits(limits)
     with shown("hightide.plan"):
         profiled = _profile(model, optimizer, batch, blocks)
         asked = Asked(*_resolve(limits or Limits(), place), timing, micro_batch, rule.num_moments, rounding)
@@ -186,6 +190,11 @@ def _check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.op
             "this optimizer belongs to a wrapped model already; make a new one over this model's parameters"
         )
     return optimizer
+
+
+def _check_limits(limits: Limits | None) -> None:
+    if limits is not None and not isinstance(limits, Limits):
+        raise ValueError(f"limits is a {type(limits).__name__}; pass hightide.Limits(gpu='24GiB', host='96GiB')")
 
 
 def has_cuda() -> bool:

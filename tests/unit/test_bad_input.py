@@ -205,8 +205,17 @@ def test_plans_that_were_edited_into_nonsense(planned: Any, refused: Any) -> Non
     def first_block(**changes: Any) -> Plan:
         return replace(plan, blocks=(replace(first, **changes), *plan.blocks[1:]))
 
+    chunk = plan.layout.chunks[0]
+
+    def first_chunk(**changes: Any) -> Plan:
+        chunks = (replace(chunk, **changes), *plan.layout.chunks[1:])
+        return replace(plan, layout=replace(plan.layout, chunks=chunks))
+
     cases: list[tuple[Plan, tuple[str, ...]]] = [
-        (replace(plan, gpu_limit_bytes=peak - 1), (f"{peak} bytes", f"limit is {peak - 1}", "raise Limits(gpu=...)")),
+        (
+            replace(plan, gpu_limit_bytes=peak - 1),
+            (f"{peak} bytes", f"limit is {peak - 1}", "raise the plan's gpu_limit_bytes"),
+        ),
         (replace(plan, micro_batch=0), ("micro_batch is 0", "from 1 to num_samples=6")),
         (replace(plan, micro_batch=7), ("micro_batch is 7", "from 1 to num_samples=6")),
         (replace(plan, num_samples=5), ("up to 5 samples", "has 6", "make a new plan")),
@@ -214,6 +223,13 @@ def test_plans_that_were_edited_into_nonsense(planned: Any, refused: Any) -> Non
         (replace(plan, loss_tile_tokens=0), ("loss_tile_tokens is 0", "at least 1")),
         (replace(plan, blocks=plan.blocks[1:]), (f"{len(plan.blocks) - 1} blocks", f"has {len(plan.blocks)}")),
         (first_block(params=Tier.HOST, states=Tier.GPU), (repr(first.name), "put params there too")),
+        (replace(plan, gpu_limit_bytes=-5), ("gpu_limit_bytes is -5", "0 (nothing) or more")),
+        (replace(plan, host_limit_bytes=-1), ("host_limit_bytes is -1", "0 (nothing) or more")),
+        (first_chunk(numel=7), ("chunk 0", "has numel=7", f"is {chunk.numel}", "make a new plan")),
+        (first_chunk(trainable_numel=0), ("has trainable_numel=0", f"is {chunk.numel}")),
+        (first_chunk(dtype="bfloat16"), ("has dtype='bfloat16'", "is 'float32'")),
+        (first_chunk(block=99), ("has block=99", f"is {chunk.block}")),
+        (first_chunk(params=(replace(chunk.params[0], offset_numel=5), *chunk.params[1:])), ("offset_numel=5",)),
         (first_block(states=Tier.DISK), (first.name, "on the disk", "cannot train from a disk", "without disk")),
     ]
     streamed = [replace(b, params=Tier.HOST, states=Tier.HOST) if b.name else b for b in plan.blocks]
@@ -221,7 +237,9 @@ def test_plans_that_were_edited_into_nonsense(planned: Any, refused: Any) -> Non
     cases.append((no_slots, ("0 slots and 0 grad slots", "needs")))
     lean = plan_of(model, batch, limits=hightide.Limits(gpu="90KiB", host="8MiB"))
     poor = replace(lean, host_limit_bytes=4096)
-    cases.append((poor, (f"{lean.forecast.host_peak_bytes} bytes", "limit is 4096", "raise Limits(host=...)")))
+    cases.append(
+        (poor, (f"{lean.forecast.host_peak_bytes} bytes", "limit is 4096", "raise the plan's host_limit_bytes"))
+    )
     for edited, words in cases:
         with refused(*words):
             hightide.wrap(model, adamw(model), batch, plan=edited)
@@ -232,6 +250,15 @@ def test_a_plan_with_options_that_it_fixes(planned: Any, refused: Any) -> None:
     for options in ({"limits": LIMITS}, {"micro_batch": 2}):
         with refused("plan= already fixes", "not both"):
             hightide.wrap(model, adamw(model), batch, plan=plan, **options)
+
+
+def test_a_plan_by_its_path_and_limits_by_a_mapping(planned: Any, refused: Any) -> None:
+    model, batch, _ = planned
+    with refused("plan is a str", "Plan.load('plan.json')"):
+        hightide.wrap(model, adamw(model), batch, plan="plan.json")  # type: ignore[arg-type]
+    for make in (hightide.wrap, hightide.plan):
+        with refused("limits is a dict", "Limits(gpu='24GiB'"):
+            make(model, adamw(model), batch, limits={"gpu": "1GiB"})  # type: ignore[operator]
 
 
 def test_a_plan_with_another_timing_than_asked_for(planned: Any, refused: Any) -> None:

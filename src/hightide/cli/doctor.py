@@ -11,6 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from hightide.cli.target import check_target, writing
 from hightide.doctor.disk import DiskTest
 from hightide.doctor.known import known_machine, remember
 from hightide.doctor.measure import FreeMemory, Report, examine
@@ -34,8 +35,7 @@ class DoctorOptions:
 def doctor(options: DoctorOptions, device: torch.device, console: Console, progress: Console) -> None:
     """Results go to `console`, everything else to `progress`."""
     test = _disk_test(options)
-    if options.out is not None and not options.out.absolute().parent.is_dir():
-        raise ValueError(f"--out {options.out}: there is no folder {options.out.absolute().parent}; make it first")
+    check_target("--out", options.out)
     before = known_machine(device)
     if before.problem and not before.is_first:
         progress.print(f"measuring anew: {before.problem}", style="yellow", markup=False, soft_wrap=True)
@@ -49,7 +49,8 @@ def doctor(options: DoctorOptions, device: torch.device, console: Console, progr
     else:
         show_report(console, report)
     if options.out is not None:
-        report.machine.save(options.out)
+        with writing("--out", options.out):
+            report.machine.save(options.out)
         progress.print(f"written: {options.out}", style="dim", markup=False, soft_wrap=True)
     try:
         progress.print(f"kept in {remember(report.machine)}", style="dim", markup=False, soft_wrap=True)

@@ -6,6 +6,7 @@ import importlib.metadata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from traceback import print_exc
 from typing import Annotated
 
 import torch
@@ -69,7 +70,7 @@ def train_command(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
 ) -> None:
     """Train a small Llama-shaped model on bytes of text: by default, Python's own source."""
-    console = Console(highlight=False)
+    console = _console()
     overrides = Overrides(
         name=name,
         out=out,
@@ -107,7 +108,7 @@ def doctor_command(
     """Measure this machine: links, matrix products, host update, memory; and say what is set up badly."""
     with _errors_as_exit_codes(traceback):
         options = DoctorOptions(disk, disk_bytes, out, as_json)
-        doctor(options, _present_device(), Console(highlight=False), Console(stderr=True, highlight=False))
+        doctor(options, _present_device(), _console(), _console(stderr=True))
 
 
 @app.command("plan")
@@ -167,7 +168,7 @@ def plan_command(
             html=html,
             as_json=as_json,
         )
-        fits = plan(options, _present_device(), Console(highlight=False), Console(stderr=True, highlight=False))
+        fits = plan(options, _present_device(), _console(), _console(stderr=True))
     if not fits:
         raise typer.Exit(EXIT_OUT_OF_MEMORY)
 
@@ -192,7 +193,12 @@ def simulate_command(
     """Show how a step of a plan will go by: its time, what each lane does when, what GPU memory is used for."""
     with _errors_as_exit_codes(traceback):
         options = SimulateOptions(plan, machine, costs, measured, html, json)
-        simulate(options, _present_device(), Console(highlight=False))
+        simulate(options, _present_device(), _console())
+
+
+def _console(stderr: bool = False) -> Console:
+    """Text as it is: no numbers in colour, no ":llama:" as an emoji."""
+    return Console(stderr=stderr, highlight=False, emoji=False)
 
 
 def _present_device() -> torch.device:
@@ -202,7 +208,7 @@ def _present_device() -> torch.device:
 @contextmanager
 def _errors_as_exit_codes(traceback: bool) -> Iterator[None]:
     """What users can cause is one message; with `traceback` it is shown where it came from."""
-    errors = Console(stderr=True, highlight=False)
+    errors = _console(stderr=True)
     try:
         yield
     except KeyboardInterrupt:
@@ -210,6 +216,7 @@ def _errors_as_exit_codes(traceback: bool) -> Iterator[None]:
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except (ValueError, OutOfMemory) as error:
         if traceback:
-            raise
-        errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+            print_exc()
+        else:
+            errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(EXIT_OUT_OF_MEMORY if isinstance(error, OutOfMemory) else EXIT_BAD_INPUT) from None

@@ -17,11 +17,13 @@ from hightide.api import GPU_HEADROOM
 from hightide.cli.machine import chosen_machine
 from hightide.cli.page import save_page
 from hightide.cli.plan_text import show
+from hightide.cli.target import check_target, writing
 from hightide.cli.workload import Dtype, Workload, load_workload
 from hightide.integrations.lora import Lora
 from hightide.ir.action import Mode
+from hightide.ir.block import ModelProfile
 from hightide.ir.codec import to_json
-from hightide.ir.limits import Limits
+from hightide.ir.limits import parse_disks
 from hightide.ir.machine import Machine
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.units import parse_bytes
@@ -33,7 +35,7 @@ from hightide.planner.lower import lower
 from hightide.planner.question import Question
 from hightide.planner.search import Found
 from hightide.planner.tide import simulated_timeline
-from hightide.planner.why import why
+from hightide.planner.why import find_block, why
 from hightide.report.outlook import PlanReport, outlook, refusal, subject
 
 ANSWER_S = 7.5  # of the process's time: what is left of it when a plan is found goes into what would help
@@ -65,12 +67,13 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
     """Whether it fits. Results go to `console`, everything else to `notes`."""
     _check(options)
     machine = chosen_machine(options.machine, device, notes)
-    limits = _limits(options, machine)
+    limits, disk_bytes = _limits(options, machine), _disk_bytes(options, machine)
     lora = Lora.parse(options.lora) if options.lora is not None else None
     with notes.status("profiling the model, without its values") as status:
         workload = load_workload(options.model, options.sequences, options.length, options.dtype, lora)
         with _quiet("transformers"):
             profile = workload.profile()
+        _check_against(profile, options)
         gc.freeze()  # torch and the model are many objects, which a search would have looked through again and again
         costs = estimate(profile, machine)
         micro_batch, gradients = options.micro_batch, options.gradients
@@ -82,7 +85,7 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
             options.update,
             micro_batch,
             gradients=gradients,
-            disk_bytes=_disk_bytes(options, machine),
+            disk_bytes=disk_bytes,
         )
         status.update("searching a plan")
         try:
@@ -103,6 +106,8 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
         console.print(to_json(report), markup=False, soft_wrap=True)
     else:
         show(console, report, found.plan.explain() if report.fits else "")
+    if options.why is not None and not report.fits:
+        notes.print(f"no answer to --why {options.why}: there is no plan", markup=False, soft_wrap=True)
     for path in (options.save, options.html):
         if path is not None:
             notes.print(f"written: {path}" if report.fits else f"not written: {path}", markup=False, soft_wrap=True)
@@ -112,9 +117,20 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
 def _check(options: PlanOptions) -> None:
     if options.clip and options.update is Update.IN_BACKWARD:
         raise ValueError("--clip needs all gradients before the first update; use --update deferred with it")
-    for option, path in (("--save", options.save), ("--html", options.html)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{option} {path}: there is no folder {path.absolute().parent}; make it first")
+    check_target("--save", options.save)
+    check_target("--html", options.html)
+
+
+def _check_against(profile: ModelProfile, options: PlanOptions) -> None:
+    """Before the search, and in the words of the command."""
+    size, num_samples = options.micro_batch, profile.num_samples
+    if size is not None and not 1 <= size <= num_samples:
+        raise ValueError(
+            f"--micro-batch {size} does not fit the batch of {num_samples} samples; choose a number from 1 to "
+            f"{num_samples}, or leave it out"
+        )
+    if options.why is not None:
+        find_block([block.name for block in profile.blocks], options.why)
 
 
 def _limits(options: PlanOptions, machine: Machine) -> tuple[int, int]:
@@ -136,7 +152,7 @@ def _disk_bytes(options: PlanOptions, machine: Machine) -> int:
             f"--disk {options.disk}: the machine {machine.name!r} says nothing about its disk (0 known rates); measure "
             "it with `hightide doctor --disk FOLDER`, or name a preset"
         )
-    return sum(disk.num_bytes for disk in Limits(disk=options.disk).disks)
+    return sum(disk.num_bytes for disk in parse_disks(options.disk, "--disk"))
 
 
 def _gpu_memory_bytes(machine: Machine) -> int:
@@ -156,11 +172,13 @@ def _report(options: PlanOptions, workload: Workload, question: Question, found:
 
 def _write(options: PlanOptions, name: str, question: Question, found: Found) -> None:
     if options.save is not None:
-        found.plan.save(options.save)
+        with writing("--save", options.save):
+            found.plan.save(options.save)
     if options.html is not None:
         schedule = lower(question.profile, found.plan, Mode.TRAIN)
         timeline = simulated_timeline(found.plan, schedule, found.step.simulated, question.machine)
-        save_page(options.html, name, question.profile, found.plan, timeline, question.costs, question.machine)
+        with writing("--html", options.html):
+            save_page(options.html, name, question.profile, found.plan, timeline, question.costs, question.machine)
 
 
 def _clock(least_s: float) -> Callable[[], bool]:

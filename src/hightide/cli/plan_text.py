@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -10,6 +12,7 @@ from rich.text import Text
 from hightide.cli.page import count
 from hightide.ir.tier import DISK_LANES, Lane
 from hightide.ir.units import format_bytes, format_seconds
+from hightide.planner.explain import WIDTH
 from hightide.planner.helpful import Change, Improvements
 from hightide.planner.why import Reasons
 from hightide.report.outlook import Outlook, PlanReport, Refusal, Subject
@@ -61,13 +64,13 @@ def _outlook(console: Console, outlook: Outlook) -> None:
     floor = max(outlook.lanes, key=lambda one: one.floor_s)
     console.print(f"  {format_seconds(outlook.step_s)} per step, {speed}")
     alone = "without recomputation" if floor.lane is Lane.COMPUTE else "alone"
-    share = f"{outlook.floor_share:.0%} of the floor"
-    console.print(f"  {share}: {format_seconds(outlook.floor_s)} of {floor.lane} ({MEANINGS[floor.lane]}) {alone}")
+    share = f"{format_seconds(outlook.floor_s)}, {outlook.floor_share:.0%} of the step"
+    console.print(_wrapped(f"  floor: {share}: {floor.lane} ({MEANINGS[floor.lane]}) {alone}"))
     lanes = [one for one in outlook.lanes if one.busy_s or one.lane not in DISK_LANES]
     shares = {one.lane: one.busy_s / outlook.step_s for one in lanes}
     others = ", ".join(f"{lane} {share:.0%}" for lane, share in shares.items() if lane is not outlook.limiting_lane)
     limit = outlook.limiting_lane
-    console.print(f"  limit: {limit} ({MEANINGS[limit]}), busy {shares[limit]:.0%} of the step; {others}")
+    console.print(_wrapped(f"  limit: {limit} ({MEANINGS[limit]}), busy {shares[limit]:.0%} of the step; {others}"))
 
 
 def _refusal(console: Console, refusal: Refusal, changes: tuple[Change, ...]) -> None:
@@ -81,24 +84,26 @@ def _refusal(console: Console, refusal: Refusal, changes: tuple[Change, ...]) ->
         console.print("no single change was found that would make it fit")
         return
     console.print("what would make it fit, each for itself", style="bold")
-    table = _table()
-    for change in changes:
-        table.add_row(change.text, Text(change.option, style="cyan"))
-    console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    _rows(console, [(change.text, change.option) for change in changes])
 
 
 def _help(console: Console, helpful: Improvements) -> None:
+    if not helpful.found:
+        console.print(_wrapped(_no_help(helpful), indent="  "), markup=False)
+        return
     console.print("what would help, at least", style="bold")
-    table = _table()
-    for one in helpful.found:
-        table.add_row(f"{one.speedup:.2f}x", one.change.text, Text(one.change.option, style="cyan"))
-    if helpful.found:
-        console.print(Padding(table, (0, 0, 0, 2), expand=False))
-    elif not helpful.untried:
-        console.print("  nothing that was tried: more memory, other timing, a larger batch", markup=False)
+    _rows(console, [(f"{one.speedup:.2f}x", one.change.text, one.change.option) for one in helpful.found])
     if helpful.untried:
         names = "; ".join(change.text for change in helpful.untried)
         console.print(Padding(Text(f"not tried for want of time: {names}", style="dim"), (0, 0, 0, 2), expand=False))
+
+
+def _no_help(helpful: Improvements) -> str:
+    if not helpful.untried:
+        return "what would help: nothing that was tried: more memory, other timing, a larger batch"
+    tried = f"nothing of what was tried ({helpful.num_tried})" if helpful.num_tried else "nothing was tried"
+    options = ", ".join(change.option or change.text for change in helpful.untried)
+    return f"what would help: {tried}, the time was up; to see it, plan with one of: {options}"
 
 
 def _why(console: Console, reasons: Reasons) -> None:
@@ -122,5 +127,14 @@ def _signed(value: float, text: str, least: float = 0.0) -> str:
     return "0" if abs(value) <= least else ("+" if value > 0 else "-") + text
 
 
-def _table() -> Table:
-    return Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+def _rows(console: Console, rows: list[tuple[str, ...]]) -> None:
+    """The last cell is an option of the command. An empty column of them would take room from the others."""
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    has_options = any(row[-1] for row in rows)
+    for *cells, option in rows:
+        table.add_row(*cells, *([Text(option, style="cyan")] if has_options else []))
+    console.print(Padding(table, (0, 0, 0, 2), expand=False))
+
+
+def _wrapped(text: str, indent: str = "    ") -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -12,6 +12,7 @@ from rich.table import Table
 from hightide.cli.machine import chosen_machine
 from hightide.cli.page import save_page
 from hightide.cli.run_folder import PLAN, TIMELINE
+from hightide.cli.target import check_target, writing
 from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
@@ -39,7 +40,8 @@ class SimulateOptions:
 
 def simulate(options: SimulateOptions, device: torch.device, console: Console) -> None:
     options = _look_into_folder(options)
-    _check_targets(options)
+    check_target("--html", options.html)
+    check_target("--json", options.json)
     plan = Plan.load(options.plan)
     profile = _profile(plan, options.plan)
     machine = chosen_machine(options.machine, device, console)
@@ -51,10 +53,12 @@ def simulate(options: SimulateOptions, device: torch.device, console: Console) -
     timeline = simulated_timeline(plan, schedule, step.simulated, machine)
     _show(console, step, timeline, measured, costs)
     if options.json is not None:
-        timeline.save(options.json)
+        with writing("--json", options.json):
+            timeline.save(options.json)
         console.print(f"timeline: {options.json}", soft_wrap=True)
     if options.html is not None:
-        save_page(options.html, _title(options.plan), profile, plan, timeline, costs, machine, measured)
+        with writing("--html", options.html):
+            save_page(options.html, _title(options.plan), profile, plan, timeline, costs, machine, measured)
         console.print(f"page: {options.html}", soft_wrap=True)
 
 
@@ -65,12 +69,6 @@ def _look_into_folder(options: SimulateOptions) -> SimulateOptions:
     recorded = options.plan / TIMELINE
     measured = options.measured or (recorded if recorded.exists() else None)
     return replace(options, plan=options.plan / PLAN, measured=measured)
-
-
-def _check_targets(options: SimulateOptions) -> None:
-    for name, path in (("--html", options.html), ("--json", options.json)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{name} {path}: there is no folder {path.absolute().parent}; make it first")
 
 
 def _title(path: Path) -> str:

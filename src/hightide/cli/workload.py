@@ -6,7 +6,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -112,10 +113,10 @@ def _of_config(name: str, config: Any, sequences: int | None, length: int | None
 
 def _of_function(path: Path, function: str, sequences: int | None, length: int | None, dtype: Dtype | None) -> Workload:
     make = _find(path, function)
-    with torch.device("meta"):
+    name = f"{path.name}:{function}"
+    with torch.device("meta"), _blamed(name):
         made = make()
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    name = f"{path.name}:{function}"
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"{name} returned a {type(made).__name__}; it must return a torch.nn.Module or (module, batch)"
@@ -137,13 +138,23 @@ def _find(path: Path, function: str) -> Callable[[], object]:
     assert spec is not None and spec.loader is not None, "the file is one of Python"
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.absolute().parent))  # so that it can import its neighbours, as a script can
-    spec.loader.exec_module(module)
+    with _blamed(path.name):
+        spec.loader.exec_module(module)
     found = getattr(module, function, None)
     if not callable(found):
         named = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
         raise ValueError(f"{path} has no function {function!r}; it has {', '.join(named) or 'none'}")
     make: Callable[[], object] = found
     return make
+
+
+@contextmanager
+def _blamed(name: str) -> Iterator[None]:
+    """What the user's own code raises is bad input."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
 
 
 def _tokens(sequences: int | None, length: int) -> Batch:

@@ -31,7 +31,7 @@ class Limits:
             object.__setattr__(self, "gpu", parse_bytes(self.gpu, "Limits(gpu)"))
         if self.host is not None:
             object.__setattr__(self, "host", parse_bytes(self.host, "Limits(host)"))
-        object.__setattr__(self, "disk", _parse_disks(self.disk))
+        object.__setattr__(self, "disk", parse_disks(self.disk, "Limits(disk)"))
 
     @property
     def gpu_bytes(self) -> int | None:
@@ -48,7 +48,8 @@ class Limits:
         return tuple(disk for disk in self.disk or () if isinstance(disk, DiskLimit))
 
 
-def _parse_disks(value: str | Sequence[str | DiskLimit] | None) -> tuple[DiskLimit, ...]:
+def parse_disks(value: str | Sequence[str | DiskLimit] | None, name: str) -> tuple[DiskLimit, ...]:
+    """Turns "/scratch:200GiB" into a limit. `name` is what an error calls the value."""
     if value is None:
         return ()
     entries = [value] if isinstance(value, str) else list(value)
@@ -59,9 +60,9 @@ def _parse_disks(value: str | Sequence[str | DiskLimit] | None) -> tuple[DiskLim
             continue
         path, colon, size = entry.rpartition(":") if isinstance(entry, str) else ("", "", "")
         if not colon or not path:
-            raise ValueError(f"Limits(disk)={entry!r} is not a folder and a size; write '/path:200GiB'")
-        disks.append(DiskLimit(path, parse_bytes(size, f"Limits(disk) of {path!r}")))
+            raise ValueError(f"{name}={entry!r} is not a folder and a size; write '/path:200GiB'")
+        disks.append(DiskLimit(path, parse_bytes(size, f"{name} of {path!r}")))
     paths = [disk.path for disk in disks]
     if len(set(paths)) != len(paths):
-        raise ValueError(f"Limits(disk) names a folder twice: {paths}; give each folder once, with its whole size")
+        raise ValueError(f"{name} names a folder twice: {paths}; give each folder once, with its whole size")
     return tuple(disks)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import PLAN_VERSION, Activation, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.layout import made_again
 from hightide.planner.place import uses_disk, widest_tick
 
 
@@ -59,6 +62,16 @@ def _check_layout(profile: ModelProfile, plan: Plan) -> None:
         raise InfeasiblePlan("the plan's layout does not hold each parameter of the model once; make a new plan")
     if [chunk.index for chunk in plan.layout.chunks] != list(range(len(plan.layout.chunks))):
         raise InfeasiblePlan("the chunks of the plan's layout are not numbered 0, 1, 2, ...; make a new plan")
+    empty = [chunk.index for chunk in plan.layout.chunks if not chunk.params]
+    if empty:
+        raise InfeasiblePlan(f"the chunks {empty} of the plan's layout hold no parameter; make a new plan")
+    for chunk, right in zip(plan.layout.chunks, made_again(profile, plan.layout), strict=True):
+        wrong = [field.name for field in fields(chunk) if getattr(chunk, field.name) != getattr(right, field.name)]
+        if wrong:
+            raise InfeasiblePlan(
+                f"chunk {chunk.index} of the plan's layout has {wrong[0]}={getattr(chunk, wrong[0])!r}, which by its "
+                f"parameters is {getattr(right, wrong[0])!r}; leave the layout as it was made, or make a new plan"
+            )
 
 
 def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
@@ -98,6 +111,9 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
         )
     if plan.loss_kept_tokens < 0:
         raise InfeasiblePlan(f"loss_kept_tokens is {plan.loss_kept_tokens}; it must be 0 (none) or more")
+    for name in ("gpu_limit_bytes", "host_limit_bytes", "disk_limit_bytes"):
+        if getattr(plan, name) < 0:
+            raise InfeasiblePlan(f"{name} is {getattr(plan, name)}; it must be 0 (nothing) or more")
     heads = [block for block in profile.blocks if block.lazy_head]
     if plan.loss_kept_tokens and not all(block.plain_linear for block in heads):
         raise InfeasiblePlan(

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby, takewhile
 
-from hightide.ir.action import Mode, Schedule
+from hightide.ir.action import Mode, Op, Schedule
 from hightide.ir.block import ModelProfile
-from hightide.ir.plan import BlockPlan, Plan
+from hightide.ir.plan import BlockPlan, Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.memory import bytes_forecast, peaks
@@ -24,7 +24,7 @@ def explain(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule
     """The plan has its forecast by now."""
     schedule = schedules[Mode.TRAIN]
     parts = [_memory(plan, schedule), _batch(profile, plan), _table(profile, plan), _precision(profile, plan)]
-    lines = [line for part in [*parts, _timing(plan), _traffic(schedule)] for line in part]
+    lines = [line for part in [*parts, _timing(plan, schedule), _traffic(schedule)] for line in part]
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
     return "\n".join(lines)
 
@@ -75,7 +75,8 @@ def _batch(profile: ModelProfile, plan: Plan) -> list[str]:
     lines.append(f"slots: {slots}, {grad_slots} for gradients")
     if plan.num_disk_buffers:
         sizes = ", ".join(format_bytes(size) for size in disk_buffer_bytes(plan))
-        lines.append(f"disk: through {plan.num_disk_buffers} buffers on the host of each size: {sizes}")
+        buffers = "buffer" if plan.num_disk_buffers == 1 else "buffers"
+        lines.append(f"disk: through {plan.num_disk_buffers} {buffers} on the host of each size: {sizes}")
     return lines
 
 
@@ -149,12 +150,15 @@ def _names(dtypes: Iterable[str]) -> str:
     return ", ".join(sorted(set(dtypes)))
 
 
-def _timing(plan: Plan) -> list[str]:
+def _timing(plan: Plan, schedule: Schedule) -> list[str]:
+    on_host = any(action.op is Op.UPDATE for action in schedule.lane(Lane.CPU))
     text = {
-        "deferred": "at step(), hidden behind the next forward",
-        "in_backward": "as soon as a gradient is final",
+        (Update.DEFERRED, True): "begins at step(), runs beside the next forward",
+        (Update.DEFERRED, False): "on the GPU, at step()",
+        (Update.IN_BACKWARD, True): "as soon as a gradient is final",
+        (Update.IN_BACKWARD, False): "on the GPU, as soon as a gradient is final",
     }
-    return [f"update: {plan.update}, {text[plan.update]}"]
+    return [f"update: {plan.update}, {text[plan.update, on_host]}"]
 
 
 def _traffic(schedule: Schedule) -> list[str]:

@@ -51,13 +51,15 @@ class Improvement:
 class Improvements:
     found: tuple[Improvement, ...]  # the most helpful first
     untried: tuple[Change, ...]  # for want of time
+    num_tried: int
 
 
 def improvements(question: Question, found: Found, leeway: Leeway, may_go_on: Callable[[], bool]) -> Improvements:
     """`may_go_on` is asked before each new plan."""
     before = question.profile.num_samples / found.step.step_s
+    changes = _faster(question, found, leeway)
     helpful, untried = [], []
-    for change, changed in _faster(question, found, leeway):
+    for change, changed in changes:
         if not may_go_on():
             untried.append(change)
             continue
@@ -65,7 +67,8 @@ def improvements(question: Question, found: Found, leeway: Leeway, may_go_on: Ca
         step_s = nearby_step_s(changed, found.choice, below_s=num_samples / (before * LEAST_SPEEDUP))
         if step_s < math.inf:
             helpful.append(Improvement(change, step_s, num_samples / step_s / before))
-    return Improvements(tuple(sorted(helpful, key=lambda one: -one.speedup)), tuple(untried))
+    helpful.sort(key=lambda one: -one.speedup)
+    return Improvements(tuple(helpful), tuple(untried), len(changes) - len(untried))
 
 
 def _faster(question: Question, found: Found, leeway: Leeway) -> list[tuple[Change, Question]]:
@@ -140,7 +143,7 @@ def _with_disk(question: Question) -> Change | None:
     if num_bytes is None:
         return None
     size = size_option(num_bytes)
-    return Change(f"a disk of {size} (planned only, not trained from yet)", _option(Tier.DISK, size))
+    return Change(f"a disk of {size} (only planned yet)", _option(Tier.DISK, size))
 
 
 def _option(tier: Tier, size: str) -> str:

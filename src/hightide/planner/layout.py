@@ -30,6 +30,17 @@ def pack(profile: ModelProfile, slot_numel: int, num_moments: int = 2) -> Layout
     return Layout(slot_numel, tuple(chunks))
 
 
+def made_again(profile: ModelProfile, layout: Layout) -> Iterator[ChunkSpec]:
+    """What each chunk is by the parameters that are said to lie in it: an edited layout is held against it. Which of
+    them lie together, and how often a step adds to their gradients, is taken as it is."""
+    bundles = {spec.name: bundle for bundle, params in _bundles(profile) for spec in params}
+    for chunk in layout.chunks:
+        specs = sorted((profile.param(place.param) for place in chunk.params), key=_section)
+        block, users, dtype, _ = bundles[specs[0].name]
+        num_moments = chunk.num_states - chunk.has_master
+        yield _chunk(chunk.index, block, users, dtype, specs, num_moments, chunk.num_backwards)
+
+
 def slot_sizes(profile: ModelProfile) -> tuple[int, ...]:
     """The block sizes, their halves, thirds and quarters, by cost; of equals the larger one first.
 

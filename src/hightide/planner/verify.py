@@ -47,7 +47,7 @@ def _check_capacity(tier: Tier, peak_bytes: int, limit_bytes: int, moment: str) 
         raise InfeasiblePlan(
             f"the plan needs {peak_bytes} bytes ({format_bytes(peak_bytes)}) of {room} {when}, the limit is "
             f"{limit_bytes} ({format_bytes(limit_bytes)}): {peak_bytes - limit_bytes} bytes too many; use {remedy}, or "
-            f"raise Limits({tier}=...)",
+            f"raise the plan's {tier}_limit_bytes",
             moment,
             tier,
             peak_bytes,

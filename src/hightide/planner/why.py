@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hightide.ir.action import Mode
@@ -48,9 +49,8 @@ class Reasons:
 
 
 def why(plan: Plan, block: str, costs: Costs, machine: Machine) -> Reasons:
-    """`block`: its name, or the end of it from a dot on, if there is only one such."""
     assert plan.profile is not None, "a planner puts the profile into its plans"
-    index = _find(plan, block)
+    index = find_block([one.name for one in plan.blocks], block)
     planned = plan.blocks[index]
     step_s = forecast(plan.profile, plan, costs, machine).step_s
     now = _bytes(plan, machine)
@@ -129,8 +129,8 @@ def _bytes(plan: Plan, machine: Machine) -> Forecast:
     return bytes_forecast(schedule, peaks(schedule), machine)
 
 
-def _find(plan: Plan, name: str) -> int:
-    names = [block.name for block in plan.blocks]
+def find_block(names: Sequence[str], name: str) -> int:
+    """`name` may be the end of one of the blocks' names, from a dot on, if there is only one such."""
     matches = [at for at, one in enumerate(names) if one == name] or [
         at for at, one in enumerate(names) if one.endswith(f".{name}")
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -52,6 +53,14 @@ def alone():
 
 def nothing():
     return 7
+
+def boom():
+    raise RuntimeError("boom")
+
+def wants(width):
+    return Stack()
+
+llama = with_batch
 """
 
 
@@ -80,6 +89,7 @@ def source(tmp_path: Path) -> Path:
     (tmp_path / "neighbour.py").write_text("WIDTH = 24\n")
     path = tmp_path / "mine.py"
     path.write_text(SOURCE)
+    (tmp_path / "broken.py").write_text("1 / 0")
     return path
 
 
@@ -93,7 +103,7 @@ def llama_folder(folder: Path, **settings: object) -> Path:
 
 def test_a_preset_in_80_columns() -> None:
     output = plan(*TINY, "--gpu", "1MiB", "--why", "layers.1").stdout
-    for words in ("fits the limits", "tokens/s", "of the floor", "limit: ", "gpu   peak", "host  peak", "micro-batch"):
+    for words in ("fits the limits", "tokens/s", "floor: ", "limit: ", "gpu   peak", "host  peak", "micro-batch"):
         assert words in output
     for words in ("master copies", "gradient sums", "moments", "why model.layers.1", "what would help"):
         assert words in output
@@ -222,17 +232,26 @@ def test_a_function_brings_its_own_batch(source: Path, monkeypatch: pytest.Monke
         (["{folder}/none.py:make"], "there is no file"),
         (["{folder}/mine.py:made"], "with_batch, alone, nothing"),
         (["{folder}/mine.py:nothing"], "returned a int; it must return"),
+        (["{folder}/mine.py:boom"], "mine.py:boom raised RuntimeError: boom"),
+        (["{folder}/mine.py:wants"], "mine.py:wants raised TypeError: wants() missing 1 required"),
+        (["{folder}/neighbour.py:make"], "has no function 'make'"),
+        (["{folder}/broken.py:make"], "broken.py raised ZeroDivisionError"),
         (["{folder}/mine.py:alone"], "return the model with a batch of its own"),
         (["{folder}/mine.py:with_batch", "--length", "8"], "leave out --sequences and --length"),
-        (["tiny", "--disk", "60GiB"], "is not a folder and a size"),
+        (["tiny", "--disk", "60GiB"], "--disk='60GiB' is not a folder and a size"),
+        (["tiny", "--disk", "/scratch:much"], "--disk of '/scratch'='much' is not a size"),
         (["tiny", "--clip", "--update", "in_backward"], "use --update deferred"),
         (["tiny", "--sequences", "0"], "--sequences is 0"),
-        (["tiny", "--micro-batch", "99"], "micro_batch=99 does not fit"),
+        (["tiny", "--micro-batch", "99"], "--micro-batch 99 does not fit the batch of 8 samples"),
+        (["tiny", "--micro-batch", "0"], "choose a number from 1 to 8, or leave it out"),
         (["tiny", "--gpu", "much"], "--gpu='much' is not a size"),
         (["tiny", "--lora", "q_proj"], "write 16"),
         (["tiny", "--lora", "4:nothing"], "not found in the base model"),
         (["tiny", "--why", "layers.99"], "near are 'model.layers."),
+        (["tiny", "--why", "layers.99", "--gpu", "40KiB"], "near are 'model.layers."),
         (["tiny", "--save", "{folder}/none/plan.json"], "there is no folder"),
+        (["tiny", "--save", "{folder}"], "is a folder; name a file"),
+        (["tiny", "--html", "{folder}"], "is a folder; name a file"),
         (["tiny", "--machine", "pdp-11"], "rtx-4090"),
         (["gpt2-xl", "--length", "1025"], "up to 1024 tokens, not 1025"),
     ],
@@ -241,6 +260,27 @@ def test_bad_input_is_one_message(options: list[str], said: str, source: Path) -
     words = [option.replace("{folder}", str(source.parent)) for option in options]
     result = plan(*words, exit_code=2)
     assert said in result.stderr and not result.stdout
+
+
+def test_a_traceback_is_shown_where_it_is_asked_for(source: Path) -> None:
+    said = plan(f"{source}:boom", "--traceback", exit_code=2).stderr
+    assert "Traceback" in said and "in boom" in said and "RuntimeError: boom" in said
+
+
+@pytest.mark.parametrize("option", ["--save", "--html"])
+def test_a_file_that_cannot_be_written_is_one_message(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    said = plan(*TINY, option, tmp_path / "file", exit_code=2).stderr
+    assert said.replace("\n", "") == f"error: {option} {tmp_path / 'file'} cannot be written: No space left on device"
+
+
+def test_a_name_between_colons_is_no_emoji(source: Path) -> None:
+    assert plan(f"{source}:llama").stdout.startswith("mine.py:llama: 0.00M parameters\n")
 
 
 def test_a_model_that_is_no_language_model_needs_a_function(tmp_path: Path) -> None:
@@ -255,12 +295,13 @@ def test_a_model_that_is_no_language_model_needs_a_function(tmp_path: Path) -> N
 def test_what_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "ANSWER_S", math.inf)
     path = tmp_path / "plan.json"
-    result = plan(*TINY, "--gpu", "40KiB", "--save", path, exit_code=1)
+    result = plan(*TINY, "--gpu", "40KiB", "--save", path, "--why", "layers.1", exit_code=1)
     assert "what would make it fit" in result.stdout and "Limits(" not in result.stdout
     assert re.search(r"DOES NOT FIT: missing are .*B \(\d+ bytes\) on the gpu\n", result.stdout)
     assert re.search(r"the most is needed in (forward|backward) of \S+\n", result.stdout)
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "not written" in result.stderr and not path.exists()
+    assert "no answer to --why layers.1: there is no plan" in result.stderr
     found = report(*TINY, "--gpu", "40KiB", exit_code=1)
     assert not found.fits and found.outlook is None and found.refusal is not None
     assert found.refusal.tier is Tier.GPU and found.refusal.needed_bytes > 40 * 1024
@@ -287,6 +328,7 @@ def test_a_disk_is_planned_refused_by_wrap_and_named_where_it_would_help(
     busy = {lane.lane: lane.busy_s for lane in found.lanes}
     assert busy[Lane.DISK_READ] > 0 and busy[Lane.DISK_WRITE] > 0
     text = plan(*small, "--disk", "/scratch:1GiB", "--html", tmp_path / "page.html").stdout
+    assert re.search(r"  limit: .*[,;]\n    \w", text), "what does not fit the line is indented"
     assert "disk per step" in text and "disk  peak" in text and max(map(len, text.splitlines())) <= 80
     assert CliRunner().invoke(app, ["simulate", str(path), "--machine", "h200"]).exit_code == 0
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).train()

@@ -1,5 +1,7 @@
 from dataclasses import replace
 
+import pytest
+
 from hightide.ir.action import Mode
 from hightide.ir.plan import Activation, GradientDtype, Plan, Update
 from hightide.ir.tier import Lane, Tier
@@ -81,6 +83,27 @@ def test_precision_timing_traffic_and_micro_batches_are_stated():
     ):
         assert words in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("update", "states", "said"),
+    [
+        (Update.DEFERRED, Tier.HOST, "deferred, begins at step(), runs beside the next forward"),
+        (Update.DEFERRED, Tier.GPU, "deferred, on the GPU, at step()"),
+        (Update.IN_BACKWARD, Tier.HOST, "in_backward, as soon as a gradient is final"),
+        (Update.IN_BACKWARD, Tier.GPU, "in_backward, on the GPU, as soon as a gradient is final"),
+    ],
+)
+def test_when_and_where_updates_run(update: Update, states: Tier, said: str) -> None:
+    profile = stack(2)
+    assert f"\nupdate: {said}\n" in text_of(profile, plan_with(profile, Tier.GPU, states, update=update))
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "1 buffer on"), (2, "2 buffers on")])
+def test_buffers_of_a_disk_are_counted(count: int, said: str) -> None:
+    profile = stack(2)
+    plan = replace(plan_with(profile, Tier.DISK, Tier.DISK), num_disk_buffers=count)
+    assert f"\ndisk: through {said} the host of each size: " in text_of(profile, plan)
 
 
 def test_a_plan_without_master_copies_says_why():
