@@ -23,7 +23,7 @@ PLAN_VERSION = 3  # raised whenever a file of before cannot be read, or would me
 class Update(StrEnum):
     """When the optimizer's update of a block runs."""
 
-    DEFERRED = "deferred"  # at step(), hidden behind the next forward; clipping and accumulation are exact
+    DEFERRED = "deferred"  # begins at step(), runs beside the next forward; clipping and accumulation are exact
     IN_BACKWARD = (
         "in_backward"  # as soon as the gradient is final; the user promises one step per backward, no clipping
     )
