@@ -121,7 +121,7 @@ def test_chunks_plus_less_than_one_blocks_activations_are_refused() -> None:
     persistent = sum(chunk.param_bytes for chunk in lean.layout.chunks if lean.blocks[chunk.block].params is Tier.GPU)
     too_little = slots + persistent + 2048
     assert too_little < lean.forecast.gpu_peak_bytes
-    with pytest.raises(ValueError, match=f"(?s)limit is {too_little}.*Limits\\(gpu=") as refused:
+    with pytest.raises(ValueError, match=f"(?s)limit is {too_little}.*raise the plan's gpu_limit_bytes") as refused:
         hightide.wrap(model, adamw(model), batch, plan=replace(lean, gpu_limit_bytes=too_little))
     assert str(lean.forecast.gpu_peak_bytes) in str(refused.value)
     train_step(model, adamw(model), batch)  # a refusal leaves the model as it was
