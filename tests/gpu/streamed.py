@@ -1,4 +1,4 @@
-"""Plans for GPU tests: everything that can move, moves."""
+"""For GPU tests: plans under which everything that can move, moves; a model that is large enough to be rehearsed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 import hightide
+import hightide.decision
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
 
@@ -41,3 +42,22 @@ def wrap(
 def silence_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers asks the GPU in every forward whether sequences are padded, and waits for the answer."""
     monkeypatch.setattr(transformers.PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda *_, **__: None)
+
+
+def rehearsed_llama(width: int = 512, num_layers: int = 8) -> tuple[nn.Module, dict[str, Tensor]]:
+    """34 M parameters, so that it is rehearsed; a step holds gigabytes of activations."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=8192,
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
+        num_hidden_layers=num_layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
+    tokens = torch.randint(0, 8192, (16, 512))
+    model = transformers.LlamaForCausalLM(config).train()
+    assert sum(param.numel() for param in model.parameters()) > hightide.decision.SMALL_NUMEL
+    return model, {"input_ids": tokens, "labels": tokens}

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 import hightide
 import hightide.decision
 import models
-from gpu.streamed import silence_transformers
+from gpu.streamed import rehearsed_llama, silence_transformers
 from hightide.ir.machine import Machine
 from hightide.ir.tier import Lane
 from hightide.planner.correct import _scaled_machine
@@ -29,25 +28,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # the machine may have
 MIB, GIB = 2**20, 2**30
 NUM_STEPS = 14  # by then memory was looked at, and times were compared
 ROOMY = hightide.Limits(gpu=64 * GIB, host=16 * GIB)
-
-
-def llama(width: int = 512, num_layers: int = 8) -> tuple[nn.Module, dict[str, Tensor]]:
-    """34 M parameters, so that it is rehearsed; a step holds gigabytes of activations."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=8192,
-        hidden_size=width,
-        intermediate_size=11 * width // 4,
-        num_hidden_layers=num_layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        use_cache=False,
-        tie_word_embeddings=False,
-    )
-    tokens = torch.randint(0, 8192, (16, 512))
-    model = transformers.LlamaForCausalLM(config).train()
-    assert sum(param.numel() for param in model.parameters()) > hightide.decision.SMALL_NUMEL
-    return model, {"input_ids": tokens, "labels": tokens}
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -66,7 +46,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, num_st
 
 @pytest.mark.parametrize("room", [1.0, 1.3])  # forward runs out, or it fits and backward would run out
 def test_blocks_that_take_twice_what_was_measured(room: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = llama()
+    model, batch = rehearsed_llama()
     plain = copy.deepcopy(model).cuda()
     expected = train(plain, adamw(plain), {name: value.cuda() for name, value in batch.items()}, 6)
     expected_weights = {name: value.cpu() for name, value in plain.state_dict().items()}
@@ -135,7 +115,7 @@ def test_a_link_that_is_slower_than_forecast_is_explained(monkeypatch: pytest.Mo
 @pytest.mark.alone
 @pytest.mark.parametrize("share", [None, 0.5], ids=["resident", "streamed"])
 def test_an_honest_forecast_is_not_spoken_about(share: float | None) -> None:
-    model, batch = llama(width=2048, num_layers=3)  # a layer takes the GPU 60 ms: Python is not the limit
+    model, batch = rehearsed_llama(width=2048, num_layers=3)  # a layer takes the GPU 60 ms: Python is not the limit
     limits = ROOMY if share is None else hightide.Limits(gpu=int(share * whole_bytes(model, batch)), host=16 * GIB)
     model, optimizer = hightide.wrap(model, adamw(model), batch, limits=limits, device="cuda")
     run, watch = parts(model)
