@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import nn
 
 import hightide
 import models
 from gpu.streamed import silence_transformers, wrap
 from hightide.ir.action import Mode, Op
-from hightide.ir.tier import Lane
+from hightide.ir.plan import Plan
+from hightide.ir.tier import Lane, Tier
 from hightide.runtime.surgery import run_of
 from unit.runtime.steps import train_step
 
 pytestmark = pytest.mark.gpu
 
+AHEAD_CYCLES = 400_000_000  # of a GPU's clock, about 0.2 s
 CLOCK_S = 200e-6  # by which the host's clock and the GPU's may differ
 
 
@@ -57,4 +62,26 @@ def test_recording_does_not_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) ->
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert recording.timeline.step_s > 0
+    hightide.unwrap(model)
+
+
+def test_the_first_block_does_not_wait_for_the_parameters_of_others() -> None:
+    """Each step begins with 16 fetches of 32 MiB, one after the other; the batch comes from host memory too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(17))).to(torch.bfloat16)
+    batch = torch.randn(512, 4096, dtype=torch.bfloat16)
+
+    def states_away(plan: Plan) -> Plan:
+        blocks = [replace(block, params=Tier.GPU, states=Tier.HOST) for block in plan.blocks]
+        return replace(plan, blocks=(replace(blocks[0], states=Tier.GPU), *blocks[1:]))
+
+    model, optimizer = wrap(model, batch, states_away, update="in_backward", micro_batch=512)
+    with hightide.record(model) as recording:
+        for _ in range(4):
+            model(batch).square().mean().backward()
+            torch.cuda._sleep(AHEAD_CYCLES)  # meanwhile all updates end, and this thread begins the next step
+            optimizer.step()
+            optimizer.zero_grad()
+    bars = {bar.id: bar for bar in recording.timeline.bars if not bar.earlier}
+    assert bars["fwd.0"].end_s < bars["fetch.param.2@fwd.2"].end_s
     hightide.unwrap(model)

@@ -91,7 +91,7 @@ class Executor:
     # -- passes ---------------------------------------------------------------------------------------------------
 
     def begin(self, mode: Mode) -> None:
-        """Starts a pass. All slots start empty: the last step's update made their copies stale."""
+        """Begins a pass. All slots are empty: the last step's update made their copies stale."""
         self.lanes.check()
         if mode is Mode.EVAL and self.mode is Mode.TRAIN and self._suspended is None:
             self._suspended = self._pass  # evaluation between forward and backward; backward goes on with this one
@@ -103,6 +103,10 @@ class Executor:
         if mode is not Mode.EVAL:
             self.gradients.begin_pass()
             self.performer.stashes.begin_pass()
+
+    def start(self) -> None:
+        """Hands out what need not wait for the first tick. Not before the batch is on its way: one engine copies
+        everything to the GPU, in turn, and the first block would wait for the fetches of many others."""
         self._issue(-1)
 
     @property

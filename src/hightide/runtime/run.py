@@ -239,6 +239,7 @@ class Run:
         try:
             args, kwargs = self._moved(args, kwargs)
             self._root_batch = (args, kwargs)
+            self.executor.start()
             with self.gpu.meter("activations"), self._around_call(args, kwargs):
                 return original(*args, **kwargs)
         finally:
@@ -289,6 +290,7 @@ class Run:
             mode = Mode.TRAIN if torch.is_grad_enabled() else Mode.EVAL
             if not self.executor.expects(mode, block):
                 self.begin_pass(mode)
+                self.executor.start()
         yield
 
     # -- what blocks call -----------------------------------------------------------------------------------------

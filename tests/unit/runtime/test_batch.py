@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
 import hightide
+from hightide.runtime import run as runtime_run
 from hightide.runtime.batch import map_tensors
 from hightide.runtime.surgery import run_of
 
@@ -117,4 +118,21 @@ def test_nested_tensors_are_on_the_accelerator_and_die_with_the_pass() -> None:
     model.received.clear()
     optimizer.step()
     assert "batch" not in run.gpu.breakdown()
+    hightide.unwrap(model)
+
+
+def test_the_batch_goes_before_any_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One engine copies to a GPU: a batch behind the first fetches makes the first block wait for them all."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    batch = torch.randn(4, 64)
+    limits = hightide.Limits(gpu="64KiB", host="16MiB")
+    model, _ = hightide.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), batch, limits=limits, device="cpu")
+    run = run_of(model)
+    assert run is not None
+    order: list[str] = []
+    submit, move = run.lanes.submit, runtime_run.copy_to
+    monkeypatch.setattr(run.lanes, "submit", lambda id, *rest: (order.append(id), submit(id, *rest))[1])
+    monkeypatch.setattr(runtime_run, "copy_to", lambda *rest: (order.append("batch"), move(*rest))[1])
+    model(batch).sum().backward()
+    assert order[0] == "batch" and order[1].startswith("fetch"), order[:4]
     hightide.unwrap(model)
