@@ -72,6 +72,17 @@ def shown(title: str) -> Iterator[None]:
         line.end()
 
 
+@contextmanager
+def doing(part: str, detail: str = "") -> Iterator[None]:
+    """As `tell`; what is told inside belongs to it and is not shown."""
+    tell(part, detail)
+    token = _line.set(None)
+    try:
+        yield
+    finally:
+        _line.reset(token)
+
+
 def tell(part: str, detail: str = "") -> None:
     """What is done from now on; `detail` is how far it is. Nothing happens if nobody shows it."""
     if (line := _line.get()) is not None:

@@ -258,11 +258,7 @@ class Watch:
             return
         factors = lanes_off(measured, self._step, MOST_OFF)
         if not factors:
-            warnings.warn(
-                f"{reason}. No lane was slower or faster than forecast: the time goes by outside of the plan, in "
-                "loading data or in the loop's own code",
-                stacklevel=3,
-            )
+            warnings.warn(f"{reason}. {self._beside_lanes(measured.step_s < expected_s)}", stacklevel=3)
             return
         lanes = lane_seconds(self._step)
         parts = [f"{lane} was busy for {format_seconds(measured.lane_s[lane])} instead of {format_seconds(lanes[lane])}"
@@ -272,6 +268,20 @@ class Watch:
         following = self._faster(with_slower_lanes(self.question, factors), reason)
         if following is not None:
             self._go_on_with(following)
+
+    def _beside_lanes(self, is_faster: bool) -> str:
+        """Why a step is not as long as forecast, although every lane is busy for as long as forecast."""
+        if not is_faster:
+            return (
+                "No lane was slower than forecast: the time goes by outside of the plan, in loading data or in the "
+                "loop's own code"
+            )
+        if self._run.plan.update is Update.DEFERRED:
+            return (
+                "The forecast is that of a loop that clips: its updates wait for the norm of all gradients. Those of "
+                "this one began during backward; wrapped with update='in_backward' it gets a plan for that"
+            )
+        return "No lane was faster than forecast: they overlap more"
 
     def _faster(self, corrected: Question, reason: str) -> _Next | None:
         present_s = forecast(corrected.profile, self._run.plan, corrected.costs, corrected.machine).step_s

@@ -14,7 +14,7 @@ import torch
 import hightide
 import models
 from hightide import progress
-from hightide.progress import shown, tell
+from hightide.progress import doing, shown, tell
 from unit.runtime.steps import adamw
 
 
@@ -70,6 +70,18 @@ def test_parts_are_logged_with_their_times_and_files_get_no_line(
         "outer: 0.0 s in all",
     ]
     assert capsys.readouterr().err == ""
+
+
+def test_what_is_told_inside_of_a_part_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="hightide"), shown("outer"):
+        with doing("timing"):
+            tell("inside")
+        tell("after")
+    assert [record.getMessage() for record in caplog.records] == [
+        "outer: timing took 0.0 s",
+        "outer: after took 0.0 s",
+        "outer: 0.0 s in all",
+    ]
 
 
 def test_wrap_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:

@@ -428,6 +428,18 @@ def test_time_outside_of_the_plan_is_nobodys_fault(promised: None, monkeypatch: 
     hightide.unwrap(model)
 
 
+@pytest.mark.parametrize(("update", "why"), [("deferred", "loop that clips"), ("in_backward", "they overlap more")])
+def test_a_step_that_is_faster_loses_no_time_outside(
+    promised: None, monkeypatch: pytest.MonkeyPatch, update: str, why: str
+) -> None:
+    """A loop that never clips calls step() while the GPU is in backward."""
+    slow_steps(monkeypatch, {}, step=0.5)
+    model, batch = models.llama()
+    model, watch, told = trained(model, batch, "400KiB", update=update)
+    assert not watch.num_replans and len(told) == 1 and why in told[0] and "outside" not in told[0]
+    hightide.unwrap(model)
+
+
 def test_a_gpu_that_waits_for_python_is_not_planned_around(promised: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU's events then show a slow compute lane, which is not its fault."""
     estimate = hightide.decision.estimate

@@ -22,7 +22,7 @@ from hightide.profiler.model import profile_calls
 from hightide.profiler.probe import ProbeResult
 from hightide.profiler.recording import Record
 from hightide.profiler.split import Batch
-from hightide.progress import tell
+from hightide.progress import doing
 from hightide.rehearsal.device import memory_rate, update_rate
 from hightide.rehearsal.stage import Part, Stage, Tile, no_global_hooks
 from hightide.rehearsal.stopwatch import Lap, MemoryReading, time_laps
@@ -71,9 +71,10 @@ def measure_costs(
         parts = _parts(profile, probed, records)
         found = []
         for number, part in enumerate(parts):
-            tell("timing blocks", f"kind {number + 1} of {len(parts)}")
-            found.append(rehearsal.call(part))
-        loss = rehearsal.loss(parts)
+            with doing("timing blocks", f"kind {number + 1} of {len(parts)}"):
+                found.append(rehearsal.call(part))
+        with doing("timing blocks", "the loss"):
+            loss = rehearsal.loss(parts)
     name = torch.cuda.get_device_name(device) if cuda else "the simulated accelerator"
     costs = Costs(
         source=f"measured on {name}{', compiled' if compile else ''}",
