@@ -402,6 +402,7 @@ def test_an_interruption_waits_until_the_move_is_done(monkeypatch: pytest.Monkey
     model, optimizer, run, batch = wrapped("streamed", torch.float32)
     train_step(model, optimizer, batch)
     there = states(model, optimizer)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without it
     in_the_middle(monkeypatch, lambda: signal.raise_signal(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
         move(run, placed(run.plan, "resident"))
