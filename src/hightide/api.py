@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,8 +15,9 @@ from hightide.integrations import lora, transformers
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.limits import Limits
-from hightide.ir.plan import GradientDtype, Plan, Update
+from hightide.ir.plan import Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
+from hightide.ir.units import format_bytes
 from hightide.loading.unloaded import forget
 from hightide.loading.values import first_values
 from hightide.machine import free_host_bytes
@@ -116,8 +118,10 @@ def wrap(
         wrapped = wrap_optimizer(optimizer, run)
         run.settle()
         wrap_modules(run)
-        if searched is not None:  # a plan that the user brings is never changed
+        if searched is not None:
             run.observer = Watch(run, *searched)
+        else:  # a plan that the user brings is never changed
+            _warn_of_reserve(run.forecast, plan.gpu_limit_bytes)
     return model, wrapped
 
 
@@ -257,6 +261,19 @@ def _verified(
             raise
         return _verified(measured, plan)
     return profile, schedules
+
+
+def _warn_of_reserve(forecast: Forecast, limit_bytes: int) -> None:
+    """Tensors fit for sure; what torch reserves beside them is an estimate, and no reason to refuse a plan."""
+    above_bytes = forecast.gpu_bytes - limit_bytes
+    if above_bytes > 0:
+        warnings.warn(
+            f"this plan's tensors take up to {format_bytes(forecast.gpu_peak_bytes)} of the GPU's "
+            f"{format_bytes(limit_bytes)}, and torch is expected to reserve {format_bytes(forecast.gpu_bytes)} for "
+            f"them: it may run out of memory. Make a plan with a limit that is {format_bytes(above_bytes)} lower, or "
+            "raise gpu_limit_bytes of this one by as much",
+            stacklevel=3,
+        )
 
 
 def _resolve(limits: Limits, device: torch.device) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,4 +149,15 @@ def test_the_watch_does_not_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(compared) == 1 and compared[0].step_s > 0 and not watch.num_replans
+    hightide.unwrap(model)
+
+
+def test_a_plan_of_the_users_is_warned_of_what_torch_reserves() -> None:
+    model, batch = models.llama()
+    plan = hightide.plan(model, adamw(model), batch, limits=ROOMY, device="cuda")
+    limit_bytes = (plan.forecast.gpu_peak_bytes + plan.forecast.gpu_bytes) // 2
+    with pytest.warns(UserWarning, match="torch is expected to reserve"):
+        model, _ = hightide.wrap(
+            model, adamw(model), batch, plan=replace(plan, gpu_limit_bytes=limit_bytes), device="cuda"
+        )
     hightide.unwrap(model)

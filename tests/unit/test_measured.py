@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 
 import hightide
 import models
+from hightide.api import _warn_of_reserve
 from hightide.ir.action import Mode
 from hightide.ir.plan import Forecast
 from hightide.planner.lower import lower
@@ -87,3 +90,12 @@ def test_a_plan_of_another_kind_of_device_is_forecast_in_the_bytes_of_this_one()
     for plan in (simulated, real):
         assert _forecast(plan, schedule, cpu) == simulated.forecast
         assert _forecast(plan, schedule, cuda) == real.forecast
+
+
+def test_a_plan_whose_tensors_fit_is_not_refused_for_what_torch_reserves_but_warned_of(recwarn: Any) -> None:
+    forecast = Forecast(1000 * 2**20, 6, gpu_reserved_bytes=1020 * 2**20)
+    _warn_of_reserve(forecast, 1020 * 2**20)
+    _warn_of_reserve(replace(forecast, gpu_reserved_bytes=None), 1000 * 2**20)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"expected to reserve 1020 MiB.* a limit that is 10.0 MiB lower"):
+        _warn_of_reserve(forecast, 1010 * 2**20)
