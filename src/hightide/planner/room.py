@@ -2,7 +2,8 @@
 
 Searches ask for the room of thousands of choices; lowering each would take minutes. What a call keeps, or leaves near,
 adds the same bytes at the same moments whatever others do, and so does an update on the GPU. So it is enough to lower
-one schedule per micro-batch size and tier of inputs, in which nothing moves, and to add up differences."""
+one schedule per micro-batch size, tier of inputs and slot size (updates go chunk by chunk), in which nothing moves, and
+to add up differences."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ class _Rise:
 
 @dataclass(frozen=True)
 class _Levels:
-    """Of one micro-batch size and tier of inputs."""
+    """Of one micro-batch size, tier of inputs and slot size."""
 
     gpu_bytes: list[int]  # at most, by moment, with everything recomputed and no block updated on the GPU
     updates: dict[int, dict[int, int]]  # by block: the same at the moments at which it is updated there
@@ -50,7 +51,7 @@ class _Levels:
 class Room:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._levels: dict[tuple[int, Tier], _Levels] = {}
+        self._levels: dict[tuple[int, Tier, int], _Levels] = {}
         self._logits: dict[int, list[_Rise]] = {}
 
     def gpu_bytes(self, choice: Choice) -> int:
@@ -77,7 +78,7 @@ class Room:
         return max((size for block, size in levels.stashed_bytes.items() if block not in near), default=0)
 
     def _levels_of(self, choice: Choice) -> _Levels:
-        key = (choice.micro_batch, choice.inputs)
+        key = (choice.micro_batch, choice.inputs, choice.slot_numel or self._problem.slot_numel)
         if key not in self._levels:
             plain = lower(self._problem.profile, self._plan(*key), Mode.TRAIN)
             kept = lower_ticks(self._problem.profile, self._plan(*key, keep=self._problem.keepable))
@@ -109,10 +110,23 @@ class Room:
     def _plain_ticks(self) -> tuple[Action, ...]:
         return lower_ticks(self._problem.profile, self._plan(1, Tier.GPU))
 
-    def _plan(self, micro_batch: int, inputs: Tier, keep: Sequence[int] = (), loss_kept_tokens: int = 0) -> Plan:
+    def _plan(
+        self,
+        micro_batch: int,
+        inputs: Tier,
+        slot_numel: int | None = None,
+        keep: Sequence[int] = (),
+        loss_kept_tokens: int = 0,
+    ) -> Plan:
         """With everything on the GPU."""
-        whole = frozenset(self._problem.movable)
-        choice = Choice(micro_batch, inputs, whole=whole, keep=frozenset(keep), loss_kept_tokens=loss_kept_tokens)
+        choice = Choice(
+            micro_batch,
+            inputs,
+            whole=frozenset(self._problem.movable),
+            keep=frozenset(keep),
+            loss_kept_tokens=loss_kept_tokens,
+            slot_numel=slot_numel,
+        )
         return self._problem.build(choice)
 
 

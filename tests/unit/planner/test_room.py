@@ -17,7 +17,7 @@ from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
 from hightide.planner.moves import Moves
 from hightide.planner.room import Room
-from unit.planner.profiles import UNLIMITED, profiles, stack
+from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, profiles, stack
 from unit.planner.test_base import choices
 
 
@@ -80,6 +80,20 @@ def test_every_update_on_the_gpu_counts_at_its_own_moment(update: Update) -> Non
             choice = Choice(1, whole=frozenset(whole), keep=frozenset(keep))
             schedule = lower(profile, problem.build(choice), Mode.TRAIN)
             assert room.gpu_bytes(choice) == peaks(schedule).gpu_peak_bytes - schedule.gpu_base_bytes
+
+
+def test_updates_copy_no_more_than_a_chunk() -> None:
+    specs = [param(f"p{number}", 4096) for number in range(3)]
+    profile = build(specs, [Sketch("block", [spec.name for spec in specs])], [call(0, width=1)], num_samples=1)
+    problem = Problem(profile, UNLIMITED, UNLIMITED, Update.DEFERRED)
+    room = Room(problem)
+    sizes = []
+    for slot_numel in problem.slot_sizes:
+        choice = Choice(1, whole=frozenset({0}), slot_numel=slot_numel)
+        schedule = lower(profile, problem.build(choice), Mode.TRAIN)
+        sizes.append(room.gpu_bytes(choice))
+        assert sizes[-1] == peaks(schedule).gpu_peak_bytes - schedule.gpu_base_bytes
+    assert min(sizes) < max(sizes)
 
 
 def test_looking_at_every_choice_lowers_few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
