@@ -80,7 +80,8 @@ class Moves:
         for start in self.starts(spare=0, disk=True):
             if start.micro_batch == self.micro_batches[-1]:
                 yield self.fill(start, ORDERS[0])
-        yield from self.last_resorts()
+        for slot_numel in self._slot_sizes:
+            yield from (replace(choice, slot_numel=slot_numel) for choice in self.last_resorts())
 
     def last_resorts(self) -> Iterator[Choice]:
         """From all on the host to all on the GPU, in several orders, without spare slots. Where slots cost more than
@@ -104,14 +105,20 @@ class Moves:
         """Everything on the GPU, nothing recomputed."""
         everything = {kind: set(self._ladder(kind)) for kind in (Kind.WHOLE, Kind.KEEP)}
         tokens = max(self.problem.keepable_tokens, default=0)
-        for micro_batch in self.micro_batches:
+        for micro_batch, slot_numel in product(self.micro_batches, self._slot_sizes):
             yield Choice(
                 micro_batch,
+                slot_numel=slot_numel,
                 spare_slots=0,
                 whole=frozenset(everything[Kind.WHOLE]),
                 keep=frozenset(everything[Kind.KEEP]),
                 loss_kept_tokens=tokens,
             )
+
+    @property
+    def _slot_sizes(self) -> tuple[int | None, ...]:
+        """With finer chunks updates copy less at once, and what is frozen may lie apart from what is trained."""
+        return (None, *self.problem.slot_sizes[1:NUM_SLOT_SIZES]) if self.few else (None,)
 
     def fill(self, choice: Choice, order: Order) -> Choice:
         for kind in order:
@@ -195,15 +202,20 @@ class Moves:
             if 0 <= near < len(self.micro_batches):
                 yield replace(choice, micro_batch=self.micro_batches[near])
         yield replace(choice, inputs=Tier.HOST if choice.inputs is Tier.GPU else Tier.GPU, near=frozenset())
-        for slot_numel in self.problem.slot_sizes[:NUM_SLOT_SIZES]:
-            if slot_numel != (choice.slot_numel or self.problem.slot_numel):
-                yield replace(choice, slot_numel=slot_numel)
+        yield from self._other_slots(choice, self.problem.slot_sizes[:NUM_SLOT_SIZES])
         for kind in (Kind.WHOLE, Kind.PARAMS, Kind.KEEP, Kind.NEAR):
             for units in self._other_units(choice, kind):
                 changed = self._with(choice, kind, units)
                 yield changed
                 if self.few and not choice.whole <= changed.whole:
                     yield _demoted(choice, changed)
+        if self.few:
+            yield from self._other_slots(choice, self.problem.slot_sizes[NUM_SLOT_SIZES:])
+
+    def _other_slots(self, choice: Choice, sizes: Sequence[int]) -> Iterator[Choice]:
+        for slot_numel in sizes:
+            if slot_numel != (choice.slot_numel or self.problem.slot_numel):
+                yield replace(choice, slot_numel=slot_numel)
 
     def _other_units(self, choice: Choice, kind: Kind) -> Iterator[list[int]]:
         """Not only the lowest rungs. Of many blocks only the first two are tried for being left out."""

@@ -98,11 +98,14 @@ class _Search:
 
     def run(self) -> Choice:
         resident = next((choice for choice in self.moves.resident() if self._fits(choice)), None)
-        if resident is not None:
+        if resident is not None and (self.quick or resident.micro_batch == self.moves.micro_batches[0]):
             return resident
         found = self._fillings()
+        if resident is not None:  # in parts: recomputing in fewer may be faster
+            found[resident] = self.trials.step_s(resident)
         if not found:
-            return self._leanest()
+            leanest = self._leanest()
+            found[leanest] = self.trials.step_s(leanest)
         if self.quick:
             return min(found, key=lambda choice: found[choice])
         starts = sorted(found, key=lambda choice: found[choice])[: self._num_improved()]

@@ -16,11 +16,13 @@ from hightide.ir.machine import Machine, Speeds, subsets
 from hightide.ir.plan import Activation, BlockPlan, GradientDtype, Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.cost import forecast
+from hightide.planner.layout import pack, slot_sizes
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
 from unit.planner.profiles import Sketch, build, call, finish, param
 
 RESIDENCES = [(Tier.HOST, Tier.HOST), (Tier.GPU, Tier.HOST), (Tier.GPU, Tier.GPU)]
+ONLY_TRAINED = (Tier.HOST, Tier.GPU)  # stays, while what is frozen streams
 ACTIVATIONS = [(Activation.RECOMPUTE, Tier.GPU), (Activation.RECOMPUTE, Tier.HOST), (Activation.KEEP, Tier.GPU)]
 
 
@@ -33,13 +35,21 @@ class SmallProblem:
     gradients: GradientDtype
     gpu_bytes: int = 2**60
     host_bytes: int = 2**60
+    slot_sizes: tuple[int | None, ...] = (None,)  # None: the one that wastes least
 
     def plans(self) -> Iterator[Plan]:
         """Every one, whether it fits or not."""
-        blocks = [list(product(RESIDENCES, ACTIVATIONS)) for _ in self.profile.blocks]
+        for slot_numel in self.slot_sizes:
+            yield from self._plans(slot_numel)
+
+    def _plans(self, slot_numel: int | None) -> Iterator[Plan]:
         head = self.profile.blocks[-1]
-        if head.lazy_head:
-            blocks[-1] = list(product(RESIDENCES, ACTIVATIONS[:2]))
+        blocks = [
+            list(
+                product(self._residences(block.index, slot_numel), ACTIVATIONS[:2] if block.lazy_head else ACTIVATIONS)
+            )
+            for block in self.profile.blocks
+        ]
         kept_tokens = [0, self.profile.num_samples * self.profile.tokens_per_sample] if head.lazy_head else [0]
         micro_batches = range(1, self.profile.num_samples + 1)
         for decisions in product(*blocks):
@@ -48,12 +58,17 @@ class SmallProblem:
                 for block, (residence, activation) in zip(self.profile.blocks, decisions, strict=True)
             ]
             for micro_batch, spare, spare_grad in product(micro_batches, range(3), range(2)):
-                plan = finish(self.profile, planned, self.update, micro_batch, spare, spare_grad)
+                plan = finish(self.profile, planned, self.update, micro_batch, spare, spare_grad, slot_numel)
                 streams = any(block.params is Tier.HOST for block in planned)
                 if (spare and not streams) or (spare_grad and not plan.num_grad_slots - spare_grad):
                     continue  # nothing would use them
                 for tokens in kept_tokens:
                     yield replace(plan, gradients=self.gradients, loss_kept_tokens=tokens)
+
+    def _residences(self, block: int, slot_numel: int | None) -> list[tuple[Tier, Tier]]:
+        chunks = pack(self.profile, slot_numel or slot_sizes(self.profile)[0]).chunks
+        has_frozen = any(chunk.block == block and not chunk.trainable_numel for chunk in chunks)
+        return [*RESIDENCES, ONLY_TRAINED] if has_frozen else RESIDENCES
 
     def best_step_s(self) -> float:
         """Infinite if nothing fits."""
@@ -103,6 +118,27 @@ def small_problem(seed: int, num_blocks: int) -> SmallProblem:
         draw.choice(list(GradientDtype)),
     )
     return problem.with_limits(draw.choice([0.1, 0.3, 0.5, 0.7, 0.9]), draw.choice([0.9, 2.0, 2.0, 2.0]))
+
+
+def chunked_problem(seed: int) -> SmallProblem:
+    """One block of several parameters, some of them frozen, in chunks of any size that the search knows."""
+    draw = random.Random(seed)
+    dtype = draw.choice(["float32", "bfloat16"])
+    num_samples = draw.choice([1, 2, 3])
+    specs = []
+    for number in range(draw.randint(1, 3)):
+        trainable = number == 0 or draw.random() < 0.6
+        specs.append(param(f"p{number}", 128 * draw.randint(1, 40), dtype, trainable, 0 if trainable else None))
+    profile = build(specs, [Sketch("block", [spec.name for spec in specs])], [_call(draw, 0)], num_samples)
+    problem = SmallProblem(
+        profile,
+        _costs(draw, profile.fingerprint, 1, num_samples),
+        _machine(draw),
+        draw.choice(list(Update)),
+        draw.choice(list(GradientDtype)),
+        slot_sizes=slot_sizes(profile),
+    )
+    return problem.with_limits(draw.choice([0.05, 0.1, 0.3, 0.5, 0.7]), draw.choice([0.9, 2.0, 2.0]))
 
 
 def _call(draw: random.Random, block: int) -> CallSpec:

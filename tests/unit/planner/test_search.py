@@ -13,7 +13,7 @@ from hightide.planner.check import check_plan
 from hightide.planner.estimate import estimate
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.search import Found, equal_parts, search
-from unit.planner.problems import SmallProblem, small_problem
+from unit.planner.problems import SmallProblem, chunked_problem, small_problem
 from unit.planner.profiles import UNLIMITED, stack
 from unit.planner.test_cost import GPU
 
@@ -47,6 +47,23 @@ def check_against_all(problem: SmallProblem) -> None:
 @pytest.mark.parametrize("seed", [0, 5, 49, 51, 54, 64, 72, 75])
 def test_two_blocks_within_a_hundredth_of_the_best_of_all_plans(seed: int) -> None:
     check_against_all(small_problem(seed, num_blocks=2))
+
+
+@pytest.mark.parametrize("seed", [1011, 1018])
+def test_all_that_fits_only_in_smaller_micro_batches_may_be_slower_than_recomputing(seed: int) -> None:
+    check_against_all(small_problem(seed, num_blocks=1))
+
+
+# 13, 56: fit in fine chunks only; 131: updates on the GPU do.
+@pytest.mark.parametrize("seed", [13, 56, 131])
+def test_chunks_of_any_size_within_a_hundredth_of_the_best_of_all_plans(seed: int) -> None:
+    check_against_all(chunked_problem(seed))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(60))
+def test_more_chunks_of_any_size_within_a_hundredth_of_the_best_of_all_plans(seed: int) -> None:
+    check_against_all(chunked_problem(seed))
 
 
 @pytest.mark.long
