@@ -1,4 +1,4 @@
-"""What is decided about a model on a machine, and the plan that follows. Who decides: the rule, a search, a person."""
+"""What is decided about a model on a machine, and the plan that follows. Who decides: a search, or a person."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hightide.ir.chunk import Layout
 from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
-from hightide.planner.loss import loss_tile_tokens, num_rows
-from hightide.planner.place import in_grad_slot, is_used_up, uses_disk, widest_tick
+from hightide.planner.loss import loss_tile_tokens, num_rows, smaller_tiles
+from hightide.planner.place import grad_slot_bytes, in_grad_slot, is_used_up, slot_bytes, uses_disk, widest_tick
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Choice:
     near: frozenset[int] = field(default_factory=frozenset)  # blocks whose inputs stay on the GPU, whatever `inputs` is
     spare_grad_slots: int | None = None  # None: as many as spare_slots
     slot_numel: int | None = None  # None: the size that wastes least
+    loss_tile_tokens: int | None = None  # None: large tiles, which are fastest
     disk: bool = False  # what is neither on the GPU nor in the next two lives on disk
     host_params: frozenset[int] = field(default_factory=frozenset)
     host_states: frozenset[int] = field(default_factory=frozenset)  # some of host_params: params are read twice a step
@@ -58,7 +59,7 @@ class Problem:
             update=self.update,
             num_slots=0,
             num_grad_slots=0,
-            loss_tile_tokens=self._loss_tile_tokens,
+            loss_tile_tokens=choice.loss_tile_tokens or self._loss_tile_tokens,
             gpu_limit_bytes=self.gpu_bytes,
             host_limit_bytes=self.host_bytes,
             blocks=tuple(self._block_plan(block, choice) for block in self.profile.blocks),
@@ -111,6 +112,15 @@ class Problem:
         return slot_sizes(self.profile)
 
     @cached_property
+    def leanest_slot_numel(self) -> int:
+        """The size whose slots take least of the GPU."""
+        return min(self.slot_sizes, key=self._slots_bytes)
+
+    def _slots_bytes(self, slot_numel: int) -> int:
+        plan = self.build(Choice(1, spare_slots=0, slot_numel=slot_numel))
+        return plan.num_slots * slot_bytes(plan) + plan.num_grad_slots * grad_slot_bytes(plan)
+
+    @cached_property
     def movable(self) -> tuple[int, ...]:
         """Called blocks in the order in which they become persistent: tiny ones, then as they run."""
         tiny = tiny_blocks(self.profile)
@@ -142,6 +152,11 @@ class Problem:
             return ()
         rows, tile = num_rows(self.profile), self._loss_tile_tokens
         return tuple(min(rows, count * tile) for count in range(1, -(-rows // tile) + 1))
+
+    @cached_property
+    def smaller_tiles(self) -> tuple[int, ...]:
+        """For the fused loss, where memory is short: descending."""
+        return smaller_tiles(self.profile)
 
     @cached_property
     def _numels(self) -> Counter[int]:

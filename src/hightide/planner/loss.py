@@ -1,6 +1,7 @@
 """How the fused loss cuts its rows, and the bytes that this takes (see [Note: fused loss] in runtime/loss.py).
 
-Everything here depends on the model and its batch only, never on placement: results must not."""
+How large tiles are depends on the model and its batch only, not on placement, so results do not either; but where
+nothing fits with large tiles, smaller ones may."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ LOSS_TILE_BYTES = 1024**3  # logits of one projection: large, because each tile 
 LOSS_SCRATCH_BYTES = 128 * 1024**2  # two arrays in which softmax runs in fp32: a hundred rows nearly fill a GPU
 LOSS_SLICE_BYTES = 64 * 1024**2  # of a weight's gradient, where it cannot be summed inside the matrix multiplication
 TILE_ALIGN_TOKENS = 128  # what a matrix multiplication does at once
+TILE_SHRINKS = 4  # times, from one size to the next smaller
+NUM_SMALLER_TILES = 2
 ROW_BYTES = 64  # numbers per token beside the logits, while the loss runs
 SAVED_ROW_BYTES = 20  # and of those, what waits for backward
 SUM_BYTES = 4  # softmax runs in fp32 at least
@@ -25,6 +28,17 @@ def loss_tile_tokens(profile: ModelProfile) -> int:
     largest = max(TILE_ALIGN_TOKENS, fitting // TILE_ALIGN_TOKENS * TILE_ALIGN_TOKENS)
     equal = _divided_up(rows, _divided_up(rows, largest))
     return min(rows, _divided_up(equal, TILE_ALIGN_TOKENS) * TILE_ALIGN_TOKENS)
+
+
+def smaller_tiles(profile: ModelProfile) -> tuple[int, ...]:
+    """Of a quarter of that, and so on: descending. None where no loss is fused."""
+    if not any(block.lazy_head for block in profile.blocks):
+        return ()
+    tile, found = loss_tile_tokens(profile), []
+    while tile > TILE_ALIGN_TOKENS:
+        tile = max(TILE_ALIGN_TOKENS, tile // TILE_SHRINKS // TILE_ALIGN_TOKENS * TILE_ALIGN_TOKENS)
+        found.append(tile)
+    return tuple(found[:NUM_SMALLER_TILES])
 
 
 def loss_scratch_bytes(profile: ModelProfile, tile_tokens: int) -> int:

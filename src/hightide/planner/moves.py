@@ -55,6 +55,20 @@ _HOST_FIRST: Order = (*_HOST[::-1], _K, _N, _L, _P, _W)
 
 
 @dataclass(frozen=True)
+class Form:
+    """What a choice is cast in before anything is filled."""
+
+    slot_numel: int | None = None
+    loss_tile_tokens: int | None = None
+
+    def of(self, choice: Choice) -> Choice:
+        return replace(choice, slot_numel=self.slot_numel, loss_tile_tokens=self.loss_tile_tokens)
+
+
+PLAIN = Form()
+
+
+@dataclass(frozen=True)
 class Moves:
     problem: Problem
     may_fit: Callable[[Choice], bool]
@@ -65,47 +79,73 @@ class Moves:
         """Whether there is time to look at each block for itself."""
         return len(self.problem.movable) <= FEW_BLOCKS
 
-    def starts(self, spare: int, disk: bool = False) -> Iterator[Choice]:
+    def starts(self, spare: int, form: Form = PLAIN, disk: bool = False) -> Iterator[Choice]:
         """Everything streamed, from the host or the disk, and recomputed; the plainest first."""
         if disk and not self.problem.disk_bytes:
             return
-        for inputs in (Tier.GPU, Tier.HOST):
-            for micro_batch in self.micro_batches:
-                yield Choice(
-                    micro_batch, inputs, spare, spare_grad_slots=spare, disk=disk, disk_buffers=1 + spare if disk else 0
-                )
+        buffers = 1 + spare if disk else 0
+        for inputs, micro_batch in product((Tier.GPU, Tier.HOST), self.micro_batches):
+            yield form.of(Choice(micro_batch, inputs, spare, spare_grad_slots=spare, disk=disk, disk_buffers=buffers))
 
     def leanest(self) -> Iterator[Choice]:
-        """If none of these fits, nothing does."""
-        for start in self.starts(spare=0, disk=True):
-            if start.micro_batch == self.micro_batches[-1]:
-                yield self.fill(start, ORDERS[0])
-        for slot_numel in self._slot_sizes:
-            yield from (replace(choice, slot_numel=slot_numel) for choice in self.last_resorts())
+        """If none of these fits, nothing is known that does."""
+        for form in self.forms:
+            for start in self.starts(0, form, disk=True):
+                if start.micro_batch == self.micro_batches[-1]:
+                    yield self.fill(start, ORDERS[0])
+                    yield from self._mixed(start) if start.loss_tile_tokens is None else ()
+            yield from self.last_resorts(form)
 
-    def last_resorts(self) -> Iterator[Choice]:
+    def last_resorts(self, form: Form = PLAIN) -> Iterator[Choice]:
         """From all on the host to all on the GPU, in several orders, without spare slots. Where slots cost more than
         what goes through them, something persistent fits and the leanest stream does not; where the host is small, only
         states on the GPU fit."""
-        movable = self.problem.movable
-        by_width = sorted(movable, key=self.problem.block_numel)
+        movable, by_width = self.problem.movable, self._by_width
         sizes = self.micro_batches if self.few else self.micro_batches[-1:]
         for inputs, micro_batch in product((Tier.HOST, Tier.GPU), sizes):
-            lean = Choice(micro_batch, inputs, spare_slots=0, spare_grad_slots=0)
+            lean = form.of(Choice(micro_batch, inputs, spare_slots=0, spare_grad_slots=0))
             yield lean
             yield replace(lean, trained=frozenset(self.problem.adapted))
-            for order in (movable, movable[::-1], by_width, by_width[::-1]):
-                for count in range(1, len(order) + 1):
-                    front, rest = frozenset(order[:count]), frozenset(order[count:])
-                    yield replace(lean, whole=front)
-                    yield replace(lean, params=front)
-                    yield replace(lean, whole=front, params=rest)
+            for front, rest in self._fronts(movable, movable[::-1], by_width, by_width[::-1]):
+                yield replace(lean, whole=front)
+                yield replace(lean, params=front)
+                yield replace(lean, whole=front, params=rest)
+
+    def _mixed(self, lean: Choice) -> Iterator[Choice]:
+        """From the disk: with ever more on the GPU and as much as fits on the host, and the other way round."""
+        on_gpu, on_host = self.fill(lean, (Kind.WHOLE,)), self.fill(lean, tuple(_HOST))
+        for front, rest in self._fronts(self._by_width[::-1], self.problem.movable):
+            yield replace(lean, whole=front)
+            yield self._with(on_host, Kind.WHOLE, sorted(front))
+            host = front - on_gpu.whole
+            yield replace(on_gpu, host_params=host, host_states=host)
+            yield replace(lean, whole=front, host_params=rest)
+
+    def _fronts(self, *orders: Sequence[int]) -> Iterator[tuple[frozenset[int], frozenset[int]]]:
+        """Some blocks, and the others: ever more of them."""
+        for order in orders:
+            for count in range(1, len(order) + 1):
+                yield frozenset(order[:count]), frozenset(order[count:])
+
+    @cached_property
+    def _by_width(self) -> tuple[int, ...]:
+        return tuple(sorted(self.problem.movable, key=self.problem.block_numel))
+
+    @cached_property
+    def forms(self) -> tuple[Form, ...]:
+        """The plain one first. Others take less of the GPU: slots of the size that takes least, a loss in smaller
+        tiles. Neither is as fast."""
+        tiles = (None, *self.problem.smaller_tiles)
+        sizes = self.problem.slot_sizes[1:] if self.few else (self.problem.leanest_slot_numel,)
+        slots = (None, *(size for size in sizes if size != self.problem.slot_numel))
+        return tuple(Form(slot_numel, tile) for tile, slot_numel in product(tiles, slots))
 
     def resident(self) -> Iterator[Choice]:
         """Everything on the GPU, nothing recomputed."""
         everything = {kind: set(self._ladder(kind)) for kind in (Kind.WHOLE, Kind.KEEP)}
         tokens = max(self.problem.keepable_tokens, default=0)
-        for micro_batch, slot_numel in product(self.micro_batches, self._slot_sizes):
+        sizes = (None, *self.problem.slot_sizes[1:NUM_SLOT_SIZES]) if self.few else (None,)
+        for micro_batch, slot_numel in product(self.micro_batches, sizes):
             yield Choice(
                 micro_batch,
                 slot_numel=slot_numel,
@@ -115,14 +155,25 @@ class Moves:
                 loss_kept_tokens=tokens,
             )
 
-    @property
-    def _slot_sizes(self) -> tuple[int | None, ...]:
-        """With finer chunks updates copy less at once, and what is frozen may lie apart from what is trained."""
-        return (None, *self.problem.slot_sizes[1:NUM_SLOT_SIZES]) if self.few else (None,)
+    def recast(self, filled: Choice) -> Iterator[Choice]:
+        """Fillings of its kind with less for slots, which leaves room for more that stays; and from the back: where the
+        host's update is the limit, that of the last blocks is due first."""
+        if filled.disk:  # see _other_buffers
+            return
+        start = Choice(filled.micro_batch, filled.inputs, filled.spare_slots, spare_grad_slots=filled.spare_grad_slots)
+        bare = replace(start, spare_slots=0, spare_grad_slots=0)
+        for slot_numel, one in product(
+            (None, *self.problem.slot_sizes[1:NUM_SLOT_SIZES]), dict.fromkeys((start, bare))
+        ):
+            one = replace(one, slot_numel=slot_numel, loss_tile_tokens=filled.loss_tile_tokens)
+            if self.may_fit(one):
+                yield from (self.fill(one, order) for order in ORDERS[:2])
+                yield self.fill(one, ORDERS[0], from_back=True)
 
-    def fill(self, choice: Choice, order: Order) -> Choice:
+    def fill(self, choice: Choice, order: Order, from_back: bool = False) -> Choice:
+        """`from_back`: the last blocks become persistent first."""
         for kind in order:
-            choice = self._climb(choice, kind)
+            choice = self._climb(choice, kind, from_back and kind is Kind.WHOLE)
         return choice
 
     def shed(self, choice: Choice, order: Order) -> Choice | None:
@@ -228,10 +279,11 @@ class Moves:
                 for left in have:
                     yield [*(other for other in have if other != left), unit]
 
-    def _climb(self, choice: Choice, kind: Kind) -> Choice:
+    def _climb(self, choice: Choice, kind: Kind, from_back: bool = False) -> Choice:
         """As far as memory goes; over one rung that is too high."""
         have = self._rungs(choice, kind)
-        above = [unit for unit in self._ladder(kind) if unit not in have and self._gains(choice, kind, unit)]
+        ladder = self._whole_from_back if from_back else self._ladder(kind)
+        above = [unit for unit in ladder if unit not in have and self._gains(choice, kind, unit)]
         count = self._most(choice, kind, have, above)
         have, above = [*have, *above[:count]], above[count + 1 :]
         have += above[: self._most(choice, kind, have, above)]
@@ -251,6 +303,8 @@ class Moves:
         """Whether there is anything left to gain by it."""
         if kind is Kind.NEAR:
             return choice.inputs is Tier.HOST and unit not in choice.keep
+        if kind is Kind.LOGITS:
+            return choice.loss_tile_tokens is None  # tiles are small where memory is short
         if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES):
             return choice.disk and unit not in choice.whole
         return not (kind in (Kind.PARAMS, Kind.TRAINED) and unit in choice.whole)
@@ -266,6 +320,13 @@ class Moves:
         if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES) and not problem.disk_bytes:
             return ()
         return self._backwards if kind is Kind.NEAR else problem.movable
+
+    @cached_property
+    def _whole_from_back(self) -> tuple[int, ...]:
+        """A head may be as wide as many layers: the widest comes last."""
+        movable = self.problem.movable[::-1]
+        widest = max(movable, key=self.problem.block_numel, default=None)
+        return tuple(sorted(movable, key=lambda block: block == widest))
 
     @cached_property
     def _backwards(self) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 Searches ask for the room of thousands of choices; lowering each would take minutes. What a call keeps, or leaves near,
 adds the same bytes at the same moments whatever others do, and so does an update on the GPU. So it is enough to lower
-one schedule per micro-batch size, tier of inputs and slot size (updates go chunk by chunk), in which nothing moves, and
-to add up differences."""
+one schedule per micro-batch size, tier of inputs, slot size (updates go chunk by chunk) and tile of the loss, in which
+nothing moves, and to add up differences."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Rise:
 
 @dataclass(frozen=True)
 class _Levels:
-    """Of one micro-batch size, tier of inputs and slot size."""
+    """Of one micro-batch size, tier of inputs, slot size and tile of the loss."""
 
     gpu_bytes: list[int]  # at most, by moment, with everything recomputed and no block updated on the GPU
     updates: dict[int, dict[int, int]]  # by block: the same at the moments at which it is updated there
@@ -51,7 +51,7 @@ class _Levels:
 class Room:
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._levels: dict[tuple[int, Tier, int], _Levels] = {}
+        self._levels: dict[tuple[int, Tier, int, int | None], _Levels] = {}
         self._logits: dict[int, list[_Rise]] = {}
 
     def gpu_bytes(self, choice: Choice) -> int:
@@ -78,7 +78,8 @@ class Room:
         return max((size for block, size in levels.stashed_bytes.items() if block not in near), default=0)
 
     def _levels_of(self, choice: Choice) -> _Levels:
-        key = (choice.micro_batch, choice.inputs, choice.slot_numel or self._problem.slot_numel)
+        slot_numel = choice.slot_numel or self._problem.slot_numel
+        key = (choice.micro_batch, choice.inputs, slot_numel, choice.loss_tile_tokens)
         if key not in self._levels:
             plain = lower(self._problem.profile, self._plan(*key), Mode.TRAIN)
             kept = lower_ticks(self._problem.profile, self._plan(*key, keep=self._problem.keepable))
@@ -115,6 +116,7 @@ class Room:
         micro_batch: int,
         inputs: Tier,
         slot_numel: int | None = None,
+        loss_tile_tokens: int | None = None,
         keep: Sequence[int] = (),
         loss_kept_tokens: int = 0,
     ) -> Plan:
@@ -126,6 +128,7 @@ class Room:
             keep=frozenset(keep),
             loss_kept_tokens=loss_kept_tokens,
             slot_numel=slot_numel,
+            loss_tile_tokens=loss_tile_tokens,
         )
         return self._problem.build(choice)
 

@@ -5,7 +5,8 @@ and each result is simulated. Then the best few are improved by moves (see moves
 `LEAST_GAIN`. A plan that cannot be faster than the best so far, because one lane alone takes longer, is not simulated
 (see bounds.py). The number of trials is bounded, not their time, so the same problem has the same answer everywhere.
 
-The disk is used where nothing else fits: from everything there, the GPU is filled first and then the host.
+The disk is used where else nothing or only a last resort fits: from everything there, the GPU is filled first and then
+the host.
 
 What is not searched yet: how much of a block's update is deferred (α; see docs/planning.md).
 """
@@ -33,6 +34,7 @@ from hightide.planner.trials import Trials
 
 LEAST_GAIN = 0.002  # of a step, for which a plan is changed
 NUM_FILLED = 4  # so many starts are filled in every order; of a few blocks all
+NUM_RECAST = 1  # so many fillings are filled anew in other forms
 NUM_IMPROVED = 2  # so many fillings are improved; of a few blocks more
 NUM_IMPROVED_FEW = 12
 QUICK_SHARE = 0.95  # of the GPU, that a quick search fills with what need not be there
@@ -109,6 +111,9 @@ class _Search:
         if self.quick:
             return min(found, key=lambda choice: found[choice])
         starts = sorted(found, key=lambda choice: found[choice])[: self._num_improved()]
+        others = self._recast(found)
+        if others and not self.moves.few:  # of another kind than the best, so that they lead elsewhere
+            starts[-1:] = [min(others, key=lambda choice: others[choice])]
         return min((self._improved(choice) for choice in starts), key=self.trials.step_s)
 
     def _leanest(self) -> Choice:
@@ -122,23 +127,42 @@ class _Search:
         return self.moves.may_fit(choice) and self.trials.step_s(choice) < math.inf
 
     def _fillings(self) -> dict[Choice, float]:
-        """With their step times. Without a spare slot only where nothing fits with one; with the disk only where
-        nothing fits without."""
+        """With their step times. Those of later groups only where nothing of the earlier ones fits."""
         found: dict[Choice, float] = {}
-        plain = [self.moves.starts(spare, disk) for disk in (False, True) for spare in (1, 0)]
-        for starts in (*plain, self.moves.last_resorts()):
-            self._fill(self._first_fitting(starts) if self.quick else self._fitting(starts), found)
+        for group in self._groups():
+            for starts in group:
+                self._fill(self._first_fitting(starts) if self.quick else self._fitting(starts), found)
             if found and (self.quick or not self.moves.few):
                 break
         return found
 
+    def _groups(self) -> Iterator[list[Iterator[Choice]]]:
+        """Without a spare slot only where nothing fits with one; with the disk only where else only last resorts would
+        do, which may be faster or slower; in other forms only where nothing fits in the plain one."""
+        moves, problem = self.moves, self.problem
+        needs_disk = self.trials.least_bytes() > problem.gpu_bytes + problem.host_bytes
+        for form in moves.forms:
+            plain = [] if needs_disk else [moves.starts(spare, form) for spare in (1, 0)]
+            yield from ([starts] for starts in plain)
+            on_disk = [moves.starts(spare, form, disk=True) for spare in (1, 0)]
+            yield [*([] if needs_disk else [moves.last_resorts(form)]), on_disk[0]]
+            yield [on_disk[1]]
+
     def _fill(self, starts: list[Choice], found: dict[Choice, float]) -> None:
         """Each in one order; those of the best starts, or of a few blocks all, in the other orders too."""
         reached = {start: self._try(self.moves.fill(start, ORDERS[0]), found) for start in starts}
-        best = starts if self.moves.few else sorted(starts, key=lambda start: reached[start])[:NUM_FILLED]
-        for start in best:
+        best = sorted(starts, key=lambda start: reached[start])
+        for start in best if self.moves.few else best[:NUM_FILLED]:
             for order in ORDERS[2::2] if self.quick else ORDERS[1:]:
                 self._try(self.moves.fill(start, order), found)
+
+    def _recast(self, found: dict[Choice, float]) -> dict[Choice, float]:
+        """The best of these in other forms."""
+        others: dict[Choice, float] = {}
+        for choice in sorted(found, key=lambda choice: found[choice])[:NUM_RECAST]:
+            for other in self.moves.recast(choice):
+                self._try(other, others)
+        return others
 
     def _try(self, choice: Choice, found: dict[Choice, float]) -> float:
         below_s = math.inf if self.moves.few else min(found.values(), default=math.inf) * (1 - LEAST_GAIN)

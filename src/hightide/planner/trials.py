@@ -96,7 +96,8 @@ class Trials:
 
     def _always(self, choice: Choice) -> Needs:
         """Chunks and slots, which do not depend on activations."""
-        key = replace(choice, micro_batch=1, inputs=Tier.GPU, keep=_NONE, near=_NONE, loss_kept_tokens=0)
+        key = replace(choice, micro_batch=1, inputs=Tier.GPU, keep=_NONE, near=_NONE)
+        key = replace(key, loss_kept_tokens=0, loss_tile_tokens=None)
         if key not in self._known_bases:
             self._known_bases[key] = self._bases.of(key)
         return self._known_bases[key]

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hightide
 import models
@@ -162,3 +164,40 @@ def test_a_user_who_keeps_outputs_is_told_when_they_no_longer_fit() -> None:
     kept.clear()
     pair.assert_equal(*pair.step())
     pair.close()
+
+
+def test_logits_that_are_wider_than_the_limit_are_made_in_smaller_tiles() -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            vocab_size=32000,
+            tie_word_embeddings=True,
+        )
+        model = LlamaForCausalLM(config)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+    tokens = torch.randint(0, 32000, (8, 128), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens, "labels": tokens}
+    plain, optimizer = made()
+    expected = [trained_loss(plain, optimizer, batch) for _ in range(2)]
+    model, optimizer = made()
+    limits = hightide.Limits(gpu="100MiB", host="1GiB")  # all logits take 125 MiB, twice that with their gradient
+    model, optimizer = hightide.wrap(model, optimizer, batch, limits=limits, device="cpu")
+    assert hightide.stats(model).plan.loss_tile_tokens < 1024
+    found = [trained_loss(model, optimizer, batch) for _ in range(2)]
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert hightide.stats(model).peak_bytes["gpu"] <= 100 * 2**20
+    hightide.unwrap(model)
+
+
+def trained_loss(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> float:
+    loss = model(**batch).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
