@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hightide.decision import Asked, question_about, rehearsed_profile
+from hightide.decision import Asked, Room, question_about, rehearsed_profile, room_on
 from hightide.integrations import lora, transformers
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
@@ -92,7 +92,8 @@ def wrap(
         profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks)
         searched: tuple[Question, Found] | None = None
         if plan is None:
-            asked = Asked(*_resolve(limits or Limits(), place), timing, micro_batch, rule.num_moments, rounding)
+            gpu_bytes, host_bytes = _resolve(limits or Limits(), place, model, optimizer)
+            asked = Asked(gpu_bytes, host_bytes, timing, micro_batch, rule.num_moments, rounding)
             question = question_about(profiled, optimizer, place, compile, asked)
             tell("searching for a plan")
             searched = question, question.answer()
@@ -106,6 +107,8 @@ def wrap(
             profile, schedules = _verified(profile, plan, rehearsed)
             if plan.is_edited:
                 plan = described(profile, plan, schedules)
+            if place.type == "cuda":
+                _warn_of_room(room_on(place, model, optimizer), plan)
         check_modules(model, profile, sorted(probed.captured))
         transformers.prepare(model)
         checks = transformers.refuse_captures(model, batch)
@@ -144,7 +147,8 @@ def plan(
     _check_limits(limits)
     with shown("hightide.plan"):
         profiled = _profile(model, optimizer, batch, blocks)
-        asked = Asked(*_resolve(limits or Limits(), place), timing, micro_batch, rule.num_moments, rounding)
+        gpu_bytes, host_bytes = _resolve(limits or Limits(), place, model, optimizer)
+        asked = Asked(gpu_bytes, host_bytes, timing, micro_batch, rule.num_moments, rounding)
         question = question_about(profiled, optimizer, place, compile, asked)
         tell("searching for a plan")
         made = question.answer().plan
@@ -276,15 +280,34 @@ def _warn_of_reserve(forecast: Forecast, limit_bytes: int) -> None:
         )
 
 
-def _resolve(limits: Limits, device: torch.device) -> tuple[int, int]:
-    """Fills in what the user left open. The simulated accelerator shares the RAM with the host tier."""
+def _warn_of_room(room: Room, plan: Plan) -> None:
+    if plan.gpu_limit_bytes > room.free_bytes:
+        warnings.warn(
+            f"this plan may take {format_bytes(plan.gpu_limit_bytes)} of the GPU, and expects to take "
+            f"{format_bytes(plan.forecast.gpu_bytes)}, but {room}: it may run out of memory. Free some, or make a plan "
+            f"with limits=Limits(gpu={int(room.free_bytes * GPU_HEADROOM)})",
+            stacklevel=3,
+        )
+
+
+def _resolve(
+    limits: Limits, device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[int, int]:
+    """Fills in what the user left open, and lowers a limit of the GPU that others leave no room for. The simulated
+    accelerator shares the RAM with the host tier."""
     if limits.disks:
         raise ValueError("Limits(disk=...) is not supported yet: this version has no disk tier; leave disk out")
     free_bytes = free_host_bytes()
     gpu_bytes, host_bytes = limits.gpu_bytes, limits.host_bytes
     if device.type == "cuda":
-        free_on_gpu_bytes = int(torch.cuda.mem_get_info(device)[0] * GPU_HEADROOM)
-        return gpu_bytes or free_on_gpu_bytes, host_bytes or free_bytes
+        if gpu_bytes is None:
+            gpu_bytes = int(torch.cuda.mem_get_info(device)[0] * GPU_HEADROOM)
+        elif gpu_bytes > (room := room_on(device, model, optimizer)).free_bytes:
+            planned_bytes = int(room.free_bytes * GPU_HEADROOM)
+            asked, planned = format_bytes(gpu_bytes), format_bytes(planned_bytes)
+            warnings.warn(f"Limits(gpu) is {asked}, but {room}: planned for {planned}", stacklevel=3)
+            gpu_bytes = planned_bytes
+        return gpu_bytes, host_bytes or free_bytes
     if gpu_bytes is None:
         gpu_bytes = free_bytes // 2 if host_bytes is None else max(1, free_bytes - host_bytes)
     return gpu_bytes, host_bytes or max(1, free_bytes - gpu_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -126,4 +127,11 @@ class Plan:
                 f"the plan {path} was made by version {version}, this is version {PLAN_VERSION}; make a new plan with "
                 "hightide.plan(model, optimizer, batch)"
             )
-        return cast(Plan, codec.build(cls, data, str(path)))
+        plan = cast(Plan, codec.build(cls, data, str(path)))
+        for name, value in vars(plan.forecast).items():
+            if value is not None and not 0 <= value < math.inf:  # not a number is neither
+                raise ValueError(
+                    f"{path}: forecast: {name} is {value}; it must be 0 or more, and finite; make a new "
+                    "plan with hightide.plan(model, optimizer, batch)"
+                )
+        return plan

@@ -111,7 +111,7 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
         )
     if plan.loss_kept_tokens < 0:
         raise InfeasiblePlan(f"loss_kept_tokens is {plan.loss_kept_tokens}; it must be 0 (none) or more")
-    for name in ("gpu_limit_bytes", "host_limit_bytes", "disk_limit_bytes"):
+    for name in ("gpu_limit_bytes", "host_limit_bytes", "disk_limit_bytes", "num_disk_buffers"):
         if getattr(plan, name) < 0:
             raise InfeasiblePlan(f"{name} is {getattr(plan, name)}; it must be 0 (nothing) or more")
     heads = [block for block in profile.blocks if block.lazy_head]

@@ -13,6 +13,7 @@ from hightide.planner.disk_replay import DiskReplay
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.memory import peaks
 from hightide.planner.precedence import Disorder, Precedence
+from hightide.planner.remedy import remedy
 from hightide.planner.replay import Replay
 
 
@@ -28,9 +29,15 @@ def verify(profile: ModelProfile, plan: Plan, schedule: Schedule, gpu_bytes: int
     if schedule.mode is Mode.EVAL:
         return
     peak = peaks(schedule, precedence)
-    _check_capacity(Tier.GPU, peak.gpu_peak_bytes, gpu_bytes, peak.gpu_peak_at)
-    _check_capacity(Tier.HOST, peak.host_peak_bytes, host_bytes, peak.host_peak_at)
-    _check_capacity(Tier.DISK, peak.disk_peak_bytes, plan.disk_limit_bytes, "")
+    limits = {
+        Tier.GPU: (peak.gpu_peak_bytes, gpu_bytes, peak.gpu_peak_at),
+        Tier.HOST: (peak.host_peak_bytes, host_bytes, peak.host_peak_at),
+        Tier.DISK: (peak.disk_peak_bytes, plan.disk_limit_bytes, ""),
+    }
+    for tier, (peak_bytes, limit_bytes, moment) in limits.items():
+        if peak_bytes > limit_bytes:
+            change = remedy(profile, plan, schedule, tier, peak_bytes, moment)
+            raise _too_many(tier, peak_bytes, limit_bytes, moment, change)
 
 
 def verify_all(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> None:
@@ -39,16 +46,14 @@ def verify_all(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Sched
         verify(profile, plan, schedule, plan.gpu_limit_bytes, plan.host_limit_bytes)
 
 
-def _check_capacity(tier: Tier, peak_bytes: int, limit_bytes: int, moment: str) -> None:
-    if peak_bytes > limit_bytes:
-        room = str(tier) if tier is Tier.DISK else f"{tier} memory"
-        remedy = "fewer blocks on the disk" if tier is Tier.DISK else "a smaller micro_batch or batch"
-        when = f"during {moment}" if moment else "from the beginning"
-        raise InfeasiblePlan(
-            f"the plan needs {peak_bytes} bytes ({format_bytes(peak_bytes)}) of {room} {when}, the limit is "
-            f"{limit_bytes} ({format_bytes(limit_bytes)}): {peak_bytes - limit_bytes} bytes too many; use {remedy}, or "
-            f"raise the plan's {tier}_limit_bytes",
-            moment,
-            tier,
-            peak_bytes,
-        )
+def _too_many(tier: Tier, peak_bytes: int, limit_bytes: int, moment: str, change: str) -> InfeasiblePlan:
+    room = str(tier) if tier is Tier.DISK else f"{tier} memory"
+    when = f"during {moment}" if moment else "from the beginning"
+    return InfeasiblePlan(
+        f"the plan needs {peak_bytes} bytes ({format_bytes(peak_bytes)}) of {room} {when}, the limit is "
+        f"{limit_bytes} ({format_bytes(limit_bytes)}): {peak_bytes - limit_bytes} bytes too many; use {change}, or "
+        f"raise the plan's {tier}_limit_bytes",
+        moment,
+        tier,
+        peak_bytes,
+    )

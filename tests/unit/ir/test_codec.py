@@ -63,3 +63,19 @@ def test_a_plan_of_before_what_torch_reserves_was_written_can_be_read(tmp_path):
     (tmp_path / "old.json").write_text(json.dumps(data))
     old = Plan.load(tmp_path / "old.json").forecast
     assert old == Forecast(5, 6, step_s=0.5) and old.gpu_bytes == old.gpu_peak_bytes == 5
+
+
+@pytest.mark.parametrize(
+    "forecast",
+    [
+        Forecast(5, 6, step_s=float("nan")),
+        Forecast(5, 6, step_s=float("inf")),
+        Forecast(5, 6, step_s=-0.5),
+        Forecast(-5, 6),
+        Forecast(5, 6, gpu_reserved_bytes=-7),
+    ],
+)
+def test_a_forecast_that_nobody_can_have_made_is_refused(tmp_path, forecast):
+    replace(PLAN, forecast=forecast).save(tmp_path / "plan.json")
+    with pytest.raises(ValueError, match=r"plan\.json: forecast: \w+ is (nan|inf|-0\.5|-5|-7); it must be 0 or more"):
+        Plan.load(tmp_path / "plan.json")
