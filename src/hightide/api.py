@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hightide.decision import Asked, Room, question_about, rehearsed_profile, room_on
+from hightide.decision import Asked, GpuRoom, question_about, rehearsed_profile, room_on
 from hightide.integrations import lora, transformers
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
@@ -280,7 +280,7 @@ def _warn_of_reserve(forecast: Forecast, limit_bytes: int) -> None:
         )
 
 
-def _warn_of_room(room: Room, plan: Plan) -> None:
+def _warn_of_room(room: GpuRoom, plan: Plan) -> None:
     if plan.gpu_limit_bytes > room.free_bytes:
         warnings.warn(
             f"this plan may take {format_bytes(plan.gpu_limit_bytes)} of the GPU, and expects to take "

@@ -64,7 +64,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Room:
+class GpuRoom:
     """What a run could take of a GPU now, and who has the rest. See [Note: what is free on a GPU]."""
 
     device: torch.device
@@ -79,13 +79,13 @@ class Room:
         )
 
 
-def room_on(device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer) -> Room:
+def room_on(device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer) -> GpuRoom:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     reserved_bytes = torch.cuda.memory_reserved(device)
     held_bytes = reserved_bytes if device_limit.num_limits(device.index) else torch.cuda.memory_allocated(device)
     here_bytes = max(0, held_bytes - _moving_bytes(device, model, optimizer))
     elsewhere_bytes = max(0, total_bytes - free_bytes - reserved_bytes)
-    return Room(device, free_bytes + reserved_bytes - here_bytes, here_bytes, elsewhere_bytes)
+    return GpuRoom(device, free_bytes + reserved_bytes - here_bytes, here_bytes, elsewhere_bytes)
 
 
 def _moving_bytes(device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

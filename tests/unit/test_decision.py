@@ -105,10 +105,10 @@ def test_a_plan_with_a_limit_above_what_is_free_is_kept_and_warned_of() -> None:
     plan = hightide.plan(model, adamw(model), batch, limits=hightide.Limits(gpu="24MiB", host="1MiB"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hightide.api._warn_of_room(decision.Room(CUDA, plan.gpu_limit_bytes, 0, 0), plan)
+        hightide.api._warn_of_room(decision.GpuRoom(CUDA, plan.gpu_limit_bytes, 0, 0), plan)
     words = r"may take 24.0 MiB .* but only 1.0 MiB of cuda:0 are free .* with limits=Limits\(gpu=996147\)"
     with pytest.warns(UserWarning, match=words):
-        hightide.api._warn_of_room(decision.Room(CUDA, 2**20, 0, 140 * GIB), plan)
+        hightide.api._warn_of_room(decision.GpuRoom(CUDA, 2**20, 0, 140 * GIB), plan)
 
 
 def no_measuring(*_: Any) -> Any:
