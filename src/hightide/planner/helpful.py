@@ -22,6 +22,7 @@ from hightide.planner.search import Found
 LEAST_SPEEDUP = 1.05  # less is within the error of a forecast
 MAX_RAISES = 4  # of limits, until it fits
 FULL = 0.9  # of the host: beyond, more of it may help
+NEARLY_ALL = 0.9  # of the GPU: beyond, all of it is the better advice
 _NAMES = {Tier.GPU: "GPU memory", Tier.HOST: "host memory", Tier.DISK: "disk"}
 
 
@@ -29,7 +30,7 @@ _NAMES = {Tier.GPU: "GPU memory", Tier.HOST: "host memory", Tier.DISK: "disk"}
 class Leeway:
     """What else there is to know about what could be changed."""
 
-    gpu_memory_bytes: int  # as much as the GPU has to give
+    gpu_memory_bytes: int  # as much as the GPU has to give; 0: nobody knows
     clips: bool = False  # in-backward updates are out of the question
     has_own_batch: bool = False  # --sequences does not decide about it
 
@@ -78,10 +79,7 @@ def _faster(question: Question, found: Found, leeway: Leeway) -> list[tuple[Chan
     if question.update is Update.DEFERRED and not leeway.clips and not whole:
         change = Change("in-backward updates, if your loop never clips", "--update in_backward")
         changes.append((change, replace(question, update=Update.IN_BACKWARD)))
-    changes.append(_more(question, Tier.GPU))
-    if question.gpu_bytes < leeway.gpu_memory_bytes and not whole:
-        option = f"--gpu {size_option(leeway.gpu_memory_bytes, up=False)}"
-        changes.append((Change("all of this GPU", option), replace(question, gpu_bytes=leeway.gpu_memory_bytes)))
+    changes += _more_gpu(question, leeway)
     twice = 2 * question.profile.num_samples
     changes.append((_batch_of(twice, leeway), question.with_samples(twice)))
     if question.gradients is GradientDtype.FLOAT32 and _has_short_params(question) and not whole:
@@ -177,13 +175,29 @@ def _batch_of(num_samples: int, leeway: Leeway, micro_batch: int | None = None) 
     return Change(text, "" if leeway.has_own_batch else f"--sequences {num_samples}{smaller}")
 
 
+def _more_gpu(question: Question, leeway: Leeway) -> list[tuple[Change, Question]]:
+    """A part of what this GPU has left, and all of it; only all of it where that is nearly the same."""
+    some = _more(question, Tier.GPU)
+    if not leeway.gpu_memory_bytes:
+        return [some]
+    everything = _with_size(question, Tier.GPU, size_option(leeway.gpu_memory_bytes, up=False), "all of this GPU")
+    most_bytes = everything[1].gpu_bytes
+    if question.gpu_bytes >= most_bytes:
+        return []
+    return [some, everything] if some[1].gpu_bytes < NEARLY_ALL * most_bytes else [everything]
+
+
 def _more(question: Question, tier: Tier) -> tuple[Change, Question]:
     """By a third to a half, a power of two: 8 GiB for 24, 32 GiB for 80."""
     limit_bytes = question.gpu_bytes if tier is Tier.GPU else question.host_bytes
     more_bytes = 1 << max(0, (limit_bytes // 2).bit_length() - 1)
-    changed = question.with_limit(tier, limit_bytes + more_bytes)
-    option = f"--{tier} {size_option(limit_bytes + more_bytes)}"
-    return Change(f"{format_bytes(more_bytes)} more {_NAMES[tier]}", option), changed
+    text = f"{format_bytes(more_bytes)} more {_NAMES[tier]}"
+    return _with_size(question, tier, size_option(limit_bytes + more_bytes), text)
+
+
+def _with_size(question: Question, tier: Tier, size: str, text: str) -> tuple[Change, Question]:
+    """Asked with what the option says, which is rounded."""
+    return Change(text, _option(tier, size)), question.with_limit(tier, parse_bytes(size, tier))
 
 
 def _unpinned(question: Question) -> Question:
