@@ -139,6 +139,9 @@ def plan_command(
         GradientDtype, typer.Option(help="What finished gradients are rounded to.")
     ] = GradientDtype.FLOAT32,
     micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch; else the plan decides.")] = None,
+    look: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Look for what would help for so long, at least.")
+    ] = 0.0,
     why: Annotated[
         str | None, typer.Option(metavar="BLOCK", help="What other ways to plan this block would cost.")
     ] = None,
@@ -163,6 +166,7 @@ def plan_command(
             clip=clip,
             gradients=gradients,
             micro_batch=micro_batch,
+            look=look,
             why=why,
             save=save,
             html=html,

@@ -95,7 +95,8 @@ def _help(console: Console, helpful: Improvements) -> None:
     _rows(console, [(f"{one.speedup:.2f}x", one.change.text, one.change.option) for one in helpful.found])
     if helpful.untried:
         names = "; ".join(change.text for change in helpful.untried)
-        console.print(Padding(Text(f"not tried for want of time: {names}", style="dim"), (0, 0, 0, 2), expand=False))
+        text = f"not tried for want of time: {names}; to try them: {helpful.look_longer}"
+        console.print(Padding(Text(text, style="dim"), (0, 0, 0, 2), expand=False))
 
 
 def _no_help(helpful: Improvements) -> str:
@@ -103,7 +104,7 @@ def _no_help(helpful: Improvements) -> str:
         return "what would help: nothing that was tried: more memory, other timing, a larger batch"
     tried = f"nothing of what was tried ({helpful.num_tried})" if helpful.num_tried else "nothing was tried"
     options = ", ".join(change.option or change.text for change in helpful.untried)
-    return f"what would help: {tried}, the time was up; to see it, plan with one of: {options}"
+    return f"what would help: {tried}, the time was up; to look longer: {helpful.look_longer}; not tried: {options}"
 
 
 def _why(console: Console, reasons: Reasons) -> None:

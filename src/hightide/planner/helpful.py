@@ -23,6 +23,7 @@ LEAST_SPEEDUP = 1.05  # less is within the error of a forecast
 MAX_RAISES = 4  # of limits, until it fits
 FULL = 0.9  # of the host: beyond, more of it may help
 NEARLY_ALL = 0.9  # of the GPU: beyond, all of it is the better advice
+LOOK_LONGER = "--look 30"  # seconds: enough for the largest shapes
 _NAMES = {Tier.GPU: "GPU memory", Tier.HOST: "host memory", Tier.DISK: "disk"}
 
 
@@ -53,6 +54,7 @@ class Improvements:
     found: tuple[Improvement, ...]  # the most helpful first
     untried: tuple[Change, ...]  # for want of time
     num_tried: int
+    look_longer: str = ""  # the option that gives it more time; "": nothing is untried
 
 
 def improvements(question: Question, found: Found, leeway: Leeway, may_go_on: Callable[[], bool]) -> Improvements:
@@ -69,19 +71,19 @@ def improvements(question: Question, found: Found, leeway: Leeway, may_go_on: Ca
         if step_s < math.inf:
             helpful.append(Improvement(change, step_s, num_samples / step_s / before))
     helpful.sort(key=lambda one: -one.speedup)
-    return Improvements(tuple(helpful), tuple(untried), len(changes) - len(untried))
+    longer = LOOK_LONGER if untried else ""
+    return Improvements(tuple(helpful), tuple(untried), len(changes) - len(untried), longer)
 
 
 def _faster(question: Question, found: Found, leeway: Leeway) -> list[tuple[Change, Question]]:
-    """What usually helps most comes first."""
-    changes = []
+    """What usually helps most comes first: for models that take long to plan there is time for one or two."""
+    twice = 2 * question.profile.num_samples
+    changes = [(_batch_of(twice, leeway), question.with_samples(twice))]
     whole = all(block.params is Tier.GPU and block.states is Tier.GPU for block in found.plan.blocks)
     if question.update is Update.DEFERRED and not leeway.clips and not whole:
         change = Change("in-backward updates, if your loop never clips", "--update in_backward")
         changes.append((change, replace(question, update=Update.IN_BACKWARD)))
     changes += _more_gpu(question, leeway)
-    twice = 2 * question.profile.num_samples
-    changes.append((_batch_of(twice, leeway), question.with_samples(twice)))
     if question.gradients is GradientDtype.FLOAT32 and _has_short_params(question) and not whole:
         change = Change("gradients rounded to their parameter's dtype", "--gradients param")
         changes.append((change, replace(question, gradients=GradientDtype.PARAM)))

@@ -131,6 +131,22 @@ def test_json_says_the_same_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.would_help is not None and found.would_help.found and not found.would_help.untried
 
 
+def test_the_two_most_useful_changes_are_tried_however_late_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "LONG_SHARE", math.inf)
+    options = (*TINY, "--gpu", "1MiB")
+    late = report(*options).would_help
+    assert late is not None and late.num_tried == 2 and late.look_longer == "--look 30"
+    assert "--gradients param" in {change.option for change in late.untried}
+    assert not {"--sequences 8", "--update in_backward"} & {change.option for change in late.untried}
+    assert "to try them: --look 30" in " ".join(plan(*options).stdout.split())
+    longer = report(*options, *late.look_longer.split()).would_help
+    assert longer is not None and not longer.untried and not longer.look_longer
+    assert longer.num_tried == 2 + len(late.untried)
+    monkeypatch.setattr(plan_module, "LONG_SHARE", 0.0)  # as after the search for one of the largest shapes
+    large = report(*options).would_help
+    assert large is not None and large.num_tried == 1
+
+
 def test_of_a_real_gpu_the_peak_is_what_torch_reserves(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     options = (*TINY, "--machine", "h200", "--gpu", "1GiB", "--host", "8GiB")
@@ -244,6 +260,8 @@ def test_a_function_brings_its_own_batch(source: Path, monkeypatch: pytest.Monke
         (["tiny", "--sequences", "0"], "--sequences is 0"),
         (["tiny", "--micro-batch", "99"], "--micro-batch 99 does not fit the batch of 8 samples"),
         (["tiny", "--micro-batch", "0"], "choose a number from 1 to 8, or leave it out"),
+        (["tiny", "--look", "-1"], "--look -1 is no number of seconds"),
+        (["tiny", "--look", "nan"], "write 0 or more"),
         (["tiny", "--gpu", "much"], "--gpu='much' is not a size"),
         (["tiny", "--lora", "q_proj"], "write 16"),
         (["tiny", "--lora", "4:nothing"], "not found in the base model"),
