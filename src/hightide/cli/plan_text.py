@@ -14,11 +14,9 @@ from hightide.ir.tier import DISK_LANES, Lane
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.planner.explain import WIDTH
 from hightide.planner.helpful import Change, Improvements
-from hightide.planner.why import Reasons
+from hightide.planner.why import NOISE, Reasons
 from hightide.report.outlook import Outlook, PlanReport, Refusal, Subject
 from hightide.report.summary import MEANINGS
-
-NOISE = 1e-6  # of a step: what sums of floating-point numbers are off
 
 
 def show(console: Console, report: PlanReport, plan_text: str) -> None:
@@ -110,6 +108,9 @@ def _no_help(helpful: Improvements) -> str:
 def _why(console: Console, reasons: Reasons) -> None:
     console.print(Text(f"why {reasons.block}", style="bold"))
     console.print(Padding(Text(f"planned: {reasons.planned}"), (0, 0, 0, 2), expand=False))
+    if not reasons.alternatives:
+        console.print("  no other way to plan it would change its time or its bytes")
+        return
     table = Table("instead", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("step", "GPU peak", "host", ""):
         table.add_column(heading, justify="right" if heading else "left")

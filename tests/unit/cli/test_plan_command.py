@@ -128,6 +128,8 @@ def test_json_says_the_same_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [lane.lane for lane in outlook.lanes] == list(Lane)
     assert {row.state: row.dtype for row in outlook.precisions}["moments"] == "2 in float32"
     assert found.why is not None and found.why.block == "model.embed_tokens" and found.why.alternatives
+    embedding, head = outlook.blocks[0], outlook.blocks[-1]  # of one parameter, tied
+    assert (head.name, head.params, head.states) == ("lm_head", embedding.params, embedding.states)
     assert found.would_help is not None and found.would_help.found and not found.would_help.untried
 
 
