@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -285,6 +288,36 @@ def test_bad_input_is_one_message(options: list[str], said: str, source: Path) -
 def test_a_traceback_is_shown_where_it_is_asked_for(source: Path) -> None:
     said = plan(f"{source}:boom", "--traceback", exit_code=2).stderr
     assert "Traceback" in said and "in boom" in said and "RuntimeError: boom" in said
+
+
+def test_a_fault_of_the_program_is_not_the_code_for_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(plan_module.Question, "answer", fail)
+    said = plan(*TINY, exit_code=3).stderr
+    assert "Traceback" in said and "RuntimeError: boom" in said and "a fault of hightide; please report it" in said
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "said"),
+    [
+        ("closed", 141, ""),
+        ("/dev/full", 3, "error: the output cannot be read or written: No space left on device\n"),
+    ],
+)
+def test_output_that_cannot_be_written_has_a_code_of_its_own(output: str, code: int, said: str) -> None:
+    """In a process of its own: Python writes what is left when it ends."""
+    command = [sys.executable, "-m", "hightide", "plan", "tiny", "--length", "16", "--machine", "h200"]
+    command += ["--gpu", "8GiB", "--host", "8GiB"]
+    if output == "closed":
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+    else:
+        write_end = os.open(output, os.O_WRONLY)
+    with os.fdopen(write_end, "wb") as stdout:
+        ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (code, said)
 
 
 @pytest.mark.parametrize("option", ["--save", "--html"])
