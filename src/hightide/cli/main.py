@@ -127,7 +127,8 @@ def plan_command(
     gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of GPU memory; else the machine's.")] = None,
     host: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of host memory; else the machine's.")] = None,
     disk: Annotated[
-        str | None, typer.Option(metavar="FOLDER:SIZE", help="For what the host cannot hold; only planned yet.")
+        list[str] | None,
+        typer.Option(metavar="FOLDER:SIZE", help="For what the host cannot hold; only planned yet. May be repeated."),
     ] = None,
     machine: Annotated[
         str | None,
@@ -162,7 +163,7 @@ def plan_command(
             length=length,
             gpu=gpu,
             host=host,
-            disk=disk,
+            disk=tuple(disk or ()),
             machine=machine,
             dtype=dtype,
             lora=lora,

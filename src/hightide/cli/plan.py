@@ -54,7 +54,7 @@ class PlanOptions:
     length: int | None = None
     gpu: str | None = None
     host: str | None = None
-    disk: str | None = None
+    disk: tuple[str, ...] = ()
     machine: str | None = None
     dtype: Dtype | None = None
     lora: str | None = None
@@ -156,14 +156,19 @@ def _limits(options: PlanOptions, machine: Machine) -> tuple[int, int]:
 
 
 def _disk_bytes(options: PlanOptions, machine: Machine) -> int:
-    if options.disk is None:
-        return 0
-    if machine.disk is None:
+    """Nothing is written there yet. Folders of another machine need not be here."""
+    disks = parse_disks(options.disk, "--disk")
+    for path in (Path(disk.path) for disk in disks):
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"--disk {path} is no folder; name one, such as --disk {path.absolute().parent}:200GiB")
+        if not path.exists() and options.machine is None:
+            raise ValueError(f"--disk {path}: there is no such folder on this machine; make it, or name another")
+    if disks and machine.disk is None:
         raise ValueError(
-            f"--disk {options.disk}: the machine {machine.name!r} says nothing about its disk (0 known rates); measure "
-            "it with `hightide doctor --disk FOLDER`, or name a preset"
+            f"--disk {disks[0].path}: the machine {machine.name!r} says nothing about its disk (0 known rates); "
+            "measure it with `hightide doctor --disk FOLDER`, or name a preset"
         )
-    return sum(disk.num_bytes for disk in parse_disks(options.disk, "--disk"))
+    return sum(disk.num_bytes for disk in disks)
 
 
 def _gpu_memory_bytes(machine: Machine) -> int:
