@@ -43,6 +43,9 @@ class Change:
     option: str  # of the command; "": there is none
 
 
+_ANY_MICRO_BATCH = Change("micro-batches of another size: leave out --micro-batch", "")
+
+
 @dataclass(frozen=True)
 class Improvement:
     change: Change
@@ -89,7 +92,7 @@ def _faster(question: Question, found: Found, leeway: Leeway) -> list[tuple[Chan
         change = Change("gradients rounded to their parameter's dtype", "--gradients param")
         changes.append((change, replace(question, gradients=GradientDtype.PARAM)))
     if question.micro_batch is not None:
-        changes.append((Change("micro-batches of another size", "no --micro-batch"), _unpinned(question)))
+        changes.append((_ANY_MICRO_BATCH, _unpinned(question)))
     if found.plan.forecast.host_peak_bytes > FULL * question.host_bytes:
         changes.append(_more(question, Tier.HOST))
     return changes
@@ -159,8 +162,7 @@ def _rounded(question: Question) -> Change | None:
 
 
 def _any_micro_batch(question: Question) -> Change | None:
-    change = Change("micro-batches of another size", "no --micro-batch")
-    return change if question.micro_batch is not None and fits(_unpinned(question)) else None
+    return _ANY_MICRO_BATCH if question.micro_batch is not None and fits(_unpinned(question)) else None
 
 
 def _fewer(question: Question, leeway: Leeway) -> Change | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, ViTConfig
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, T5Config, ViTConfig
 from typer.testing import CliRunner, Result
 
 import hightide
@@ -93,6 +93,10 @@ def source(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(SOURCE)
     (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "speeds.json").write_text('{"nam": "mine", "speeds": []}')
     return path
 
 
@@ -249,7 +253,7 @@ def test_a_function_brings_its_own_batch(source: Path, monkeypatch: pytest.Monke
     ("options", "said"),
     [
         (["nowhere"], "presets are tiny, tiny-gpt"),
-        (["{folder}"], "has no config.json"),
+        (["{folder}/empty"], "has no config.json"),
         (["{folder}/none.py:make"], "there is no file"),
         (["{folder}/mine.py:made"], "with_batch, alone, nothing"),
         (["{folder}/mine.py:nothing"], "returned a int; it must return"),
@@ -274,6 +278,18 @@ def test_a_function_brings_its_own_batch(source: Path, monkeypatch: pytest.Monke
         (["tiny", "--gpu", "much"], "--gpu='much' is not a size"),
         (["tiny", "--lora", "q_proj"], "write 16"),
         (["tiny", "--lora", "4:nothing"], "not found in the base model"),
+        (
+            ["{folder}/mine.py:with_batch", "--lora", "8"],
+            "of a Stack to adapt; name them by the ends of their names: --lora",
+        ),
+        (["{folder}/mine.py:with_batch", "--lora", "8"], "--lora 8:NAMES, such as 8:0,1"),
+        (
+            ["tiny", "--machine", "{folder}/mine.py"],
+            "mine.py is no machine file (made by `hightide doctor --out FILE`)",
+        ),
+        (["tiny", "--machine", "{folder}/config.json"], "config.json is no machine file"),
+        (["tiny", "--machine", "{folder}/list.json"], "list.json is no machine file"),
+        (["tiny", "--machine", "{folder}/speeds.json"], "speeds.json has an unknown key 'nam'; did you mean 'name'"),
         (["tiny", "--why", "layers.99"], "near are 'model.layers."),
         (["tiny", "--why", "layers.99", "--gpu", "40KiB"], "near are 'model.layers."),
         (["tiny", "--save", "{folder}/none/plan.json"], "there is no folder"),
@@ -353,6 +369,18 @@ def test_a_model_that_is_no_language_model_needs_a_function(tmp_path: Path) -> N
     config.save_pretrained(tmp_path)
     said = plan(tmp_path, exit_code=2).stderr
     assert "does not run without values" in said and "FILE.py:FUNCTION" in said
+
+
+def test_an_encoder_with_a_decoder_needs_its_first_token(tmp_path: Path) -> None:
+    size = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 96}
+    config = T5Config(**size)
+    config.architectures = ["T5ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    said = plan(tmp_path, "--length", 16, exit_code=2).stderr
+    assert "config.json has no decoder_start_token_id" in said and "0 for T5" in said and "FILE.py:FUNCTION" in said
+    config.decoder_start_token_id = 0
+    config.save_pretrained(tmp_path)
+    assert report(tmp_path, "--length", 16).fits
 
 
 def test_what_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
