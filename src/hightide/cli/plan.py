@@ -42,8 +42,8 @@ from hightide.report.outlook import PlanReport, outlook, refusal, subject
 # Seconds of the process's own time: what else the machine does matters less to it.
 ANSWER_S = 9.0  # what is left of it when a plan is found goes into what would help
 TRY_SHARE = 0.6  # of the time of the search: so long takes one change that might help
-LEAST_TRIES = 2  # however late it is, but one after a search that took more than this share of the time before it:
-LONG_SHARE = 0.4  # for the largest shapes a second one would be too late
+LEAST_TRIES = 2  # however late it is; but one for
+LARGE_STEP = 2000  # actions or more, as gpt-175b has them with a disk: a second one would take it beyond 10 s
 HELP_S = 2.0  # at least, for what would make a model fit that does not
 
 
@@ -108,7 +108,7 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
             )
         else:
             status.update("searching what would help")
-            may_go_on = _help_clock(before_s, options.look)
+            may_go_on = _help_clock(found, time.process_time() - before_s, options.look)
             report = _report(options, workload, question, found, may_go_on)
             _write(options, workload.name, question, found)
     if options.as_json:
@@ -199,10 +199,8 @@ def _write(options: PlanOptions, name: str, question: Question, found: Found) ->
             save_page(options.html, name, question.profile, found.plan, timeline, question.costs, question.machine)
 
 
-def _help_clock(before_s: float, look_s: float) -> Callable[[], bool]:
-    """`before_s`: when the search began, which is over now."""
-    search_s = time.process_time() - before_s
-    num_least = LEAST_TRIES if search_s < LONG_SHARE * before_s else 1
+def _help_clock(found: Found, search_s: float, look_s: float) -> Callable[[], bool]:
+    num_least = LEAST_TRIES if len(found.step.simulated.spans) < LARGE_STEP else 1
     return _clock(ANSWER_S - TRY_SHARE * search_s, look_s, num_least)
 
 

@@ -141,7 +141,6 @@ def test_json_says_the_same_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_two_most_useful_changes_are_tried_however_late_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_module, "LONG_SHARE", math.inf)
     options = (*TINY, "--gpu", "1MiB")
     late = report(*options).would_help
     assert late is not None and late.num_tried == 2 and late.look_longer == "--look 30"
@@ -151,7 +150,7 @@ def test_the_two_most_useful_changes_are_tried_however_late_it_is(monkeypatch: p
     longer = report(*options, *late.look_longer.split()).would_help
     assert longer is not None and not longer.untried and not longer.look_longer
     assert longer.num_tried == 2 + len(late.untried)
-    monkeypatch.setattr(plan_module, "LONG_SHARE", 0.0)  # as after the search for one of the largest shapes
+    monkeypatch.setattr(plan_module, "LARGE_STEP", 1)
     large = report(*options).would_help
     assert large is not None and large.num_tried == 1
 
