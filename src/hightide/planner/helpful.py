@@ -1,6 +1,6 @@
-"""What would help: the same question with one thing changed. What makes a step faster, and where nothing fits, the
-smallest change that would fit. Every change that is named was planned and simulated, by a quick look (nearby.py): a
-search may find still more."""
+"""What would help: the same question with one thing changed, by a quick look (nearby.py). What makes a step faster was
+planned and simulated before it is named: a search may find still more. Where nothing fits, the smallest changes that
+would fit: for each the bytes of the leanest plans were counted, and how fast those are is not known."""
 
 from __future__ import annotations
 
