@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import print_exc
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import torch
 import typer
@@ -25,7 +27,9 @@ from hightide.stores.base import OutOfMemory
 
 EXIT_OUT_OF_MEMORY = 1
 EXIT_BAD_INPUT = 2
+EXIT_FAILED = 3  # there is no answer: a file or the output failed, or it is a fault of the program
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE: nobody reads the rest
 
 app = typer.Typer(
     help="Train PyTorch models that are bigger than the GPU.",
@@ -123,7 +127,8 @@ def plan_command(
     gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of GPU memory; else the machine's.")] = None,
     host: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of host memory; else the machine's.")] = None,
     disk: Annotated[
-        str | None, typer.Option(metavar="FOLDER:SIZE", help="For what the host cannot hold; only planned yet.")
+        list[str] | None,
+        typer.Option(metavar="FOLDER:SIZE", help="For what the host cannot hold; only planned yet. May be repeated."),
     ] = None,
     machine: Annotated[
         str | None,
@@ -139,6 +144,9 @@ def plan_command(
         GradientDtype, typer.Option(help="What finished gradients are rounded to.")
     ] = GradientDtype.FLOAT32,
     micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch; else the plan decides.")] = None,
+    look: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Look for what would help for so long, at least.")
+    ] = 0.0,
     why: Annotated[
         str | None, typer.Option(metavar="BLOCK", help="What other ways to plan this block would cost.")
     ] = None,
@@ -155,7 +163,7 @@ def plan_command(
             length=length,
             gpu=gpu,
             host=host,
-            disk=disk,
+            disk=tuple(disk or ()),
             machine=machine,
             dtype=dtype,
             lora=lora,
@@ -163,6 +171,7 @@ def plan_command(
             clip=clip,
             gradients=gradients,
             micro_batch=micro_batch,
+            look=look,
             why=why,
             save=save,
             html=html,
@@ -196,9 +205,14 @@ def simulate_command(
         simulate(options, _present_device(), _console())
 
 
+class _Output(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # the error that is being handled: rich would exit with the code for "does not fit"
+
+
 def _console(stderr: bool = False) -> Console:
     """Text as it is: no numbers in colour, no ":llama:" as an emoji."""
-    return Console(stderr=stderr, highlight=False, emoji=False)
+    return _Output(stderr=stderr, highlight=False, emoji=False)
 
 
 def _present_device() -> torch.device:
@@ -214,9 +228,32 @@ def _errors_as_exit_codes(traceback: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         errors.print("\ninterrupted")
         raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:
+        _discard(sys.stdout, sys.stderr)
+        raise typer.Exit(EXIT_BROKEN_PIPE) from None
     except (ValueError, OutOfMemory) as error:
-        if traceback:
-            print_exc()
-        else:
-            errors.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        _say(errors, str(error), traceback)
         raise typer.Exit(EXIT_OUT_OF_MEMORY if isinstance(error, OutOfMemory) else EXIT_BAD_INPUT) from None
+    except OSError as error:
+        _discard(sys.stdout)
+        what = error.filename if error.filename is not None else "the output"
+        _say(errors, f"{what} cannot be read or written: {error.strerror or error}", traceback)
+        raise typer.Exit(EXIT_FAILED) from None
+    except Exception as error:
+        print_exc()
+        _say(errors, f"{type(error).__name__}, which is a fault of hightide; please report it, with the lines above")
+        raise typer.Exit(EXIT_FAILED) from None
+
+
+def _say(errors: Console, message: str, traceback: bool = False) -> None:
+    if traceback:
+        print_exc()
+    else:
+        errors.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+
+
+def _discard(*streams: TextIO) -> None:
+    """What they still hold. Python would try once more to write it when it ends, and exit with a code of its own."""
+    for stream in streams:
+        with suppress(OSError):  # one that is no file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -38,8 +39,12 @@ from hightide.planner.tide import simulated_timeline
 from hightide.planner.why import find_block, why
 from hightide.report.outlook import PlanReport, outlook, refusal, subject
 
-ANSWER_S = 7.5  # of the process's time: what is left of it when a plan is found goes into what would help
-HELP_S = 2.0  # of its time, at least, for what would make a model fit that does not
+# Seconds of the process's own time: what else the machine does matters less to it.
+ANSWER_S = 9.0  # what is left of it when a plan is found goes into what would help
+TRY_SHARE = 0.6  # of the time of the search: so long takes one change that might help
+LEAST_TRIES = 2  # however late it is; but one for
+LARGE_STEP = 2000  # actions or more, as gpt-175b has them with a disk: a second one would take it beyond 10 s
+HELP_S = 2.0  # at least, for what would make a model fit that does not
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class PlanOptions:
     length: int | None = None
     gpu: str | None = None
     host: str | None = None
-    disk: str | None = None
+    disk: tuple[str, ...] = ()
     machine: str | None = None
     dtype: Dtype | None = None
     lora: str | None = None
@@ -57,6 +62,7 @@ class PlanOptions:
     clip: bool = False
     gradients: GradientDtype = GradientDtype.FLOAT32
     micro_batch: int | None = None
+    look: float = 0.0  # seconds, at least, for changes that would help
     why: str | None = None
     save: Path | None = None
     html: Path | None = None
@@ -88,19 +94,22 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
             disk_bytes=disk_bytes,
         )
         status.update("searching a plan")
+        before_s = time.process_time()
         try:
             found = question.answer()
         except InfeasiblePlan as refused:
             if refused.tier is None:
                 raise
             status.update("searching what would fit")
-            fits = fitting(question, refused, _leeway(options, workload, question), _clock(HELP_S))
+            may_go_on = _clock(ANSWER_S - HELP_S, max(HELP_S, options.look), 0)
+            fits = fitting(question, refused, _leeway(options, workload, question), may_go_on)
             report = PlanReport(
                 subject(workload.name, question), False, None, refusal(refused, question), would_fit=fits
             )
         else:
             status.update("searching what would help")
-            report = _report(options, workload, question, found)
+            may_go_on = _help_clock(found, time.process_time() - before_s, options.look)
+            report = _report(options, workload, question, found, may_go_on)
             _write(options, workload.name, question, found)
     if options.as_json:
         console.print(to_json(report), markup=False, soft_wrap=True)
@@ -117,6 +126,8 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
 def _check(options: PlanOptions) -> None:
     if options.clip and options.update is Update.IN_BACKWARD:
         raise ValueError("--clip needs all gradients before the first update; use --update deferred with it")
+    if not options.look >= 0:
+        raise ValueError(f"--look {options.look:g} is no number of seconds; write 0 or more, such as --look 30")
     check_target("--save", options.save)
     check_target("--html", options.html)
 
@@ -145,14 +156,19 @@ def _limits(options: PlanOptions, machine: Machine) -> tuple[int, int]:
 
 
 def _disk_bytes(options: PlanOptions, machine: Machine) -> int:
-    if options.disk is None:
-        return 0
-    if machine.disk is None:
+    """Nothing is written there yet. Folders of another machine need not be here."""
+    disks = parse_disks(options.disk, "--disk")
+    for path in (Path(disk.path) for disk in disks):
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"--disk {path} is no folder; name one, such as --disk {path.absolute().parent}:200GiB")
+        if not path.exists() and options.machine is None:
+            raise ValueError(f"--disk {path}: there is no such folder on this machine; make it, or name another")
+    if disks and machine.disk is None:
         raise ValueError(
-            f"--disk {options.disk}: the machine {machine.name!r} says nothing about its disk (0 known rates); measure "
-            "it with `hightide doctor --disk FOLDER`, or name a preset"
+            f"--disk {disks[0].path}: the machine {machine.name!r} says nothing about its disk (0 known rates); "
+            "measure it with `hightide doctor --disk FOLDER`, or name a preset"
         )
-    return sum(disk.num_bytes for disk in parse_disks(options.disk, "--disk"))
+    return sum(disk.num_bytes for disk in disks)
 
 
 def _gpu_memory_bytes(machine: Machine) -> int:
@@ -163,9 +179,11 @@ def _leeway(options: PlanOptions, workload: Workload, question: Question) -> Lee
     return Leeway(_gpu_memory_bytes(question.machine), options.clip, workload.has_own_batch)
 
 
-def _report(options: PlanOptions, workload: Workload, question: Question, found: Found) -> PlanReport:
+def _report(
+    options: PlanOptions, workload: Workload, question: Question, found: Found, may_go_on: Callable[[], bool]
+) -> PlanReport:
     reasons = why(found.plan, options.why, question.costs, question.machine) if options.why is not None else None
-    helpful = improvements(question, found, _leeway(options, workload, question), _clock(0.0))
+    helpful = improvements(question, found, _leeway(options, workload, question), may_go_on)
     about = subject(workload.name, question)
     return PlanReport(about, True, outlook(question, found), None, would_help=helpful, why=reasons)
 
@@ -181,10 +199,16 @@ def _write(options: PlanOptions, name: str, question: Question, found: Found) ->
             save_page(options.html, name, question.profile, found.plan, timeline, question.costs, question.machine)
 
 
-def _clock(least_s: float) -> Callable[[], bool]:
-    """Of this process's own time: what is tried does not depend on what else the machine does."""
-    end_s = max(ANSWER_S, time.process_time() + least_s)
-    return lambda: time.process_time() < end_s
+def _help_clock(found: Found, search_s: float, look_s: float) -> Callable[[], bool]:
+    num_least = LEAST_TRIES if len(found.step.simulated.spans) < LARGE_STEP else 1
+    return _clock(ANSWER_S - TRY_SHARE * search_s, look_s, num_least)
+
+
+def _clock(end_s: float, least_s: float, num_least: int) -> Callable[[], bool]:
+    """Whether there is time for one more: until the process is so old, for `least_s` from now, for the first few."""
+    end_s = max(end_s, time.process_time() + least_s)
+    numbers = itertools.count()
+    return lambda: next(numbers) < num_least or time.process_time() < end_s
 
 
 @contextmanager

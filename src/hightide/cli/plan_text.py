@@ -14,11 +14,9 @@ from hightide.ir.tier import DISK_LANES, Lane
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.planner.explain import WIDTH
 from hightide.planner.helpful import Change, Improvements
-from hightide.planner.why import Reasons
+from hightide.planner.why import NOISE, Reasons
 from hightide.report.outlook import Outlook, PlanReport, Refusal, Subject
 from hightide.report.summary import MEANINGS
-
-NOISE = 1e-6  # of a step: what sums of floating-point numbers are off
 
 
 def show(console: Console, report: PlanReport, plan_text: str) -> None:
@@ -95,7 +93,8 @@ def _help(console: Console, helpful: Improvements) -> None:
     _rows(console, [(f"{one.speedup:.2f}x", one.change.text, one.change.option) for one in helpful.found])
     if helpful.untried:
         names = "; ".join(change.text for change in helpful.untried)
-        console.print(Padding(Text(f"not tried for want of time: {names}", style="dim"), (0, 0, 0, 2), expand=False))
+        text = f"not tried for want of time: {names}; to try them: {helpful.look_longer}"
+        console.print(Padding(Text(text, style="dim"), (0, 0, 0, 2), expand=False))
 
 
 def _no_help(helpful: Improvements) -> str:
@@ -103,12 +102,15 @@ def _no_help(helpful: Improvements) -> str:
         return "what would help: nothing that was tried: more memory, other timing, a larger batch"
     tried = f"nothing of what was tried ({helpful.num_tried})" if helpful.num_tried else "nothing was tried"
     options = ", ".join(change.option or change.text for change in helpful.untried)
-    return f"what would help: {tried}, the time was up; to see it, plan with one of: {options}"
+    return f"what would help: {tried}, the time was up; to look longer: {helpful.look_longer}; not tried: {options}"
 
 
 def _why(console: Console, reasons: Reasons) -> None:
     console.print(Text(f"why {reasons.block}", style="bold"))
     console.print(Padding(Text(f"planned: {reasons.planned}"), (0, 0, 0, 2), expand=False))
+    if not reasons.alternatives:
+        console.print("  no other way to plan it would change its time or its bytes")
+        return
     table = Table("instead", box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in ("step", "GPU peak", "host", ""):
         table.add_column(heading, justify="right" if heading else "left")

@@ -97,12 +97,23 @@ def _load(source: str, sequences: int | None, length: int | None, dtype: Dtype |
     folder = Path(source)
     if folder.is_dir():
         config = config_of_folder(folder)
+        _check_decoder(config, folder)
         chosen = dtype.torch if dtype is not None else config.dtype or torch.bfloat16
         return _of_config(folder.absolute().name, config, sequences, length, chosen)
     raise ValueError(
         f"there is no model {source!r}: it is no folder with a config.json and no FILE.py:FUNCTION, and presets are "
         f"{', '.join(SHAPES)}"
     )
+
+
+def _check_decoder(config: Any, folder: Path) -> None:
+    """The batch here is `input_ids` and `labels`: the decoder's inputs are made from labels behind that token."""
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        raise ValueError(
+            f"{folder} is of an encoder with a decoder, and its config.json has no decoder_start_token_id, which its "
+            "decoder needs; add it there (0 for T5), or let a function return the model with a batch that has "
+            "decoder_input_ids: FILE.py:FUNCTION -> (module, batch)"
+        )
 
 
 def _of_config(name: str, config: Any, sequences: int | None, length: int | None, dtype: torch.dtype) -> Workload:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from hightide.doctor.identity import fingerprint
+from hightide.ir import codec
 from hightide.ir.codec import from_json
 from hightide.ir.machine import Machine
 from hightide.machine import cache_folder
@@ -81,6 +82,15 @@ def load_machine(name_or_path: str | Path) -> Machine:
         raise ValueError(
             f"there is no machine {name!r}: it is no file, and presets are {', '.join(preset_names())}; "
             f"`hightide doctor --out FILE` writes a file on the machine itself"
+        )
+    try:
+        is_one = "speeds" in codec.read(path, "machine")
+    except (TypeError, ValueError):  # no mapping, or no JSON at all
+        is_one = False
+    if not is_one:
+        raise ValueError(
+            f"{path} is no machine file (made by `hightide doctor --out FILE`); name one, or a preset: "
+            f"{', '.join(preset_names())}"
         )
     return Machine.load(path)
 

@@ -40,8 +40,17 @@ def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
         task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
     )
     training = model.training
-    with torch.device("meta"):
-        adapted: nn.Module = peft.get_peft_model(model, config)
+    try:
+        with torch.device("meta"):
+            adapted: nn.Module = peft.get_peft_model(model, config)
+    except ValueError as error:
+        if lora.targets:
+            raise
+        linear = dict.fromkeys(name.split(".")[-1] for name, one in model.named_modules() if isinstance(one, nn.Linear))
+        raise ValueError(
+            f"PEFT does not know which modules of a {type(model).__name__} to adapt; name them by the ends of their "
+            f"names: --lora {lora.rank}:NAMES, such as {lora.rank}:{','.join(list(linear)[:2]) or ALL}"
+        ) from error
     return adapted.train(training)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hightide.ir.units import parse_bytes
+
+_SEVERAL = re.compile(r":\s*\d[^:,/]*,")  # a size, and more after it
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,10 @@ def parse_disks(value: str | Sequence[str | DiskLimit] | None, name: str) -> tup
         path, colon, size = entry.rpartition(":") if isinstance(entry, str) else ("", "", "")
         if not colon or not path:
             raise ValueError(f"{name}={entry!r} is not a folder and a size; write '/path:200GiB'")
+        if _SEVERAL.search(path):
+            raise ValueError(
+                f"{name}={entry!r} is more than one folder; give each by itself, in a list or one option each"
+            )
         disks.append(DiskLimit(path, parse_bytes(size, f"{name} of {path!r}")))
     paths = [disk.path for disk in disks]
     if len(set(paths)) != len(paths):

@@ -14,7 +14,16 @@ from hightide.ir.plan import BlockPlan, Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.memory import bytes_forecast, peaks
-from hightide.planner.place import disk_buffer_bytes, grad_dtype, grad_slot_bytes, rounds_gradient, slot_bytes
+from hightide.planner.place import (
+    blocks_in_effect,
+    disk_buffer_bytes,
+    grad_dtype,
+    grad_slot_bytes,
+    is_resident,
+    owners,
+    rounds_gradient,
+    slot_bytes,
+)
 
 WIDTH = 80
 _COLUMNS = ("params", "states", "activations", "inputs")
@@ -45,9 +54,8 @@ def _memory(plan: Plan, schedule: Schedule) -> list[str]:
     if plan.disk_limit_bytes or forecast.disk_peak_bytes:
         rows.append((Tier.DISK, forecast.disk_peak_bytes, plan.disk_limit_bytes, ""))
     fits = all(used <= limit for _, used, limit, _ in rows)
-    whole = all(block.params is Tier.GPU and block.states is Tier.GPU for block in plan.blocks)
     head = "fits the limits" if fits else "DOES NOT FIT the limits"
-    lines = [head + (": everything stays on the GPU" if fits and whole else "")]
+    lines = [head + (": everything stays on the GPU" if fits and is_resident(plan) else "")]
     for tier, used, limit, moment in rows:
         margin = f"{format_bytes(abs(limit - used))} {'free' if used <= limit else 'TOO MUCH'}"
         where = f"  at {moment}" if moment else ""
@@ -87,9 +95,10 @@ def _slots(count: int, num_bytes: int) -> str:
 def _table(profile: ModelProfile, plan: Plan) -> list[str]:
     """One row per run of consecutive blocks with equal decisions."""
     called = {call.block for call in profile.calls}
+    blocks, homes = blocks_in_effect(plan), owners(plan)
     prefix = _shared_prefix([block.name for block in plan.blocks if block.name])
     rows = []
-    for key, run in groupby(range(len(plan.blocks)), lambda i: _decisions(plan.blocks[i], profile, i, called)):
+    for key, run in groupby(range(len(blocks)), lambda i: _decisions(blocks[i], homes[i] is not None, i in called)):
         names = [plan.blocks[index].name.removeprefix(prefix) or "(loose parameters)" for index in run]
         rows.append((_range_of(names), *key))
     widths = [10, 6, 6, 11, 6]
@@ -109,10 +118,11 @@ def _shared_prefix(names: list[str]) -> str:
     return ".".join([*shared, ""]) if shared else ""
 
 
-def _decisions(block: BlockPlan, profile: ModelProfile, index: int, called: set[int]) -> tuple[str, str, str, str]:
-    if index not in called:  # never called, or loose: there are no activations of its own
-        return str(block.params), str(block.states), "-", "-"
-    return str(block.params), str(block.states), str(block.activation), str(block.inputs)
+def _decisions(block: BlockPlan, has_params: bool, is_called: bool) -> tuple[str, str, str, str]:
+    """One that is never called, or loose, has no activations of its own."""
+    params, states = (str(block.params), str(block.states)) if has_params else ("-", "-")
+    activation, inputs = (str(block.activation), str(block.inputs)) if is_called else ("-", "-")
+    return params, states, activation, inputs
 
 
 def _range_of(names: list[str]) -> str:

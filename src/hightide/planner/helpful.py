@@ -1,6 +1,6 @@
-"""What would help: the same question with one thing changed. What makes a step faster, and where nothing fits, the
-smallest change that would fit. Every change that is named was planned and simulated, by a quick look (nearby.py): a
-search may find still more."""
+"""What would help: the same question with one thing changed, by a quick look (nearby.py). What makes a step faster was
+planned and simulated before it is named: a search may find still more. Where nothing fits, the smallest changes that
+would fit: for each the bytes of the leanest plans were counted, and how fast those are is not known."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.nearby import fits, least_disk_bytes, nearby_step_s, why_not
+from hightide.planner.place import is_resident
 from hightide.planner.question import Question
 from hightide.planner.search import Found
 
 LEAST_SPEEDUP = 1.05  # less is within the error of a forecast
 MAX_RAISES = 4  # of limits, until it fits
 FULL = 0.9  # of the host: beyond, more of it may help
+NEARLY_ALL = 0.9  # of the GPU: beyond, all of it is the better advice
+LOOK_LONGER = "--look 30"  # seconds: enough for the largest shapes
 _NAMES = {Tier.GPU: "GPU memory", Tier.HOST: "host memory", Tier.DISK: "disk"}
 
 
@@ -29,7 +32,7 @@ _NAMES = {Tier.GPU: "GPU memory", Tier.HOST: "host memory", Tier.DISK: "disk"}
 class Leeway:
     """What else there is to know about what could be changed."""
 
-    gpu_memory_bytes: int  # as much as the GPU has to give
+    gpu_memory_bytes: int  # as much as the GPU has to give; 0: nobody knows
     clips: bool = False  # in-backward updates are out of the question
     has_own_batch: bool = False  # --sequences does not decide about it
 
@@ -38,6 +41,9 @@ class Leeway:
 class Change:
     text: str  # what to change, in words
     option: str  # of the command; "": there is none
+
+
+_ANY_MICRO_BATCH = Change("micro-batches of another size: leave out --micro-batch", "")
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Improvements:
     found: tuple[Improvement, ...]  # the most helpful first
     untried: tuple[Change, ...]  # for want of time
     num_tried: int
+    look_longer: str = ""  # the option that gives it more time; "": nothing is untried
 
 
 def improvements(question: Question, found: Found, leeway: Leeway, may_go_on: Callable[[], bool]) -> Improvements:
@@ -68,27 +75,24 @@ def improvements(question: Question, found: Found, leeway: Leeway, may_go_on: Ca
         if step_s < math.inf:
             helpful.append(Improvement(change, step_s, num_samples / step_s / before))
     helpful.sort(key=lambda one: -one.speedup)
-    return Improvements(tuple(helpful), tuple(untried), len(changes) - len(untried))
+    longer = LOOK_LONGER if untried else ""
+    return Improvements(tuple(helpful), tuple(untried), len(changes) - len(untried), longer)
 
 
 def _faster(question: Question, found: Found, leeway: Leeway) -> list[tuple[Change, Question]]:
-    """What usually helps most comes first."""
-    changes = []
-    whole = all(block.params is Tier.GPU and block.states is Tier.GPU for block in found.plan.blocks)
+    """What usually helps most comes first: for models that take long to plan there is time for one or two."""
+    twice = 2 * question.profile.num_samples
+    changes = [(_batch_of(twice, leeway), question.with_samples(twice))]
+    whole = is_resident(found.plan)
     if question.update is Update.DEFERRED and not leeway.clips and not whole:
         change = Change("in-backward updates, if your loop never clips", "--update in_backward")
         changes.append((change, replace(question, update=Update.IN_BACKWARD)))
-    changes.append(_more(question, Tier.GPU))
-    if question.gpu_bytes < leeway.gpu_memory_bytes and not whole:
-        option = f"--gpu {size_option(leeway.gpu_memory_bytes, up=False)}"
-        changes.append((Change("all of this GPU", option), replace(question, gpu_bytes=leeway.gpu_memory_bytes)))
-    twice = 2 * question.profile.num_samples
-    changes.append((_batch_of(twice, leeway), question.with_samples(twice)))
+    changes += _more_gpu(question, leeway)
     if question.gradients is GradientDtype.FLOAT32 and _has_short_params(question) and not whole:
         change = Change("gradients rounded to their parameter's dtype", "--gradients param")
         changes.append((change, replace(question, gradients=GradientDtype.PARAM)))
     if question.micro_batch is not None:
-        changes.append((Change("micro-batches of another size", "no --micro-batch"), _unpinned(question)))
+        changes.append((_ANY_MICRO_BATCH, _unpinned(question)))
     if found.plan.forecast.host_peak_bytes > FULL * question.host_bytes:
         changes.append(_more(question, Tier.HOST))
     return changes
@@ -158,8 +162,7 @@ def _rounded(question: Question) -> Change | None:
 
 
 def _any_micro_batch(question: Question) -> Change | None:
-    change = Change("micro-batches of another size", "no --micro-batch")
-    return change if question.micro_batch is not None and fits(_unpinned(question)) else None
+    return _ANY_MICRO_BATCH if question.micro_batch is not None and fits(_unpinned(question)) else None
 
 
 def _fewer(question: Question, leeway: Leeway) -> Change | None:
@@ -177,13 +180,29 @@ def _batch_of(num_samples: int, leeway: Leeway, micro_batch: int | None = None) 
     return Change(text, "" if leeway.has_own_batch else f"--sequences {num_samples}{smaller}")
 
 
+def _more_gpu(question: Question, leeway: Leeway) -> list[tuple[Change, Question]]:
+    """A part of what this GPU has left, and all of it; only all of it where that is nearly the same."""
+    some = _more(question, Tier.GPU)
+    if not leeway.gpu_memory_bytes:
+        return [some]
+    everything = _with_size(question, Tier.GPU, size_option(leeway.gpu_memory_bytes, up=False), "all of this GPU")
+    most_bytes = everything[1].gpu_bytes
+    if question.gpu_bytes >= most_bytes:
+        return []
+    return [some, everything] if some[1].gpu_bytes < NEARLY_ALL * most_bytes else [everything]
+
+
 def _more(question: Question, tier: Tier) -> tuple[Change, Question]:
     """By a third to a half, a power of two: 8 GiB for 24, 32 GiB for 80."""
     limit_bytes = question.gpu_bytes if tier is Tier.GPU else question.host_bytes
     more_bytes = 1 << max(0, (limit_bytes // 2).bit_length() - 1)
-    changed = question.with_limit(tier, limit_bytes + more_bytes)
-    option = f"--{tier} {size_option(limit_bytes + more_bytes)}"
-    return Change(f"{format_bytes(more_bytes)} more {_NAMES[tier]}", option), changed
+    text = f"{format_bytes(more_bytes)} more {_NAMES[tier]}"
+    return _with_size(question, tier, size_option(limit_bytes + more_bytes), text)
+
+
+def _with_size(question: Question, tier: Tier, size: str, text: str) -> tuple[Change, Question]:
+    """Asked with what the option says, which is rounded."""
+    return Change(text, _option(tier, size)), question.with_limit(tier, parse_bytes(size, tier))
 
 
 def _unpinned(question: Question) -> Question:

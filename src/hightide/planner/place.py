@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hightide.ir.block import DTYPE_BYTES
 from hightide.ir.chunk import (
     GRAD_BYTES,
@@ -11,8 +13,27 @@ from hightide.ir.chunk import (
     ChunkSpec,
     Layout,
 )
-from hightide.ir.plan import GradientDtype, Plan, Update
+from hightide.ir.plan import BlockPlan, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
+
+
+def owners(plan: Plan) -> tuple[int | None, ...]:
+    """By block, the one whose decisions say where its parameters are: itself, or for one that has only tied parameters
+    (the head of many language models) the first block that uses them. None: it has no parameters."""
+    found: dict[int, int] = {}
+    for chunk in plan.layout.chunks:
+        for user in chunk.users:
+            found.setdefault(user, chunk.block)
+    found.update({chunk.block: chunk.block for chunk in plan.layout.chunks})
+    return tuple(found.get(block) for block in range(len(plan.blocks)))
+
+
+def blocks_in_effect(plan: Plan) -> tuple[BlockPlan, ...]:
+    """What is decided about each block, with the tiers of its owner: its own mean nothing."""
+    homes = [plan.blocks[block if owner is None else owner] for block, owner in enumerate(owners(plan))]
+    return tuple(
+        replace(block, params=home.params, states=home.states) for block, home in zip(plan.blocks, homes, strict=True)
+    )
 
 
 def params_on_gpu(plan: Plan, chunk: ChunkSpec) -> bool:
@@ -24,6 +45,11 @@ def params_on_gpu(plan: Plan, chunk: ChunkSpec) -> bool:
 
 def states_on_gpu(plan: Plan, chunk: ChunkSpec) -> bool:
     return plan.blocks[chunk.block].states is Tier.GPU
+
+
+def is_resident(plan: Plan) -> bool:
+    """All parameters and states stay on the GPU."""
+    return all(params_on_gpu(plan, chunk) and states_on_gpu(plan, chunk) for chunk in plan.layout.chunks)
 
 
 def is_refreshed(plan: Plan, chunk: ChunkSpec) -> bool:

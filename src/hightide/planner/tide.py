@@ -75,13 +75,13 @@ def tide(plan: Plan, schedule: Schedule, spans: Sequence[Span], begin_s: float) 
         if not (action.gpu_takes or action.gpu_gives or action.gpu_transient):
             continue
         while ends and ends[0][0] <= span.start_s:
-            levels.append(_end(*heapq.heappop(ends), now, begin_s))
+            levels.append(_end(ends, now, begin_s))
         now.update(_taken(action))
         now[Part.TRANSIENTS] += action.gpu_transient
         levels.append(_level(span.start_s - begin_s, now))
         heapq.heappush(ends, (span.end_s, order, action))
     while ends:
-        levels.append(_end(*heapq.heappop(ends), now, begin_s))
+        levels.append(_end(ends, now, begin_s))
     return tuple(levels)
 
 
@@ -100,7 +100,9 @@ def _taken(action: Action) -> dict[Part, int]:
     return {Part.INPUTS: action.gpu_takes - kept, Part.ACTIVATIONS: kept}
 
 
-def _end(end_s: float, order: int, action: Action, now: Counter[Part], begin_s: float) -> Level:
+def _end(ends: list[tuple[float, int, Action]], now: Counter[Part], begin_s: float) -> Level:
+    """Of the action that ends next."""
+    end_s, _, action = heapq.heappop(ends)
     kept = action.gpu_kept if action.op is Op.BACKWARD else 0
     now.subtract({Part.INPUTS: action.gpu_gives - kept, Part.ACTIVATIONS: kept, Part.TRANSIENTS: action.gpu_transient})
     return _level(end_s - begin_s, now)

@@ -16,8 +16,9 @@ from hightide.planner.cost import forecast
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.memory import bytes_forecast, peaks
-from hightide.planner.place import widest_tick
+from hightide.planner.place import blocks_in_effect, owners, widest_tick
 
+NOISE = 1e-6  # of a step: what sums of floating-point numbers are off
 _PLACES = {
     (Tier.GPU, Tier.GPU): "params and states on the GPU",
     (Tier.GPU, Tier.HOST): "params on the GPU, states on host",
@@ -45,17 +46,17 @@ class Alternative:
 class Reasons:
     block: str
     planned: str  # in words
-    alternatives: tuple[Alternative, ...]  # the fastest first
+    alternatives: tuple[Alternative, ...]  # the fastest first; without those that would change neither time nor bytes
 
 
 def why(plan: Plan, block: str, costs: Costs, machine: Machine) -> Reasons:
     assert plan.profile is not None, "a planner puts the profile into its plans"
     index = find_block([one.name for one in plan.blocks], block)
-    planned = plan.blocks[index]
+    planned, owner = blocks_in_effect(plan)[index], owners(plan)[index]
     step_s = forecast(plan.profile, plan, costs, machine).step_s
     now = _bytes(plan, machine)
     alternatives = []
-    for text, other in _others(planned, plan.num_disk_buffers > 0):
+    for text, other in _others(planned, owner == index, plan.num_disk_buffers > 0):
         changed = _with_block(plan, index, other)
         try:
             check_plan(plan.profile, changed)
@@ -65,6 +66,8 @@ def why(plan: Plan, block: str, costs: Costs, machine: Machine) -> Reasons:
         then = _bytes(changed, machine)
         gpu, host, disk = then.gpu_bytes, then.host_peak_bytes, then.disk_peak_bytes
         above = gpu - plan.gpu_limit_bytes, host - plan.host_limit_bytes, disk - plan.disk_limit_bytes
+        if then == now and abs(other_s - step_s) <= NOISE * step_s:  # it is the same in other words
+            continue
         alternatives.append(
             Alternative(
                 text=text,
@@ -75,8 +78,11 @@ def why(plan: Plan, block: str, costs: Costs, machine: Machine) -> Reasons:
                 too_many_bytes=max(0, *above),
             )
         )
+    places = _PLACES[planned.params, planned.states] if owner is not None else "no parameters"
+    if owner not in (None, index):
+        places += f", with {plan.blocks[owner].name}"
     kept = "kept" if planned.activation is Activation.KEEP else "recomputed"
-    words = f"{_PLACES[planned.params, planned.states]}; {kept}; {_inputs(planned.inputs)}"
+    words = f"{places}; {kept}; {_inputs(planned.inputs)}"
     return Reasons(planned.name, words, tuple(sorted(alternatives, key=lambda one: one.step_s)))
 
 
@@ -87,12 +93,12 @@ def _inputs(tier: Tier) -> str:
     return "inputs on the GPU" if tier is Tier.GPU else f"inputs on {tier}"
 
 
-def _others(planned: BlockPlan, disk: bool) -> list[tuple[str, BlockPlan]]:
-    """`disk`: whether the plan uses one anyway."""
+def _others(planned: BlockPlan, owns: bool, disk: bool) -> list[tuple[str, BlockPlan]]:
+    """`owns`: whether it decides where its parameters are. `disk`: whether the plan uses one anyway."""
     others = [
         (text, replace(planned, params=params, states=states))
         for (params, states), text in _PLACES.items()
-        if (params, states) != (planned.params, planned.states) and (disk or states is not Tier.DISK)
+        if owns and (params, states) != (planned.params, planned.states) and (disk or states is not Tier.DISK)
     ]
     if planned.activation is Activation.KEEP:
         others.append((_ACTIVATIONS[Activation.RECOMPUTE], replace(planned, activation=Activation.RECOMPUTE)))

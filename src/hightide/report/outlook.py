@@ -14,6 +14,7 @@ from hightide.planner.helpful import Change, Improvements
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
+from hightide.planner.place import blocks_in_effect
 from hightide.planner.question import Question
 from hightide.planner.search import Found
 from hightide.planner.why import Reasons
@@ -77,7 +78,7 @@ class Outlook:
     micro_batch: int
     update: Update
     gradients: GradientDtype
-    blocks: tuple[BlockPlan, ...]
+    blocks: tuple[BlockPlan, ...]  # of one with tied parameters only: the tiers of the block that owns them
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def outlook(question: Question, found: Found) -> Outlook:
         micro_batch=plan.micro_batch,
         update=plan.update,
         gradients=plan.gradients,
-        blocks=plan.blocks,
+        blocks=blocks_in_effect(plan),
     )
 
 

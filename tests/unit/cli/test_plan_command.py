@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, ViTConfig
+from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, T5Config, ViTConfig
 from typer.testing import CliRunner, Result
 
 import hightide
@@ -90,6 +93,10 @@ def source(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(SOURCE)
     (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "speeds.json").write_text('{"nam": "mine", "speeds": []}')
     return path
 
 
@@ -128,7 +135,24 @@ def test_json_says_the_same_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [lane.lane for lane in outlook.lanes] == list(Lane)
     assert {row.state: row.dtype for row in outlook.precisions}["moments"] == "2 in float32"
     assert found.why is not None and found.why.block == "model.embed_tokens" and found.why.alternatives
+    embedding, head = outlook.blocks[0], outlook.blocks[-1]  # of one parameter, tied
+    assert (head.name, head.params, head.states) == ("lm_head", embedding.params, embedding.states)
     assert found.would_help is not None and found.would_help.found and not found.would_help.untried
+
+
+def test_the_two_most_useful_changes_are_tried_however_late_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = (*TINY, "--gpu", "1MiB")
+    late = report(*options).would_help
+    assert late is not None and late.num_tried == 2 and late.look_longer == "--look 30"
+    assert "--gradients param" in {change.option for change in late.untried}
+    assert not {"--sequences 8", "--update in_backward"} & {change.option for change in late.untried}
+    assert "to try them: --look 30" in " ".join(plan(*options).stdout.split())
+    longer = report(*options, *late.look_longer.split()).would_help
+    assert longer is not None and not longer.untried and not longer.look_longer
+    assert longer.num_tried == 2 + len(late.untried)
+    monkeypatch.setattr(plan_module, "LARGE_STEP", 1)
+    large = report(*options).would_help
+    assert large is not None and large.num_tried == 1
 
 
 def test_of_a_real_gpu_the_peak_is_what_torch_reserves(tmp_path: Path) -> None:
@@ -228,7 +252,7 @@ def test_a_function_brings_its_own_batch(source: Path, monkeypatch: pytest.Monke
     ("options", "said"),
     [
         (["nowhere"], "presets are tiny, tiny-gpt"),
-        (["{folder}"], "has no config.json"),
+        (["{folder}/empty"], "has no config.json"),
         (["{folder}/none.py:make"], "there is no file"),
         (["{folder}/mine.py:made"], "with_batch, alone, nothing"),
         (["{folder}/mine.py:nothing"], "returned a int; it must return"),
@@ -240,13 +264,31 @@ def test_a_function_brings_its_own_batch(source: Path, monkeypatch: pytest.Monke
         (["{folder}/mine.py:with_batch", "--length", "8"], "leave out --sequences and --length"),
         (["tiny", "--disk", "60GiB"], "--disk='60GiB' is not a folder and a size"),
         (["tiny", "--disk", "/scratch:much"], "--disk of '/scratch'='much' is not a size"),
+        (["tiny", "--disk", "/a:1TB,/b:1TB"], "is more than one folder; give each by itself"),
+        (["tiny", "--disk", "{folder}/mine.py:1TB"], "mine.py is no folder; name one, such as --disk {folder}:200GiB"),
+        (["tiny", "--disk", "{folder}/mine.py:1TB", "--machine", "h200"], "mine.py is no folder"),
+        (["tiny", "--disk", "{folder}/none:1TB"], "none: there is no such folder on this machine; make it"),
         (["tiny", "--clip", "--update", "in_backward"], "use --update deferred"),
         (["tiny", "--sequences", "0"], "--sequences is 0"),
         (["tiny", "--micro-batch", "99"], "--micro-batch 99 does not fit the batch of 8 samples"),
         (["tiny", "--micro-batch", "0"], "choose a number from 1 to 8, or leave it out"),
+        (["tiny", "--look", "-1"], "--look -1 is no number of seconds"),
+        (["tiny", "--look", "nan"], "write 0 or more"),
         (["tiny", "--gpu", "much"], "--gpu='much' is not a size"),
         (["tiny", "--lora", "q_proj"], "write 16"),
         (["tiny", "--lora", "4:nothing"], "not found in the base model"),
+        (
+            ["{folder}/mine.py:with_batch", "--lora", "8"],
+            "of a Stack to adapt; name them by the ends of their names: --lora",
+        ),
+        (["{folder}/mine.py:with_batch", "--lora", "8"], "--lora 8:NAMES, such as 8:0,1"),
+        (
+            ["tiny", "--machine", "{folder}/mine.py"],
+            "mine.py is no machine file (made by `hightide doctor --out FILE`)",
+        ),
+        (["tiny", "--machine", "{folder}/config.json"], "config.json is no machine file"),
+        (["tiny", "--machine", "{folder}/list.json"], "list.json is no machine file"),
+        (["tiny", "--machine", "{folder}/speeds.json"], "speeds.json has an unknown key 'nam'; did you mean 'name'"),
         (["tiny", "--why", "layers.99"], "near are 'model.layers."),
         (["tiny", "--why", "layers.99", "--gpu", "40KiB"], "near are 'model.layers."),
         (["tiny", "--save", "{folder}/none/plan.json"], "there is no folder"),
@@ -259,12 +301,48 @@ def test_a_function_brings_its_own_batch(source: Path, monkeypatch: pytest.Monke
 def test_bad_input_is_one_message(options: list[str], said: str, source: Path) -> None:
     words = [option.replace("{folder}", str(source.parent)) for option in options]
     result = plan(*words, exit_code=2)
-    assert said in result.stderr and not result.stdout
+    assert said.replace("{folder}", str(source.parent)) in result.stderr and not result.stdout
+
+
+def test_folders_of_another_machine_need_not_be_here(tmp_path: Path) -> None:
+    there = ("--disk", tmp_path / "none:1GiB", "--disk", tmp_path / "another:2GiB", "--machine", "h200")
+    found = report(*TINY, *there, "--gpu", "1GiB", "--host", "8GiB")
+    assert found.subject.disk_limit_bytes == 3 * 2**30
 
 
 def test_a_traceback_is_shown_where_it_is_asked_for(source: Path) -> None:
     said = plan(f"{source}:boom", "--traceback", exit_code=2).stderr
     assert "Traceback" in said and "in boom" in said and "RuntimeError: boom" in said
+
+
+def test_a_fault_of_the_program_is_not_the_code_for_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr(plan_module.Question, "answer", fail)
+    said = plan(*TINY, exit_code=3).stderr
+    assert "Traceback" in said and "RuntimeError: boom" in said and "a fault of hightide; please report it" in said
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "said"),
+    [
+        ("closed", 141, ""),
+        ("/dev/full", 3, "error: the output cannot be read or written: No space left on device\n"),
+    ],
+)
+def test_output_that_cannot_be_written_has_a_code_of_its_own(output: str, code: int, said: str) -> None:
+    """In a process of its own: Python writes what is left when it ends."""
+    command = [sys.executable, "-m", "hightide", "plan", "tiny", "--length", "16", "--machine", "h200"]
+    command += ["--gpu", "8GiB", "--host", "8GiB"]
+    if output == "closed":
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+    else:
+        write_end = os.open(output, os.O_WRONLY)
+    with os.fdopen(write_end, "wb") as stdout:
+        ended = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (code, said)
 
 
 @pytest.mark.parametrize("option", ["--save", "--html"])
@@ -290,6 +368,18 @@ def test_a_model_that_is_no_language_model_needs_a_function(tmp_path: Path) -> N
     config.save_pretrained(tmp_path)
     said = plan(tmp_path, exit_code=2).stderr
     assert "does not run without values" in said and "FILE.py:FUNCTION" in said
+
+
+def test_an_encoder_with_a_decoder_needs_its_first_token(tmp_path: Path) -> None:
+    size = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 96}
+    config = T5Config(**size)
+    config.architectures = ["T5ForConditionalGeneration"]
+    config.save_pretrained(tmp_path)
+    said = plan(tmp_path, "--length", 16, exit_code=2).stderr
+    assert "config.json has no decoder_start_token_id" in said and "0 for T5" in said and "FILE.py:FUNCTION" in said
+    config.decoder_start_token_id = 0
+    config.save_pretrained(tmp_path)
+    assert report(tmp_path, "--length", 16).fits
 
 
 def test_what_does_not_fit_says_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,13 +411,13 @@ def test_a_disk_is_planned_refused_by_wrap_and_named_where_it_would_help(
     monkeypatch.setattr(plan_module, "ANSWER_S", 0.0)
     option, size = named[0].split()
     assert option == "--disk" and size.startswith("FOLDER:")
-    found = report(*small, option, size.replace("FOLDER", "/scratch"), "--save", path, "--why", "layers.1").outlook
+    found = report(*small, option, size.replace("FOLDER", str(tmp_path)), "--save", path, "--why", "layers.1").outlook
     assert found is not None
     assert [tier.tier for tier in found.tiers] == [Tier.GPU, Tier.HOST, Tier.DISK]
     assert all(0 < tier.peak_bytes <= tier.limit_bytes for tier in found.tiers)
     busy = {lane.lane: lane.busy_s for lane in found.lanes}
     assert busy[Lane.DISK_READ] > 0 and busy[Lane.DISK_WRITE] > 0
-    text = plan(*small, "--disk", "/scratch:1GiB", "--html", tmp_path / "page.html").stdout
+    text = plan(*small, "--disk", f"{tmp_path}:1GiB", "--html", tmp_path / "page.html").stdout
     assert re.search(r"  limit: .*[,;]\n    \w", text), "what does not fit the line is indented"
     assert "disk per step" in text and "disk  peak" in text and max(map(len, text.splitlines())) <= 80
     assert CliRunner().invoke(app, ["simulate", str(path), "--machine", "h200"]).exit_code == 0
@@ -338,10 +428,10 @@ def test_a_disk_is_planned_refused_by_wrap_and_named_where_it_would_help(
         hightide.wrap(model, torch.optim.AdamW(model.parameters()), batch, plan=Plan.load(path), device="cpu")
 
 
-def test_a_machine_without_a_known_disk_prices_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_known_disk_prices_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = replace(load_machine("h200"), disk=None)
     monkeypatch.setattr(machine_module, "known_machine", lambda device: Known(machine))
-    assert "doctor --disk" in plan(*TINY, "--disk", "/scratch:60GiB", exit_code=2).stderr
+    assert "doctor --disk" in plan(*TINY, "--disk", f"{tmp_path}:60GiB", exit_code=2).stderr
 
 
 def test_a_plan_that_is_refused_for_another_reason_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,13 +33,14 @@ def test_a_batch_without_an_option_takes_one_line() -> None:
     ("improvements", "said"),
     [
         (
-            Improvements((), (IN_BACKWARD, MORE, OWN_BATCH), 0),
-            "what would help: nothing was tried, the time was up; to see it, plan with one of: --update in_backward, "
-            "--gpu 32GiB, 16 samples per step",
+            Improvements((), (IN_BACKWARD, MORE, OWN_BATCH), 0, "--look 30"),
+            "what would help: nothing was tried, the time was up; to look longer: --look 30; not tried: "
+            "--update in_backward, --gpu 32GiB, 16 samples per step",
         ),
         (
-            Improvements((), (MORE,), 1),
-            "what would help: nothing of what was tried (1), the time was up; to see it, plan with one of: --gpu 32GiB",
+            Improvements((), (MORE,), 1, "--look 30"),
+            "what would help: nothing of what was tried (1), the time was up; to look longer: --look 30; not tried: "
+            "--gpu 32GiB",
         ),
         (
             Improvements((), (), 3),

@@ -45,6 +45,13 @@ def test_a_disk_without_folder_or_size_is_rejected_by_name(nonsense):
         Limits(disk=nonsense)
 
 
+def test_a_size_in_the_middle_is_no_part_of_a_folder_name():
+    for several in ("/a:1TB,/b:2TB", "/a: 1.5 TiB, /b:2TB", "/a:1TB,/b:2TB,/c:1GB"):
+        with pytest.raises(ValueError, match="is more than one folder; give each by itself"):
+            Limits(disk=several)
+    assert Limits(disk="/a,b:1TB").disks == (DiskLimit("/a,b", 10**12),)
+
+
 def test_a_disk_given_twice_is_rejected():
     with pytest.raises(ValueError, match=r"names a folder twice"):
         Limits(disk=["/a:1GB", "/a:2GB"])

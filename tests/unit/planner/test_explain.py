@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from hightide.ir.units import format_bytes
 from hightide.planner.explain import described, explain
 from hightide.planner.lower import lower, lower_all
 from hightide.planner.memory import bytes_forecast, peaks, reserved_bytes
+from hightide.planner.place import blocks_in_effect
 from unit.planner.profiles import plan_with, stack
 from unit.planner.test_why import GPU, REAL
 
@@ -33,6 +35,29 @@ def test_equal_consecutive_blocks_are_one_row():
         ["layers.0", "..", "layers.3", "(4)", "gpu", "gpu", "keep", "gpu"],
         ["layers.4", "..", "head", "(10)", "host", "host", "recompute", "gpu"],
     ]
+
+
+def test_a_tied_head_is_where_its_owner_is():
+    profile = stack(2, tied=True)
+    on_gpu = plan_with(profile, Tier.GPU, Tier.GPU)
+    head = replace(on_gpu.blocks[-1], params=Tier.HOST, states=Tier.HOST)
+    plan = replace(on_gpu, blocks=(*on_gpu.blocks[:-1], head))
+    assert lower(profile, plan, Mode.TRAIN) == lower(profile, on_gpu, Mode.TRAIN), "what is said of it means nothing"
+    assert text_of(profile, plan) == text_of(profile, on_gpu)
+    assert [block.params for block in blocks_in_effect(plan)] == [Tier.GPU] * len(plan.blocks)
+    first = replace(on_gpu.blocks[0], states=Tier.HOST)
+    moved = replace(on_gpu, blocks=(first, *on_gpu.blocks[1:]))
+    assert (blocks_in_effect(moved)[-1].params, blocks_in_effect(moved)[-1].states) == (Tier.GPU, Tier.HOST)
+    assert re.search(r"\nhead +gpu +host +", text_of(profile, moved))
+
+
+def test_a_block_without_parameters_is_on_no_tier():
+    profile = stack(2)
+    bare = replace(profile.blocks[1], params=())
+    named = set(profile.blocks[1].params)
+    params = tuple(spec for spec in profile.params if not named & set(spec.names))
+    profile = replace(profile, params=params, blocks=(profile.blocks[0], bare, *profile.blocks[2:]))
+    assert re.search(r"\nlayers.0 +- +- +recompute", text_of(profile, plan_with(profile)))
 
 
 def test_it_says_whether_it_fits_and_by_how_much():

@@ -11,7 +11,8 @@ from hightide.ir.machine import SIMULATED
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import parse_bytes
-from hightide.planner.choice import Problem
+from hightide.planner import helpful as helpful_module
+from hightide.planner.choice import Choice, Problem
 from hightide.planner.estimate import estimate
 from hightide.planner.floor import floors
 from hightide.planner.helpful import LEAST_SPEEDUP, Improvements, Leeway, fitting, improvements, size_option
@@ -74,6 +75,50 @@ def test_changes_that_are_out_of_the_question_are_not_named() -> None:
     assert untried and not {"--update in_backward", "--gradients param"} & {change.option for change in untried}
 
 
+@pytest.mark.parametrize("host_bytes", [2**30, 1_234_567, 999_999])
+@pytest.mark.parametrize("gpu_bytes", [160_000, 234_567])
+@pytest.mark.parametrize("gpu_memory_bytes", [0, 500_001, 24_114_102_272])
+def test_what_is_priced_is_what_the_option_says(
+    gpu_bytes: int, host_bytes: int, gpu_memory_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priced: dict[float, Question] = {}
+
+    def record(changed: Question, known: Choice, below_s: float) -> float:
+        step_s = below_s / (2 + len(priced))
+        priced[step_s] = changed
+        return step_s
+
+    monkeypatch.setattr(helpful_module, "nearby_step_s", record)
+    asked = replace(ASKED, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    full = replace(answer().plan.forecast, host_peak_bytes=host_bytes)
+    found = replace(answer(), plan=replace(answer().plan, forecast=full))
+    sizes = {"--gpu": "gpu_bytes", "--host": "host_bytes"}
+    named = improvements(asked, found, Leeway(gpu_memory_bytes), lambda: True).found
+    words = [(one, *one.change.option.split()) for one in named]
+    assert {option for _, option, _ in words} >= set(sizes)
+    for one, option, size in words:
+        if option in sizes:
+            assert getattr(priced[one.step_s], sizes[option]) == parse_bytes(size, option), one.change
+
+
+@pytest.mark.parametrize(
+    ("gpu_bytes", "gpu_memory_bytes", "expected"),
+    [
+        ("16GiB", 24_114_102_272, ["--gpu 22.4GiB"]),  # a third more would be beyond it
+        ("40GiB", 80_350_000_000, ["--gpu 56GiB", "--gpu 74.8GiB"]),
+        ("40GiB", 61 * 2**30, ["--gpu 61GiB"]),  # 56 would be nearly the same
+        ("24GiB", 24_114_102_272, []),
+        ("24GiB", 0, ["--gpu 32GiB"]),  # nobody knows how much it has
+    ],
+)
+def test_no_more_gpu_memory_is_named_than_there_is_and_no_two_nearly_equal(
+    gpu_bytes: str, gpu_memory_bytes: int, expected: list[str]
+) -> None:
+    asked = replace(ASKED, gpu_bytes=parse_bytes(gpu_bytes, "--gpu"))
+    untried = improvements(asked, answer(), Leeway(gpu_memory_bytes), lambda: False).untried
+    assert [change.option for change in untried if change.option.startswith("--gpu")] == expected
+
+
 def test_what_there_was_no_time_for_is_said() -> None:
     times = iter([True, False, False, False, False])
     found = improvements(ASKED, answer(), NO_MORE, lambda: next(times))
@@ -85,8 +130,8 @@ def test_a_pinned_micro_batch_may_be_what_is_slow() -> None:
     costs = replace(ASKED.costs, calls=tuple(replace(one, issue_s=1.0) for one in ASKED.costs.calls))
     asked = replace(pinned, costs=costs)
     found = improvements(asked, asked.answer(), NO_MORE, lambda: True).found
-    freed = [one for one in found if one.change.option == "no --micro-batch"]
-    assert freed and freed[0].speedup > 2
+    freed = [one for one in found if "leave out --micro-batch" in one.change.text]
+    assert freed and freed[0].speedup > 2 and not freed[0].change.option, "no option would do it"
 
 
 @pytest.mark.parametrize(("gpu_bytes", "host_bytes"), [(8_000, 2**30), (160_000, 600_000), (8_000, 100_000)])

@@ -80,6 +80,26 @@ def test_what_is_no_way_to_plan_a_block_is_left_out() -> None:
     assert not any("frozen" in text for text in alternatives(planned()))  # all of it is trained
 
 
+def test_a_tied_head_is_planned_with_its_owner() -> None:
+    profile = stack(tied=True, dtype="bfloat16")
+    costs = estimate(profile, GPU)
+    on_gpu = plan_with(profile, Tier.GPU, Tier.GPU)
+    head = replace(on_gpu.blocks[-1], params=Tier.HOST, states=Tier.HOST)
+    plan = replace(on_gpu, blocks=(*on_gpu.blocks[:-1], head), profile=profile)
+    reasons = why(plan, "head", costs, GPU)
+    assert reasons.planned.startswith("params and states on the GPU, with embed; ")
+    assert not [one for one in reasons.alternatives if "params" in one.text or "states" in one.text]
+    owner = why(plan, "embed", costs, GPU)
+    assert "with" not in owner.planned and "params streamed, states on host" in {one.text for one in owner.alternatives}
+
+
+def test_what_changes_nothing_is_left_out() -> None:
+    for block in ("embed", "layers.2", "norm", "head"):
+        for decisions in ({}, {"params": Tier.GPU, "states": Tier.GPU, "activation": Activation.KEEP}):
+            for one in alternatives(planned(**decisions), block).values():
+                assert one.gpu_difference_bytes or one.host_difference_bytes or abs(one.step_difference_s) > 1e-9
+
+
 def test_a_block_is_found_by_the_end_of_its_name() -> None:
     assert why(planned(), "2", COSTS, GPU).block == "layers.2"
     with pytest.raises(ValueError, match=r"none of the 7 blocks is called 'layer.2'; near are 'layers.2'"):
