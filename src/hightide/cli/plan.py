@@ -40,10 +40,10 @@ from hightide.planner.why import find_block, why
 from hightide.report.outlook import PlanReport, outlook, refusal, subject
 
 # Seconds of the process's own time: what else the machine does matters less to it.
-ANSWER_S = 9.0  # what is left of it when a plan is found goes into what would help
+ANSWER_S = 8.0  # what is left of it when a plan is found goes into what would help
 TRY_SHARE = 0.6  # of the time of the search: so long takes one change that might help
-LEAST_TRIES = 2  # however late it is; but one for
-LARGE_STEP = 2000  # actions or more, as gpt-175b has them with a disk: a second one would take it beyond 10 s
+LEAST_TRIES = 2  # however late it is; but none for
+LARGE_STEP = 2000  # actions or more, as gpt-175b has them with a disk: it would take longer than 10 s
 HELP_S = 2.0  # at least, for what would make a model fit that does not
 
 
@@ -200,7 +200,7 @@ def _write(options: PlanOptions, name: str, question: Question, found: Found) ->
 
 
 def _help_clock(found: Found, search_s: float, look_s: float) -> Callable[[], bool]:
-    num_least = LEAST_TRIES if len(found.step.simulated.spans) < LARGE_STEP else 1
+    num_least = LEAST_TRIES if len(found.step.simulated.spans) < LARGE_STEP else 0
     return _clock(ANSWER_S - TRY_SHARE * search_s, look_s, num_least)
 
 
