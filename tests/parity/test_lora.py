@@ -75,12 +75,13 @@ def test_adapters_train_as_in_plain_peft(name: str, update: str) -> None:
 
 @pytest.mark.parametrize("update", ["deferred", pytest.param("in_backward", marks=pytest.mark.long)])
 def test_adapters_stay_on_the_gpu_while_the_frozen_base_streams(update: str) -> None:
-    _, wrapped = compare(lora, batches, wrap=WRAP | {"update": update, "room": 1.3})
+    _, wrapped = compare(lora, batches, wrap=WRAP | {"update": update, "room": 1.38})
     stats = wrapped.stats
     assert stats is not None
     assert_streamed(wrapped, micro_batches=[3, 3, 1])
     assert set(layers(stats.plan)) == {(Tier.HOST, Tier.GPU)}
-    assert stats.plan.num_grad_slots == 0
+    used_up = update == "in_backward"  # gradients of what is updated on the GPU pass through a slot there
+    assert stats.plan.num_grad_slots == int(used_up)
     if all(block.inputs is Tier.GPU for block in stats.plan.blocks):
         assert stats.moved_bytes.get("d2h", 0) == 0, "nothing leaves the GPU: no gradient does, and no update"
 
