@@ -1,10 +1,36 @@
 """hightide trains PyTorch models that are bigger than the GPU, on few GPUs, without hand-tuning."""
 
-from hightide.api import plan, record, stats, unwrap, wrap
-from hightide.integrations.pretrained import from_pretrained
-from hightide.ir.limits import Limits
-from hightide.ir.plan import Plan
-from hightide.measured import Stats
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hightide.api import plan, record, stats, unwrap, wrap
+    from hightide.integrations.pretrained import from_pretrained
+    from hightide.ir.limits import Limits
+    from hightide.ir.plan import Plan
+    from hightide.measured import Stats
 
 __all__ = ["Limits", "Plan", "Stats", "from_pretrained", "plan", "record", "stats", "unwrap", "wrap"]
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Limits": "hightide.ir.limits",
+    "Plan": "hightide.ir.plan",
+    "Stats": "hightide.measured",
+    "from_pretrained": "hightide.integrations.pretrained",
+    **dict.fromkeys(("plan", "record", "stats", "unwrap", "wrap"), "hightide.api"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, imported when it is first asked for: so the command decides when torch is."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hightide' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,17 @@
 """`python -m hightide` is the `hightide` command."""
 
-from hightide.cli.main import app
+import gc
+
+gc.disable()  # importing torch makes a million objects and no garbage: looking for it took a sixth of a plan's time
+
+from hightide.cli.main import app  # noqa: E402
+
+gc.enable()
+
+
+def main() -> None:
+    app(prog_name="hightide")
+
 
 if __name__ == "__main__":
-    app(prog_name="hightide")
+    main()

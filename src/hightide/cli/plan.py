@@ -40,7 +40,7 @@ from hightide.planner.why import find_block, why
 from hightide.report.outlook import PlanReport, outlook, refusal, subject
 
 # Seconds of the process's own time: what else the machine does matters less to it.
-ANSWER_S = 8.0  # what is left of it when a plan is found goes into what would help
+ANSWER_S = 7.5  # what is left of it when a plan is found goes into what would help
 TRY_SHARE = 0.6  # of the time of the search: so long takes one change that might help
 LEAST_TRIES = 2  # however late it is; but none for
 LARGE_STEP = 2000  # actions or more, as gpt-175b has them with a disk: it would take longer than 10 s
@@ -69,6 +69,21 @@ class PlanOptions:
     as_json: bool = False
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Torch and the model are many objects, and to look through them for garbage, at the end of the process too, takes
+    a tenth of the time of a plan. What that leaves behind are a few megabytes."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+@_uncollected()
 def plan(options: PlanOptions, device: torch.device, console: Console, notes: Console) -> bool:
     """Whether it fits. Results go to `console`, everything else to `notes`."""
     _check(options)
@@ -80,7 +95,6 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
         with _quiet("transformers"):
             profile = workload.profile()
         _check_against(profile, options)
-        gc.freeze()  # torch and the model are many objects, which a search would have looked through again and again
         costs = estimate(profile, machine)
         micro_batch, gradients = options.micro_batch, options.gradients
         question = Question(
