@@ -8,7 +8,7 @@ and each result is simulated. Then the best few are improved by moves (see moves
 The disk is used where else nothing or only a last resort fits: from everything there, the GPU is filled first and then
 the host.
 
-What is not searched yet: how much of a block's update is deferred (α; see docs/planning.md).
+Not searched: how much of a block's update is deferred (α). It follows from what is due; see docs/planning.md.
 """
 
 from __future__ import annotations
