@@ -2,7 +2,7 @@
 
 import gc
 
-gc.disable()  # importing torch makes a million objects and no garbage: looking for it took a sixth of a plan's time
+gc.disable()  # importing torch makes very many objects, and looking through them for garbage takes time
 
 from hightide.cli.main import app  # noqa: E402
 

@@ -278,8 +278,9 @@ class Watch:
             )
         if self._run.plan.update is Update.DEFERRED:
             return (
-                "The forecast is that of a loop that clips: its updates wait for the norm of all gradients. Those of "
-                "this one began during backward; wrapped with update='in_backward' it gets a plan for that"
+                "No lane was faster than forecast, but the forecast is that of a loop that clips: its updates wait for "
+                "the norm of all gradients. If yours never clips, they begin during backward, and update='in_backward' "
+                "makes a plan for that"
             )
         return "No lane was faster than forecast: they overlap more"
 

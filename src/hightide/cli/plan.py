@@ -72,7 +72,7 @@ class PlanOptions:
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Torch and the model are many objects, and to look through them for garbage, at the end of the process too, takes
-    a tenth of the time of a plan. What that leaves behind are a few megabytes."""
+    longer than it is worth: what is left behind are a few megabytes."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

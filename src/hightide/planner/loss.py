@@ -34,11 +34,12 @@ def smaller_tiles(profile: ModelProfile) -> tuple[int, ...]:
     """Of a quarter of that, and so on: descending. None where no loss is fused."""
     if not any(block.lazy_head for block in profile.blocks):
         return ()
-    tile, found = loss_tile_tokens(profile), []
-    while tile > TILE_ALIGN_TOKENS:
+    tile = loss_tile_tokens(profile)
+    found: list[int] = []
+    while tile > TILE_ALIGN_TOKENS and len(found) < NUM_SMALLER_TILES:
         tile = max(TILE_ALIGN_TOKENS, tile // TILE_SHRINKS // TILE_ALIGN_TOKENS * TILE_ALIGN_TOKENS)
         found.append(tile)
-    return tuple(found[:NUM_SMALLER_TILES])
+    return tuple(found)
 
 
 def loss_scratch_bytes(profile: ModelProfile, tile_tokens: int) -> int:

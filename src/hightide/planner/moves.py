@@ -162,10 +162,9 @@ class Moves:
             return
         start = Choice(filled.micro_batch, filled.inputs, filled.spare_slots, spare_grad_slots=filled.spare_grad_slots)
         bare = replace(start, spare_slots=0, spare_grad_slots=0)
-        for slot_numel, one in product(
-            (None, *self.problem.slot_sizes[1:NUM_SLOT_SIZES]), dict.fromkeys((start, bare))
-        ):
-            one = replace(one, slot_numel=slot_numel, loss_tile_tokens=filled.loss_tile_tokens)
+        sizes = (None, *self.problem.slot_sizes[1:NUM_SLOT_SIZES])
+        for slot_numel, choice in product(sizes, dict.fromkeys((start, bare))):
+            one = Form(slot_numel, filled.loss_tile_tokens).of(choice)
             if self.may_fit(one):
                 yield from (self.fill(one, order) for order in ORDERS[:2])
                 yield self.fill(one, ORDERS[0], from_back=True)

@@ -34,7 +34,6 @@ from hightide.planner.trials import Trials
 
 LEAST_GAIN = 0.002  # of a step, for which a plan is changed
 NUM_FILLED = 4  # so many starts are filled in every order; of a few blocks all
-NUM_RECAST = 1  # so many fillings are filled anew in other forms
 NUM_IMPROVED = 2  # so many fillings are improved; of a few blocks more
 NUM_IMPROVED_FEW = 12
 QUICK_SHARE = 0.95  # of the GPU, that a quick search fills with what need not be there
@@ -111,9 +110,8 @@ class _Search:
         if self.quick:
             return min(found, key=lambda choice: found[choice])
         starts = sorted(found, key=lambda choice: found[choice])[: self._num_improved()]
-        others = self._recast(found)
-        if others and not self.moves.few:  # of another kind than the best, so that they lead elsewhere
-            starts[-1:] = [min(others, key=lambda choice: others[choice])]
+        if not self.moves.few:
+            starts[-1:] = self._recast(starts[0]) or starts[-1:]
         return min((self._improved(choice) for choice in starts), key=self.trials.step_s)
 
     def _leanest(self) -> Choice:
@@ -156,13 +154,12 @@ class _Search:
             for order in ORDERS[2::2] if self.quick else ORDERS[1:]:
                 self._try(self.moves.fill(start, order), found)
 
-    def _recast(self, found: dict[Choice, float]) -> dict[Choice, float]:
-        """The best of these in other forms."""
-        others: dict[Choice, float] = {}
-        for choice in sorted(found, key=lambda choice: found[choice])[:NUM_RECAST]:
-            for other in self.moves.recast(choice):
-                self._try(other, others)
-        return others
+    def _recast(self, best: Choice) -> list[Choice]:
+        """The best of its other forms, if one fits: of another kind, so that moves lead elsewhere from it."""
+        found: dict[Choice, float] = {}
+        for other in self.moves.recast(best):
+            self._try(other, found)
+        return sorted(found, key=lambda choice: found[choice])[:1]
 
     def _try(self, choice: Choice, found: dict[Choice, float]) -> float:
         below_s = math.inf if self.moves.few else min(found.values(), default=math.inf) * (1 - LEAST_GAIN)

@@ -184,20 +184,12 @@ def test_logits_that_are_wider_than_the_limit_are_made_in_smaller_tiles() -> Non
     tokens = torch.randint(0, 32000, (8, 128), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens, "labels": tokens}
     plain, optimizer = made()
-    expected = [trained_loss(plain, optimizer, batch) for _ in range(2)]
+    expected = [train_step(plain, optimizer, batch).item() for _ in range(2)]
     model, optimizer = made()
     limits = hightide.Limits(gpu="100MiB", host="1GiB")  # all logits take 125 MiB, twice that with their gradient
     model, optimizer = hightide.wrap(model, optimizer, batch, limits=limits, device="cpu")
     assert hightide.stats(model).plan.loss_tile_tokens < 1024
-    found = [trained_loss(model, optimizer, batch) for _ in range(2)]
+    found = [train_step(model, optimizer, batch).item() for _ in range(2)]
     assert found == pytest.approx(expected, rel=1e-5)
     assert hightide.stats(model).peak_bytes["gpu"] <= 100 * 2**20
     hightide.unwrap(model)
-
-
-def trained_loss(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> float:
-    loss = model(**batch).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss.detach())
