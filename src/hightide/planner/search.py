@@ -111,7 +111,7 @@ class _Search:
             return min(found, key=lambda choice: found[choice])
         starts = sorted(found, key=lambda choice: found[choice])[: self._num_improved()]
         if not self.moves.few:
-            starts[-1:] = self._recast(starts[0]) or starts[-1:]
+            starts += self._recast(starts[0])
         return min((self._improved(choice) for choice in starts), key=self.trials.step_s)
 
     def _leanest(self) -> Choice:
