@@ -38,11 +38,12 @@ _NO_ATTRIBUTE = object()
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is wrapped. `tight`: within the smallest GPU for which there is a plan."""
+    """How a model is wrapped. `tight`: within `room` times the smallest GPU for which there is a plan."""
 
     micro_batch: int | None
     tight: bool = True
     update: str = "deferred"
+    room: float = 1.02
 
     def __str__(self) -> str:
         return f"{self.micro_batch or 'any'}-{'tight' if self.tight else 'free'}-{self.update}"
@@ -236,14 +237,23 @@ def train(case: Case, way: Way | None) -> Outcome:
             model.eval()
             with torch.no_grad():
                 outcome.state |= dict(leaves(call(model, case.batch(EVALUATION)), "evaluation"))
-    except Refused as refusal:
-        assert way is not None
+    except (Refused, ValueError) as refusal:
+        if way is None or isinstance(refusal, InfeasiblePlan) or not _is_ours(refusal):
+            raise
         outcome.refusal = refusal
     if way is not None:
         outcome.stats = hightide.stats(model)
         with nullcontext() if outcome.refusal is None else _ignored():
             hightide.unwrap(model)
     return outcome
+
+
+def _is_ours(refusal: Exception) -> bool:
+    """A batch that does not fit the plan is a ValueError at run time."""
+    where = refusal.__traceback__
+    while where is not None and where.tb_next is not None:
+        where = where.tb_next
+    return where is not None and "hightide" in where.tb_frame.f_globals["__name__"]
 
 
 def wrap(
@@ -253,7 +263,7 @@ def wrap(
     gpu: int | str = 1 if way.tight else HOST
     for _ in range(6):
         try:
-            limits = hightide.Limits(gpu=gpu, host=HOST)
+            limits = hightide.Limits(gpu=gpu if isinstance(gpu, str) else int(way.room * gpu), host=HOST)
             return hightide.wrap(model, optimizer, example, limits=limits, **options)
         except InfeasiblePlan as refusal:
             gpu = refusal.num_bytes
