@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -169,6 +170,7 @@ class Case:
     prepare: Callable[[nn.Module], None] | None = None  # between building and wrapping
     after_wrap: Callable[[nn.Module], None] | None = None
     evaluate: bool = True
+    split: bool = False  # no false alarm: no call may run unsplit
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = make_optimizer
 
     def __repr__(self) -> str:
@@ -300,10 +302,18 @@ def problem(case: Case, plain: Outcome, way: Way) -> str:
             return f"{stats.peak_bytes['gpu']} bytes on the GPU, limit {stats.plan.gpu_limit_bytes}"
         if stats.peak_bytes["host"] > stats.plan.host_limit_bytes:
             return f"{stats.peak_bytes['host']} bytes on the host, limit {stats.plan.host_limit_bytes}"
+        if case.split and (reasons := unsplit(stats.plan)):
+            return f"runs unsplit without need: {reasons}"
     elif not is_clear(str(wrapped.refusal), case):
         return f"a refusal that neither names the block nor says what to do: {wrapped.refusal}"
     outcome = "equal" if wrapped.refusal is None else "refused"
     return "" if outcome == case.outcome else f"{outcome}, and not {case.outcome}: {wrapped.refusal}"
+
+
+def unsplit(plan: hightide.Plan) -> list[str]:
+    """Why calls run unsplit, as the plan explains it; an embedding does by design."""
+    reasons = re.findall(r"calls? unsplit: (.*)", plan.explain())
+    return [reason for reason in reasons if not reason.startswith("only integer inputs")]
 
 
 ADVICE = (

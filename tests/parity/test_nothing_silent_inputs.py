@@ -186,14 +186,14 @@ def embedding_with_largest_norm() -> nn.Module:
     return model
 
 
-@add(batch=token_ids)
+@add(batch=token_ids, split=True)
 def embedding_with_padding() -> nn.Module:
     model = Net(Block(), Block())
     model.first = nn.Embedding(20, WIDTH, padding_idx=3)
     return model
 
 
-@add()
+@add(split=True)
 def pruned_weights() -> nn.Module:
     blocks = [Block(), Block()]
     for block in blocks:
@@ -230,7 +230,7 @@ def a_condition_is_written() -> nn.Module:
     return Net(WritesACondition(), WritesACondition())
 
 
-@add()
+@add(split=True)
 class ScalesItsWeight(Block):
     """Out of place: nothing is written."""
 
@@ -263,7 +263,7 @@ class CentredAboveThree(Block):
         return h - h.mean(0) if len(h) > 3 else h
 
 
-@add(batch=lambda seed: sequences(seed, num_tokens=NUM_TOKENS - seed % 3), evaluate=False)
+@add(batch=lambda seed: sequences(seed, num_tokens=NUM_TOKENS - seed % 3), evaluate=False, split=True)
 def shorter_later() -> nn.Module:
     return Net(nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True), Block())
 
@@ -276,7 +276,7 @@ class LongSequencesMix(Block):
         return h - h.mean(0) if h.shape[1] > 4 else h
 
 
-@add(batch=lambda seed: vectors(seed, num_samples=6 - seed % 4), evaluate=False)
+@add(batch=lambda seed: vectors(seed, num_samples=6 - seed % 4), evaluate=False, split=True)
 def smaller_batches_later() -> nn.Module:
     return Net(Block(), Block())
 
@@ -320,12 +320,12 @@ def positional(model: nn.Module, optimizer: Any, batch: Any, index: int) -> Any:
     return one_step(model, optimizer, (batch["x"], batch["labels"]), index)
 
 
-@add(step=positional)
+@add(step=positional, split=True)
 def keywords_in_the_example_positions_later() -> nn.Module:
     return Net(Block(), Block())
 
 
-@add(batch=lambda seed: vectors(seed) if seed == 0 else dict(reversed(vectors(seed).items())))
+@add(batch=lambda seed: vectors(seed) if seed == 0 else dict(reversed(vectors(seed).items())), split=True)
 def another_order_of_keywords() -> nn.Module:
     return Net(Block(), Block())
 
@@ -351,12 +351,12 @@ class Tempered(Block):
         return x + torch.tanh(self.linear(x) * temperature)
 
 
-@add(batch=lambda seed: {**vectors(seed), "temperature": 1.0 + seed})
+@add(batch=lambda seed: {**vectors(seed), "temperature": 1.0 + seed}, split=True)
 def a_number_that_changes() -> nn.Module:
     return Net(Tempered(), Tempered())
 
 
-@add(batch=lambda seed: {**vectors(seed), "temperature": torch.tensor(1.0 + seed)})
+@add(batch=lambda seed: {**vectors(seed), "temperature": torch.tensor(1.0 + seed)}, split=True)
 def a_tensor_without_dimensions() -> nn.Module:
     return Net(Tempered(), Tempered())
 
@@ -429,7 +429,9 @@ def as_many_features_as_samples() -> nn.Module:
     return Net(ScaledFeatures(), ScaledFeatures())
 
 
-@add(batch=lambda seed: {**vectors(seed, num_samples=WIDTH), "scale": vectors(seed + 50, WIDTH)["x"][:, :1]})
+@add(
+    batch=lambda seed: {**vectors(seed, num_samples=WIDTH), "scale": vectors(seed + 50, WIDTH)["x"][:, :1]}, split=True
+)
 def as_many_features_as_samples_by_sample() -> nn.Module:
     return Net(ScaledFeatures(), ScaledFeatures())
 
@@ -561,18 +563,19 @@ for form, result in {
 
 
 @add(
-    batch=lambda seed: {**vectors(seed), "x": torch.randn(WIDTH, 6, generator=torch.Generator().manual_seed(seed)).t()}
+    batch=lambda seed: {**vectors(seed), "x": torch.randn(WIDTH, 6, generator=torch.Generator().manual_seed(seed)).t()},
+    split=True,
 )
 def inputs_that_are_not_contiguous() -> nn.Module:
     return Net(Block(), Block())
 
 
-@add(batch=lambda seed: {**vectors(seed), "x": vectors(seed)["x"][:1].expand(NUM_SAMPLES, -1)})
+@add(batch=lambda seed: {**vectors(seed), "x": vectors(seed)["x"][:1].expand(NUM_SAMPLES, -1)}, split=True)
 def inputs_that_are_expanded() -> nn.Module:
     return Net(Block(), Block())
 
 
-@add(batch=lambda seed: {**vectors(seed), "x": vectors(seed)["x"].repeat(1, 2)[:, ::2]})
+@add(batch=lambda seed: {**vectors(seed), "x": vectors(seed)["x"].repeat(1, 2)[:, ::2]}, split=True)
 def inputs_with_strides() -> nn.Module:
     return Net(Block(), Block())
 
@@ -582,12 +585,12 @@ class Casts(Net):
         return super().forward(x.float(), labels.float())
 
 
-@add(batch=lambda seed: {name: value.double() for name, value in vectors(seed).items()})
+@add(batch=lambda seed: {name: value.double() for name, value in vectors(seed).items()}, split=True)
 def inputs_of_double_precision() -> nn.Module:
     return Casts(Block(), Block())
 
 
-@add(batch=lambda seed: {name: (4 * value).long() for name, value in vectors(seed).items()})
+@add(batch=lambda seed: {name: (4 * value).long() for name, value in vectors(seed).items()}, split=True)
 def inputs_of_integers() -> nn.Module:
     return Casts(Block(), Block())
 
@@ -608,7 +611,7 @@ class CountsThrough(Formed):
         return {"loss": mean_square(prediction, labels), "counts": counts, "large": large}
 
 
-@add()
+@add(split=True)
 def integers_and_truths_between_blocks() -> nn.Module:
     return CountsThrough(Integers(), Integers(), Integers())
 
@@ -622,7 +625,7 @@ class NormShared(Block):
         return self.norm(h)
 
 
-@add()
+@add(split=True)
 def a_norm_shared_by_blocks() -> nn.Module:
     norm = nn.LayerNorm(WIDTH)
     return Net(NormShared(norm), NormShared(norm), Block())
@@ -634,7 +637,7 @@ def a_batch_norm_shared_by_blocks() -> nn.Module:
     return Net(NormShared(norm), NormShared(norm), Block())
 
 
-@add()
+@add(split=True)
 def a_block_called_twice() -> nn.Module:
     block = Block()
     return Net(block, Block(), block)
@@ -670,7 +673,7 @@ class GivesOneTwice(Formed):
         return {"loss": mean_square(prediction, labels), "prediction": prediction}
 
 
-@add()
+@add(split=True)
 def one_tensor_given_twice() -> nn.Module:
     return GivesOneTwice(Twice(), Twice())
 

@@ -80,7 +80,7 @@ def encoder_with_time_first_square() -> nn.Module:
     return Net(encoder_layer(), encoder_layer())
 
 
-@add(batch=square)
+@add(batch=square, split=True)
 def encoder_with_samples_first_square() -> nn.Module:
     return Net(encoder_layer(batch_first=True), encoder_layer(batch_first=True))
 
@@ -90,7 +90,7 @@ def lstm_with_time_first() -> nn.Module:
     return Net(Recurrent(), Recurrent())
 
 
-@add(batch=sequences)
+@add(batch=sequences, split=True)
 def gru_with_samples_first() -> nn.Module:
     return Net(Gated(), Gated())
 
@@ -145,7 +145,7 @@ def recurrent_modules_with_time_first() -> nn.Module:
     return ModulesOfTorch(nn.LSTM(WIDTH, WIDTH), nn.GRU(WIDTH, WIDTH), nn.RNN(WIDTH, WIDTH))
 
 
-@add(batch=sequences)
+@add(batch=sequences, split=True)
 def recurrent_modules_with_samples_first() -> nn.Module:
     return ModulesOfTorch(*(kind(WIDTH, WIDTH, batch_first=True) for kind in (nn.LSTM, nn.GRU, nn.RNN)))
 
@@ -170,7 +170,7 @@ def transformer_of_torch() -> nn.Module:
     return Translator(batch_first=False)
 
 
-@add(batch=lambda seed: {"source": sequences(seed, num_tokens=7)["x"], **sequences(seed + 50)})
+@add(batch=lambda seed: {"source": sequences(seed, num_tokens=7)["x"], **sequences(seed + 50)}, split=True)
 def transformer_of_torch_with_samples_first() -> nn.Module:
     return Translator(batch_first=True)
 
@@ -186,7 +186,7 @@ class StepByStep(Stack):
         return self.finish(moment, labels)
 
 
-@add(batch=lambda seed: {"x": sequences(seed)["x"], "labels": vectors(seed)["labels"]})
+@add(batch=lambda seed: {"x": sequences(seed)["x"], "labels": vectors(seed)["labels"]}, split=True)
 def cells_step_by_step() -> nn.Module:
     return StepByStep(nn.GRUCell(WIDTH, WIDTH), nn.GRUCell(WIDTH, WIDTH))
 
@@ -257,7 +257,7 @@ class Crops(Stack):
         return self.finish(h.view(x.shape).mean(1), labels)
 
 
-@add(batch=lambda seed: {"x": sequences(seed)["x"], "labels": vectors(seed)["labels"]})
+@add(batch=lambda seed: {"x": sequences(seed)["x"], "labels": vectors(seed)["labels"]}, split=True)
 def views_as_rows() -> nn.Module:
     return Crops(Block(), Block())
 
@@ -271,7 +271,7 @@ class Siamese(Stack):
         return self.finish(first - second, labels)
 
 
-@add(batch=lambda seed: {**vectors(seed), "other": vectors(seed + 50)["x"]})
+@add(batch=lambda seed: {**vectors(seed), "other": vectors(seed + 50)["x"]}, split=True)
 def siamese() -> nn.Module:
     return Siamese(Block(), Block())
 
@@ -409,7 +409,7 @@ def one_graph_with_a_matrix() -> nn.Module:
     return Net(DenseGraph(), DenseGraph())
 
 
-@add(batch=lambda seed: {**sequences(seed), "adjacency": torch.ones(6, 5, 5).tril() / 5})
+@add(batch=lambda seed: {**sequences(seed), "adjacency": torch.ones(6, 5, 5).tril() / 5}, split=True)
 def a_matrix_for_each_graph() -> nn.Module:
     return Net(DenseGraph(), DenseGraph())
 
@@ -432,7 +432,7 @@ class Packed(Block):
         return x + pad_packed_sequence(self.recurrent(packed)[0], batch_first=True, total_length=x.shape[1])[0]
 
 
-@add(batch=padded)
+@add(batch=padded, split=True)
 def packed_sequences() -> nn.Module:
     return Net(Packed(), Packed())
 
@@ -549,7 +549,7 @@ class Towers(nn.Module):
         return {"loss": F.cross_entropy(scores, targets) + F.cross_entropy(scores.T, targets), "scores": scores}
 
 
-@add(batch=lambda seed: {"x": vectors(seed)["x"], "item": vectors(seed + 50)["x"]})
+@add(batch=lambda seed: {"x": vectors(seed)["x"], "item": vectors(seed + 50)["x"]}, split=True)
 def two_towers() -> nn.Module:
     return Towers()
 
@@ -584,7 +584,7 @@ class Vision(nn.Module):
         return {"loss": mean_square(prediction, labels), "prediction": prediction}
 
 
-@add(batch=images)
+@add(batch=images, split=True)
 def modulated_convolutions() -> nn.Module:
     return Vision(Modulated(3), Modulated(5))
 
@@ -607,7 +607,7 @@ class Detector(Stack):
         return self.finish(h.mean(1), labels)
 
 
-@add(batch=images)
+@add(batch=images, split=True)
 def detector_with_queries() -> nn.Module:
     return Detector()
 
@@ -653,12 +653,12 @@ def noisy_images(seed: int, scalar: bool = False) -> dict[str, Tensor]:
     return {"x": x, "time": time, "noise": torch.randn(x.shape, generator=generator)}
 
 
-@add(batch=noisy_images)
+@add(batch=noisy_images, split=True)
 def denoiser() -> nn.Module:
     return UNet()
 
 
-@add(batch=lambda seed: noisy_images(seed, scalar=True))
+@add(batch=lambda seed: noisy_images(seed, scalar=True), split=True)
 def denoiser_with_one_time_for_all() -> nn.Module:
     return UNet()
 
@@ -672,7 +672,7 @@ class GuidedUNet(UNet):
         return {"loss": mean_square(without + 2 * (conditioned - without), noise)}
 
 
-@add(batch=noisy_images)
+@add(batch=noisy_images, split=True)
 def denoiser_with_doubled_batch() -> nn.Module:
     return GuidedUNet()
 
@@ -702,7 +702,7 @@ class Latents(nn.Module):
         return x + read.mean(1, keepdim=True)
 
 
-@add(batch=sequences)
+@add(batch=sequences, split=True)
 def latents_that_read() -> nn.Module:
     return Net(Latents(), Latents())
 
@@ -718,7 +718,7 @@ class Scan(Block):
         return torch.stack(states, 1)
 
 
-@add(batch=sequences)
+@add(batch=sequences, split=True)
 def scan_over_tokens() -> nn.Module:
     return Net(Scan(), Scan())
 

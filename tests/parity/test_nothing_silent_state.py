@@ -255,13 +255,13 @@ class SpectralNorm(Block):
         self.linear = parametrizations.spectral_norm(self.linear)
 
 
-@add()
+@add(split=True)
 class WeightNorm(Block):
     def make(self) -> None:
         self.linear = parametrizations.weight_norm(self.linear)
 
 
-@add()
+@add(split=True)
 class OldWeightNorm(Block):
     def make(self) -> None:
         self.linear = nn.utils.weight_norm(self.linear)
@@ -581,7 +581,7 @@ class StartedByTheFirstBatch(Block):
         return h - self.shift
 
 
-@add()
+@add(split=True)
 class KeepsMadeBuffer(Block):
     """A buffer that there is only after the first call."""
 
@@ -595,7 +595,7 @@ def growing_lengths(seed: int) -> dict[str, Tensor]:
     return sequences(seed, num_tokens=4 + seed % 3)
 
 
-@add(batch=growing_lengths)
+@add(batch=growing_lengths, split=True)
 class CachedByLength(Block):
     def make(self) -> None:
         self.cache: dict[int, Tensor] = {}
@@ -648,7 +648,7 @@ class LossOfKept(Net):
         return {**result, "loss": result["loss"] + 0.1 * sum(part.square().mean() for part in kept)}
 
 
-@add()
+@add(split=True)
 def loss_of_kept_outputs() -> nn.Module:
     return LossOfKept(KeepsOutput(), KeepsOutput())
 
@@ -659,7 +659,7 @@ class KeepsDetached(Block):
         return h
 
 
-@add()
+@add(split=True)
 def report_of_kept_outputs() -> nn.Module:
     return LossOfKept(KeepsDetached(), KeepsDetached())
 
