@@ -158,7 +158,7 @@ def loss_in(output: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """`outcome` is "equal", or "refused" at wrapping or before the first wrong number."""
+    """`outcome` is "equal", or "refused" at wrapping or before the first wrong number, or "either"."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -307,7 +307,7 @@ def problem(case: Case, plain: Outcome, way: Way) -> str:
     elif not is_clear(str(wrapped.refusal), case):
         return f"a refusal that neither names the block nor says what to do: {wrapped.refusal}"
     outcome = "equal" if wrapped.refusal is None else "refused"
-    return "" if outcome == case.outcome else f"{outcome}, and not {case.outcome}: {wrapped.refusal}"
+    return "" if case.outcome in (outcome, "either") else f"{outcome}, and not {case.outcome}: {wrapped.refusal}"
 
 
 def unsplit(plan: hightide.Plan) -> list[str]:
