@@ -7,7 +7,6 @@ generators), the generators of Python, numpy and torch, and the outputs of an ev
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 from collections import Counter, deque
@@ -52,9 +51,8 @@ class Way:
 
 SPLIT = (Way(2), Way(4, tight=False))  # of 6 samples: even and uneven parts
 WHOLE = (Way(NUM_SAMPLES), Way(NUM_SAMPLES, tight=False))
-AT_LENGTH = tuple(
-    itertools.starmap(Way, itertools.product([1, 2, 3, 4, 6, None], [True, False], ["deferred", "in_backward"]))
-)
+IN_BACKWARD = (Way(2, update="in_backward"), Way(NUM_SAMPLES, tight=False, update="in_backward"))
+AT_LENGTH = (*(Way(size) for size in (1, 2, 3, 6, None)), *(Way(size, False) for size in (1, 4, None)), *IN_BACKWARD)
 
 Batch = Any
 Step = Callable[[nn.Module, torch.optim.Optimizer, Batch, int], Any]
@@ -180,20 +178,24 @@ class Case:
 class Cases(list[Case]):
     """Those of a file, which decorators of builders and of blocks add to."""
 
+    def __init__(self, ways: tuple[Way, ...] = SPLIT) -> None:
+        super().__init__()
+        self.ways = ways
+
     def add(
         self,
         outcome: str = "equal",
         batch: Callable[[int], Batch] = vectors,
-        ways: tuple[Way, ...] = SPLIT,
+        ways: tuple[Way, ...] | None = None,
         step: Step = one_step,
         **options: Any,
     ) -> Callable[[Any], Any]:
-        """A function builds the model; of a block's class a stack with other blocks before and behind is made."""
+        """A function builds the model; of a block's class two are stacked, between other blocks."""
         assert outcome in ("equal", "refused")
 
         def register(what: Any) -> Any:
-            build = (lambda: Net(Block(), what(), what(), Block())) if isinstance(what, type) else what
-            self.append(Case(what.__name__, build, batch, outcome, ways, step, **options))
+            build = (lambda: Net(what(), what())) if isinstance(what, type) else what
+            self.append(Case(what.__name__, build, batch, outcome, ways or self.ways, step, **options))
             return what
 
         return register
@@ -280,7 +282,7 @@ def check(case: Case, ways: tuple[Way, ...] | None = None) -> None:
 
 
 def check_at_length(case: Case) -> None:
-    check(case, tuple(way for way in AT_LENGTH if case.ways is not WHOLE or way.micro_batch == NUM_SAMPLES))
+    check(case, tuple(way for way in AT_LENGTH if case.ways != WHOLE or way.micro_batch == NUM_SAMPLES))
 
 
 def problem(case: Case, plain: Outcome, way: Way) -> str:
