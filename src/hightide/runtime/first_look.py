@@ -151,10 +151,8 @@ def _compared(call: BlockCall, tensors: Sequence[Tensor], count: int) -> str:
                 expected = narrow(expected, dim, start, size)
                 if expected.shape != part.shape:
                     return DIFFERS.format(index)
-                errors[index] += [
-                    _size(expected),
-                    _size(expected - part if part.dtype != torch.bool else expected ^ part),
-                ]
+                error = expected ^ part if part.dtype == torch.bool else expected - part
+                errors[index] += [_size(expected), _size(error)]
             del parts, expected, part, error
     for index, (tensor, found) in enumerate(zip(whole, errors, strict=True)):
         tolerance = TOLERANCE.get(tensor.dtype, TOLERANCE[torch.bfloat16])
