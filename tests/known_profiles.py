@@ -35,7 +35,12 @@ class KnownProfiles:
         self._known: dict[Hashable, tuple[Any, ProbeResult]] = {}
 
     def __call__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Batch, chosen: Any = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        batch: Batch,
+        chosen: Any = None,
+        device: torch.device | None = None,
     ) -> tuple[Any, ProbeResult, tuple[()]]:
         key = key_of(model, optimizer, batch, chosen)
         if key not in self._known:

@@ -89,7 +89,7 @@ def wrap(
             f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new plan"
         )
     with shown("hightide.wrap"):
-        profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks)
+        profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks, place)
         searched: tuple[Question, Found] | None = None
         if plan is None:
             gpu_bytes, host_bytes = _resolve(limits or Limits(), place, model, optimizer)
@@ -109,7 +109,7 @@ def wrap(
                 plan = described(profile, plan, schedules)
             if place.type == "cuda":
                 _warn_of_room(room_on(place, model, optimizer), plan)
-        check_modules(model, profile, sorted(probed.captured))
+        check_modules(model, profile, sorted(probed.captured), sorted(probed.written))
         transformers.prepare(model)
         checks = transformers.refuse_captures(model, batch)
         values = first_values(model)
@@ -146,7 +146,7 @@ def plan(
     timing, rounding = _timing(update), _gradients(gradients)
     _check_limits(limits)
     with shown("hightide.plan"):
-        profiled = _profile(model, optimizer, batch, blocks)
+        profiled = _profile(model, optimizer, batch, blocks, place)
         gpu_bytes, host_bytes = _resolve(limits or Limits(), place, model, optimizer)
         asked = Asked(gpu_bytes, host_bytes, timing, micro_batch, rule.num_moments, rounding)
         question = question_about(profiled, optimizer, place, compile, asked)
@@ -245,10 +245,14 @@ def _gradients(gradients: str) -> GradientDtype:
 
 
 def _profile(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, blocks: Choice | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    blocks: Choice | None,
+    device: torch.device,
 ) -> tuple[ModelProfile, ProbeResult, tuple[Record, ...]]:
     tell("profiling the model")
-    return profile_calls(model, optimizer, batch, blocks)
+    return profile_calls(model, optimizer, batch, blocks, device=device)
 
 
 def _verified(

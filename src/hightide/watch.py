@@ -97,6 +97,9 @@ class Watch:
             self._lap()
             self._used_bytes = self._run.gpu.device_used_bytes
 
+    def begin_again(self) -> None:
+        self.begin_tick(Op.FORWARD)
+
     def end_tick(self, op: Op, call: int | None) -> None:
         if op is Op.FORWARD and self._sees_blocks and call is not None:
             peak_bytes, left_bytes = self._lap(), self._run.gpu.device_used_bytes

@@ -61,7 +61,7 @@ class Workload:
             raise ValueError(f"{self.name} has 0 parameters that require a gradient; there is nothing to train")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "the model could not be probed")  # here, that is an error
-            profile, probed = profile_model(self.model, torch.optim.AdamW(trained), self.batch)
+            profile, probed = profile_model(self.model, torch.optim.AdamW(trained), self.batch, device=None)
         if probed.failure:
             remedy = "let a function return the model with a batch of its own: FILE.py:FUNCTION -> (module, batch)"
             raise ValueError(f"{self.name} does not run without values: {probed.failure}; {remedy}")

@@ -16,17 +16,45 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hightide.profiler.state import Snapshot
+
 EXPERTS = "_experts_implementation_internal"  # in a transformers config
 
 
+class Originals:
+    """What the fake tensors stand for."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[int, torch.Tensor] = {}
+        self._configs: list[Any] = []  # whose experts are computed in groups meanwhile
+
+    def add(self, fake: torch.Tensor, original: torch.Tensor) -> None:
+        self._buffers[id(fake)] = original
+
+    def of(self, fake: torch.Tensor) -> torch.Tensor:
+        """One that the model's code made meanwhile stands for itself."""
+        return self._buffers.get(id(fake), fake)
+
+    @contextmanager
+    def as_trained(self) -> Iterator[None]:
+        """With values there is no need for another way to compute experts."""
+        _set_experts(self._configs, "eager")
+        try:
+            yield
+        finally:
+            _set_experts(self._configs, "grouped_mm")
+
+
 @contextmanager
-def fake_parameters(model: nn.Module) -> Iterator[None]:
+def fake_parameters(model: nn.Module) -> Iterator[Originals]:
     """Replaces all parameters and buffers by fake ones on the CPU; tied ones stay tied. Puts the very objects back.
 
-    What the model's code stored on its modules meanwhile (a cached mask, a new buffer, a hook) is forgotten: it would
-    be fake, or come a second time.
+    What the model's code stored on its modules meanwhile (a cached mask, a new buffer, a hook, a count) is forgotten:
+    it would be fake, or come a second time. Random generators of the model's own are where they were, too.
     """
+    attributes = Snapshot(model, buffers=False)
     before = [_Contents(module) for module in model.modules()]
+    originals = Originals()
     fakes: dict[int, torch.Tensor] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -36,12 +64,14 @@ def fake_parameters(model: nn.Module) -> Iterator[None]:
                     if tensor is not None:
                         if id(tensor) not in fakes:
                             fakes[id(tensor)] = _fake(tensor, mode)
+                            originals.add(fakes[id(tensor)], tensor)
                         slots[name] = fakes[id(tensor)]  # type: ignore[assignment]
-        with _AnyGroupedProduct(), _experts_in_groups(model):
-            yield
+        with _AnyGroupedProduct(), _experts_in_groups(model) as originals._configs:
+            yield originals
     finally:
         for contents in before:
             contents.restore()
+        attributes.restore()
 
 
 class _Contents:
@@ -67,17 +97,20 @@ class _Contents:
 
 
 @contextmanager
-def _experts_in_groups(model: nn.Module) -> Iterator[None]:
+def _experts_in_groups(model: nn.Module) -> Iterator[list[Any]]:
     """transformers' loop over the experts that were hit asks for values; one grouped product has the same shapes."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     changed = [config for config in configs.values() if getattr(config, EXPERTS, None) == "eager"]
     try:
-        for config in changed:
-            setattr(config, EXPERTS, "grouped_mm")
-        yield
+        _set_experts(changed, "grouped_mm")
+        yield changed
     finally:
-        for config in changed:
-            setattr(config, EXPERTS, "eager")
+        _set_experts(changed, "eager")
+
+
+def _set_experts(configs: list[Any], implementation: str) -> None:
+    for config in configs:
+        setattr(config, EXPERTS, implementation)
 
 
 def _holds_hooks(name: str, slot: Any) -> bool:

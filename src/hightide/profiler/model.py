@@ -13,44 +13,64 @@ import torch
 from torch import nn
 
 from hightide.ir.block import DTYPE_BYTES, Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec
+from hightide.ir.split import BatchDim, Split
 from hightide.profiler.blocks import Choice, FoundBlocks, find_blocks, first_names
-from hightide.profiler.fake import fake_parameters
+from hightide.profiler.fake import Originals, fake_parameters
 from hightide.profiler.glue import measure_glue
+from hightide.profiler.independence import examine
 from hightide.profiler.needs import CallMeter, CallNeeds
 from hightide.profiler.probe import (
+    CPU,
     GRAPH_PER_OUTPUT,
     ProbedCall,
     ProbeResult,
     compare,
+    examined,
     pair_records,
+    random_kept,
     record_runs,
 )
 from hightide.profiler.recording import Record, Recording
 from hightide.profiler.split import Batch, batch_size, call_arguments, flatten_call, tensors
 from hightide.profiler.tap_search import Taps
+from hightide.progress import tell
 
 Runs = tuple[Recording, Recording]  # with B and with B + 1 samples
 MAX_PROBES = 4  # each one more finds parameters to be loose, which may free others of their block
 
 
 def profile_model(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Batch, chosen: Choice | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Batch,
+    chosen: Choice | None = None,
+    device: torch.device | None = CPU,
 ) -> tuple[ModelProfile, ProbeResult]:
-    """The profile, and what the runtime needs of the probe. Blocks have the same indices in both: by first call."""
-    profile, probed, _ = profile_calls(model, optimizer, batch, chosen)
+    """The profile, and what the runtime needs of the probe. Blocks have the same indices in both: by first call.
+    `device`: where blocks are tried, to know how they may be split; None: shapes are believed."""
+    profile, probed, _ = profile_calls(model, optimizer, batch, chosen, device=device)
     return profile, probed
 
 
 def profile_calls(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Batch, chosen: Choice | None = None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Batch,
+    chosen: Choice | None = None,
+    device: torch.device | None = CPU,
 ) -> tuple[ModelProfile, ProbeResult, tuple[Record, ...]]:
     """`profile_model`, and of each call that was probed its arguments: fake, where they depend on parameters."""
     num_samples = batch_size(batch)
     params = param_specs(model, optimizer)
-    with fake_parameters(model):
+    with random_kept(), fake_parameters(model) as originals:
         found, probed, runs = _probe_until_settled(model, batch, chosen)
+        if device is not None:
+            tell("trying blocks alone")
+            probed = examined(probed, runs, originals, device)
         needs_of_calls = _measure(probed, runs)
         head = _find_lazy_head(model, probed)
+        if head is not None and device is not None and not _is_by_row(probed, runs, head, originals, device):
+            head = None
         stands_alone = not probed.failure and not probed.captured  # else it is refused, or known in part only
         glue = measure_glue(model, batch, probed, runs, head) if stands_alone else None
     batch_bytes = _bytes(tensors(flatten_call(*call_arguments(batch))[0]))
@@ -253,6 +273,21 @@ def _find_lazy_head(model: nn.Module, probed: ProbeResult) -> int | None:
     if not call.input_shapes:  # the probe did not get there
         return None
     return called[0] if getattr(text_config, "vocab_size", None) == module.out_features else None
+
+
+def _is_by_row(probed: ProbeResult, runs: Runs, head: int, originals: Originals, device: torch.device) -> bool:
+    """Whether a head that is more than a linear layer may be computed token by token, as the fused loss does."""
+    module = probed.blocks[head].module
+    if is_plain_linear(module):
+        return True
+    record = next(record for record in runs[1].records if record.block == head)
+    if len(record.inputs) != 1 or len(record.leaves) != 1:
+        return True  # it is not called as the fused loss would call it
+    rows = record.inputs[0].flatten(0, -2)
+    by_row = replace(record, leaves=[rows.detach().requires_grad_(record.inputs[0].requires_grad)])
+    split = Split(record.signature, (BatchDim(0),), (BatchDim(0),))
+    finding = examine(module, by_row, len(rows), split, (), originals, device)
+    return not finding.note and not finding.keeps
 
 
 def _bytes(values: list[torch.Tensor]) -> int:

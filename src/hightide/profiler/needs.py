@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from hightide.ir.block import Affine, Work
 from hightide.ir.split import Split
 from hightide.profiler.recording import Record
-from hightide.profiler.split import flatten, narrow, tensors, unflatten
+from hightide.profiler.split import flatten, leaves_key, narrow, tensors, unflatten
 from hightide.profiler.taps import Tap, tapping
 from hightide.profiler.work import Counted, CountedCall, WorkMeter
 from hightide.stores.meter import AllocationMeter
@@ -71,7 +71,7 @@ class CallMeter:
         taps: Sequence[Tap] = (),
     ) -> CallNeeds:
         """`one` and `two` are the same call with num_samples and with one more. To be called with fake parameters."""
-        key = (_identity(module), split, num_samples, _leaves_key(one.leaves), two is None, tuple(taps))
+        key = (_identity(module), split, num_samples, leaves_key(one.leaves), two is None, tuple(taps))
         if key not in self._measured:
             kind = len(self._measured)
             try:
@@ -190,10 +190,3 @@ def _detached(leaf: Any, mutated: bool) -> Any:
 def _identity(module: nn.Module) -> tuple[Any, ...]:
     params = tuple((name, param.shape, param.dtype, param.requires_grad) for name, param in module.named_parameters())
     return type(module), module.training, repr(module), params
-
-
-def _leaves_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(
-        (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else type(leaf)
-        for leaf in leaves
-    )

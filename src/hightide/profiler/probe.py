@@ -10,7 +10,6 @@ watches for parameters used while no block that holds them is running: these mus
 from __future__ import annotations
 
 import inspect
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,27 +18,32 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hightide.ir.block import Affine
 from hightide.ir.split import BatchDim, Split
 from hightide.profiler.blocks import FoundBlock
-from hightide.profiler.fake import fake_parameters
+from hightide.profiler.fake import Originals, fake_parameters
+from hightide.profiler.independence import Finding, examine
+from hightide.profiler.kinds import are_alike, kinds_of
 from hightide.profiler.recording import Forward, Record, Recorder, Recording, storage_of
 from hightide.profiler.split import (
     Batch,
     batch_size,
     call_arguments,
     flatten_call,
+    leaves_key,
     tensors,
     unflatten,
 )
+from hightide.profiler.state import GlobalRandom
 from hightide.profiler.tap_search import Taps, merged
 
 MUTATES_INPUT = "it changes an input in place"
 NOT_PROBED = "this way of calling the block was not probed"
+HOOKED = "a hook inside of it changes what it computes"
 FAILED = "the probe of the model failed ({})"
 T = TypeVar("T")
+CPU = torch.device("cpu")
 GRAPH_PER_OUTPUT = 17  # bytes that the graph of a transformer layer holds, in bytes of its output
 
 
@@ -71,6 +75,8 @@ class ProbeResult:
     captured: frozenset[str] = frozenset()  # blocks out of whose middle the model took a tensor in a way that is no tap
     taps: Taps = field(default_factory=dict)  # per block, in this probe
     more_taps: Taps = field(default_factory=dict)  # that it found: probe again with them
+    written: frozenset[str] = frozenset()  # keys of parameters that a forward has given other values
+    keeps: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # per block: what of it a forward changes
 
     @property
     def all_taps(self) -> Taps:
@@ -78,10 +84,9 @@ class ProbeResult:
 
     def split(self, block: int, signature: str) -> Split:
         """How a call divides. A block that was not called this way learns from one that is built the same."""
-        module = self.blocks[block].module
         found = [call for call in self.calls if call.split.signature == signature]
         for call in sorted(found, key=lambda call: call.block != block):
-            if call.block == block or _look_alike(self.blocks[call.block].module, module):
+            if call.block == block or are_alike(self.blocks[call.block], self.blocks[block]):
                 return call.split
         return Split(signature, (), (), note=FAILED.format(self.failure) if self.failure else NOT_PROBED)
 
@@ -110,14 +115,43 @@ def probe(
     *,
     forward: Forward | None = None,
     taps: Taps | None = None,
+    device: torch.device = CPU,
 ) -> ProbeResult:
     """Runs the model twice without values and tells what its blocks do. Leaves the model as it was, whatever happens.
 
-    `forward` is called in the model's place (a wrapped model passes its plain forward).
+    `forward` is called in the model's place (a wrapped model passes its plain forward). Blocks are tried on `device`.
     """
-    with fake_parameters(model):
-        first, second = record_runs(model, blocks, batch, forward, taps)
-        return compare(blocks, first, second)
+    with fake_parameters(model) as originals:
+        runs = record_runs(model, blocks, batch, forward, taps)
+        return examined(compare(blocks, *runs), runs, originals, device)
+
+
+def examined(
+    probed: ProbeResult, runs: tuple[Recording, Recording], originals: Originals, device: torch.device
+) -> ProbeResult:
+    """With every split tried on values, one of each kind: see [Note: trying a block alone]. To be called with fake
+    parameters."""
+    kinds = kinds_of(probed.blocks)
+    found: dict[Any, Finding] = {}
+    calls, keeps = list(probed.calls), {}
+    for at, (call, (_, larger)) in enumerate(zip(probed.calls, pair_records(*runs), strict=False)):
+        if not call.split.splittable or larger is None:
+            continue
+        taps = tuple(probed.taps.get(call.block, ()))
+        key = kinds[call.block], call.split, taps, leaves_key(larger.leaves)
+        if key not in found:
+            module = probed.blocks[call.block].module
+            found[key] = examine(module, larger, probed.num_samples + 1, call.split, taps, originals, device)
+        finding = found[key]
+        if finding.keeps:
+            keeps[call.block] = finding.keeps
+        kept_bytes = _total_bytes(list(probed.blocks[call.block].module.buffers())) if finding.keeps else 0
+        calls[at] = replace(
+            call,
+            split=replace(call.split, note=finding.note),
+            tapped=replace(call.tapped, fixed=call.tapped.fixed + kept_bytes),  # replays begin from what was there
+        )
+    return replace(probed, calls=_agreed(calls), keeps=keeps)
 
 
 def record_runs(
@@ -140,7 +174,7 @@ def in_both_sizes(
     model: nn.Module, batch: Batch, run: Callable[[int, tuple[Any, ...], dict[str, Any]], T]
 ) -> tuple[T, T]:
     """Calls `run` with 0 and with 1, for so many samples more, and the arguments of the model's call."""
-    with _rng_kept() as rewind, no_cache(model) as cache_kwargs, torch.enable_grad():
+    with random_kept() as rewind, no_cache(model) as cache_kwargs, torch.enable_grad():
         results = []
         for extra in (0, 1):
             rewind()
@@ -156,9 +190,11 @@ def compare(blocks: Sequence[FoundBlock], first: Recording, second: Recording) -
     fit = _Fit(first.num_samples)
     calls = []
     for one, two in pair_records(first, second):
-        split = _learn_split(blocks[one.block].module, one, two, first.num_samples)
+        split = _learn_split(one, two, first.num_samples)
         if failure and split.splittable:
             split = replace(split, note=FAILED.format(failure))
+        if one.block in first.rehooked and split.splittable:
+            split = replace(split, note=HOOKED)
         larger = sizes[id(two)] if two else _Sizes()
         call = ProbedCall(
             block=one.block,
@@ -186,11 +222,12 @@ def compare(blocks: Sequence[FoundBlock], first: Recording, second: Recording) -
         captured,
         first.taps,
         merged(first.more_taps, second.more_taps),
+        first.written | second.written,
     )
 
 
 def pair_records(first: Recording, second: Recording) -> Iterator[tuple[Record, Record | None]]:
-    """Each call of the first run with the same call of the second: the n-th of a block with a signature."""
+    """Each call of the first run with the same call of the second: the n-th of a block in one way of calling it."""
     partners = dict(zip(_occurrences(second.records), second.records, strict=True))
     for occurrence, record in zip(_occurrences(first.records), first.records, strict=True):
         yield record, partners.get(occurrence)
@@ -199,8 +236,8 @@ def pair_records(first: Recording, second: Recording) -> Iterator[tuple[Record, 
 def _occurrences(records: list[Record]) -> Iterator[tuple[int, str, int]]:
     count: Counter[tuple[int, str]] = Counter()
     for record in records:
-        count[record.block, record.signature] += 1
-        yield record.block, record.signature, count[record.block, record.signature]
+        count[record.block, record.way] += 1
+        yield record.block, record.way, count[record.block, record.way]
 
 
 @contextmanager
@@ -220,15 +257,17 @@ def no_cache(model: nn.Module) -> Iterator[dict[str, bool]]:
             config.use_cache = True
 
 
-def _learn_split(module: nn.Module, one: Record, two: Record | None, num_samples: int) -> Split:
+def _learn_split(one: Record, two: Record | None, num_samples: int) -> Split:
     if two is None:
         return Split(one.signature, (), (), note="the calls of the block depend on the batch size")
     try:
         inputs = tuple(_batch_dims("input", one.inputs, two.inputs, num_samples))
         outputs = tuple(_batch_dims("output", one.outputs, two.outputs, num_samples))
+        _check_numbers("argument", one.leaves, two.leaves)
+        _check_numbers("result", one.results, two.results)
     except _NotSplittable as reason:
         return Split(one.signature, (), (), note=str(reason))
-    return Split(one.signature, inputs, outputs, note=_obstacle(module, two, inputs, outputs))
+    return Split(one.signature, inputs, outputs, note=_obstacle(two, inputs, outputs))
 
 
 class _NotSplittable(Exception):
@@ -254,9 +293,24 @@ def _batch_dims(
         yield BatchDim(changed[0], rows)
 
 
-def _obstacle(
-    module: nn.Module, record: Record, inputs: tuple[BatchDim | None, ...], outputs: tuple[BatchDim | None, ...]
-) -> str:
+def _check_numbers(what: str, one: list[Any], two: list[Any]) -> None:
+    """A micro-batch gets, and returns, the same numbers as the whole batch."""
+    for a, b in zip(one, two, strict=True):
+        if not isinstance(a, torch.Tensor) and not _is_same(a, b):
+            raise _NotSplittable(f"an {what} that is no tensor depends on the batch ({a!r:.40} and {b!r:.40})")
+
+
+def _is_same(one: Any, two: Any) -> bool:
+    if one is two:
+        return True
+    if type(one) is not type(two):
+        return False
+    if hasattr(one, "shape"):  # an array
+        return bool(one.shape == two.shape)
+    return not isinstance(one, int | float | str | range) or bool(one == two)
+
+
+def _obstacle(record: Record, inputs: tuple[BatchDim | None, ...], outputs: tuple[BatchDim | None, ...]) -> str:
     """Why a call must see the whole batch at once; "" if it need not."""
     if record.inputs and not any(tensor.is_floating_point() for tensor in record.inputs):
         return "only integer inputs: split, it would write a dense gradient for each micro-batch"
@@ -266,8 +320,6 @@ def _obstacle(
         return "no output carries the batch"
     if record.mutated:
         return MUTATES_INPUT
-    if any(isinstance(part, _BatchNorm) and (part.training or part.running_mean is None) for part in module.modules()):
-        return "batch normalisation needs the statistics of the whole batch"
     sources = [tensor for tensor, dim in zip(record.inputs, inputs, strict=True) if dim]
     for index, (tensor, dim) in enumerate(zip(record.outputs, outputs, strict=True)):
         if dim is None and _depends_on(tensor, sources):
@@ -366,14 +418,6 @@ def _shapes(values: list[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(value.shape) for value in values)
 
 
-def _look_alike(one: nn.Module, two: nn.Module) -> bool:
-    if type(one) is not type(two):
-        return False
-    return [(name, param.shape) for name, param in one.named_parameters()] == [
-        (name, param.shape) for name, param in two.named_parameters()
-    ]
-
-
 def _resized(batch: Batch, num_samples: int, extra: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of the model's call, copied to the CPU, with the last sample there `extra` times more."""
 
@@ -390,15 +434,10 @@ def _resized(batch: Batch, num_samples: int, extra: int) -> tuple[tuple[Any, ...
 
 
 @contextmanager
-def _rng_kept() -> Iterator[Callable[[], None]]:
+def random_kept() -> Iterator[Callable[[], None]]:
     """Keeps the state of random numbers; yields a function that goes back to it, so that both runs draw the same."""
-    torch_state, python_state = torch.get_rng_state(), random.getstate()
-
-    def rewind() -> None:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-
+    before = GlobalRandom()
     try:
-        yield rewind
+        yield before.restore
     finally:
-        rewind()
+        before.restore()

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hightide.profiler.blocks import FoundBlock, first_names
-from hightide.profiler.split import Tree, flatten, flatten_call, signature_of, tensors, unflatten
+from hightide.profiler.hooks import HookWatch
+from hightide.profiler.split import Tree, flatten, flatten_call, mode_of, signature_of, tensors, unflatten, way_of
 from hightide.profiler.tap_search import Opening, Taps, TapSearch
 from hightide.profiler.taps import NotATap, Taken, Tapped, hand_out, tapping
 
@@ -28,6 +29,7 @@ class Record:
     block: int
     leaves: list[Any]  # of the arguments
     tree: Tree
+    way: str  # how it was called, whatever the sizes and the mode
     signature: str
     versions: list[int]
     results: list[Any] = field(default_factory=list)
@@ -60,6 +62,8 @@ class Recording:
     captured: frozenset[str] = frozenset()
     taps: Taps = field(default_factory=dict)
     more_taps: Taps = field(default_factory=dict)
+    written: frozenset[str] = frozenset()  # parameters that a forward has given other values
+    rehooked: frozenset[int] = frozenset()  # blocks inside of which a hook changes what is computed
 
 
 class Recorder:
@@ -74,6 +78,8 @@ class Recorder:
         self._open: list[tuple[ExitStack, Tapped]] = []  # of the running blocks
         self._records: list[Record] = []
         self._running: list[Record] = []
+        self._hooks: list[HookWatch] = []  # of the running blocks
+        self._rehooked: set[int] = set()
 
     def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
         known = [*tensors(flatten_call(args, kwargs)[0]), *self._model.parameters(), *self._model.buffers()]
@@ -111,10 +117,14 @@ class Recorder:
             frozenset(captured),
             self._taps,
             self._search.taps(reached),
+            frozenset(watch.written | watch.replaced()) - watch.loose,
+            frozenset(self._rehooked),
         )
 
     def _close(self) -> None:
         """What a failure inside of a block has left open."""
+        while self._hooks:
+            self._hooks.pop().close()
         self._search.close()
         while self._open:
             self._open.pop()[0].close()
@@ -122,12 +132,16 @@ class Recorder:
     def _enter(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             leaves, tree = flatten_call(args, kwargs)
-            record = Record(index, leaves, tree, signature_of(leaves, tree), [t._version for t in tensors(leaves)])
+            signature = signature_of(leaves, tree, mode_of(list(module.modules())))
+            versions = [tensor._version for tensor in tensors(leaves)]
+            record = Record(index, leaves, tree, way_of(leaves, tree), signature, versions)
             self._records.append(record)
             self._running.append(record)
             stack = ExitStack()
             self._open.append((stack, stack.enter_context(tapping(module, self._taps.get(index, ())))))
             self._search.enter(index)
+            self._hooks.append(HookWatch(module))
+            self._hooks[-1].open()
 
         return hook
 
@@ -135,6 +149,10 @@ class Recorder:
         """The caller gets views of the outputs: gradients that come through them pass a node of their own, and those of
         a tensor that was taken out of the block's middle do not."""
         record = self._running.pop()
+        hooks = self._hooks.pop()
+        hooks.close()
+        if hooks.replaces:
+            self._rehooked.add(record.block)
         self._search.leave(record.block)
         stack, tapped = self._open.pop()
         stack.close()
@@ -195,7 +213,8 @@ class _ParameterWatch(TorchDispatchMode):
         super().__init__()
         self.uses: dict[int, dict[str, None]] = {}
         self.loose: set[str] = set()
-        self._running = running
+        self.written: set[str] = set()
+        self._model, self._running = model, running
         names = first_names(model)
         self._names = {storage_of(param): names[id(param)] for param in model.parameters()}
         self._owners: dict[str, set[int]] = {}
@@ -207,7 +226,23 @@ class _ParameterWatch(TorchDispatchMode):
         for leaf in pytree.arg_tree_leaves(*args, **(kwargs or {})):
             if isinstance(leaf, torch.Tensor):
                 self._see(self._names.get(storage_of(leaf)))
+        if func._schema.is_mutable:
+            self._see_writes(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _see_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, torch.Tensor) and (name := self._names.get(storage_of(tensor))) is not None:
+                    self.written.add(name)
+
+    def replaced(self) -> set[str]:
+        """Parameters that are others now, or whose `.data` were set."""
+        now = {storage_of(param) for param in self._model.parameters()}
+        return {name for key, name in self._names.items() if key not in now}
 
     def _see(self, name: str | None) -> None:
         if name is None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from hightide.ir.split import BatchDim
@@ -83,13 +84,32 @@ def tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
-def signature(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def way_of(leaves: Sequence[Any], tree: Tree) -> str:
     """What tells two ways of calling a block apart: structure, dtypes, numbers of dimensions; not sizes."""
-    return signature_of(*flatten_call(args, kwargs))
-
-
-def signature_of(leaves: Sequence[Any], tree: Tree) -> str:
     return f"{tree} {' '.join(_leaf_text(leaf) for leaf in leaves)}"
+
+
+def signature_of(leaves: Sequence[Any], tree: Tree, mode: str) -> str:
+    """One way of calling a block, in one mode of it (see `mode_of`). Of sizes it tells which are 1: such a dimension
+    may stand for any number of samples in one call, and be the batch in the next."""
+    ones = " ".join("".join("1" if size == 1 else "n" for size in leaf.shape) for leaf in tensors(leaves))
+    return f"{way_of(leaves, tree)} {ones} {mode}"
+
+
+def mode_of(modules: Sequence[nn.Module]) -> str:
+    """Whether a block's modules train or evaluate: batch normalisation mixes samples in one mode only."""
+    flags = [module.training for module in modules]
+    if all(flags):
+        return "train"
+    return "".join("t" if flag else "e" for flag in flags) if any(flags) else "eval"
+
+
+def leaves_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What a call's memory, and what can be tried of it, depend on of its arguments."""
+    return tuple(
+        (leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else type(leaf)
+        for leaf in leaves
+    )
 
 
 def narrow(tensor: torch.Tensor, batch_dim: BatchDim | None, start: int, num_samples: int) -> torch.Tensor:
@@ -180,6 +200,6 @@ def _spec_text(spec: pytree.TreeSpec) -> str:
 def _leaf_text(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"{str(leaf.dtype).removeprefix('torch.')}[{leaf.ndim}]"
-    if isinstance(leaf, bool):  # a flag may change what a block returns
-        return str(leaf)
+    if isinstance(leaf, bool | str):  # a flag may change what a block returns
+        return repr(leaf)
     return type(leaf).__name__

@@ -18,13 +18,14 @@ from hightide.ir.plan import Activation
 from hightide.planner.estimate import GLUE_S
 from hightide.planner.loss import loss_tile_tokens
 from hightide.profiler.blocks import Choice
+from hightide.profiler.hooks import no_global_hooks
 from hightide.profiler.model import profile_calls
 from hightide.profiler.probe import ProbeResult
 from hightide.profiler.recording import Record
 from hightide.profiler.split import Batch
 from hightide.progress import doing
 from hightide.rehearsal.device import memory_rate, update_rate
-from hightide.rehearsal.stage import Part, Stage, Tile, no_global_hooks
+from hightide.rehearsal.stage import Part, Stage, Tile
 from hightide.rehearsal.stopwatch import Lap, MemoryReading, time_laps
 from hightide.runtime.compiled import MAX_SHAPES
 
@@ -43,7 +44,7 @@ def rehearse(
 ) -> tuple[ModelProfile, Costs]:
     """The model may be on the meta device, and is not touched. `micro_batches`: sizes to measure; None: one sample, a
     quarter of the batch, and all of it. Needs memory for one block with its activations."""
-    profile, probed, records = profile_calls(model, optimizer, batch, blocks)
+    profile, probed, records = profile_calls(model, optimizer, batch, blocks, device=device)
     return profile, measure_costs(profile, probed, records, optimizer, device, compile, micro_batches)
 
 

@@ -3,30 +3,22 @@
 The block is a copy with random values of its own; nothing of the user's model is touched. Its parameters and gradients
 are on the GPU and nobody updates them, so that nothing moves: what is left is what the compute lane does.
 
-[Note: hooks in a rehearsal] A block runs here hundreds of times on random inputs, of which the user's hooks must not
-learn. The probe is the only one to run them: a few times, on tensors that show that they have no values. A block's own
-hooks are outside of the block: the recorded arguments are what its pre-hooks made of them. Of those on modules inside,
-a pre-hook that is an object is part of the computation, as those of weight_norm are, and the copy has its own; any
-other hook is a function of the user's and would act on what is theirs. A block that cannot run without such a function
-fails here, and its times are estimated. Hooks on all modules of the process are set aside meanwhile.
+Users' hooks do not run: see [Note: hooks in a rehearsal]. A block that cannot run without one fails here, and its times
+are estimated.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn.modules import module as torch_module
 
 from hightide.ir.action import Mode
 from hightide.ir.block import BlockSpec, CallSpec, ModelProfile, ParamSpec
@@ -36,6 +28,7 @@ from hightide.planner.by_hand import plan_by_hand
 from hightide.planner.choice import Choice
 from hightide.planner.lower import lower
 from hightide.profiler.blocks import FoundBlock
+from hightide.profiler.hooks import HOOKS, is_part_of_computation
 from hightide.profiler.probe import ProbedCall, ProbeResult
 from hightide.profiler.recording import Record
 from hightide.profiler.split import flatten, narrow, tensors, unflatten
@@ -45,7 +38,6 @@ from hightide.runtime.run import Run
 from hightide.runtime.surgery import unwrap_modules, wrap_modules
 
 BLOCK = "block"
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # of modules
 STD = 0.02  # of weights: how much power a product takes, and so its speed, depends on its values
 NO_LIMIT_BYTES = 1 << 40
 HOST_BYTES = 1 << 20  # nothing is there
@@ -119,7 +111,7 @@ class Stage:
             taps={0: part.taps} if part.taps else {},
         )
         values = FirstValues({spec.name: _Random() for spec in alone.params})
-        self.run = Run(root, alone, probed, plan, schedules, {}, lambda _: None, device, compile, values)
+        self.run = Run(root, alone, probed, plan, schedules, {}, lambda _: None, device, compile, values, learns=False)
         forward = type(root.get_submodule(BLOCK)).forward
         for _ in range(part.num_equal - 1):  # a block that is the only one of its kind is not compiled
             self.run.compiled.add(root.get_submodule(BLOCK), forward)
@@ -180,7 +172,7 @@ def _copied(module: nn.Module, device: torch.device) -> nn.Module:
         for slot in HOOKS:
             memo[id(getattr(inside, slot))] = OrderedDict()
         if inside is not module:
-            own = [(key, hook) for key, hook in inside._forward_pre_hooks.items() if _is_object(hook)]
+            own = [(key, hook) for key, hook in inside._forward_pre_hooks.items() if is_part_of_computation(hook)]
             memo[id(inside._forward_pre_hooks)] = OrderedDict((key, copy.deepcopy(hook, memo)) for key, hook in own)
     copied = copy.deepcopy(module, memo)
     for inside in copied.modules():
@@ -188,24 +180,6 @@ def _copied(module: nn.Module, device: torch.device) -> nn.Module:
             if buffer is not None and buffer.is_meta:
                 inside._buffers[name] = _real(buffer, False, device)
     return copied
-
-
-def _is_object(hook: Callable[..., Any]) -> bool:
-    return not isinstance(hook, FunctionType | MethodType | partial)
-
-
-@contextmanager
-def no_global_hooks() -> Iterator[None]:
-    """See [Note: hooks in a rehearsal]."""
-    slots = [getattr(torch_module, f"_global{slot}") for slot in HOOKS]
-    before = [slot.copy() for slot in slots]
-    for slot in slots:
-        slot.clear()
-    try:
-        yield
-    finally:
-        for slot, hooks in zip(slots, before, strict=True):
-            slot.update(hooks)
 
 
 def _real(tensor: Tensor, requires_grad: bool, device: torch.device) -> Tensor:

@@ -21,8 +21,8 @@ import gc
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,8 @@ from hightide.ir.action import Op
 from hightide.ir.plan import Activation, Update
 from hightide.ir.split import BatchDim, Split
 from hightide.ir.tier import Tier
-from hightide.profiler.split import flatten, flatten_call, narrow, signature_of, unflatten
+from hightide.profiler.split import flatten, flatten_call, mode_of, narrow, signature_of, unflatten
+from hightide.profiler.state import Snapshot
 from hightide.profiler.taps import Tap, hand_out, tapping
 from hightide.runtime.activations import FREED, Stash, outlive_slots
 from hightide.runtime.compiled import NotCompiled, checkpointed
@@ -55,6 +56,7 @@ class BlockRunner:
         self.plan = run.plan.blocks[index]
         self._trainable = {s.name: s.trainable for s in run.profile.params if s.name in self.spec.params}
         self.trainable = any(run.gradients.is_trainable(chunk) for chunk in run.chunks.by_block[index])
+        self.inside: list[nn.Module] = []  # the block's modules, since its first call
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.run.probing:
@@ -71,6 +73,7 @@ class BlockRunner:
 
     def with_grad(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_requires_grad()
+        self.inside = self.inside or list(module.modules())
         call = BlockCall(self, module, args, kwargs)
         outputs = BlockFunction.apply(call, self.anchor, *call.tensors())
         return call.assemble(list(outputs))
@@ -129,10 +132,13 @@ class BlockCall:
         self._is_compiled = False  # the present micro-batch
         self._now: list[Tensor] = []  # the inputs of the micro-batch that a recomputation is about
         self._spent = False  # its one backward has begun
-        self._autocast = runner.run.autocast()
-        split = runner.run.split_of(runner.index, signature_of(self._merged(self._tensors), self._tree))
-        self._bounds, self._inputs, self._outputs = _micro_batches(split, self._tensors, runner.run.plan.micro_batch)
-        self._draws = runner.run.draws(runner.index, len(self._bounds))
+        self.autocast = runner.run.autocast()
+        self.signature = signature_of(self._merged(self._tensors), self._tree, mode_of(runner.inside))
+        split = runner.run.split_of(runner.index, self.signature)
+        self.bounds, self._inputs, self.output_dims = _micro_batches(split, self._tensors, runner.run.plan.micro_batch)
+        self._draws = runner.run.draws(runner.index, len(self.bounds))
+        self._before: Snapshot | None = None  # what the block kept, if its forward changes it and is run again
+        self._differentiable: list[bool] = []  # of the outputs
 
     def tensors(self) -> list[Tensor]:
         tensors, self._tensors = self._tensors, None
@@ -152,35 +158,62 @@ class BlockCall:
 
     def forward(self, tensors: Sequence[Tensor], needs_backward: bool) -> list[Tensor]:
         run = self.runner.run
-        graphs: list[_Graph] = []
-        gathered: _Gathered | None = None
         with run.tick(Op.FORWARD, self.runner.index) as tick:
             self.call = tick.call
             if needs_backward:
                 tensors = self._choose_away(tensors)
-            for number, (start, num_samples) in enumerate(self._bounds):
-                with self._draws.forward(number), self._autocast.restored():
-                    inputs = self._slice(tensors, start, num_samples, with_grad=needs_backward)
-                    outputs = self._with_graph(inputs, num_samples) if needs_backward else self.run(inputs)
-                self._check_outputs(outputs)
-                if gathered is None:
-                    gathered = _Gathered(outputs, self._outputs, self._bounds)
-                gathered.put(number, outputs)
-                if needs_backward:
-                    graphs.append(_Graph.of(inputs, outputs, self._is_compiled))
-                del inputs, outputs
-            self._graphs = graphs
-            self._now = []
+            if len(self.bounds) > 1 and (reason := run.looks.difference(self, tensors)):
+                self._stay_whole(reason)
+            look = run.looks.look(self)
+            whole = self._run_parts(tensors, needs_backward)
+            if look is not None and (reason := look.end()):  # see [Note: replays]
+                if len(self.bounds) > 1:
+                    whole.clear()
+                    look.before.restore()
+                    self._stay_whole(reason)
+                    whole = self._run_parts(tensors, needs_backward)
+                if needs_backward and not self._keep:
+                    self._before = look.before
             if any(self.on_host):
                 self._register_stash(tensors)
+        return whole
+
+    def _run_parts(self, tensors: Sequence[Tensor], needs_backward: bool) -> list[Tensor]:
+        graphs: list[_Graph] = []
+        gathered: _Gathered | None = None
+        for number, (start, num_samples) in enumerate(self.bounds):
+            with self._draws.forward(number), self.autocast.restored():
+                inputs = self.sliced(tensors, start, num_samples, with_grad=needs_backward)
+                outputs = self._with_graph(inputs, num_samples) if needs_backward else self.run(inputs)
+            self._check_outputs(outputs)
+            if gathered is None:
+                gathered = _Gathered(outputs, self.output_dims, self.bounds)
+                self._differentiable = [output.requires_grad for output in outputs]
+            gathered.put(number, outputs)
+            if needs_backward:
+                graphs.append(_Graph.of(inputs, outputs, self._is_compiled))
+            del inputs, outputs
+        self._graphs = graphs
+        self._now = []
         assert gathered is not None
         return gathered.whole
 
+    def _stay_whole(self, reason: str) -> None:
+        """This call, and those like it, run the whole batch at once."""
+        split = self.runner.run.never_split(self.runner.index, self.signature, reason)
+        self.bounds, self._inputs, self.output_dims = _micro_batches(split, [None] * len(self._inputs), 1)
+        self._draws = self.runner.run.draws(self.runner.index, 1)
+
+    def not_differentiable(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """Whoever detaches what he returns gets it detached."""
+        pairs = zip(outputs, self._differentiable, strict=True)
+        return [output for output, differentiable in pairs if not differentiable]
+
     def _check_outputs(self, outputs: list[Tensor]) -> None:
-        if self._outputs is not None and len(outputs) != len(self._outputs):
+        if self.output_dims is not None and len(outputs) != len(self.output_dims):
             raise RuntimeError(
                 f"the block {self.runner.spec.name!r} returned {len(outputs)} tensors (what hooks and attributes took "
-                f"out of it included), and {len(self._outputs)} when it was probed: their number must not depend on "
+                f"out of it included), and {len(self.output_dims)} when it was probed: their number must not depend on "
                 "the values of the batch"
             )
 
@@ -225,7 +258,7 @@ class BlockCall:
 
     def _compiled_forward(self, inputs: list[Tensor], num_samples: int) -> Callable[..., Any] | None:
         """None: eager. A smaller last micro-batch is not worth a compilation of its own."""
-        if num_samples != self._bounds[0][1]:
+        if num_samples != self.bounds[0][1] or self.runner.run.looks.keeps(self.runner.index):
             return None
         shapes = tuple(tensor.shape for tensor in inputs)
         return self.runner.run.compiled.forward_of(self.runner.original, not self._keep, shapes)
@@ -263,7 +296,7 @@ class BlockCall:
             leaves[at] = tensor
         return leaves
 
-    def _slice(self, tensors: Sequence[Tensor], start: int, num_samples: int, with_grad: bool) -> list[Tensor]:
+    def sliced(self, tensors: Sequence[Tensor], start: int, num_samples: int, with_grad: bool = False) -> list[Tensor]:
         slices = []
         for tensor, dim, requires_grad in zip(tensors, self._inputs, self.requires_grad, strict=True):
             part = narrow(tensor, dim, start, num_samples).detach()
@@ -293,18 +326,18 @@ class BlockCall:
         with run.tick(Op.BACKWARD, self.runner.index, self.call, accumulate):
             tensors = self._inputs_back(here)
             summed = [
-                _InputGradient(tensor, dim, len(self._bounds))
-                for tensor, dim in zip(tensors, self._inputs, strict=True)
+                _InputGradient(tensor, dim, len(self.bounds)) for tensor, dim in zip(tensors, self._inputs, strict=True)
             ]
-            for number, (start, num_samples) in enumerate(self._bounds):
+            for number, (start, num_samples) in enumerate(self.bounds):
                 assert self._graphs is not None
                 graph, self._graphs[number] = self._graphs[number], None  # type: ignore[call-overload]
                 roots = graph.roots(self._slice_grads(grads, number, start, num_samples))
                 if roots:
-                    self._now = self._slice(tensors, start, num_samples, with_grad=True)
+                    self._now = self.sliced(tensors, start, num_samples, with_grad=True)
                     with (
                         self._draws.replay(number),
-                        self._autocast.restored(),
+                        self.autocast.restored(),
+                        self._from_before(),
                         run.gpu.unmetered() if graph.compiled else nullcontext(),
                     ):
                         graph.backward(roots, wanted, accumulate)
@@ -318,6 +351,19 @@ class BlockCall:
         self._graphs = None
         return [total.value if want else None for total, want in zip(summed, wanted, strict=True)]
 
+    @contextmanager
+    def _from_before(self) -> Iterator[None]:
+        """See [Note: replays]."""
+        if self._before is None:
+            yield
+            return
+        now = Snapshot(self.module, shared_random=True)
+        self._before.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
     def _inputs_back(self, here: Sequence[Tensor]) -> list[Tensor]:
         staying = iter(here)
         away = iter(self.runner.run.stashes.consume(self.stash) if self.stash is not None else ())
@@ -329,7 +375,7 @@ class BlockCall:
         """The outputs' gradients for one micro-batch. An output without batch dimension takes its own in the first
         only."""
         parts: list[Tensor | None] = []
-        for grad, dim in zip(grads, self._outputs or [None] * len(grads), strict=True):
+        for grad, dim in zip(grads, self.output_dims or [None] * len(grads), strict=True):
             if grad is None or (dim is None and number > 0):
                 parts.append(None)
             else:
@@ -346,7 +392,7 @@ class BlockFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.save_for_backward(*(tensor for tensor, away in zip(tensors, call.on_host, strict=True) if not away))
-        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
+        ctx.mark_non_differentiable(*call.not_differentiable(outputs))
         return tuple(outputs)
 
     @staticmethod
@@ -452,7 +498,7 @@ class _InputGradient:
 
 
 def _micro_batches(
-    split: Split | None, tensors: list[Tensor], micro_batch: int
+    split: Split | None, tensors: Sequence[Tensor | None], micro_batch: int
 ) -> tuple[list[tuple[int, int]], Sequence[BatchDim | None], Sequence[BatchDim | None] | None]:
     """(start, number of samples) of each micro-batch, and which dimensions carry the batch. Unknown calls run
     unsplit."""
@@ -460,7 +506,9 @@ def _micro_batches(
     if split is None or not split.splittable:
         return unsplit
     sizes = {
-        tensor.shape[dim.dim] / dim.rows for tensor, dim in zip(tensors, split.inputs, strict=True) if dim is not None
+        tensor.shape[dim.dim] / dim.rows
+        for tensor, dim in zip(tensors, split.inputs, strict=True)
+        if dim is not None and tensor is not None
     }
     if len(sizes) != 1:
         if sizes:

@@ -31,6 +31,9 @@ class Observer(Protocol):
     def begin_tick(self, op: Op) -> None:
         """A block begins to compute."""
 
+    def begin_again(self) -> None:
+        """What the block that computes has done so far is no part of its step."""
+
     def end_tick(self, op: Op, call: int | None) -> None:
         """It has ended."""
 

@@ -31,6 +31,7 @@ from hightide.runtime.blocks import BlockRunner
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.compiled import CompiledForwards
 from hightide.runtime.executor import Executor, Tick
+from hightide.runtime.first_look import FirstLooks
 from hightide.runtime.gradients import Gradients
 from hightide.runtime.lanes import Lanes
 from hightide.runtime.moving import Luggage, uninterrupted
@@ -64,10 +65,13 @@ class Run:
         compile: bool = False,
         first_values: FirstValues | None = None,
         around_call: Callable[[tuple[Any, ...], Mapping[str, Any]], AbstractContextManager[None]] | None = None,
+        learns: bool = True,
     ) -> None:
+        """`learns` False: a rehearsal, which looks at no block (see first_look.py)."""
         self.model, self.profile = model, profile
         self.probed = probed
         self.probing = False
+        self.looks = FirstLooks(self, learns)
         self.runners: dict[int, BlockRunner] = {}  # by the id of the block's module
         self.compiled = CompiledForwards(compile)
         self._check_call = check_call  # raises for arguments under which training through blocks would be wrong
@@ -338,9 +342,14 @@ class Run:
         try:
             with self.gpu.unmetered():  # a probe computes on shapes, and in host memory
                 batch = Arguments(*map_tensors((args, kwargs), lambda tensor: tensor.cpu()))
-                return probe(self.model, self.probed.blocks, batch, taps=self.probed.taps)
+                return probe(self.model, self.probed.blocks, batch, taps=self.probed.taps, device=self.gpu.device)
         finally:
             self.probing = False
+
+    def never_split(self, block: int, signature: str, reason: str) -> Split:
+        split = self._splits[block, signature] = Split(signature, (), (), note=reason)
+        self._warn_unsplit(block, split)
+        return split
 
     def _warn_unsplit(self, block: int, split: Split) -> None:
         known = {call.note for call in self.profile.calls if call.block == block}

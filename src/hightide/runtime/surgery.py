@@ -126,8 +126,15 @@ class WrappedHead(WrappedBlock):
         return super().forward(*args, **kwargs)
 
 
-def check_modules(model: nn.Module, profile: ModelProfile, captured: Iterable[str]) -> None:
+def check_modules(model: nn.Module, profile: ModelProfile, captured: Iterable[str], written: Iterable[str]) -> None:
     """What blocks cannot do. Asked before anything is moved: a refusal leaves the model as it was."""
+    for name in written:
+        raise ValueError(
+            f"a forward gives the parameter {name!r} other values (by .data, or under no_grad), which would be lost: "
+            "its values are brought in for each use. Change it between steps with load_state_dict(), compute what is "
+            "used from it (torch.nn.utils.parametrize), or, if only the first forward does this, run one batch "
+            "through the model before hightide.wrap"
+        )
     for name in captured:
         raise ValueError(
             f"a tensor is taken out of the middle of the block {name!r} in a way that hightide cannot follow (added to "

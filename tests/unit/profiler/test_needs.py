@@ -138,7 +138,7 @@ def test_memory_that_cannot_be_measured_is_said() -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            return grad * float(grad.sum())
+            return grad * (float(grad.sum()) < float("inf"))
 
     class Layer(nn.Linear):
         def forward(self, input: torch.Tensor) -> Any:

@@ -167,7 +167,7 @@ def test_a_block_that_changes_its_input_is_not_split() -> None:
 
 def test_batch_normalisation_is_not_split_in_training() -> None:
     layer = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-    assert "normalisation" in one_layer(layer).split.note
+    assert "samples depend on each other" in one_layer(layer).split.note
     assert int(layer[1].num_batches_tracked) == 0 and layer[1].running_mean.eq(0).all(), "the probe leaves no trace"
     assert one_layer(layer.eval()).split.splittable
 

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from hightide.ir.codec import from_json, to_json
 from hightide.ir.split import BatchDim, Split
-from hightide.profiler.split import batch_size, flatten, flatten_call, narrow, signature, unflatten
+from hightide.profiler.split import batch_size, flatten, flatten_call, mode_of, narrow, signature_of, unflatten, way_of
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ def test_a_dataclass_without_tensors_is_a_leaf() -> None:
     assert leaves == [value] and unflatten(leaves, tree)[0] is value
 
 
+def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    return way_of(*flatten_call(args, kwargs))
+
+
 def test_signature_tells_structure_dtype_and_rank_but_not_size() -> None:
     base = signature((torch.zeros(2, 3),), {"mask": None})
     assert base == signature((torch.zeros(5, 7),), {"mask": None})
@@ -56,6 +61,24 @@ def test_signature_tells_structure_dtype_and_rank_but_not_size() -> None:
     ]
     assert len({base, *others}) == 1 + len(others)
     assert signature((1,), {}) == signature((2,), {}), "numbers count by type"
+    assert signature(("a",), {}) != signature(("b",), {}), "words count"
+
+
+def test_a_signature_tells_single_rows_and_the_mode() -> None:
+    def told(shape: tuple[int, ...], mode: str = "train") -> str:
+        return signature_of(*flatten_call((torch.zeros(shape),), {}), mode)
+
+    assert told((4, 3)) == told((5, 7))
+    assert len({told((4, 3)), told((1, 3)), told((4, 1)), told((4, 3), "eval")}) == 4
+
+
+def test_the_mode_of_a_block_is_that_of_all_its_modules() -> None:
+    block = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    modes = [mode_of(list(block.modules()))]
+    block[1].eval()
+    modes.append(mode_of(list(block.modules())))
+    modes.append(mode_of(list(block.eval().modules())))
+    assert modes[0] == "train" and modes[2] == "eval" and len(set(modes)) == 3
 
 
 def test_narrow_takes_whole_samples() -> None:

@@ -89,6 +89,9 @@ def test_autocast_was_really_on_in_recomputation() -> None:
     model = nn.Sequential(*(Noting() for _ in range(3)))
     batch = torch.randn(6, 32)
     pair = twins(model, batch, gpu="300KiB", edit=activations(Activation.RECOMPUTE))
+    with torch.autocast("cpu", torch.bfloat16):
+        pair.model(batch)  # of the first call more is seen
+    assert all(dtype is torch.bfloat16 for _, dtype in seen[-9:])
     seen.clear()
     with torch.autocast("cpu", torch.bfloat16):
         loss = pair.model(batch).square().mean()
