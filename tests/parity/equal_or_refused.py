@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 import re
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -208,6 +209,7 @@ class Outcome:
     state: dict[str, Any] = field(default_factory=dict)  # what is compared at the end
     refusal: Exception | None = None
     stats: hightide.Stats | None = None
+    warnings: list[str] = field(default_factory=list)
 
 
 def train(case: Case, way: Way | None) -> Outcome:
@@ -232,15 +234,10 @@ def train(case: Case, way: Way | None) -> Outcome:
     if case.after_wrap is not None:
         case.after_wrap(model)
     try:
-        for index in range(NUM_STEPS):
-            output = case.step(model, optimizer, case.batch(index + 1), index)
-            outcome.outputs.append(dict(leaves(output)))
-            outcome.losses.append(loss_in(output).item())
-        outcome.state = dict(observed(model))
-        if case.evaluate:
-            model.eval()
-            with torch.no_grad():
-                outcome.state |= dict(leaves(call(model, case.batch(EVALUATION)), "evaluation"))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            _train(case, model, optimizer, outcome)
+        outcome.warnings = [str(warning.message) for warning in said]
     except (Refused, ValueError) as refusal:
         if way is None or isinstance(refusal, InfeasiblePlan) or not _is_ours(refusal):
             raise
@@ -250,6 +247,18 @@ def train(case: Case, way: Way | None) -> Outcome:
         with nullcontext() if outcome.refusal is None else _ignored():
             hightide.unwrap(model)
     return outcome
+
+
+def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, outcome: Outcome) -> None:
+    for index in range(NUM_STEPS):
+        output = case.step(model, optimizer, case.batch(index + 1), index)
+        outcome.outputs.append(dict(leaves(output)))
+        outcome.losses.append(loss_in(output).item())
+    outcome.state = dict(observed(model))
+    if case.evaluate:
+        model.eval()
+        with torch.no_grad():
+            outcome.state |= dict(leaves(call(model, case.batch(EVALUATION)), "evaluation"))
 
 
 def _is_ours(refusal: Exception) -> bool:
@@ -304,7 +313,8 @@ def problem(case: Case, plain: Outcome, way: Way) -> str:
             return f"{stats.peak_bytes['gpu']} bytes on the GPU, limit {stats.plan.gpu_limit_bytes}"
         if stats.peak_bytes["host"] > stats.plan.host_limit_bytes:
             return f"{stats.peak_bytes['host']} bytes on the host, limit {stats.plan.host_limit_bytes}"
-        if case.split and (reasons := unsplit(stats.plan)):
+        late = [text for text in wrapped.warnings if "whole batch" in text]  # found while training
+        if case.split and (reasons := unsplit(stats.plan) + late):
             return f"runs unsplit without need: {reasons}"
     elif not is_clear(str(wrapped.refusal), case):
         return f"a refusal that neither names the block nor says what to do: {wrapped.refusal}"
@@ -322,6 +332,7 @@ ADVICE = (
     "micro_batch",
     "instead",
     "blocks=",
+    "expand or drop",
     "call ",
     "use ",
     "give ",
@@ -394,9 +405,9 @@ def differing(expected: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
             if (value.shape, value.dtype) != (other.shape, other.dtype):
                 yield f"{name} is {tuple(other.shape)} {other.dtype}, plain {tuple(value.shape)} {value.dtype}"
             elif value.is_floating_point() and value.numel():
-                allowed = 1e-5 * float(value.abs().max()) + 1e-6
-                error = float((value - other).abs().max())
-                if not error <= allowed and not torch.equal(value, other):
+                allowed = 1e-5 * float(value.abs().nan_to_num(posinf=0.0).max()) + 1e-6
+                error = float(torch.where(value == other, 0.0, value - other).abs().max())  # infinities may be equal
+                if not error <= allowed:
                     yield f"{name} is off by {error:.3g}, allowed {allowed:.3g}"
             elif not torch.equal(value, other):
                 yield f"{name} is {_short(other)}, plain {_short(value)}"
