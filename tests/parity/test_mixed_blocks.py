@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from equal_or_refused import Case, Step, Way, call, one_step, problem, train
-from harness import EPS
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
@@ -45,9 +44,9 @@ class Trial:
         return self.sketch.batch(self.num_samples - (self.smaller_last and seed == 3), seed)
 
 
-OPTIMIZERS = {
-    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, eps=EPS),
-    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=3e-3, eps=EPS),
+OPTIMIZERS = {  # a larger eps: before a norm a bias has no gradient but rounding, which Adam makes a walk
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-2),
+    "adam": lambda model: torch.optim.Adam(model.parameters(), lr=3e-3, eps=1e-2),
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.02),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True),
 }
