@@ -805,6 +805,43 @@ class Noisy(Block):
         return h + self.strength * torch.randn_like(h)
 
 
+class NoiseInOrderOfMemory(nn.Module):
+    """randn_like fills memory in its order, which a transposed tensor keeps: strides of inputs count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x + 0.1 * torch.randn_like(x)
+        return self.conv(h.transpose(1, 2)).transpose(1, 2)
+
+
+@add(batch=sequences, ways=WHOLE)
+def noise_in_order_of_memory() -> nn.Module:
+    return Net(*(NoiseInOrderOfMemory() for _ in range(3)))
+
+
+class DropoutInOrderOfMemory(NoiseInOrderOfMemory):
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.dropout(x, 0.3, self.training)
+        return self.conv(h.transpose(1, 2)).transpose(1, 2)
+
+
+@add(batch=sequences, ways=WHOLE)
+def dropout_in_order_of_memory() -> nn.Module:
+    return Net(*(DropoutInOrderOfMemory() for _ in range(3)))
+
+
+@add(batch=sequences)
+class ReadsStrides(Block):
+    """Returns a tensor that lies in memory as its input does not."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = torch.tanh(self.linear(x))
+        return (x + h).transpose(0, 1).contiguous().transpose(0, 1), torch.as_strided(x, (3,), (1,)).sum().detach()
+
+
 @add()
 class SameNoiseForAll(Block):
     def mix(self, h: Tensor) -> Tensor:
