@@ -109,7 +109,7 @@ def wrap(
                 plan = described(profile, plan, schedules)
             if place.type == "cuda":
                 _warn_of_room(room_on(place, model, optimizer), plan)
-        check_modules(model, profile, sorted(probed.captured), sorted(probed.written))
+        check_modules(model, profile, probed)
         transformers.prepare(model)
         checks = transformers.refuse_captures(model, batch)
         values = first_values(model)

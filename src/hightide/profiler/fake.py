@@ -6,8 +6,9 @@ not active, so tensors that come from inputs alone are real, and those that meet
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +25,8 @@ EXPERTS = "_experts_implementation_internal"  # in a transformers config
 class Originals:
     """What the fake tensors stand for."""
 
-    def __init__(self) -> None:
+    def __init__(self, attributes: Snapshot) -> None:
+        self._attributes = attributes
         self._buffers: dict[int, torch.Tensor] = {}
         self._configs: list[Any] = []  # whose experts are computed in groups meanwhile
 
@@ -34,6 +36,10 @@ class Originals:
     def of(self, fake: torch.Tensor) -> torch.Tensor:
         """One that the model's code made meanwhile stands for itself."""
         return self._buffers.get(id(fake), fake)
+
+    def forget_attributes(self) -> None:
+        """Whatever the model's code has stored on its modules since: it is fake, as a rule."""
+        self._attributes.restore()
 
     @contextmanager
     def as_trained(self) -> Iterator[None]:
@@ -52,9 +58,9 @@ def fake_parameters(model: nn.Module) -> Iterator[Originals]:
     What the model's code stored on its modules meanwhile (a cached mask, a new buffer, a hook, a count) is forgotten:
     it would be fake, or come a second time. Random generators of the model's own are where they were, too.
     """
-    attributes = Snapshot(model, buffers=False)
+    attributes = Snapshot(model, buffers=False, hooks=True)
     before = [_Contents(module) for module in model.modules()]
-    originals = Originals()
+    originals = Originals(attributes)
     fakes: dict[int, torch.Tensor] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -66,12 +72,32 @@ def fake_parameters(model: nn.Module) -> Iterator[Originals]:
                             fakes[id(tensor)] = _fake(tensor, mode)
                             originals.add(fakes[id(tensor)], tensor)
                         slots[name] = fakes[id(tensor)]  # type: ignore[assignment]
-        with _AnyGroupedProduct(), _experts_in_groups(model) as originals._configs:
+        for module in model.modules():
+            refer_to(module, fakes)
+        with _quiet_log(), _AnyGroupedProduct(), _experts_in_groups(model) as originals._configs:
             yield originals
     finally:
         for contents in before:
             contents.restore()
         attributes.restore()
+
+
+def refer_to(module: nn.Module, others: Mapping[int, torch.Tensor]) -> None:
+    """Lists of tensors in attributes, such as the flat weights of recurrent modules, name the others too."""
+    for name, value in list(module.__dict__.items()):
+        if isinstance(value, list) and any(isinstance(part, torch.Tensor) and id(part) in others for part in value):
+            module.__dict__[name] = [others.get(id(part), part) for part in value]
+
+
+@contextmanager
+def _quiet_log() -> Iterator[None]:
+    """Torch logs each operation that cannot be done without values; whoever probes says it in a sentence."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 class _Contents:

@@ -60,7 +60,13 @@ def users_hooks_aside(module: nn.Module) -> Iterator[None]:
 
 
 def num_hooks(modules: Sequence[nn.Module]) -> int:
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules)
+    return sum(
+        len(module._forward_hooks)
+        + len(module._forward_pre_hooks)
+        + len(module._backward_hooks)
+        + len(module._backward_pre_hooks)
+        for module in modules
+    )
 
 
 class HookWatch:
@@ -68,7 +74,9 @@ class HookWatch:
     must treat samples independently. To be opened while the block runs."""
 
     def __init__(self, block: nn.Module) -> None:
-        self.replaces = False
+        self.replaces = any(
+            inside._backward_hooks or inside._backward_pre_hooks for inside in block.modules() if inside is not block
+        )  # they would see, and may change, gradients of a micro-batch
         self._hooked = [
             inside
             for inside in block.modules()

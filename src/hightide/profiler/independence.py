@@ -11,8 +11,10 @@ are those of the recorded call where they have values, random ones where not. Th
 - what the block keeps (buffers, attributes, generators) must be left by the parts as by the whole;
 - random numbers must be drawn sample by sample: one draw for the whole batch would become one for each part.
 
-Whatever fails is told as the reason why the block runs unsplit. Nothing of the user's is touched: attributes are put
-back, and hooks do not run (see [Note: hooks in a rehearsal]).
+Whatever fails is told as the reason why the block runs unsplit. Before that, whether or not it could be split, the same
+call is made twice, and once with a recomputation: results and gradients must be the same. If they are not, the block
+follows something that nobody sees (a global, a closure, a file, the clock), and is refused. Nothing of the user's is
+touched: attributes are put back, and hooks do not run (see [Note: hooks in a rehearsal]).
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hightide.ir.split import BatchDim, Split
-from hightide.profiler.fake import Originals
+from hightide.profiler.fake import Originals, refer_to
 from hightide.profiler.hooks import users_hooks_aside
 from hightide.profiler.quiet import Quiet
 from hightide.profiler.recording import Record
@@ -41,6 +44,9 @@ EXTREME = 100.0
 # a split has other shapes, other kernels and another order of sums.
 UNCHANGED, SAME = 1e-5, 1e-3
 LOW_PRECISION = 30.0  # times these, for a block that only runs in 16 bits
+AGAIN = 1e-4  # of the same call: kernels that add in any order, and what they are multiplied by
+REPEATED = "gives other results when the same call is made again: it follows something that is not its own"
+RECOMPUTED = "has other gradients when it is recomputed in backward"
 PATIENCE = 4  # states that are named
 
 
@@ -50,10 +56,16 @@ class Finding:
 
     note: str = ""  # why it must run unsplit; "": it need not
     keeps: tuple[str, ...] = ()  # what a forward changes of what the block keeps
+    refusal: str = ""  # why it cannot be recomputed
+    replays_whole: bool = False  # a recomputation must not end with the last tensor that is saved: see _try_replay
 
 
 class _Mixed(Exception):
     """The reason why a block must not be split."""
+
+
+class _NotRepeatable(Exception):
+    """The reason why a block cannot be recomputed."""
 
 
 class _NoValues(Exception):
@@ -69,17 +81,22 @@ def examine(
     originals: Originals,
     device: torch.device,
 ) -> Finding:
-    """Tries one call. See [Note: trying a block alone]. `record` is of `num_samples` samples."""
+    """Tries one call. See [Note: trying a block alone]. `record` is of `num_samples` samples. A call that is not split
+    anyway is only repeated."""
     failure: Exception | None = None
+    if not split.splittable and len(split.inputs) != len(record.inputs):
+        num_samples = 1  # nobody knows what its samples are
     for dtype in (torch.float32, None):
-        for count in (NUM_SAMPLES, 2):
-            if count > num_samples:
+        for count in (NUM_SAMPLES, 2, 1):
+            if count > num_samples or (count < 2 and split.splittable):
                 continue
             try:
                 with originals.as_trained(), _alone(module, originals, device, dtype) as params:
                     return _Trial(module, record, count, split, taps, device, dtype, params).finding()
             except Exception as error:  # whatever a block raises on numbers that are not the user's
                 failure = error
+    if not split.splittable:
+        return Finding(split.note)
     reason = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
     return Finding(f"whether samples depend on each other could not be tried ({reason})")
 
@@ -109,7 +126,9 @@ class _Trial:
         self._num_samples, self._params = num_samples, params
         self._leeway = 1.0 if dtype is not None else LOW_PRECISION
         self._generator = torch.Generator(device).manual_seed(0)
-        dims = iter(split.inputs)
+        self._input_dims = split.inputs if num_samples > 1 or split.splittable else (None,) * len(record.inputs)
+        self._output_dims = split.outputs if split.splittable else (None,) * len(record.outputs)
+        dims = iter(self._input_dims)
         self._leaves = [
             self._real(narrow(leaf.detach(), next(dims), 0, num_samples), dtype, device)
             if isinstance(leaf, Tensor)
@@ -122,24 +141,56 @@ class _Trial:
         self._random = GlobalRandom(device)
 
     def finding(self) -> Finding:
+        replays_whole = False
         try:
             base = self._run(self._leaves)
             keeps = tuple(sorted(self._before.changes()))
             draws = self._random.drawn() & {"torch", "CUDA"}
             self._check_values(base)
             try:
+                replays_whole = self._try_again(base)
+                if not self._split.splittable:
+                    return Finding(self._split.note, keeps, replays_whole=replays_whole)
                 for sample in range(self._num_samples):
                     for factor in (1.0, EXTREME):
                         self._try_sample(base, sample, factor)
                 if keeps:
                     self._try_state(keeps)
                 self._try_split(base, bool(draws))
+            except _NotRepeatable as reason:
+                return Finding(self._split.note, keeps, refusal=str(reason))
             except _Mixed as reason:
-                return Finding(str(reason), keeps)
-            return Finding("", keeps)
+                return Finding(str(reason), keeps, replays_whole=replays_whole)
+            return Finding("", keeps, replays_whole=replays_whole)
         finally:
             self._before.restore()
             self._random.restore()
+
+    # -- can it be done again ---------------------------------------------------------------------------------------
+
+    def _try_again(self, base: _Outcome) -> bool:
+        """Results and gradients must be the same when the call is repeated, and when it is recomputed in backward.
+
+        A recomputation ends with the last tensor that is saved. Some operations save a tensor that they fill later
+        (the noise of rrelu): then it has to go on to the end. Returns whether it has to."""
+        if not self._is_repeated(base, self._run(self._leaves)):
+            raise _NotRepeatable(REPEATED)
+        if all(grad is None for grad in (*base.input_grads, *base.param_grads)):
+            return False
+        for early_stop in (True, False):
+            with set_checkpoint_early_stop(early_stop):
+                if self._is_repeated(base, self._run(self._leaves, recompute=True)):
+                    return not early_stop
+        raise _NotRepeatable(RECOMPUTED)
+
+    def _is_repeated(self, one: _Outcome, two: _Outcome) -> bool:
+        pairs: list[tuple[Tensor | None, Tensor | None]] = [*zip(one.outputs, two.outputs, strict=False)]
+        pairs += [*zip(one.input_grads + one.param_grads, two.input_grads + two.param_grads, strict=True)]
+        same = len(one.outputs) == len(two.outputs) and _equal_leaves(one.others, two.others)
+        return same and not any(
+            (a is None) != (b is None) or (a is not None and b is not None and self._differ(a, b, AGAIN, _size(a)))
+            for a, b in pairs
+        )
 
     # -- the four questions ---------------------------------------------------------------------------------------
 
@@ -243,6 +294,7 @@ class _Trial:
         quiet: Quiet | None = None,
         varied: int | None = None,
         fresh: bool = True,
+        recompute: bool = False,
     ) -> _Outcome:
         if fresh:
             self._reset()
@@ -250,17 +302,24 @@ class _Trial:
             leaf.detach().clone().requires_grad_(wants) if isinstance(leaf, Tensor) else leaf
             for leaf, wants in zip(leaves, self._wants_grad, strict=True)
         ]
-        args, kwargs = unflatten(inputs, self._record.tree)
         with torch.enable_grad(), torch.autocast(self._generator.device.type, enabled=False), quiet or nullcontext():
-            with tapping(self._module, self._taps) as tapped:
-                result = self._module.forward(*args, **kwargs)
-            found, _ = flatten(result)
-            outputs = [leaf for leaf in found if isinstance(leaf, Tensor)] + tapped.tensors
-            others = [leaf for leaf in found if not isinstance(leaf, Tensor)]
+            if recompute:
+                outputs, others = checkpoint(self._forward, inputs, use_reentrant=False, preserve_rng_state=False)
+                self._reset()  # as a replay begins
+            else:
+                outputs, others = self._forward(inputs)
             grads = self._backward([leaf for leaf in inputs if isinstance(leaf, Tensor)], outputs, part, varied)
         outcome = _Outcome([output.detach() for output in outputs], others, *grads)
         outcome.draws = quiet.draws if quiet is not None else []
         return outcome
+
+    def _forward(self, leaves: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
+        args, kwargs = unflatten(leaves, self._record.tree)
+        with tapping(self._module, self._taps) as tapped:
+            result = self._module.forward(*args, **kwargs)
+        leaves, _ = flatten(result)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + tapped.tensors
+        return outputs, [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
 
     def _backward(
         self, inputs: list[Tensor], outputs: list[Tensor], part: tuple[int, int] | None, varied: int | None
@@ -270,7 +329,7 @@ class _Trial:
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         trained = [param for param in self._params if param.requires_grad]
         roots, seeds = [], []
-        for output, seed, dim in zip(outputs, self._seeds, self._split.outputs, strict=False):
+        for output, seed, dim in zip(outputs, self._seeds, self._output_dims, strict=False):
             if not output.requires_grad or (part is not None and dim is None and part[0] > 0):
                 continue  # an output without batch dimension takes its gradient once
             if part is not None:
@@ -342,8 +401,8 @@ class _Trial:
         return not torch.allclose(one, two.to(one.dtype), rtol=0.0, atol=allowed, equal_nan=True)
 
     def _check_values(self, base: _Outcome) -> None:
-        if len(base.outputs) != len(self._split.outputs):
-            raise _NoValues(f"{len(base.outputs)} tensors came back, and {len(self._split.outputs)} from the probe")
+        if len(base.outputs) != len(self._record.outputs):
+            raise _NoValues(f"{len(base.outputs)} tensors came back, and {len(self._record.outputs)} from the probe")
         for output in base.outputs:
             if output.is_floating_point() and output.numel() and not bool(output.isfinite().any()):
                 raise _NoValues("no finite number came back")
@@ -387,6 +446,7 @@ def _alone(
     params: dict[int, nn.Parameter] = {}
     buffers: dict[int, Tensor] = {}
     slots = [(inside, dict(inside._parameters), dict(inside._buffers)) for inside in module.modules()]
+    attributes = [(inside.__dict__, dict(inside.__dict__)) for inside in module.modules()]
     try:
         for inside, mine, kept in slots:
             for name, param in mine.items():
@@ -399,6 +459,8 @@ def _alone(
                     if id(buffer) not in buffers:
                         buffers[id(buffer)] = _real_buffer(originals.of(buffer), dtype, device, generator)
                     inside._buffers[name] = buffers[id(buffer)]
+        for inside in module.modules():
+            refer_to(inside, params)
         with _no_tf32(), users_hooks_aside(module):
             yield list(params.values())
     finally:
@@ -407,6 +469,9 @@ def _alone(
             inside._parameters.update(mine)
             inside._buffers.clear()
             inside._buffers.update(kept)
+        for there, before in attributes:
+            there.clear()
+            there.update(before)
 
 
 @contextmanager

@@ -186,6 +186,8 @@ def _reordered(probed: ProbeResult, order: list[int]) -> ProbeResult:
         calls=tuple(replace(call, block=order.index(call.block)) for call in probed.calls),
         uses={new: probed.uses.get(old, ()) for new, old in enumerate(order)},
         taps={new: probed.taps[old] for new, old in enumerate(order) if old in probed.taps},
+        refusals={new: probed.refusals[old] for new, old in enumerate(order) if old in probed.refusals},
+        returned={new: probed.returned[old] for new, old in enumerate(order) if old in probed.returned},
     )
 
 

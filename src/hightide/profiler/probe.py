@@ -77,6 +77,9 @@ class ProbeResult:
     more_taps: Taps = field(default_factory=dict)  # that it found: probe again with them
     written: frozenset[str] = frozenset()  # keys of parameters that a forward has given other values
     keeps: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # per block: what of it a forward changes
+    refusals: Mapping[int, str] = field(default_factory=dict)  # per block: why it cannot be trained like this
+    returned: Mapping[int, int | str] = field(default_factory=dict)  # per block: the argument that it fills and returns
+    replays_whole: frozenset[int] = frozenset()  # blocks that are recomputed to their end: see Finding
 
     @property
     def all_taps(self) -> Taps:
@@ -133,25 +136,37 @@ def examined(
     parameters."""
     kinds = kinds_of(probed.blocks)
     found: dict[Any, Finding] = {}
-    calls, keeps = list(probed.calls), {}
-    for at, (call, (_, larger)) in enumerate(zip(probed.calls, pair_records(*runs), strict=False)):
-        if not call.split.splittable or larger is None:
+    calls, keeps, refusals, replays_whole = list(probed.calls), {}, dict(probed.refusals), set()
+    originals.forget_attributes()
+    for at, (call, (record, larger)) in enumerate(zip(probed.calls, pair_records(*runs), strict=False)):
+        block = probed.blocks[call.block]
+        if not call.split.splittable and _is_of_torch(block.module):
             continue
         taps = tuple(probed.taps.get(call.block, ()))
-        key = kinds[call.block], call.split, taps, leaves_key(larger.leaves)
+        key = kinds[call.block], call.split, taps, leaves_key(record.leaves)
         if key not in found:
-            module = probed.blocks[call.block].module
-            found[key] = examine(module, larger, probed.num_samples + 1, call.split, taps, originals, device)
+            tried = (record, probed.num_samples) if larger is None else (larger, probed.num_samples + 1)
+            found[key] = examine(block.module, *tried, call.split, taps, originals, device)
         finding = found[key]
+        if finding.refusal:
+            refusals[call.block] = finding.refusal
         if finding.keeps:
             keeps[call.block] = finding.keeps
-        kept_bytes = _total_bytes(list(probed.blocks[call.block].module.buffers())) if finding.keeps else 0
+        if finding.replays_whole:
+            replays_whole.add(call.block)
+        # Replays begin from what was there, and end with what is there by then.
+        kept_bytes = 2 * _total_bytes(list(block.module.buffers())) if finding.keeps else 0
         calls[at] = replace(
             call,
             split=replace(call.split, note=finding.note),
-            tapped=replace(call.tapped, fixed=call.tapped.fixed + kept_bytes),  # replays begin from what was there
+            tapped=replace(call.tapped, fixed=call.tapped.fixed + kept_bytes),
         )
-    return replace(probed, calls=_agreed(calls), keeps=keeps)
+    return replace(probed, calls=_agreed(calls), keeps=keeps, refusals=refusals, replays_whole=frozenset(replays_whole))
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """One of torch's own layers, without parts: it keeps nothing that nobody sees."""
+    return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
 
 
 def record_runs(
@@ -223,6 +238,8 @@ def compare(blocks: Sequence[FoundBlock], first: Recording, second: Recording) -
         first.taps,
         merged(first.more_taps, second.more_taps),
         first.written | second.written,
+        refusals={record.block: record.problem for run in (first, second) for record in run.records if record.problem},
+        returned={record.block: record.returned for record in first.records if record.returned is not None},
     )
 
 

@@ -37,6 +37,8 @@ class Record:
     tapped: list[torch.Tensor] = field(default_factory=list)
     tap_parts: list[Taken] = field(default_factory=list)
     mutated: bool = False
+    problem: str = ""  # why blocks cannot be called like this
+    returned: int | str | None = None  # the argument that is the result too, if it is a list or dict
     needs_backward: bool = False  # as the block itself returns; a hook of the user's may ask for gradients later
     finished: bool = False
 
@@ -161,9 +163,51 @@ class Recorder:
         record.tapped, record.tap_parts = [_bordered(tensor) for tensor in tapped.tensors], tapped.parts
         hand_out(module, tapped.parts, record.tapped)
         record.needs_backward = any(tensor.requires_grad for tensor in record.outputs)
+        record.returned = _returned(args, kwargs, result)
+        record.problem = _problem(record, flatten_call(args, kwargs)[0])
         record.mutated = record.versions != [tensor._version for tensor in record.inputs]
         record.finished = True
         return unflatten(record.results, tree)
+
+
+def _problem(record: Record, leaves_after: list[Any]) -> str:
+    """What a block does with its arguments that is lost, because it gets copies of lists and dicts."""
+    before = record.leaves
+    if record.returned is None and is_changed(before, leaves_after):
+        return "changes a list or dict that it is called with; return what it adds instead"
+    for leaf in before:
+        if any(tensor.requires_grad for tensor in _tensors_inside(leaf)):
+            return (
+                f"is called with a {type(leaf).__name__} that holds tensors with gradients, which hightide cannot "
+                "follow; pass the tensors themselves, or in a dict, a tuple or a dataclass"
+            )
+    return ""
+
+
+def is_changed(leaves: Sequence[Any], after: Sequence[Any]) -> bool:
+    """Whether a call has changed the structure of its arguments."""
+    return len(leaves) != len(after) or any(a is not b for a, b in zip(leaves, after, strict=True))
+
+
+def _returned(args: Any, kwargs: Any, result: Any) -> int | str | None:
+    if not isinstance(result, list | dict):
+        return None
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    return next((place for place, value in places if value is result), None)
+
+
+def _tensors_inside(value: Any, depth: int = 0) -> list[torch.Tensor]:
+    """Of an object that is no structure of tensors."""
+    if isinstance(value, torch.Tensor):
+        return [value] if depth else []
+    parts: list[Any] = []
+    if isinstance(value, list | tuple):
+        parts = list(value)
+    elif isinstance(value, dict):
+        parts = list(value.values())
+    elif not isinstance(value, torch.nn.Module | type) and hasattr(value, "__dict__"):
+        parts = list(vars(value).values())
+    return [tensor for part in parts for tensor in _tensors_inside(part, depth + 1)] if depth < 3 else []
 
 
 def _bordered(leaf: Any) -> Any:

@@ -11,11 +11,12 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 MAX_DEPTH = 4  # of objects in objects
@@ -61,15 +62,21 @@ class GlobalRandom:
 class Snapshot:
     """What a module and the modules inside of it have now. `buffers=False`: attributes only."""
 
-    def __init__(self, module: nn.Module, *, buffers: bool = True, shared_random: bool = False) -> None:
-        """`shared_random`: Python's and numpy's generators too. Torch's are not among it: see runtime/rng.py."""
+    def __init__(
+        self, module: nn.Module, *, buffers: bool = True, shared_random: bool = False, hooks: bool = False
+    ) -> None:
+        """`shared_random`: Python's and numpy's generators too. Torch's are not among it: see runtime/rng.py. `hooks`:
+        what forward hooks inside remember in closures or in the objects whose methods they are."""
         seen: dict[int, Any] = {}
+        self._hooks = list(_closures(module, seen)) if hooks else []
         self._kept: list[tuple[str, _Attributes]] = []
-        self._buffers: list[tuple[str, nn.Module, dict[str, tuple[Tensor | None, Tensor | None]]]] = []
+        self._buffers: list[tuple[str, nn.Module, dict[str, _KeptBuffer]]] = []
         for name, inside in module.named_modules():
             self._kept.append((name, _Attributes(inside.__dict__, INTERNAL, seen, 0)))
             if buffers and inside._buffers:
-                self._buffers.append((name, inside, {key: _cloned(value) for key, value in inside._buffers.items()}))
+                self._buffers.append(
+                    (name, inside, {key: _KeptBuffer(value) for key, value in inside._buffers.items()})
+                )
         self._random = GlobalRandom() if shared_random else None
 
     def changes(self) -> list[str]:
@@ -80,7 +87,7 @@ class Snapshot:
             changed += [
                 _joined(name, key)
                 for key in sorted(names)
-                if not _same_buffer(kept_buffers.get(key), inside._buffers.get(key))
+                if key not in kept_buffers or not kept_buffers[key].is_same(inside._buffers.get(key))
             ]
         if self._random is not None:
             changed += [f"{whose}'s random numbers" for whose in sorted(self._random.drawn() - {"torch"})]
@@ -89,16 +96,26 @@ class Snapshot:
     def restore(self) -> None:
         for _, kept in self._kept:
             kept.restore()
+        for hook in self._hooks:
+            hook.restore()
         for _, inside, buffers in self._buffers:
             inside._buffers.clear()
-            for key, (buffer, values) in buffers.items():
-                inside._buffers[key] = buffer
-                if buffer is not None and values is not None:
-                    _write(buffer, values)
+            for key, buffer in buffers.items():
+                inside._buffers[key] = buffer.value
+                buffer.restore()
         if self._random is not None:
             on_torch = torch.get_rng_state()
             self._random.restore()
             torch.set_rng_state(on_torch)
+
+
+def _closures(module: nn.Module, seen: dict[int, Any]) -> Iterator[_Kept]:
+    for inside in module.modules():
+        for hook in (*inside._forward_hooks.values(), *inside._forward_pre_hooks.values()):
+            if isinstance(hook, MethodType):
+                yield _keep(hook.__self__, seen, 0)
+            for cell in getattr(hook, "__closure__", None) or ():
+                yield _KeptCell(cell, seen)
 
 
 def contents(module: nn.Module) -> dict[str, Any]:
@@ -140,16 +157,6 @@ def _content(value: Any, seen: set[int], depth: int) -> Any:
 
 def _joined(name: str, key: str) -> str:
     return f"{name}.{key}" if name else key
-
-
-def _cloned(value: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    return value, None if value is None or value.is_meta else value.detach().clone()
-
-
-def _same_buffer(kept: tuple[Tensor | None, Tensor | None] | None, now: Tensor | None) -> bool:
-    if kept is None or kept[0] is not now:
-        return kept is not None and kept[0] is None and now is None
-    return kept[1] is None or now is None or _same_values(kept[1], now)
 
 
 def _same_values(one: Tensor, two: Tensor) -> bool:
@@ -208,16 +215,50 @@ class _Kept:
 class _KeptTensor(_Kept):
     def __init__(self, value: Tensor) -> None:
         super().__init__(value)
-        self._version = value._version if not value.is_inference() else 0
-        is_small = value.numel() <= CLONED_NUMEL and not value.is_meta
+        self._version = 0 if value.is_inference() else value._version
+        is_small = value.numel() <= CLONED_NUMEL and not value.is_meta and not isinstance(value, FakeTensor)
         self._values = value.detach().clone() if is_small else None
 
     def is_same(self, now: Any) -> bool:
-        return now is self.value and (now.is_inference() or now._version == self._version)
+        if now is not self.value:
+            return False
+        return now._version == self._version if self._values is None else _same_values(self._values, now)
 
     def restore(self) -> None:
-        if self._values is not None and not self.is_same(self.value):
+        if self._values is not None:  # its version does not tell: what `_write` writes has none
             _write(self.value, self._values)
+
+
+class _KeptBuffer(_Kept):
+    """Written to is changed, also with what was there: another call may write something else. But batch normalisation
+    writes its statistics past the count of writes."""
+
+    def __init__(self, value: Tensor | None) -> None:
+        super().__init__(value)
+        has_values = value is not None and not value.is_meta and not isinstance(value, FakeTensor)
+        self._values = value.detach().clone() if value is not None and has_values else None
+        self._version = 0 if value is None or value.is_inference() else value._version
+
+    def is_same(self, now: Any) -> bool:
+        if now is not self.value or self._values is None:
+            return now is self.value
+        return (now.is_inference() or now._version == self._version) and _same_values(self._values, now)
+
+    def restore(self) -> None:
+        if self._values is not None:
+            _write(self.value, self._values)
+
+
+class _KeptCell(_Kept):
+    """A variable of a closure."""
+
+    def __init__(self, cell: CellType, seen: dict[int, Any]) -> None:
+        super().__init__(cell)
+        self._inside = _keep(cell.cell_contents, seen, 0)
+
+    def restore(self) -> None:
+        self._inside.restore()
+        self.value.cell_contents = self._inside.value
 
 
 class _KeptState(_Kept):

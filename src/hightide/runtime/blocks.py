@@ -30,11 +30,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from hightide.ir.action import Op
 from hightide.ir.plan import Activation, Update
+from hightide.ir.refusal import Refused
 from hightide.ir.split import BatchDim, Split
 from hightide.ir.tier import Tier
+from hightide.profiler.recording import is_changed
 from hightide.profiler.split import flatten, flatten_call, mode_of, narrow, signature_of, unflatten
 from hightide.profiler.state import Snapshot
 from hightide.profiler.taps import Tap, hand_out, tapping
@@ -76,7 +79,9 @@ class BlockRunner:
         self.inside = self.inside or list(module.modules())
         call = BlockCall(self, module, args, kwargs)
         outputs = BlockFunction.apply(call, self.anchor, *call.tensors())
-        return call.assemble(list(outputs))
+        result = call.assemble(list(outputs))
+        place = self.run.probed.returned.get(self.index)
+        return result if place is None else refilled(args[place] if isinstance(place, int) else kwargs[place], result)
 
     @property
     def taps(self) -> tuple[Tap, ...]:
@@ -111,6 +116,15 @@ class BlockRunner:
         return self.trainable and torch._C._will_engine_execute_node(self.run.anchor_edge.node)
 
 
+def refilled(container: Any, result: Any) -> Any:
+    """A list or dict that a block fills and returns: its caller may know it by the name that it had before."""
+    if type(container) is not type(result):
+        return result
+    container.clear()
+    container.extend(result) if isinstance(container, list) else container.update(result)
+    return container
+
+
 class BlockCall:
     """One call of one block, from its forward to its backward."""
 
@@ -139,6 +153,7 @@ class BlockCall:
         self._draws = runner.run.draws(runner.index, len(self.bounds))
         self._before: Snapshot | None = None  # what the block kept, if its forward changes it and is run again
         self._differentiable: list[bool] = []  # of the outputs
+        self._is_looked_at = False  # see first_look.py
 
     def tensors(self) -> list[Tensor]:
         tensors, self._tensors = self._tensors, None
@@ -165,7 +180,9 @@ class BlockCall:
             if len(self.bounds) > 1 and (reason := run.looks.difference(self, tensors)):
                 self._stay_whole(reason)
             look = run.looks.look(self)
+            self._is_looked_at = look is not None
             whole = self._run_parts(tensors, needs_backward)
+            self._is_looked_at = False
             if look is not None and (reason := look.end()):  # see [Note: replays]
                 if len(self.bounds) > 1:
                     whole.clear()
@@ -253,7 +270,8 @@ class BlockCall:
             if self._keep:
                 with outlive_slots(run.chunks):
                     return self.run(inputs)
-            recomputed: list[Tensor] = checkpointed(lambda: again.run(again.now()))
+            with set_checkpoint_early_stop(self.runner.index not in run.probed.replays_whole):
+                recomputed: list[Tensor] = checkpointed(lambda: again.run(again.now()))
             return recomputed
 
     def _compiled_forward(self, inputs: list[Tensor], num_samples: int) -> Callable[..., Any] | None:
@@ -282,6 +300,15 @@ class BlockCall:
         args, kwargs = unflatten(self._merged(inputs), self._tree)
         with tapping(self.module, self.runner.taps) as tapped:
             result = (forward or self.runner.original)(self.module, *args, **kwargs)
+        if (
+            self._is_looked_at
+            and self.runner.index not in self.runner.run.probed.returned
+            and is_changed(self._merged(inputs), flatten_call(args, kwargs)[0])
+        ):
+            raise Refused(
+                f"the block {self.runner.spec.name!r} changes a list or dict that it is called with, which gets lost: "
+                "it is given a copy. Return what it adds instead"
+            )
         leaves, tree = flatten(result)
         self._out_tree = tree
         self._out_positions = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -357,12 +384,15 @@ class BlockCall:
         if self._before is None:
             yield
             return
-        now = Snapshot(self.module, shared_random=True)
-        self._before.restore()
+        gpu = self.runner.run.gpu
+        with gpu.unmetered():
+            now = Snapshot(self.module, shared_random=True, hooks=True)
+            self._before.restore()
         try:
             yield
         finally:
-            now.restore()
+            with gpu.unmetered():
+                now.restore()
 
     def _inputs_back(self, here: Sequence[Tensor]) -> list[Tensor]:
         staying = iter(here)

@@ -55,7 +55,7 @@ class FirstLooks:
     def look(self, call: BlockCall) -> Look | None:
         """None: the forward is known to change nothing of the block's."""
         key = call.runner.index, call.signature, num_hooks(call.runner.inside)
-        if not self._enabled or self._keeps.get(key) is False:
+        if not self._enabled or (self._keeps.get(key) is False and key[0] not in self._keeping):
             return None
         return Look(self, key, call)
 
@@ -113,9 +113,10 @@ class Look:
     """One forward of a block of which it is not known that it keeps nothing."""
 
     def __init__(self, looks: FirstLooks, key: tuple[int, str, int], call: BlockCall) -> None:
-        self._looks, self._key = looks, key
-        self.before = Snapshot(call.module, shared_random=True)
-        self._hooks = HookWatch(call.module) if key[2] and not looks.is_known(key) else None
+        self._looks, self._key, self._gpu = looks, key, call.runner.run.gpu
+        with self._gpu.unmetered():  # it is in the plan: see examined() in profiler/probe.py
+            self.before = Snapshot(call.module, shared_random=True, hooks=key[2] > 0)
+        self._hooks = HookWatch(call.module) if key[2] else None
         if self._hooks is not None:
             self._hooks.open()
 
@@ -123,13 +124,14 @@ class Look:
         """After the forward: what it changed, as a reason not to split it. "": nothing."""
         if self._hooks is not None:
             self._hooks.close()
-        known = self._looks.is_known(self._key)
-        changes = sorted(self.before.changes())
-        if changes or not known:
-            self._looks.learn(self._key, bool(changes))
+        with self._gpu.unmetered():
+            changes = sorted(self.before.changes())
+        replaces = self._hooks is not None and self._hooks.replaces
+        if changes or replaces or not self._looks.is_known(self._key):
+            self._looks.learn(self._key, bool(changes or replaces))
         if changes:
             return CHANGES.format(", ".join(changes[:4]) + (" ..." if len(changes) > 4 else ""))
-        return HOOKED if self._hooks is not None and self._hooks.replaces else ""
+        return HOOKED if replaces else ""
 
 
 def _compared(call: BlockCall, tensors: Sequence[Tensor], count: int) -> str:

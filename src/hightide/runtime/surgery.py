@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hightide.ir.block import ModelProfile
-from hightide.profiler.probe import MUTATES_INPUT
+from hightide.profiler.probe import MUTATES_INPUT, ProbeResult
 from hightide.runtime.absent import Disabled
 from hightide.runtime.blocks import BlockRunner
 from hightide.runtime.head import HeadCall
@@ -126,16 +126,21 @@ class WrappedHead(WrappedBlock):
         return super().forward(*args, **kwargs)
 
 
-def check_modules(model: nn.Module, profile: ModelProfile, captured: Iterable[str], written: Iterable[str]) -> None:
+def check_modules(model: nn.Module, profile: ModelProfile, probed: ProbeResult) -> None:
     """What blocks cannot do. Asked before anything is moved: a refusal leaves the model as it was."""
-    for name in written:
+    for index, reason in sorted(probed.refusals.items()):
+        raise ValueError(
+            f"the block {profile.blocks[index].name!r} {reason}. Such a block cannot be recomputed or split; keep what "
+            "it remembers in buffers or attributes of its modules, and draw random numbers from generators that are"
+        )
+    for name in sorted(probed.written):
         raise ValueError(
             f"a forward gives the parameter {name!r} other values (by .data, or under no_grad), which would be lost: "
             "its values are brought in for each use. Change it between steps with load_state_dict(), compute what is "
             "used from it (torch.nn.utils.parametrize), or, if only the first forward does this, run one batch "
             "through the model before hightide.wrap"
         )
-    for name in captured:
+    for name in sorted(probed.captured):
         raise ValueError(
             f"a tensor is taken out of the middle of the block {name!r} in a way that hightide cannot follow (added to "
             "a list, or stored by code outside): its gradient would be lost. Return it from the block's forward "
