@@ -51,6 +51,7 @@ class Way:
 
 
 SPLIT = (Way(2), Way(4, tight=False))  # of 6 samples: even and uneven parts
+ROOMY = (Way(2, room=1.6), Way(4, tight=False))  # for what no forecast knows of: tensors that stay in attributes
 WHOLE = (Way(NUM_SAMPLES), Way(NUM_SAMPLES, tight=False))
 IN_BACKWARD = (Way(2, update="in_backward"), Way(NUM_SAMPLES, tight=False, update="in_backward"))
 AT_LENGTH = (*(Way(size) for size in (1, 2, 3, 6, None)), *(Way(size, False) for size in (1, 4, None)), *IN_BACKWARD)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from equal_or_refused import (
     NUM_SAMPLES,
+    ROOMY,
     SPLIT,
     WIDTH,
     Block,
@@ -644,12 +645,12 @@ class CountsInSlots(Block):
         return h / self.tally.calls
 
 
-@add()
+@add("refused")
 def counted_in_slots() -> nn.Module:
     return Net(CountsInSlots(), CountsInSlots())
 
 
-@add()
+@add("refused")
 def counted_in_an_object_that_two_blocks_share() -> nn.Module:
     blocks = [CountsInSlots(), CountsInSlots()]
     blocks[1].tally = blocks[0].tally
@@ -673,7 +674,7 @@ class Parent(Net):
             block.__dict__["parent"] = [self]
 
 
-@add()
+@add("refused")
 def counted_in_the_parent() -> nn.Module:
     return Parent(CountsInTheParent(), CountsInTheParent())
 
@@ -703,7 +704,7 @@ class Histogram(Block):
         return h
 
 
-@add()
+@add(ways=ROOMY)
 class GrowingBuffer(Block):
     def make(self) -> None:
         self.register_buffer("history", torch.zeros(1, WIDTH))
@@ -782,7 +783,7 @@ class DrawsFromAGlobal(Block):
         return h * float(GENERATOR.uniform(0.5, 1.5))
 
 
-@add()
+@add("refused")
 def a_generator_of_the_file() -> nn.Module:
     GENERATOR.bit_generator.state = np.random.default_rng(1).bit_generator.state
     return Net(DrawsFromAGlobal(), DrawsFromAGlobal())

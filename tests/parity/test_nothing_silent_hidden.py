@@ -9,6 +9,7 @@ import torch
 from equal_or_refused import (
     NUM_SAMPLES,
     NUM_TOKENS,
+    ROOMY,
     SPLIT,
     WHOLE,
     WIDTH,
@@ -351,7 +352,7 @@ class ReturnsColumns(Block):
         return x + h, (h.t() * torch.arange(WIDTH).unsqueeze(1)).square()
 
 
-@add()
+@add(ways=ROOMY)
 def samples_are_the_columns_of_an_output() -> nn.Module:
     return Net(ReturnsColumns(), ReturnsColumns())
 
@@ -377,7 +378,7 @@ class ReturnsTable(Block):
         return x + torch.tanh(self.linear(x)), self.table * 2
 
 
-@add()
+@add(ways=ROOMY)
 def a_table_with_as_many_rows_as_samples_is_returned() -> nn.Module:
     return Net(ReturnsTable(), ReturnsTable())
 
@@ -404,13 +405,13 @@ class ReadsKeptRows(ReadsKept):
         return h * self.__dict__["other"].kept[: len(h)]
 
 
-@add()
+@add(ways=ROOMY)
 def a_block_reads_the_mean_of_what_another_has_kept() -> nn.Module:
     kept = Keeps()
     return Net(kept, ReadsKept(kept))
 
 
-@add()
+@add(ways=ROOMY)
 def a_block_reads_rows_that_another_has_kept() -> nn.Module:
     kept = Keeps()
     return Net(kept, ReadsKeptRows(kept))

@@ -12,6 +12,7 @@ from equal_or_refused import (
     CLASSES,
     NUM_SAMPLES,
     NUM_TOKENS,
+    ROOMY,
     SPLIT,
     WIDTH,
     Block,
@@ -155,7 +156,7 @@ class CopiesInTheModel(Net):
         return super().forward(*args, **options)
 
 
-@add("refused")
+@add("refused", ways=ROOMY)
 def weights_are_copied_by_the_model() -> nn.Module:
     return CopiesInTheModel(Block(), Block())
 

@@ -13,6 +13,7 @@ import torch
 from equal_or_refused import (
     CLASSES,
     NUM_SAMPLES,
+    ROOMY,
     WHOLE,
     WIDTH,
     Block,
@@ -112,7 +113,7 @@ def resnet_with_norms_in_evaluation() -> nn.Module:
     return ResNet()
 
 
-@add(batch=images, prepare=lambda model: model.eval(), after_wrap=lambda model: model.train())
+@add(batch=images, prepare=lambda model: model.eval(), after_wrap=lambda model: model.train(), ways=ROOMY)
 def resnet_wrapped_in_evaluation() -> nn.Module:
     return ResNet()
 
@@ -427,7 +428,7 @@ class CountedInAnObject(Block):
         return h / self.holder.calls
 
 
-@add()
+@add("refused")
 class CountedByAnIterator(Block):
     def make(self) -> None:
         self.numbers = itertools.count(1)
@@ -436,7 +437,7 @@ class CountedByAnIterator(Block):
         return h / next(self.numbers)
 
 
-@add()
+@add("refused")
 class CountedByAGenerator(Block):
     def make(self) -> None:
         self.numbers = (1 / number for number in range(1, 1000))
@@ -453,7 +454,7 @@ class CountedInItsClass(Block):
         return h / CountedInItsClass.calls
 
 
-@add()
+@add("refused")
 def counted_in_a_class() -> nn.Module:
     CountedInItsClass.calls = 0
     return Net(CountedInItsClass(), CountedInItsClass())
@@ -468,7 +469,7 @@ class CountedGlobally(Block):
         return h / len(COUNT)
 
 
-@add()
+@add("refused")
 def counted_in_a_global() -> nn.Module:
     COUNT.clear()
     return Net(CountedGlobally(), CountedGlobally())
@@ -489,7 +490,7 @@ def counted_in_a_closure() -> nn.Module:
     return Net(*blocks)
 
 
-@add()
+@add("refused")
 def counted_in_the_model() -> nn.Module:
     """Each block holds the model's own counter."""
     shared = Counter()
@@ -591,11 +592,11 @@ class KeepsMadeBuffer(Block):
         return h * self.table
 
 
-def growing_lengths(seed: int) -> dict[str, Tensor]:
-    return sequences(seed, num_tokens=4 + seed % 3)
+def several_lengths(seed: int) -> dict[str, Tensor]:
+    return sequences(seed, num_tokens=6 - seed % 3)
 
 
-@add(batch=growing_lengths, split=True)
+@add(batch=several_lengths, split=True)
 class CachedByLength(Block):
     def make(self) -> None:
         self.cache: dict[int, Tensor] = {}
@@ -622,7 +623,7 @@ class Stateful(Block):
         return h
 
 
-@add()
+@add(ways=ROOMY)
 class Echo(Block):
     """Of the batch before, sample by sample."""
 
@@ -659,7 +660,7 @@ class KeepsDetached(Block):
         return h
 
 
-@add(split=True)
+@add(split=True, ways=ROOMY)
 def report_of_kept_outputs() -> nn.Module:
     return LossOfKept(KeepsDetached(), KeepsDetached())
 
@@ -700,7 +701,7 @@ class HandsAround(nn.Module):
         return {"loss": mean_square(prediction, labels), "notes": notes}
 
 
-@add()
+@add("refused")
 def notes_are_handed_around() -> nn.Module:
     return HandsAround(TakesNotes(), TakesNotes(), TakesNotes())
 
@@ -744,7 +745,7 @@ class CountedInBackward(Block):
         self.average.lerp_(grad.mean(0), 0.5)
 
 
-@add()
+@add(ways=ROOMY)
 class SlopeInForward(Block):
     """A penalty of the gradient, with its own autograd inside."""
 
