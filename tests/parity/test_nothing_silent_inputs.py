@@ -156,7 +156,7 @@ class CopiesInTheModel(Net):
         return super().forward(*args, **options)
 
 
-@add("refused", ways=ROOMY)
+@add(ways=ROOMY)
 def weights_are_copied_by_the_model() -> nn.Module:
     return CopiesInTheModel(Block(), Block())
 

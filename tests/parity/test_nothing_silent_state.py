@@ -660,7 +660,7 @@ class KeepsDetached(Block):
         return h
 
 
-@add(split=True, ways=ROOMY)
+@add(ways=ROOMY)
 def report_of_kept_outputs() -> nn.Module:
     return LossOfKept(KeepsDetached(), KeepsDetached())
 
