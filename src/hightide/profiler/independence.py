@@ -84,6 +84,8 @@ def examine(
     """Tries one call. See [Note: trying a block alone]. `record` is of `num_samples` samples. A call that is not split
     anyway is only repeated."""
     failure: Exception | None = None
+    if device.type == "cuda":  # else torch warns that autograd's thread has no context yet
+        torch.ones((), device=device, requires_grad=True).sin().backward()
     if not split.splittable and len(split.inputs) != len(record.inputs):
         num_samples = 1  # nobody knows what its samples are
     for dtype in (torch.float32, None):

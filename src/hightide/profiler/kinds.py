@@ -60,6 +60,12 @@ def are_alike(one: FoundBlock, two: FoundBlock) -> bool:
     return kinds[0] == kinds[1]
 
 
+def is_plain_linear(module: nn.Module) -> bool:
+    """Is its output F.linear of its own parameters? A parametrised weight (weight norm) is computed, and no parameter
+    of the module itself."""
+    return type(module).forward is nn.Linear.forward and {"weight", "bias"} <= module._parameters.keys()
+
+
 def _own_number(blocks: Sequence[FoundBlock], facts: Sequence[Facts], group: Sequence[int]) -> set[str]:
     """Attributes whose value is the block's place in its list, in each block of the group."""
     numbers = {index: blocks[index].name.rpartition(".")[2] for index in group}

@@ -18,6 +18,7 @@ from hightide.profiler.blocks import Choice, FoundBlocks, find_blocks, first_nam
 from hightide.profiler.fake import Originals, fake_parameters
 from hightide.profiler.glue import measure_glue
 from hightide.profiler.independence import examine
+from hightide.profiler.kinds import is_plain_linear
 from hightide.profiler.needs import CallMeter, CallNeeds
 from hightide.profiler.probe import (
     CPU,
@@ -247,12 +248,6 @@ def _block_specs(model: nn.Module, found: FoundBlocks, probed: ProbeResult, head
     if found.loose:
         specs.append(BlockSpec(len(specs), "", "loose", found.loose, loose=True))
     return tuple(specs)
-
-
-def is_plain_linear(module: nn.Module) -> bool:
-    """Is its output F.linear of its own parameters? A parametrised weight (weight norm) is computed, and no parameter
-    of the module itself."""
-    return type(module).forward is nn.Linear.forward and {"weight", "bias"} <= module._parameters.keys()
 
 
 def _find_lazy_head(model: nn.Module, probed: ProbeResult) -> int | None:

@@ -24,7 +24,7 @@ from hightide.ir.split import BatchDim, Split
 from hightide.profiler.blocks import FoundBlock
 from hightide.profiler.fake import Originals, fake_parameters
 from hightide.profiler.independence import Finding, examine
-from hightide.profiler.kinds import are_alike, kinds_of
+from hightide.profiler.kinds import are_alike, is_plain_linear, kinds_of
 from hightide.profiler.recording import Forward, Record, Recorder, Recording, storage_of
 from hightide.profiler.split import (
     Batch,
@@ -140,7 +140,7 @@ def examined(
     originals.forget_attributes()
     for at, (call, (record, larger)) in enumerate(zip(probed.calls, pair_records(*runs), strict=False)):
         block = probed.blocks[call.block]
-        if not call.split.splittable and _is_of_torch(block.module):
+        if is_plain_linear(block.module) or (not call.split.splittable and _is_of_torch(block.module)):
             continue
         taps = tuple(probed.taps.get(call.block, ()))
         key = kinds[call.block], call.split, taps, leaves_key(record.leaves)
