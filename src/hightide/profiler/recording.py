@@ -164,7 +164,8 @@ class Recorder:
         hand_out(module, tapped.parts, record.tapped)
         record.needs_backward = any(tensor.requires_grad for tensor in record.outputs)
         record.returned = _returned(args, kwargs, result)
-        record.problem = _problem(record, flatten_call(args, kwargs)[0])
+        if not module._backward_hooks and not module._backward_pre_hooks:  # for these torch puts others in their place
+            record.problem = _problem(record, flatten_call(args, kwargs)[0])
         record.mutated = record.versions != [tensor._version for tensor in record.inputs]
         record.finished = True
         return unflatten(record.results, tree)

@@ -142,6 +142,7 @@ class BlockCall:
         self.stash: Stash | None = None
         self.requires_grad = [tensor.requires_grad for tensor in self._tensors]
         self.on_host: list[bool] = [False] * len(self._tensors)  # which inputs wait for backward on host
+        self._orders: list[tuple[int, ...] | None] = [None] * len(self._tensors)  # of their dimensions in memory
         self._graphs: list[_Graph] | None = None
         self._is_compiled = False  # the present micro-batch
         self._now: list[Tensor] = []  # the inputs of the micro-batch that a recomputation is about
@@ -183,7 +184,7 @@ class BlockCall:
             self._is_looked_at = look is not None
             whole = self._run_parts(tensors, needs_backward)
             self._is_looked_at = False
-            if look is not None and (reason := look.end()):  # see [Note: replays]
+            if look is not None and (reason := look.end(tensors)):  # see [Note: replays]
                 if len(self.bounds) > 1:
                     whole.clear()
                     look.before.restore()
@@ -236,16 +237,22 @@ class BlockCall:
 
     def _choose_away(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Inputs that carry gradients wait on host. The rest (masks, positions) are shared and stay; so does everything
-        that a kept graph holds anyway, or that the plan did not foresee. What comes back is contiguous, so it leaves
-        so."""
+        that a kept graph holds anyway, or that the plan did not foresee. What comes back lies in memory as it did:
+        dropout fills memory in its order. Of several micro-batches it is contiguous, so it leaves so."""
         if self.runner.plan.inputs is not Tier.HOST or self._keep or self.call is None:
             return tensors
         self.on_host = list(self.requires_grad)
-        return [tensor.contiguous() if away else tensor for tensor, away in zip(tensors, self.on_host, strict=True)]
+        if len(self.bounds) == 1:
+            self._orders = [_order_in_memory(tensor) for tensor in tensors]
+        return [
+            tensor if not away or self._orders[index] else tensor.contiguous()
+            for index, (tensor, away) in enumerate(zip(tensors, self.on_host, strict=True))
+        ]
 
     def _register_stash(self, tensors: Sequence[Tensor]) -> None:
         assert self.call is not None and self._graphs is not None
-        away = [tensor for tensor, on_host in zip(tensors, self.on_host, strict=True) if on_host]
+        leaving = [(tensor, self._orders[at]) for at, tensor in enumerate(tensors) if self.on_host[at]]
+        away = [tensor if order is None else tensor.permute(order) for tensor, order in leaving]
         self.stash = self.runner.run.stashes.register(self.call, away)
         with self.runner.run.gpu.unmetered():  # what takes their place is there once for all
             for graph in self._graphs:
@@ -316,6 +323,11 @@ class BlockCall:
         self._out_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._tapped = tapped.parts
         return outputs + tapped.tensors
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """Of the arguments."""
+        return tuple(leaf for leaf in self._leaves if isinstance(leaf, int | float))
 
     def _merged(self, tensors: Sequence[Tensor]) -> list[Any]:
         leaves = list(self._leaves)
@@ -397,7 +409,10 @@ class BlockCall:
     def _inputs_back(self, here: Sequence[Tensor]) -> list[Tensor]:
         staying = iter(here)
         away = iter(self.runner.run.stashes.consume(self.stash) if self.stash is not None else ())
-        return [next(away) if on_host else next(staying) for on_host in self.on_host]
+        return [
+            _in_order(next(away), order) if on_host else next(staying)
+            for on_host, order in zip(self.on_host, self._orders, strict=True)
+        ]
 
     def _slice_grads(
         self, grads: Sequence[Tensor | None], number: int, start: int, num_samples: int
@@ -469,6 +484,20 @@ class _Graph:
     def take_grad(self, index: int) -> Tensor | None:
         grad, self._inputs[index].grad = self._inputs[index].grad, None
         return grad
+
+
+def _order_in_memory(tensor: Tensor) -> tuple[int, ...] | None:
+    """The order of dimensions in which a tensor is contiguous; None: as it is, or in none."""
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
+    return order if not tensor.is_contiguous() and tensor.permute(order).is_contiguous() else None
+
+
+def _in_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Back from the order in memory."""
+    if order is None:
+        return tensor
+    return tensor.permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 @cache
