@@ -752,6 +752,22 @@ def test_what_updates_cannot_follow_is_refused(kind: str, place: str, update: st
     side.optimizer.step()
 
 
+@every
+def test_the_old_optimizer_does_not_step_until_the_model_is_plain_again(kind: str, place: str, update: str) -> None:
+    side = wrapped_side(kind, place, update)
+    torch.optim.lr_scheduler.StepLR(side.original, 1)  # puts a step of its own there
+    side.backward(batches(1)[0])
+    with pytest.raises(Refused, match=r"that hightide\.wrap returned"):
+        side.original.step()
+    side.optimizer.step()
+    side.optimizer.zero_grad()
+    hightide.unwrap(side.model)
+    before = side.params["head.weight"].detach().clone()
+    side.backward(batches(1)[0])
+    side.original.step()
+    assert not torch.equal(side.params["head.weight"], before)
+
+
 def test_a_parameter_without_room_for_states_is_refused() -> None:
     model, batch = models.hand_written(num_layers=2)
     optimizer: Any = torch.optim.AdamW(model.layers.parameters(), lr=1e-2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -14,11 +16,13 @@ from hightide.ir.refusal import Refused
 from hightide.machine import return_freed_memory
 from hightide.optim.groups import Groups
 from hightide.optim.masters import add_masters, take_masters
+from hightide.optim.placement import asks_to_place, is_nothing_to_place, nothing_to_place
 from hightide.optim.registry import rule_for
 from hightide.optim.rule import Rule
 from hightide.optim.states import States
 from hightide.optim.updates import ChunkUpdates
 from hightide.runtime.run import Run
+from hightide.runtime.surgery import run_of
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
@@ -90,6 +94,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """In the layout of the plain optimizer, with copies of the states of all parameters that are in a group."""
+        if asks_to_place(sys._getframe(1)):
+            return nothing_to_place()
         self._groups.now()
         hooks = (  # torch reads `self.state` between the user's own hooks, which see and change the states themselves
             self.register_state_dict_pre_hook(_pack),
@@ -106,6 +112,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Of a plain optimizer or of a wrapped one. Moments are taken as they are: torch would round them to the
         parameters' dtype."""
+        if is_nothing_to_place(state_dict):
+            return
         given: dict[str, Any] = {}
 
         def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -189,6 +197,23 @@ def _unpack(optimizer: Any, state_dict: dict[str, Any]) -> None:
     optimizer._packed = None
 
 
+def _refuse_steps(original: torch.optim.Optimizer, run: Run) -> None:
+    """Of the original: it has no states any more, and where parameters are always on the GPU nothing else would stop
+    it. A hook, because a scheduler that was made before wrapping has put its own step on the original; hooks are shared
+    with the wrapped optimizer, and nobody takes this one away when the model is unwrapped."""
+    home = weakref.ref(run)
+
+    def refuse(optimizer: Any, *_: Any) -> None:
+        run = home()
+        if optimizer is original and run is not None and run_of(run.model) is run:
+            raise Refused(
+                "step() of the optimizer that was passed to hightide.wrap: its states have moved. Call step() of the "
+                "optimizer that hightide.wrap returned"
+            )
+
+    original.register_step_pre_hook(refuse)
+
+
 def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
     rule = rule_for(original)
     body = {"__module__": type(original).__module__, "__qualname__": type(original).__qualname__}
@@ -206,5 +231,6 @@ def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> torch.optim.Opt
     states = {run.keys[id(param)]: original.state.pop(param) for param in list(original.state)}
     wrapped._states.check(states)
     wrapped._states.fill(states)
+    _refuse_steps(original, run)
     return_freed_memory()
     return wrapped

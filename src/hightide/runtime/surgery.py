@@ -89,6 +89,18 @@ class SavesInPlace:
             return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 
+class RecomputesByPlan:
+    """Mixed into the class of a module that can checkpoint its layers, as those of transformers."""
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: a layer that recomputes itself would do so once more inside of a block that is recomputed."""
+        warnings.warn(
+            "gradient checkpointing of a wrapped model stays off: hightide's plan decides which blocks are recomputed "
+            "(plan.explain() shows it); leave it out",
+            stacklevel=2,
+        )
+
+
 class WrappedRoot(Wrapped):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.hightide_run.forward(super().forward, args, kwargs)  # type: ignore[misc]
@@ -232,6 +244,23 @@ def _swap(module: nn.Module, mixin: type, run: Run, attributes: dict[str, Any]) 
 
 def _subclass(original: type, mixin: type, attributes: dict[str, Any]) -> type:
     """It keeps the class's name: transformers writes it into a saved config."""
-    body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    savers = (SavesInPlace,) if hasattr(original, "save_pretrained") else ()
-    return type(original.__name__, (*savers, mixin, original), {**body, **attributes})
+    body: dict[str, Any] = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    if hasattr(mixin, "forward"):
+        body["forward"] = _like_its_own(original, mixin)
+    able = {"save_pretrained": SavesInPlace, "gradient_checkpointing_enable": RecomputesByPlan}
+    mixins = [mixin_of for method, mixin_of in able.items() if hasattr(original, method)]
+    return type(original.__name__, (*mixins, mixin, original), {**body, **attributes})
+
+
+def _like_its_own(original: Any, mixin: Any) -> Callable[..., Any]:
+    """The mixin's forward with the signature of the original's: transformers' Trainer keeps only those columns of a
+    dataset that it finds there, and takes the names of labels from it."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, Wrapped):  # unwrapped, by way of a forward that somebody has made of this one
+            return original.forward(self, *args, **kwargs)
+        return mixin.forward(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
+    forward.__doc__ = original.forward.__doc__
+    return forward
