@@ -707,6 +707,27 @@ def test_a_state_that_is_no_state_of_this_optimizer_is_refused_and_changes_nothi
     side.optimizer.step()
 
 
+def test_a_state_of_a_parameter_that_was_frozen_before_wrapping_is_kept() -> None:
+    """Nothing updates it, but a checkpoint has it, as in plain PyTorch."""
+    plain = plain_side("adamw")
+    plain.backward(batches(1)[0])
+    plain.optimizer.step()
+    plain.optimizer.zero_grad()
+    frozen = plain.params["head.weight"].requires_grad_(False)
+    saved = copy.deepcopy(plain.optimizer.state_dict())
+    model, optimizer = hightide.wrap(plain.model, plain.optimizer, batches(1)[0], limits=LIMITS)
+    for _ in range(2):
+        found = optimizer.state_dict()
+        assert list(found["state"]) == list(saved["state"])
+        for index, state in saved["state"].items():
+            assert all(torch.equal(value, found["state"][index][name]) for name, value in state.items())
+        optimizer.load_state_dict(found)
+    assert float(optimizer.state[frozen]["step"]) == 1.0
+    optimizer.state[frozen]["step"] = torch.tensor(5.0)
+    assert float(optimizer.state.pop(frozen)["step"]) == 5.0 and frozen not in optimizer.state
+    hightide.unwrap(model)
+
+
 def test_copies_are_refused_with_a_remedy() -> None:
     side = trained()
     for copied in (copy.copy, copy.deepcopy, pickle.dumps, lambda one: torch.save(one, io.BytesIO())):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hightide.ir.block import ModelProfile
+from hightide.ir.refusal import Refused
 from hightide.profiler.probe import MUTATES_INPUT
 from hightide.runtime.absent import Disabled
 from hightide.runtime.blocks import BlockRunner
@@ -34,7 +35,7 @@ class Wrapped:
     def hightide_run(self) -> Run:
         run = self.hightide_home()
         if run is None:
-            raise RuntimeError("the wrapped model that this block was a part of is gone, and its parameters with it")
+            raise Refused("the wrapped model that this block was a part of is gone, and its parameters with it")
         return run
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,16 +66,15 @@ class Wrapped:
                 self.hightide_run.store(key, param.data)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise RuntimeError(
+        raise Refused(
             "a wrapped model cannot be deep-copied: its parameters live in hightide's chunks. Copy the values with "
             "model.state_dict(), or copy the model before hightide.wrap."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(
+        raise Refused(
             "a wrapped model cannot be pickled: its parameters live in hightide's chunks. Save model.state_dict(), "
-            "or use "
-            "model.save_pretrained(folder)."
+            "or use model.save_pretrained(folder)."
         )
 
 
