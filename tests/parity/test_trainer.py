@@ -294,6 +294,33 @@ def test_a_loop_by_hand_with_accelerate() -> None:
     assert_close_weights(plain[0].state_dict(), wrapped[0].state_dict())
 
 
+def test_accelerate_saves_and_loads_a_state(tmp_path: Path) -> None:
+    """Of a tied, 16-bit model, into another pair: the same bits from there on."""
+
+    def build(seed: int) -> nn.Module:
+        return models.llama(num_layers=2, tied=True, seed=seed)[0].to(torch.bfloat16)
+
+    def go_on(pair: Pair, seed: int) -> float:
+        loss = pair[0](**models.token_batch(seed, num_samples=NUM_SAMPLES)).loss
+        loss.backward()
+        pair[1].step()
+        pair[1].zero_grad()
+        return float(loss)
+
+    first, second = make_pair(True, build(0)), make_pair(True, build(5))
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(*first)
+    go_on(first, 40)
+    accelerator.save_state(str(tmp_path))
+    accelerator.free_memory()
+    accelerator.prepare(*second)
+    accelerator.load_state(str(tmp_path))
+    for seed in (41, 42):
+        assert go_on(first, seed) == go_on(second, seed)
+    for name, value in first[0].state_dict().items():
+        assert torch.equal(second[0].state_dict()[name], value), name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_nothing_is_sent_to_the_accelerator_when_an_optimizer_that_has_trained_is_prepared(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
