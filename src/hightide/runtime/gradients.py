@@ -34,7 +34,7 @@ class Gradients:
     def __init__(self, profile: ModelProfile, chunks: Chunks, update: Update) -> None:
         self._update = update
         trainable = {spec.name for spec in profile.params if spec.trainable}
-        self._optimised = {spec.name for spec in profile.params if spec.group is not None}
+        self.optimised = frozenset(spec.name for spec in profile.params if spec.group is not None)
         self._loose = {name for block in profile.blocks if block.loose for name in block.params} & trainable
         self._placeholders = {
             spec.name: GradientPlaceholder(chunks.parameters[spec.name], self, spec.name)
@@ -78,7 +78,7 @@ class Gradients:
 
     def valid_unowned(self) -> str | None:
         """A parameter that has a gradient and is in no group of the optimizer."""
-        return next((key for key in self._placeholders if key in self._valid and key not in self._optimised), None)
+        return next((key for key in self._placeholders if key in self._valid and key not in self.optimised), None)
 
     def _look_at(self, key: str, gradient: Tensor | None) -> bool:
         """Whether a parameter has a gradient now. The user may have set `p.grad` to None, or to a tensor of their

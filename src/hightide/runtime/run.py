@@ -339,12 +339,17 @@ class Run:
 
     def _probe_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProbeResult:
         self.probing = True
+        # A forward that somebody has put on the model has run already, with these arguments as its result. Accelerate's
+        # enters autocast, and cannot be entered twice: autocast would stay on for ever.
+        patched = vars(self.model).pop("forward", None)
         try:
             with self.gpu.unmetered():  # a probe computes on shapes, and in host memory
                 batch = Arguments(*map_tensors((args, kwargs), lambda tensor: tensor.cpu()))
                 return probe(self.model, self.probed.blocks, batch, taps=self.probed.taps, device=self.gpu.device)
         finally:
             self.probing = False
+            if patched is not None:
+                vars(self.model)["forward"] = patched
 
     def never_split(self, block: int, signature: str, reason: str) -> Split:
         split = self._splits[block, signature] = Split(signature, (), (), note=reason)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hightide.ir.block import ModelProfile
+from hightide.ir.refusal import Refused
 from hightide.profiler.probe import MUTATES_INPUT, ProbeResult
 from hightide.runtime.absent import Disabled
 from hightide.runtime.blocks import BlockRunner
@@ -34,7 +35,7 @@ class Wrapped:
     def hightide_run(self) -> Run:
         run = self.hightide_home()
         if run is None:
-            raise RuntimeError("the wrapped model that this block was a part of is gone, and its parameters with it")
+            raise Refused("the wrapped model that this block was a part of is gone, and its parameters with it")
         return run
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,16 +66,15 @@ class Wrapped:
                 self.hightide_run.store(key, param.data)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise RuntimeError(
+        raise Refused(
             "a wrapped model cannot be deep-copied: its parameters live in hightide's chunks. Copy the values with "
             "model.state_dict(), or copy the model before hightide.wrap."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(
+        raise Refused(
             "a wrapped model cannot be pickled: its parameters live in hightide's chunks. Save model.state_dict(), "
-            "or use "
-            "model.save_pretrained(folder)."
+            "or use model.save_pretrained(folder)."
         )
 
 
@@ -87,6 +87,18 @@ class SavesInPlace:
         """Files are written from where the values lie: a copy of a model that hardly fits would not fit."""
         with self.hightide_run.borrowed():
             return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+
+class RecomputesByPlan:
+    """Mixed into the class of a module that can checkpoint its layers, as those of transformers."""
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: a layer that recomputes itself would do so once more inside of a block that is recomputed."""
+        warnings.warn(
+            "gradient checkpointing of a wrapped model stays off: hightide's plan decides which blocks are recomputed "
+            "(plan.explain() shows it); leave it out",
+            stacklevel=2,
+        )
 
 
 class WrappedRoot(Wrapped):
@@ -244,6 +256,23 @@ def _swap(module: nn.Module, mixin: type, run: Run, attributes: dict[str, Any]) 
 
 def _subclass(original: type, mixin: type, attributes: dict[str, Any]) -> type:
     """It keeps the class's name: transformers writes it into a saved config."""
-    body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    savers = (SavesInPlace,) if hasattr(original, "save_pretrained") else ()
-    return type(original.__name__, (*savers, mixin, original), {**body, **attributes})
+    body: dict[str, Any] = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    if hasattr(mixin, "forward"):
+        body["forward"] = _like_its_own(original, mixin)
+    able = {"save_pretrained": SavesInPlace, "gradient_checkpointing_enable": RecomputesByPlan}
+    mixins = [mixin_of for method, mixin_of in able.items() if hasattr(original, method)]
+    return type(original.__name__, (*mixins, mixin, original), {**body, **attributes})
+
+
+def _like_its_own(original: Any, mixin: Any) -> Callable[..., Any]:
+    """The mixin's forward with the signature of the original's: transformers' Trainer keeps only those columns of a
+    dataset that it finds there, and takes the names of labels from it."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, Wrapped):  # unwrapped, by way of a forward that somebody has made of this one
+            return original.forward(self, *args, **kwargs)
+        return mixin.forward(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
+    forward.__doc__ = original.forward.__doc__
+    return forward
