@@ -14,6 +14,7 @@ from torch import nn
 
 from hightide.ir.block import DTYPE_BYTES, Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec
 from hightide.profiler.blocks import Choice, FoundBlocks, find_blocks, first_names
+from hightide.profiler.caches import Caches
 from hightide.profiler.fake import fake_parameters
 from hightide.profiler.glue import measure_glue
 from hightide.profiler.needs import CallMeter, CallNeeds
@@ -47,7 +48,7 @@ def profile_calls(
     """`profile_model`, and of each call that was probed its arguments: fake, where they depend on parameters."""
     num_samples = batch_size(batch)
     params = param_specs(model, optimizer)
-    with fake_parameters(model):
+    with fake_parameters(model), Caches(model).off():
         found, probed, runs = _probe_until_settled(model, batch, chosen)
         needs_of_calls = _measure(probed, runs)
         head = _find_lazy_head(model, probed)

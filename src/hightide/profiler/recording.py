@@ -13,10 +13,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hightide.ir.refusal import Refused
 from hightide.profiler.blocks import FoundBlock, first_names
 from hightide.profiler.split import Tree, flatten, flatten_call, signature_of, tensors, unflatten
 from hightide.profiler.tap_search import Opening, Taps, TapSearch
-from hightide.profiler.taps import NotATap, Taken, Tapped, hand_out, tapping
+from hightide.profiler.taps import Taken, Tapped, hand_out, tapping
 
 Forward = Callable[..., object]  # called like the model
 
@@ -91,7 +92,7 @@ class Recorder:
             stack.callback(self._close)
             try:
                 result = forward(*args, **kwargs)
-            except NotATap:
+            except Refused:
                 raise
             except Exception as error:  # whatever the model raises without values: the caller falls back
                 failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -23,7 +23,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -248,7 +248,8 @@ class BlockCall:
         """Runs the block on one micro-batch; returns the tensors of its result."""
         args, kwargs = unflatten(self._merged(inputs), self._tree)
         with tapping(self.module, self.runner.taps) as tapped:
-            result = (forward or self.runner.original)(self.module, *args, **kwargs)
+            forward = partial(forward or self.runner.original, self.module)
+            result = self.runner.run.caches.call(self.module, forward, *args, **kwargs)
         leaves, tree = flatten(result)
         self._out_tree = tree
         self._out_positions = [at for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Forecast, Plan, Update
 from hightide.ir.split import Split
 from hightide.planner.memory import peaks, reserved_bytes
+from hightide.profiler.caches import Caches
 from hightide.profiler.probe import ProbeResult, probe
 from hightide.profiler.split import Arguments, batch_size, flatten_call, tensors
 from hightide.progress import tell
@@ -58,7 +60,6 @@ class Run:
         probed: ProbeResult,
         plan: Plan,
         schedules: Mapping[Mode, Schedule],
-        forced_kwargs: Mapping[str, Any],
         check_call: Callable[[Mapping[str, Any]], None],
         device: torch.device = rng.CPU,
         compile: bool = False,
@@ -72,7 +73,7 @@ class Run:
         self.compiled = CompiledForwards(compile)
         self._check_call = check_call  # raises for arguments under which training through blocks would be wrong
         self._around_call = around_call or (lambda args, kwargs: nullcontext())
-        self.forced_kwargs = dict(forced_kwargs)  # keyword arguments of every training call of the model
+        self.caches = Caches(model)
         self.parameters = _by_key(model, profile)
         self.keys = {id(param): key for key, param in self.parameters.items()}
 
@@ -226,7 +227,7 @@ class Run:
             return original(*args, **kwargs)
         training = torch.is_grad_enabled()
         if training:
-            kwargs = {**kwargs, **self.forced_kwargs}
+            original = partial(self.caches.call, self.model, original)
             self._check_call(kwargs)
             self._check_batch(args, kwargs)
             if self.observer is not None and self.observer.is_watching and not self.executor.has_open_forward:

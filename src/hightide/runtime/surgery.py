@@ -7,7 +7,6 @@ the classes it has met for ever, so those of blocks know their run weakly. `unwr
 
 from __future__ import annotations
 
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -85,7 +84,7 @@ class SavesInPlace:
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Files are written from where the values lie: a copy of a model that hardly fits would not fit."""
-        with self.hightide_run.borrowed():
+        with self.hightide_run.borrowed(), self.hightide_run.caches.as_the_user_has_them():
             return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -98,11 +97,9 @@ class WrappedInner(Wrapped):
     """A module between the root and its blocks. Called alone, as `model.model(...)`, it trains on the root's terms: a
     cache, filled once more by each recomputation, would give wrong gradients."""
 
-    hightide_forced: dict[str, Any]
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            kwargs = {**kwargs, **self.hightide_forced}
+            return self.hightide_run.caches.call(self, super().forward, *args, **kwargs)  # type: ignore[misc,arg-type]
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -160,10 +157,7 @@ def wrap_modules(run: Run) -> None:
     modules = dict(run.model.named_modules(remove_duplicate=False))
     for name in _ancestors(block.name for block in run.profile.blocks if not block.loose):
         if name:
-            known = inspect.signature(type(modules[name]).forward).parameters
-            forced = {key: value for key, value in run.forced_kwargs.items() if key in known}
-            mixin = WrappedInner if forced else Wrapped
-            _swap(modules[name], mixin, run, {"hightide_forced": forced} if forced else {})
+            _swap(modules[name], WrappedInner if run.caches.concern(modules[name]) else Wrapped, run, {})
     for block in run.profile.blocks:
         if not block.loose:
             module = modules[block.name]
