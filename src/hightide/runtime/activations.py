@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from hightide.ir.refusal import Refused
 from hightide.runtime.chunks import DTYPES, Chunks
 from hightide.stores.base import Accelerator, Region, Store
 from hightide.stores.ticket import Ticket
@@ -85,7 +86,7 @@ def outlive_slots(
             return whole.as_strided(packed.shape, packed.stride, whole.storage_offset() + packed.offset)
         tensor, version = packed
         if tensor._version != version:
-            raise RuntimeError(MODIFIED.format(shape=tuple(tensor.shape)))
+            raise Refused(MODIFIED.format(shape=tuple(tensor.shape)))
         return tensor
 
     return saved_tensors_hooks(pack, unpack)
@@ -116,7 +117,7 @@ class _Entry:
     def checked(self) -> Tensor:
         assert self.tensor is not None
         if self.tensor._version != self.version:
-            raise RuntimeError(MODIFIED.format(shape=tuple(self.shape)))
+            raise Refused(MODIFIED.format(shape=tuple(self.shape)))
         return self.tensor
 
     def __del__(self) -> None:  # a graph that is dropped without backward gives its host memory back too
@@ -221,7 +222,7 @@ class Stashes:
     def consume(self, stash: Stash) -> list[Tensor]:
         """The tensors of a stash, for its one backward. What no lane has brought back is brought back now."""
         if stash.consumed:
-            raise RuntimeError(FREED)
+            raise Refused(FREED)
         for entry in stash.entries:
             for ticket in entry.on_the_way:
                 ticket.join()

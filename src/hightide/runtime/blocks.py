@@ -33,6 +33,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hightide.ir.action import Op
 from hightide.ir.plan import Activation, Update
+from hightide.ir.refusal import Refused
 from hightide.ir.split import BatchDim, Split
 from hightide.ir.tier import Tier
 from hightide.profiler.split import flatten, flatten_call, narrow, signature_of, unflatten
@@ -90,7 +91,7 @@ class BlockRunner:
 
     def check_plan(self, module: nn.Module) -> None:
         if self.run.runners.get(id(module)) is not self:
-            raise RuntimeError(
+            raise Refused(
                 f"the plan was changed after the forward of block {self.spec.name!r}, and what its backward or its "
                 "logits need is gone with the old one; run the model's forward again"
             )
@@ -98,7 +99,7 @@ class BlockRunner:
     def _check_requires_grad(self) -> None:
         for key, trainable in self._trainable.items():
             if self.run.parameters[key].requires_grad is not trainable:
-                raise RuntimeError(
+                raise Refused(
                     f"requires_grad of the parameter {key!r} was {trainable} when the model was wrapped and is not "
                     "any more; "
                     "call hightide.unwrap(model), change it, and wrap again"
@@ -178,7 +179,7 @@ class BlockCall:
 
     def _check_outputs(self, outputs: list[Tensor]) -> None:
         if self._outputs is not None and len(outputs) != len(self._outputs):
-            raise RuntimeError(
+            raise Refused(
                 f"the block {self.runner.spec.name!r} returned {len(outputs)} tensors (what hooks and attributes took "
                 f"out of it included), and {len(self._outputs)} when it was probed: their number must not depend on "
                 "the values of the batch"
@@ -278,12 +279,12 @@ class BlockCall:
     ) -> list[Tensor | None]:
         """`here`: the inputs that waited on the GPU; `wanted`: which inputs need a gradient."""
         if self._spent:  # with retain_graph=True autograd itself lets it pass
-            raise RuntimeError(FREED)
+            raise Refused(FREED)
         self._spent = True
         run = self.runner.run
         self.runner.check_plan(self.module)
         if run.plan.update is Update.DEFERRED and self.runner.version != self._version:
-            raise RuntimeError(
+            raise Refused(
                 f"the parameters of block {self.runner.spec.name!r} were updated between its forward and its "
                 "backward: the "
                 "gradient would be that of other weights. Call backward() before optimizer.step()."

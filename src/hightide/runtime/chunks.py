@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ChunkSpec, Placement
 from hightide.ir.plan import Plan
+from hightide.ir.refusal import Refused
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.machine import return_freed_memory
 from hightide.planner.place import (
@@ -266,7 +267,7 @@ class Chunks:
         for key, view in self._views(chunk, block):
             if on_cpu and not math.isnan(self._scalars[key].item()):  # no sync on a GPU
                 self._scalars[key].fill_(math.nan)
-                raise RuntimeError(WRITTEN_WHILE_ABSENT.format(name=key))
+                raise Refused(WRITTEN_WHILE_ABSENT.format(name=key))
             self.show(key)
             self._check_unwritten(chunk, key)
             self.parameters[key].data = view
@@ -289,7 +290,7 @@ class Chunks:
         elsewhere = self.specs[chunk].has_master or (chunk, ChunkKind.PARAM, Tier.HOST) in self._regions
         if self._versions.setdefault(key, version) != version and elsewhere:
             self._versions[key] = version
-            raise RuntimeError(WRITTEN_WHILE_ABSENT.format(name=key))
+            raise Refused(WRITTEN_WHILE_ABSENT.format(name=key))
 
     def ignore_version(self, key: str) -> None:
         """The code of its block makes the parameter's version grow without a write, which is not to be refused."""

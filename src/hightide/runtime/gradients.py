@@ -17,6 +17,7 @@ from torch import Tensor
 from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import Placement
 from hightide.ir.plan import Update
+from hightide.ir.refusal import Refused
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.runtime.absent import Disabled
 from hightide.runtime.chunks import GRAD_DTYPE, Chunks
@@ -299,7 +300,7 @@ class Gradients:
 
     def _refuse_in_backward(self, what: str, what_for: str) -> None:
         if self._update is Update.IN_BACKWARD:
-            raise RuntimeError(IN_BACKWARD_REFUSAL.format(what=what, what_for=what_for))
+            raise Refused(IN_BACKWARD_REFUSAL.format(what=what, what_for=what_for))
 
 
 class HostNumber:

@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 from hightide.ir.action import Mode, Op, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Forecast, Plan, Update
+from hightide.ir.refusal import RefusedArgument
 from hightide.ir.split import Split
 from hightide.planner.memory import peaks, reserved_bytes
 from hightide.profiler.caches import Caches
@@ -268,7 +269,7 @@ class Run:
         num_samples = batch_size(Arguments(args, kwargs))
         self.is_whole_batch = num_samples == self.plan.num_samples
         if num_samples > self.plan.num_samples:
-            raise ValueError(
+            raise RefusedArgument(
                 f"a batch of {num_samples} samples, but the plan holds up to {self.plan.num_samples}; wrap the "
                 "model with the "
                 "largest batch of your run as its example, or pass smaller batches and step after several of them"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hightide.ir.block import ModelProfile
+from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.profiler.probe import MUTATES_INPUT
 from hightide.runtime.absent import Disabled
 from hightide.runtime.blocks import BlockRunner
@@ -33,7 +34,7 @@ class Wrapped:
     def hightide_run(self) -> Run:
         run = self.hightide_home()
         if run is None:
-            raise RuntimeError("the wrapped model that this block was a part of is gone, and its parameters with it")
+            raise Refused("the wrapped model that this block was a part of is gone, and its parameters with it")
         return run
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +50,7 @@ class Wrapped:
         """As plain PyTorch loads: into real values, which then go to wherever the parameters live."""
         assert isinstance(self, nn.Module)
         if local_metadata.get("assign_to_params_buffers", False):
-            raise ValueError(
+            raise RefusedArgument(
                 "load_state_dict(assign=True) would replace parameters that live in hightide's chunks; leave assign "
                 "out: values are copied to where they live, one module at a time"
             )
@@ -64,13 +65,13 @@ class Wrapped:
                 self.hightide_run.store(key, param.data)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise RuntimeError(
+        raise Refused(
             "a wrapped model cannot be deep-copied: its parameters live in hightide's chunks. Copy the values with "
             "model.state_dict(), or copy the model before hightide.wrap."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(
+        raise Refused(
             "a wrapped model cannot be pickled: its parameters live in hightide's chunks. Save model.state_dict(), "
             "or use "
             "model.save_pretrained(folder)."
