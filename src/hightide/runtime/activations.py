@@ -61,7 +61,7 @@ def outlive_slots(
     chunks: Chunks, away: Sequence[Tensor] = (), back: Callable[[], Sequence[Tensor]] = tuple
 ) -> saved_tensors_hooks:
     """Saved-tensor hooks for a graph that outlives the slots it was made in, and those of its inputs that wait on host
-    (`away`, contiguous). `back` gives these again, in backward."""
+    (`away`, contiguous). `back` gives these again, in backward, and raises where backward is not the graph's own."""
     places = [(tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.numel()) for tensor in away]
 
     def pack(tensor: Tensor) -> _InSlot | _InInput | tuple[Tensor, int]:
@@ -76,13 +76,14 @@ def outlive_slots(
         return tensor.detach(), tensor._version  # detached: an output that its own node holds would never die
 
     def unpack(packed: _InSlot | _InInput | tuple[Tensor, int]) -> Tensor:
+        inputs = back()
         if isinstance(packed, _InSlot):
             flat = chunks.param_on_gpu(packed.chunk)
             assert flat.dtype == packed.dtype == DTYPES[chunks.specs[packed.chunk].dtype]
             start = flat.storage_offset() + packed.offset_bytes // flat.element_size()
             return flat.as_strided(packed.shape, packed.stride, start)
         if isinstance(packed, _InInput):
-            whole = back()[packed.index].detach()
+            whole = inputs[packed.index].detach()
             return whole.as_strided(packed.shape, packed.stride, whole.storage_offset() + packed.offset)
         tensor, version = packed
         if tensor._version != version:

@@ -21,8 +21,8 @@ import gc
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,14 @@ from hightide.runtime.compiled import NotCompiled, checkpointed
 
 if TYPE_CHECKING:
     from hightide.runtime.run import Run
+
+
+TAKEN_OUT = (
+    "a gradient came into the middle of the block {name!r}: a tensor that was made inside of it is part of the loss, "
+    "kept by a forward hook that was registered after hightide.wrap, or by what a hook has computed. It belongs to one "
+    "micro-batch, and its gradient would be lost. Register the hook before hightide.wrap and let it keep the module's "
+    "output itself, return the tensor from the block's forward, or keep it.detach()"
+)
 
 
 class BlockRunner:
@@ -130,6 +138,7 @@ class BlockCall:
         self._is_compiled = False  # the present micro-batch
         self._now: list[Tensor] = []  # the inputs of the micro-batch that a recomputation is about
         self._spent = False  # its one backward has begun
+        self._is_running = False  # its forward or its backward
         self._autocast = runner.run.autocast()
         split = runner.run.split_of(runner.index, signature_of(self._merged(self._tensors), self._tree))
         self._bounds, self._inputs, self._outputs = _micro_batches(split, self._tensors, runner.run.plan.micro_batch)
@@ -155,7 +164,7 @@ class BlockCall:
         run = self.runner.run
         graphs: list[_Graph] = []
         gathered: _Gathered | None = None
-        with run.tick(Op.FORWARD, self.runner.index) as tick:
+        with run.tick(Op.FORWARD, self.runner.index) as tick, self._running():
             self.call = tick.call
             if needs_backward:
                 tensors = self._choose_away(tensors)
@@ -208,7 +217,7 @@ class BlockCall:
 
     def _with_graph(self, inputs: list[Tensor], num_samples: int) -> list[Tensor]:
         """Runs one micro-batch so that backward can follow. See [Note: recomputation]."""
-        run, again = self.runner.run, weakref.proxy(self)  # this object owns the graphs: they must not own it
+        run, again = self.runner.run, self._from_its_graph()
         compiled = self._compiled_forward(inputs, num_samples)
         self._now, self._is_compiled = inputs, compiled is not None
         with torch.enable_grad():
@@ -219,10 +228,30 @@ class BlockCall:
                     self._is_compiled = False
                 gc.collect()  # the failed attempt's frames hold tensors
             if self._keep:
-                with outlive_slots(run.chunks):
+                with outlive_slots(run.chunks, back=lambda: again() and ()):  # asks, and has nothing away
                     return self.run(inputs)
-            recomputed: list[Tensor] = checkpointed(lambda: again.run(again.now()))
+            recomputed: list[Tensor] = checkpointed(lambda: again().run(again().now()))
             return recomputed
+
+    def _from_its_graph(self) -> Callable[[], BlockCall]:
+        """What an inner graph calls to get to this object, which owns it and must not be owned by it."""
+        home, name = weakref.ref(self), self.runner.spec.name
+
+        def call() -> BlockCall:
+            found = home()
+            if found is None or not found._is_running:
+                raise Refused(TAKEN_OUT.format(name=name))
+            return found
+
+        return call
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
 
     def _compiled_forward(self, inputs: list[Tensor], num_samples: int) -> Callable[..., Any] | None:
         """None: eager. A smaller last micro-batch is not worth a compilation of its own."""
@@ -232,8 +261,8 @@ class BlockCall:
         return self.runner.run.compiled.forward_of(self.runner.original, not self._keep, shapes)
 
     def _compiled(self, inputs: list[Tensor], forward: Callable[..., Any]) -> list[Tensor]:
-        run, again = self.runner.run, weakref.proxy(self)
-        with run.gpu.unmetered(), outlive_slots(run.chunks, self.away_now(), lambda: again.away_now()):
+        run, again = self.runner.run, self._from_its_graph()
+        with run.gpu.unmetered(), outlive_slots(run.chunks, self.away_now(), lambda: again().away_now()):
             outputs = self.run(inputs, forward)
         run.adopt(outputs, "activations")
         return outputs
@@ -292,7 +321,7 @@ class BlockCall:
         accumulate = self.runner.will_accumulate()
         run.queue_end_of_backward()
         run.adopt([grad for grad in grads if grad is not None], "activations")
-        with run.tick(Op.BACKWARD, self.runner.index, self.call, accumulate):
+        with run.tick(Op.BACKWARD, self.runner.index, self.call, accumulate), self._running():
             tensors = self._inputs_back(here)
             summed = [
                 _InputGradient(tensor, dim, len(self._bounds))
