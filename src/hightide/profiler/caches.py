@@ -2,16 +2,16 @@
 
 [Note: caches in training] Plain PyTorch trains with the caches of transformers on, which is their default: each layer
 stores its keys and values, and nobody reads them. A block runs once per micro-batch and again in backward, and a cache
-would grow with each run. So wherever `use_cache` is on, in a config (nested ones too) or as an argument, it is 0 while
-the model trains. Not False: a model's own code may switch a cache off as well, and 0 still says that plain PyTorch
-would have one here. That makes a difference in one place: transformers looks for packed sequences in `position_ids`
-where there is no cache, and only there. Where plain PyTorch has a cache, nobody looks.
+would grow with each run. So wherever `use_cache` is on, in a config (nested ones too) or as an argument, it is OFF
+while the model trains. OFF is another zero than False: a model's own code may switch a cache off as well, and OFF still
+says that plain PyTorch would have one here. That makes a difference in one place: transformers looks for packed
+sequences in `position_ids` where there is no cache, and only there. Where plain PyTorch has a cache, nobody looks.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,10 +25,17 @@ from hightide.profiler.packing import asked_as_in_plain
 
 NAME = "use_cache"
 GIVEN = ("past_key_values", "cache_params")  # arguments with a cache that somebody else has made
-OFF = 0
 PRETRAINED = "PreTrainedModel"
 _CONFIGS = ("PreTrainedConfig", "PretrainedConfig")  # of transformers 5 and 4
 _MISSING = object()
+
+
+class _Off(int):
+    """Zero."""
+
+
+_Off.__name__ = str(False)  # a signature has the names of types, and the texts of flags
+OFF = _Off(0)
 
 
 class Caches:
@@ -45,6 +52,7 @@ class Caches:
         if entry is None:
             if not self._configs:
                 return forward(*args, **kwargs)
+            args, kwargs = _with_plain_false(args), dict(zip(kwargs, _with_plain_false(kwargs.values()), strict=True))
             with self.off():
                 return forward(*args, **kwargs)
         args, kwargs = entry.without_cache(args, kwargs)
@@ -182,4 +190,9 @@ def _is_on(config: object) -> bool:
 
 def _is_off(value: object) -> bool:
     """By us."""
-    return type(value) is int and value == OFF
+    return isinstance(value, _Off)
+
+
+def _with_plain_false(values: Iterable[Any]) -> tuple[Any, ...]:
+    """For a layer, to which it makes no difference, and for torch.compile, which does not know OFF."""
+    return tuple(False if _is_off(value) else value for value in values)

@@ -202,7 +202,8 @@ class _ParameterWatch(TorchDispatchMode):
         self._owners: dict[str, set[int]] = {}
         for index, block in enumerate(blocks):
             for param in block.module.parameters():
-                self._owners.setdefault(names[id(param)], set()).add(index)
+                if id(param) in names:  # else the model has lost this block since it was wrapped
+                    self._owners.setdefault(names[id(param)], set()).add(index)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in pytree.arg_tree_leaves(*args, **(kwargs or {})):

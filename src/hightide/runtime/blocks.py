@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hightide.ir.action import Op
@@ -40,6 +39,7 @@ from hightide.profiler.split import flatten, flatten_call, narrow, signature_of,
 from hightide.profiler.taps import Tap, hand_out, tapping
 from hightide.runtime.activations import FREED, Stash, outlive_slots
 from hightide.runtime.compiled import NotCompiled, checkpointed
+from hightide.runtime.transforms import once
 
 if TYPE_CHECKING:
     from hightide.runtime.run import Run
@@ -62,7 +62,6 @@ class BlockRunner:
         self.original = original  # the class's own forward
         self.spec = run.profile.blocks[index]
         self.plan = run.plan.blocks[index]
-        self._trainable = {s.name: s.trainable for s in run.profile.params if s.name in self.spec.params}
         self.trainable = any(run.gradients.is_trainable(chunk) for chunk in run.chunks.by_block[index])
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,7 +78,7 @@ class BlockRunner:
             return self.original(module, *args, **kwargs)
 
     def with_grad(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check_requires_grad()
+        self.check_parameters()
         call = BlockCall(self, module, args, kwargs)
         outputs = BlockFunction.apply(call, self.anchor, *call.tensors())
         return call.assemble(list(outputs))
@@ -104,14 +103,9 @@ class BlockRunner:
                 "logits need is gone with the old one; run the model's forward again"
             )
 
-    def _check_requires_grad(self) -> None:
-        for key, trainable in self._trainable.items():
-            if self.run.parameters[key].requires_grad is not trainable:
-                raise Refused(
-                    f"requires_grad of the parameter {key!r} was {trainable} when the model was wrapped and is not "
-                    "any more; "
-                    "call hightide.unwrap(model), change it, and wrap again"
-                )
+    def check_parameters(self) -> None:
+        if (unchanged := self.run.unchanged.get(self.index)) is not None:
+            unchanged.check()
 
     def will_accumulate(self) -> bool:
         return self.trainable and torch._C._will_engine_execute_node(self.run.anchor_edge.node)
@@ -228,7 +222,7 @@ class BlockCall:
                     self._is_compiled = False
                 gc.collect()  # the failed attempt's frames hold tensors
             if self._keep:
-                with outlive_slots(run.chunks, back=lambda: again() and ()):  # asks, and has nothing away
+                with outlive_slots(run.chunks, back=lambda: again().nothing_away):
                     return self.run(inputs)
             recomputed: list[Tensor] = checkpointed(lambda: again().run(again().now()))
             return recomputed
@@ -266,6 +260,8 @@ class BlockCall:
             outputs = self.run(inputs, forward)
         run.adopt(outputs, "activations")
         return outputs
+
+    nothing_away: Sequence[Tensor] = ()
 
     def now(self) -> list[Tensor]:
         return self._now
@@ -312,6 +308,7 @@ class BlockCall:
         self._spent = True
         run = self.runner.run
         self.runner.check_plan(self.module)
+        self.runner.check_parameters()
         if run.plan.update is Update.DEFERRED and self.runner.version != self._version:
             raise Refused(
                 f"the parameters of block {self.runner.spec.name!r} were updated between its forward and its "
@@ -381,7 +378,7 @@ class BlockFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @once(lambda ctx: ctx.call.runner.will_accumulate())
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         here = ctx.saved_tensors  # raises if this is the second backward
         return None, None, *ctx.call.backward(here, grads, ctx.needs_input_grad[2:])

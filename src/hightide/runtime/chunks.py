@@ -54,6 +54,11 @@ WRITTEN_WHILE_ABSENT = (
     "model.load_state_dict(), "
     "or change values before hightide.wrap or after hightide.unwrap"
 )
+OTHER_DATA = (
+    "the parameter {name!r} was given other memory (`p.data = ...`, vector_to_parameters, swap_tensors), which "
+    "hightide would not follow: its values live in chunks. Write values with model.load_state_dict(), or call "
+    "hightide.unwrap(model) first"
+)
 
 
 class Chunks:
@@ -117,11 +122,13 @@ class Chunks:
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self._version_means_nothing: set[str] = set()
         self._placed: dict[tuple[int, int | None], list[Placement]] = {}
-        self._made: dict[tuple[int, int | None, int | None], list[tuple[str, Tensor]]] = {}
+        self._made: dict[tuple[int, int | None, int | None], list[tuple[str, Tensor, set[int]]]] = {}
         self._made_grads: dict[tuple[int, int | None], dict[str, Tensor]] = {}
         self._flats: dict[tuple[Tier, int, torch.dtype, int, int], Tensor] = {}
         self._classes: dict[str, type] = {name: type(param) for name, param in parameters.items()}
-        self._hidden = self._hiding_classes({block.index for block in profile.blocks if block.loose})
+        loose = {block.index for block in profile.blocks if block.loose}
+        self._loose = [spec.index for spec in self.specs if spec.block in loose]
+        self._hidden = self._hiding_classes(loose)
 
     # -- places ---------------------------------------------------------------------------------------------------
 
@@ -264,22 +271,38 @@ class Chunks:
 
     def bind(self, chunk: int, block: int | None = None) -> None:
         on_cpu = self.gpu.device.type == "cpu"
-        for key, view in self._views(chunk, block):
+        for key, view, addresses in self._views(chunk, block):
             if on_cpu and not math.isnan(self._scalars[key].item()):  # no sync on a GPU
                 self._scalars[key].fill_(math.nan)
                 raise Refused(WRITTEN_WHILE_ABSENT.format(name=key))
             self.show(key)
             self._check_unwritten(chunk, key)
+            if self.parameters[key].data_ptr() not in addresses:
+                self._refuse_other_data(key, view)
             self.parameters[key].data = view
 
-    def _views(self, chunk: int, block: int | None) -> list[tuple[str, Tensor]]:
+    def _refuse_other_data(self, key: str, view: Tensor) -> None:
+        """Somebody gave the parameter other memory (`p.data = ...`), unless it is still in another slot of ours."""
+        if self.slot_offset(self.parameters[key].data) is None:
+            self.parameters[key].data = view
+            raise Refused(OTHER_DATA.format(name=key))
+
+    def check_loose(self) -> None:
+        """Parameters that nobody binds, because they are always there."""
+        for chunk in self._loose:
+            for key, view, addresses in self._views(chunk, None):
+                if self.parameters[key].data_ptr() not in addresses:
+                    self._refuse_other_data(key, view)
+
+    def _views(self, chunk: int, block: int | None) -> list[tuple[str, Tensor, set[int]]]:
         """The parameters of a chunk where it is now. A slot is always at the same place, so they are made once."""
         place = (chunk, block, self.param_slots.first(chunk) if self.is_streamed(chunk) else None)
         if place not in self._made:
             entries = self.placements(chunk, block)
             with torch.inference_mode(False):  # they outlive it
                 flat = self.param_on_gpu(chunk)
-                self._made[place] = [(entry.param, self.view_of(flat, entry)) for entry in entries]
+                views = [(entry.param, self.view_of(flat, entry)) for entry in entries]
+            self._made[place] = [(key, view, {view.data_ptr(), self._absent[key].data_ptr()}) for key, view in views]
         return self._made[place]
 
     def _check_unwritten(self, chunk: int, key: str) -> None:

@@ -25,7 +25,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from hightide.ir.refusal import Refused
@@ -41,6 +40,7 @@ from hightide.runtime.cross_entropy import (
     write_gradient,
 )
 from hightide.runtime.linear import LinearBackward
+from hightide.runtime.transforms import once
 
 
 class Head(Protocol):
@@ -185,7 +185,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return total if normaliser is None else total / normaliser
 
     @staticmethod
-    @once_differentiable
+    @once(lambda ctx: ctx.projection.head.will_accumulate())
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         rows, target, weight, normaliser, maximum, total = ctx.saved_tensors
         if ctx.has_run_backward:

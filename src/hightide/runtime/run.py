@@ -41,6 +41,8 @@ from hightide.runtime.observer import Observer, watched_pass
 from hightide.runtime.origin import FirstValues
 from hightide.runtime.performer import Performer
 from hightide.runtime.placeholder import GradientPlaceholder
+from hightide.runtime.transforms import refuse_transforms
+from hightide.runtime.unchanged import Unchanged
 from hightide.stores.base import ALIGN_BYTES, Accelerator, OutOfMemory
 from hightide.stores.cuda import CudaAccelerator
 from hightide.stores.host import HostArena
@@ -71,6 +73,7 @@ class Run:
         self.probed = probed
         self.probing = False
         self.runners: dict[int, BlockRunner] = {}  # by the id of the block's module
+        self.unchanged: dict[int, Unchanged] = {}  # by block
         self.compiled = CompiledForwards(compile)
         self._check_call = check_call  # raises for arguments under which training through blocks would be wrong
         self._around_call = around_call or (lambda args, kwargs: nullcontext())
@@ -276,6 +279,8 @@ class Run:
             )
 
     def begin_pass(self, mode: Mode) -> None:
+        refuse_transforms(mode is not Mode.EVAL)
+        self.chunks.check_loose()
         if self.between_passes is not None:
             self.between_passes()
         self.executor.begin(mode)

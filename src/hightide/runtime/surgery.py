@@ -23,6 +23,7 @@ from hightide.runtime.blocks import BlockRunner
 from hightide.runtime.head import HeadCall
 from hightide.runtime.lazy_logits import LazyLogits
 from hightide.runtime.run import Run
+from hightide.runtime.unchanged import HOOKED, Unchanged
 
 
 class Wrapped:
@@ -54,7 +55,10 @@ class Wrapped:
                 "load_state_dict(assign=True) would replace parameters that live in hightide's chunks; leave assign "
                 "out: values are copied to where they live, one module at a time"
             )
-        mine = {self.hightide_run.keys[id(param)]: param for param in self._parameters.values() if param is not None}
+        keys = self.hightide_run.keys
+        mine = {
+            keys[id(param)]: param for param in self._parameters.values() if param is not None and id(param) in keys
+        }
         for key, param in mine.items():
             self.hightide_run.chunks.show(key)
             param.data = self.hightide_run.value_of(key)
@@ -63,6 +67,19 @@ class Wrapped:
         finally:
             for key, param in mine.items():
                 self.hightide_run.store(key, param.data)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        """What `to`, `half`, `cuda` and the like are made of. Nothing to do is no problem."""
+        assert isinstance(self, nn.Module)
+        kinds = {(param.dtype, param.device, param.ndim) for param in self.parameters()}
+        for dtype, device, ndim in kinds:
+            example = torch.empty((2,) * ndim, dtype=dtype, device=device)
+            if fn(example) is not example:
+                raise Refused(
+                    f"the {dtype} parameters of a wrapped model, which live in hightide's chunks, cannot be converted, "
+                    "moved or emptied; call hightide.unwrap(model), convert it, and wrap it again"
+                )
+        return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise Refused(
@@ -135,10 +152,7 @@ def check_modules(model: nn.Module, profile: ModelProfile, captured: Iterable[st
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, param in model.named_parameters():
         if param._backward_hooks or param._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"the parameter {name!r} has a gradient hook, which would see the gradient of each micro-batch and not "
-                "their sum; remove it, and change gradients between backward() and step()"
-            )
+            raise ValueError(HOOKED.format(key=name))
     for call in profile.calls:
         if call.note == MUTATES_INPUT:
             raise ValueError(
@@ -163,6 +177,7 @@ def wrap_modules(run: Run) -> None:
         if not block.loose:
             module = modules[block.name]
             run.runners[id(module)] = BlockRunner(run, block.index, type(module).forward)
+            run.unchanged[block.index] = Unchanged(module, run.keys)
             run.compiled.add(module, type(module).forward)
             for inside in module.modules():  # for the sake of their state dicts
                 if inside is not module and next(inside.parameters(), None) is not None:
