@@ -22,7 +22,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +133,7 @@ class BlockCall:
         self._now: list[Tensor] = []  # the inputs of the micro-batch that a recomputation is about
         self._spent = False  # its one backward has begun
         self._is_running = False  # its forward or its backward
+        self._has_run = False
         self._autocast = runner.run.autocast()
         split = runner.run.split_of(runner.index, signature_of(self._merged(self._tensors), self._tree))
         self._bounds, self._inputs, self._outputs = _micro_batches(split, self._tensors, runner.run.plan.micro_batch)
@@ -273,7 +274,7 @@ class BlockCall:
     def run(self, inputs: Sequence[Tensor], forward: Callable[..., Any] | None = None) -> list[Tensor]:
         """Runs the block on one micro-batch; returns the tensors of its result."""
         args, kwargs = unflatten(self._merged(inputs), self._tree)
-        with tapping(self.module, self.runner.taps) as tapped:
+        with self._hooks_counted(forward is not None), tapping(self.module, self.runner.taps) as tapped:
             forward = partial(forward or self.runner.original, self.module)
             result = self.runner.run.caches.call(self.module, forward, *args, **kwargs)
         leaves, tree = flatten(result)
@@ -283,6 +284,12 @@ class BlockCall:
         self._out_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._tapped = tapped.parts
         return outputs + tapped.tensors
+
+    def _hooks_counted(self, is_compiled: bool) -> AbstractContextManager[None]:
+        """The first run is that of plain PyTorch. Those of a compiled block cannot be counted."""
+        is_first, self._has_run = not self._has_run, True
+        hooks = self.runner.run.inner_hooks.get(self.runner.index)
+        return nullcontext() if is_first or is_compiled or hooks is None else hooks.counted()
 
     def _merged(self, tensors: Sequence[Tensor]) -> list[Any]:
         leaves = list(self._leaves)

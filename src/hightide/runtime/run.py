@@ -35,6 +35,7 @@ from hightide.runtime.chunks import Chunks
 from hightide.runtime.compiled import CompiledForwards
 from hightide.runtime.executor import Executor, Tick
 from hightide.runtime.gradients import Gradients
+from hightide.runtime.inner_hooks import InnerHooks
 from hightide.runtime.lanes import Lanes
 from hightide.runtime.moving import Luggage, uninterrupted
 from hightide.runtime.observer import Observer, watched_pass
@@ -74,6 +75,7 @@ class Run:
         self.probing = False
         self.runners: dict[int, BlockRunner] = {}  # by the id of the block's module
         self.unchanged: dict[int, Unchanged] = {}  # by block
+        self.inner_hooks: dict[int, InnerHooks] = {}  # by block
         self.compiled = CompiledForwards(compile)
         self._check_call = check_call  # raises for arguments under which training through blocks would be wrong
         self._around_call = around_call or (lambda args, kwargs: nullcontext())

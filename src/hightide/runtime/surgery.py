@@ -21,6 +21,7 @@ from hightide.profiler.probe import MUTATES_INPUT
 from hightide.runtime.absent import Disabled
 from hightide.runtime.blocks import BlockRunner
 from hightide.runtime.head import HeadCall
+from hightide.runtime.inner_hooks import InnerHooks
 from hightide.runtime.lazy_logits import LazyLogits
 from hightide.runtime.run import Run
 from hightide.runtime.unchanged import HOOKED, Unchanged
@@ -178,6 +179,7 @@ def wrap_modules(run: Run) -> None:
             module = modules[block.name]
             run.runners[id(module)] = BlockRunner(run, block.index, type(module).forward)
             run.unchanged[block.index] = Unchanged(module, run.keys)
+            run.inner_hooks[block.index] = InnerHooks(module)
             run.compiled.add(module, type(module).forward)
             for inside in module.modules():  # for the sake of their state dicts
                 if inside is not module and next(inside.parameters(), None) is not None:

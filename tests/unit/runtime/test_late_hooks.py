@@ -94,6 +94,35 @@ def test_hooks_that_were_tapped_and_are_removed(activation: Activation) -> None:
     assert_same_gradients(plain, model)
 
 
+@pytest.mark.parametrize("activation", [Activation.KEEP, Activation.RECOMPUTE])
+def test_calls_of_hooks_inside_blocks_are_counted(activation: Activation) -> None:
+    model, batch = models.hand_written(num_samples=NUM_SAMPLES)
+    plain = copy.deepcopy(model)
+    model, _ = wrapped(activation, model, batch)
+    model(**batch)["loss"].backward()
+    assert hightide.stats(model).extra_hook_calls == 0 and "hooks" not in str(hightide.stats(model))
+    calls: list[int] = [0, 0]
+    for index, one in enumerate((plain, model)):
+
+        def count(*_: Any, index: int = index) -> None:
+            calls[index] += 1
+
+        for layer in one.layers:
+            layer.register_forward_hook(count)
+            layer.norm.register_forward_pre_hook(count)
+            layer.mlp.register_forward_hook(count)
+            layer.mlp.register_forward_hook(count)
+        for _ in range(2):
+            one(**batch)["loss"].backward()
+    stats = hightide.stats(model)
+    assert calls[0] == 2 * 3 * 4 and stats.extra_hook_calls == calls[1] - calls[0] > 0
+    assert f"hooks inside blocks: {stats.extra_hook_calls} calls more" in str(stats)
+    with torch.no_grad():
+        model(**batch)
+    assert hightide.stats(model).extra_hook_calls == stats.extra_hook_calls
+    assert all(len(layer.mlp._forward_hooks) == 2 for layer in model.layers)
+
+
 def assert_same_gradients(plain: nn.Module, model: nn.Module) -> None:
     for name, param in plain.named_parameters():
         assert torch.allclose(model.get_parameter(name).grad.clone(), param.grad, atol=1e-6), name
