@@ -6,7 +6,7 @@ graph: parameters are leaves whose `.grad` is bound to the gradient chunk. To au
 invisible; so that a block with no differentiable input (a trainable embedding behind integer inputs) still gets its
 backward, every block with trainable parameters has an empty tensor that requires grad, the anchor, as an extra input.
 Whether parameters take part in this particular backward (`torch.autograd.grad` of inputs must not touch them) is asked
-from the engine: will the anchor's accumulation node run?
+from the engine: will the anchor's accumulation node run? See also [Note: backward of some inputs].
 
 [Note: recomputation] The graph of a block that is recomputed saves nothing but the way to make its tensors again: it
 is a checkpoint, entered in forward, whose output is dropped and whose gradient edge is kept. Recomputation then ends
@@ -89,7 +89,7 @@ class BlockRunner:
 
     @property
     def anchor(self) -> Tensor | None:
-        return self.run.anchor if self.trainable else None
+        return self.run.anchor.tensor if self.trainable else None
 
     @property
     def version(self) -> int:
@@ -108,7 +108,7 @@ class BlockRunner:
             unchanged.check()
 
     def will_accumulate(self) -> bool:
-        return self.trainable and torch._C._will_engine_execute_node(self.run.anchor_edge.node)
+        return self.trainable and self.run.anchor.is_reached()
 
 
 class BlockCall:

@@ -354,6 +354,10 @@ class Chunks:
         if key in self._hidden:
             self.parameters[key].__class__ = self._hidden[key]
 
+    def is_hidden(self, key: str) -> bool:
+        """Whether the parameter refuses to be used outside of its block."""
+        return key in self._hidden
+
     def _hiding_classes(self, loose: set[int]) -> dict[str, type]:
         """For parameters whose values are not always on the GPU, or not always the newest there. Loose ones are."""
         names = {id(param): name for name, param in self.parameters.items()}

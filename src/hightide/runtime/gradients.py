@@ -193,6 +193,7 @@ class Gradients:
         self._used: dict[tuple[int, int | None], list[str]] = {}
         for tickets in (self.exits, self.updates):
             tickets.clear()
+        self.of_parameters_here = [chunks.parameters[key] for key in self._placeholders if not chunks.is_hidden(key)]
         self.begin_pass()
 
     def of_use(self, chunk: int) -> list[str]:

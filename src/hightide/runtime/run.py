@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.autograd.graph import increment_version
 
 from hightide.ir.action import Mode, Op, Schedule
 from hightide.ir.block import ModelProfile
@@ -28,6 +28,7 @@ from hightide.profiler.split import Arguments, batch_size, flatten_call, tensors
 from hightide.progress import tell
 from hightide.runtime import rng
 from hightide.runtime.activations import Stashes
+from hightide.runtime.anchor import Anchor
 from hightide.runtime.autocast import Autocast
 from hightide.runtime.batch import copy_to, map_tensors
 from hightide.runtime.blocks import BlockRunner
@@ -88,8 +89,7 @@ class Run:
         self._set_up(plan, schedules, device, first_values or FirstValues())
         self.observer: Observer | None = None
 
-        self.anchor = torch.empty(0, device=device, requires_grad=True)
-        self.anchor_edge = get_gradient_edge(self.anchor)
+        self.anchor = Anchor(device)
         self.lends = False  # see borrowed()
         self.between_passes: Callable[[], None] | None = None  # called before each pass, while a recording is on
         self.loaded_masters: dict[str, Tensor] = {}  # since the last step: their parameters may be loaded after them
@@ -291,6 +291,7 @@ class Run:
             self._pass_seed = rng.pass_seed(self.num_passes)
             self._nth_call.clear()
             self._end_queued = False
+            self.anchor.begin_pass(self.gradients.of_parameters_here)
 
     @contextmanager
     def pass_for_block(self, block: int) -> Iterator[None]:

@@ -224,6 +224,28 @@ def graph_of_the_gradients(model: Any, optimizer: Any, x: Tensor) -> Any:
     loss_of(model, x).backward(create_graph=True)
 
 
+@refused(f"asks for gradients of parameters.*p.grad|{ABSENT}")
+def backward_of_parameters(model: Any, optimizer: Any, x: Tensor) -> Any:
+    loss_of(model, x).backward(inputs=list(model.layers.parameters()))
+
+
+@refused(f"asks for gradients of parameters.*p.grad|{ABSENT}")
+def backward_of_one_parameter_and_the_input(model: Any, optimizer: Any, x: Tensor) -> Any:
+    x.requires_grad_()
+    loss_of(model, x).backward(inputs=[x, model.layers[1].linear.weight])
+
+
+@refused(f"asks for gradients of parameters.*p.grad|{ABSENT}")
+def gradients_of_parameters(model: Any, optimizer: Any, x: Tensor) -> Any:
+    torch.autograd.grad(loss_of(model, x), list(model.layers.parameters()), allow_unused=True)
+
+
+@equal
+def backward_of_a_loose_parameter(model: Any, optimizer: Any, x: Tensor) -> Any:
+    loss_of(model, x).backward(inputs=[model.scale])
+    return model.scale.grad.clone(), gradients_of(model.layers)
+
+
 @equal
 def gradient_of_the_input(model: Any, optimizer: Any, x: Tensor) -> Any:
     x.requires_grad_()
