@@ -10,14 +10,16 @@ if TYPE_CHECKING:
     from hightide.integrations.pretrained import from_pretrained
     from hightide.ir.limits import Limits
     from hightide.ir.plan import Plan
+    from hightide.ir.refusal import Refused
     from hightide.measured import Stats
 
-__all__ = ["Limits", "Plan", "Stats", "from_pretrained", "plan", "record", "stats", "unwrap", "wrap"]
+__all__ = ["Limits", "Plan", "Refused", "Stats", "from_pretrained", "plan", "record", "stats", "unwrap", "wrap"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "Limits": "hightide.ir.limits",
     "Plan": "hightide.ir.plan",
+    "Refused": "hightide.ir.refusal",
     "Stats": "hightide.measured",
     "from_pretrained": "hightide.integrations.pretrained",
     **dict.fromkeys(("plan", "record", "stats", "unwrap", "wrap"), "hightide.api"),

@@ -31,6 +31,7 @@ from hightide.planner.lower import lower_all
 from hightide.planner.question import Question
 from hightide.planner.search import Found
 from hightide.planner.verify import verify_all
+from hightide.profiler import checkpointing
 from hightide.profiler.blocks import Choice
 from hightide.profiler.model import profile_calls
 from hightide.profiler.probe import ProbeResult
@@ -88,7 +89,7 @@ def wrap(
         raise ValueError(
             f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new plan"
         )
-    with shown("hightide.wrap"):
+    with shown("hightide.wrap"), checkpointing.off_unless_it_fails(model):
         profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks, place)
         searched: tuple[Question, Found] | None = None
         if plan is None:
@@ -110,11 +111,10 @@ def wrap(
             if place.type == "cuda":
                 _warn_of_room(room_on(place, model, optimizer), plan)
         check_modules(model, profile, probed)
-        transformers.prepare(model)
-        checks = transformers.refuse_captures(model, batch)
+        checks = transformers.training_checks(model, batch)
         values = first_values(model)
-        forced, around = transformers.training_kwargs(model), transformers.around_call(model)
-        run = Run(model, profile, probed, plan, schedules, forced, checks, place, compile, values, around)
+        around = transformers.around_call(model)
+        run = Run(model, profile, probed, plan, schedules, checks, place, compile, values, around)
         for param in lora.adapted_parameters(model):
             run.chunks.ignore_version(run.keys[id(param)])
         forget(model)
@@ -145,7 +145,7 @@ def plan(
     rule, place = rule_for(_check_fresh(model, optimizer)), _device(device)
     timing, rounding = _timing(update), _gradients(gradients)
     _check_limits(limits)
-    with shown("hightide.plan"):
+    with shown("hightide.plan"), checkpointing.off(model):
         profiled = _profile(model, optimizer, batch, blocks, place)
         gpu_bytes, host_bytes = _resolve(limits or Limits(), place, model, optimizer)
         asked = Asked(gpu_bytes, host_bytes, timing, micro_batch, rule.num_moments, rounding)
@@ -161,6 +161,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     run = _run(model)
     unwrap_modules(model)
     run.close()
+    checkpointing.switch_on_again(model)
     return model
 
 

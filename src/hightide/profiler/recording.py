@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hightide.ir.refusal import Refused
 from hightide.profiler.blocks import FoundBlock, first_names
 from hightide.profiler.hooks import HookWatch
 from hightide.profiler.split import Tree, flatten, flatten_call, mode_of, signature_of, tensors, unflatten, way_of
 from hightide.profiler.tap_search import Opening, Taps, TapSearch
-from hightide.profiler.taps import NotATap, Taken, Tapped, hand_out, tapping
+from hightide.profiler.taps import Taken, Tapped, hand_out, tapping
 
 Forward = Callable[..., object]  # called like the model
 
@@ -99,7 +100,7 @@ class Recorder:
             stack.callback(self._close)
             try:
                 result = forward(*args, **kwargs)
-            except NotATap:
+            except Refused:
                 raise
             except Exception as error:  # whatever the model raises without values: the caller falls back
                 failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -265,7 +266,8 @@ class _ParameterWatch(TorchDispatchMode):
         self._owners: dict[str, set[int]] = {}
         for index, block in enumerate(blocks):
             for param in block.module.parameters():
-                self._owners.setdefault(names[id(param)], set()).add(index)
+                if id(param) in names:  # else the model has lost this block since it was wrapped
+                    self._owners.setdefault(names[id(param)], set()).add(index)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in pytree.arg_tree_leaves(*args, **(kwargs or {})):

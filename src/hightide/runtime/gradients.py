@@ -17,6 +17,7 @@ from torch import Tensor
 from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import Placement
 from hightide.ir.plan import Update
+from hightide.ir.refusal import Refused
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.runtime.absent import Disabled
 from hightide.runtime.chunks import GRAD_DTYPE, Chunks
@@ -192,6 +193,7 @@ class Gradients:
         self._used: dict[tuple[int, int | None], list[str]] = {}
         for tickets in (self.exits, self.updates):
             tickets.clear()
+        self.of_parameters_here = [chunks.parameters[key] for key in self._placeholders if not chunks.is_hidden(key)]
         self.begin_pass()
 
     def of_use(self, chunk: int) -> list[str]:
@@ -299,7 +301,7 @@ class Gradients:
 
     def _refuse_in_backward(self, what: str, what_for: str) -> None:
         if self._update is Update.IN_BACKWARD:
-            raise RuntimeError(IN_BACKWARD_REFUSAL.format(what=what, what_for=what_for))
+            raise Refused(IN_BACKWARD_REFUSAL.format(what=what, what_for=what_for))
 
 
 class HostNumber:

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from hightide.ir.block import ModelProfile
-from hightide.ir.refusal import Refused
+from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.profiler.probe import MUTATES_INPUT, ProbeResult
 from hightide.runtime.absent import Disabled
 from hightide.runtime.blocks import BlockRunner
 from hightide.runtime.head import HeadCall
+from hightide.runtime.inner_hooks import InnerHooks
 from hightide.runtime.lazy_logits import LazyLogits
 from hightide.runtime.run import Run
+from hightide.runtime.unchanged import HOOKED, Unchanged
 
 
 class Wrapped:
@@ -51,11 +53,14 @@ class Wrapped:
         """As plain PyTorch loads: into real values, which then go to wherever the parameters live."""
         assert isinstance(self, nn.Module)
         if local_metadata.get("assign_to_params_buffers", False):
-            raise ValueError(
+            raise RefusedArgument(
                 "load_state_dict(assign=True) would replace parameters that live in hightide's chunks; leave assign "
                 "out: values are copied to where they live, one module at a time"
             )
-        mine = {self.hightide_run.keys[id(param)]: param for param in self._parameters.values() if param is not None}
+        keys = self.hightide_run.keys
+        mine = {
+            keys[id(param)]: param for param in self._parameters.values() if param is not None and id(param) in keys
+        }
         for key, param in mine.items():
             self.hightide_run.chunks.show(key)
             param.data = self.hightide_run.value_of(key)
@@ -64,6 +69,19 @@ class Wrapped:
         finally:
             for key, param in mine.items():
                 self.hightide_run.store(key, param.data)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        """What `to`, `half`, `cuda` and the like are made of. Nothing to do is no problem."""
+        assert isinstance(self, nn.Module)
+        kinds = {(param.dtype, param.device, param.ndim) for param in self.parameters()}
+        for dtype, device, ndim in kinds:
+            example = torch.empty((2,) * ndim, dtype=dtype, device=device)
+            if fn(example) is not example:
+                raise Refused(
+                    f"the {dtype} parameters of a wrapped model, which live in hightide's chunks, cannot be converted, "
+                    "moved or emptied; call hightide.unwrap(model), convert it, and wrap it again"
+                )
+        return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise Refused(
@@ -85,7 +103,7 @@ class SavesInPlace:
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Files are written from where the values lie: a copy of a model that hardly fits would not fit."""
-        with self.hightide_run.borrowed():
+        with self.hightide_run.borrowed(), self.hightide_run.caches.as_the_user_has_them():
             return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -110,11 +128,9 @@ class WrappedInner(Wrapped):
     """A module between the root and its blocks. Called alone, as `model.model(...)`, it trains on the root's terms: a
     cache, filled once more by each recomputation, would give wrong gradients."""
 
-    hightide_forced: dict[str, Any]
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            kwargs = {**kwargs, **self.hightide_forced}
+            return self.hightide_run.caches.call(self, super().forward, *args, **kwargs)  # type: ignore[misc,arg-type]
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -161,10 +177,7 @@ def check_modules(model: nn.Module, profile: ModelProfile, probed: ProbeResult) 
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, param in model.named_parameters():
         if param._backward_hooks or param._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"the parameter {name!r} has a gradient hook, which would see the gradient of each micro-batch and not "
-                "their sum; remove it, and change gradients between backward() and step()"
-            )
+            raise ValueError(HOOKED.format(key=name))
     for call in profile.calls:
         if call.note == MUTATES_INPUT:
             raise ValueError(
@@ -184,14 +197,13 @@ def wrap_modules(run: Run) -> None:
     modules = dict(run.model.named_modules(remove_duplicate=False))
     for name in _ancestors(block.name for block in run.profile.blocks if not block.loose):
         if name:
-            known = inspect.signature(type(modules[name]).forward).parameters
-            forced = {key: value for key, value in run.forced_kwargs.items() if key in known}
-            mixin = WrappedInner if forced else Wrapped
-            _swap(modules[name], mixin, run, {"hightide_forced": forced} if forced else {})
+            _swap(modules[name], WrappedInner if run.caches.concern(modules[name]) else Wrapped, run, {})
     for block in run.profile.blocks:
         if not block.loose:
             module = modules[block.name]
             run.runners[id(module)] = BlockRunner(run, block.index, type(module).forward)
+            run.unchanged[block.index] = Unchanged(module, run.keys)
+            run.inner_hooks[block.index] = InnerHooks(module)
             run.compiled.add(module, type(module).forward)
             for inside in module.modules():  # for the sake of their state dicts
                 if inside is not module and next(inside.parameters(), None) is not None:
