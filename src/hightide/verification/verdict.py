@@ -9,8 +9,10 @@ from dataclasses import dataclass
 WIDTH = 80
 MAX_WORST = 10  # rows that are shown where something differs
 MAX_CLOSEST = 3  # where nothing does
-MAX_NAMED = 4  # of many
+MAX_NAMED = 3  # of many
 LOOSE = 1e-3  # of its size: what is allowed to differ by more was hardly checked
+NEGLIGIBLE = 1e-4  # of the largest of its kind
+NAMED_ITSELF = ("buffer", "attribute", "result", "random state")  # the others are something of what is named
 _COLUMNS = (38, 10, 10, 9, 9)  # with one space between them: 80
 
 
@@ -34,7 +36,8 @@ class Row:
 
     @property
     def place(self) -> str:
-        what = f"the {self.what}" + (f" of {self.where}" if self.where else "")
+        of = "of " if self.what not in NAMED_ITSELF else ""
+        what = f"the {self.what}" + (f" {of}{self.where}" if self.where else "")
         return f"{what}, {f'step {self.step}' if self.step else 'after training'}"
 
     @property
@@ -104,14 +107,24 @@ class Verdict:
         rest = len(different) - len(shown)
         if rest > 0:
             lines.append(f"and {rest} more differ, of {len(self.rows)} compared")
-        loose = [row for row in self.rows if row.allowed > LOOSE * row.size > 0]
-        if loose:
-            text = (
-                f"{len(loose)} of {len(self.rows)} were allowed more than {LOOSE:.1%} of their size, because the last "
-                f"bits of the weights decide about as much in plain PyTorch too: {_few(row.place for row in loose)}"
-            )
-            lines += _wrapped(text)
-        return lines
+        return lines + self._loosely_judged()
+
+    def _loosely_judged(self) -> list[str]:
+        largest: dict[tuple[str, int], float] = {}
+        for row in self.rows:
+            largest[row.what, row.step] = max(row.size, largest.get((row.what, row.step), 0.0))
+        loose = [
+            row
+            for row in self.rows
+            if row.allowed > LOOSE * row.size > LOOSE * NEGLIGIBLE * largest[row.what, row.step]
+        ]
+        if not loose:
+            return []
+        places = _few(dict.fromkeys(row.place for row in loose))
+        return _wrapped(
+            f"{len(loose)} of {len(self.rows)} were allowed more than {LOOSE:.1%} of their size, because the last bits "
+            f"of the weights decide about as much in plain PyTorch: {places}"
+        )
 
 
 def _cells(name: str, *cells: str) -> str:

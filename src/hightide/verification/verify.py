@@ -179,6 +179,7 @@ class _Trial:
         self._loop = Loop(batches, loss, tuple(names), _in_backward_order(task))
         self._num_samples = batch_size(task.batch)
         self._largest_gradient = 0.0
+        self._has_dropout = False
 
     def run(self, tolerance: float) -> None:
         tell("plain steps")
@@ -221,6 +222,7 @@ class _Trial:
         drawing = drawing_blocks(subject.model, blocks, subject.placed(batch))
         if not drawing:
             return [], []
+        self._has_dropout = True
         switch_off(subject.model)
         left = drawing_blocks(subject.model, blocks, subject.placed(batch))
         text = "dropout switched off, except in the run with one micro-batch: in several, masks differ by design"
@@ -251,11 +253,13 @@ class _Trial:
         train(Plain(subject.model, subject.optimizer), self._loop, note)
 
     def _train_wrapped(self, case: _Case, with_dropout: bool, reference: Reference) -> None:
-        tell("steps in hightide", _spoken(case))
+        tell("steps in hightide", self._spoken(case))
         subject = self._wrapped(case, with_dropout)
         if subject is None:
             return
-        text = _run_text(subject.run.plan, case, with_dropout, len(self._loop.batches))
+        text = f"{len(self._loop.batches)} steps, {_micro_batches(subject.run.plan)}, {self._spoken(case)}"
+        if self._has_dropout:
+            text += f", {'with' if with_dropout else 'without'} dropout"
         self._findings.runs.append(text)
         comparison = Comparison(reference, text)
         unread = () if subject.shows_gradients else OF_GRADIENT
@@ -273,6 +277,11 @@ class _Trial:
             self._findings.rows += comparison.rows(unread, is_complete)
             del subject
             gc.collect()
+
+    def _spoken(self, case: _Case) -> str:
+        if case.streams:
+            return "everything streamed"
+        return "as wrap plans it" if self._options.limits is None else "within your limits"
 
     def _wrapped(self, case: _Case, with_dropout: bool) -> Streamed | None:
         """None: there is no plan for the user's limits, because the copy is larger than the model."""
@@ -322,14 +331,9 @@ def _all_streamed(plan: Plan) -> Plan:
     return replace(plan, blocks=blocks, num_slots=2 * widest + 1, num_grad_slots=2 * widest + 1, loss_kept_tokens=0)
 
 
-def _run_text(plan: Plan, case: _Case, with_dropout: bool, steps: int) -> str:
+def _micro_batches(plan: Plan) -> str:
     num_micro = -(-plan.num_samples // plan.micro_batch)
-    micro = "1 micro-batch" if num_micro == 1 else f"{num_micro} micro-batches"
-    return f"{steps} steps, {micro}, {_spoken(case)}{', dropout as it is' if with_dropout else ', no dropout'}"
-
-
-def _spoken(case: _Case) -> str:
-    return "everything streamed" if case.streams else "with these limits"
+    return "1 micro-batch" if num_micro == 1 else f"{num_micro} micro-batches"
 
 
 def _room(device: torch.device, memory: int | str | None) -> Room:
