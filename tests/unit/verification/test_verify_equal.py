@@ -114,14 +114,13 @@ def test_adapters_beside_frozen_weights_are_equal() -> None:
     assert frozen and all(row.size == row.allowed == 0 for row in frozen), "frozen weights must not change by a bit"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_models_are_compared_in_fp32(dtype: torch.dtype) -> None:
+def test_16_bit_models_are_compared_in_fp32() -> None:
     model, batch = models.llama(**SMALL)
-    model.to(dtype)
+    model.to(torch.bfloat16)
     verdict = hightide.verify(model, adamw(model), batch, gradients="param")
     assert verdict.equal, verdict
     assert any("as fp32" in text for text in verdict.changed)
-    assert {param.dtype for param in model.parameters()} == {dtype}
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
     assert max(row.difference / row.size for row in verdict.rows if row.what == "loss") < 1e-6
 
 
@@ -178,12 +177,13 @@ def test_a_loss_of_the_user_and_limits_of_the_user() -> None:
 
 @pytest.mark.parametrize("kind", ["number", "tuple", "mapping"])
 def test_the_loss_is_found_in_what_models_return(kind: str) -> None:
-    class Model(nn.Linear):
+    class Model(nn.Sequential):
         def forward(self, x: Tensor) -> Any:
-            loss = super().forward(x).square().mean()
-            return {"number": loss, "tuple": (x, loss), "mapping": {"loss": loss}}[kind]
+            result = super().forward(x)
+            loss = result.square().mean()
+            return {"number": loss, "tuple": (result, loss), "mapping": {"loss": loss}}[kind]
 
-    model = Model(4, 4)
+    model = Model(nn.Linear(4, 4), nn.Linear(4, 4))
     assert hightide.verify(model, adamw(model), torch.randn(3, 4)).equal
 
 
