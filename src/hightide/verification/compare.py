@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from hightide.verification.observe import Key
-from hightide.verification.verdict import Row
-
-MARGIN = 8  # times what the second plain run differs by: the two round independently, and in more places
+from hightide.verification.verdict import MARGIN, Row
 
 
 @dataclass
@@ -47,10 +45,6 @@ class Reference:
         rounding = self.rounding.get(key, 0.0)
         return max(relative, MARGIN * rounding if math.isfinite(rounding) else 0.0) + self.floors[key]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.seen.values())
-
 
 class Comparison:
     """A run in hightide beside the plain one."""
@@ -68,7 +62,7 @@ class Comparison:
         elif expected is not None:
             self._rows[key] = self._compared(key, expected, tensor)
         elif key.what != "output":  # a forward may be begun again: its blocks are called once more
-            self._extra.append(self._missing(key, math.nan, float(tensor.detach().float().abs().max())))
+            self._extra.append(self._missing(key, math.nan, _largest(tensor)))
 
     def rows(self, unread: Collection[str] = (), is_complete: bool = True) -> list[Row]:
         """In the order of the plain run. `unread`: what this run does not show; incomplete: it broke off."""
@@ -83,7 +77,7 @@ class Comparison:
     def _compared(self, key: Key, expected: Tensor, tensor: Tensor) -> Row:
         size = _largest(expected)
         if expected.shape != tensor.shape:
-            return self._missing(key, size, _largest(tensor.detach()))
+            return self._missing(key, size, _largest(tensor))
         difference, plain, hightide = _largest_difference(expected, tensor)
         allowed = self._reference.allowed(key, size)
         return Row(key.what, key.where, key.step, plain, hightide, difference, allowed, size, self._run)

@@ -27,6 +27,7 @@ LEAST_SAMPLES = 3  # for as many micro-batches
 LEAST_LENGTH = 16  # tokens
 LEAST_LAYERS = 2
 WIDE_BYTES = 4  # fp32: see [Note: what copies change]
+OF_LOGITS = 3  # copies of them, and of their gradient, in a loss
 LAYERS = (
     "num_hidden_layers",
     "n_layer",
@@ -102,19 +103,20 @@ def fitted(
 
 
 def need_of(task: Task, steps: int) -> Need:
+    """Copies are in fp32, and whatever a 16-bit model computes is then twice as large."""
     profile, moments = task.profile, rule_for(task.optimizer).num_moments
-    numel = sum(spec.numel for spec in profile.params)
-    trained = sum(spec.numel for spec in profile.params if spec.trainable)
-    widest = max((WIDE_BYTES / DTYPE_BYTES[spec.dtype] for spec in profile.params), default=1.0)
     size = profile.num_samples
-    outputs = sum(call.outputs.at(size) for call in profile.calls)
-    kept = sum(call.kept.at(size) + call.new_inputs.at(size) for call in profile.calls)
-    activations = int((outputs + kept) * max(1.0, widest)) + profile.buffer_bytes
+    sizes = [(spec, spec.numel * max(WIDE_BYTES, DTYPE_BYTES[spec.dtype])) for spec in profile.params]
+    all_bytes = sum(num_bytes for _, num_bytes in sizes)
+    trained_bytes = sum(num_bytes for spec, num_bytes in sizes if spec.trainable)
+    growth = max(1, *(WIDE_BYTES // DTYPE_BYTES[spec.dtype] for spec in profile.params))
+    outputs_bytes = growth * sum(call.outputs.at(size) for call in profile.calls)
+    inside_bytes = growth * sum(call.kept.at(size) + call.new_inputs.at(size) for call in profile.calls)
+    logits_bytes = WIDE_BYTES * profile.vocabulary * profile.tokens_per_sample * size
     return Need(
-        weights_bytes=WIDE_BYTES * (numel + (1 + moments) * trained),
-        activations_bytes=activations,
-        kept_bytes=WIDE_BYTES * (2 * numel + (steps + moments) * trained)
-        + int((steps + 1) * outputs * max(1.0, widest)),
+        weights_bytes=all_bytes + (1 + moments) * trained_bytes,
+        activations_bytes=outputs_bytes + inside_bytes + OF_LOGITS * logits_bytes + profile.buffer_bytes,
+        kept_bytes=2 * all_bytes + (steps + moments) * trained_bytes + (steps + 1) * outputs_bytes,
     )
 
 
@@ -141,27 +143,22 @@ def _smaller(task: Task, blocks: Choice | None, only_layers: bool) -> Iterator[T
     if not only_layers:
         if num_samples > LEAST_SAMPLES:
             fewer = max(LEAST_SAMPLES, num_samples // 2)
-            yield _with_batch(task, blocks, _first_samples(task.batch, fewer), f"samples: {fewer} of {{}}", num_samples)
+            batch = _first_samples(task.batch, fewer)
+            profile = _profile(task.model, task.optimizer, batch, blocks)
+            changed = _said(task.changed, f"samples: {fewer} of {{}}", num_samples)
+            yield replace(task, batch=batch, profile=profile, changed=changed)
         length = _length(task.batch)
         if length is not None and length // 2 >= LEAST_LENGTH:
             shorter = _shortened(task.batch, length, length // 2)
-            if _runs_on(task, shorter, blocks):
-                yield _with_batch(task, blocks, shorter, f"tokens per sample: {length // 2} of {{}}", length)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                profile, probed = profile_model(task.model, task.optimizer, shorter, blocks)
+            if not probed.failure:  # some models take one length only
+                text = f"tokens per sample: {length // 2} of {{}}"
+                yield replace(task, batch=shorter, profile=profile, changed=_said(task.changed, text, length))
     rebuilt = _with_fewer_layers(task)
     if rebuilt is not None:
         yield replace(rebuilt, profile=_profile(rebuilt.model, rebuilt.optimizer, rebuilt.batch, blocks))
-
-
-def _runs_on(task: Task, batch: Arguments, blocks: Choice | None) -> bool:
-    """Some models take one length only."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return not profile_model(task.model, task.optimizer, batch, blocks)[1].failure
-
-
-def _with_batch(task: Task, blocks: Choice | None, batch: Arguments, text: str, before: int) -> Task:
-    profile = _profile(task.model, task.optimizer, batch, blocks)
-    return replace(task, batch=batch, profile=profile, changed=_said(task.changed, text, before))
 
 
 def _said(changed: tuple[str, ...], text: str, before: int) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ MAX_NAMED = 3  # of many
 LOOSE = 1e-3  # of its size: what is allowed to differ by more was hardly checked
 NEGLIGIBLE = 1e-4  # of the largest of its kind
 NAMED_ITSELF = ("buffer", "attribute", "result", "random state")  # the others are something of what is named
+MARGIN = 8  # times what rounding was seen to do: hightide rounds in more places
 _COLUMNS = (38, 10, 10, 9, 9)  # with one space between them: 80
 
 
@@ -60,6 +61,7 @@ class Verdict:
     warnings: tuple[str, ...]  # what hightide warned of meanwhile
     refusal: str  # why hightide does not train this model; "": it does
     failure: str  # what hightide raised though plain PyTorch did not; "": nothing
+    tolerance: float
     seconds: float
 
     @property
@@ -107,6 +109,10 @@ class Verdict:
         rest = len(different) - len(shown)
         if rest > 0:
             lines.append(f"and {rest} more differ, of {len(self.rows)} compared")
+        lines += _wrapped(
+            f"allowed: {self.tolerance:g} of the largest entry, or {MARGIN} times what the last bits of the weights "
+            "change in plain PyTorch"
+        )
         return lines + self._loosely_judged()
 
     def _loosely_judged(self) -> list[str]:

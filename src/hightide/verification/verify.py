@@ -23,7 +23,7 @@ from hightide.machine import free_host_bytes
 from hightide.optim.registry import rule_for
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.profiler.blocks import Choice
-from hightide.profiler.split import Arguments, Batch, batch_size, call_arguments
+from hightide.profiler.split import Arguments, Batch, batch_size, call_arguments, flatten_call
 from hightide.progress import shown, tell
 from hightide.verification.compare import Comparison, Reference
 from hightide.verification.copies import (
@@ -42,7 +42,6 @@ from hightide.verification.observe import (
     OF_GRADIENT,
     Loop,
     LossOf,
-    Note,
     Plain,
     Streamed,
     call,
@@ -113,6 +112,7 @@ def verify(
         warnings=tuple(said),
         refusal=findings.refusal,
         failure=findings.failure,
+        tolerance=tolerance,
         seconds=time.perf_counter() - began_s,
     )
 
@@ -146,6 +146,7 @@ class _Case:
 
     micro_batch: int | None  # None: the plan decides
     streams: bool  # everything that can move does; else as the user's limits have it
+    asks_more: str = ""  # why it may need more than what the user will train
 
 
 class _NotTrained(Exception):
@@ -174,7 +175,7 @@ class _Trial:
         self._hooked = hooked_parameters(model)
         findings.changed += [*task.changed, *_conversions(task), *_unhooked(self._hooked)]
         findings.unsplit += _unsplit(task)
-        example = changed_batch(task.batch, lambda tensor: _widened(tensor.detach()))
+        example = changed_batch(task.batch, _widened)
         batches = tuple(_rolled(example, step) for step in range(steps))
         names = [block.name for block in task.profile.blocks if not block.loose]
         self._loop = Loop(batches, loss, tuple(names), _in_backward_order(task))
@@ -189,17 +190,27 @@ class _Trial:
         several = min(asked, size) if asked is not None else max(1, size // 3)
         drawing, left = self._random_blocks() if size > 1 else ([], [])
         if not left:
-            cases = [_Case(several, streams=True), _Case(asked and several, streams=False)]
+            more = "too small for a copy in fp32" if _is_half(self._task.model) else ""
+            cases = [_Case(several, streams=True), _Case(asked and several, streams=False, asks_more=more)]
             self._compare(tolerance, cases, with_dropout=not drawing)
         if drawing:
-            cases = [_Case(size, streams=True)] + ([_Case(size, streams=False)] if left else [])
-            self._compare(tolerance, cases, with_dropout=True)
+            as_planned = [_Case(size, streams=False, asks_more="too small for one micro-batch")] if left else []
+            self._compare(tolerance, [_Case(size, streams=True), *as_planned], with_dropout=True)
 
-    def _plain(self) -> Plain:
-        model = copied_model(self._task.model).to(self._options.device)
+    def _copies(self, with_dropout: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = copied_model(self._task.model)
+        if not with_dropout:
+            switch_off(model)
         optimizer = copied_optimizer(self._task.optimizer, twins_of(self._task.model, model))
         changes = steady(optimizer, self._largest_gradient)
         self._findings.changed += [text for text in changes if text not in self._findings.changed]
+        return model, optimizer
+
+    def _plain(self, with_dropout: bool = True, change: Callable[[nn.Module], None] | None = None) -> Plain:
+        model, optimizer = self._copies(with_dropout)
+        model.to(self._options.device)  # the optimizer's references stay good
+        if change is not None:
+            change(model)
         return Plain(model, optimizer)
 
     def _try_plain(self) -> None:
@@ -238,27 +249,20 @@ class _Trial:
     def _compare(self, tolerance: float, cases: list[_Case], with_dropout: bool) -> None:
         reference = Reference(tolerance)
         with _own_errors():
-            self._train_plain(with_dropout, reference.keep)
-            self._train_plain(with_dropout, reference.feel, nudge)
+            train(self._plain(with_dropout), self._loop, reference.keep)
+            self._let_go()
+            train(self._plain(with_dropout, nudge), self._loop, reference.feel)
+            self._let_go()
         for case in cases:
             if not self._findings.failure:
                 self._train_wrapped(case, with_dropout, reference)
-
-    def _train_plain(
-        self, with_dropout: bool, note: Note, change: Callable[[nn.Module], None] = lambda model: None
-    ) -> None:
-        subject = self._plain()
-        if not with_dropout:
-            switch_off(subject.model)
-        change(subject.model)
-        train(Plain(subject.model, subject.optimizer), self._loop, note)
 
     def _train_wrapped(self, case: _Case, with_dropout: bool, reference: Reference) -> None:
         tell("steps in hightide", self._spoken(case))
         subject = self._wrapped(case, with_dropout)
         if subject is None:
             return
-        text = f"{len(self._loop.batches)} steps, {_micro_batches(subject.run.plan)}, {self._spoken(case)}"
+        text = f"{_steps(self._loop)}, {_micro_batches(subject.run.plan)}, {self._spoken(case)}"
         if self._has_dropout:
             text += f", {'with' if with_dropout else 'without'} dropout"
         self._findings.runs.append(text)
@@ -277,8 +281,18 @@ class _Trial:
             subject.run.discard()
             self._findings.rows += comparison.rows(unread, is_complete)
             del subject
-            if sum(param.nbytes for param in self._task.model.parameters()) > MUCH_BYTES:
-                gc.collect()  # what a model's own cycles of references keep
+            self._let_go()
+
+    def _check_limits(self, shared: dict[str, Any]) -> None:
+        """InfeasiblePlan where they are too small for the user's own model too."""
+        task, options = self._task, self._options
+        size = min(options.micro_batch, self._num_samples) if options.micro_batch is not None else None
+        api.plan(task.model, task.optimizer, task.batch, limits=options.limits, micro_batch=size, **shared)
+
+    def _let_go(self) -> None:
+        """Of what a copy's own cycles of references keep."""
+        if sum(param.nbytes for param in self._task.model.parameters()) > MUCH_BYTES:
+            gc.collect()
 
     def _spoken(self, case: _Case) -> str:
         if case.streams:
@@ -286,15 +300,12 @@ class _Trial:
         return "as wrap plans it" if self._options.limits is None else "within your limits"
 
     def _wrapped(self, case: _Case, with_dropout: bool) -> Streamed | None:
-        """None: there is no plan for the user's limits, because the copy is larger than the model."""
+        """None: there is no plan for the user's limits, where verify itself asks for more than the user would."""
         options = self._options
-        model = copied_model(self._task.model)
-        optimizer = copied_optimizer(self._task.optimizer, twins_of(self._task.model, model))
-        steady(optimizer, self._largest_gradient)
-        if not with_dropout:
-            switch_off(model)
-        for name in self._hooked:
-            model.get_parameter(name).register_hook(lambda gradient: None)  # so that wrap says what it thinks of them
+        model, optimizer = self._copies(with_dropout)
+        for name, param in model.named_parameters():
+            if name in self._hooked:
+                param.register_hook(lambda gradient: None)  # so that wrap says what it thinks of them
         begin = values_of(model)
         shared: dict[str, Any] = {
             "update": options.update,
@@ -312,9 +323,10 @@ class _Trial:
                 limits, micro_batch = options.limits, case.micro_batch
                 wrapped = api.wrap(model, optimizer, example, limits=limits, micro_batch=micro_batch, **shared)
             except InfeasiblePlan as error:
-                if not _is_half(self._task.model):
+                if not case.asks_more:
                     raise
-                self._findings.changed.append(f"not run with your limits, too small for the copy in fp32: {error}")
+                self._check_limits(shared)
+                self._findings.changed.append(f"not run within your limits, {case.asks_more}: {error}")
                 return None
             return Streamed(*wrapped, begin)
         raise AssertionError("unreachable")
@@ -331,6 +343,10 @@ def _all_streamed(plan: Plan) -> Plan:
     blocks = tuple(replace(block, **away) if block.name else block for block in plan.blocks)
     widest = max(plan.layout.num_slots(chunk) for chunk in plan.layout.chunks)
     return replace(plan, blocks=blocks, num_slots=2 * widest + 1, num_grad_slots=2 * widest + 1, loss_kept_tokens=0)
+
+
+def _steps(loop: Loop) -> str:
+    return "1 step" if len(loop.batches) == 1 else f"{len(loop.batches)} steps"
 
 
 def _micro_batches(plan: Plan) -> str:
@@ -361,7 +377,8 @@ def _refusals() -> Iterator[None]:
 @contextmanager
 def _own_errors() -> Iterator[None]:
     try:
-        yield
+        with recorded_warnings():  # those of plain PyTorch tell nothing about hightide
+            yield
     except Exception as error:
         error.add_note(OWN_ERROR)
         raise
@@ -399,12 +416,16 @@ def _in_backward_order(task: Task) -> tuple[str, ...]:
 
 
 def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in HALF else tensor
+    wide = tensor.detach().float() if tensor.dtype in HALF else tensor.detach()
+    return wide.requires_grad_(tensor.requires_grad)
 
 
 def _rolled(batch: Arguments, by: int) -> Arguments:
-    """The same samples in another order, so that each is in another micro-batch."""
+    """The same samples in another order, so that each is in another micro-batch. What is in a dataclass may have no
+    samples: then it is the same batch."""
     size = batch_size(batch)
+    if flatten_call(batch.args, batch.kwargs)[1].records:
+        return batch
     return changed_batch(
         batch, lambda tensor: tensor.roll(by, 0) if tensor.ndim and tensor.shape[0] == size else tensor
     )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import hightide
 import models
+from hightide.planner.infeasible import InfeasiblePlan
 
 
 def small(**options: Any) -> tuple[nn.Module, Any, torch.optim.Optimizer]:
@@ -58,13 +59,31 @@ def test_limits_that_are_too_small() -> None:
     assert verdict.rows and all(row.equal for row in verdict.rows), "what was run before that was equal"
 
 
+def needed_bytes(model: nn.Module, batch: Any) -> int:
+    """Of the smallest GPU for which there is a plan."""
+    needed = 1
+    for _ in range(8):
+        try:
+            limits = hightide.Limits(gpu=needed, host="8MiB")
+            hightide.plan(model, torch.optim.AdamW(model.parameters()), batch, limits=limits)
+            return needed
+        except InfeasiblePlan as refusal:
+            needed = refusal.num_bytes
+    raise AssertionError(needed)
+
+
 def test_limits_that_are_too_small_for_the_fp32_copy_only_are_left_out() -> None:
-    model, batch = models.llama(num_layers=2, num_samples=6)
-    model.to(torch.bfloat16)
+    model, batch, _ = small()
+    in_fp32 = needed_bytes(model, batch)
+    batch = {name: value.to(torch.bfloat16) for name, value in batch.items()}
+    in_bf16 = needed_bytes(model.to(torch.bfloat16), batch)
+    assert in_bf16 < in_fp32
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    verdict = hightide.verify(model, optimizer, batch, limits=hightide.Limits(gpu="20KiB", host="8MiB"))
+    verdict = hightide.verify(model, optimizer, batch, limits=hightide.Limits(gpu=in_bf16, host="8MiB"))
     assert verdict.equal, verdict
-    assert len(verdict.runs) == 1 and any("too small for the copy in fp32" in text for text in verdict.changed)
+    assert len(verdict.runs) == 1 and any("too small for a copy in fp32" in text for text in verdict.changed)
+    verdict = hightide.verify(model, optimizer, batch, limits=hightide.Limits(gpu="1KiB", host="8MiB"))
+    assert not verdict.equal and "1.0 KiB" in verdict.refusal
 
 
 def test_what_the_model_itself_raises_is_raised_as_its_own() -> None:
