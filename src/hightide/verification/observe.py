@@ -29,7 +29,7 @@ from hightide.verification.copies import random_states, seed_all
 
 AFTER = 0  # the number of what is seen after the last step
 OF_GRADIENT = ("gradient", "gradient norm")
-ROUNDING = 4 * torch.finfo(torch.float32).eps  # of a weight, whatever the update is
+ROUNDING = 4  # times the last bit of a weight, whatever its update is
 LOST = 1e-9  # of the norm of all gradients: smaller ones are nothing but rounding
 _INTERNAL = frozenset(nn.Module().__dict__)
 LossOf = Callable[[Any], Tensor]
@@ -220,13 +220,17 @@ def _watched(subject: Subject, blocks: tuple[str, ...], note: Note) -> Iterator[
 
 def _look_at_gradients(subject: Subject, loop: Loop, step: int, note: Note) -> None:
     gradients = {name: subject.model.get_parameter(name).grad for name in loop.params}
-    present = [gradient for gradient in gradients.values() if gradient is not None]
+    present = [dense(gradient) for gradient in gradients.values() if gradient is not None]
     norm = torch.nn.utils.get_total_norm(present)
     for name, gradient in gradients.items():
         if gradient is not None:
-            values = gradient.clone()  # hightide shows a placeholder there
-            note(Key("gradient", name, step), values.to_dense() if values.is_sparse else values, LOST * float(norm))
+            values = dense(gradient.clone())  # hightide shows a placeholder there
+            note(Key("gradient", name, step), values, LOST * float(norm))
     note(Key("gradient norm", "", step), norm, 0.0)
+
+
+def dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _look_at_weights(subject: Subject, loop: Loop, note: Note) -> None:
@@ -235,12 +239,9 @@ def _look_at_weights(subject: Subject, loop: Loop, note: Note) -> None:
     for name in loop.params:
         begin = subject.begin[name]
         update = subject.value_of(name).to(begin.device) - begin
-        is_trained = id(subject.model.get_parameter(name)) in optimised
-        note(
-            Key("update", name, last),
-            update,
-            ROUNDING * float(begin.abs().max()) if is_trained and begin.numel() else 0.0,
-        )
+        is_trained = id(subject.model.get_parameter(name)) in optimised and begin.numel() > 0
+        last_bit = torch.finfo(begin.dtype).eps * float(begin.abs().max()) if is_trained else 0.0
+        note(Key("update", name, last), update, ROUNDING * last_bit)
     states = subject.states()
     for name in loop.params:
         for state, value in states.get(name, {}).items():

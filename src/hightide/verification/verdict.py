@@ -126,7 +126,7 @@ class Verdict:
         ]
         if not loose:
             return []
-        places = _few(dict.fromkeys(row.place for row in loose))
+        places = few(dict.fromkeys(row.place for row in loose))
         return _wrapped(
             f"{len(loose)} of {len(self.rows)} were allowed more than {LOOSE:.1%} of their size, because the last bits "
             f"of the weights decide about as much in plain PyTorch: {places}"
@@ -156,10 +156,10 @@ def _by_reason(unsplit: Iterable[tuple[str, str]]) -> list[str]:
     names: dict[str, list[str]] = {}
     for name, reason in unsplit:
         names.setdefault(reason, []).append(name)
-    return [f"{_few(named)}: {reason}" for reason, named in names.items()]
+    return [f"{few(named)}: {reason}" for reason, named in names.items()]
 
 
-def _few(names: Iterable[str]) -> str:
+def few(names: Iterable[str]) -> str:
     found = list(names)
     more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
     return ", ".join(found[:MAX_NAMED]) + more

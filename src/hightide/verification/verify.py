@@ -45,6 +45,7 @@ from hightide.verification.observe import (
     Plain,
     Streamed,
     call,
+    dense,
     recorded_warnings,
     train,
     usual_loss,
@@ -52,7 +53,7 @@ from hightide.verification.observe import (
 )
 from hightide.verification.randomness import drawing_blocks, switch_off
 from hightide.verification.smaller import Room, Task, TooLarge, changed_batch, fitted
-from hightide.verification.verdict import Row, Verdict
+from hightide.verification.verdict import Row, Verdict, few
 
 TOLERANCE = 1e-5  # of the largest entry of a tensor, in fp32
 MUCH_BYTES = 2**28  # of parameters: to look for garbage takes as long as to train a small model
@@ -224,7 +225,7 @@ class _Trial:
             if not bool(loss.isfinite()):
                 raise ValueError(f"the loss is {float(loss)}: nothing can be compared")
             loss.backward()
-        gradients = [param.grad for param in subject.model.parameters() if param.grad is not None]
+        gradients = [dense(param.grad) for param in subject.model.parameters() if param.grad is not None]
         self._largest_gradient = max(float(gradient.abs().max()) for gradient in gradients if gradient.numel())
 
     def _random_blocks(self) -> tuple[list[str], list[str]]:
@@ -240,8 +241,8 @@ class _Trial:
         text = "dropout switched off, except in the run with one micro-batch: in several, masks differ by design"
         if left:
             text = (
-                f"only one micro-batch: {left[0]} and {len(left) - 1} more blocks draw random numbers that cannot be "
-                "switched off, and in several micro-batches these differ by design"
+                f"only one micro-batch: {few(left)} draw random numbers that cannot be switched off, and in several "
+                "micro-batches these differ by design"
             )
         self._findings.changed.append(text)
         return drawing, left
@@ -264,7 +265,7 @@ class _Trial:
             return
         text = f"{_steps(self._loop)}, {_micro_batches(subject.run.plan)}, {self._spoken(case)}"
         if self._has_dropout:
-            text += f", {'with' if with_dropout else 'without'} dropout"
+            text += ", random as it is" if with_dropout else ", without dropout"
         self._findings.runs.append(text)
         comparison = Comparison(reference, text)
         unread = () if subject.shows_gradients else OF_GRADIENT
@@ -276,7 +277,7 @@ class _Trial:
         except _NotTrained:
             raise
         except Exception as error:  # whatever it is: plain PyTorch has run the same without it
-            self._findings.failure = f"{type(error).__name__}: {error}"
+            self._findings.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         finally:
             subject.run.discard()
             self._findings.rows += comparison.rows(unread, is_complete)
@@ -397,7 +398,7 @@ def _conversions(task: Task) -> Iterator[str]:
 
 def _unhooked(names: list[str]) -> Iterator[str]:
     if names:
-        yield f"the gradient hooks of {names[0]} and {len(names) - 1} more parameters were not run"
+        yield f"gradient hooks were not run: of {few(names)}"
 
 
 def _unsplit(task: Task) -> list[tuple[str, str]]:
