@@ -25,7 +25,7 @@ from hightide.loading.unloaded import Unloaded
 SEED = 0
 HALF = (torch.bfloat16, torch.float16)
 EPS_SHARE = 0.01  # of the largest gradient
-LEAST_LR = 1e-3  # where the learning rate is 0, as at the begin of a warm-up
+LEAST_UPDATE = 1e-3  # of the weight with the largest gradient: smaller ones are lost in the last bits of weights
 
 
 def copied_model(model: nn.Module) -> nn.Module:
@@ -102,15 +102,19 @@ def steady(optimizer: torch.optim.Optimizer, largest_gradient: float) -> list[st
     """Makes updates follow from gradients, not from their rounding; what was changed, in words. See [Note: what copies
     change]."""
     said: dict[str, None] = {}
+    if largest_gradient == 0.0:
+        return []
     for group in optimizer.param_groups:
-        eps = float(f"{EPS_SHARE * largest_gradient:.1g}")
-        if "eps" in group and eps > group["eps"]:
+        eps, lr = float(f"{EPS_SHARE * largest_gradient:.1g}"), float(group["lr"])
+        is_adam = "eps" in group
+        if is_adam and eps > group["eps"]:
             name = type(optimizer).__name__
             said[f"eps of {name} raised from {group['eps']:g} to {eps:g}: it would magnify rounding"] = None
             group["eps"] = eps
-        if float(group["lr"]) == 0.0:
-            said[f"a learning rate of 0 raised to {LEAST_LR:g}: nothing would be updated"] = None
-            group["lr"] = LEAST_LR
+        least = LEAST_UPDATE if is_adam else float(f"{LEAST_UPDATE / largest_gradient:.1g}")
+        if lr < least:
+            said[f"a learning rate of {lr:g} raised to {least:g}: updates would be lost in rounding"] = None
+            group["lr"] = least
     return list(said)
 
 

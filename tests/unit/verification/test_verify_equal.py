@@ -135,7 +135,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
         ],
         lr=1e-3,
     ),
-    "warming up": lambda model: torch.optim.AdamW(model.parameters(), lr=0.0),
+    "warming up": lambda model: torch.optim.SGD(model.parameters(), lr=0.0),
+    "tiny steps": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-7),
 }
 
 
@@ -146,7 +147,10 @@ def test_optimizers_are_equal(name: str) -> None:
     assert verdict.equal, verdict
     assert all(row.size > 0 for row in verdict.rows if row.what == "update")
     assert ("momentum_buffer" in whats(verdict)) == (name == "momentum")
-    assert any("eps" in text for text in verdict.changed) == ("sgd" not in name and name != "momentum")
+    assert any("eps of Adam" in text for text in verdict.changed) == (name in ("adam", "groups", "tiny steps"))
+    assert any("learning rate" in text for text in verdict.changed) == (name in ("warming up", "tiny steps"))
+    updates = [row for row in verdict.rows if row.what == "update"]
+    assert all(row.allowed <= 0.02 * row.size for row in updates), "updates are large enough to be compared"
 
 
 def test_updates_in_backward_are_equal_and_show_no_gradients() -> None:
