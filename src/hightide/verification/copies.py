@@ -167,7 +167,7 @@ def nudge(model: nn.Module) -> None:
     with torch.no_grad():
         for param in model.parameters():
             if param.is_floating_point():
-                signs = torch.randint(0, 2, param.shape, generator=generator).to(param.device) * 2 - 1
+                signs = torch.randint(0, 2, param.shape, generator=generator, dtype=torch.int8).to(param.device) * 2 - 1
                 param.mul_(1 + torch.finfo(param.dtype).eps * signs.to(param.dtype))
 
 

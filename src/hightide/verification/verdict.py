@@ -80,11 +80,15 @@ class Verdict:
         return "\n".join(lines)
 
     def _sentence(self) -> str:
-        if self.refusal:
-            return f"REFUSED, so there is nothing to compare: {self.refusal}"
         if self.first is not None:
             text = f"NOT equal: first differs in {self.first.place} ({self.first.run})"
-            return text + (f"; then hightide raised {self.failure}" if self.failure else self._hint(self.first))
+            if self.refusal or self.failure:
+                return (
+                    f"{text}; then hightide {f'refused: {self.refusal}' if self.refusal else f'raised {self.failure}'}"
+                )
+            return text + self._hint(self.first)
+        if self.refusal:
+            return f"REFUSED{'' if self.rows else ', so there is nothing to compare'}: {self.refusal}"
         if self.failure:
             return f"NOT equal: hightide raised {self.failure}, and plain PyTorch did not"
         kinds = ", ".join(dict.fromkeys(row.what for row in self.rows))

@@ -167,7 +167,7 @@ class _Trial:
         findings: _Findings,
     ) -> None:
         self._options, self._findings = options, findings
-        with _refusals():
+        with _refusals(ValueError):
             rule_for(optimizer)
             first_values(model)
             tell("profiling the model")
@@ -226,7 +226,8 @@ class _Trial:
                 raise ValueError(f"the loss is {float(loss)}: nothing can be compared")
             loss.backward()
         gradients = [dense(param.grad) for param in subject.model.parameters() if param.grad is not None]
-        self._largest_gradient = max(float(gradient.abs().max()) for gradient in gradients if gradient.numel())
+        largest = [float(gradient.abs().max()) for gradient in gradients if gradient.numel()]
+        self._largest_gradient = max(largest, default=0.0)
 
     def _random_blocks(self) -> tuple[list[str], list[str]]:
         """Those that draw random numbers, and those that do without dropout too."""
@@ -260,8 +261,9 @@ class _Trial:
 
     def _train_wrapped(self, case: _Case, with_dropout: bool, reference: Reference) -> None:
         tell("steps in hightide", self._spoken(case))
-        subject = self._wrapped(case, with_dropout)
-        if subject is None:
+        with self._failures(), _refusals(ValueError, Refused):
+            subject = self._wrapped(case, with_dropout)
+        if self._findings.failure or subject is None:
             return
         text = f"{_steps(self._loop)}, {_micro_batches(subject.run.plan)}, {self._spoken(case)}"
         if self._has_dropout:
@@ -271,18 +273,24 @@ class _Trial:
         unread = () if subject.shows_gradients else OF_GRADIENT
         is_complete = False
         try:
-            with _refusals():
+            with self._failures(), _refusals(Refused):
                 train(subject, self._loop, comparison.note)
-            is_complete = True
-        except _NotTrained:
-            raise
-        except Exception as error:  # whatever it is: plain PyTorch has run the same without it
-            self._findings.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                is_complete = True
         finally:
             subject.run.discard()
             self._findings.rows += comparison.rows(unread, is_complete)
             del subject
             self._let_go()
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Whatever it is: plain PyTorch has run the same without it."""
+        try:
+            yield
+        except _NotTrained:
+            raise
+        except Exception as error:
+            self._findings.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
     def _check_limits(self, shared: dict[str, Any]) -> None:
         """InfeasiblePlan where they are too small for the user's own model too."""
@@ -316,21 +324,19 @@ class _Trial:
             "blocks": options.blocks,
         }
         example = self._loop.batches[0]
-        with _refusals():
-            if case.streams:
-                made = api.plan(model, optimizer, example, micro_batch=case.micro_batch, **shared)
-                return Streamed(*api.wrap(model, optimizer, example, plan=_all_streamed(made), **shared), begin)
-            try:
-                limits, micro_batch = options.limits, case.micro_batch
-                wrapped = api.wrap(model, optimizer, example, limits=limits, micro_batch=micro_batch, **shared)
-            except InfeasiblePlan as error:
-                if not case.asks_more:
-                    raise
-                self._check_limits(shared)
-                self._findings.changed.append(f"not run within your limits, {case.asks_more}: {error}")
-                return None
-            return Streamed(*wrapped, begin)
-        raise AssertionError("unreachable")
+        if case.streams:
+            made = api.plan(model, optimizer, example, micro_batch=case.micro_batch, **shared)
+            return Streamed(*api.wrap(model, optimizer, example, plan=_all_streamed(made), **shared), begin)
+        try:
+            limits, micro_batch = options.limits, case.micro_batch
+            wrapped = api.wrap(model, optimizer, example, limits=limits, micro_batch=micro_batch, **shared)
+        except InfeasiblePlan as error:
+            if not case.asks_more:
+                raise
+            self._check_limits(shared)
+            self._findings.changed.append(f"not run within your limits, {case.asks_more}: {error}")
+            return None
+        return Streamed(*wrapped, begin)
 
 
 def _all_streamed(plan: Plan) -> Plan:
@@ -366,12 +372,12 @@ def _room(device: torch.device, memory: int | str | None) -> Room:
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def _refusals(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except TooLarge:
         raise
-    except (ValueError, Refused) as error:
+    except kinds as error:
         raise _NotTrained(str(error)) from error
 
 

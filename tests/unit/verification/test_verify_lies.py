@@ -246,4 +246,21 @@ def test_what_hightide_refuses_in_a_step_is_a_refusal(monkeypatch: pytest.Monkey
     verdict = verified()
     assert not verdict.equal and not verdict.failure
     assert verdict.refusal == "p.norm() outside of a block; call it elsewhere"
-    assert str(verdict).startswith("REFUSED, so there is nothing to compare: p.norm()")
+    assert str(verdict).startswith("REFUSED: p.norm() outside of a block")
+
+
+def test_a_difference_is_said_before_what_is_refused_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_block(monkeypatch, lambda module, output: output * 1.01)
+    limits = hightide.Limits(gpu="8KiB", host="8MiB")
+    verdict = verified(limits=limits)
+    assert_first(verdict, "output", BLOCK, 1)
+    assert verdict.refusal and "; then hightide refused: " in " ".join(str(verdict).split())
+
+
+def test_what_wrap_raises_is_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Run) -> None:
+        raise ZeroDivisionError("no slots")
+
+    monkeypatch.setattr(Run, "settle", fail)
+    verdict = verified()
+    assert not verdict.equal and verdict.failure == "ZeroDivisionError: no slots" and not verdict.rows
