@@ -127,9 +127,9 @@ def _profile(
 
 
 def _too_large(first: Need, need: Need, task: Task, room: Room, device: torch.device) -> str:
-    there = format_bytes(room.host_bytes) + " are free"
+    there = format_bytes(room.host_bytes) + " may be taken"
     if device.type == "cuda":
-        there = f"{format_bytes(room.device_bytes)} of the GPU and {format_bytes(room.host_bytes)} of the host are free"
+        there = f"{format_bytes(room.device_bytes)} of the GPU and {format_bytes(room.host_bytes)} of the host may be taken"
     least = "" if not task.changed else f" ({'; '.join(task.changed)}: still {need})"
     return (
         f"this model cannot be verified here: plain PyTorch would need {first}{least}, and {there}. Verify a smaller "
