@@ -67,8 +67,8 @@ def twins_of(model: nn.Module, made: nn.Module) -> dict[int, nn.Parameter]:
 
 
 def copied_optimizer(optimizer: torch.optim.Optimizer, twins: Mapping[int, nn.Parameter]) -> torch.optim.Optimizer:
-    """Of the same class, groups and states, over the copies. What belongs to no parameter of the model has a copy
-    too."""
+    """Of the same class, groups and states, over the copies. For a parameter that has none there is one without
+    memory."""
     groups = []
     states: dict[Tensor, dict[str, Any]] = {}
     for group in optimizer.param_groups:
@@ -76,7 +76,8 @@ def copied_optimizer(optimizer: torch.optim.Optimizer, twins: Mapping[int, nn.Pa
         for param in group["params"]:
             twin = twins.get(id(param))
             if twin is None:
-                twin = nn.Parameter(torch.zeros(param.shape), requires_grad=param.requires_grad)
+                params.append(nn.Parameter(torch.empty(param.shape, device="meta"), param.requires_grad))
+                continue
             params.append(twin)
             if param in optimizer.state:
                 state = {name: _copied(value) for name, value in optimizer.state[param].items()}

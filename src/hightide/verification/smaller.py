@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hightide.integrations.pretrained import build_without_values
 from hightide.ir.block import DTYPE_BYTES, ModelProfile
 from hightide.ir.units import format_bytes
 from hightide.loading.unloaded import Unloaded
@@ -21,7 +22,7 @@ from hightide.optim.registry import rule_for
 from hightide.profiler.blocks import Choice
 from hightide.profiler.model import profile_model
 from hightide.profiler.split import Arguments, batch_size, flatten_call, tensors, unflatten
-from hightide.verification.copies import copied_optimizer, seed_all, twins_of
+from hightide.verification.copies import copied_optimizer, lacks_values, twins_of
 
 LEAST_SAMPLES = 3  # for as many micro-batches
 LEAST_LENGTH = 16  # tokens
@@ -99,6 +100,9 @@ def fitted(
         if smaller is None:
             raise TooLarge(_too_large(first, need, task, room, device))
         task, need = smaller, need_of(smaller, steps)
+    if task.model is not model and not lacks_values(model):
+        _take_values(task.model, model)
+        task = replace(task, optimizer=_over(optimizer, twins_of(model, task.model)))
     return task
 
 
@@ -129,7 +133,7 @@ def _profile(
 def _too_large(first: Need, need: Need, task: Task, room: Room, device: torch.device) -> str:
     there = format_bytes(room.host_bytes) + " may be taken"
     if device.type == "cuda":
-        there = f"{format_bytes(room.device_bytes)} of the GPU and {format_bytes(room.host_bytes)} of the host may be taken"
+        there = f"{format_bytes(room.device_bytes)} of the GPU and {there} of the host"
     least = "" if not task.changed else f" ({'; '.join(task.changed)}: still {need})"
     return (
         f"this model cannot be verified here: plain PyTorch would need {first}{least}, and {there}. Verify a smaller "
@@ -202,32 +206,42 @@ def changed_batch(batch: Arguments, change: Any) -> Arguments:
 
 
 def _with_fewer_layers(task: Task) -> Task | None:
-    """The same class with a smaller configuration, and the values of the layers that are left. None: it has no
-    configuration that says how many layers there are, or only a few of them."""
+    """The same class with a smaller configuration, still without values. None: it has no configuration that says how
+    many layers there are, or only a few of them."""
     model = task.model
     kind = type(model).__bases__[-1] if isinstance(model, Unloaded) else type(model)
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not any(one.__name__ == "PreTrainedModel" for one in kind.__mro__) or not hasattr(config, "to_dict"):
         return None
     config = copy.deepcopy(config)
     counts = list(_halved(config))
     if not counts:
         return None
-    seed_all()
-    made = kind(config).train(model.training)
+    config.dtype = next(model.parameters()).dtype
+    made = build_without_values(kind, config).train(model.training)
     known = dict(model.named_parameters())
     for name, param in made.named_parameters():
         if name not in known or known[name].shape != param.shape:
             return None
         param.requires_grad_(known[name].requires_grad)
-        if not known[name].is_meta:
-            param.data.copy_(known[name].detach())
-    twins = twins_of(model, made)
-    optimizer = _over(task.optimizer, twins)
+    optimizer = _over(task.optimizer, twins_of(model, made))
     changed = task.changed
     for name, before, after in counts:
         changed = _said(changed, f"{name}: {after} of {{}}", before)
     return replace(task, model=made, optimizer=optimizer, changed=changed)
+
+
+def _take_values(made: nn.Module, model: nn.Module) -> None:
+    """Those of the layers that are left."""
+    known = dict(model.named_parameters(remove_duplicate=False))
+    copies: dict[int, nn.Parameter] = {}  # of one that has several names there is one
+    for path, module in made.named_modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                original = known[f"{path}.{name}".removeprefix(".")]
+                if id(original) not in copies:
+                    copies[id(original)] = nn.Parameter(original.detach().clone(), original.requires_grad)
+                module._parameters[name] = copies[id(original)]
 
 
 def _over(optimizer: torch.optim.Optimizer, twins: dict[int, nn.Parameter]) -> torch.optim.Optimizer:
