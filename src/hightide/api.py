@@ -72,13 +72,13 @@ def wrap(
     `blocks` names the modules that move as a whole, by patterns of their names ("model.layers.*") or by their classes;
     by default they are found. A plan that was made with it needs it again.
     """
-    place = _device(device)
+    place = chosen_device(device)
     if plan is not None and not isinstance(plan, Plan):
         raise ValueError(f"plan is a {type(plan).__name__}; pass a Plan, such as hightide.Plan.load('plan.json')")
     _check_limits(limits)
     if plan is not None and (limits is not None or micro_batch is not None):
         raise ValueError("plan= already fixes limits and micro_batch; pass either plan= or these, not both")
-    rule = rule_for(_check_fresh(model, optimizer))
+    rule = rule_for(check_fresh(model, optimizer))
     timing = _timing(update)
     if plan is not None and timing not in (Update.DEFERRED, plan.update):  # the default asks for nothing
         raise ValueError(
@@ -142,7 +142,7 @@ def plan(
     blocks: Choice | None = None,
 ) -> Plan:
     """The plan that `wrap` would use, without touching the model."""
-    rule, place = rule_for(_check_fresh(model, optimizer)), _device(device)
+    rule, place = rule_for(check_fresh(model, optimizer)), chosen_device(device)
     timing, rounding = _timing(update), _gradients(gradients)
     _check_limits(limits)
     with shown("hightide.plan"), checkpointing.off(model):
@@ -187,7 +187,7 @@ def _run(model: nn.Module) -> Run:
     return run
 
 
-def _check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -210,7 +210,7 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def chosen_device(device: str | torch.device | None) -> torch.device:
     """CUDA where there is one, else the simulated accelerator, which lives in RAM."""
     if device is None:
         device = "cuda" if has_cuda() else "cpu"
