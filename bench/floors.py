@@ -6,6 +6,7 @@ run's own chunks, when its steps are done (the update runs with a learning rate 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,11 +37,11 @@ def _on_host(run: Any, spec: ChunkSpec) -> bool:
 
 def _update(run: Any, spec: ChunkSpec) -> None:
     updates = run.performer.updates
-    hyper = updates._rule.read({**updates._groups[0], "lr": 0.0, "weight_decay": 0.0})
+    hyper = replace(updates._groups.hyper(0), lr=0.0, weight_decay=0.0)
     numel = spec.optimised_numel
     param = run.chunks.home(spec.index)[:numel] if spec.has_master else None
     grad = run.gradients.flat(spec.index)[:numel]
-    moments, remainder = tuple(updates.moments(spec.index)), run.chunks.remainder(spec.index)
+    moments, remainder = tuple(updates.moments.at(spec.index)), run.chunks.remainder(spec.index)
     operands = Operands(run.chunks.master(spec.index), grad, moments, param, remainder)
     updates._on_host.update(operands, 1, hyper)
 

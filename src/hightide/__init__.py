@@ -10,16 +10,35 @@ if TYPE_CHECKING:
     from hightide.integrations.pretrained import from_pretrained
     from hightide.ir.limits import Limits
     from hightide.ir.plan import Plan
+    from hightide.ir.refusal import Refused
     from hightide.measured import Stats
+    from hightide.verification.verdict import Verdict
+    from hightide.verification.verify import verify
 
-__all__ = ["Limits", "Plan", "Stats", "from_pretrained", "plan", "record", "stats", "unwrap", "wrap"]
+__all__ = [
+    "Limits",
+    "Plan",
+    "Refused",
+    "Stats",
+    "Verdict",
+    "from_pretrained",
+    "plan",
+    "record",
+    "stats",
+    "unwrap",
+    "verify",
+    "wrap",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "Limits": "hightide.ir.limits",
     "Plan": "hightide.ir.plan",
+    "Refused": "hightide.ir.refusal",
     "Stats": "hightide.measured",
+    "Verdict": "hightide.verification.verdict",
     "from_pretrained": "hightide.integrations.pretrained",
+    "verify": "hightide.verification.verify",
     **dict.fromkeys(("plan", "record", "stats", "unwrap", "wrap"), "hightide.api"),
 }
 

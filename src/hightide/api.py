@@ -31,6 +31,7 @@ from hightide.planner.lower import lower_all
 from hightide.planner.question import Question
 from hightide.planner.search import Found
 from hightide.planner.verify import verify_all
+from hightide.profiler import checkpointing
 from hightide.profiler.blocks import Choice
 from hightide.profiler.model import profile_calls
 from hightide.profiler.probe import ProbeResult
@@ -71,13 +72,13 @@ def wrap(
     `blocks` names the modules that move as a whole, by patterns of their names ("model.layers.*") or by their classes;
     by default they are found. A plan that was made with it needs it again.
     """
-    place = _device(device)
+    place = chosen_device(device)
     if plan is not None and not isinstance(plan, Plan):
         raise ValueError(f"plan is a {type(plan).__name__}; pass a Plan, such as hightide.Plan.load('plan.json')")
     _check_limits(limits)
     if plan is not None and (limits is not None or micro_batch is not None):
         raise ValueError("plan= already fixes limits and micro_batch; pass either plan= or these, not both")
-    rule = rule_for(_check_fresh(model, optimizer))
+    rule = rule_for(check_fresh(model, optimizer))
     timing = _timing(update)
     if plan is not None and timing not in (Update.DEFERRED, plan.update):  # the default asks for nothing
         raise ValueError(
@@ -88,7 +89,7 @@ def wrap(
         raise ValueError(
             f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new plan"
         )
-    with shown("hightide.wrap"):
+    with shown("hightide.wrap"), checkpointing.off_unless_it_fails(model):
         profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks, place)
         searched: tuple[Question, Found] | None = None
         if plan is None:
@@ -110,11 +111,10 @@ def wrap(
             if place.type == "cuda":
                 _warn_of_room(room_on(place, model, optimizer), plan)
         check_modules(model, profile, probed)
-        transformers.prepare(model)
-        checks = transformers.refuse_captures(model, batch)
+        checks = transformers.training_checks(model, batch)
         values = first_values(model)
-        forced, around = transformers.training_kwargs(model), transformers.around_call(model)
-        run = Run(model, profile, probed, plan, schedules, forced, checks, place, compile, values, around)
+        around = transformers.around_call(model)
+        run = Run(model, profile, probed, plan, schedules, checks, place, compile, values, around)
         for param in lora.adapted_parameters(model):
             run.chunks.ignore_version(run.keys[id(param)])
         forget(model)
@@ -142,10 +142,10 @@ def plan(
     blocks: Choice | None = None,
 ) -> Plan:
     """The plan that `wrap` would use, without touching the model."""
-    rule, place = rule_for(_check_fresh(model, optimizer)), _device(device)
+    rule, place = rule_for(check_fresh(model, optimizer)), chosen_device(device)
     timing, rounding = _timing(update), _gradients(gradients)
     _check_limits(limits)
-    with shown("hightide.plan"):
+    with shown("hightide.plan"), checkpointing.off(model):
         profiled = _profile(model, optimizer, batch, blocks, place)
         gpu_bytes, host_bytes = _resolve(limits or Limits(), place, model, optimizer)
         asked = Asked(gpu_bytes, host_bytes, timing, micro_batch, rule.num_moments, rounding)
@@ -161,6 +161,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     run = _run(model)
     unwrap_modules(model)
     run.close()
+    checkpointing.switch_on_again(model)
     return model
 
 
@@ -186,7 +187,7 @@ def _run(model: nn.Module) -> Run:
     return run
 
 
-def _check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -209,7 +210,7 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def chosen_device(device: str | torch.device | None) -> torch.device:
     """CUDA where there is one, else the simulated accelerator, which lives in RAM."""
     if device is None:
         device = "cuda" if has_cuda() else "cpu"

@@ -25,6 +25,9 @@ class Stats:
     evictions: int
     deviations: int  # ticks that the model ran outside of the plan, or not at all
     update_kernel: str  # what computes updates on the host: "c" or "torch"
+    # Calls of forward hooks on modules inside blocks that plain PyTorch would not have made: a block runs once per
+    # micro-batch, and again where it is recomputed. Those of compiled blocks are not counted.
+    extra_hook_calls: int = 0
 
     def __str__(self) -> str:
         """A table of at most 80 columns. The plan has its own: `plan.explain()`."""
@@ -45,6 +48,8 @@ class Stats:
             ),
             f"evictions {self.evictions}, deviations from the plan {self.deviations}",
         ]
+        if self.extra_hook_calls:
+            lines.append(f"hooks inside blocks: {self.extra_hook_calls} calls more than in plain PyTorch")
         if self.update_kernel:
             lines.append(f"updates on the host: {self.update_kernel} kernel")
         return "\n".join(lines)
@@ -74,4 +79,5 @@ def read_stats(run: Run) -> Stats:
         evictions=run.performer.num_evictions,
         deviations=run.executor.num_deviations,
         update_kernel=run.performer.updates.kernel if run.performer.updates is not None else "",
+        extra_hook_calls=sum(hooks.num_extra_calls for hooks in run.inner_hooks.values()),
     )

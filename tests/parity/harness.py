@@ -130,7 +130,10 @@ def _case(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, opti
     params = tuple((name, param.shape, param.requires_grad) for name, param in model.named_parameters())
     groups = tuple(len(group["params"]) for group in optimizer.param_groups)
     arguments = batch.items() if isinstance(batch, dict) else enumerate([batch] if isinstance(batch, Tensor) else batch)
-    shapes = tuple((name, value.shape, int(value.sum())) for name, value in arguments)
+    shapes = tuple(
+        (name, value.shape, int(value.sum())) if isinstance(value, Tensor) else (name, value)
+        for name, value in arguments
+    )
     return type(model).__qualname__, str(getattr(model, "order", "")), params, groups, shapes, tuple(options.items())
 
 

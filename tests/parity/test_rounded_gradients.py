@@ -386,7 +386,7 @@ def test_gradients_can_be_read_scaled_and_replaced(where):
 
 
 def wrapped_moments(optimizer: Any, key: str) -> list[Tensor]:
-    return optimizer._updates.moments_of(key)
+    return optimizer._updates.moments.of(key)
 
 
 @pytest.mark.parametrize("where", PLACES)

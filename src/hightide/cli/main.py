@@ -21,11 +21,13 @@ from hightide.cli.doctor import DoctorOptions, doctor
 from hightide.cli.plan import PlanOptions, plan
 from hightide.cli.simulate import SimulateOptions, simulate
 from hightide.cli.train import train
+from hightide.cli.verify import VerifyOptions, verify
 from hightide.cli.workload import LENGTH, SEQUENCES, Dtype
 from hightide.ir.plan import GradientDtype, Update
 from hightide.stores.base import OutOfMemory
 
 EXIT_OUT_OF_MEMORY = 1
+EXIT_NOT_EQUAL = 1
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 3  # there is no answer: a file or the output failed, or it is a fault of the program
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -180,6 +182,55 @@ def plan_command(
         fits = plan(options, _present_device(), _console(), _console(stderr=True))
     if not fits:
         raise typer.Exit(EXIT_OUT_OF_MEMORY)
+
+
+@app.command("verify")
+def verify_command(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A preset's name, a Hugging Face config folder, or FILE.py:FUNCTION.")
+    ],
+    sequences: Annotated[int | None, typer.Option(help="Sequences per step; a few by default.")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens per sequence; a few by default.")] = None,
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the parameters; what is compared is fp32.")] = None,
+    lora: Annotated[
+        str | None, typer.Option(metavar="RANK[:TARGETS]", help="LoRA with PEFT, such as 16 or 16:q_proj,v_proj.")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of GPU memory in hightide.")] = None,
+    host: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of host memory in hightide.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch; else a third.")] = None,
+    update: Annotated[Update, typer.Option(help="When the optimizer's updates run.")] = Update.DEFERRED,
+    gradients: Annotated[
+        GradientDtype, typer.Option(help="What finished gradients are rounded to.")
+    ] = GradientDtype.FLOAT32,
+    compile: Annotated[bool, typer.Option("--compile", help="Blocks through torch.compile.")] = False,
+    device: Annotated[str | None, typer.Option(help="cuda, or cpu: the simulated accelerator.")] = None,
+    steps: Annotated[int, typer.Option(help="Number of optimizer steps.")] = 2,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What plain PyTorch may take; else what is free.")
+    ] = None,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
+) -> None:
+    """Train a few steps in plain PyTorch and in hightide, and say whether, or where first, the two differ."""
+    with _errors_as_exit_codes(traceback):
+        options = VerifyOptions(
+            model=model,
+            sequences=sequences,
+            length=length,
+            dtype=dtype,
+            lora=lora,
+            gpu=gpu,
+            host=host,
+            micro_batch=micro_batch,
+            update=update,
+            gradients=gradients,
+            compile=compile,
+            device=device,
+            steps=steps,
+            memory=memory,
+        )
+        is_equal = verify(options, _console(), _console(stderr=True))
+    if not is_equal:
+        raise typer.Exit(EXIT_NOT_EQUAL)
 
 
 @app.command("simulate")

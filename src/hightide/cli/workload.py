@@ -123,9 +123,9 @@ def _of_config(name: str, config: Any, sequences: int | None, length: int | None
 
 
 def _of_function(path: Path, function: str, sequences: int | None, length: int | None, dtype: Dtype | None) -> Workload:
-    make = _find(path, function)
+    make = find_function(path, function)
     name = f"{path.name}:{function}"
-    with torch.device("meta"), _blamed(name):
+    with torch.device("meta"), blamed(name):
         made = make()
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
@@ -142,14 +142,14 @@ def _of_function(path: Path, function: str, sequences: int | None, length: int |
     return Workload(name, model, real, has_own_batch=True)
 
 
-def _find(path: Path, function: str) -> Callable[[], object]:
+def find_function(path: Path, function: str) -> Callable[[], object]:
     if not path.is_file():
         raise ValueError(f"there is no file {path}; MODEL may be FILE.py:FUNCTION")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, "the file is one of Python"
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.absolute().parent))  # so that it can import its neighbours, as a script can
-    with _blamed(path.name):
+    with blamed(path.name):
         spec.loader.exec_module(module)
     found = getattr(module, function, None)
     if not callable(found):
@@ -160,7 +160,7 @@ def _find(path: Path, function: str) -> Callable[[], object]:
 
 
 @contextmanager
-def _blamed(name: str) -> Iterator[None]:
+def blamed(name: str) -> Iterator[None]:
     """What the user's own code raises is bad input."""
     try:
         yield

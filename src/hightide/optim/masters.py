@@ -4,7 +4,8 @@
 image. Plain PyTorch has no such thing, so it has no place in the layout of its states; but `load_state_dict` ignores
 what else lies beside them. There the masters go, under KEY: a wrapped run resumes with the same bits, a plain one
 takes the rest. A master counts only while it rounds to the parameter's present values: one that other training has
-made obsolete is dropped, and the parameter itself becomes the master, as in `wrap`.
+made obsolete is dropped, and the parameter itself becomes the master, as in `wrap`. Before the first update the masters
+are the parameters, and KEY is there but empty: whoever moves a new optimizer's state dict moves nothing.
 """
 
 from __future__ import annotations
@@ -19,24 +20,32 @@ from hightide.runtime.run import Run
 KEY = "hightide_masters"  # parameter index, as in "state" -> fp32 tensor
 
 
-def add_masters(state_dict: dict[str, Any], run: Run, params: Sequence[Tensor]) -> dict[str, Any]:
-    """With copies of the masters of all `params`, in the order of the state dict's own indices."""
+def add_masters(state_dict: dict[str, Any], run: Run, params: Sequence[Tensor], differ: bool) -> dict[str, Any]:
+    """With copies of the masters of all `params`, in the order of the state dict's own indices; with none while the
+    masters do not `differ` from the parameters."""
+    if not any(spec.has_master for spec in run.chunks.specs):
+        return state_dict
     masters = {}
     for index, param in zip(_indices(state_dict), params, strict=True):
-        if (master := run.chunks.master_of(run.keys[id(param)])) is not None:
+        master = run.chunks.master_of(run.keys[id(param)]) if differ else None
+        if master is not None:
             masters[index] = master.detach().to("cpu", copy=True)
-    return {**state_dict, KEY: masters} if masters else state_dict
+    return {**state_dict, KEY: masters}
 
 
-def take_masters(state_dict: Mapping[str, Any], run: Run, params: Sequence[Tensor]) -> None:
-    """Those whose parameters have other values now may fit later: a model's own state may be loaded after this one."""
+def take_masters(state_dict: Mapping[str, Any], run: Run, params: Sequence[Tensor]) -> bool:
+    """Whether there were any. Those whose parameters have other values now may fit later: a model's own state may be
+    loaded after this one."""
     saved: Mapping[int, Tensor] = state_dict.get(KEY, {})
     run.loaded_masters.clear()
     for index, param in zip(_indices(state_dict), params, strict=True):
+        key = run.keys[id(param)]
         if index in saved:
-            key = run.keys[id(param)]
             if not run.chunks.restore_master(key, saved[index]):
                 run.loaded_masters[key] = saved[index]
+        elif KEY in state_dict:  # the state of a run that had not begun: the parameter is its own master
+            run.chunks.restore_master(key, run.value_of(key).float())
+    return bool(saved)
 
 
 def _indices(state_dict: Mapping[str, Any]) -> Iterator[int]:

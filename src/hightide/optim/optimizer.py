@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from hightide.ir.plan import Update
+from hightide.ir.refusal import Refused
 from hightide.machine import return_freed_memory
+from hightide.optim.groups import Groups
 from hightide.optim.masters import add_masters, take_masters
+from hightide.optim.placement import asks_to_place, is_nothing_to_place, nothing_to_place
 from hightide.optim.registry import rule_for
 from hightide.optim.rule import Rule
+from hightide.optim.states import States
 from hightide.optim.updates import ChunkUpdates
-from hightide.runtime.chunks import RETURN_BYTES
 from hightide.runtime.run import Run
+from hightide.runtime.surgery import run_of
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """Mixed into a subclass of the user's optimizer class. Shares the original's list of groups, so that schedulers
-    that were made before wrapping go on working."""
+    """Mixed into a subclass of the user's optimizer class. What users change is what updates follow: options of groups,
+    which parameters are in which group, states. Schedulers that were made before wrapping hold the original, and go on
+    working: its list of groups is this one's."""
 
     _run: Run
     _rule: Rule
+    _groups: Groups
     _updates: ChunkUpdates
+    _states: States
     _original: torch.optim.Optimizer
+    _packed: dict[Tensor, dict[str, Any]] | None = None  # while a state dict is made
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._original.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self._original.param_groups = groups
+
+    @property  # type: ignore[override]
+    def state(self) -> MutableMapping[Tensor, Any]:
+        """See States."""
+        return self._states if self._packed is None else self._packed
+
+    @state.setter
+    def state(self, states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        if states is not self._states:
+            self._states = self._states.succeeded_by(states)
 
     @torch.optim.Optimizer.profile_hook_step
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -35,136 +63,155 @@ class WrappedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._run.plan.update is Update.IN_BACKWARD:
-            self._check_promise()
-        self._run.step()
-        self._updates.used.clear()
+            self._updates.check_promise()
+        try:
+            self._updates.follow()
+            self._run.step()
+        finally:
+            self._updates.end_step()
         self._original._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before wrapping
         return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # or torch hooks it once more when a state is loaded
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Updates that were issued by step() still read their gradients; this only ends the gradients' visible life."""
         if set_to_none or self._run.plan.update is Update.IN_BACKWARD:
-            self._run.gradients.drop(self._keys())
+            self._run.gradients.drop(self._groups.now())
             return
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad.zero_()
+        for param in self._params():
+            if param.grad is not None:
+                param.grad.zero_()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips the gradients of all the optimizer's parameters by their global norm, exactly; returns the norm."""
         if self._run.plan.update is Update.IN_BACKWARD:
-            raise RuntimeError(
+            raise Refused(
                 "clip_grad_norm_ after update='in_backward': the updates have run already, unclipped. Wrap with "
                 "update='deferred' (the default) to clip."
             )
-        params = [param for group in self.param_groups for param in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(self._params(), max_norm, norm_type)
 
     def state_dict(self) -> dict[str, Any]:
-        """In the layout of the plain optimizer, with copies of the states."""
-        self._run.check_values()
-        self._run.executor.wait_for_updates()
-        for group in self.param_groups:
-            for param in group["params"]:
-                key = self._run.keys[id(param)]
-                if self._updates.num_steps[key]:
-                    self.state[param] = self._state_of(key)
+        """In the layout of the plain optimizer, with copies of the states of all parameters that are in a group."""
+        if asks_to_place(sys._getframe(1)):
+            return nothing_to_place()
+        self._groups.now()
+        hooks = (  # torch reads `self.state` between the user's own hooks, which see and change the states themselves
+            self.register_state_dict_pre_hook(_pack),
+            self.register_state_dict_post_hook(_unpack, prepend=True),
+        )
         try:
-            return add_masters(super().state_dict(), self._run, self._params())
+            saved = super().state_dict()
         finally:
-            self.state.clear()
+            self._packed = None
+            for hook in hooks:
+                hook.remove()
+        return add_masters(saved, self._run, self._params(), self._updates.masters_differ)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Of a plain optimizer or of a wrapped one. Moments are taken as they are: torch would round them to the
-        parameters' dtype. Hooks see the groups only."""
-        for group in state_dict["param_groups"]:
-            self._rule.check(group)
-        self._check_states(state_dict["state"].values())
-        self._run.executor.wait_for_updates()
-        shared = self.param_groups
-        super().load_state_dict({**state_dict, "state": {}})
-        shared[:] = self.param_groups
-        self.param_groups = shared
-        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-        params = self._params()
-        states = state_dict["state"]
-        for key in self._updates.num_steps:
-            self._updates.reset(key)
-        self._take_states({param: states[index] for index, param in zip(saved, params, strict=True) if index in states})
-        take_masters(state_dict, self._run, params)
+        parameters' dtype."""
+        if is_nothing_to_place(state_dict):
+            return
+        given: dict[str, Any] = {}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        raise ValueError(
-            "a group cannot be added after hightide.wrap, which has packed the parameters by group; add it to the "
-            "optimizer "
-            "before wrapping"
+        def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+            """What the user's own hooks have left; nothing has changed yet."""
+            self._updates.refuse_if_issued("a state of the optimizer is loaded")
+            for group in state_dict["param_groups"]:
+                self._rule.check(group)
+            self._states.check(self._states_by_key(state_dict))
+            given.update(state_dict)
+            return {**state_dict, "state": {}}
+
+        def fill(_: Any) -> None:
+            self._states.fill(self._states_by_key(given))
+            if take_masters(given, self._run, self._params()):
+                self._updates.masters_differ = True
+
+        hooks = (
+            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_post_hook(fill, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Torch's would put states and groups beside the true ones."""
+        for name in ("param_groups", "state"):
+            if name in state:
+                setattr(self, name, state[name])
+        super().__setstate__({name: value for name, value in state.items() if name not in ("param_groups", "state")})
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise Refused(
+            "a wrapped optimizer cannot be copied: its states live in hightide's chunks. Copy the values with "
+            "copy.deepcopy(optimizer.state_dict()), or copy the optimizer before hightide.wrap"
         )
 
-    def _state_of(self, key: str) -> dict[str, Tensor]:
-        """One parameter's entry in the plain optimizer's state: on the host, the GPU has no room for copies."""
-        moments = [moment.to("cpu", copy=True) for moment in self._updates.moments_of(key)]
-        state = dict(zip(self._rule.moment_names, moments, strict=True))
-        if self._rule.step_name is None:
-            return state
-        return {self._rule.step_name: torch.tensor(float(self._updates.num_steps[key])), **state}
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise Refused(
+            "a wrapped optimizer cannot be pickled: its states live in hightide's chunks. Save optimizer.state_dict(), "
+            "and load it into an optimizer that was wrapped in the same way"
+        )
 
-    def _take_states(self, states: dict[Any, Any]) -> None:
-        """Moves plain optimizer states into the chunks, out of `states`: they never exist twice."""
-        names, step_name = self._rule.moment_names, self._rule.step_name
-        self._check_states(states.values())
-        freed_bytes = 0
-        for param in list(states):
-            state = states.pop(param)
-            if _is_empty(state):
-                continue
-            key = self._run.keys[id(param)]
-            self._updates.num_steps[key] = 1 if step_name is None else int(state[step_name])
-            for place, name in zip(self._updates.moments_of(key), names, strict=True):
-                if state[name].shape != place.shape:
-                    raise ValueError(
-                        f"the state {name!r} of {key!r} has the shape {tuple(state[name].shape)}, the parameter "
-                        f"{tuple(place.shape)}; it was saved by the optimizer of another model, or of other groups"
-                    )
-                place.copy_(state[name])
-                freed_bytes += place.nbytes
-            del state
-            if freed_bytes >= RETURN_BYTES:
-                return_freed_memory()
-                freed_bytes = 0
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Of parameters that were in a group when the model was wrapped, and are in none now."""
+        super().add_param_group(param_group)
+        try:
+            self._groups.now()
+        except Refused:
+            del self.param_groups[-1]
+            raise
 
     def _params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
+        return list(GroupedParams(self._original))
 
-    def _check_states(self, states: Iterable[Mapping[str, Any]]) -> None:
-        step_name = self._rule.step_name
-        wanted = {*self._rule.moment_names, *([] if step_name is None else [step_name])}
-        for state in states:
-            if not _is_empty(state) and (not wanted or not wanted <= set(state)):
-                raise ValueError(
-                    f"a state with {', '.join(map(repr, state))}, but this {type(self).__name__} has "
-                    f"{', '.join(map(repr, sorted(wanted))) or 'none'}: it was saved by another optimizer, or with "
-                    "other options"
-                )
-
-    def _keys(self) -> list[str]:
-        return [self._run.keys[id(param)] for group in self.param_groups for param in group["params"]]
-
-    def _check_promise(self) -> None:
-        for group, used in self._updates.used.items():
-            now = self._updates.hyper(group)
-            if now != used:
-                raise RuntimeError(
-                    f"the hyper-parameters of group {group} changed between backward and step() (from {used} to "
-                    f"{now}), but "
-                    "this model was wrapped with update='in_backward': the updates have run already, with the old "
-                    "ones. Change "
-                    "them after step(), or wrap with update='deferred' (the default)."
-                )
+    def _states_by_key(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Torch compares the numbers of parameters."""
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        keys = [self._run.keys[id(param)] for param in self._params()]
+        states = state_dict["state"]
+        return {key: states[index] for index, key in zip(indices, keys, strict=False) if index in states}
 
 
-def _is_empty(state: Mapping[str, Any]) -> bool:
-    return all(value is None for value in state.values())
+@dataclass(frozen=True)
+class GroupedParams:
+    """The parameters of all groups, as they are whenever this is iterated over."""
+
+    original: torch.optim.Optimizer
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (param for group in self.original.param_groups for param in group["params"])
+
+
+def _pack(optimizer: Any) -> None:
+    optimizer._packed = optimizer._states.copied()
+
+
+def _unpack(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    optimizer._packed = None
+
+
+def _refuse_steps(original: torch.optim.Optimizer, run: Run) -> None:
+    """Of the original: it has no states any more, and where parameters are always on the GPU nothing else would stop
+    it. A hook, because a scheduler that was made before wrapping has put its own step on the original; hooks are shared
+    with the wrapped optimizer, and nobody takes this one away when the model is unwrapped."""
+    home = weakref.ref(run)
+
+    def refuse(optimizer: Any, *_: Any) -> None:
+        run = home()
+        if optimizer is original and run is not None and run_of(run.model) is run:
+            raise Refused(
+                "step() of the optimizer that was passed to hightide.wrap: its states have moved. Call step() of the "
+                "optimizer that hightide.wrap returned"
+            )
+
+    original.register_step_pre_hook(refuse)
 
 
 def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
@@ -172,15 +219,18 @@ def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> torch.optim.Opt
     body = {"__module__": type(original).__module__, "__qualname__": type(original).__qualname__}
     cls = type(type(original).__name__, (WrappedOptimizer, type(original)), body)
     wrapped: WrappedOptimizer = object.__new__(cls)
-    # A scheduler has put its own step on the original; states move into chunks; a GradScaler must unscale p.grad
-    # itself.
-    patched = {"step", "state", "_step_supports_amp_scaling"}
+    # A scheduler has put its own step on the original; groups are the original's; states move into chunks; a
+    # GradScaler must unscale p.grad itself.
+    patched = {"step", "param_groups", "state", "_step_supports_amp_scaling"}
     wrapped.__dict__.update({name: value for name, value in vars(original).items() if name not in patched})
-    wrapped.state = defaultdict(dict)
     wrapped._run, wrapped._rule, wrapped._original = run, rule, original
-    groups = original.param_groups
-    wrapped._updates = ChunkUpdates(run.profile, rule, groups, run.chunks, run.gradients, run.lanes.sharers)
+    wrapped._groups = Groups(original, rule, run)
+    wrapped._updates = ChunkUpdates(rule, wrapped._groups, run.chunks, run.gradients, run.lanes.sharers)
+    wrapped._states = States(run, rule, wrapped._updates, GroupedParams(original))
     run.performer.updates = wrapped._updates
-    wrapped._take_states(original.state)
+    states = {run.keys[id(param)]: original.state.pop(param) for param in list(original.state)}
+    wrapped._states.check(states)
+    wrapped._states.fill(states)
+    _refuse_steps(original, run)
     return_freed_memory()
     return wrapped

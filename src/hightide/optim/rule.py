@@ -58,14 +58,20 @@ class Rule(ABC):
         """fp32 arrays per element beside the parameter."""
         return len(self.moment_names)
 
-    def check(self, group: Mapping[str, Any]) -> None:
-        """ValueError for an option of the group that this rule does not know."""
+    def complaint(self, group: Mapping[str, Any]) -> str | None:
+        """What is wrong with the group's options for this rule, and what to do; None if nothing is."""
         for option, reason in self.refused.items():
             if group.get(option):
-                raise ValueError(
+                return (
                     f"{self.optimizer.__name__}({option}=True) is not supported ({reason}); make the optimizer with "
                     f"{option}=False"
                 )
+        return None
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """ValueError for a complaint."""
+        if (complaint := self.complaint(group)) is not None:
+            raise ValueError(complaint)
 
     def keeps_states(self, hyper: Any) -> bool:
         """Whether an update with these hyper-parameters uses the moments: only such updates are counted."""

@@ -45,16 +45,15 @@ class SGDRule(Rule):
     def moment_names(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.has_momentum else ()
 
-    def check(self, group: Mapping[str, Any]) -> None:
-        super().check(group)
+    def complaint(self, group: Mapping[str, Any]) -> str | None:
         if group["momentum"] != 0 and not self.has_momentum:
-            raise ValueError(
+            return (
                 f"momentum={group['momentum']}, but it was 0 in all groups when the model was wrapped, so there is no "
                 "room for momentum buffers; call hightide.unwrap(model) and wrap again with momentum"
             )
+        return super().complaint(group)
 
     def read(self, group: Mapping[str, Any]) -> SGDHyper:
-        self.check(group)  # schedulers may change momentum
         return SGDHyper(
             lr=float(group["lr"]),
             momentum=float(group["momentum"]),

@@ -3,20 +3,27 @@ was issued."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from hightide.ir.block import ModelProfile
-from hightide.ir.tier import ChunkKind, Tier
+from hightide.ir.refusal import Refused
+from hightide.ir.tier import Tier
+from hightide.optim.groups import Groups
 from hightide.optim.host import HostUpdate
+from hightide.optim.moments import Moments
 from hightide.optim.operands import Operands
 from hightide.optim.rule import Rule
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.gradients import Factor, Gradients, HostNumber
 from hightide.runtime.sharing import Sharers
+
+BROKEN_PROMISE = (
+    "{what} between backward and step(), but this model was wrapped with update='in_backward': the updates have run "
+    "already, {how}. Change that after step(), or wrap with update='deferred' (the default)."
+)
 
 
 @dataclass(slots=True)
@@ -37,52 +44,80 @@ class Range:
 
 
 class ChunkUpdates:
-    def __init__(
-        self,
-        profile: ModelProfile,
-        rule: Rule,
-        groups: Sequence[Mapping[str, Any]],
-        chunks: Chunks,
-        gradients: Gradients,
-        sharers: Sharers,
-    ) -> None:
-        self._rule = rule
-        self._groups = groups
-        self._chunks = chunks
-        self._gradients = gradients
-        self._group_of = {spec.name: spec.group for spec in profile.params}
-        self.num_steps = dict.fromkeys(
-            self._group_of, 0
-        )  # updates that each parameter has received, of those that use its moments
+    def __init__(self, rule: Rule, groups: Groups, chunks: Chunks, gradients: Gradients, sharers: Sharers) -> None:
+        self._rule, self._groups = rule, groups
+        self._chunks, self._gradients = chunks, gradients
+        self.moments = Moments(rule, chunks)
+        self.masters_differ = False  # from the parameters' values: there was an update, or masters were loaded
         self._on_host = HostUpdate(rule, sharers)
-        self.used: dict[int, Any] = {}  # hyper-parameters per group of the updates issued since the last step()
+        # Of the updates issued since the last step(). Groups are looked at once, so that all updates see the same.
+        self._group_of: dict[str, int] | None = None
+        self._used: dict[str, Any] = {}  # hyper-parameters of each parameter
+
+    def follow(self) -> None:
+        """From now until `end_step` each parameter is in the group in which it is now. What cannot be followed is
+        refused before any update is issued."""
+        if self._group_of is None:
+            groups = self._groups.now()
+            self.moments.read_counters()
+            self._group_of = groups
+            self._gradients.optimised = frozenset(self._group_of)
 
     def prepare(self, chunk: int) -> Callable[[], None] | None:
+        self.follow()
         hypers: dict[int, Any] = {}
         ranges = self._ranges(chunk, hypers)
         if not ranges:
             return None
-        self.used.update(hypers)
+        self.masters_differ = True
         return lambda: self._apply(chunk, ranges, hypers)
-
-    def hyper(self, group: int) -> Any:
-        return self._rule.read(self._groups[group])
 
     def _ranges(self, chunk: int, hypers: dict[int, Any]) -> list[Range]:
         """What is to be updated; the hyper-parameters of its groups go to `hypers`."""
+        assert self._group_of is not None
         ranges: list[Range] = []
         for entry, factor in self._gradients.ready(chunk):
-            group = self._group_of[entry.param]
+            group = self._group_of.get(entry.param)
             if group is None:
                 continue
             if group not in hypers:
-                hypers[group] = self.hyper(group)
-            step = self.num_steps[entry.param] = self.num_steps[entry.param] + self._rule.keeps_states(hypers[group])
+                hypers[group] = self._groups.hyper(group)
+            hyper = self._used[entry.param] = hypers[group]
+            keeps = self._rule.keeps_states(hyper)
+            step = self.moments.advance(entry.param) if keeps else self.moments.count(entry.param)
             if ranges and ranges[-1].goes_on(entry.offset_numel, group, step, factor):
                 ranges[-1].stop = entry.end_numel
             else:
                 ranges.append(Range(entry.offset_numel, entry.end_numel, group, step, factor))
         return ranges
+
+    def end_step(self) -> None:
+        self._group_of = None
+        self._used.clear()
+
+    # -- the promise of update="in_backward" ----------------------------------------------------------------------
+
+    def check_promise(self) -> None:
+        """Refuses a step() whose updates have run in backward with other hyper-parameters, or other parameters."""
+        if self._group_of is None:
+            return
+        now = self._groups.now()
+        hypers = {group: self._groups.hyper(group) for group in set(now.values())}
+        for key in sorted(now.keys() ^ self._group_of.keys()):
+            moved = "put into a group" if key in now else "taken out of its group"
+            raise Refused(BROKEN_PROMISE.format(what=f"{key!r} was {moved}", how="without regard to that"))
+        for key, used in self._used.items():
+            if (hyper := hypers[now[key]]) != used:
+                what = f"the hyper-parameters of {key!r}, now in group {now[key]}, changed (from {used} to {hyper})"
+                raise Refused(BROKEN_PROMISE.format(what=what, how="with the old ones"))
+
+    def refuse_if_issued(self, what: str) -> None:
+        """Between backward and step(), of updates that have run in backward."""
+        if self._used:
+            raise Refused(
+                f"{what} between backward and step(), but this model was wrapped with update='in_backward': the "
+                "updates have run already. Do that after step(), or wrap with update='deferred' (the default)."
+            )
 
     @property
     def kernel(self) -> str:
@@ -95,7 +130,7 @@ class ChunkUpdates:
         whole = Operands(
             self._chunks.master(chunk),
             self._gradients.flat(chunk)[:numel],
-            tuple(self.moments(chunk)),
+            tuple(self.moments.at(chunk)),
             self._chunks.home(chunk)[:numel] if spec.has_master else None,
             self._chunks.remainder(chunk),
         )
@@ -104,25 +139,10 @@ class ChunkUpdates:
             operands = whole if (part.start, part.stop) == (0, numel) else whole[part.start : part.stop]
             update(operands, part.step, hypers[part.group], _number(part.factor))
 
-    def moments(self, chunk: int) -> list[Tensor]:
-        tier = self._chunks.states_tier(chunk)
-        return [self._chunks.flat(chunk, ChunkKind.STATE, tier, array) for array in range(self._rule.num_moments)]
-
     def move_to(self, chunks: Chunks) -> None:
         """Where the states are now."""
         self._chunks = chunks
-
-    def reset(self, key: str) -> None:
-        """As if the parameter had never been updated."""
-        self.num_steps[key] = 0
-        if self._group_of[key] is not None:
-            for moment in self.moments_of(key):
-                moment.zero_()
-
-    def moments_of(self, key: str) -> list[Tensor]:
-        """Views of one parameter's moments, in its shape."""
-        chunk, entry = self._chunks.places[key]
-        return [self._chunks.view_of(moment, entry) for moment in self.moments(chunk)]
+        self.moments.move_to(chunks)
 
 
 def _number(factor: Factor) -> float | Tensor:

@@ -60,7 +60,9 @@ def users_hooks_aside(module: nn.Module) -> Iterator[None]:
 
 
 def num_hooks(modules: Sequence[nn.Module]) -> int:
-    return sum(
+    """On any of them, those on all modules of the process included."""
+    shared = sum(len(getattr(torch_module, f"_global{slot}")) for slot in HOOKS)
+    return shared + sum(
         len(module._forward_hooks)
         + len(module._forward_pre_hooks)
         + len(module._backward_hooks)
@@ -74,7 +76,7 @@ class HookWatch:
     must treat samples independently. To be opened while the block runs."""
 
     def __init__(self, block: nn.Module) -> None:
-        self.replaces = any(
+        self.replaces = any(len(getattr(torch_module, f"_global{slot}")) for slot in HOOKS) or any(
             inside._backward_hooks or inside._backward_pre_hooks for inside in block.modules() if inside is not block
         )  # they would see, and may change, gradients of a micro-batch
         self._hooked = [

@@ -15,6 +15,7 @@ from torch import nn
 from hightide.ir.block import DTYPE_BYTES, Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec
 from hightide.ir.split import BatchDim, Split
 from hightide.profiler.blocks import Choice, FoundBlocks, find_blocks, first_names
+from hightide.profiler.caches import Caches
 from hightide.profiler.fake import Originals, fake_parameters
 from hightide.profiler.glue import measure_glue
 from hightide.profiler.independence import examine
@@ -63,7 +64,7 @@ def profile_calls(
     """`profile_model`, and of each call that was probed its arguments: fake, where they depend on parameters."""
     num_samples = batch_size(batch)
     params = param_specs(model, optimizer)
-    with random_kept(), fake_parameters(model) as originals:
+    with random_kept(), fake_parameters(model) as originals, Caches(model).off():
         found, probed, runs = _probe_until_settled(model, batch, chosen)
         if device is not None:
             tell("trying blocks alone")

@@ -9,7 +9,6 @@ watches for parameters used while no block that holds them is running: these mus
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from torch import nn
 from hightide.ir.block import Affine
 from hightide.ir.split import BatchDim, Split
 from hightide.profiler.blocks import FoundBlock
+from hightide.profiler.caches import Caches
 from hightide.profiler.fake import Originals, fake_parameters
 from hightide.profiler.independence import Finding, examine
 from hightide.profiler.kinds import are_alike, is_plain_linear, kinds_of
@@ -189,12 +189,12 @@ def in_both_sizes(
     model: nn.Module, batch: Batch, run: Callable[[int, tuple[Any, ...], dict[str, Any]], T]
 ) -> tuple[T, T]:
     """Calls `run` with 0 and with 1, for so many samples more, and the arguments of the model's call."""
-    with random_kept() as rewind, no_cache(model) as cache_kwargs, torch.enable_grad():
+    with random_kept() as rewind, Caches(model).in_every_call(model), torch.enable_grad():
         results = []
         for extra in (0, 1):
             rewind()
             args, kwargs = _resized(batch, batch_size(batch), extra)
-            results.append(run(extra, args, kwargs | cache_kwargs))
+            results.append(run(extra, args, kwargs))
     return results[0], results[1]
 
 
@@ -255,23 +255,6 @@ def _occurrences(records: list[Record]) -> Iterator[tuple[int, str, int]]:
     for record in records:
         count[record.block, record.way] += 1
         yield record.block, record.way, count[record.block, record.way]
-
-
-@contextmanager
-def no_cache(model: nn.Module) -> Iterator[dict[str, bool]]:
-    """Switches off the key-value caches of transformers models; yields what else must be passed to the model's call."""
-    changed = []
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", None) is True:
-            changed.append(config)
-            config.use_cache = False
-    try:
-        accepts = "use_cache" in inspect.signature(model.forward).parameters
-        yield {"use_cache": False} if accepts else {}
-    finally:
-        for config in changed:
-            config.use_cache = True
 
 
 def _learn_split(one: Record, two: Record | None, num_samples: int) -> Split:

@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hightide.ir.refusal import Refused
 from hightide.profiler.blocks import FoundBlock, first_names
 from hightide.profiler.hooks import HookWatch
 from hightide.profiler.split import Tree, flatten, flatten_call, mode_of, signature_of, tensors, unflatten, way_of
 from hightide.profiler.tap_search import Opening, Taps, TapSearch
-from hightide.profiler.taps import NotATap, Taken, Tapped, hand_out, tapping
+from hightide.profiler.taps import Taken, Tapped, hand_out, tapping
 
 Forward = Callable[..., object]  # called like the model
 
@@ -99,7 +100,7 @@ class Recorder:
             stack.callback(self._close)
             try:
                 result = forward(*args, **kwargs)
-            except NotATap:
+            except Refused:
                 raise
             except Exception as error:  # whatever the model raises without values: the caller falls back
                 failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -164,7 +165,8 @@ class Recorder:
         hand_out(module, tapped.parts, record.tapped)
         record.needs_backward = any(tensor.requires_grad for tensor in record.outputs)
         record.returned = _returned(args, kwargs, result)
-        record.problem = _problem(record, flatten_call(args, kwargs)[0])
+        if not module._backward_hooks and not module._backward_pre_hooks:  # for these torch puts others in their place
+            record.problem = _problem(record, flatten_call(args, kwargs)[0])
         record.mutated = record.versions != [tensor._version for tensor in record.inputs]
         record.finished = True
         return unflatten(record.results, tree)
@@ -264,7 +266,8 @@ class _ParameterWatch(TorchDispatchMode):
         self._owners: dict[str, set[int]] = {}
         for index, block in enumerate(blocks):
             for param in block.module.parameters():
-                self._owners.setdefault(names[id(param)], set()).add(index)
+                if id(param) in names:  # else the model has lost this block since it was wrapped
+                    self._owners.setdefault(names[id(param)], set()).add(index)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in pytree.arg_tree_leaves(*args, **(kwargs or {})):

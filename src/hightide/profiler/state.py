@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
-MAX_DEPTH = 4  # of objects in objects
+MAX_DEPTH = 6  # of objects in objects
 MANY = 10_000  # entries: data, and no state
 CLONED_NUMEL = 1 << 20  # a larger tensor in an attribute is replaced as a whole, or it is a buffer
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), type, FunctionType, MethodType, BuiltinFunctionType)
@@ -152,7 +152,8 @@ def _content(value: Any, seen: set[int], depth: int) -> Any:
         return [_content(part, seen, depth + 1) for part in value]
     if isinstance(value, set):
         return len(value)
-    return _content(getattr(value, "__dict__", None), seen, depth + 1)
+    there = getattr(value, "__dict__", None)
+    return _content(there or {name: getattr(value, name) for name in _slots(value)}, seen, depth + 1)
 
 
 def _joined(name: str, key: str) -> str:
@@ -337,7 +338,30 @@ def _keep(value: Any, seen: dict[int, Any], depth: int) -> _Kept:
     if isinstance(value, dict):
         return _KeptObject(value, value, seen, depth + 1)
     there = getattr(value, "__dict__", None)
-    return _KeptObject(value, there, seen, depth + 1) if isinstance(there, dict) else _Kept(value)
+    if isinstance(there, dict):
+        return _KeptObject(value, there, seen, depth + 1)
+    return _KeptSlots(value, seen, depth + 1) if _slots(value) else _Kept(value)
+
+
+def _slots(value: Any) -> list[str]:
+    """Names of the attributes of an object without a dict."""
+    names = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ())]
+    return [name for name in names if hasattr(value, name)] if type(value).__module__ != "builtins" else []
+
+
+class _KeptSlots(_Kept):
+    def __init__(self, value: Any, seen: dict[int, Any], depth: int) -> None:
+        super().__init__(value)
+        self._parts = {name: _keep(getattr(value, name), seen, depth) for name in _slots(value)}
+
+    def is_same(self, now: Any) -> bool:
+        return now is self.value and all(kept.is_same(getattr(now, name, None)) for name, kept in self._parts.items())
+
+    def restore(self) -> None:
+        for name, kept in self._parts.items():
+            kept.restore()
+            if getattr(self.value, name, None) is not kept.value:
+                object.__setattr__(self.value, name, kept.value)
 
 
 class _KeptTuple(_Kept):

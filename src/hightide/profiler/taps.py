@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from hightide.ir.refusal import RefusedArgument
 from hightide.profiler.split import Tree, flatten, unflatten
 
 
@@ -39,7 +40,7 @@ class Taken:
     tree: Tree
 
 
-class NotATap(ValueError):
+class NotATap(RefusedArgument):
     """A hook that does more than to look at an output."""
 
 

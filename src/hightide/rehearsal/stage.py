@@ -111,7 +111,7 @@ class Stage:
             taps={0: part.taps} if part.taps else {},
         )
         values = FirstValues({spec.name: _Random() for spec in alone.params})
-        self.run = Run(root, alone, probed, plan, schedules, {}, lambda _: None, device, compile, values, learns=False)
+        self.run = Run(root, alone, probed, plan, schedules, lambda _: None, device, compile, values, learns=False)
         forward = type(root.get_submodule(BLOCK)).forward
         for _ in range(part.num_equal - 1):  # a block that is the only one of its kind is not compiled
             self.run.compiled.add(root.get_submodule(BLOCK), forward)

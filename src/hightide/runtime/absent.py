@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves
 
+from hightide.ir.refusal import Refused
+
 Disabled = torch._C.DisableTorchFunctionSubclass  # as a context: torch sees ordinary tensors
 METHODS = (
     "__len__",
@@ -74,7 +76,7 @@ class AbsentParameter(nn.Parameter):
             if result is args[0] or isinstance(result, str):  # nothing to convert; or `p.type()`
                 return result
         absent = next(_absent((args, kwargs)))
-        raise RuntimeError(refusal(_spoken(func), absent.hightide_names.get(id(absent), "?")))
+        raise Refused(refusal(_spoken(func), absent.hightide_names.get(id(absent), "?")))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         name = self.hightide_names.get(id(self), "?")

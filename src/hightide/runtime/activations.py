@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from hightide.ir.refusal import Refused
 from hightide.runtime.chunks import DTYPES, Chunks
 from hightide.stores.base import Accelerator, Region, Store
 from hightide.stores.ticket import Ticket
@@ -60,7 +61,7 @@ def outlive_slots(
     chunks: Chunks, away: Sequence[Tensor] = (), back: Callable[[], Sequence[Tensor]] = tuple
 ) -> saved_tensors_hooks:
     """Saved-tensor hooks for a graph that outlives the slots it was made in, and those of its inputs that wait on host
-    (`away`, contiguous). `back` gives these again, in backward."""
+    (`away`, contiguous). `back` gives these again, in backward, and raises where backward is not the graph's own."""
     places = [(tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.numel()) for tensor in away]
 
     def pack(tensor: Tensor) -> _InSlot | _InInput | tuple[Tensor, int]:
@@ -75,17 +76,18 @@ def outlive_slots(
         return tensor.detach(), tensor._version  # detached: an output that its own node holds would never die
 
     def unpack(packed: _InSlot | _InInput | tuple[Tensor, int]) -> Tensor:
+        inputs = back()
         if isinstance(packed, _InSlot):
             flat = chunks.param_on_gpu(packed.chunk)
             assert flat.dtype == packed.dtype == DTYPES[chunks.specs[packed.chunk].dtype]
             start = flat.storage_offset() + packed.offset_bytes // flat.element_size()
             return flat.as_strided(packed.shape, packed.stride, start)
         if isinstance(packed, _InInput):
-            whole = back()[packed.index].detach()
+            whole = inputs[packed.index].detach()
             return whole.as_strided(packed.shape, packed.stride, whole.storage_offset() + packed.offset)
         tensor, version = packed
         if tensor._version != version:
-            raise RuntimeError(MODIFIED.format(shape=tuple(tensor.shape)))
+            raise Refused(MODIFIED.format(shape=tuple(tensor.shape)))
         return tensor
 
     return saved_tensors_hooks(pack, unpack)
@@ -116,7 +118,7 @@ class _Entry:
     def checked(self) -> Tensor:
         assert self.tensor is not None
         if self.tensor._version != self.version:
-            raise RuntimeError(MODIFIED.format(shape=tuple(self.shape)))
+            raise Refused(MODIFIED.format(shape=tuple(self.shape)))
         return self.tensor
 
     def __del__(self) -> None:  # a graph that is dropped without backward gives its host memory back too
@@ -221,7 +223,7 @@ class Stashes:
     def consume(self, stash: Stash) -> list[Tensor]:
         """The tensors of a stash, for its one backward. What no lane has brought back is brought back now."""
         if stash.consumed:
-            raise RuntimeError(FREED)
+            raise Refused(FREED)
         for entry in stash.entries:
             for ticket in entry.on_the_way:
                 ticket.join()

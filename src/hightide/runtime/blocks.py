@@ -6,7 +6,7 @@ graph: parameters are leaves whose `.grad` is bound to the gradient chunk. To au
 invisible; so that a block with no differentiable input (a trainable embedding behind integer inputs) still gets its
 backward, every block with trainable parameters has an empty tensor that requires grad, the anchor, as an extra input.
 Whether parameters take part in this particular backward (`torch.autograd.grad` of inputs must not touch them) is asked
-from the engine: will the anchor's accumulation node run?
+from the engine: will the anchor's accumulation node run? See also [Note: backward of some inputs].
 
 [Note: recomputation] The graph of a block that is recomputed saves nothing but the way to make its tensors again: it
 is a checkpoint, entered in forward, whose output is dropped and whose gradient edge is kept. Recomputation then ends
@@ -22,13 +22,12 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
@@ -43,9 +42,18 @@ from hightide.profiler.state import Snapshot
 from hightide.profiler.taps import Tap, hand_out, tapping
 from hightide.runtime.activations import FREED, Stash, outlive_slots
 from hightide.runtime.compiled import NotCompiled, checkpointed
+from hightide.runtime.transforms import once
 
 if TYPE_CHECKING:
     from hightide.runtime.run import Run
+
+
+TAKEN_OUT = (
+    "a gradient came into the middle of the block {name!r}: a tensor that was made inside of it is part of the loss, "
+    "kept by a forward hook that was registered after hightide.wrap, or by what a hook has computed. It belongs to one "
+    "micro-batch, and its gradient would be lost. Register the hook before hightide.wrap and let it keep the module's "
+    "output itself, return the tensor from the block's forward, or keep it.detach()"
+)
 
 
 class BlockRunner:
@@ -57,7 +65,6 @@ class BlockRunner:
         self.original = original  # the class's own forward
         self.spec = run.profile.blocks[index]
         self.plan = run.plan.blocks[index]
-        self._trainable = {s.name: s.trainable for s in run.profile.params if s.name in self.spec.params}
         self.trainable = any(run.gradients.is_trainable(chunk) for chunk in run.chunks.by_block[index])
         self.inside: list[nn.Module] = []  # the block's modules, since its first call
 
@@ -75,7 +82,7 @@ class BlockRunner:
             return self.original(module, *args, **kwargs)
 
     def with_grad(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._check_requires_grad()
+        self.check_parameters()
         self.inside = self.inside or list(module.modules())
         call = BlockCall(self, module, args, kwargs)
         outputs = BlockFunction.apply(call, self.anchor, *call.tensors())
@@ -89,7 +96,7 @@ class BlockRunner:
 
     @property
     def anchor(self) -> Tensor | None:
-        return self.run.anchor if self.trainable else None
+        return self.run.anchor.tensor if self.trainable else None
 
     @property
     def version(self) -> int:
@@ -98,22 +105,17 @@ class BlockRunner:
 
     def check_plan(self, module: nn.Module) -> None:
         if self.run.runners.get(id(module)) is not self:
-            raise RuntimeError(
+            raise Refused(
                 f"the plan was changed after the forward of block {self.spec.name!r}, and what its backward or its "
                 "logits need is gone with the old one; run the model's forward again"
             )
 
-    def _check_requires_grad(self) -> None:
-        for key, trainable in self._trainable.items():
-            if self.run.parameters[key].requires_grad is not trainable:
-                raise RuntimeError(
-                    f"requires_grad of the parameter {key!r} was {trainable} when the model was wrapped and is not "
-                    "any more; "
-                    "call hightide.unwrap(model), change it, and wrap again"
-                )
+    def check_parameters(self) -> None:
+        if (unchanged := self.run.unchanged.get(self.index)) is not None:
+            unchanged.check()
 
     def will_accumulate(self) -> bool:
-        return self.trainable and torch._C._will_engine_execute_node(self.run.anchor_edge.node)
+        return self.trainable and self.run.anchor.is_reached()
 
 
 def refilled(container: Any, result: Any) -> Any:
@@ -142,10 +144,13 @@ class BlockCall:
         self.stash: Stash | None = None
         self.requires_grad = [tensor.requires_grad for tensor in self._tensors]
         self.on_host: list[bool] = [False] * len(self._tensors)  # which inputs wait for backward on host
+        self._orders: list[tuple[int, ...] | None] = [None] * len(self._tensors)  # of their dimensions in memory
         self._graphs: list[_Graph] | None = None
         self._is_compiled = False  # the present micro-batch
         self._now: list[Tensor] = []  # the inputs of the micro-batch that a recomputation is about
         self._spent = False  # its one backward has begun
+        self._is_running = False  # its forward or its backward
+        self._has_run = False
         self.autocast = runner.run.autocast()
         self.signature = signature_of(self._merged(self._tensors), self._tree, mode_of(runner.inside))
         split = runner.run.split_of(runner.index, self.signature)
@@ -173,7 +178,7 @@ class BlockCall:
 
     def forward(self, tensors: Sequence[Tensor], needs_backward: bool) -> list[Tensor]:
         run = self.runner.run
-        with run.tick(Op.FORWARD, self.runner.index) as tick:
+        with run.tick(Op.FORWARD, self.runner.index) as tick, self._running():
             self.call = tick.call
             if needs_backward:
                 tensors = self._choose_away(tensors)
@@ -183,7 +188,7 @@ class BlockCall:
             self._is_looked_at = look is not None
             whole = self._run_parts(tensors, needs_backward)
             self._is_looked_at = False
-            if look is not None and (reason := look.end()):  # see [Note: replays]
+            if look is not None and (reason := look.end(tensors)):  # see [Note: replays]
                 if len(self.bounds) > 1:
                     whole.clear()
                     look.before.restore()
@@ -228,7 +233,7 @@ class BlockCall:
 
     def _check_outputs(self, outputs: list[Tensor]) -> None:
         if self.output_dims is not None and len(outputs) != len(self.output_dims):
-            raise RuntimeError(
+            raise Refused(
                 f"the block {self.runner.spec.name!r} returned {len(outputs)} tensors (what hooks and attributes took "
                 f"out of it included), and {len(self.output_dims)} when it was probed: their number must not depend on "
                 "the values of the batch"
@@ -236,16 +241,22 @@ class BlockCall:
 
     def _choose_away(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Inputs that carry gradients wait on host. The rest (masks, positions) are shared and stay; so does everything
-        that a kept graph holds anyway, or that the plan did not foresee. What comes back is contiguous, so it leaves
-        so."""
+        that a kept graph holds anyway, or that the plan did not foresee. What comes back lies in memory as it did:
+        dropout fills memory in its order. Of several micro-batches it is contiguous, so it leaves so."""
         if self.runner.plan.inputs is not Tier.HOST or self._keep or self.call is None:
             return tensors
         self.on_host = list(self.requires_grad)
-        return [tensor.contiguous() if away else tensor for tensor, away in zip(tensors, self.on_host, strict=True)]
+        if len(self.bounds) == 1:
+            self._orders = [_order_in_memory(tensor) for tensor in tensors]
+        return [
+            tensor if not away or self._orders[index] else tensor.contiguous()
+            for index, (tensor, away) in enumerate(zip(tensors, self.on_host, strict=True))
+        ]
 
     def _register_stash(self, tensors: Sequence[Tensor]) -> None:
         assert self.call is not None and self._graphs is not None
-        away = [tensor for tensor, on_host in zip(tensors, self.on_host, strict=True) if on_host]
+        leaving = [(tensor, self._orders[at]) for at, tensor in enumerate(tensors) if self.on_host[at]]
+        away = [tensor if order is None else tensor.permute(order) for tensor, order in leaving]
         self.stash = self.runner.run.stashes.register(self.call, away)
         with self.runner.run.gpu.unmetered():  # what takes their place is there once for all
             for graph in self._graphs:
@@ -257,7 +268,7 @@ class BlockCall:
 
     def _with_graph(self, inputs: list[Tensor], num_samples: int) -> list[Tensor]:
         """Runs one micro-batch so that backward can follow. See [Note: recomputation]."""
-        run, again = self.runner.run, weakref.proxy(self)  # this object owns the graphs: they must not own it
+        run, again = self.runner.run, self._from_its_graph()
         compiled = self._compiled_forward(inputs, num_samples)
         self._now, self._is_compiled = inputs, compiled is not None
         with torch.enable_grad():
@@ -268,11 +279,31 @@ class BlockCall:
                     self._is_compiled = False
                 gc.collect()  # the failed attempt's frames hold tensors
             if self._keep:
-                with outlive_slots(run.chunks):
+                with outlive_slots(run.chunks, back=lambda: again().nothing_away):
                     return self.run(inputs)
             with set_checkpoint_early_stop(self.runner.index not in run.probed.replays_whole):
-                recomputed: list[Tensor] = checkpointed(lambda: again.run(again.now()))
+                recomputed: list[Tensor] = checkpointed(lambda: again().run(again().now()))
             return recomputed
+
+    def _from_its_graph(self) -> Callable[[], BlockCall]:
+        """What an inner graph calls to get to this object, which owns it and must not be owned by it."""
+        home, name = weakref.ref(self), self.runner.spec.name
+
+        def call() -> BlockCall:
+            found = home()
+            if found is None or not found._is_running:
+                raise Refused(TAKEN_OUT.format(name=name))
+            return found
+
+        return call
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
 
     def _compiled_forward(self, inputs: list[Tensor], num_samples: int) -> Callable[..., Any] | None:
         """None: eager. A smaller last micro-batch is not worth a compilation of its own."""
@@ -282,11 +313,13 @@ class BlockCall:
         return self.runner.run.compiled.forward_of(self.runner.original, not self._keep, shapes)
 
     def _compiled(self, inputs: list[Tensor], forward: Callable[..., Any]) -> list[Tensor]:
-        run, again = self.runner.run, weakref.proxy(self)
-        with run.gpu.unmetered(), outlive_slots(run.chunks, self.away_now(), lambda: again.away_now()):
+        run, again = self.runner.run, self._from_its_graph()
+        with run.gpu.unmetered(), outlive_slots(run.chunks, self.away_now(), lambda: again().away_now()):
             outputs = self.run(inputs, forward)
         run.adopt(outputs, "activations")
         return outputs
+
+    nothing_away: Sequence[Tensor] = ()
 
     def now(self) -> list[Tensor]:
         return self._now
@@ -298,8 +331,9 @@ class BlockCall:
     def run(self, inputs: Sequence[Tensor], forward: Callable[..., Any] | None = None) -> list[Tensor]:
         """Runs the block on one micro-batch; returns the tensors of its result."""
         args, kwargs = unflatten(self._merged(inputs), self._tree)
-        with tapping(self.module, self.runner.taps) as tapped:
-            result = (forward or self.runner.original)(self.module, *args, **kwargs)
+        with self._hooks_counted(forward is not None), tapping(self.module, self.runner.taps) as tapped:
+            forward = partial(forward or self.runner.original, self.module)
+            result = self.runner.run.caches.call(self.module, forward, *args, **kwargs)
         if (
             self._is_looked_at
             and self.runner.index not in self.runner.run.probed.returned
@@ -316,6 +350,17 @@ class BlockCall:
         self._out_leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._tapped = tapped.parts
         return outputs + tapped.tensors
+
+    def _hooks_counted(self, is_compiled: bool) -> AbstractContextManager[None]:
+        """The first run is that of plain PyTorch. Those of a compiled block cannot be counted."""
+        is_first, self._has_run = not self._has_run, True
+        hooks = self.runner.run.inner_hooks.get(self.runner.index)
+        return nullcontext() if is_first or is_compiled or hooks is None else hooks.counted()
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """Of the arguments."""
+        return tuple(leaf for leaf in self._leaves if isinstance(leaf, int | float))
 
     def _merged(self, tensors: Sequence[Tensor]) -> list[Any]:
         leaves = list(self._leaves)
@@ -337,12 +382,13 @@ class BlockCall:
     ) -> list[Tensor | None]:
         """`here`: the inputs that waited on the GPU; `wanted`: which inputs need a gradient."""
         if self._spent:  # with retain_graph=True autograd itself lets it pass
-            raise RuntimeError(FREED)
+            raise Refused(FREED)
         self._spent = True
         run = self.runner.run
         self.runner.check_plan(self.module)
+        self.runner.check_parameters()
         if run.plan.update is Update.DEFERRED and self.runner.version != self._version:
-            raise RuntimeError(
+            raise Refused(
                 f"the parameters of block {self.runner.spec.name!r} were updated between its forward and its "
                 "backward: the "
                 "gradient would be that of other weights. Call backward() before optimizer.step()."
@@ -350,7 +396,7 @@ class BlockCall:
         accumulate = self.runner.will_accumulate()
         run.queue_end_of_backward()
         run.adopt([grad for grad in grads if grad is not None], "activations")
-        with run.tick(Op.BACKWARD, self.runner.index, self.call, accumulate):
+        with run.tick(Op.BACKWARD, self.runner.index, self.call, accumulate), self._running():
             tensors = self._inputs_back(here)
             summed = [
                 _InputGradient(tensor, dim, len(self.bounds)) for tensor, dim in zip(tensors, self._inputs, strict=True)
@@ -397,7 +443,10 @@ class BlockCall:
     def _inputs_back(self, here: Sequence[Tensor]) -> list[Tensor]:
         staying = iter(here)
         away = iter(self.runner.run.stashes.consume(self.stash) if self.stash is not None else ())
-        return [next(away) if on_host else next(staying) for on_host in self.on_host]
+        return [
+            _in_order(next(away), order) if on_host else next(staying)
+            for on_host, order in zip(self.on_host, self._orders, strict=True)
+        ]
 
     def _slice_grads(
         self, grads: Sequence[Tensor | None], number: int, start: int, num_samples: int
@@ -426,7 +475,7 @@ class BlockFunction(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
+    @once(lambda ctx: ctx.call.runner.will_accumulate())
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         here = ctx.saved_tensors  # raises if this is the second backward
         return None, None, *ctx.call.backward(here, grads, ctx.needs_input_grad[2:])
@@ -469,6 +518,20 @@ class _Graph:
     def take_grad(self, index: int) -> Tensor | None:
         grad, self._inputs[index].grad = self._inputs[index].grad, None
         return grad
+
+
+def _order_in_memory(tensor: Tensor) -> tuple[int, ...] | None:
+    """The order of dimensions in which a tensor is contiguous; None: as it is, or in none."""
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
+    return order if not tensor.is_contiguous() and tensor.permute(order).is_contiguous() else None
+
+
+def _in_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """Back from the order in memory."""
+    if order is None:
+        return tensor
+    return tensor.permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 @cache

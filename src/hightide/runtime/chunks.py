@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ChunkSpec, Placement
 from hightide.ir.plan import Plan
+from hightide.ir.refusal import Refused
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.machine import return_freed_memory
 from hightide.planner.place import (
@@ -52,6 +53,11 @@ WRITTEN_WHILE_ABSENT = (
     "the parameter {name!r} was written to while its values were elsewhere; the write is lost. Use "
     "model.load_state_dict(), "
     "or change values before hightide.wrap or after hightide.unwrap"
+)
+OTHER_DATA = (
+    "the parameter {name!r} was given other memory (`p.data = ...`, vector_to_parameters, swap_tensors), which "
+    "hightide would not follow: its values live in chunks. Write values with model.load_state_dict(), or call "
+    "hightide.unwrap(model) first"
 )
 
 
@@ -116,11 +122,13 @@ class Chunks:
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self._version_means_nothing: set[str] = set()
         self._placed: dict[tuple[int, int | None], list[Placement]] = {}
-        self._made: dict[tuple[int, int | None, int | None], list[tuple[str, Tensor]]] = {}
+        self._made: dict[tuple[int, int | None, int | None], list[tuple[str, Tensor, set[int]]]] = {}
         self._made_grads: dict[tuple[int, int | None], dict[str, Tensor]] = {}
         self._flats: dict[tuple[Tier, int, torch.dtype, int, int], Tensor] = {}
         self._classes: dict[str, type] = {name: type(param) for name, param in parameters.items()}
-        self._hidden = self._hiding_classes({block.index for block in profile.blocks if block.loose})
+        loose = {block.index for block in profile.blocks if block.loose}
+        self._loose = [spec.index for spec in self.specs if spec.block in loose]
+        self._hidden = self._hiding_classes(loose)
 
     # -- places ---------------------------------------------------------------------------------------------------
 
@@ -263,22 +271,38 @@ class Chunks:
 
     def bind(self, chunk: int, block: int | None = None) -> None:
         on_cpu = self.gpu.device.type == "cpu"
-        for key, view in self._views(chunk, block):
+        for key, view, addresses in self._views(chunk, block):
             if on_cpu and not math.isnan(self._scalars[key].item()):  # no sync on a GPU
                 self._scalars[key].fill_(math.nan)
-                raise RuntimeError(WRITTEN_WHILE_ABSENT.format(name=key))
+                raise Refused(WRITTEN_WHILE_ABSENT.format(name=key))
             self.show(key)
             self._check_unwritten(chunk, key)
+            if self.parameters[key].data_ptr() not in addresses:
+                self._refuse_other_data(key, view)
             self.parameters[key].data = view
 
-    def _views(self, chunk: int, block: int | None) -> list[tuple[str, Tensor]]:
+    def _refuse_other_data(self, key: str, view: Tensor) -> None:
+        """Somebody gave the parameter other memory (`p.data = ...`), unless it is still in another slot of ours."""
+        if self.slot_offset(self.parameters[key].data) is None:
+            self.parameters[key].data = view
+            raise Refused(OTHER_DATA.format(name=key))
+
+    def check_loose(self) -> None:
+        """Parameters that nobody binds, because they are always there."""
+        for chunk in self._loose:
+            for key, view, addresses in self._views(chunk, None):
+                if self.parameters[key].data_ptr() not in addresses:
+                    self._refuse_other_data(key, view)
+
+    def _views(self, chunk: int, block: int | None) -> list[tuple[str, Tensor, set[int]]]:
         """The parameters of a chunk where it is now. A slot is always at the same place, so they are made once."""
         place = (chunk, block, self.param_slots.first(chunk) if self.is_streamed(chunk) else None)
         if place not in self._made:
             entries = self.placements(chunk, block)
             with torch.inference_mode(False):  # they outlive it
                 flat = self.param_on_gpu(chunk)
-                self._made[place] = [(entry.param, self.view_of(flat, entry)) for entry in entries]
+                views = [(entry.param, self.view_of(flat, entry)) for entry in entries]
+            self._made[place] = [(key, view, {view.data_ptr(), self._absent[key].data_ptr()}) for key, view in views]
         return self._made[place]
 
     def _check_unwritten(self, chunk: int, key: str) -> None:
@@ -289,7 +313,7 @@ class Chunks:
         elsewhere = self.specs[chunk].has_master or (chunk, ChunkKind.PARAM, Tier.HOST) in self._regions
         if self._versions.setdefault(key, version) != version and elsewhere:
             self._versions[key] = version
-            raise RuntimeError(WRITTEN_WHILE_ABSENT.format(name=key))
+            raise Refused(WRITTEN_WHILE_ABSENT.format(name=key))
 
     def ignore_version(self, key: str) -> None:
         """The code of its block makes the parameter's version grow without a write, which is not to be refused."""
@@ -329,6 +353,10 @@ class Chunks:
     def _hide(self, key: str) -> None:
         if key in self._hidden:
             self.parameters[key].__class__ = self._hidden[key]
+
+    def is_hidden(self, key: str) -> bool:
+        """Whether the parameter refuses to be used outside of its block."""
+        return key in self._hidden
 
     def _hiding_classes(self, loose: set[int]) -> dict[str, type]:
         """For parameters whose values are not always on the GPU, or not always the newest there. Loose ones are."""

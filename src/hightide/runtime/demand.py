@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
+from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane, Tier
 from hightide.runtime.in_flight import InFlight
 from hightide.runtime.performer import Performer, Work
@@ -46,7 +47,7 @@ class Demands:
                 self._flight.wait(self._flight.fetches[other], Lane.H2D)
             slot = table.window_for(chunk, next_use, last_use, pinned)
         if slot is None:
-            raise RuntimeError(
+            raise Refused(
                 f"chunk {chunk} needs {self._num_slots(chunk)} free consecutive slots; "
                 f"the chunks {sorted(pinned)} are in use. Raise num_slots in the plan."
             )
@@ -72,7 +73,7 @@ class Demands:
                 if other in self._gradients.exits:
                     self._flight.wait(self._gradients.exits[other], Lane.D2H)
         else:
-            raise RuntimeError(
+            raise Refused(
                 f"the gradient of chunk {chunk} needs {table.width(chunk)} free consecutive grad slots; raise "
                 "num_grad_slots in the plan."
             )

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.plan import Update
+from hightide.ir.refusal import Refused
 from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.activations import Stash
 from hightide.runtime.demand import Demands
@@ -144,7 +145,7 @@ class Executor:
             self._pass, self._suspended = self._suspended, None
         current = self._pass
         if current is None:
-            raise RuntimeError("a block ran outside of a pass; call the model that hightide.wrap returned")
+            raise Refused("a block ran outside of a pass; call the model that hightide.wrap returned")
         if accumulate and not current.backward_begun:
             self._begin_backward(current)
         elif accumulate and current.backward_ended:
@@ -217,7 +218,7 @@ class Executor:
         if self._update is Update.DEFERRED:
             self.performer.updated.clear()
         elif not self._owes_step and any(self.gradients.is_trainable(chunk) for chunk in leftovers):
-            raise RuntimeError(
+            raise Refused(
                 "optimizer.step() came again without a backward since the last one, but this model was wrapped with "
                 "update='in_backward': the promise of one step per backward. Wrap with update='deferred' (the default)."
             )
@@ -308,7 +309,7 @@ class Executor:
         exists = self.gradients.any_valid()
         if self._update is Update.IN_BACKWARD and (self._owes_step or exists):
             missing = "optimizer.step()" if self._owes_step else self._zeroing()
-            raise RuntimeError(
+            raise Refused(
                 f"backward() came again without {missing} since the last one, but this model was wrapped with "
                 "update='in_backward': the promise of one step per backward. Wrap with update='deferred' (the "
                 "default) to "
@@ -444,7 +445,7 @@ class Executor:
     def _hold_gradient(self, chunk: int, block: int) -> None:
         copy = self.chunks.grad_copies[chunk]
         if self._update is Update.IN_BACKWARD and chunk in self.performer.updated:
-            raise RuntimeError(
+            raise Refused(
                 f"block {self._names[block]!r} ran backward again after its update, but this model was wrapped with "
                 "update='in_backward': the promise of one backward per step. Wrap with update='deferred' (the default)."
             )

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ from hightide.profiler.hooks import HookWatch, num_hooks, users_hooks_aside
 from hightide.profiler.probe import HOOKED
 from hightide.profiler.quiet import Quiet
 from hightide.profiler.split import narrow
-from hightide.profiler.state import GlobalRandom, Snapshot
+from hightide.profiler.state import GlobalRandom, Snapshot, contents, same_contents
 from hightide.stores.base import OutOfMemory
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class FirstLooks:
         """Why a call that would be split must not be; "": it may, or was compared before. See [Note: split against
         whole]."""
         block = call.runner.index
-        key = block, call.signature, tuple(tensor.shape for tensor in tensors)
+        key = block, call.signature, tuple(tensor.shape for tensor in tensors), call.numbers
         if not self._enabled or key in self._compared or self._num_shapes[block] >= MAX_SHAPES:
             return ""
         self._compared.add(key)
@@ -92,6 +93,34 @@ class FirstLooks:
             random.restore()
             if self._run.observer is not None:
                 self._run.observer.begin_again()
+
+    def leaves_the_same(self, call: BlockCall, tensors: Sequence[Tensor], before: Snapshot) -> bool:
+        """Whether a block that was split has left what one forward of the whole batch leaves, and a second one too: a
+        length that it remembers, a flag that something was said."""
+        if len(call.bounds) < 2 or call.runner.index in self._keeping or self._most_together(call) < len(call.bounds):
+            return False
+        num_samples = sum(size for _, size in call.bounds)
+        random = GlobalRandom(self._run.gpu.device)
+        with self._gpu_unmetered():
+            left = contents(call.module)
+            before.restore()
+        same = True
+        try:
+            with torch.no_grad(), users_hooks_aside(call.module), call.autocast.restored():
+                for _ in range(2):
+                    call.run(call.sliced(tensors, 0, num_samples))
+                    with self._gpu_unmetered():
+                        same = same and same_contents(left, contents(call.module))
+        except OutOfMemory:
+            same = False
+        finally:
+            random.restore()
+            if self._run.observer is not None:
+                self._run.observer.begin_again()
+        return same
+
+    def _gpu_unmetered(self) -> AbstractContextManager[None]:
+        return self._run.gpu.unmetered()
 
     def _most_together(self, call: BlockCall) -> int:
         """Micro-batches for which there is room: all, two or none."""
@@ -113,20 +142,22 @@ class Look:
     """One forward of a block of which it is not known that it keeps nothing."""
 
     def __init__(self, looks: FirstLooks, key: tuple[int, str, int], call: BlockCall) -> None:
-        self._looks, self._key, self._gpu = looks, key, call.runner.run.gpu
+        self._looks, self._key, self._call, self._gpu = looks, key, call, call.runner.run.gpu
         with self._gpu.unmetered():  # it is in the plan: see examined() in profiler/probe.py
             self.before = Snapshot(call.module, shared_random=True, hooks=key[2] > 0)
         self._hooks = HookWatch(call.module) if key[2] else None
         if self._hooks is not None:
             self._hooks.open()
 
-    def end(self) -> str:
-        """After the forward: what it changed, as a reason not to split it. "": nothing."""
+    def end(self, tensors: Sequence[Tensor]) -> str:
+        """After the forward: what it changed, as a reason not to split it. "": nothing, or nothing that matters."""
         if self._hooks is not None:
             self._hooks.close()
         with self._gpu.unmetered():
             changes = sorted(self.before.changes())
         replaces = self._hooks is not None and self._hooks.replaces
+        if changes and not replaces and self._looks.leaves_the_same(self._call, tensors, self.before):
+            changes = []
         if changes or replaces or not self._looks.is_known(self._key):
             self._looks.learn(self._key, bool(changes or replaces))
         if changes:

@@ -17,6 +17,7 @@ from torch import Tensor
 from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import Placement
 from hightide.ir.plan import Update
+from hightide.ir.refusal import Refused
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.runtime.absent import Disabled
 from hightide.runtime.chunks import GRAD_DTYPE, Chunks
@@ -34,7 +35,7 @@ class Gradients:
     def __init__(self, profile: ModelProfile, chunks: Chunks, update: Update) -> None:
         self._update = update
         trainable = {spec.name for spec in profile.params if spec.trainable}
-        self._optimised = {spec.name for spec in profile.params if spec.group is not None}
+        self.optimised = frozenset(spec.name for spec in profile.params if spec.group is not None)
         self._loose = {name for block in profile.blocks if block.loose for name in block.params} & trainable
         self._placeholders = {
             spec.name: GradientPlaceholder(chunks.parameters[spec.name], self, spec.name)
@@ -78,7 +79,7 @@ class Gradients:
 
     def valid_unowned(self) -> str | None:
         """A parameter that has a gradient and is in no group of the optimizer."""
-        return next((key for key in self._placeholders if key in self._valid and key not in self._optimised), None)
+        return next((key for key in self._placeholders if key in self._valid and key not in self.optimised), None)
 
     def _look_at(self, key: str, gradient: Tensor | None) -> bool:
         """Whether a parameter has a gradient now. The user may have set `p.grad` to None, or to a tensor of their
@@ -192,6 +193,7 @@ class Gradients:
         self._used: dict[tuple[int, int | None], list[str]] = {}
         for tickets in (self.exits, self.updates):
             tickets.clear()
+        self.of_parameters_here = [chunks.parameters[key] for key in self._placeholders if not chunks.is_hidden(key)]
         self.begin_pass()
 
     def of_use(self, chunk: int) -> list[str]:
@@ -299,7 +301,7 @@ class Gradients:
 
     def _refuse_in_backward(self, what: str, what_for: str) -> None:
         if self._update is Update.IN_BACKWARD:
-            raise RuntimeError(IN_BACKWARD_REFUSAL.format(what=what, what_for=what_for))
+            raise Refused(IN_BACKWARD_REFUSAL.format(what=what, what_for=what_for))
 
 
 class HostNumber:

@@ -46,6 +46,7 @@ class HeadCall:
     @contextmanager
     def forward_hold(self) -> Iterator[None]:
         run, block = self._runner.run, self._runner.index
+        self._runner.check_parameters()
         with run.pass_for_block(block), run.tick(Op.FORWARD, block) as tick:
             self._call = tick.call
             yield

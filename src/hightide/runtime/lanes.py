@@ -31,6 +31,7 @@ from typing import TypeVar
 
 import torch
 
+from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane
 from hightide.machine import usable_cores
 from hightide.runtime.queues import Queue, Record, State, Task, Watcher, queue_for
@@ -234,7 +235,7 @@ class Lanes:
         if self._state.failure is not None:
             raise self._state.failure
         if self._state.closing:
-            raise RuntimeError("these lanes are closed; wrap the model again to go on")
+            raise Refused("these lanes are closed; wrap the model again to go on")
 
     def begin_pass(self) -> int:
         return self._state.begin_pass()

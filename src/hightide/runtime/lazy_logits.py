@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from hightide.ir.refusal import Refused
 from hightide.ir.units import format_bytes
 from hightide.runtime.autocast import Autocast
 from hightide.runtime.cross_entropy import CrossEntropy
@@ -59,7 +60,7 @@ class _Record:
     def check_fresh(self) -> None:
         self.projection.check_version()
         if self.hidden._version != self.hidden_version:
-            raise RuntimeError(
+            raise Refused(
                 "the input of the head was changed in place after the head was called, so its logits can no longer be "
                 "computed; change a copy (`hidden = hidden.clone()`) instead"
             )
@@ -141,7 +142,7 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        raise RuntimeError(
+        raise Refused(
             "a gradient reached hightide's lazy logits through code that goes round __torch_function__ (a custom "
             "autograd function?); give it ordinary logits: `logits = logits.clone()`"
         )
@@ -428,7 +429,7 @@ def _warn(record: _Record, operation: str) -> None:
 
 def _check_in_place(logits: LazyLogits, operation: str) -> None:
     if logits._has_views:
-        raise RuntimeError(
+        raise Refused(
             f"the operation {operation!r} would change lazy logits of which views exist, and cannot reach those; write "
             "it out of place (`logits = logits * scale`, `logits = logits.clone()` before an assignment)"
         )

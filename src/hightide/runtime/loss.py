@@ -25,9 +25,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from hightide.ir.refusal import Refused
 from hightide.runtime.autocast import Autocast
 from hightide.runtime.cross_entropy import (
     CrossEntropy,
@@ -40,6 +40,7 @@ from hightide.runtime.cross_entropy import (
     write_gradient,
 )
 from hightide.runtime.linear import LinearBackward
+from hightide.runtime.transforms import once
 
 
 class Head(Protocol):
@@ -120,7 +121,7 @@ class Projection:
 
     def check_version(self) -> None:
         if self.head.version != self.version:
-            raise RuntimeError(
+            raise Refused(
                 "the head's weights were updated after these logits were made, so they can no longer be computed; use "
                 "the logits, or call backward, before optimizer.step()"
             )
@@ -184,11 +185,11 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return total if normaliser is None else total / normaliser
 
     @staticmethod
-    @once_differentiable
+    @once(lambda ctx: ctx.projection.head.will_accumulate())
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         rows, target, weight, normaliser, maximum, total = ctx.saved_tensors
         if ctx.has_run_backward:
-            raise RuntimeError(
+            raise Refused(
                 "a second backward through hightide's fused loss is not supported; add the losses, call backward once"
             )
         ctx.has_run_backward = True

@@ -5,11 +5,16 @@ a GradScaler unscales, loops test for None or print. With None there, clipping w
 placeholder has shape and dtype, no memory, and forwards the few operations that make sense where the gradient is:
 norm, product with a number, sum with a tensor, zero. Other reads fetch a copy; a view of a placeholder is again a
 placeholder, so that a write through it is noticed. Any other write raises.
+
+[Note: who holds a placeholder] A parameter's `.grad` is held in C++, where Python's collector does not look. So a
+placeholder knows its owner weakly: a strong reference would be a circle (parameter, gradient, ledger, chunks,
+parameter) that is never found, and a model that is dropped while it has gradients would never be freed.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
@@ -17,6 +22,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
+
+from hightide.ir.refusal import Refused
 
 aten = torch.ops.aten
 
@@ -42,7 +49,7 @@ class GradientOwner(Protocol):
 class GradientPlaceholder(Tensor):
     """`GradientPlaceholder(param_like, owner, key)`: see [Note: gradient placeholder]."""
 
-    _owner: GradientOwner
+    _home: weakref.ref[GradientOwner]  # [Note: who holds a placeholder]
     _key: Hashable
     _views: tuple[Callable[[Tensor], Tensor], ...]  # from the whole gradient to this view of it
 
@@ -60,7 +67,13 @@ class GradientPlaceholder(Tensor):
 
     @property
     def owner(self) -> GradientOwner:
-        return self._owner
+        owner = self._home()
+        if owner is None:
+            raise Refused(
+                f"the gradient of {self._key!r} is gone with the wrapped model that it belonged to; keep the model, or "
+                "take copies with p.grad.clone() while it is there"
+            )
+        return owner
 
     @property
     def key(self) -> Hashable:
@@ -120,7 +133,7 @@ def _placeholder(
     placeholder: GradientPlaceholder = Tensor._make_wrapper_subclass(
         GradientPlaceholder, like.shape, strides=like.stride(), dtype=like.dtype, device=device
     )
-    placeholder._owner, placeholder._key, placeholder._views = owner, key, views
+    placeholder._home, placeholder._key, placeholder._views = weakref.ref(owner), key, views
     return placeholder
 
 
@@ -128,7 +141,7 @@ def _real(value: Any) -> Any:
     """The values of a placeholder, as an ordinary tensor that owns them."""
     if not isinstance(value, GradientPlaceholder):
         return value
-    gradient = value._owner.read(value._key).to(dtype=value.dtype, device=value.device).contiguous()
+    gradient = value.owner.read(value._key).to(dtype=value.dtype, device=value.device).contiguous()
     for view in value._views:
         gradient = view(gradient)
     return gradient
@@ -143,7 +156,7 @@ def _whole(value: object) -> bool:
 
 def _norm_of(gradient: Tensor, norm_type: float) -> Tensor:
     if isinstance(gradient, GradientPlaceholder) and not gradient._views:
-        return gradient._owner.norm(gradient._key, float(norm_type))
+        return gradient.owner.norm(gradient._key, float(norm_type))
     norm: Tensor = torch.linalg.vector_norm(gradient, norm_type)
     return norm
 
@@ -177,7 +190,7 @@ def _multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     assert isinstance(gradient, GradientPlaceholder) and factor is not None
     is_division = func.overloadpacket in (aten.div_, aten._foreach_div_)
-    gradient._owner.scale(gradient._key, 1 / factor if is_division else factor)
+    gradient.owner.scale(gradient._key, 1 / factor if is_division else factor)
     return gradient
 
 
@@ -205,7 +218,7 @@ def _add(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     gradient, value = args
     if not _whole(gradient) or not isinstance(value, Tensor):
         return NotImplemented
-    gradient._owner.add(gradient._key, _real(value) * kwargs.get("alpha", 1))
+    gradient.owner.add(gradient._key, _real(value) * kwargs.get("alpha", 1))
     return gradient
 
 
@@ -213,7 +226,7 @@ def _zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (gradient,) = args
     if not _whole(gradient):
         return NotImplemented
-    gradient._owner.zero(gradient._key)
+    gradient.owner.zero(gradient._key)
     return gradient
 
 
@@ -234,7 +247,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GradientPlaceholder:
     (gradient,) = args
-    return _placeholder(gradient, gradient.device, gradient._owner, gradient._key, gradient._views)
+    return _placeholder(gradient, gradient.device, gradient.owner, gradient._key, gradient._views)
 
 
 _HANDLERS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
@@ -271,7 +284,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         leaves, _ = tree_flatten(value)
         for leaf in leaves:
             if isinstance(leaf, GradientPlaceholder):
-                raise RuntimeError(
+                raise Refused(
                     f"hightide keeps gradients in chunks, where {func} cannot change the gradient of {leaf._key!r}; "
                     "scale with p.grad.mul_(number), add with p.grad.add_(tensor), replace with p.grad = tensor, clip "
                     "with torch.nn.utils.clip_grad_norm_ or "
@@ -292,7 +305,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def placeholder(view: Tensor, pick: Callable[[Any], Tensor]) -> GradientPlaceholder:
         steps = (*gradient._views, lambda real: pick(func(real, *rest, **kwargs)))
-        return _placeholder(view, gradient.device, gradient._owner, gradient._key, steps)
+        return _placeholder(view, gradient.device, gradient.owner, gradient._key, steps)
 
     if isinstance(views, Tensor):
         return placeholder(views, lambda result: result)

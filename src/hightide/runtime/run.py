@@ -9,22 +9,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.autograd.graph import increment_version
 
 from hightide.ir.action import Mode, Op, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Forecast, Plan, Update
+from hightide.ir.refusal import RefusedArgument
 from hightide.ir.split import Split
 from hightide.planner.memory import peaks, reserved_bytes
+from hightide.profiler.caches import Caches
 from hightide.profiler.probe import ProbeResult, probe
 from hightide.profiler.split import Arguments, batch_size, flatten_call, tensors
 from hightide.progress import tell
 from hightide.runtime import rng
 from hightide.runtime.activations import Stashes
+from hightide.runtime.anchor import Anchor
 from hightide.runtime.autocast import Autocast
 from hightide.runtime.batch import copy_to, map_tensors
 from hightide.runtime.blocks import BlockRunner
@@ -33,12 +37,15 @@ from hightide.runtime.compiled import CompiledForwards
 from hightide.runtime.executor import Executor, Tick
 from hightide.runtime.first_look import FirstLooks
 from hightide.runtime.gradients import Gradients
+from hightide.runtime.inner_hooks import InnerHooks
 from hightide.runtime.lanes import Lanes
 from hightide.runtime.moving import Luggage, uninterrupted
 from hightide.runtime.observer import Observer, watched_pass
 from hightide.runtime.origin import FirstValues
 from hightide.runtime.performer import Performer
 from hightide.runtime.placeholder import GradientPlaceholder
+from hightide.runtime.transforms import refuse_transforms
+from hightide.runtime.unchanged import Unchanged
 from hightide.stores.base import ALIGN_BYTES, Accelerator, OutOfMemory
 from hightide.stores.cuda import CudaAccelerator
 from hightide.stores.host import HostArena
@@ -59,7 +66,6 @@ class Run:
         probed: ProbeResult,
         plan: Plan,
         schedules: Mapping[Mode, Schedule],
-        forced_kwargs: Mapping[str, Any],
         check_call: Callable[[Mapping[str, Any]], None],
         device: torch.device = rng.CPU,
         compile: bool = False,
@@ -73,10 +79,12 @@ class Run:
         self.probing = False
         self.looks = FirstLooks(self, learns)
         self.runners: dict[int, BlockRunner] = {}  # by the id of the block's module
+        self.unchanged: dict[int, Unchanged] = {}  # by block
+        self.inner_hooks: dict[int, InnerHooks] = {}  # by block
         self.compiled = CompiledForwards(compile)
         self._check_call = check_call  # raises for arguments under which training through blocks would be wrong
         self._around_call = around_call or (lambda args, kwargs: nullcontext())
-        self.forced_kwargs = dict(forced_kwargs)  # keyword arguments of every training call of the model
+        self.caches = Caches(model)
         self.parameters = _by_key(model, profile)
         self.keys = {id(param): key for key, param in self.parameters.items()}
 
@@ -85,8 +93,7 @@ class Run:
         self._set_up(plan, schedules, device, first_values or FirstValues())
         self.observer: Observer | None = None
 
-        self.anchor = torch.empty(0, device=device, requires_grad=True)
-        self.anchor_edge = get_gradient_edge(self.anchor)
+        self.anchor = Anchor(device)
         self.lends = False  # see borrowed()
         self.between_passes: Callable[[], None] | None = None  # called before each pass, while a recording is on
         self.loaded_masters: dict[str, Tensor] = {}  # since the last step: their parameters may be loaded after them
@@ -230,7 +237,7 @@ class Run:
             return original(*args, **kwargs)
         training = torch.is_grad_enabled()
         if training:
-            kwargs = {**kwargs, **self.forced_kwargs}
+            original = partial(self.caches.call, self.model, original)
             self._check_call(kwargs)
             self._check_batch(args, kwargs)
             if self.observer is not None and self.observer.is_watching and not self.executor.has_open_forward:
@@ -271,13 +278,15 @@ class Run:
         num_samples = batch_size(Arguments(args, kwargs))
         self.is_whole_batch = num_samples == self.plan.num_samples
         if num_samples > self.plan.num_samples:
-            raise ValueError(
+            raise RefusedArgument(
                 f"a batch of {num_samples} samples, but the plan holds up to {self.plan.num_samples}; wrap the "
                 "model with the "
                 "largest batch of your run as its example, or pass smaller batches and step after several of them"
             )
 
     def begin_pass(self, mode: Mode) -> None:
+        refuse_transforms(mode is not Mode.EVAL)
+        self.chunks.check_loose()
         if self.between_passes is not None:
             self.between_passes()
         self.executor.begin(mode)
@@ -286,6 +295,7 @@ class Run:
             self._pass_seed = rng.pass_seed(self.num_passes)
             self._nth_call.clear()
             self._end_queued = False
+            self.anchor.begin_pass(self.gradients.of_parameters_here)
 
     @contextmanager
     def pass_for_block(self, block: int) -> Iterator[None]:
@@ -339,12 +349,17 @@ class Run:
 
     def _probe_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProbeResult:
         self.probing = True
+        # A forward that somebody has put on the model has run already, with these arguments as its result. Accelerate's
+        # enters autocast, and cannot be entered twice: autocast would stay on for ever.
+        patched = vars(self.model).pop("forward", None)
         try:
             with self.gpu.unmetered():  # a probe computes on shapes, and in host memory
                 batch = Arguments(*map_tensors((args, kwargs), lambda tensor: tensor.cpu()))
                 return probe(self.model, self.probed.blocks, batch, taps=self.probed.taps, device=self.gpu.device)
         finally:
             self.probing = False
+            if patched is not None:
+                vars(self.model)["forward"] = patched
 
     def never_split(self, block: int, signature: str, reason: str) -> Split:
         split = self._splits[block, signature] = Split(signature, (), (), note=reason)

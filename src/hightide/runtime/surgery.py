@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from hightide.ir.block import ModelProfile
+from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.profiler.probe import MUTATES_INPUT, ProbeResult
 from hightide.runtime.absent import Disabled
 from hightide.runtime.blocks import BlockRunner
 from hightide.runtime.head import HeadCall
+from hightide.runtime.inner_hooks import InnerHooks
 from hightide.runtime.lazy_logits import LazyLogits
 from hightide.runtime.run import Run
+from hightide.runtime.unchanged import HOOKED, Unchanged
 
 
 class Wrapped:
@@ -34,7 +37,7 @@ class Wrapped:
     def hightide_run(self) -> Run:
         run = self.hightide_home()
         if run is None:
-            raise RuntimeError("the wrapped model that this block was a part of is gone, and its parameters with it")
+            raise Refused("the wrapped model that this block was a part of is gone, and its parameters with it")
         return run
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,11 +53,14 @@ class Wrapped:
         """As plain PyTorch loads: into real values, which then go to wherever the parameters live."""
         assert isinstance(self, nn.Module)
         if local_metadata.get("assign_to_params_buffers", False):
-            raise ValueError(
+            raise RefusedArgument(
                 "load_state_dict(assign=True) would replace parameters that live in hightide's chunks; leave assign "
                 "out: values are copied to where they live, one module at a time"
             )
-        mine = {self.hightide_run.keys[id(param)]: param for param in self._parameters.values() if param is not None}
+        keys = self.hightide_run.keys
+        mine = {
+            keys[id(param)]: param for param in self._parameters.values() if param is not None and id(param) in keys
+        }
         for key, param in mine.items():
             self.hightide_run.chunks.show(key)
             param.data = self.hightide_run.value_of(key)
@@ -64,17 +70,29 @@ class Wrapped:
             for key, param in mine.items():
                 self.hightide_run.store(key, param.data)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+        """What `to`, `half`, `cuda` and the like are made of. Nothing to do is no problem."""
+        assert isinstance(self, nn.Module)
+        kinds = {(param.dtype, param.device, param.ndim) for param in self.parameters()}
+        for dtype, device, ndim in kinds:
+            example = torch.empty((2,) * ndim, dtype=dtype, device=device)
+            if fn(example) is not example:
+                raise Refused(
+                    f"the {dtype} parameters of a wrapped model, which live in hightide's chunks, cannot be converted, "
+                    "moved or emptied; call hightide.unwrap(model), convert it, and wrap it again"
+                )
+        return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
+
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise RuntimeError(
+        raise Refused(
             "a wrapped model cannot be deep-copied: its parameters live in hightide's chunks. Copy the values with "
             "model.state_dict(), or copy the model before hightide.wrap."
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise RuntimeError(
+        raise Refused(
             "a wrapped model cannot be pickled: its parameters live in hightide's chunks. Save model.state_dict(), "
-            "or use "
-            "model.save_pretrained(folder)."
+            "or use model.save_pretrained(folder)."
         )
 
 
@@ -85,8 +103,20 @@ class SavesInPlace:
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Files are written from where the values lie: a copy of a model that hardly fits would not fit."""
-        with self.hightide_run.borrowed():
+        with self.hightide_run.borrowed(), self.hightide_run.caches.as_the_user_has_them():
             return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+
+
+class RecomputesByPlan:
+    """Mixed into the class of a module that can checkpoint its layers, as those of transformers."""
+
+    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: a layer that recomputes itself would do so once more inside of a block that is recomputed."""
+        warnings.warn(
+            "gradient checkpointing of a wrapped model stays off: hightide's plan decides which blocks are recomputed "
+            "(plan.explain() shows it); leave it out",
+            stacklevel=2,
+        )
 
 
 class WrappedRoot(Wrapped):
@@ -98,11 +128,9 @@ class WrappedInner(Wrapped):
     """A module between the root and its blocks. Called alone, as `model.model(...)`, it trains on the root's terms: a
     cache, filled once more by each recomputation, would give wrong gradients."""
 
-    hightide_forced: dict[str, Any]
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
-            kwargs = {**kwargs, **self.hightide_forced}
+            return self.hightide_run.caches.call(self, super().forward, *args, **kwargs)  # type: ignore[misc,arg-type]
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -149,10 +177,7 @@ def check_modules(model: nn.Module, profile: ModelProfile, probed: ProbeResult) 
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, param in model.named_parameters():
         if param._backward_hooks or param._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"the parameter {name!r} has a gradient hook, which would see the gradient of each micro-batch and not "
-                "their sum; remove it, and change gradients between backward() and step()"
-            )
+            raise ValueError(HOOKED.format(key=name))
     for call in profile.calls:
         if call.note == MUTATES_INPUT:
             raise ValueError(
@@ -172,14 +197,13 @@ def wrap_modules(run: Run) -> None:
     modules = dict(run.model.named_modules(remove_duplicate=False))
     for name in _ancestors(block.name for block in run.profile.blocks if not block.loose):
         if name:
-            known = inspect.signature(type(modules[name]).forward).parameters
-            forced = {key: value for key, value in run.forced_kwargs.items() if key in known}
-            mixin = WrappedInner if forced else Wrapped
-            _swap(modules[name], mixin, run, {"hightide_forced": forced} if forced else {})
+            _swap(modules[name], WrappedInner if run.caches.concern(modules[name]) else Wrapped, run, {})
     for block in run.profile.blocks:
         if not block.loose:
             module = modules[block.name]
             run.runners[id(module)] = BlockRunner(run, block.index, type(module).forward)
+            run.unchanged[block.index] = Unchanged(module, run.keys)
+            run.inner_hooks[block.index] = InnerHooks(module)
             run.compiled.add(module, type(module).forward)
             for inside in module.modules():  # for the sake of their state dicts
                 if inside is not module and next(inside.parameters(), None) is not None:
@@ -244,6 +268,23 @@ def _swap(module: nn.Module, mixin: type, run: Run, attributes: dict[str, Any]) 
 
 def _subclass(original: type, mixin: type, attributes: dict[str, Any]) -> type:
     """It keeps the class's name: transformers writes it into a saved config."""
-    body = {"__module__": original.__module__, "__qualname__": original.__qualname__, "__doc__": original.__doc__}
-    savers = (SavesInPlace,) if hasattr(original, "save_pretrained") else ()
-    return type(original.__name__, (*savers, mixin, original), {**body, **attributes})
+    body: dict[str, Any] = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    if hasattr(mixin, "forward"):
+        body["forward"] = _like_its_own(original, mixin)
+    able = {"save_pretrained": SavesInPlace, "gradient_checkpointing_enable": RecomputesByPlan}
+    mixins = [mixin_of for method, mixin_of in able.items() if hasattr(original, method)]
+    return type(original.__name__, (*mixins, mixin, original), {**body, **attributes})
+
+
+def _like_its_own(original: Any, mixin: Any) -> Callable[..., Any]:
+    """The mixin's forward with the signature of the original's: transformers' Trainer keeps only those columns of a
+    dataset that it finds there, and takes the names of labels from it."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, Wrapped):  # unwrapped, by way of a forward that somebody has made of this one
+            return original.forward(self, *args, **kwargs)
+        return mixin.forward(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(original.forward)  # type: ignore[attr-defined]
+    forward.__doc__ = original.forward.__doc__
+    return forward

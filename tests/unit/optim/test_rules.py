@@ -200,7 +200,7 @@ def test_momentum_that_comes_later_is_refused() -> None:
     rule = rule_for(optimizer)
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(ValueError, match=r"momentum=0\.9.*wrap again with momentum"):
-        rule.read(optimizer.param_groups[0])
+        rule.check(optimizer.param_groups[0])
     assert isinstance(rule, SGDRule) and not rule.keeps_states(rule.read({**optimizer.param_groups[0], "momentum": 0}))
 
 

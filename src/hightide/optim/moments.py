@@ -1,0 +1,100 @@
+"""What updates keep of each parameter: its moments, where they lie, and how many updates it has had."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from hightide.ir.refusal import Refused
+from hightide.ir.tier import ChunkKind
+from hightide.optim.rule import Rule
+from hightide.runtime.chunks import Chunks
+
+
+class Moments:
+    def __init__(self, rule: Rule, chunks: Chunks) -> None:
+        self._rule, self._chunks = rule, chunks
+        self._counts: dict[str, int] = {}  # updates that used the moments, of each parameter that has a state
+        self._counters: dict[str, Tensor] = {}  # the same, where somebody has asked for it, and may have written to it
+        self._lent: weakref.WeakValueDictionary[tuple[str, int], Tensor] = weakref.WeakValueDictionary()
+
+    def __contains__(self, key: str) -> bool:
+        """Whether the parameter has a state. Where it has none, its moments are zero."""
+        return key in self._counts
+
+    def keys(self) -> list[str]:
+        return list(self._counts)
+
+    # -- how many updates -----------------------------------------------------------------------------------------
+
+    def count(self, key: str) -> int:
+        self.read_counters([key] if key in self._counters else [])
+        return self._counts.get(key, 0)
+
+    def read_counters(self, keys: Iterable[str] | None = None) -> None:
+        """What users have written there, to all or to some."""
+        for key in self._counters if keys is None else keys:
+            self._counts[key] = self._whole(key, float(self._counters[key]))
+
+    def set_count(self, key: str, number: float) -> None:
+        self._counts[key] = self._whole(key, number)
+        if key in self._counters:
+            self._counters[key].fill_(number)
+
+    def _whole(self, key: str, number: float) -> int:
+        if number < 0 or number != int(number):
+            raise Refused(
+                f"{self._rule.step_name!r} in the state of {key!r} is {number}, but it counts updates; set it to a "
+                "whole number"
+            )
+        return int(number)
+
+    def counter(self, key: str) -> Tensor:
+        """The count as a tensor, as the plain optimizer has it: writes to it count."""
+        if key not in self._counters:
+            self._counters[key] = torch.tensor(float(self._counts[key]))
+        return self._counters[key]
+
+    def advance(self, key: str) -> int:
+        """Another update. Returns its number, from 1."""
+        number = self.count(key) + 1
+        self.set_count(key, number)
+        return number
+
+    # -- where they are -------------------------------------------------------------------------------------------
+
+    def at(self, chunk: int) -> list[Tensor]:
+        """Of a whole chunk, flat."""
+        tier = self._chunks.states_tier(chunk)
+        return [self._chunks.flat(chunk, ChunkKind.STATE, tier, array) for array in range(self._rule.num_moments)]
+
+    def of(self, key: str) -> list[Tensor]:
+        """Views of one parameter's moments, in its shape."""
+        chunk, entry = self._chunks.places[key]
+        return [self._chunks.view_of(moment, entry) for moment in self.at(chunk)]
+
+    def lend(self, key: str, index: int) -> Tensor:
+        """One moment, for the user: its very memory, for as long as the parameter keeps this state."""
+        if (lent := self._lent.get((key, index))) is None:
+            lent = self._lent[key, index] = self.of(key)[index]
+        return lent
+
+    def reset(self, key: str) -> None:
+        """As if the parameter had never been updated. What the user still has of the state keeps its values, in memory
+        of its own: on the host, because the GPU has no room for it."""
+        self._counters.pop(key, None)
+        if self._counts.pop(key, None) is None:
+            return
+        for index, moment in enumerate(self.of(key)):
+            if (lent := self._lent.pop((key, index), None)) is not None:
+                lent.data = lent.to("cpu", copy=True)
+            moment.zero_()
+
+    def move_to(self, chunks: Chunks) -> None:
+        """Where the moments are now."""
+        self._chunks = chunks
+        for (key, index), lent in self._lent.items():
+            lent.data = self.of(key)[index]

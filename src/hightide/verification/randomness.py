@@ -1,0 +1,71 @@
+"""Dropout. In several micro-batches a block draws other masks than plain PyTorch would for the whole batch, which is no
+error (read [Note: dropout and plans] in runtime/rng.py), and nothing can be compared while it is on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hightide.profiler.split import Arguments
+from hightide.verification.copies import random_states
+from hightide.verification.observe import call
+
+NAMES = ("dropout", "pdrop", "drop_prob", "drop_path", "layerdrop", "drop_rate")  # parts of attributes' names
+
+
+def drawing_blocks(model: nn.Module, blocks: tuple[str, ...], batch: Arguments) -> list[str]:
+    """The blocks that draw random numbers in one forward, from any generator that is not their own."""
+    device = next(model.parameters()).device
+    before: dict[str, Any] = {}
+    found: dict[str, None] = {}
+
+    def enter(block: str) -> None:
+        before[block] = random_states(device)
+
+    def leave(block: str) -> None:
+        if random_states(device) != before[block]:
+            found[block] = None
+
+    handles = []
+    for block in blocks:
+        module = model.get_submodule(block)
+        handles.append(module.register_forward_pre_hook(lambda _, __, block=block: enter(block)))
+        handles.append(module.register_forward_hook(lambda _, __, ___, block=block: leave(block)))
+    try:
+        with torch.no_grad():
+            call(model, batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(found)
+
+
+def switch_off(model: nn.Module) -> int:
+    """Dropout, wherever a module or its configuration says how much of it there is; how many places were changed."""
+    seen: set[int] = set()
+    changed = 0
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            changed += module.p > 0
+            module.p = 0.0
+        changed += _clear(module)
+        config = getattr(module, "config", None)
+        configs = [config, *(vars(config).values() if hasattr(config, "to_dict") else ())]
+        for one in configs:
+            if hasattr(one, "to_dict") and id(one) not in seen:
+                seen.add(id(one))
+                changed += _clear(one)
+    return changed
+
+
+def _clear(owner: Any) -> int:
+    names = [name for name, value in vars(owner).items() if _is_share(value) and any(part in name for part in NAMES)]
+    for name in names:
+        setattr(owner, name, 0.0)
+    return len(names)
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value <= 1
