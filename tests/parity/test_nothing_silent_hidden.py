@@ -10,7 +10,6 @@ from equal_or_refused import (
     NUM_SAMPLES,
     NUM_TOKENS,
     ROOMY,
-    SPLIT,
     WHOLE,
     WIDTH,
     Block,
@@ -20,7 +19,6 @@ from equal_or_refused import (
     Way,
     call,
     check,
-    check_at_length,
     mean_square,
     one_step,
     sequences,
@@ -30,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-CASES = Cases(ways=SPLIT[:1])  # the other one at length
+CASES = Cases()
 add = CASES.add
 
 
@@ -61,7 +59,7 @@ class GateOfZero(Block):
         return h + self.gate * (h - h.mean(0))
 
 
-@add()
+@add(slow=True)
 class LastWeightOfZero(Block):
     def make(self) -> None:
         self.last = nn.Linear(WIDTH, WIDTH)
@@ -94,7 +92,7 @@ class SwitchedByWeight(Block):
         return h * (1 + self.gate) if float(self.gate.detach()) > 0 else h - h.mean(0)
 
 
-@add(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5))
+@add(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5), slow=True)
 def samples_meet_when_a_weight_has_changed_its_sign() -> nn.Module:
     return Net(SwitchedByWeight(), SwitchedByWeight())
 
@@ -105,13 +103,13 @@ class Faint(Block):
         return h + 1e-3 * h.mean(0)
 
 
-@add()
+@add(slow=True)
 class Fainter(Block):
     def mix(self, h: Tensor) -> Tensor:
         return h + 1e-4 * h.sum(0)
 
 
-@add()
+@add(slow=True)
 class BesideAHugeFeature(Block):
     """Next to values of a million, a mean that is subtracted is no more than rounding, as norms go."""
 
@@ -197,7 +195,7 @@ class Scaled(Block):
         return h / (1 + h.abs().max())
 
 
-@add(batch=zeros_at_first)
+@add(batch=zeros_at_first, slow=True)
 def all_zeros_scaled_by_the_largest() -> nn.Module:
     return Net(Scaled(), Scaled())
 
@@ -231,7 +229,7 @@ class CutToLongest(Block):
         return x + F.pad(h + h.mean(1, keepdim=True), (0, 0, 0, x.shape[1] - length))
 
 
-@add(batch=mask_of_ones_at_first)
+@add(batch=mask_of_ones_at_first, slow=True)
 def sequences_that_are_all_long_in_the_example() -> nn.Module:
     return Net(CutToLongest(), CutToLongest())
 
@@ -411,7 +409,7 @@ def a_block_reads_the_mean_of_what_another_has_kept() -> nn.Module:
     return Net(kept, ReadsKept(kept))
 
 
-@add(ways=ROOMY)
+@add(ways=ROOMY, slow=True)
 def a_block_reads_rows_that_another_has_kept() -> nn.Module:
     kept = Keeps()
     return Net(kept, ReadsKeptRows(kept))
@@ -443,7 +441,7 @@ def minus_mean(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output - output.mean(0)
 
 
-@add(after_wrap=lambda model: model.blocks[1].register_forward_hook(minus_mean))
+@add(after_wrap=lambda model: model.blocks[1].register_forward_hook(minus_mean), slow=True)
 def hook_of_a_block_after_wrapping() -> nn.Module:
     return Net(Block(), Block())
 
@@ -512,7 +510,7 @@ def two_forwards_before_one_backward() -> nn.Module:
     return Net(Block(), Block())
 
 
-@add(step=two_forwards, ways=(Way(2, tight=False),))
+@add(step=two_forwards, ways=(Way(2, tight=False),), slow=True)
 def two_forwards_with_statistics() -> nn.Module:
     return Net(Normed(), Normed())
 
@@ -624,7 +622,7 @@ class Checkpointed(Block):
         return checkpoint(lambda values: torch.relu(values) * 2, h, use_reentrant=False)
 
 
-@add(split=True)
+@add(split=True, slow=True)
 def blocks_that_recompute_by_themselves() -> nn.Module:
     return Net(Checkpointed(), Checkpointed())
 
@@ -639,12 +637,12 @@ def blocks_that_recompute_dropout_by_themselves() -> nn.Module:
     return Net(CheckpointedDropout(), CheckpointedDropout())
 
 
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_what_an_example_hides(case: Case) -> None:
-    check(case)
+@pytest.mark.parametrize(("case", "ways"), CASES.quick)
+def test_what_an_example_hides(case: Case, ways: tuple[Way, ...]) -> None:
+    check(case, ways)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_what_an_example_hides_at_length(case: Case) -> None:
-    check_at_length(case)
+@pytest.mark.parametrize(("case", "ways"), CASES.at_length)
+def test_what_an_example_hides_at_length(case: Case, ways: tuple[Way, ...]) -> None:
+    check(case, ways)

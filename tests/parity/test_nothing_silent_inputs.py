@@ -13,7 +13,6 @@ from equal_or_refused import (
     NUM_SAMPLES,
     NUM_TOKENS,
     ROOMY,
-    SPLIT,
     WIDTH,
     Block,
     Case,
@@ -21,7 +20,6 @@ from equal_or_refused import (
     Net,
     Way,
     check,
-    check_at_length,
     mean_square,
     one_step,
     sequences,
@@ -31,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 
-CASES = Cases(ways=SPLIT[:1])  # the other one at length
+CASES = Cases()
 add = CASES.add
 ONE = (Way(1), Way(None, tight=False))
 
@@ -71,7 +69,7 @@ class NormalisedInPlace(Block):
         return super().forward(x)
 
 
-@add("refused")
+@add("refused", slow=True)
 class NormalisedByCopy(Block):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -79,7 +77,7 @@ class NormalisedByCopy(Block):
         return super().forward(x)
 
 
-@add("refused")
+@add("refused", slow=True)
 class ClampedInEveryModule(Block):
     def forward(self, x: Tensor) -> Tensor:
         for param in self.parameters():
@@ -87,7 +85,7 @@ class ClampedInEveryModule(Block):
         return super().forward(x)
 
 
-@add("refused")
+@add("refused", slow=True)
 class InitialisedByTheFirstBatch(Block):
     """As the activation norm of flows."""
 
@@ -102,7 +100,7 @@ class InitialisedByTheFirstBatch(Block):
         return h - self.shift
 
 
-@add("refused")
+@add("refused", ways=SPLIT[:1])
 class InitialisedByAFlag(Block):
     """The same with the flag in a buffer."""
 
@@ -195,7 +193,7 @@ def embedding_with_padding() -> nn.Module:
     return model
 
 
-@add(split=True)
+@add(split=True, slow=True)
 def pruned_weights() -> nn.Module:
     blocks = [Block(), Block()]
     for block in blocks:
@@ -244,7 +242,7 @@ class ScalesItsWeight(Block):
 # --- other inputs than in the example ---
 
 
-@add("refused", batch=sequences, example=lambda: sequences(0, num_samples=1), ways=ONE)
+@add("refused", batch=sequences, example=lambda: sequences(0, num_samples=1), ways=ONE, slow=True)
 def example_of_one_sample() -> nn.Module:
     return Net(nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True), Block())
 
@@ -257,7 +255,7 @@ class CentredAfterAnExampleOfOne(Block):
         return h - h.mean(0)
 
 
-@add("refused", batch=sequences, example=lambda: sequences(0, num_samples=2), ways=ONE)
+@add("refused", batch=sequences, example=lambda: sequences(0, num_samples=2), ways=ONE, slow=True)
 class CentredAboveThree(Block):
     """In an example of two neither."""
 
@@ -327,7 +325,7 @@ def keywords_in_the_example_positions_later() -> nn.Module:
     return Net(Block(), Block())
 
 
-@add(batch=lambda seed: vectors(seed) if seed == 0 else dict(reversed(vectors(seed).items())), split=True)
+@add(batch=lambda seed: vectors(seed) if seed == 0 else dict(reversed(vectors(seed).items())), split=True, slow=True)
 def another_order_of_keywords() -> nn.Module:
     return Net(Block(), Block())
 
@@ -368,7 +366,7 @@ def a_tensor_of_one_row() -> nn.Module:
     return Net(Tempered(), Tempered())
 
 
-@add("refused", batch=lambda seed: {**vectors(seed), "temperature": torch.full((WIDTH,), 1.0 + seed)})
+@add("refused", batch=lambda seed: {**vectors(seed), "temperature": torch.full((WIDTH,), 1.0 + seed)}, slow=True)
 def a_tensor_of_features() -> nn.Module:
     return Net(Tempered(), Tempered())
 
@@ -426,7 +424,7 @@ class ScaledFeatures(Block):
         return x + torch.tanh(self.linear(x)) * scale
 
 
-@add(batch=lambda seed: {**vectors(seed, num_samples=WIDTH), "scale": vectors(seed + 50)["x"][0]})
+@add(batch=lambda seed: {**vectors(seed, num_samples=WIDTH), "scale": vectors(seed + 50)["x"][0]}, slow=True)
 def as_many_features_as_samples() -> nn.Module:
     return Net(ScaledFeatures(), ScaledFeatures())
 
@@ -561,12 +559,13 @@ for form, result in {
         return Formed(form(), form())
 
     build.__name__ = form.__name__
-    add(result)(build)
+    add(result, ways=SPLIT[1:])(build)
 
 
 @add(
     batch=lambda seed: {**vectors(seed), "x": torch.randn(WIDTH, 6, generator=torch.Generator().manual_seed(seed)).t()},
     split=True,
+    slow=True,
 )
 def inputs_that_are_not_contiguous() -> nn.Module:
     return Net(Block(), Block())
@@ -577,7 +576,7 @@ def inputs_that_are_expanded() -> nn.Module:
     return Net(Block(), Block())
 
 
-@add(batch=lambda seed: {**vectors(seed), "x": vectors(seed)["x"].repeat(1, 2)[:, ::2]}, split=True)
+@add(batch=lambda seed: {**vectors(seed), "x": vectors(seed)["x"].repeat(1, 2)[:, ::2]}, split=True, slow=True)
 def inputs_with_strides() -> nn.Module:
     return Net(Block(), Block())
 
@@ -592,7 +591,7 @@ def inputs_of_double_precision() -> nn.Module:
     return Casts(Block(), Block())
 
 
-@add(batch=lambda seed: {name: (4 * value).long() for name, value in vectors(seed).items()}, split=True)
+@add(batch=lambda seed: {name: (4 * value).long() for name, value in vectors(seed).items()}, split=True, slow=True)
 def inputs_of_integers() -> nn.Module:
     return Casts(Block(), Block())
 
@@ -627,7 +626,7 @@ class NormShared(Block):
         return self.norm(h)
 
 
-@add(split=True)
+@add(split=True, slow=True)
 def a_norm_shared_by_blocks() -> nn.Module:
     norm = nn.LayerNorm(WIDTH)
     return Net(NormShared(norm), NormShared(norm), Block())
@@ -725,12 +724,12 @@ def a_list_of_several_sizes() -> nn.Module:
     return OfSeveralSizes(Block(), Block())
 
 
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_what_a_model_is_given(case: Case) -> None:
-    check(case)
+@pytest.mark.parametrize(("case", "ways"), CASES.quick)
+def test_what_a_model_is_given(case: Case, ways: tuple[Way, ...]) -> None:
+    check(case, ways)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_what_a_model_is_given_at_length(case: Case) -> None:
-    check_at_length(case)
+@pytest.mark.parametrize(("case", "ways"), CASES.at_length)
+def test_what_a_model_is_given_at_length(case: Case, ways: tuple[Way, ...]) -> None:
+    check(case, ways)

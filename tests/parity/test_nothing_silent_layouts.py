@@ -17,8 +17,8 @@ from equal_or_refused import (
     Case,
     Cases,
     Net,
+    Way,
     check,
-    check_at_length,
     images,
     mean_square,
     sequences,
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-CASES = Cases(ways=SPLIT[:1])  # the other one at length
+CASES = Cases()
 add = CASES.add
 
 
@@ -76,7 +76,7 @@ def encoder_with_time_first() -> nn.Module:
     return Net(encoder_layer(), encoder_layer())
 
 
-@add(batch=square)
+@add(batch=square, slow=True)
 def encoder_with_time_first_square() -> nn.Module:
     return Net(encoder_layer(), encoder_layer())
 
@@ -86,12 +86,12 @@ def encoder_with_samples_first_square() -> nn.Module:
     return Net(encoder_layer(batch_first=True), encoder_layer(batch_first=True))
 
 
-@add(batch=time_major)
+@add(batch=time_major, ways=SPLIT[1:])
 def lstm_with_time_first() -> nn.Module:
     return Net(Recurrent(), Recurrent())
 
 
-@add(batch=sequences, split=True)
+@add(batch=sequences, split=True, ways=SPLIT[1:])
 def gru_with_samples_first() -> nn.Module:
     return Net(Gated(), Gated())
 
@@ -101,12 +101,12 @@ class TurnedInside(Net):
         return super().forward(x.transpose(0, 1), labels.transpose(0, 1))
 
 
-@add(batch=sequences)
+@add(batch=sequences, slow=True)
 def encoder_with_time_first_inside() -> nn.Module:
     return TurnedInside(encoder_layer(), encoder_layer())
 
 
-@add(batch=sequences)
+@add(batch=sequences, ways=SPLIT[1:], slow=True)
 def lstm_with_time_first_inside() -> nn.Module:
     return TurnedInside(Recurrent(), Recurrent())
 
@@ -141,12 +141,12 @@ class ModulesOfTorch(Stack):
         return self.finish(x, labels)
 
 
-@add(batch=time_major)
+@add(batch=time_major, ways=SPLIT[1:], slow=True)
 def recurrent_modules_with_time_first() -> nn.Module:
     return ModulesOfTorch(nn.LSTM(WIDTH, WIDTH), nn.GRU(WIDTH, WIDTH), nn.RNN(WIDTH, WIDTH))
 
 
-@add(batch=sequences, split=True)
+@add(batch=sequences, split=True, ways=SPLIT[1:], slow=True)
 def recurrent_modules_with_samples_first() -> nn.Module:
     return ModulesOfTorch(*(kind(WIDTH, WIDTH, batch_first=True) for kind in (nn.LSTM, nn.GRU, nn.RNN)))
 
@@ -171,7 +171,7 @@ def transformer_of_torch() -> nn.Module:
     return Translator(batch_first=False)
 
 
-@add(batch=lambda seed: {"source": sequences(seed, num_tokens=7)["x"], **sequences(seed + 50)}, split=True)
+@add(batch=lambda seed: {"source": sequences(seed, num_tokens=7)["x"], **sequences(seed + 50)}, split=True, slow=True)
 def transformer_of_torch_with_samples_first() -> nn.Module:
     return Translator(batch_first=True)
 
@@ -187,7 +187,7 @@ class StepByStep(Stack):
         return self.finish(moment, labels)
 
 
-@add(batch=lambda seed: {"x": sequences(seed)["x"], "labels": vectors(seed)["labels"]}, split=True)
+@add(batch=lambda seed: {"x": sequences(seed)["x"], "labels": vectors(seed)["labels"]}, split=True, slow=True)
 def cells_step_by_step() -> nn.Module:
     return StepByStep(nn.GRUCell(WIDTH, WIDTH), nn.GRUCell(WIDTH, WIDTH))
 
@@ -433,7 +433,7 @@ class Packed(Block):
         return x + pad_packed_sequence(self.recurrent(packed)[0], batch_first=True, total_length=x.shape[1])[0]
 
 
-@add(batch=padded, split=True)
+@add(batch=padded, ways=SPLIT[1:])
 def packed_sequences() -> nn.Module:
     return Net(Packed(), Packed())
 
@@ -608,7 +608,7 @@ class Detector(Stack):
         return self.finish(h.mean(1), labels)
 
 
-@add(batch=images, split=True)
+@add(batch=images, split=True, slow=True)
 def detector_with_queries() -> nn.Module:
     return Detector()
 
@@ -654,12 +654,12 @@ def noisy_images(seed: int, scalar: bool = False) -> dict[str, Tensor]:
     return {"x": x, "time": time, "noise": torch.randn(x.shape, generator=generator)}
 
 
-@add(batch=noisy_images, split=True)
+@add(batch=noisy_images, split=True, slow=True)
 def denoiser() -> nn.Module:
     return UNet()
 
 
-@add(batch=lambda seed: noisy_images(seed, scalar=True), split=True)
+@add(batch=lambda seed: noisy_images(seed, scalar=True), split=True, slow=True)
 def denoiser_with_one_time_for_all() -> nn.Module:
     return UNet()
 
@@ -724,12 +724,12 @@ def scan_over_tokens() -> nn.Module:
     return Net(Scan(), Scan())
 
 
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_where_samples_lie(case: Case) -> None:
-    check(case)
+@pytest.mark.parametrize(("case", "ways"), CASES.quick)
+def test_where_samples_lie(case: Case, ways: tuple[Way, ...]) -> None:
+    check(case, ways)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_where_samples_lie_at_length(case: Case) -> None:
-    check_at_length(case)
+@pytest.mark.parametrize(("case", "ways"), CASES.at_length)
+def test_where_samples_lie_at_length(case: Case, ways: tuple[Way, ...]) -> None:
+    check(case, ways)

@@ -13,15 +13,19 @@ from equal_or_refused import (
     Case,
     Cases,
     Net,
+    Way,
     check,
-    check_at_length,
     images,
     mean_square,
     sequences,
+    unsplit,
     vectors,
 )
+from harness import make_optimizer
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import hightide
 
 CASES = Cases()
 add = CASES.add
@@ -40,7 +44,7 @@ class Centred(Block):
         return h - h.mean(0)
 
 
-@add()
+@add(slow=True)
 class Standardised(Block):
     def mix(self, h: Tensor) -> Tensor:
         return (h - h.mean(0)) / (h.std(0) + 0.1)
@@ -78,7 +82,7 @@ class FunctionalBatchNorm(Block):
         return F.batch_norm(h, None, None, training=True, eps=0.1)
 
 
-@add()
+@add(slow=True)
 class BatchNormWithoutStatistics(Block):
     def make(self) -> None:
         self.norm = nn.BatchNorm1d(WIDTH, track_running_stats=False, eps=0.1)
@@ -93,13 +97,13 @@ class LargestIsOne(Block):
         return h / h.abs().max()
 
 
-@add()
+@add(slow=True)
 class MedianIsOne(Block):
     def mix(self, h: Tensor) -> Tensor:
         return h / (1 + h.abs().median())
 
 
-@add()
+@add(slow=True)
 class ClippedToQuantile(Block):
     def mix(self, h: Tensor) -> Tensor:
         return torch.minimum(h, torch.quantile(h.detach(), 0.8))
@@ -199,7 +203,7 @@ class PlaceInTheBatch(Block):
         return h + self.places(torch.arange(h.shape[0]))
 
 
-@add()
+@add(slow=True)
 class PlaceInTheBatchAsTensor(Block):
     def mix(self, h: Tensor) -> Tensor:
         return h * torch.linspace(0.5, 1.5, h.shape[0]).unsqueeze(1)
@@ -221,7 +225,7 @@ def hook_of_a_block_subtracts_the_mean() -> nn.Module:
     return Net(*blocks)
 
 
-@add()
+@add(slow=True)
 def hook_before_a_block_subtracts_the_mean() -> nn.Module:
     blocks = [Block(), Block()]
     for block in blocks:
@@ -235,19 +239,19 @@ class FirstIsReference(Block):
         return h - 0.5 * h[0]
 
 
-@add()
+@add(slow=True)
 class LastIsReference(Block):
     def mix(self, h: Tensor) -> Tensor:
         return h - 0.5 * h[-1:].detach()
 
 
-@add()
+@add(slow=True)
 class Rolled(Block):
     def mix(self, h: Tensor) -> Tensor:
         return h + 0.5 * h.roll(1, 0)
 
 
-@add()
+@add(slow=True)
 class Flipped(Block):
     def mix(self, h: Tensor) -> Tensor:
         return h + 0.5 * h.flip(0)
@@ -273,13 +277,13 @@ class Whitened(Block):
         return torch.linalg.solve_triangular(torch.linalg.cholesky(covariance), centred.T, upper=False).T
 
 
-@add()
+@add(slow=True)
 class NormOverSamples(Block):
     def mix(self, h: Tensor) -> Tensor:
         return F.layer_norm(h.t(), (len(h),), eps=0.1).t()
 
 
-@add()
+@add(slow=True)
 class TurnsToward(Block):
     """Balanced assignment as in SwAV: rows and columns of the scores are normalised by turns."""
 
@@ -291,7 +295,7 @@ class TurnsToward(Block):
         return scores
 
 
-@add(batch=images)
+@add(batch=images, slow=True)
 def normalised_images() -> nn.Module:
     """Convolutions with a norm over the batch, without statistics."""
 
@@ -337,7 +341,7 @@ class GradientIsCentred(Block):
         return CentredGradient.apply(h)
 
 
-@add()
+@add(slow=True)
 class GradientHasNormOne(Block):
     def mix(self, h: Tensor) -> Tensor:
         if h.requires_grad:
@@ -384,7 +388,7 @@ class MeanAsLoss(Block):
         return x + h, h.square().mean()
 
 
-@add()
+@add(slow=True)
 class SumAsLoss(Block):
     def forward(self, x: Tensor) -> Any:
         h = torch.tanh(self.linear(x))
@@ -518,7 +522,7 @@ class DividedByTheirNumber(Block):
         return h / h.shape[0]
 
 
-@add()
+@add(slow=True)
 class DividedByTheRootOfTheirNumber(Block):
     def mix(self, h: Tensor) -> Tensor:
         return h * len(h) ** -0.5
@@ -558,12 +562,22 @@ def shaped_by_the_number_of_samples() -> nn.Module:
     return Telling(ShapedByTheirNumber(), ShapedByTheirNumber())
 
 
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_samples_that_meet(case: Case) -> None:
-    check(case)
+@pytest.mark.parametrize(("case", "ways"), CASES.quick)
+def test_samples_that_meet(case: Case, ways: tuple[Way, ...]) -> None:
+    check(case, ways)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_mixup_is_found_whatever_is_drawn(seed: int) -> None:
+    """A permutation may leave the sample where it is that a trial changes: one draw does not do."""
+    torch.manual_seed(seed)
+    model = Net(nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True), Permuted())
+    limits = hightide.Limits(gpu="64MiB", host="64MiB")
+    plan = hightide.plan(model, make_optimizer(model), sequences(seed), limits=limits, micro_batch=2)
+    assert unsplit(plan)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_samples_that_meet_at_length(case: Case) -> None:
-    check_at_length(case)
+@pytest.mark.parametrize(("case", "ways"), CASES.at_length)
+def test_samples_that_meet_at_length(case: Case, ways: tuple[Way, ...]) -> None:
+    check(case, ways)

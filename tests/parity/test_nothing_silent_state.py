@@ -14,15 +14,16 @@ from equal_or_refused import (
     CLASSES,
     NUM_SAMPLES,
     ROOMY,
+    SPLIT,
     WHOLE,
     WIDTH,
     Block,
     Case,
     Cases,
     Net,
+    Way,
     call,
     check,
-    check_at_length,
     images,
     mean_square,
     one_step,
@@ -50,7 +51,7 @@ class BatchNorm(Block):
         return self.norm(h)
 
 
-@add()
+@add(slow=True)
 class BatchNormOverAllSteps(Block):
     """Without momentum: the mean of all batches, so their number counts."""
 
@@ -108,12 +109,12 @@ def freeze_norms(model: nn.Module) -> None:
             module.eval()
 
 
-@add(batch=images, after_wrap=freeze_norms)
+@add(batch=images, after_wrap=freeze_norms, slow=True)
 def resnet_with_norms_in_evaluation() -> nn.Module:
     return ResNet()
 
 
-@add(batch=images, prepare=lambda model: model.eval(), after_wrap=lambda model: model.train(), ways=ROOMY)
+@add(batch=images, prepare=lambda model: model.eval(), after_wrap=lambda model: model.train(), ways=ROOMY, slow=True)
 def resnet_wrapped_in_evaluation() -> nn.Module:
     return ResNet()
 
@@ -123,7 +124,7 @@ def dropout_wrapped_in_evaluation() -> nn.Module:
     return Net(Dropout(), Dropout())
 
 
-@add(after_wrap=lambda model: model.blocks[1].eval())
+@add(after_wrap=lambda model: model.blocks[1].eval(), slow=True)
 def one_block_in_evaluation() -> nn.Module:
     return Net(BatchNorm(), BatchNorm(), BatchNorm())
 
@@ -153,7 +154,7 @@ def looked_at_in_training(model: nn.Module, optimizer: Any, batch: Any, index: i
     return one_step(model, optimizer, batch, index) | {"before": before}
 
 
-@add(step=looked_at_in_training)
+@add(step=looked_at_in_training, slow=True)
 def batch_norm_calibrated_between() -> nn.Module:
     return Net(BatchNorm(), BatchNorm())
 
@@ -212,7 +213,7 @@ class Averaged(Block):
         return h if self.training else h - self.average
 
 
-@add()
+@add(slow=True)
 class AveragedNotSaved(Block):
     def make(self) -> None:
         self.register_buffer("average", torch.zeros(WIDTH), persistent=False)
@@ -244,7 +245,7 @@ class SumOfSamples(Block):
         return h
 
 
-@add()
+@add(slow=True)
 class OldSpectralNorm(Block):
     def make(self) -> None:
         self.linear = spectral_norm(self.linear)
@@ -262,7 +263,7 @@ class WeightNorm(Block):
         self.linear = parametrizations.weight_norm(self.linear)
 
 
-@add(split=True)
+@add(split=True, slow=True)
 class OldWeightNorm(Block):
     def make(self) -> None:
         self.linear = nn.utils.weight_norm(self.linear)
@@ -301,7 +302,7 @@ class Codebook(Block):
         return x + h + (quantised - h).detach(), F.mse_loss(h, quantised)
 
 
-@add()
+@add(slow=True)
 class RestartedCodes(Codebook):
     """Codes that nobody chose are replaced by samples drawn at random."""
 
@@ -327,7 +328,7 @@ class FakeQuantised(Block):
         return self.quantise(h)
 
 
-@add()
+@add(slow=True)
 class OnlyObserved(Block):
     def make(self) -> None:
         self.observer = MovingAverageMinMaxObserver()
@@ -391,7 +392,7 @@ class CountedInATensor(Block):
         return h
 
 
-@add()
+@add(slow=True)
 class CountedInABuffer(Block):
     def make(self) -> None:
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
@@ -437,7 +438,7 @@ class CountedByAnIterator(Block):
         return h / next(self.numbers)
 
 
-@add("refused")
+@add("refused", slow=True)
 class CountedByAGenerator(Block):
     def make(self) -> None:
         self.numbers = (1 / number for number in range(1, 1000))
@@ -536,7 +537,7 @@ class Remembered(Block):
         return h
 
 
-@add()
+@add(slow=True)
 class SeenSizes(Block):
     def make(self) -> None:
         self.sizes: set[int] = set()
@@ -608,7 +609,7 @@ class CachedByLength(Block):
         return h + self.cache[length]
 
 
-@add(batch=sequences)
+@add(batch=sequences, ways=SPLIT[1:])
 class Stateful(Block):
     """An LSTM that goes on where the batch before ended."""
 
@@ -855,7 +856,7 @@ class LayerDrop(Block):
         return x if self.training and random.random() < 0.5 else super().forward(x)
 
 
-@add()
+@add(slow=True)
 class LayerDropByNumpy(Block):
     def forward(self, x: Tensor) -> Tensor:
         return x if self.training and np.random.rand() < 0.5 else super().forward(x)
@@ -885,7 +886,7 @@ class OwnNumpyGenerator(Block):
         return h * float(self.random.uniform(0.5, 1.5))
 
 
-@add()
+@add(slow=True)
 class OwnOldNumpyGenerator(Block):
     def make(self) -> None:
         self.random = np.random.RandomState(5)
@@ -933,12 +934,12 @@ class ScheduledSampling(Block):
         return torch.relu(h) if random.random() < 0.2 * self.steps else h
 
 
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_state_of_blocks(case: Case) -> None:
-    check(case)
+@pytest.mark.parametrize(("case", "ways"), CASES.quick)
+def test_state_of_blocks(case: Case, ways: tuple[Way, ...]) -> None:
+    check(case, ways)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", CASES, ids=repr)
-def test_state_of_blocks_at_length(case: Case) -> None:
-    check_at_length(case)
+@pytest.mark.parametrize(("case", "ways"), CASES.at_length)
+def test_state_of_blocks_at_length(case: Case, ways: tuple[Way, ...]) -> None:
+    check(case, ways)
