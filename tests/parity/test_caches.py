@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from harness import assert_streamed, compare, make_optimizer, no_warnings
+from harness import assert_streamed, compare, make_optimizer, no_warnings, streamed
 from torch import Tensor, nn
 
 import hightide
 import models
+from hightide.ir.plan import Activation
+from hightide.ir.tier import Tier
 from hightide.runtime.surgery import run_of
 
 NUM_SAMPLES = 7
@@ -341,7 +343,8 @@ def test_blocks_that_ask_the_config_are_recomputed_without_cache(how: str) -> No
     expected(x, use_cache=False).square().sum().backward()
     del model.config.use_cache
     args, kwargs = ((x, True), {}) if how == "by position" else ((x,), {"use_cache": True} if "key" in how else {})
-    model, _ = wrapped(model, x)
+    plan = hightide.plan(model, make_optimizer(model), x, limits=ROOMY, micro_batch=3)
+    model, _ = hightide.wrap(model, make_optimizer(model), x, plan=streamed(plan, Activation.RECOMPUTE, Tier.HOST))
     model(*args, **kwargs).square().sum().backward()
     assert all(not layer.cache for layer in model.layers) and "use_cache" not in vars(model.config)
     for name, param in expected.named_parameters():

@@ -328,6 +328,14 @@ class BlockCall:
         """Of the present micro-batch's inputs, those that wait on host."""
         return [tensor for tensor, on_host in zip(self._now, self.on_host, strict=True) if on_host]
 
+    def tried(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """`run` beside the run that counts. Users' hooks are aside."""
+        has_run, self._has_run = self._has_run, False  # the first run of a call is not counted
+        try:
+            return self.run(inputs)
+        finally:
+            self._has_run = has_run
+
     def run(self, inputs: Sequence[Tensor], forward: Callable[..., Any] | None = None) -> list[Tensor]:
         """Runs the block on one micro-batch; returns the tensors of its result."""
         args, kwargs = unflatten(self._merged(inputs), self._tree)

@@ -108,7 +108,7 @@ class FirstLooks:
         try:
             with torch.no_grad(), users_hooks_aside(call.module), call.autocast.restored():
                 for _ in range(2):
-                    call.run(call.sliced(tensors, 0, num_samples))
+                    call.tried(call.sliced(tensors, 0, num_samples))
                     with self._gpu_unmetered():
                         same = same and same_contents(left, contents(call.module))
         except OutOfMemory:
@@ -171,12 +171,12 @@ def _compared(call: BlockCall, tensors: Sequence[Tensor], count: int) -> str:
     num_samples = sum(size for _, size in bounds)
     before = Snapshot(call.module, shared_random=True)
     with Quiet():
-        whole = call.run(call.sliced(tensors, 0, num_samples))
+        whole = call.tried(call.sliced(tensors, 0, num_samples))
         before.restore()
         dims: Sequence[BatchDim | None] = call.output_dims or [None] * len(whole)
         errors: list[list[Tensor]] = [[] for _ in whole]  # per output and micro-batch: its size, and that of the error
         for start, size in bounds:
-            parts = call.run(call.sliced(tensors, start, size))
+            parts = call.tried(call.sliced(tensors, start, size))
             before.restore()
             if len(parts) != len(whole):
                 return DIFFERS.format(min(len(parts), len(whole)))

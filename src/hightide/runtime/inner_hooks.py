@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from hightide.profiler.hooks import HookWatch
+
 
 class InnerHooks:
     """Of one block."""
@@ -34,8 +36,9 @@ class InnerHooks:
                 (module._forward_pre_hooks, module.register_forward_pre_hook),
                 (module._forward_hooks, module.register_forward_hook),
             ):
-                if hooks:
-                    handles.append(register(self._counter(len(hooks)), prepend=True))
+                theirs = [hook for hook in hooks.values() if not isinstance(getattr(hook, "__self__", None), HookWatch)]
+                if theirs:
+                    handles.append(register(self._counter(len(theirs)), prepend=True))
         try:
             yield
         finally:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import hightide
 import models
 from hightide.ir.refusal import Refused
+from hightide.optim.groups import Groups
 from hightide.optim.updates import ChunkUpdates
 from hightide.runtime.gradients import Gradients
 from hightide.runtime.rng import Draws
@@ -133,13 +134,13 @@ def test_a_forward_with_the_weights_of_before(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_learning_rate_that_is_a_little_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    hyper = ChunkUpdates.hyper
+    hyper = Groups.hyper
 
-    def wrong(self: ChunkUpdates, group: int) -> Any:
+    def wrong(self: Groups, group: int) -> Any:
         right = hyper(self, group)
         return type(right)(**{**vars(right), "lr": right.lr * 1.001})
 
-    monkeypatch.setattr(ChunkUpdates, "hyper", wrong)
+    monkeypatch.setattr(Groups, "hyper", wrong)
     verdict = verified(steps=1)
     assert_first(verdict, "update", "", 1)
 
