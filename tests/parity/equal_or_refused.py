@@ -205,7 +205,7 @@ class Cases(list[Case]):
         """Arguments of the test at length: in many ways."""
 
         def ways(case: Case) -> tuple[Way, ...]:
-            if case.ways not in (SPLIT, SPLIT[:1], WHOLE):
+            if case.ways not in (SPLIT, WHOLE):
                 return case.ways
             return tuple(way for way in AT_LENGTH if case.ways != WHOLE or way.micro_batch == NUM_SAMPLES)
 

@@ -13,6 +13,7 @@ import torch
 from equal_or_refused import (
     NUM_SAMPLES,
     ROOMY,
+    SPLIT,
     WIDTH,
     Block,
     Case,

@@ -13,6 +13,7 @@ from equal_or_refused import (
     NUM_SAMPLES,
     NUM_TOKENS,
     ROOMY,
+    SPLIT,
     WIDTH,
     Block,
     Case,
