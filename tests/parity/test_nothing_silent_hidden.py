@@ -418,7 +418,7 @@ def a_block_reads_rows_that_another_has_kept() -> nn.Module:
 # --- after wrapping ---
 
 
-@add(prepare=lambda model: model.eval(), after_wrap=lambda model: model.train())
+@add(prepare=lambda model: model.eval(), after_wrap=lambda model: model.train(), ways=ROOMY)
 def samples_meet_in_training_and_it_is_wrapped_in_evaluation() -> nn.Module:
     class InTraining(Block):
         def mix(self, h: Tensor) -> Tensor:
@@ -441,12 +441,12 @@ def minus_mean(module: nn.Module, args: Any, output: Tensor) -> Tensor:
     return output - output.mean(0)
 
 
-@add(after_wrap=lambda model: model.blocks[1].register_forward_hook(minus_mean), slow=True)
+@add(after_wrap=lambda model: model.blocks[1].register_forward_hook(minus_mean), slow=True, ways=ROOMY)
 def hook_of_a_block_after_wrapping() -> nn.Module:
     return Net(Block(), Block())
 
 
-@add(after_wrap=lambda model: model.blocks[1].linear.register_forward_hook(minus_mean))
+@add(after_wrap=lambda model: model.blocks[1].linear.register_forward_hook(minus_mean), ways=ROOMY)
 def hook_inside_a_block_after_wrapping() -> nn.Module:
     return Net(Block(), Block())
 
@@ -464,7 +464,7 @@ class Switched(Block):
         return h - h.mean(0) if self.centre else h
 
 
-@add(after_wrap=switch)
+@add(after_wrap=switch, ways=ROOMY)
 def an_attribute_is_switched_after_wrapping() -> nn.Module:
     return Net(Switched(), Switched())
 
@@ -487,7 +487,7 @@ def exchange(model: nn.Module) -> None:
         block.active = Centring()
 
 
-@add(after_wrap=exchange)
+@add(after_wrap=exchange, ways=ROOMY)
 def a_module_is_exchanged_after_wrapping() -> nn.Module:
     return Net(Active(), Active())
 
@@ -610,7 +610,7 @@ class Counting(Net):
         return {"loss": mean_square(prediction, labels), "prediction": prediction}
 
 
-@add()
+@add(optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05))
 def state_of_the_model_itself() -> nn.Module:
     return Counting(Block(), Block())
 

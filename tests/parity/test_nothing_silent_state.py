@@ -402,7 +402,7 @@ class CountedInABuffer(Block):
         return h
 
 
-@add()
+@add(ways=ROOMY)
 class SamplesCounted(Block):
     def make(self) -> None:
         self.samples = 0
