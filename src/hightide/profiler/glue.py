@@ -46,7 +46,7 @@ def measure_glue(
         return _meter(model, probed, runs[extra].records, lazy_head, args, kwargs)
 
     try:
-        one, two = in_both_sizes(model, batch, meter)
+        one, two = in_both_sizes(model, batch, meter, probed.samples)
     except Exception as error:  # an operation without a fake version, or a backward of the user's that asks for values
         warnings.warn(
             f"the memory of the model's own code between its blocks could not be measured ({type(error).__name__}: "

@@ -38,6 +38,7 @@ from hightide.profiler.split import flatten, narrow, unflatten
 from hightide.profiler.state import GlobalRandom, Snapshot, contents, same_contents
 from hightide.profiler.taps import Tap, tapping
 
+CPU = torch.device("cpu")
 NUM_SAMPLES = 3
 EXTREME = 100.0
 # Of the largest value of a tensor. What does not change is the same to the bit but for kernels that sort samples;
@@ -88,15 +89,18 @@ def examine(
         torch.ones((), device=device, requires_grad=True).sin().backward()
     if not split.splittable and len(split.inputs) != len(record.inputs):
         num_samples = 1  # nobody knows what its samples are
-    for dtype in (torch.float32, None):
-        for count in (NUM_SAMPLES, 2, 1):
-            if count > num_samples or (count < 2 and split.splittable):
-                continue
-            try:
-                with originals.as_trained(), _alone(module, originals, device, dtype) as params:
-                    return _Trial(module, record, count, split, taps, device, dtype, params).finding()
-            except Exception as error:  # whatever a block raises on numbers that are not the user's
-                failure = error
+    for place in (device, CPU) if device.type == "cuda" else (device,):
+        for dtype in (torch.float32, None):
+            for count in (NUM_SAMPLES, 2, 1):
+                if count > num_samples or (count < 2 and split.splittable):
+                    continue
+                try:
+                    with originals.as_trained(), _alone(module, originals, place, dtype) as params:
+                        return _Trial(module, record, count, split, taps, place, dtype, params).finding()
+                except Exception as error:  # whatever a block raises on numbers that are not the user's
+                    failure = error
+        if not isinstance(failure, torch.OutOfMemoryError):
+            break  # else there is room on the host, as a rule
     if not split.splittable:
         return Finding(split.note)
     reason = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"

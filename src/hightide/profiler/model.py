@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -33,7 +35,8 @@ from hightide.profiler.probe import (
     record_runs,
 )
 from hightide.profiler.recording import Record, Recording
-from hightide.profiler.split import Batch, batch_size, call_arguments, flatten_call, tensors
+from hightide.profiler.samples import Samples, possible_samples
+from hightide.profiler.split import Batch, call_arguments, flatten_call, tensors
 from hightide.profiler.tap_search import Taps
 from hightide.progress import tell
 
@@ -62,19 +65,16 @@ def profile_calls(
     device: torch.device | None = CPU,
 ) -> tuple[ModelProfile, ProbeResult, tuple[Record, ...]]:
     """`profile_model`, and of each call that was probed its arguments: fake, where they depend on parameters."""
-    num_samples = batch_size(batch)
     params = param_specs(model, optimizer)
-    with random_kept(), fake_parameters(model) as originals, Caches(model).off():
-        found, probed, runs = _probe_until_settled(model, batch, chosen)
-        if device is not None:
-            tell("trying blocks alone")
-            probed = examined(probed, runs, originals, device)
+    with random_kept(), in_training(model), fake_parameters(model) as originals, Caches(model).off():
+        found, probed, runs = _probed(model, batch, chosen, originals, device)
         needs_of_calls = _measure(probed, runs)
         head = _find_lazy_head(model, probed)
         if head is not None and device is not None and not _is_by_row(probed, runs, head, originals, device):
             head = None
         stands_alone = not probed.failure and not probed.captured  # else it is refused, or known in part only
         glue = measure_glue(model, batch, probed, runs, head) if stands_alone else None
+    num_samples = probed.num_samples
     batch_bytes = _bytes(tensors(flatten_call(*call_arguments(batch))[0]))
     probed = probed.completed(batch_bytes)
     num_assumed = len(probed.calls) - len(needs_of_calls)
@@ -149,15 +149,47 @@ def _groups(optimizer: torch.optim.Optimizer | None, objects: dict[int, nn.Param
     return groups
 
 
+@contextmanager
+def in_training(model: nn.Module) -> Iterator[None]:
+    """Whoever wraps a model in evaluation mode, as `from_pretrained` gives it, will train it, as a rule: the plan is
+    for that. (What is called in another mode is probed when it happens.) Some modules in evaluation stay so."""
+    modules = [] if any(module.training for module in model.modules()) else list(model.modules())
+    try:
+        for module in modules:
+            module.training = True
+        yield
+    finally:
+        for module in modules:
+            module.training = False
+
+
+def _probed(
+    model: nn.Module, batch: Batch, chosen: Choice | None, originals: Originals, device: torch.device | None
+) -> tuple[FoundBlocks, ProbeResult, Runs]:
+    """See [Note: time first]."""
+    results = []
+    for samples in possible_samples(batch):
+        found, probed, runs = _probe_until_settled(model, batch, chosen, samples)
+        if device is not None:
+            tell("trying blocks alone")
+            probed = examined(probed, runs, originals, device)
+        results.append((found, probed, runs))
+        mixes = any(call.split.inputs and not call.split.splittable for call in probed.calls)
+        if not mixes or any(call.split.splittable for call in probed.calls):
+            break
+    of_use = (result for result in results if any(call.split.splittable for call in result[1].calls))
+    return next(of_use, results[0])
+
+
 def _probe_until_settled(
-    model: nn.Module, batch: Batch, chosen: Choice | None
+    model: nn.Module, batch: Batch, chosen: Choice | None, samples: Samples
 ) -> tuple[FoundBlocks, ProbeResult, Runs]:
     """Parameters seen outside of their blocks become loose, which may change what the blocks are: then probes again."""
     found = find_blocks(model, chosen)
     taps: Taps = {}
     for _ in range(MAX_PROBES):
-        runs = record_runs(model, found.blocks, batch, taps=taps)
-        probed = compare(found.blocks, *runs)
+        runs = record_runs(model, found.blocks, batch, taps=taps, samples=samples)
+        probed = compare(found.blocks, *runs, samples)
         more = probed.loose - set(found.loose)
         if not more and not probed.more_taps:
             break
@@ -169,8 +201,8 @@ def _probe_until_settled(
         }
         found = kept
     else:
-        runs = record_runs(model, found.blocks, batch, taps=taps)
-        probed = compare(found.blocks, *runs)
+        runs = record_runs(model, found.blocks, batch, taps=taps, samples=samples)
+        probed = compare(found.blocks, *runs, samples)
     order = _order_of_first_call(probed)
     found = FoundBlocks(tuple(found.blocks[old] for old in order), found.loose)
     return found, _reordered(probed, order), _reordered_runs(runs, order)

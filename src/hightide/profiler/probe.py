@@ -26,20 +26,18 @@ from hightide.profiler.fake import Originals, fake_parameters
 from hightide.profiler.independence import Finding, examine
 from hightide.profiler.kinds import are_alike, is_plain_linear, kinds_of
 from hightide.profiler.recording import Forward, Record, Recorder, Recording, storage_of
+from hightide.profiler.samples import Samples, num_samples, resized
 from hightide.profiler.split import (
     Batch,
-    batch_size,
-    call_arguments,
-    flatten_call,
     leaves_key,
     tensors,
-    unflatten,
 )
 from hightide.profiler.state import GlobalRandom
 from hightide.profiler.tap_search import Taps, merged
 
 MUTATES_INPUT = "it changes an input in place"
 NOT_PROBED = "this way of calling the block was not probed"
+NO_SAMPLES = "the tensors of the batch share no dimension that could be its samples"
 HOOKED = "a hook inside of it changes what it computes"
 FAILED = "the probe of the model failed ({})"
 T = TypeVar("T")
@@ -79,6 +77,7 @@ class ProbeResult:
     keeps: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # per block: what of it a forward changes
     refusals: Mapping[int, str] = field(default_factory=dict)  # per block: why it cannot be trained like this
     returned: Mapping[int, int | str] = field(default_factory=dict)  # per block: the argument that it fills and returns
+    samples: Samples = Samples.FIRST  # where they are in the batch
     replays_whole: frozenset[int] = frozenset()  # blocks that are recomputed to their end: see Finding
 
     @property
@@ -92,6 +91,15 @@ class ProbeResult:
             if call.block == block or are_alike(self.blocks[call.block], self.blocks[block]):
                 return call.split
         return Split(signature, (), (), note=FAILED.format(self.failure) if self.failure else NOT_PROBED)
+
+    def after(self, earlier: ProbeResult) -> ProbeResult:
+        """With what an earlier probe has found of the blocks, in other ways of calling them."""
+        return replace(
+            self,
+            keeps={**earlier.keeps, **self.keeps},
+            returned={**earlier.returned, **self.returned},
+            replays_whole=earlier.replays_whole | self.replays_whole,
+        )
 
     def completed(self, output_bytes: int) -> ProbeResult:
         """With a call of each block that a failed probe did not come to, in the order of definition. What is not known
@@ -119,14 +127,15 @@ def probe(
     forward: Forward | None = None,
     taps: Taps | None = None,
     device: torch.device = CPU,
+    samples: Samples = Samples.FIRST,
 ) -> ProbeResult:
     """Runs the model twice without values and tells what its blocks do. Leaves the model as it was, whatever happens.
 
     `forward` is called in the model's place (a wrapped model passes its plain forward). Blocks are tried on `device`.
     """
     with fake_parameters(model) as originals:
-        runs = record_runs(model, blocks, batch, forward, taps)
-        return examined(compare(blocks, *runs), runs, originals, device)
+        runs = record_runs(model, blocks, batch, forward, taps, samples)
+        return examined(compare(blocks, *runs, samples), runs, originals, device)
 
 
 def examined(
@@ -175,30 +184,36 @@ def record_runs(
     batch: Batch,
     forward: Forward | None = None,
     taps: Taps | None = None,
+    samples: Samples = Samples.FIRST,
 ) -> tuple[Recording, Recording]:
     """The two runs. To be called with fake parameters."""
-    num_samples = batch_size(batch)
+    size = num_samples(batch, samples)
 
     def record(extra: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
-        return Recorder(model, blocks, num_samples + extra, taps or {}).run(forward or model, args, kwargs)
+        return Recorder(model, blocks, size + extra, taps or {}).run(forward or model, args, kwargs)
 
-    return in_both_sizes(model, batch, record)
+    return in_both_sizes(model, batch, record, samples)
 
 
 def in_both_sizes(
-    model: nn.Module, batch: Batch, run: Callable[[int, tuple[Any, ...], dict[str, Any]], T]
+    model: nn.Module,
+    batch: Batch,
+    run: Callable[[int, tuple[Any, ...], dict[str, Any]], T],
+    samples: Samples = Samples.FIRST,
 ) -> tuple[T, T]:
     """Calls `run` with 0 and with 1, for so many samples more, and the arguments of the model's call."""
     with random_kept() as rewind, Caches(model).in_every_call(model), torch.enable_grad():
         results = []
         for extra in (0, 1):
             rewind()
-            args, kwargs = _resized(batch, batch_size(batch), extra)
+            args, kwargs = resized(batch, samples, extra)
             results.append(run(extra, args, kwargs))
     return results[0], results[1]
 
 
-def compare(blocks: Sequence[FoundBlock], first: Recording, second: Recording) -> ProbeResult:
+def compare(
+    blocks: Sequence[FoundBlock], first: Recording, second: Recording, samples: Samples = Samples.FIRST
+) -> ProbeResult:
     """What the two runs tell; see [Note: what the two runs tell]."""
     failure = first.failure or second.failure
     sizes = _sizes(first) | _sizes(second)
@@ -210,6 +225,8 @@ def compare(blocks: Sequence[FoundBlock], first: Recording, second: Recording) -
             split = replace(split, note=FAILED.format(failure))
         if one.block in first.rehooked and split.splittable:
             split = replace(split, note=HOOKED)
+        if samples is Samples.NOWHERE:
+            split = replace(split, note=NO_SAMPLES)
         larger = sizes[id(two)] if two else _Sizes()
         call = ProbedCall(
             block=one.block,
@@ -240,6 +257,7 @@ def compare(blocks: Sequence[FoundBlock], first: Recording, second: Recording) -
         first.written | second.written,
         refusals={record.block: record.problem for run in (first, second) for record in run.records if record.problem},
         returned={record.block: record.returned for record in first.records if record.returned is not None},
+        samples=samples,
     )
 
 
@@ -416,21 +434,6 @@ def _total_bytes(values: list[torch.Tensor]) -> int:
 
 def _shapes(values: list[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(value.shape) for value in values)
-
-
-def _resized(batch: Batch, num_samples: int, extra: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of the model's call, copied to the CPU, with the last sample there `extra` times more."""
-
-    def resize(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        copy = leaf.detach().to("cpu", copy=True)
-        if copy.ndim > 0 and len(copy) == num_samples:
-            copy = torch.cat([copy, *[copy[-1:]] * extra])
-        return copy.requires_grad_(leaf.requires_grad)
-
-    leaves, tree = flatten_call(*call_arguments(batch))
-    return unflatten([resize(leaf) for leaf in leaves], tree)
 
 
 @contextmanager

@@ -135,6 +135,10 @@ def call_arguments(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
+class UnevenBatch(ValueError):
+    """Tensors of a batch have different numbers of samples, if they have them along their first dimension."""
+
+
 def batch_size(batch: Batch) -> int:
     """Number of samples: the first dimension of every tensor of the batch that has dimensions. Only a dataclass may
     hold others, if there are tensors outside of dataclasses: these tell."""
@@ -150,7 +154,7 @@ def batch_size(batch: Batch) -> int:
         )
     if len(set(sizes.values())) > 1:
         listing = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        raise ValueError(
+        raise UnevenBatch(
             f"the batch size differs between tensors ({listing}); the first dimension of each must be the number of "
             "samples: expand or drop the ones that differ"
         )

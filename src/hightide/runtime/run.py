@@ -19,12 +19,13 @@ from torch.autograd.graph import increment_version
 from hightide.ir.action import Mode, Op, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Forecast, Plan, Update
-from hightide.ir.refusal import RefusedArgument
+from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.ir.split import Split
 from hightide.planner.memory import peaks, reserved_bytes
 from hightide.profiler.caches import Caches
 from hightide.profiler.probe import ProbeResult, probe
-from hightide.profiler.split import Arguments, batch_size, flatten_call, tensors
+from hightide.profiler.samples import num_samples as samples_in
+from hightide.profiler.split import Arguments, flatten_call, tensors
 from hightide.progress import tell
 from hightide.runtime import rng
 from hightide.runtime.activations import Stashes
@@ -275,7 +276,7 @@ class Run:
         return args, kwargs
 
     def _check_batch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        num_samples = batch_size(Arguments(args, kwargs))
+        num_samples = samples_in(Arguments(args, kwargs), self.probed.samples)
         self.is_whole_batch = num_samples == self.plan.num_samples
         if num_samples > self.plan.num_samples:
             raise RefusedArgument(
@@ -339,8 +340,10 @@ class Run:
             if not split.inputs and self._root_batch is not None and not self.probed.failure:
                 again = self._probe_again(*self._root_batch)
                 split = again.split(block, signature)
+                if (reason := again.refusals.get(block)) is not None:
+                    raise Refused(f"the block {self.profile.blocks[block].name!r} {reason}")
                 if not again.failure:
-                    self.probed = again
+                    self.probed = again.after(self.probed)
             if not split.inputs and self._root_batch is None:
                 return split  # called without the whole model: there is no batch to probe with; ask again next time
             self._splits[key] = split
@@ -355,7 +358,14 @@ class Run:
         try:
             with self.gpu.unmetered():  # a probe computes on shapes, and in host memory
                 batch = Arguments(*map_tensors((args, kwargs), lambda tensor: tensor.cpu()))
-                return probe(self.model, self.probed.blocks, batch, taps=self.probed.taps, device=self.gpu.device)
+                return probe(
+                    self.model,
+                    self.probed.blocks,
+                    batch,
+                    taps=self.probed.taps,
+                    device=self.gpu.device,
+                    samples=self.probed.samples,
+                )
         finally:
             self.probing = False
             if patched is not None:

@@ -21,7 +21,8 @@ from hightide.loading.unloaded import Unloaded
 from hightide.optim.registry import rule_for
 from hightide.profiler.blocks import Choice
 from hightide.profiler.model import profile_model
-from hightide.profiler.split import Arguments, batch_size, flatten_call, tensors, unflatten
+from hightide.profiler.samples import samples_along_first
+from hightide.profiler.split import Arguments, flatten_call, tensors, unflatten
 from hightide.verification.copies import copied_optimizer, lacks_values, twins_of
 
 LEAST_SAMPLES = 3  # for as many micro-batches
@@ -143,7 +144,7 @@ def _too_large(first: Need, need: Need, task: Task, room: Room, device: torch.de
 
 def _smaller(task: Task, blocks: Choice | None, only_layers: bool) -> Iterator[Task]:
     """Ways to make it smaller, the mildest first."""
-    num_samples = batch_size(task.batch)
+    num_samples = samples_along_first(task.batch)
     if not only_layers:
         if num_samples > LEAST_SAMPLES:
             fewer = max(LEAST_SAMPLES, num_samples // 2)
@@ -174,7 +175,7 @@ def _said(changed: tuple[str, ...], text: str, before: int) -> tuple[str, ...]:
 
 
 def _first_samples(batch: Arguments, num_samples: int) -> Arguments:
-    before = batch_size(batch)
+    before = samples_along_first(batch)
     return changed_batch(
         batch, lambda tensor: tensor[:num_samples] if tensor.ndim and tensor.shape[0] == before else tensor
     )

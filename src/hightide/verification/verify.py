@@ -23,7 +23,8 @@ from hightide.machine import free_host_bytes
 from hightide.optim.registry import rule_for
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.profiler.blocks import Choice
-from hightide.profiler.split import Arguments, Batch, batch_size, call_arguments, flatten_call
+from hightide.profiler.samples import samples_along_first
+from hightide.profiler.split import Arguments, Batch, call_arguments, flatten_call
 from hightide.progress import shown, tell
 from hightide.verification.compare import Comparison, Reference
 from hightide.verification.copies import (
@@ -180,7 +181,7 @@ class _Trial:
         batches = tuple(_rolled(example, step) for step in range(steps))
         names = [block.name for block in task.profile.blocks if not block.loose]
         self._loop = Loop(batches, loss, tuple(names), _in_backward_order(task))
-        self._num_samples = batch_size(task.batch)
+        self._num_samples = samples_along_first(task.batch)
         self._largest_gradient = 0.0
         self._has_dropout = False
 
@@ -430,7 +431,7 @@ def _widened(tensor: Tensor) -> Tensor:
 def _rolled(batch: Arguments, by: int) -> Arguments:
     """The same samples in another order, so that each is in another micro-batch. What is in a dataclass may have no
     samples: then it is the same batch."""
-    size = batch_size(batch)
+    size = samples_along_first(batch)
     if flatten_call(batch.args, batch.kwargs)[1].records:
         return batch
     return changed_batch(
