@@ -122,12 +122,12 @@ class Pooled(Stack):
         return self.finish(x.mean(0), labels)
 
 
-@add("refused", batch=pooled_time_major)
+@add(batch=pooled_time_major)
 def encoder_with_time_first_labels_by_sample() -> nn.Module:
     return Pooled(encoder_layer(), encoder_layer())
 
 
-@add("refused", batch=pooled_time_major)
+@add(batch=pooled_time_major, ways=SPLIT[1:])
 def lstm_with_time_first_labels_by_sample() -> nn.Module:
     return Pooled(Recurrent(), Recurrent())
 
@@ -166,7 +166,7 @@ class Translator(nn.Module):
         return {"loss": mean_square(prediction, labels), "prediction": prediction}
 
 
-@add("refused", batch=pairs_time_major)
+@add(batch=pairs_time_major)
 def transformer_of_torch() -> nn.Module:
     return Translator(batch_first=False)
 
@@ -482,7 +482,7 @@ def masked_by_heads(seed: int) -> dict[str, Tensor]:
     return {**sequences(seed), "mask": mask}
 
 
-@add("refused", batch=masked_by_heads)
+@add(batch=masked_by_heads)
 def masks_by_sample_and_head() -> nn.Module:
     return Net(MaskedByHeads(), MaskedByHeads())
 
