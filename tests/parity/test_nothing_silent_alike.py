@@ -58,7 +58,7 @@ class Configured(Block):
         return h - h.mean(0) if self.config.centre else h
 
 
-@add()
+@add(ways=ROOMY)
 def one_of_four_has_another_configuration() -> nn.Module:
     return Net(*(Configured(SimpleNamespace(centre=number == 2)) for number in range(4)))
 
@@ -72,7 +72,7 @@ class Indexed(Block):
         return h - h.mean(0) if self.layer_index == 2 else h
 
 
-@add()
+@add(ways=ROOMY)
 def one_of_four_by_its_number() -> nn.Module:
     return Net(*(Indexed(number) for number in range(4)))
 
@@ -86,12 +86,12 @@ class Given(Block):
         return self.function(h)
 
 
-@add()
+@add(ways=ROOMY)
 def one_of_four_has_another_function() -> nn.Module:
     return Net(*(Given(centred if number == 2 else unchanged) for number in range(4)))
 
 
-@add(slow=True)
+@add(slow=True, ways=ROOMY)
 def one_of_four_has_another_closure() -> nn.Module:
     def made(share: float) -> Any:
         return lambda h: h - share * h.mean(0)
@@ -99,7 +99,7 @@ def one_of_four_has_another_closure() -> nn.Module:
     return Net(*(Given(made(1.0 if number == 2 else 0.0)) for number in range(4)))
 
 
-@add(slow=True)
+@add(slow=True, ways=ROOMY)
 def one_of_four_has_another_partial_function() -> nn.Module:
     def less(h: Tensor, share: float) -> Tensor:
         return h - share * h.mean(0)
@@ -107,7 +107,7 @@ def one_of_four_has_another_partial_function() -> nn.Module:
     return Net(*(Given(functools.partial(less, share=float(number == 2))) for number in range(4)))
 
 
-@add(slow=True)
+@add(slow=True, ways=ROOMY)
 def one_of_four_has_another_method() -> nn.Module:
     blocks = [Block() for _ in range(4)]
     blocks[2].mix = centred  # type: ignore[method-assign]
@@ -122,20 +122,20 @@ def one_of_four_has_another_forward() -> nn.Module:
     return Net(*blocks)
 
 
-@add()
+@add(ways=ROOMY)
 def one_of_four_has_a_hook() -> nn.Module:
     blocks = [Block() for _ in range(4)]
     blocks[2].linear.register_forward_hook(lambda _, args, output: output - output.mean(0))
     return Net(*blocks)
 
 
-@add(slow=True)
+@add(slow=True, ways=ROOMY)
 def one_of_four_has_another_module() -> nn.Module:
     blocks = [Given(Centring() if number == 2 else nn.Identity()) for number in range(4)]
     return Net(*blocks)
 
 
-@add(slow=True)
+@add(slow=True, ways=ROOMY)
 def one_of_four_has_a_module_in_a_list() -> nn.Module:
     return Net(*(Given([Centring() if number == 2 else nn.Identity()][0].forward) for number in range(4)))
 
@@ -148,7 +148,7 @@ class Shared(Block):
         return h - self.share * h.mean(0)
 
 
-@add()
+@add(ways=ROOMY)
 def one_of_four_has_another_buffer() -> nn.Module:
     blocks = [Shared() for _ in range(4)]
     blocks[2].share.fill_(1.0)
@@ -163,7 +163,7 @@ class SharedAsTensor(Block):
         return h - self.share * h.mean(0)
 
 
-@add(slow=True)
+@add(slow=True, ways=ROOMY)
 def one_of_four_has_another_tensor() -> nn.Module:
     blocks = [SharedAsTensor() for _ in range(4)]
     blocks[2].share.fill_(1.0)
@@ -178,7 +178,7 @@ class Weighted(Block):
         return h - self.share.detach().round() * h.mean(0) + self.share
 
 
-@add()
+@add(ways=ROOMY)
 def one_of_four_has_another_weight() -> nn.Module:
     """What is rounded shows no gradient."""
     blocks = [Weighted() for _ in range(4)]
@@ -186,7 +186,7 @@ def one_of_four_has_another_weight() -> nn.Module:
     return Net(*blocks)
 
 
-@add(after_wrap=lambda model: model.blocks[2].eval())
+@add(after_wrap=lambda model: model.blocks[2].eval(), ways=ROOMY)
 def one_of_four_is_in_evaluation_later() -> nn.Module:
     class InEvaluation(Block):
         def mix(self, h: Tensor) -> Tensor:
@@ -560,7 +560,7 @@ class AveragedById(Block):
         return x + same @ h / same.sum(1, keepdim=True)
 
 
-@add(batch=lambda seed: {**vectors(seed), "ids": torch.arange(NUM_SAMPLES) % (2 if seed else 6)})
+@add(batch=lambda seed: {**vectors(seed), "ids": torch.arange(NUM_SAMPLES) % (2 if seed else 6)}, ways=ROOMY)
 def the_same_ids_later() -> nn.Module:
     return Net(AveragedById(), AveragedById())
 

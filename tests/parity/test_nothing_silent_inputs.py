@@ -378,7 +378,7 @@ class Flagged(Block):
         return x + (h - h.mean(0) if centre else h)
 
 
-@add(batch=lambda seed: {**vectors(seed), "centre": seed >= 2})
+@add(batch=lambda seed: {**vectors(seed), "centre": seed >= 2}, ways=ROOMY)
 def samples_meet_by_a_flag_that_comes_later() -> nn.Module:
     return Net(Flagged(), Flagged())
 

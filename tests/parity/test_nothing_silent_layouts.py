@@ -10,6 +10,7 @@ from equal_or_refused import (
     CLASSES,
     NUM_SAMPLES,
     NUM_TOKENS,
+    ROOMY,
     SPLIT,
     WHOLE,
     WIDTH,
@@ -482,7 +483,7 @@ def masked_by_heads(seed: int) -> dict[str, Tensor]:
     return {**sequences(seed), "mask": mask}
 
 
-@add(batch=masked_by_heads)
+@add(batch=masked_by_heads, ways=ROOMY)
 def masks_by_sample_and_head() -> nn.Module:
     return Net(MaskedByHeads(), MaskedByHeads())
 
