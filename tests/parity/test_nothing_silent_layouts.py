@@ -123,7 +123,7 @@ class Pooled(Stack):
         return self.finish(x.mean(0), labels)
 
 
-@add(batch=pooled_time_major)
+@add(batch=pooled_time_major, ways=ROOMY)
 def encoder_with_time_first_labels_by_sample() -> nn.Module:
     return Pooled(encoder_layer(), encoder_layer())
 
