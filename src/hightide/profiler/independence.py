@@ -159,7 +159,7 @@ class _Trial:
                     return Finding(self._split.note, keeps, replays_whole=replays_whole)
                 for sample in range(self._num_samples):
                     for factor in (1.0, EXTREME):
-                        self._try_sample(base, sample, factor)
+                        self._try_sample(base, sample, factor, bool(draws))
                 if keeps and self._try_state(keeps):
                     keeps = ()
                 self._try_split(base, bool(draws))
@@ -200,10 +200,15 @@ class _Trial:
 
     # -- the four questions ---------------------------------------------------------------------------------------
 
-    def _try_sample(self, base: _Outcome, sample: int, factor: float) -> None:
-        """Only the changed sample's results and gradients may change."""
+    def _try_sample(self, base: _Outcome, sample: int, factor: float, draws: bool) -> None:
+        """Only the changed sample's results and gradients may change. Random numbers are others each time: a
+        permutation may leave the sample where it is."""
+        seed = None
+        if draws:
+            seed = 1 + sample + (self._num_samples if factor != 1.0 else 0)
+            base = self._run(self._leaves, seed=seed)
         try:
-            changed = self._run(self._varied(sample, factor), varied=sample)
+            changed = self._run(self._varied(sample, factor), varied=sample, seed=seed)
         except Exception:
             if factor == 1.0:
                 raise
@@ -305,9 +310,12 @@ class _Trial:
         varied: int | None = None,
         fresh: bool = True,
         recompute: bool = False,
+        seed: int | None = None,
     ) -> _Outcome:
         if fresh:
             self._reset()
+        if seed is not None:
+            self._random.seed(seed)
         inputs = [
             leaf.detach().clone().requires_grad_(wants) if isinstance(leaf, Tensor) else leaf
             for leaf, wants in zip(leaves, self._wants_grad, strict=True)

@@ -15,7 +15,7 @@ _DROPOUTS = {aten.native_dropout, aten._fused_dropout, aten.alpha_dropout, aten.
 
 
 class Quiet(TorchDispatchMode):
-    """Random operations give constants: nothing is dropped, a permutation is the identity. It works for every
+    """Random operations give constants: nothing is dropped, a permutation is the reverse. It works for every
     operation that torch marks as random, on any device. `draws` has the number of elements of each draw."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ def _make_constant(func: Any, given: dict[str, Any], drawn: Tensor) -> None:
     """In place: there may be no room for more."""
     name = func.overloadpacket._qualified_op_name.removeprefix("aten::").rstrip("_")
     if name == "randperm":
-        drawn.copy_(torch.arange(drawn.numel(), device=drawn.device))
+        drawn.copy_(torch.arange(drawn.numel() - 1, -1, -1, device=drawn.device))  # the identity would hide it
     elif name == "bernoulli":
         drawn.fill_(1)
     elif name == "normal" and isinstance(given.get("mean"), Tensor):

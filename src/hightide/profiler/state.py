@@ -50,6 +50,12 @@ class GlobalRandom:
         if self._device is not None:
             torch.cuda.set_rng_state(self._states["CUDA"], self._device)
 
+    def seed(self, number: int) -> None:
+        """Of torch's."""
+        torch.default_generator.manual_seed(number)
+        if self._device is not None:
+            torch.cuda.default_generators[self._device.index or 0].manual_seed(number)
+
     def state(self, whose: str) -> Any:
         return self._states.get(whose)
 

@@ -282,7 +282,7 @@ class BlockCall:
                 with outlive_slots(run.chunks, back=lambda: again().nothing_away):
                     return self.run(inputs)
             with set_checkpoint_early_stop(self.runner.index not in run.probed.replays_whole):
-                recomputed: list[Tensor] = checkpointed(lambda: again().run(again().now()))
+                recomputed: list[Tensor] = checkpointed(lambda: again().run_or_replay())
             return recomputed
 
     def _from_its_graph(self) -> Callable[[], BlockCall]:
@@ -320,9 +320,6 @@ class BlockCall:
         return outputs
 
     nothing_away: Sequence[Tensor] = ()
-
-    def now(self) -> list[Tensor]:
-        return self._now
 
     def away_now(self) -> list[Tensor]:
         """Of the present micro-batch's inputs, those that wait on host."""
@@ -418,7 +415,6 @@ class BlockCall:
                     with (
                         self._draws.replay(number),
                         self.autocast.restored(),
-                        self._from_before(),
                         run.gpu.unmetered() if graph.compiled else nullcontext(),
                     ):
                         graph.backward(roots, wanted, accumulate)
@@ -432,18 +428,16 @@ class BlockCall:
         self._graphs = None
         return [total.value if want else None for total, want in zip(summed, wanted, strict=True)]
 
-    @contextmanager
-    def _from_before(self) -> Iterator[None]:
-        """See [Note: replays]."""
+    def run_or_replay(self) -> list[Tensor]:
+        """In forward, and again in backward. See [Note: replays]. What backward itself changes, by a hook, stays."""
         if self._before is None:
-            yield
-            return
+            return self.run(self._now)
         gpu = self.runner.run.gpu
         with gpu.unmetered():
             now = Snapshot(self.module, shared_random=True, hooks=True)
             self._before.restore()
         try:
-            yield
+            return self.run(self._now)
         finally:
             with gpu.unmetered():
                 now.restore()

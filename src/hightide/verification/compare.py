@@ -21,7 +21,6 @@ from torch import Tensor
 from hightide.verification.observe import Key
 from hightide.verification.verdict import MARGIN, Row
 
-
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 MOMENT_TOLERANCE = 1e-4
 
