@@ -110,7 +110,8 @@ def wrap(
                 plan = described(profile, plan, schedules)
             if place.type == "cuda":
                 _warn_of_room(room_on(place, model, optimizer), plan)
-        check_modules(model, profile, probed)
+        adapted = {id(param) for param in lora.adapted_parameters(model)}
+        check_modules(model, profile, probed, {name for name, p in model.named_parameters() if id(p) in adapted})
         checks = transformers.training_checks(model, batch)
         values = first_values(model)
         around = transformers.around_call(model)

@@ -107,12 +107,38 @@ def examine(
     return Finding(f"whether samples depend on each other could not be tried ({reason})")
 
 
+@dataclass(frozen=True)
+class _Gradient:
+    """Of a parameter: its products with two random vectors, which an error anywhere in it changes. Kept whole, the
+    gradients of a few runs would take several times the block's memory."""
+
+    along: tuple[float, float]
+    size: float  # what an error as large as the gradient changes these by, about
+
+    @classmethod
+    def of(cls, grad: Tensor, param: Tensor) -> _Gradient:
+        values = (param - 1.0 if param.ndim < 2 else param).flatten()  # random, and of no other meaning if it is moved
+        flat = grad.flatten()
+        along = [float(torch.dot(flat, values.roll(shift).to(flat.dtype))) for shift in (1, 7)]
+        return cls((along[0], along[1]), float(flat.norm()) * float(values.norm()) / max(1, values.numel()) ** 0.5)
+
+    def differs(self, others: Sequence[_Gradient | None], tolerance: float, largest: float) -> bool:
+        """From the sum of others. `largest`: size of the largest gradient of the block; one that is zero but for
+        rounding is judged by it."""
+        allowed = tolerance * self.size + UNCHANGED * largest
+        sums = [sum(other.along[at] for other in others if other is not None) for at in (0, 1)]
+        return not all(abs(mine - total) <= allowed for mine, total in zip(self.along, sums, strict=True))
+
+
+_NONE = _Gradient((0.0, 0.0), 0.0)
+
+
 @dataclass
 class _Outcome:
     outputs: list[Tensor]
     others: list[Any]  # leaves of the result that are no tensors
     input_grads: list[Tensor | None]
-    param_grads: list[Tensor | None]
+    param_grads: list[_Gradient | None]  # none where nobody asked for them
     draws: list[int] = field(default_factory=list)
 
 
@@ -179,7 +205,7 @@ class _Trial:
 
         A recomputation ends with the last tensor that is saved. Some operations save a tensor that they fill later
         (the noise of rrelu): then it has to go on to the end. Returns whether it has to."""
-        if not self._is_repeated(base, self._run(self._leaves)):
+        if not self._is_repeated(base, self._run(self._leaves, with_params=False)):
             raise _NotRepeatable(REPEATED)
         if all(grad is None for grad in (*base.input_grads, *base.param_grads)):
             return False
@@ -191,8 +217,14 @@ class _Trial:
 
     def _is_repeated(self, one: _Outcome, two: _Outcome) -> bool:
         pairs: list[tuple[Tensor | None, Tensor | None]] = [*zip(one.outputs, two.outputs, strict=False)]
-        pairs += [*zip(one.input_grads + one.param_grads, two.input_grads + two.param_grads, strict=True)]
+        pairs += [*zip(one.input_grads, two.input_grads, strict=True)]
         same = len(one.outputs) == len(two.outputs) and _equal_leaves(one.others, two.others)
+        largest = _largest(one.param_grads)
+        if two.param_grads and any(
+            (a or _NONE).differs([b], AGAIN * self._leeway, largest)
+            for a, b in zip(one.param_grads, two.param_grads, strict=True)
+        ):
+            return False
         return same and not any(
             (a is None) != (b is None) or (a is not None and b is not None and self._differ(a, b, AGAIN, _size(a)))
             for a, b in pairs
@@ -206,9 +238,9 @@ class _Trial:
         seed = None
         if draws:
             seed = 1 + sample + (self._num_samples if factor != 1.0 else 0)
-            base = self._run(self._leaves, seed=seed)
+            base = self._run(self._leaves, seed=seed, with_params=False)
         try:
-            changed = self._run(self._varied(sample, factor), varied=sample, seed=seed)
+            changed = self._run(self._varied(sample, factor), varied=sample, seed=seed, with_params=False)
         except Exception:
             if factor == 1.0:
                 raise
@@ -250,11 +282,11 @@ class _Trial:
                 mine = None if expected is None else narrow(expected, dim, start, count)
                 if self._differ(_or_zero(mine, grad), _or_zero(grad, mine), SAME, _size(like)):
                     raise _Mixed(f"split, the gradient of its input {index} is another")
-        largest = max([_size(grad) for grad in whole.param_grads if grad is not None], default=0.0)
-        for index, expected in enumerate(whole.param_grads):
-            found = [part.param_grads[index] for part in parts]
-            size = (0.0 if expected is None else _size(expected)) + largest * UNCHANGED / SAME
-            self._compare_sum("the gradient of a parameter", expected, found, size)
+        largest = _largest(whole.param_grads)
+        for index, gradient in enumerate(whole.param_grads):
+            others = [part.param_grads[index] for part in parts]
+            if (gradient or _NONE).differs(others, SAME * self._leeway, largest):
+                raise _Mixed("split, the gradient of a parameter is another than that of the whole batch")
 
     def _compare_outputs(self, whole: _Outcome, part: _Outcome, start: int, count: int) -> None:
         if len(part.outputs) != len(whole.outputs) or not _equal_leaves(part.others, whole.others):
@@ -311,6 +343,7 @@ class _Trial:
         fresh: bool = True,
         recompute: bool = False,
         seed: int | None = None,
+        with_params: bool = True,
     ) -> _Outcome:
         if fresh:
             self._reset()
@@ -326,7 +359,8 @@ class _Trial:
                 self._reset()  # as a replay begins
             else:
                 outputs, others = self._forward(inputs)
-            grads = self._backward([leaf for leaf in inputs if isinstance(leaf, Tensor)], outputs, part, varied)
+            tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
+            grads = self._backward(tensors, outputs, part, varied, with_params)
         outcome = _Outcome([output.detach() for output in outputs], others, *grads)
         outcome.draws = quiet.draws if quiet is not None else []
         return outcome
@@ -340,12 +374,17 @@ class _Trial:
         return outputs, [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
 
     def _backward(
-        self, inputs: list[Tensor], outputs: list[Tensor], part: tuple[int, int] | None, varied: int | None
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        self,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        part: tuple[int, int] | None,
+        varied: int | None,
+        with_params: bool,
+    ) -> tuple[list[Tensor | None], list[_Gradient | None]]:
         if self._seeds is None:
             self._seeds = [self._noise(output.detach()) for output in outputs]
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        trained = [param for param in self._params if param.requires_grad]
+        trained = [param for param in self._params if param.requires_grad and with_params]
         roots, seeds = [], []
         for output, seed, dim in zip(outputs, self._seeds, self._output_dims, strict=False):
             if not output.requires_grad or (part is not None and dim is None and part[0] > 0):
@@ -362,7 +401,12 @@ class _Trial:
         if roots and found:
             found = list(torch.autograd.grad(roots, [*wanted, *trained], seeds, allow_unused=True))
         of_inputs = iter(found[: len(wanted)])
-        return [next(of_inputs) if tensor.requires_grad else None for tensor in inputs], found[len(wanted) :]
+        with torch.no_grad():
+            gradients = [
+                None if grad is None else _Gradient.of(grad, param)
+                for grad, param in zip(found[len(wanted) :], trained, strict=True)
+            ]
+        return [next(of_inputs) if tensor.requires_grad else None for tensor in inputs], gradients
 
     def _part(self, start: int, count: int) -> list[Any]:
         dims = iter(self._split.inputs)
@@ -428,6 +472,10 @@ class _Trial:
 
 def _drawn_by_sample(whole: list[int], of_one: list[int], num_samples: int) -> bool:
     return len(whole) == len(of_one) and all(all_ == num_samples * one for all_, one in zip(whole, of_one, strict=True))
+
+
+def _largest(gradients: Sequence[_Gradient | None]) -> float:
+    return max((gradient.size for gradient in gradients if gradient is not None), default=0.0)
 
 
 def _or_zero(grad: Tensor | None, like: Tensor | None) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -154,14 +154,15 @@ class WrappedHead(WrappedBlock):
         return super().forward(*args, **kwargs)
 
 
-def check_modules(model: nn.Module, profile: ModelProfile, probed: ProbeResult) -> None:
-    """What blocks cannot do. Asked before anything is moved: a refusal leaves the model as it was."""
+def check_modules(model: nn.Module, profile: ModelProfile, probed: ProbeResult, replaced: Collection[str] = ()) -> None:
+    """What blocks cannot do. Asked before anything is moved: a refusal leaves the model as it was. `replaced`: names of
+    parameters that others stand for while a block runs, as PEFT does with those of experts."""
     for index, reason in sorted(probed.refusals.items()):
         raise ValueError(
             f"the block {profile.blocks[index].name!r} {reason}. Such a block cannot be recomputed or split; keep what "
             "it remembers in buffers or attributes of its modules, and draw random numbers from generators that are"
         )
-    for name in sorted(probed.written):
+    for name in sorted(probed.written.difference(replaced)):
         raise ValueError(
             f"a forward gives the parameter {name!r} other values (by .data, or under no_grad), which would be lost: "
             "its values are brought in for each use. Change it between steps with load_state_dict(), compute what is "

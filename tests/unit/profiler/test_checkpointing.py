@@ -86,13 +86,19 @@ def test_a_model_around_one_of_transformers() -> None:
     model(**batch).loss.backward()
 
 
-def test_switching_it_on_after_wrapping_is_refused() -> None:
+def test_switching_it_on_after_wrapping_changes_nothing_and_says_so() -> None:
+    """As transformers' Trainer does, with gradient_checkpointing=True."""
     model, batch = models.llama(mask=False)
     model, _ = hightide.wrap(model, optimizer_of(model), batch, limits=LIMITS)
-    model.gradient_checkpointing_enable()
+    with pytest.warns(UserWarning, match="plan"):
+        model.gradient_checkpointing_enable()
+    assert not model.is_gradient_checkpointing
+    model(**batch).loss.backward()
+
+
+def test_a_layer_that_is_switched_on_by_hand_is_refused() -> None:
+    model, batch = models.llama(mask=False)
+    model, _ = hightide.wrap(model, optimizer_of(model), batch, limits=LIMITS)
+    model.model.layers[1].gradient_checkpointing = True
     with pytest.raises(hightide.Refused, match="gradient_checkpointing_disable"):
         model(**batch)
-    with torch.no_grad():
-        model(**batch)
-    model.gradient_checkpointing_disable()
-    model(**batch).loss.backward()
