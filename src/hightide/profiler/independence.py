@@ -118,9 +118,10 @@ class _Gradient:
     @classmethod
     def of(cls, grad: Tensor, param: Tensor) -> _Gradient:
         values = (param - 1.0 if param.ndim < 2 else param).flatten()  # random, and of no other meaning if it is moved
-        flat = grad.flatten()
-        along = [float(torch.dot(flat, values.roll(shift).to(flat.dtype))) for shift in (1, 7)]
-        return cls((along[0], along[1]), float(flat.norm()) * float(values.norm()) / max(1, values.numel()) ** 0.5)
+        flat, numel = grad.flatten(), values.numel()
+        shifts = [min(shift, max(0, numel - 1)) for shift in (1, 7)]  # views: a copy of a large matrix takes memory
+        along = [float(torch.dot(flat[shift:], values[: numel - shift].to(flat.dtype))) for shift in shifts]
+        return cls((along[0], along[1]), float(flat.norm()) * float(values.norm()) / max(1, numel) ** 0.5)
 
     def differs(self, others: Sequence[_Gradient | None], tolerance: float, largest: float) -> bool:
         """From the sum of others. `largest`: size of the largest gradient of the block; one that is zero but for
@@ -397,16 +398,23 @@ class _Trial:
                 place.copy_(self._noise(place))
             roots.append(output)
             seeds.append(seed)
-        found: list[Tensor | None] = [None] * (len(wanted) + len(trained))
-        if roots and found:
-            found = list(torch.autograd.grad(roots, [*wanted, *trained], seeds, allow_unused=True))
-        of_inputs = iter(found[: len(wanted)])
-        with torch.no_grad():
-            gradients = [
-                None if grad is None else _Gradient.of(grad, param)
-                for grad, param in zip(found[len(wanted) :], trained, strict=True)
-            ]
-        return [next(of_inputs) if tensor.requires_grad else None for tensor in inputs], gradients
+        gradients: dict[int, _Gradient] = {}
+
+        def used_up(param: Tensor) -> None:
+            """One after the other: all at once they would take as much as the parameters."""
+            assert param.grad is not None
+            with torch.no_grad():
+                gradients[id(param)] = _Gradient.of(param.grad, param)
+            param.grad = None
+
+        handles = [param.register_post_accumulate_grad_hook(used_up) for param in trained]
+        try:
+            if roots and (wanted or trained):
+                torch.autograd.backward(roots, seeds, inputs=[*wanted, *trained])
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [tensor.grad for tensor in inputs], [gradients.get(id(param)) for param in trained]
 
     def _part(self, start: int, count: int) -> list[Any]:
         dims = iter(self._split.inputs)

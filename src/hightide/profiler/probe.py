@@ -9,6 +9,7 @@ watches for parameters used while no block that holds them is running: these mus
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ HOOKED = "a hook inside of it changes what it computes"
 FAILED = "the probe of the model failed ({})"
 T = TypeVar("T")
 CPU = torch.device("cpu")
+LARGE = 2**20  # parameters of a block; finding what holds itself takes a moment
 GRAPH_PER_OUTPUT = 17  # bytes that the graph of a transformer layer holds, in bytes of its output
 
 
