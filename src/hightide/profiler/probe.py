@@ -21,6 +21,7 @@ from torch import nn
 
 from hightide.ir.block import Affine
 from hightide.ir.split import BatchDim, Split
+from hightide.machine import return_freed_memory
 from hightide.profiler.blocks import FoundBlock
 from hightide.profiler.caches import Caches
 from hightide.profiler.fake import Originals, fake_parameters
@@ -172,7 +173,19 @@ def examined(
             split=replace(call.split, note=finding.note),
             tapped=replace(call.tapped, fixed=call.tapped.fixed + kept_bytes),
         )
+    _give_back(probed, device)
     return replace(probed, calls=_agreed(calls), keeps=keeps, refusals=refusals, replays_whole=frozenset(replays_whole))
+
+
+def _give_back(probed: ProbeResult, device: torch.device) -> None:
+    """The memory of the trials: else the model's values come on top of it, and what is left of it in torch's cache is
+    room beyond a limit. Small ones are not worth the time."""
+    if max((sum(param.numel() for param in block.module.parameters()) for block in probed.blocks), default=0) > LARGE:
+        gc.collect()
+        return_freed_memory()
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.empty_cache()
 
 
 def _is_of_torch(module: nn.Module) -> bool:
