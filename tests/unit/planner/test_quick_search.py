@@ -107,7 +107,7 @@ def test_a_refusal_is_exact_where_the_sum_of_a_choice_says_too_little(monkeypatc
 
 
 @given(profiles(), st.sampled_from(list(Update)), st.floats(0.2, 1.5), st.floats(0.2, 1.5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_limits_that_a_refusal_names_are_enough(
     profile: ModelProfile, update: Update, gpu_share: float, host_share: float
 ) -> None:
