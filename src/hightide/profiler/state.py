@@ -79,7 +79,7 @@ class Snapshot:
         self._buffers: list[tuple[str, nn.Module, dict[str, _KeptBuffer]]] = []
         for name, inside in module.named_modules():
             self._kept.append((name, _Attributes(inside.__dict__, INTERNAL, seen, 0)))
-            if buffers and inside._buffers:
+            if buffers:
                 self._buffers.append(
                     (name, inside, {key: _KeptBuffer(value) for key, value in inside._buffers.items()})
                 )

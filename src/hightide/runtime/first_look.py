@@ -198,4 +198,5 @@ def _compared(call: BlockCall, tensors: Sequence[Tensor], count: int) -> str:
 def _size(values: Tensor) -> Tensor:
     """By Euclid. What is no number is none in both, as a rule: it does not count."""
     values = values.nan_to_num(0.0, 0.0, 0.0) if values.is_floating_point() else values.float()
-    return torch.linalg.vector_norm(values, dtype=torch.float32)
+    dtype = torch.float64 if values.dtype == torch.float64 else torch.float32
+    return torch.linalg.vector_norm(values, dtype=dtype).float()
