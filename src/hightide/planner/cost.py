@@ -27,7 +27,7 @@ from hightide.planner.place import chunks_by_block, host_grad_bytes, rounds_grad
 from hightide.planner.simulate import NUM_PASSES, Simulated, simulate, simulated_step_s
 
 # Seconds of the thread that runs the model, over what blocks took in a rehearsal: in training it starts copies and
-# updates too, and shares Python's lock with the threads of the lanes. Measured: docs/log.md, fifth session.
+# updates too, and shares Python's lock with the threads of the lanes. Measured: docs/log.md, 2026-11-15.
 ISSUE_FACTOR = 1.8
 
 

@@ -155,7 +155,8 @@ def examined(
         if is_plain_linear(block.module) or (not call.split.splittable and _is_of_torch(block.module)):
             continue
         taps = tuple(probed.taps.get(call.block, ()))
-        key = kinds[call.block], call.split, taps, leaves_key(record.leaves)
+        numbers = tuple(leaf for leaf in record.leaves if isinstance(leaf, int | float))
+        key = kinds[call.block], call.split, taps, leaves_key(record.leaves), numbers
         if key not in found:
             tried = (record, probed.num_samples) if larger is None else (larger, probed.num_samples + 1)
             found[key] = examine(block.module, *tried, call.split, taps, originals, device)

@@ -4,9 +4,9 @@
 one whose others are large are known no better. Where that is not enough depends on the model, so it is measured: a
 second plain run has every weight changed in its last bit, and what changes by that may change as much in hightide,
 which adds up in another order. A gradient that is zero but for rounding is judged rightly this way, and so is a router
-that was about to choose another expert. On a GPU torch itself has two Adams, whose second moments differ by 5e-5: one
-takes 1 - beta2 in fp64, the other in fp32. Of what is no floating-point number every bit counts, unless that second run
-differs in it too.
+that was about to choose another expert. On a GPU torch itself has two Adams, one of which takes 1 - beta2
+in fp32: their second moments differ by 1.3e-5 with a beta2 of 0.999, and by more with one nearer to 1.
+Of what is no floating-point number every bit counts, unless that second run differs in it too.
 """
 
 from __future__ import annotations
