@@ -11,19 +11,20 @@ from dataclasses import replace
 from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
-from hightide.ir.machine import SHARING, Machine
+from hightide.ir.machine import SHARING
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import DISK_LANES, Lane, Tier
 from hightide.planner.cost import seconds_of
 from hightide.planner.loss import num_rows
 from hightide.planner.lower import lower
 from hightide.planner.place import widest_tick
+from hightide.planner.solution import Searched
 
 
-def floors(profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine) -> dict[Lane, float]:
+def floors(solution: Searched) -> dict[Lane, float]:
     """Seconds per step of each lane. The step's floor is the largest."""
-    schedule = lower(profile, plan, Mode.TRAIN)
-    found = {Lane.COMPUTE: _compute(profile, plan, costs)}
+    schedule, machine = solution.training, solution.problem.machine
+    found = {Lane.COMPUTE: _compute(solution.profile, solution.plan, solution.problem.costs)}
     for lane in (*SHARING, *DISK_LANES):
         moved_bytes = sum(action.num_bytes for action in schedule.lane(lane))
         found[lane] = moved_bytes / machine.speeds_of({lane})[lane] if moved_bytes else 0.0
