@@ -89,8 +89,8 @@ def read_bytes(path: str | Path, what: str, most: int = MAX_FILE_BYTES) -> bytes
             raise ValueError(f"cannot read the {what} {shown(path)}: {error.strerror}") from error
 
 
-def read_text(path: str | Path, what: str) -> str:
-    return decoded(read_bytes(path, what), f"the {what} {shown(path)}")
+def read_text(path: str | Path, what: str, most: int = MAX_FILE_BYTES) -> str:
+    return decoded(read_bytes(path, what, most), f"the {what} {shown(path)}")
 
 
 def decoded(data: bytes, source: str) -> str:
