@@ -547,6 +547,7 @@ def work(cases: list[tuple[str, int]], seed: int, valid: Path, folder: Path, pip
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + ROOM_BYTES, used + ROOM_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     logging.disable(logging.ERROR)
     plan_command.ANSWER_S = plan_command.HELP_S = 0.0
@@ -601,7 +602,14 @@ def verdicts(reading: int, child: int, left: list[tuple[str, int]]) -> Iterator[
 def tried(seed: int, count: int, kinds: tuple[str, ...] = KINDS) -> list[tuple[str, int, str, str]]:
     """`count` changed files, in turn of each kind."""
     with tempfile.TemporaryDirectory() as folder:
-        make_valid(Path(folder))
+        child = os.fork()  # torch's threads are not in a fork of this process: it must have none
+        if not child:
+            try:
+                torch.set_num_threads(1)
+                make_valid(Path(folder))
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
         cases = [(kinds[index % len(kinds)], index // len(kinds)) for index in range(count)]
         return list(run(cases, seed, Path(folder)))
 

@@ -19,7 +19,7 @@ from hightide.ir.plan import GradientDtype, Update
 # What the small model of this command may have at most: a hundred times what makes sense.
 MAX_LAYERS, MAX_SIZE, MAX_TOKENS = 2048, 2**20, 2**28
 MAX_TEXT_BYTES, MAX_SAMPLE_BYTES, MAX_NAME = 2**32, 2**20, 100
-MAX_SETTINGS_BYTES = 256 * 1024  # YAML is read slowly
+MAX_SETTINGS_BYTES = 64 * 1024  # real ones have a few hundred, and YAML is read slowly
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 _StrictLoader.add_implicit_resolver(  # YAML 1.1, which PyYAML follows, reads 1e-3 as text
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
 
 

@@ -94,6 +94,10 @@ def _check_settings(settings: object, path: Path) -> None:
                 _check_implementation(name, where)
         if (key == "model_type" and str(value).startswith("timm")) or key == "pretrained_cfg":
             raise ValueError(f"{where} is {quoted(value)}: timm finds models by names of a hub; use another model")
+        if key in ("dtype", "torch_dtype") and value is not None:
+            named = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
+            if not isinstance(named, torch.dtype) or not named.is_floating_point:
+                raise ValueError(f"{where} is {quoted(value)}, which is no floating-point dtype; use bfloat16")
         _check_number(key, value, where)
 
 
@@ -135,9 +139,6 @@ def _check_made(config: Any, path: Path, options: Mapping[str, Any]) -> None:
         value, asked = getattr(config, name, None), options.get(name.removeprefix("_"))
         if value not in (asked.values() if isinstance(asked, dict) else [asked]):  # the user's own word is trusted
             _check_implementation(value, f"{shown(path)}: {name}")
-    dtype = getattr(config, "dtype", None)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"{shown(path)}: dtype is {quoted(dtype)}, which is no floating-point dtype; use bfloat16")
 
 
 def class_of(config: Any, asked: Any) -> Any:
@@ -234,8 +235,7 @@ def _of_index(folder: Path) -> dict[str, StoredTensor]:
             f"{len(absent)} of {len(files)} files of {shown(folder)} are missing: {few(absent)}; get them again"
         )
     stored: dict[str, StoredTensor] = {}
-    for file in files:
-        found = read_header(folder / file)
+    for file, found in [(file, read_header(folder / file)) for file in files]:
         strays = [name for name in found if weight_map.get(name) != file]
         if strays:
             raise ValueError(
