@@ -3,8 +3,8 @@
     python bench/bad_files.py --seed 7 --count 600
     python bench/bad_files.py --seed 7 --count 200 --kind safetensors --show
 
-Valid files are changed: keys dropped, doubled, renamed, values of other types and extremes, offsets moved, bytes cut off,
-flipped, random. Each is then given to what reads it, in a child process with bounded memory and a clock, and must be
+Valid files are changed: keys dropped, doubled, renamed, values of other types and extremes, offsets moved, bytes cut
+off, flipped, random. Each is then given to what reads it, in a child process with bounded memory and a clock, and must be
 refused in a short message, or read exactly as an independent reader reads it. Everything else is counted as a fault, a
 hang, an abort or a silent difference, and makes the exit code 1.
 """
@@ -61,9 +61,39 @@ FAULT, HANG, ABORT, SILENT = "fault", "hang", "abort", "silent"
 BAD = (FAULT, HANG, ABORT, SILENT)
 
 EXTREMES: list[Any] = [
-    *(None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**31 - 1, 2**32, 2**40 + 1, 2**63, -(2**63), 10**15, 10**39, 10**400),
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2,
+        3,
+        7,
+        2**31,
+        2**31 - 1,
+        2**32,
+        2**40 + 1,
+        2**63,
+        -(2**63),
+        10**15,
+        10**39,
+        10**400,
+    ),
     *(0.5, -0.0, 1e-300, 1e300, float("nan"), float("inf"), -float("inf"), 2_000_000_000),
-    *("", "x", "a/b", "../../etc/passwd", "/etc/passwd", "nul\0", "\x1b[31mred\x1b[0m", "\ud800", "9" * 400, "1e999GiB"),
+    *(
+        "",
+        "x",
+        "a/b",
+        "../../etc/passwd",
+        "/etc/passwd",
+        "nul\0",
+        "\x1b[31mred\x1b[0m",
+        "\ud800",
+        "9" * 400,
+        "1e999GiB",
+    ),
     *("A" * 100_000, "kernels-community/flash-attn", "eager", "float16", "int32", "load", "Trainer", "pipeline"),
     *([], {}, [1], [[]], [None], {"a": 1}, [0, 1], [1, 0], [-1, 2**62], list(range(1000)), [2**63, 2**63]),
 ]
@@ -151,7 +181,9 @@ def change_data(data: Any, rng: random.Random) -> Any:
             other, place = rng.choice(everywhere)
             container[key] = copy.deepcopy(other[place])
         elif how == 4 and isinstance(value, int) and not isinstance(value, bool):
-            container[key] = rng.choice([value + 1, value - 1, -value, value * 2, value * 10**6, float(value), str(value)])
+            container[key] = rng.choice(
+                [value + 1, value - 1, -value, value * 2, value * 10**6, float(value), str(value)]
+            )
         elif how == 5:
             container[key] = [value] if rng.random() < 0.5 else {"a": value}
         else:
@@ -202,7 +234,9 @@ def change_json(text: bytes, rng: random.Random) -> bytes:
 def change_yaml(text: bytes, rng: random.Random) -> bytes:
     chance = rng.random()
     if chance < 0.65:
-        return yaml.safe_dump(change_data(yaml.safe_load(text), rng), allow_unicode=True).encode("utf-8", "surrogatepass")
+        return yaml.safe_dump(change_data(yaml.safe_load(text), rng), allow_unicode=True).encode(
+            "utf-8", "surrogatepass"
+        )
     if chance < 0.75:
         bombs = [
             b"a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a]\nname: [*b,*b,*b,*b,*b,*b,*b]\n",
@@ -223,7 +257,16 @@ def change_yaml(text: bytes, rng: random.Random) -> bytes:
     return change_text(text, rng)
 
 
-SAME_SIZE = {"F32": "I32", "I32": "F32", "F16": "BF16", "BF16": "F16", "I64": "F64", "F64": "I64", "BOOL": "U8", "U8": "I8"}
+SAME_SIZE = {
+    "F32": "I32",
+    "I32": "F32",
+    "F16": "BF16",
+    "BF16": "F16",
+    "I64": "F64",
+    "F64": "I64",
+    "BOOL": "U8",
+    "U8": "I8",
+}
 
 
 def change_tensors(data: bytes, rng: random.Random) -> bytes:
@@ -260,7 +303,9 @@ def change_tensors(data: bytes, rng: random.Random) -> bytes:
             for name in names:
                 entries[name]["dtype"] = SAME_SIZE.get(entries[name]["dtype"], "F32")
         elif how == 6:
-            one["shape"] = rng.choice([one["shape"][::-1], [-1], [2**63], [*one["shape"], 1], [1] * 100, "x", [2**32, 2**32]])
+            one["shape"] = rng.choice(
+                [one["shape"][::-1], [-1], [2**63], [*one["shape"], 1], [1] * 100, "x", [2**32, 2**32]]
+            )
         elif how == 7:
             entries.pop(rng.choice(names))
         else:
@@ -275,8 +320,18 @@ def change_index(text: bytes, rng: random.Random) -> bytes:
     index = json.loads(text)
     files = sorted(set(index["weight_map"].values()))
     name = rng.choice(list(index["weight_map"]))
-    odd = ["/dev/zero", "../parts/" + files[0], "./" + files[0], "fifo.safetensors", "folder.safetensors", "config.json", ""]
-    index["weight_map"][name] = rng.choice([*odd, *files, "/etc/passwd", "a\0.safetensors", ".safetensors", files[0] + "\n"])
+    odd = [
+        "/dev/zero",
+        "../parts/" + files[0],
+        "./" + files[0],
+        "fifo.safetensors",
+        "folder.safetensors",
+        "config.json",
+        "",
+    ]
+    index["weight_map"][name] = rng.choice(
+        [*odd, *files, "/etc/passwd", "a\0.safetensors", ".safetensors", files[0] + "\n"]
+    )
     if rng.random() < 0.3:
         index["weight_map"]["stranger"] = rng.choice(files)
     return json.dumps(index).encode()
@@ -287,7 +342,15 @@ CONFIG_KEYS: dict[str, list[Any]] = {
     "attn_implementation": ["a/b", "kernels-community/flash-attn2", "eager"],
     "_experts_implementation": ["a/b", "deepgemm", ["a/b"]],
     "auto_map": [{"AutoConfig": "a--b.C", "AutoModelForCausalLM": "m.C"}, "x", 3],
-    "architectures": [["Trainer"], ["pipeline"], ["GPT2LMHeadModel"], ["PreTrainedModel"], "LlamaForCausalLM", [3], [[]]],
+    "architectures": [
+        ["Trainer"],
+        ["pipeline"],
+        ["GPT2LMHeadModel"],
+        ["PreTrainedModel"],
+        "LlamaForCausalLM",
+        [3],
+        [[]],
+    ],
     "quantization_config": [{"quant_method": "gptq"}, {"quant_method": "fp8"}, {}, 1],
     "trust_remote_code": [True],
     "configuration_files": [["config.4.0.0.json"], ["../config.json"], 3],
@@ -411,7 +474,9 @@ def is_strict(data: bytes) -> bool:
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return one.contiguous().view(-1).view(torch.uint8).tolist() == other.contiguous().view(-1).view(torch.uint8).tolist()
+    return (
+        one.contiguous().view(-1).view(torch.uint8).tolist() == other.contiguous().view(-1).view(torch.uint8).tolist()
+    )
 
 
 def read_tensors(path: Path, valid: Path) -> Verdict:
@@ -501,7 +566,11 @@ HOW = {
     "yaml": Kind(("settings.yaml",), change_yaml, read_yaml),
     "safetensors": Kind((f"whole/{SINGLE}", f"half/{SINGLE}", "various.safetensors"), change_tensors, read_tensors),
     "index": Kind((f"parts/{INDEX}",), change_index, read_index),
-    "config": Kind(tuple(f"{name}/config.json" for name in ("whole", *(f"config{n}" for n in range(4)))), change_config, read_config),
+    "config": Kind(
+        tuple(f"{name}/config.json" for name in ("whole", *(f"config{n}" for n in range(4)))),
+        change_config,
+        read_config,
+    ),
 }
 
 

@@ -210,8 +210,8 @@ class _BadSettings(ValueError):
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML as people expect it: 1e-3 is a number, a key given twice is an error, and so is an alias, which can stand for
-    much more than it says."""
+    """YAML as people expect it: 1e-3 is a number, a key given twice is an error, and so is an alias, which can stand
+    for much more than it says."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):

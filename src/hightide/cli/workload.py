@@ -111,8 +111,8 @@ def _load(source: str, sequences: int | None, length: int | None, dtype: Dtype |
         chosen = dtype.torch if dtype is not None else config.dtype or torch.bfloat16
         return _of_config(folder.absolute().name, config, sequences, length, chosen, folder / CONFIG)
     raise ValueError(
-        f"there is no model {quoted(source)}: it is no folder with a config.json and no FILE.py:FUNCTION, and presets are "
-        f"{', '.join(SHAPES)}"
+        f"there is no model {quoted(source)}: it is no folder with a config.json and no FILE.py:FUNCTION, and presets "
+        f"are {', '.join(SHAPES)}"
     )
 
 

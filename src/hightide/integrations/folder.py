@@ -1,7 +1,7 @@
 """Hugging Face folders, which come from strangers: their config.json, and which files hold their tensors.
 
-[Note: what a config may decide] transformers sets whatever keys it finds in a config.json on its config object, and some
-of them make it load code: `auto_map` from the folder or a hub, an implementation of attention or experts by the name of
+[Note: what a config may decide] transformers sets whatever keys it finds in a config.json on its config object, and
+some of them make it load code: `auto_map` from the folder or a hub, an implementation of attention or experts by the name of
 a repository (or one that falls back to such a repository), a backbone by its name in a hub, another config file. None
 of that happens here: those keys are refused, or taken away where they are not needed; remote code is never trusted; and
 while the model is made nothing is fetched from a hub. Numbers are bounded, because a model is built as large as its
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,9 @@ def read_config(folder: Path, options: Mapping[str, Any]) -> Any:
 def _check_settings(settings: object, path: Path) -> None:
     """See [Note: what a config may decide]."""
     if not isinstance(settings, dict):
-        raise ValueError(f"{shown(path)} is {quoted(settings)}; it must be a mapping, as model.save_pretrained writes it")
+        raise ValueError(
+            f"{shown(path)} is {quoted(settings)}; it must be a mapping, as model.save_pretrained writes it"
+        )
     if "auto_map" in settings:
         warnings.warn(
             f"{shown(path)} names code of its own (auto_map), which hightide never runs: transformers' own class is "
@@ -155,10 +157,13 @@ def class_of(config: Any, asked: Any) -> Any:
     if not names:
         return class_of(config, transformers.AutoModelForCausalLM)
     name = names[0] if isinstance(names, list | tuple) else None
-    found = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
+    found: Any = None
+    if isinstance(name, str) and name.isidentifier():
+        with suppress(Exception):  # one that needs what is not installed
+            found = getattr(transformers, name, None)
     if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
         raise ValueError(f"transformers has no model class {quoted(name)}, which the config names; pass model_class=")
-    if not isinstance(config, found.config_class or ()):
+    if not isinstance(config, getattr(found, "config_class", None) or ()):
         raise ValueError(
             f"the config names {found.__name__} and is a {type(config).__name__}, which is not what that class takes; "
             "pass model_class="
@@ -239,7 +244,8 @@ def _of_index(folder: Path) -> dict[str, StoredTensor]:
         strays = [name for name in found if weight_map.get(name) != file]
         if strays:
             raise ValueError(
-                f"{len(strays)} tensors of {shown(folder / file)} are not there by {INDEX}: {few(strays)}; get both again"
+                f"{len(strays)} tensors of {shown(folder / file)} are not there by {INDEX}: {few(strays)}; get both "
+                "again"
             )
         stored |= found
     lost = [name for name in weight_map if name not in stored]

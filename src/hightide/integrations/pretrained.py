@@ -85,10 +85,12 @@ def _warn_of_dtypes(folder: Path, stored: Iterable[StoredTensor], said: torch.dt
     halves = Counter(one.dtype for one in stored if one.dtype in HALVES)
     others = {dtype: count for dtype, count in halves.items() if dtype is not said} if said in HALVES else halves
     if len(others) > (said not in HALVES):
-        names = " and ".join(f"{count} tensors in {str(dtype).removeprefix('torch.')}" for dtype, count in others.items())
+        names = " and ".join(
+            f"{count} tensors in {str(dtype).removeprefix('torch.')}" for dtype, count in others.items()
+        )
         warnings.warn(
-            f"{shown(folder)} has {names}, and its config.json says {str(said).removeprefix('torch.')}: all have 16 bits, "
-            "and if one of the two is wrong the values are others. Compare a loss with plain transformers first",
+            f"{shown(folder)} has {names}, and its config.json says {str(said).removeprefix('torch.')}: all have 16 "
+            "bits, and if one of the two is wrong the values are others. Compare a loss with plain transformers first",
             stacklevel=3,
         )
 

@@ -139,7 +139,9 @@ class Machine:
             raise ValueError(f"the machine {quoted(self.name)} has no speeds for: {names}; measure it again")
         for speeds in self.speeds:
             if len(speeds.busy) != len(speeds.bytes_per_s) or min(speeds.bytes_per_s, default=1.0) <= 0:
-                raise ValueError(f"the machine {quoted(self.name)} has speeds {quoted(speeds)}; each busy lane needs one above zero")
+                raise ValueError(
+                    f"the machine {quoted(self.name)} has speeds {quoted(speeds)}; each busy lane needs one above zero"
+                )
         if not all(math.isfinite(value) for speeds in self.speeds for value in speeds.bytes_per_s):
             raise ValueError(f"the machine {quoted(self.name)} has a speed that is no number; measure it again")
         where = f"the machine {quoted(self.name)}"

@@ -31,7 +31,9 @@ def parse_bytes(value: int | str, name: str) -> int:
         match = _PATTERN.fullmatch(value)
         if match is None or match[2].lower() not in _UNITS:
             known = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
-            raise ValueError(f"{name}={quoted(value)} is not a size; write a number and a unit ({known}), such as '24GiB'")
+            raise ValueError(
+                f"{name}={quoted(value)} is not a size; write a number and a unit ({known}), such as '24GiB'"
+            )
         size = float(match[1]) * _UNITS[match[2].lower()]
         num_bytes = int(min(size, 2.0 * MAX_COUNT))  # hundreds of digits are infinite
     if num_bytes <= 0:

@@ -89,7 +89,9 @@ class StoredTensor:
         while memory:
             num_read = os.readv(file, [memory[: 2**30]])
             if not num_read:
-                raise ValueError(f"{shown(self.path)} ends {len(memory)} bytes before the end of {quoted(self.name)}; copy it again")
+                raise ValueError(
+                    f"{shown(self.path)} ends {len(memory)} bytes before the end of {quoted(self.name)}; copy it again"
+                )
             memory = memory[num_read:]
 
 

@@ -109,7 +109,9 @@ class _BoundedValues(TorchDispatchMode):
         kwargs = kwargs or {}
         device = kwargs.get("device")
         values = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        is_real = any(value.device.type == "cpu" for value in values) if values else device in (None, torch.device("cpu"))
+        is_real = (
+            any(value.device.type == "cpu" for value in values) if values else device in (None, torch.device("cpu"))
+        )
         if is_real and "empty" not in func.__name__:
             num_bytes = _result_bytes(func, args, kwargs)
             if num_bytes > MAX_VALUE_BYTES:

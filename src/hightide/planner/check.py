@@ -14,7 +14,6 @@ from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.layout import made_again
 from hightide.planner.place import uses_disk, widest_tick
 
-
 MAX_BLOCKS, MAX_CHUNKS, MAX_CALLS = 20_000, 100_000, 100_000  # a hundred times those of the largest models
 MAX_SLOTS, MAX_MICRO_BATCHES, MAX_SAMPLES = 4096, 65_536, 2**31
 MAX_MOMENTS = 8
@@ -136,8 +135,8 @@ def _check_layout(profile: ModelProfile, plan: Plan) -> None:
         wrong = [field.name for field in fields(chunk) if getattr(chunk, field.name) != getattr(right, field.name)]
         if wrong:
             raise InfeasiblePlan(
-                f"chunk {chunk.index} of the plan's layout has {wrong[0]}={quoted(getattr(chunk, wrong[0]))}, which by its "
-                f"parameters is {quoted(getattr(right, wrong[0]))}; leave the layout as it was made, or make a new plan"
+                f"chunk {chunk.index} of the plan's layout has {wrong[0]}={quoted(getattr(chunk, wrong[0]))}, which by "
+                f"its parameters is {quoted(getattr(right, wrong[0]))}; leave the layout as it was made, or make a new plan"
             )
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -131,7 +130,9 @@ def test_nothing_is_fetched_while_a_model_is_made(folder: Path, monkeypatch: pyt
     assert seen == [True] and not constants.HF_HUB_OFFLINE
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 300 + "1" + "}" * 300, "[]", "3", "", "\0", '{"a": 1, "a": 2}'])
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 300 + "1" + "}" * 300, "[]", "3", "", "\0", '{"a": 1, "a": 2}']
+)
 def test_configs_that_are_none(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     check_refused(folder, "config.json")
@@ -210,7 +211,9 @@ def relabelled(path: Path, before: str, after: str) -> None:
 def test_integers_where_floats_are_expected(tmp_path: Path, folder: Path) -> None:
     whole = tmp_path / "whole"
     relabelled(whole / SINGLE, "F32", "I32")
-    with pytest.raises(ValueError, match=r"21 tensors have another kind of dtype: .*torch\.int32 instead of torch\.float32"):
+    with pytest.raises(
+        ValueError, match=r"21 tensors have another kind of dtype: .*torch\.int32 instead of torch\.float32"
+    ):
         hightide.from_pretrained(whole)
 
 

@@ -65,7 +65,8 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["x" * 10**7, ["y" * 1000] * 1000, {"k" * 10**6: 1}, [10**5000], [[[[["deep"]]]]], "\x1b[2Jgone\x9b", "\u202eab"]
+    "value",
+    ["x" * 10**7, ["y" * 1000] * 1000, {"k" * 10**6: 1}, [10**5000], [[[[["deep"]]]]], "\x1b[2Jgone\x9b", "\u202eab"],
 )
 def test_quoted_text_is_short_and_harmless(value: Any) -> None:
     for text in (quoted(value), shown("\x1b\0" * 1000)):
@@ -83,7 +84,7 @@ def test_a_message_about_a_large_file_is_short(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 2**63, -(2**64), True])
 def test_numbers_that_are_none(value: Any) -> None:
-    with pytest.raises(ValueError, match="x is .*; it must be"):
+    with pytest.raises(ValueError, match=r"x is .*; it must be"):
         build(float, value, "x")
 
 
