@@ -1,11 +1,11 @@
 """Hugging Face folders, which come from strangers: their config.json, and which files hold their tensors.
 
 [Note: what a config may decide] transformers sets whatever keys it finds in a config.json on its config object, and
-some of them make it load code: `auto_map` from the folder or a hub, an implementation of attention or experts by the name of
-a repository (or one that falls back to such a repository), a backbone by its name in a hub, another config file. None
-of that happens here: those keys are refused, or taken away where they are not needed; remote code is never trusted; and
-while the model is made nothing is fetched from a hub. Numbers are bounded, because a model is built as large as its
-config says before anything can be known about it. Whatever transformers then raises is about the file.
+some of them make it load code: `auto_map` from the folder or a hub, an implementation of attention or experts by the
+name of a repository (or one that falls back to such a repository), a backbone by its name in a hub, another config
+file. None of that happens here: those keys are refused, or taken away where they are not needed; remote code is never
+trusted; and while the model is made nothing is fetched from a hub. Numbers are bounded, because a model is built as
+large as its config says before anything can be known about it. Whatever transformers then raises is about the file.
 """
 
 from __future__ import annotations

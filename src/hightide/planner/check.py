@@ -136,7 +136,8 @@ def _check_layout(profile: ModelProfile, plan: Plan) -> None:
         if wrong:
             raise InfeasiblePlan(
                 f"chunk {chunk.index} of the plan's layout has {wrong[0]}={quoted(getattr(chunk, wrong[0]))}, which by "
-                f"its parameters is {quoted(getattr(right, wrong[0]))}; leave the layout as it was made, or make a new plan"
+                f"its parameters is {quoted(getattr(right, wrong[0]))}; leave the layout as it was made, or make a new "
+                "plan"
             )
 
 
