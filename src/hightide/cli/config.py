@@ -12,8 +12,14 @@ from typing import Any
 import yaml
 
 from hightide.ir.codec import build, to_json
+from hightide.ir.foreign import KEPT, MAX_DEPTH, check_plain, quoted, read_text, shown
 from hightide.ir.limits import Limits
 from hightide.ir.plan import GradientDtype, Update
+
+# What the small model of this command may have at most: a hundred times what makes sense.
+MAX_LAYERS, MAX_SIZE, MAX_TOKENS = 2048, 2**20, 2**28
+MAX_TEXT_BYTES, MAX_SAMPLE_BYTES, MAX_NAME = 2**32, 2**20, 100
+MAX_SETTINGS_BYTES = 64 * 1024  # real ones have a few hundred, and YAML is read slowly
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("hidden", "layers", "heads", "feed_forward"):
             _at_least(1, getattr(self, name), f"model.{name}")
+            _at_most(MAX_LAYERS if name == "layers" else MAX_SIZE, getattr(self, name), f"model.{name}")
         if self.hidden % (2 * self.heads):
             raise ValueError(
                 f"model.hidden={self.hidden} must be an even multiple of model.heads={self.heads}; "
@@ -47,6 +54,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         _at_least(1, self.sequences, "data.sequences")
         _at_least(2, self.sequence_bytes, "data.sequence_bytes")
+        _at_most(MAX_TOKENS, self.sequences * self.sequence_bytes, "data.sequences * data.sequence_bytes")
+        _at_most(MAX_TEXT_BYTES, self.text_bytes, "data.text_bytes")
         _at_least(self.sequence_bytes + 1, self.text_bytes, "data.text_bytes")
 
 
@@ -65,7 +74,10 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if len(self.betas) != 2:
             raise ValueError(f"optimizer.betas has {len(self.betas)} values; AdamW takes two, such as [0.9, 0.95]")
-        _at_least(0, self.clip_norm, "optimizer.clip_norm")
+        for name in ("lr", "eps", "weight_decay", "clip_norm", "final_lr_fraction"):
+            _at_least(0, getattr(self, name), f"optimizer.{name}")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas={list(self.betas)} must be from 0 to below 1, such as [0.9, 0.95]")
         _at_least(0, self.warmup_steps, "optimizer.warmup_steps")
 
 
@@ -93,6 +105,8 @@ class SampleConfig:
 
     def __post_init__(self) -> None:
         _at_least(0, self.num_bytes, "sample.num_bytes")
+        _at_most(MAX_SAMPLE_BYTES, self.num_bytes, "sample.num_bytes")
+        _at_most(MAX_SAMPLE_BYTES, len(self.prompt), "the length of sample.prompt")
         if not self.prompt:
             raise ValueError("sample.prompt is empty; the model needs at least one byte to go on from")
         if self.temperature <= 0:
@@ -119,13 +133,15 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
-            raise ValueError(f"name={self.name!r} names a folder; use letters, digits, '-', '_' and '.'")
+            raise ValueError(f"name={quoted(self.name)} names a folder; use letters, digits, '-', '_' and '.'")
+        _at_most(MAX_NAME, len(self.name), "the length of name")
+        _at_least(0, self.seed, "seed")
         _at_least(1, self.steps, "steps")
         _at_least(1, self.log_every, "log_every")
         if self.micro_batch is not None:
             _at_least(1, self.micro_batch, "micro_batch")
         if self.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise ValueError(f"device={self.device!r} is not supported; use 'cuda', 'cpu', or leave it out")
+            raise ValueError(f"device={quoted(self.device)} is not supported; use 'cuda', 'cpu', or leave it out")
         if self.update is Update.IN_BACKWARD and self.optimizer.clip_norm:
             raise ValueError(
                 f"update=in_backward cannot clip: the global norm is known only after backward, and "
@@ -175,7 +191,7 @@ def _override(data: dict[str, Any], where: str, section: tuple[str, ...], key: s
     for name in section:
         data = data.setdefault(name, {})
         if not isinstance(data, dict):
-            raise ValueError(f"{where}: {name} must be a mapping, not {data!r}")
+            raise ValueError(f"{where}: {name} must be a mapping, not {quoted(data)}")
     data[key] = value
 
 
@@ -184,41 +200,58 @@ def _at_least(least: float, value: float, name: str) -> None:
         raise ValueError(f"{name}={value} must be at least {least}")
 
 
+def _at_most(most: float, value: float, name: str) -> None:
+    if value > most:
+        raise ValueError(f"{name}={value} must be at most {most}")
+
+
+class _BadSettings(ValueError):
+    pass
+
+
 class _StrictLoader(yaml.SafeLoader):
-    """YAML as people expect it: 1e-3 is a number, and a key given twice is an error."""
+    """YAML as people expect it: 1e-3 is a number, a key given twice is an error, and so is an alias, which can stand
+    for much more than it says."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            line = self.peek_event().start_mark.line + 1
+            raise _BadSettings(f"{self.name}, line {line}: an alias (*); write the value itself")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if key in seen:
-                raise ValueError(f"{self.name}, line {key_node.start_mark.line + 1}: the key {key!r} is given twice")
+                line = key_node.start_mark.line + 1
+                raise _BadSettings(f"{self.name}, line {line}: the key {quoted(key)} is given twice")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
 _StrictLoader.add_implicit_resolver(  # YAML 1.1, which PyYAML follows, reads 1e-3 as text
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+"), list("-+0123456789")
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
+    text = read_text(path, "settings file", MAX_SETTINGS_BYTES)
     try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot read the settings file {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the settings file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    loader = _StrictLoader(text)
-    loader.name = str(path)
-    try:
+        loader = _StrictLoader(text)
+        loader.name = shown(path)
         data = loader.get_single_data()
+    except _BadSettings:
+        raise
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not YAML: {error}") from error
-    finally:
-        loader.dispose()
+        raise ValueError(f"{shown(path)} is not YAML: {shown(error, KEPT)}") from error
+    except RecursionError:
+        raise ValueError(f"{shown(path)} is nested deeper than {MAX_DEPTH} levels; it holds no settings") from None
+    except (ValueError, ArithmeticError, TypeError, KeyError, AttributeError) as error:  # of numbers, dates and tags
+        raise ValueError(f"{shown(path)} is not YAML that holds settings: {shown(error, KEPT)}") from error
+    check_plain(data, shown(path))
     if data is None:
         return {}
     if not isinstance(data, dict):
-        raise ValueError(f"{path} must hold settings as 'key: value' lines, not {data!r}")
+        raise ValueError(f"{shown(path)} must hold settings as 'key: value' lines, not {quoted(data)}")
     return data

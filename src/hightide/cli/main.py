@@ -23,9 +23,11 @@ from hightide.cli.simulate import SimulateOptions, simulate
 from hightide.cli.train import train
 from hightide.cli.verify import VerifyOptions, verify
 from hightide.cli.workload import LENGTH, SEQUENCES, Dtype
+from hightide.ir.foreign import shown
 from hightide.ir.plan import GradientDtype, Update
 from hightide.stores.base import OutOfMemory
 
+LONGEST = 4000  # characters of a message
 EXIT_OUT_OF_MEMORY = 1
 EXIT_NOT_EQUAL = 1
 EXIT_BAD_INPUT = 2
@@ -300,7 +302,7 @@ def _say(errors: Console, message: str, traceback: bool = False) -> None:
     if traceback:
         print_exc()
     else:
-        errors.print(f"error: {message}", style="red", markup=False, soft_wrap=True)
+        errors.print(f"error: {shown(message, LONGEST)}", style="red", markup=False, soft_wrap=True)
 
 
 def _discard(*streams: TextIO) -> None:

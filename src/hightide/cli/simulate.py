@@ -18,7 +18,7 @@ from hightide.ir.costs import Costs
 from hightide.ir.plan import Plan
 from hightide.ir.timeline import Timeline
 from hightide.ir.units import format_seconds
-from hightide.planner.check import check_plan
+from hightide.planner.check import check_costs, check_plan, check_profile
 from hightide.planner.cost import StepForecast, forecast
 from hightide.planner.estimate import estimate
 from hightide.planner.problem import Problem, Terms
@@ -46,6 +46,7 @@ def simulate(options: SimulateOptions, device: torch.device, console: Console) -
     profile = _profile(plan, options.plan)
     machine = chosen_machine(options.machine, device, console)
     costs = Costs.load(options.costs) if options.costs is not None else estimate(profile, machine)
+    check_costs(profile, costs)
     measured = _measured(options.measured, plan)
     solution, problem = Solution.of(profile, plan), Problem(profile, costs, machine, Terms.of(plan))
     verify(profile, plan, solution.training)
@@ -81,6 +82,7 @@ def _profile(plan: Plan, path: Path) -> ModelProfile:
             f"the plan {path} does not contain the profile that it was made from, so there is nothing to simulate; "
             "make it again with hightide.plan(model, optimizer, batch).save(path)"
         )
+    check_profile(plan.profile)
     check_plan(plan.profile, plan)
     return plan.profile
 

@@ -9,8 +9,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from hightide.cli.workload import Dtype, blamed, find_function, load_workload
+from hightide.cli.workload import Dtype, blamed, find_function, load_workload, set_apart
 from hightide.integrations.lora import Lora, with_adapters
+from hightide.ir.foreign import KEPT, shown
 from hightide.ir.limits import Limits
 from hightide.profiler.repeated import FEW_LAYERS
 from hightide.profiler.split import Batch
@@ -46,23 +47,24 @@ def verify(options: VerifyOptions, console: Console, notes: Console) -> bool:
     limits = Limits(gpu=options.gpu, host=options.host) if options.gpu or options.host else None
     name, model, optimizer, batch = _made(options, notes)
     try:
-        verdict = verify_model(
-            model,
-            optimizer,
-            batch,
-            limits=limits,
-            micro_batch=options.micro_batch,
-            update=options.update,
-            gradients=options.gradients,
-            compile=options.compile,
-            device=options.device,
-            steps=options.steps,
-            memory=options.memory,
-        )
+        with set_apart(name):
+            verdict = verify_model(
+                model,
+                optimizer,
+                batch,
+                limits=limits,
+                micro_batch=options.micro_batch,
+                update=options.update,
+                gradients=options.gradients,
+                compile=options.compile,
+                device=options.device,
+                steps=options.steps,
+                memory=options.memory,
+            )
     except Exception as error:
         if OWN_ERROR not in getattr(error, "__notes__", ()):
             raise
-        raise ValueError(f"{name} raised {type(error).__name__}, without hightide: {error}") from error
+        raise ValueError(f"{name} raised {type(error).__name__}, without hightide: {shown(error, KEPT)}") from error
     console.print(f"{name}\n{verdict}", markup=False, soft_wrap=True)
     return verdict.equal
 

@@ -3,8 +3,10 @@ read or made."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from hightide.integrations.folder import CONFIG
 from hightide.integrations.lora import Lora, with_adapters
 from hightide.integrations.shapes import (
     SHAPES,
@@ -28,11 +31,13 @@ from hightide.integrations.shapes import (
     shaped_model,
 )
 from hightide.ir.block import ModelProfile
+from hightide.ir.foreign import KEPT, quoted, shown
 from hightide.profiler.model import profile_model
 from hightide.profiler.repeated import FEW_LAYERS, stack_of, with_layers
 from hightide.profiler.split import Batch
 
 SEQUENCES, LENGTH = 8, 2048  # where the command does not say
+MAX_TOKENS = 2**28  # per step: so many are made, to plan with
 
 
 class Dtype(StrEnum):
@@ -59,7 +64,7 @@ class Workload:
         trained = [param for param in self.model.parameters() if param.requires_grad]
         if not trained:
             raise ValueError(f"{self.name} has 0 parameters that require a gradient; there is nothing to train")
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), set_apart(self.name):
             warnings.filterwarnings("ignore", "the model could not be probed")  # here, that is an error
             profile, probed = profile_model(self.model, torch.optim.AdamW(trained), self.batch, device=None)
         if probed.failure:
@@ -78,6 +83,11 @@ def load_workload(
     for name, value in (("--sequences", sequences), ("--length", length)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
+    if (sequences or SEQUENCES) * (length or LENGTH) > MAX_TOKENS:
+        raise ValueError(
+            f"--sequences {sequences or SEQUENCES} of --length {length or LENGTH} are more than {MAX_TOKENS} tokens; "
+            "choose fewer"
+        )
     workload = _load(source, sequences, length, dtype)
     if lora is None:
         return workload
@@ -99,10 +109,10 @@ def _load(source: str, sequences: int | None, length: int | None, dtype: Dtype |
         config = config_of_folder(folder)
         _check_decoder(config, folder)
         chosen = dtype.torch if dtype is not None else config.dtype or torch.bfloat16
-        return _of_config(folder.absolute().name, config, sequences, length, chosen)
+        return _of_config(folder.absolute().name, config, sequences, length, chosen, folder / CONFIG)
     raise ValueError(
-        f"there is no model {source!r}: it is no folder with a config.json and no FILE.py:FUNCTION, and presets are "
-        f"{', '.join(SHAPES)}"
+        f"there is no model {quoted(source)}: it is no folder with a config.json and no FILE.py:FUNCTION, and presets "
+        f"are {', '.join(SHAPES)}"
     )
 
 
@@ -116,10 +126,17 @@ def _check_decoder(config: Any, folder: Path) -> None:
         )
 
 
-def _of_config(name: str, config: Any, sequences: int | None, length: int | None, dtype: torch.dtype) -> Workload:
+def _of_config(
+    name: str,
+    config: Any,
+    sequences: int | None,
+    length: int | None,
+    dtype: torch.dtype,
+    source: Path | None = None,
+) -> Workload:
     length = length or min(LENGTH, max_length(config) or LENGTH)
     check_length(config, length, name)
-    return Workload(name, shaped_model(config, dtype), _tokens(sequences, length))
+    return Workload(name, shaped_model(config, dtype, source), _tokens(sequences, length))
 
 
 def _of_function(path: Path, function: str, sequences: int | None, length: int | None, dtype: Dtype | None) -> Workload:
@@ -161,11 +178,33 @@ def find_function(path: Path, function: str) -> Callable[[], object]:
 
 @contextmanager
 def blamed(name: str) -> Iterator[None]:
-    """What the user's own code raises is bad input."""
+    """What the user's own code raises is bad input. Its traceback is shown, from its own first line on."""
     try:
-        yield
+        with set_apart(name):
+            yield
+    except Exited:
+        raise
     except Exception as error:
-        raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, contextlib.__file__):
+            frames = frames.tb_next
+        print("".join(traceback.format_exception(type(error), error, frames)), end="", file=sys.stderr)
+        raise ValueError(f"{name} raised {type(error).__name__}: {shown(error, KEPT)}") from error
+
+
+class Exited(ValueError):
+    pass
+
+
+@contextmanager
+def set_apart(name: str) -> Iterator[None]:
+    """While code of the model runs: what it prints is none of the command's output, and where it ends the program
+    nothing was answered, whatever code it ends with."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except SystemExit as error:
+        raise Exited(f"{name} ended the program (sys.exit, {quoted(error.code)}); it must return instead") from error
 
 
 def _tokens(sequences: int | None, length: int) -> Batch:

@@ -6,8 +6,9 @@ own knowledge, and is asked of it; only the reading is done here, one parameter 
 
 from __future__ import annotations
 
-import json
 import os
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -17,13 +18,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hightide.loading.tensor_file import StoredTensor, read_header, same_values
+from hightide.integrations.folder import (
+    CONFIG,
+    blaming,
+    check_folder,
+    class_of,
+    few,
+    import_transformers,
+    read_config,
+    stored_tensors,
+)
+from hightide.ir.foreign import read_json, shown
+from hightide.loading.tensor_file import StoredTensor, same_values
 from hightide.loading.unloaded import parameters_on_meta, remember
 from hightide.runtime.origin import Origin
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-NAMED = 5  # as many tensors are named in a message
+HALVES = (torch.bfloat16, torch.float16)
 
 
 def from_pretrained(
@@ -40,86 +50,25 @@ def from_pretrained(
     default the one that the config names. Other options change the config, as in transformers. Like there, the model
     is in evaluation mode: call `model.train()`. Until it is wrapped it cannot be called.
     """
-    transformers = import_transformers()
     path = Path(folder)
-    stored = _stored_tensors(path)
-    config, unknown = transformers.AutoConfig.from_pretrained(
-        path, local_files_only=True, return_unused_kwargs=True, **config_options
-    )
-    if unknown:
-        raise ValueError(f"{type(config).__name__} has no {', '.join(map(repr, unknown))}; leave it out")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{path} is quantised: such parameters cannot be trained; use the original model")
-    kind = class_of(transformers, config, model_class)
+    check_folder(path)
+    config = read_config(path, config_options)
+    stored = stored_tensors(path)
+    kind = class_of(config, model_class)
+    _warn_of_dtypes(path, stored.values(), config.dtype)
     config.dtype = _dtype(dtype, config, stored.values())
-    model = build_without_values(kind, config)
-    plan = _LoadingPlan(model, stored)
+    with blaming(path / CONFIG, config_options):
+        model = build_without_values(kind, config)
+        plan = _LoadingPlan(model, stored)
     plan.check(path)
     plan.load_buffers()
     model.eval()
-    _read_generation_config(transformers, model, path)
-    config._name_or_path = str(path)
+    _read_generation_config(model, path)
     remember(model, str(path), plan.of_parameters())
     return model
 
 
-# -- the folder --------------------------------------------------------------------------------------------------
-
-
-def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    if not folder.is_dir():
-        raise ValueError(
-            f"{str(folder)!r} is no folder here; hightide.from_pretrained reads a folder that was downloaded "
-            "(huggingface_hub.snapshot_download) or saved (model.save_pretrained)"
-        )
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json; it must be a folder as model.save_pretrained writes it")
-    if (folder / SINGLE).is_file():
-        return read_header(folder / SINGLE)
-    if not (folder / INDEX).is_file():
-        raise ValueError(
-            f"{folder} has neither {SINGLE} nor {INDEX}; convert it once: "
-            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
-        )
-    weight_map: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-    files = sorted(set(weight_map.values()))
-    absent = [name for name in files if not (folder / name).is_file()]
-    if absent:
-        raise ValueError(f"{len(absent)} of {len(files)} files of {folder} are missing: {_few(absent)}; get them again")
-    stored = {name: tensor for file in files for name, tensor in read_header(folder / file).items()}
-    lost = [name for name in weight_map if name not in stored]
-    if lost:
-        raise ValueError(f"{len(lost)} tensors of {folder / INDEX} are in none of its files: {_few(lost)}")
-    return stored
-
-
 # -- the model ---------------------------------------------------------------------------------------------------
-
-
-def import_transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ValueError("models of transformers need it: pip install 'hightide[hf]'") from error
-    return transformers
-
-
-def class_of(transformers: Any, config: Any, asked: Any) -> Any:
-    """The model class that was asked for, else the one that the config names, else its causal language model."""
-    if asked is not None:
-        mapping = getattr(asked, "_model_mapping", None)  # of an AutoModel class
-        if mapping is None:
-            return asked
-        if type(config) not in mapping:
-            raise ValueError(f"{asked.__name__} has no model for a {type(config).__name__}; pass another model_class")
-        return mapping[type(config)]
-    names = getattr(config, "architectures", None) or []
-    if names:
-        found = getattr(transformers, names[0], None)
-        if found is None:
-            raise ValueError(f"transformers has no model class {names[0]!r}, which the config names; pass model_class=")
-        return found
-    return class_of(transformers, config, transformers.AutoModelForCausalLM)
 
 
 def _dtype(asked: torch.dtype | str | None, config: Any, stored: Iterable[StoredTensor]) -> torch.dtype:
@@ -129,6 +78,21 @@ def _dtype(asked: torch.dtype | str | None, config: Any, stored: Iterable[Stored
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype={asked!r} is no floating-point dtype; use torch.bfloat16, torch.float32 or None")
     return dtype
+
+
+def _warn_of_dtypes(folder: Path, stored: Iterable[StoredTensor], said: torch.dtype | None) -> None:
+    """Two dtypes have 16 bits: where the config and the files do not agree which it is, one of them may be wrong."""
+    halves = Counter(one.dtype for one in stored if one.dtype in HALVES)
+    others = {dtype: count for dtype, count in halves.items() if dtype is not said} if said in HALVES else halves
+    if len(others) > (said not in HALVES):
+        names = " and ".join(
+            f"{count} tensors in {str(dtype).removeprefix('torch.')}" for dtype, count in others.items()
+        )
+        warnings.warn(
+            f"{shown(folder)} has {names}, and its config.json says {str(said).removeprefix('torch.')}: all have 16 "
+            "bits, and if one of the two is wrong the values are others. Compare a loss with plain transformers first",
+            stacklevel=3,
+        )
 
 
 def build_without_values(kind: Any, config: Any) -> nn.Module:
@@ -151,9 +115,14 @@ def build_without_values(kind: Any, config: Any) -> nn.Module:
     return model
 
 
-def _read_generation_config(transformers: Any, model: Any, folder: Path) -> None:
-    if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+def _read_generation_config(model: Any, folder: Path) -> None:
+    path = folder / "generation_config.json"
+    if model.can_generate() and path.exists():
+        read_json(path, path.name)
+        with blaming(path):
+            model.generation_config = import_transformers().GenerationConfig.from_pretrained(
+                folder, local_files_only=True
+            )
 
 
 # -- which tensor goes where -------------------------------------------------------------------------------------
@@ -195,7 +164,9 @@ class _LoadingPlan:
         self._expected: dict[str, Tensor] = model.state_dict()
         self.origins: dict[str, Origin] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         self.unexpected: list[str] = []
+        self.twice: list[str] = []
         transforms = get_model_conversion_mapping(model)
         renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
         converters = {
@@ -211,7 +182,10 @@ class _LoadingPlan:
             if target not in self._expected:
                 self.unexpected.append(name)
             elif pattern is None:
+                if target in self.origins:
+                    self.twice.append(target)
                 self.origins[target], self.shapes[target] = stored[name], stored[name].shape
+                self.dtypes[target] = stored[name].dtype
             else:
                 collected.setdefault(target, converters[pattern])
                 sources.setdefault(target, []).append((name, pattern))
@@ -234,7 +208,8 @@ class _LoadingPlan:
         for name, value in shapes.items():
             if name in self._expected:
                 self.origins[name] = _Part(converted, name)
-                self.shapes[name] = tuple((value[0] if isinstance(value, list) else value).shape)
+                made = value[0] if isinstance(value, list) else value
+                self.shapes[name], self.dtypes[name] = tuple(made.shape), made.dtype
             else:
                 self.unexpected.append(name)
 
@@ -242,23 +217,30 @@ class _LoadingPlan:
         """Every parameter has values and every tensor a place, but for what transformers itself does not mind."""
         info = _LoadingInfo(self._missing(), set(self.unexpected))
         self._model._adjust_missing_and_unexpected_keys(info)
+        unlike = [
+            f"{name} {self.dtypes[name]} instead of {self._expected[name].dtype}"
+            for name in sorted(self.origins)
+            if self.dtypes[name].is_floating_point != self._expected[name].is_floating_point()
+        ]
         mismatched = [
             f"{name} {self.shapes[name]} instead of {tuple(self._expected[name].shape)}"
             for name in sorted(self.origins)
             if self.shapes[name] != tuple(self._expected[name].shape)
         ]
         problems = [
-            f"{len(names)} {text}: {_few(sorted(names))}"
+            f"{len(names)} {text}: {few(sorted(names))}"
             for names, text in (
                 (info.missing_keys, "tensors are missing"),
                 (info.unexpected_keys, "tensors are not in the model"),
+                (self.twice, "tensors are stored more than once"),
                 (mismatched, "tensors have another shape"),
+                (unlike, "tensors have another kind of dtype"),
             )
             if names
         ]
         if problems:
             raise ValueError(
-                f"{folder} does not fit {type(self._model).__name__} ({len(self._expected)} tensors): "
+                f"{shown(folder)} does not fit {type(self._model).__name__} ({len(self._expected)} tensors): "
                 f"{'; '.join(problems)}. Pass the model_class= that the folder was saved from"
             )
 
@@ -303,7 +285,3 @@ class _LoadingInfo:
 
     missing_keys: set[str]
     unexpected_keys: set[str]
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")

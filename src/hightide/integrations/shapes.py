@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hightide.integrations.pretrained import build_without_values, class_of, import_transformers
+from hightide.integrations.folder import CONFIG, blaming, class_of, import_transformers, read_config
+from hightide.integrations.pretrained import build_without_values
+from hightide.ir.foreign import quoted, shown
 
 
 @dataclass(frozen=True)
@@ -90,21 +93,22 @@ def config_of(name: str, length: int, num_layers: int | None = None) -> Any:
 
 def config_of_folder(folder: Path) -> Any:
     """The transformers config in a Hugging Face folder; weights need not be there."""
-    transformers = import_transformers()
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} has no config.json; a model's folder needs one, weights are not needed")
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"transformers cannot read {folder / 'config.json'}: {error}") from error
+    if not (folder / CONFIG).exists():
+        raise ValueError(f"{shown(folder)} has no {CONFIG}; a model's folder needs one, weights are not needed")
+    config = read_config(folder, {})
     config.use_cache = False
+    with blaming(folder / CONFIG):
+        most = max_length(config)
+    if most is not None and (not isinstance(most, int) or most < 1):
+        raise ValueError(f"{shown(folder / CONFIG)}: max_position_embeddings is {quoted(most)}; it must be at least 1")
     return config
 
 
 def max_length(config: Any) -> int | None:
     """Tokens that a sequence may have; None: the config does not say."""
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return getattr(text_config, "max_position_embeddings", None)
+    most: int | None = getattr(text_config, "max_position_embeddings", None)
+    return most
 
 
 def check_length(config: Any, length: int, name: str) -> None:
@@ -113,8 +117,9 @@ def check_length(config: Any, length: int, name: str) -> None:
         raise ValueError(f"{name} takes sequences of up to {most} tokens, not {length}")
 
 
-def shaped_model(config: Any, dtype: torch.dtype) -> nn.Module:
-    """The model of a config in training mode, its parameters without values."""
-    transformers = import_transformers()
+def shaped_model(config: Any, dtype: torch.dtype, source: Path | None = None) -> nn.Module:
+    """The model of a config in training mode, its parameters without values. `source`: the file that it is from."""
     config.dtype = dtype
-    return build_without_values(class_of(transformers, config, None), config).train()
+    kind = class_of(config, None)
+    with blaming(source) if source is not None else nullcontext():
+        return build_without_values(kind, config).train()

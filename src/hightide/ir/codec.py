@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 import types
 import typing
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, Union
+
+from hightide.ir.foreign import MAX_COUNT, QUOTED, has_controls, parse_json, quoted, read_json, shown
 
 T = TypeVar("T")
 
@@ -19,7 +22,7 @@ def to_json(value: object) -> str:
 
 
 def from_json(cls: type[T], text: str, source: str = "JSON") -> T:
-    return typing.cast(T, build(cls, parse(text, source), source))
+    return typing.cast(T, build(cls, parse_json(text, source), source))
 
 
 def save(value: object, path: str | Path) -> None:
@@ -28,23 +31,11 @@ def save(value: object, path: str | Path) -> None:
 
 def read(path: str | Path, what: str) -> Any:
     """Plain data of a file, for `build`. `what` is in it is said where it cannot be read."""
-    try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise ValueError(f"cannot read the {what} {path}: {error.strerror}") from error
-    return parse(text, str(path))
+    return read_json(path, what)
 
 
 def load(cls: type[T], path: str | Path, what: str) -> T:
-    return typing.cast(T, build(cls, read(path, what), str(path)))
-
-
-def parse(text: str, source: str) -> Any:
-    """Plain data, for `build`."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{source} is not JSON: {error}") from error
+    return typing.cast(T, build(cls, read_json(path, what), shown(path)))
 
 
 def build(cls: Any, data: Any, where: str) -> Any:
@@ -55,20 +46,44 @@ def build(cls: Any, data: Any, where: str) -> Any:
     if origin is tuple:
         (item,) = {arg for arg in typing.get_args(cls) if arg is not Ellipsis}
         if not isinstance(data, list | tuple):
-            raise ValueError(f"{where} must be a list, not {data!r}")
+            raise ValueError(f"{where} must be a list, not {quoted(data)}")
         return tuple(build(item, entry, f"{where}[{index}]") for index, entry in enumerate(data))
     if dataclasses.is_dataclass(cls):
         return _build_dataclass(cls, data, where)
     if isinstance(cls, type) and issubclass(cls, Enum):
-        try:
-            return cls(data)
-        except ValueError:
-            raise ValueError(f"{where} is {data!r}; it must be one of {', '.join(str(m.value) for m in cls)}") from None
-    if cls is float and isinstance(data, int) and not isinstance(data, bool):
+        if data not in [member.value for member in cls]:
+            names = ", ".join(str(member.value) for member in cls)
+            raise ValueError(f"{where} is {quoted(data)}; it must be one of {names}")
+        return cls(data)
+    return _build_scalar(cls, data, where)
+
+
+def _build_scalar(cls: Any, data: Any, where: str) -> Any:
+    if isinstance(data, bool) and cls is not bool:
+        raise ValueError(f"{where} is {data}; it must be of type {cls.__name__}")
+    if isinstance(data, int) and abs(data) > MAX_COUNT:
+        raise ValueError(f"{where} is {quoted(data)}; it must be at most {MAX_COUNT}")
+    if cls is float and isinstance(data, int):
         return float(data)
-    if not isinstance(data, cls) or (cls is int and isinstance(data, bool)):
-        raise ValueError(f"{where} is {data!r}; it must be of type {cls.__name__}")
+    if not isinstance(data, cls):
+        raise ValueError(f"{where} is {quoted(data)}; it must be of type {cls.__name__}")
+    if isinstance(data, float) and not math.isfinite(data):
+        raise ValueError(f"{where} is {data}; it must be finite")
+    if isinstance(data, str) and has_controls(data):
+        raise ValueError(f"{where} is {quoted(data)}; it must be text without control characters")
     return data
+
+
+def check_numbers(value: object, where: str, least: float = 0, most: float = MAX_COUNT) -> None:
+    """Every number in a value of `build`, however deep, lies between these two; both of them are meant."""
+    if dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            check_numbers(getattr(value, field.name), f"{where}: {field.name}", least, most)
+    elif isinstance(value, tuple):
+        for index, entry in enumerate(value):
+            check_numbers(entry, f"{where}[{index}]", least, most)
+    elif isinstance(value, int | float) and not isinstance(value, bool) and not least <= value <= most:
+        raise ValueError(f"{where} is {quoted(value)}; it must be from {least} to {most}: make the file anew")
 
 
 def _build_union(cls: Any, data: Any, where: str) -> Any:
@@ -82,18 +97,18 @@ def _build_union(cls: Any, data: Any, where: str) -> Any:
             return build(option, data, where)
         except ValueError as error:
             problems.append(str(error))
-    raise ValueError("; or ".join(problems) or f"{where} must be null, not {data!r}")
+    raise ValueError("; or ".join(problems) or f"{where} must be null, not {quoted(data)}")
 
 
 def _build_dataclass(cls: Any, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
-        raise ValueError(f"{where} must be a mapping with the fields of {cls.__name__}, not {data!r}")
+        raise ValueError(f"{where} must be a mapping with the fields of {cls.__name__}, not {quoted(data)}")
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in data:
         if key not in fields:
-            nearest = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.0)
-            raise ValueError(f"{where} has an unknown key {key!r}; did you mean {nearest[0]!r}?")
+            nearest = difflib.get_close_matches(str(key)[:QUOTED], fields, n=1, cutoff=0.0)
+            raise ValueError(f"{where} has an unknown key {quoted(key)}; did you mean {nearest[0]!r}?")
     values = {}
     for name, field in fields.items():
         if name in data:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hightide.ir import codec
+from hightide.ir.foreign import quoted, shown
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,9 @@ class Curve:
     def __post_init__(self) -> None:
         sizes = [point.num_samples for point in self.points]
         if sizes != sorted(set(sizes)) or min(sizes, default=1) < 1 or min(self.values, default=0.0) < 0:
-            raise ValueError(f"a curve needs growing sizes from 1 and values from 0, not {self.points}; measure again")
+            raise ValueError(
+                f"a curve needs growing sizes from 1 and values from 0, not {quoted(self.points)}; measure again"
+            )
 
     @property
     def values(self) -> list[float]:
@@ -103,4 +106,6 @@ class Costs:
 
     @classmethod
     def load(cls, path: str | Path) -> Costs:
-        return codec.load(cls, path, "costs")
+        costs = codec.load(cls, path, "costs")
+        codec.check_numbers(costs, shown(path))
+        return costs

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hightide.ir.foreign import quoted
 from hightide.ir.units import parse_bytes
 
 _SEVERAL = re.compile(r":\s*\d[^:,/]*,")  # a size, and more after it
@@ -63,13 +64,13 @@ def parse_disks(value: str | Sequence[str | DiskLimit] | None, name: str) -> tup
             continue
         path, colon, size = entry.rpartition(":") if isinstance(entry, str) else ("", "", "")
         if not colon or not path:
-            raise ValueError(f"{name}={entry!r} is not a folder and a size; write '/path:200GiB'")
+            raise ValueError(f"{name}={quoted(entry)} is not a folder and a size; write '/path:200GiB'")
         if _SEVERAL.search(path):
             raise ValueError(
-                f"{name}={entry!r} is more than one folder; give each by itself, in a list or one option each"
+                f"{name}={quoted(entry)} is more than one folder; give each by itself, in a list or one option each"
             )
-        disks.append(DiskLimit(path, parse_bytes(size, f"{name} of {path!r}")))
+        disks.append(DiskLimit(path, parse_bytes(size, f"{name} of {quoted(path)}")))
     paths = [disk.path for disk in disks]
     if len(set(paths)) != len(paths):
-        raise ValueError(f"{name} names a folder twice: {paths}; give each folder once, with its whole size")
+        raise ValueError(f"{name} names a folder twice: {quoted(paths)}; give each folder once, with its whole size")
     return tuple(disks)

@@ -9,11 +9,15 @@ from functools import cached_property
 from pathlib import Path
 
 from hightide.ir import codec
+from hightide.ir.codec import check_numbers
+from hightide.ir.foreign import quoted
 from hightide.ir.tier import DISK_LANES, Lane
 
 SHARING = (Lane.H2D, Lane.D2H, Lane.CPU)  # lanes that meet in host memory
 UPDATE_BYTES = 14  # touched per parameter: bf16 gradient and parameter, the master's other 16 bits, two fp32 moments
 UPDATE_TRAFFIC_BYTES = 26  # of these, through host memory: all are read, and all but the gradient written
+MIN_RATE, MAX_RATE = 1e-6, 1e24  # of whatever a machine has per second, and of its bytes and cores: nothing is zero
+MAX_LATENCY_S = 3600.0
 SIMULATED = "simulated accelerator"  # the name of the GPU on a machine without one
 
 
@@ -132,12 +136,19 @@ class Machine:
         missing = [busy for busy in subsets() if busy not in self._table]
         if missing:
             names = "; ".join("+".join(busy) for busy in missing)
-            raise ValueError(f"the machine {self.name!r} has no speeds for: {names}; measure it again")
+            raise ValueError(f"the machine {quoted(self.name)} has no speeds for: {names}; measure it again")
         for speeds in self.speeds:
             if len(speeds.busy) != len(speeds.bytes_per_s) or min(speeds.bytes_per_s, default=1.0) <= 0:
-                raise ValueError(f"the machine {self.name!r} has speeds {speeds}; each busy lane needs one above zero")
+                raise ValueError(
+                    f"the machine {quoted(self.name)} has speeds {quoted(speeds)}; each busy lane needs one above zero"
+                )
         if not all(math.isfinite(value) for speeds in self.speeds for value in speeds.bytes_per_s):
-            raise ValueError(f"the machine {self.name!r} has a speed that is no number; measure it again")
+            raise ValueError(f"the machine {quoted(self.name)} has a speed that is no number; measure it again")
+        where = f"the machine {quoted(self.name)}"
+        check_numbers(self.latency_s, f"{where}: latency_s", 0, MAX_LATENCY_S)
+        check_numbers(self.fingerprint, f"{where}: fingerprint")
+        for part in ("speeds", "gpu", "unpinned", "host", "disk"):
+            check_numbers(getattr(self, part), f"{where}: {part}", MIN_RATE, MAX_RATE)
 
     @cached_property
     def _table(self) -> dict[tuple[Lane, ...], dict[Lane, float]]:
@@ -157,7 +168,7 @@ class Machine:
         """Sustained: a step writes more than a disk's cache holds."""
         if self.disk is None:
             raise ValueError(
-                f"the machine {self.name!r} says nothing about its disk (0 known rates); measure it with "
+                f"the machine {quoted(self.name)} says nothing about its disk (0 known rates); measure it with "
                 "`hightide doctor --disk FOLDER`, or name a preset"
             )
         disk, both = self.disk, busy >= set(DISK_LANES)

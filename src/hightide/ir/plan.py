@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import cast
 from hightide.ir import codec
 from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import Layout
+from hightide.ir.foreign import quoted, read_json, shown
 from hightide.ir.tier import Tier
 
 EDITED = (
@@ -120,18 +120,18 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """A file of another version is refused by its version, before any of its keys is missed."""
-        data = codec.read(path, "plan")
+        data = read_json(path, "plan")
         version = data.get("version", PLAN_VERSION) if isinstance(data, dict) else PLAN_VERSION
         if version != PLAN_VERSION:
             raise ValueError(
-                f"the plan {path} was made by version {version}, this is version {PLAN_VERSION}; make a new plan with "
-                "hightide.plan(model, optimizer, batch)"
+                f"the plan {shown(path)} was made by version {quoted(version)}, this is version {PLAN_VERSION}; make a "
+                "new plan with hightide.plan(model, optimizer, batch)"
             )
-        plan = cast(Plan, codec.build(cls, data, str(path)))
+        plan = cast(Plan, codec.build(cls, data, shown(path)))
         for name, value in vars(plan.forecast).items():
-            if value is not None and not 0 <= value < math.inf:  # not a number is neither
+            if value is not None and value < 0:
                 raise ValueError(
-                    f"{path}: forecast: {name} is {value}; it must be 0 or more, and finite; make a new "
+                    f"{shown(path)}: forecast: {name} is {value}; it must be 0 or more, and finite; make a new "
                     "plan with hightide.plan(model, optimizer, batch)"
                 )
         return plan

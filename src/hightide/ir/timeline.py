@@ -3,12 +3,13 @@ the same form, so that they can be laid side by side."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
 from hightide.ir import codec
 from hightide.ir.action import Op
+from hightide.ir.foreign import MAX_COUNT, shown
 from hightide.ir.tier import ChunkKind, Lane
 
 
@@ -79,4 +80,13 @@ class Timeline:
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
-        return codec.load(cls, path, "timeline")
+        timeline = codec.load(cls, path, "timeline")
+        codec.check_numbers(replace(timeline, bars=()), shown(path))  # bars may begin before the step
+        codec.check_numbers(timeline.bars, f"{shown(path)}: bars", -MAX_COUNT)
+        wrong = [len(level.num_bytes) for level in timeline.levels if len(level.num_bytes) != len(timeline.parts)]
+        if wrong or not timeline.step_s or not timeline.lanes:
+            raise ValueError(
+                f"{shown(path)} has {len(timeline.parts)} parts and levels of {wrong or len(timeline.parts)}, "
+                f"{len(timeline.lanes)} lanes and a step of {timeline.step_s} s; record it again"
+            )
+        return timeline

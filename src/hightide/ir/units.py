@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from hightide.ir.foreign import MAX_COUNT, quoted
+
 _UNITS = {
     "": 1,
     "b": 1,
@@ -22,17 +24,22 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 def parse_bytes(value: int | str, name: str) -> int:
     """Turns 25769803776, "24GiB" or "1.5TB" into bytes. `name` is what an error calls the value."""
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(f"{name}={value!r} is not a size; write bytes as an integer or text such as '24GiB'")
+        raise ValueError(f"{name}={quoted(value)} is not a size; write bytes as an integer or text such as '24GiB'")
     if isinstance(value, int):
         num_bytes = value
     else:
         match = _PATTERN.fullmatch(value)
         if match is None or match[2].lower() not in _UNITS:
             known = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB"
-            raise ValueError(f"{name}={value!r} is not a size; write a number and a unit ({known}), such as '24GiB'")
-        num_bytes = int(float(match[1]) * _UNITS[match[2].lower()])
+            raise ValueError(
+                f"{name}={quoted(value)} is not a size; write a number and a unit ({known}), such as '24GiB'"
+            )
+        size = float(match[1]) * _UNITS[match[2].lower()]
+        num_bytes = int(min(size, 2.0 * MAX_COUNT))  # hundreds of digits are infinite
     if num_bytes <= 0:
-        raise ValueError(f"{name}={value!r} must be more than zero bytes")
+        raise ValueError(f"{name}={quoted(value)} must be more than zero bytes")
+    if num_bytes > MAX_COUNT:
+        raise ValueError(f"{name}={quoted(value)} must be at most {MAX_COUNT} bytes; write a size such as '24GiB'")
     return num_bytes
 
 

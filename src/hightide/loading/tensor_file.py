@@ -6,7 +6,7 @@ Not by mapping the file: its pages would count as this process's memory for as l
 from __future__ import annotations
 
 import ctypes
-import json
+import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from hightide.ir.foreign import MAX_FILE_BYTES, decoded, open_regular, parse_json, quoted, shown
 
 DTYPES = {
     "F64": torch.float64,
@@ -30,7 +32,10 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 PIECE_BYTES = 4 * 1024**2  # larger ones would leave larger holes in the heap
-MAX_HEADER_BYTES = 100_000_000  # as the format's own reader
+MAX_HEADER_BYTES = MAX_FILE_BYTES  # real ones have some 100 bytes a tensor
+MAX_DIMS = 64  # as torch
+METADATA, ENTRY = "__metadata__", {"dtype", "shape", "data_offsets"}
+WHAT = "file of tensors"
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class StoredTensor:
         """All elements in order, in memory that the next piece overwrites."""
         numel = prod(self.shape)
         piece = torch.empty(min(PIECE_BYTES // self.dtype.itemsize, numel), dtype=self.dtype)
-        with open(self.path, "rb", buffering=0) as file:
+        with open_regular(self.path, WHAT) as file:
             file.seek(self.offset)
             for start in range(0, numel, PIECE_BYTES // self.dtype.itemsize):
                 part = piece[: numel - start]
@@ -67,7 +72,7 @@ class StoredTensor:
         assert target.shape == self.shape and target.is_contiguous()
         flat = target.view(-1)
         if flat.dtype == self.dtype and flat.device.type == "cpu":
-            with open(self.path, "rb", buffering=0) as file:
+            with open_regular(self.path, WHAT) as file:
                 file.seek(self.offset)
                 self._read_into(file.fileno(), flat)
             return
@@ -84,40 +89,75 @@ class StoredTensor:
         while memory:
             num_read = os.readv(file, [memory[: 2**30]])
             if not num_read:
-                raise ValueError(f"{self.path} ends {len(memory)} bytes before the end of {self.name!r}; copy it again")
+                raise ValueError(
+                    f"{shown(self.path)} ends {len(memory)} bytes before the end of {quoted(self.name)}; copy it again"
+                )
             memory = memory[num_read:]
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, by name. ValueError for a file that is damaged."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
+    """The tensors of a file, by name. ValueError for a file that is damaged: the header is checked as a whole, before
+    any value is used, as the format has it: the tensors fill the file, without a hole and without overlapping."""
+    with open_regular(path, WHAT) as raw, io.BufferedReader(raw) as file:  # type: ignore[type-var]
+        size = os.fstat(raw.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
-            raise ValueError(f"{path} ({size} bytes) is no safetensors file, or it is damaged; copy it again")
+            raise ValueError(
+                f"{shown(path)} ({size} bytes) is no safetensors file, or it is damaged: its header would have "
+                f"{length} bytes; copy it again"
+            )
         header = file.read(length)
     try:
-        entries = json.loads(header)
-        found = {stored.name: stored for stored in _stored(path, entries, 8 + length)}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} has a header that cannot be read ({error}); copy it again") from error
-    missing_bytes = max((stored.offset + stored.num_bytes for stored in found.values()), default=0) - size
-    if missing_bytes > 0:
-        raise ValueError(f"{path} is cut off: {missing_bytes} of its bytes are missing; copy it again")
-    return found
+        entries = parse_json(decoded(header, "the header"), "the header")
+        if not isinstance(entries, dict) or header[:1] != b"{":
+            raise ValueError(f"it is {quoted(entries)} and no mapping")
+        found = [_stored(path, name, entry, 8 + length) for name, entry in entries.items() if name != METADATA]
+        _check_metadata(entries.get(METADATA, {}))
+    except ValueError as error:
+        raise ValueError(f"{shown(path)} has a header that cannot be read ({error}); copy it again") from error
+    _check_filled(path, found, 8 + length, size)
+    return {stored.name: stored for stored in found}
 
 
-def _stored(path: Path, entries: dict[str, Any], base: int) -> Iterator[StoredTensor]:
-    for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{name!r} has the dtype {entry['dtype']}, known are {', '.join(DTYPES)}")
-        start, end = entry["data_offsets"]
-        stored = StoredTensor(path, name, DTYPES[entry["dtype"]], tuple(entry["shape"]), base + start)
-        if stored.num_bytes != end - start or start < 0:
-            raise ValueError(f"{name!r} has {end - start} bytes, its shape takes {stored.num_bytes}")
-        yield stored
+def _stored(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
+    if not isinstance(entry, dict) or set(entry) != ENTRY:
+        raise ValueError(f"{quoted(name)} is {quoted(entry)}; it must have {', '.join(sorted(ENTRY))}")
+    kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(kind, str) or kind not in DTYPES:
+        raise ValueError(f"{quoted(name)} has the dtype {quoted(kind)}, known are {', '.join(DTYPES)}")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or len(shape) > MAX_DIMS:
+        raise ValueError(f"{quoted(name)} has the shape {quoted(shape)} and the offsets {quoted(offsets)}")
+    stored = StoredTensor(path, name, DTYPES[kind], tuple(shape), base + offsets[0])
+    if stored.num_bytes != offsets[1] - offsets[0]:
+        raise ValueError(f"{quoted(name)} has {offsets[1] - offsets[0]} bytes, its shape takes {stored.num_bytes}")
+    return stored
+
+
+def _are_sizes(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+def _check_metadata(metadata: object) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{METADATA} is {quoted(metadata)}; it must be a mapping of text")
+
+
+def _check_filled(path: Path, found: list[StoredTensor], start: int, size: int) -> None:
+    end, before = start, "the header"
+    for stored in sorted(found, key=lambda one: (one.offset, one.num_bytes)):
+        if stored.offset != end:
+            what = "a hole of" if stored.offset > end else "an overlap of"
+            raise ValueError(
+                f"{shown(path)} is damaged: between {before} and {quoted(stored.name)} is {what} "
+                f"{abs(stored.offset - end)} bytes; copy it again"
+            )
+        end, before = stored.offset + stored.num_bytes, quoted(stored.name)
+    if end > size:
+        raise ValueError(f"{shown(path)} is cut off: {end - size} of its bytes are missing; copy it again")
+    if end < size:
+        raise ValueError(
+            f"{shown(path)} is damaged: {size - end} bytes behind its last tensor belong to none; copy it again"
+        )
 
 
 def same_values(one: object, other: object) -> bool:

@@ -13,9 +13,14 @@ from typing import Any, NoReturn
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hightide.runtime.origin import Origin
+
+MAX_PARAMETERS = 1_000_000
+MAX_VALUE_BYTES = 2 * 1024**3
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,8 @@ def forget(model: nn.Module) -> None:
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Modules made inside have parameters without memory. Buffers are real, unlike under torch.device("meta"): many are
-    computed when a module is made, and nobody could tell their values afterwards."""
+    computed when a module is made, and nobody could tell their values afterwards. ValueError where one is larger than
+    any model has, or where there are more parameters: the numbers that a model is made by may be a stranger's."""
     made: dict[int, tuple[ref[nn.Parameter], nn.Parameter]] = {}  # a parameter may be registered more than once
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
@@ -83,10 +89,46 @@ def parameters_on_meta() -> Iterator[None]:
             empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
             empty.__dict__.update(param.__dict__)
             made[id(param)] = (ref(param), empty)
+            if len(made) > MAX_PARAMETERS:
+                raise ValueError(f"the model has more than {MAX_PARAMETERS} parameters; make it of larger ones")
         return empty
 
     handle = nn.modules.module.register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
     try:
-        yield
+        with _BoundedValues():
+            yield
     finally:
         handle.remove()
+
+
+class _BoundedValues(TorchDispatchMode):
+    """Asks the meta device first how large a result would be. Memory that is only set aside costs nothing: parameters
+    are made like that."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        values = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        is_real = (
+            any(value.device.type == "cpu" for value in values) if values else device in (None, torch.device("cpu"))
+        )
+        if is_real and "empty" not in func.__name__:
+            num_bytes = _result_bytes(func, args, kwargs)
+            if num_bytes > MAX_VALUE_BYTES:
+                raise ValueError(
+                    f"a tensor beside the parameters would have {num_bytes} bytes, more than {MAX_VALUE_BYTES}; make "
+                    "the model's sizes smaller"
+                )
+        return func(*args, **kwargs)
+
+
+def _result_bytes(func: Any, args: Any, kwargs: Any) -> int:
+    """0: nobody can tell without values."""
+    args, kwargs = tree_map_only(Tensor, lambda value: torch.empty_like(value, device="meta"), (args, kwargs))
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    try:
+        made = func(*args, **kwargs)
+    except Exception:
+        return 0
+    return max((one.nbytes for one in tree_leaves(made) if isinstance(one, Tensor)), default=0)

@@ -4,12 +4,71 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from hightide.ir.block import ModelProfile
+from hightide.ir.block import DTYPE_BYTES, ModelProfile
+from hightide.ir.codec import check_numbers
+from hightide.ir.costs import Costs
+from hightide.ir.foreign import MAX_COUNT, quoted, shown
 from hightide.ir.plan import PLAN_VERSION, Activation, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.layout import made_again
 from hightide.planner.place import uses_disk, widest_tick
+
+MAX_BLOCKS, MAX_CHUNKS, MAX_CALLS = 20_000, 100_000, 100_000  # a hundred times those of the largest models
+MAX_SLOTS, MAX_MICRO_BATCHES, MAX_SAMPLES = 4096, 65_536, 2**31
+MAX_MOMENTS = 8
+
+
+def check_profile(profile: ModelProfile) -> None:
+    """Facts from a file, which nobody has just found out: whether they can be those of a model."""
+    check_numbers(profile, "the plan's profile")
+    _check_most("blocks in its profile", len(profile.blocks), MAX_BLOCKS)
+    _check_most("calls in its profile", len(profile.calls), MAX_CALLS)
+    _check_most("samples in its profile", profile.num_samples, MAX_SAMPLES)
+    if not profile.num_samples or not profile.tokens_per_sample or not profile.calls:
+        raise InfeasiblePlan(
+            f"the plan's profile has {profile.num_samples} samples of {profile.tokens_per_sample} tokens and "
+            f"{len(profile.calls)} calls; none may be 0: make a new plan"
+        )
+    if not all(spec.names for spec in profile.params):
+        raise InfeasiblePlan("the plan's profile has a parameter with 0 names; make a new plan")
+    keys = {spec.name for spec in profile.params}
+    if len(keys) != len(profile.params):
+        raise InfeasiblePlan(f"{len(profile.params)} parameters of the plan's profile have {len(keys)} names")
+    for spec in profile.params:
+        if spec.dtype not in DTYPE_BYTES or spec.numel > MAX_COUNT // 64:
+            raise InfeasiblePlan(
+                f"the plan's profile has {quoted(spec.name)} of {quoted(spec.shape)} in {quoted(spec.dtype)}, which is "
+                "no parameter; make a new plan"
+            )
+    for index, block in enumerate(profile.blocks):
+        if block.index != index or not keys.issuperset(block.params):
+            raise InfeasiblePlan(
+                f"block {index} of the plan's profile ({quoted(block.name)}) has the index {block.index} and "
+                f"{len(set(block.params) - keys)} parameters that are not in it; make a new plan"
+            )
+    lost = [call.block for call in profile.calls if call.block >= len(profile.blocks)]
+    if lost or max(call.kind for call in profile.calls) >= len(profile.calls):
+        raise InfeasiblePlan(
+            f"the calls of the plan's profile are of {len(lost)} blocks that it does not have, or of more kinds than "
+            f"there are calls ({len(profile.calls)}); make a new plan"
+        )
+
+
+def check_costs(profile: ModelProfile, costs: Costs) -> None:
+    """Costs from a file: whether they are those of this model."""
+    kinds = 1 + max(call.kind for call in profile.calls)
+    has_head = any(block.lazy_head for block in profile.blocks)
+    if len(costs.calls) < kinds or (has_head and costs.loss is None) or len(costs.peaks) not in (0, len(costs.calls)):
+        raise ValueError(
+            f"these costs know {len(costs.calls)} kinds of calls and {'no' if costs.loss is None else 'a'} loss, the "
+            f"model has {kinds} kinds and {'a' if has_head else 'no'} fused head; rehearse the model again"
+        )
+
+
+def _check_most(what: str, number: int, most: int) -> None:
+    if number > most:
+        raise InfeasiblePlan(f"the plan has {number} {what}; at most {most} make sense: make a new plan")
 
 
 def check_plan(profile: ModelProfile, plan: Plan) -> None:
@@ -18,15 +77,16 @@ def check_plan(profile: ModelProfile, plan: Plan) -> None:
         raise InfeasiblePlan(f"the plan has version {plan.version}, this is version {PLAN_VERSION}; make a new plan")
     if plan.fingerprint != profile.fingerprint:
         raise InfeasiblePlan(
-            f"this is a plan for another model: it has the fingerprint {plan.fingerprint}, the model has "
-            f"{profile.fingerprint}; make a new plan with hightide.plan(model, optimizer, batch)"
+            f"this is a plan for another model: it has the fingerprint {shown(plan.fingerprint)}, the model has "
+            f"{shown(profile.fingerprint)}; make a new plan with hightide.plan(model, optimizer, batch)"
         )
+    _check_most("chunks", len(plan.layout.chunks), MAX_CHUNKS)
     names, planned = [block.name for block in profile.blocks], [block.name for block in plan.blocks]
     if names != planned:
         wrong = next((pair for pair in zip(names, planned, strict=False) if pair[0] != pair[1]), None)
         raise InfeasiblePlan(
             f"the plan lists {len(planned)} blocks, the model has {len(names)}"
-            + (f"; where the model has {wrong[0]!r} the plan has {wrong[1]!r}" if wrong else "")
+            + (f"; where the model has {quoted(wrong[0])} the plan has {quoted(wrong[1])}" if wrong else "")
         )
     _check_layout(profile, plan)
     _check_blocks(profile, plan)
@@ -64,19 +124,26 @@ def _check_layout(profile: ModelProfile, plan: Plan) -> None:
         raise InfeasiblePlan("the chunks of the plan's layout are not numbered 0, 1, 2, ...; make a new plan")
     empty = [chunk.index for chunk in plan.layout.chunks if not chunk.params]
     if empty:
-        raise InfeasiblePlan(f"the chunks {empty} of the plan's layout hold no parameter; make a new plan")
+        raise InfeasiblePlan(f"the chunks {quoted(empty)} of the plan's layout hold no parameter; make a new plan")
+    for chunk in plan.layout.chunks:
+        if not 0 <= chunk.num_states - chunk.has_master <= MAX_MOMENTS or not 0 <= chunk.num_backwards <= MAX_CALLS:
+            raise InfeasiblePlan(
+                f"chunk {chunk.index} of the plan's layout has num_states={chunk.num_states} and "
+                f"num_backwards={chunk.num_backwards}, which no optimizer and no model has; make a new plan"
+            )
     for chunk, right in zip(plan.layout.chunks, made_again(profile, plan.layout), strict=True):
         wrong = [field.name for field in fields(chunk) if getattr(chunk, field.name) != getattr(right, field.name)]
         if wrong:
             raise InfeasiblePlan(
-                f"chunk {chunk.index} of the plan's layout has {wrong[0]}={getattr(chunk, wrong[0])!r}, which by its "
-                f"parameters is {getattr(right, wrong[0])!r}; leave the layout as it was made, or make a new plan"
+                f"chunk {chunk.index} of the plan's layout has {wrong[0]}={quoted(getattr(chunk, wrong[0]))}, which by "
+                f"its parameters is {quoted(getattr(right, wrong[0]))}; leave the layout as it was made, or make a new "
+                "plan"
             )
 
 
 def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
     for spec, block in zip(profile.blocks, plan.blocks, strict=True):
-        where = f"the plan of block {block.name!r}"
+        where = f"the plan of block {quoted(block.name)}"
         if block.inputs is Tier.DISK:
             raise InfeasiblePlan(f"{where} has inputs on the disk, which is not supported yet; use gpu or host")
         if block.params is Tier.DISK and block.states is not Tier.DISK:
@@ -122,6 +189,10 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
         )
     if uses_disk(plan) and plan.num_disk_buffers < 1:
         raise InfeasiblePlan("num_disk_buffers is 0, but blocks live on the disk; it must be at least 1")
+    _check_most("samples", plan.num_samples, MAX_SAMPLES)
+    _check_most("micro-batches", -(-plan.num_samples // plan.micro_batch), MAX_MICRO_BATCHES)
+    for name in ("num_slots", "num_grad_slots", "num_disk_buffers"):
+        _check_most(name, getattr(plan, name), MAX_SLOTS)
     slots, grad_slots = widest_tick(plan, {call.block for call in profile.calls})
     if plan.num_slots < slots or plan.num_grad_slots < grad_slots:
         raise InfeasiblePlan(

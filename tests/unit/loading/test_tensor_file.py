@@ -85,6 +85,74 @@ def test_a_strange_header_is_refused(tmp_path: Path, entry: dict[str, object], m
         read_header(path)
 
 
+def written(path: Path, header: bytes, num_bytes: int, length: int | None = None) -> Path:
+    path.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header + bytes(num_bytes))
+    return path
+
+
+def entry(start: int, end: int, shape: list[int] | None = None, dtype: str = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": [(end - start) // 4] if shape is None else shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    ("entries", "num_bytes", "message"),
+    [
+        ({"a": entry(0, 8), "b": entry(4, 12)}, 12, "between 'a' and 'b' is an overlap of 4 bytes"),
+        ({"a": entry(0, 8), "b": entry(0, 8)}, 8, "an overlap of 8 bytes"),
+        ({"a": entry(0, 8), "b": entry(12, 16)}, 16, "a hole of 4 bytes"),
+        ({"a": entry(4, 8)}, 8, "between the header and 'a' is a hole of 4 bytes"),
+        ({"a": entry(0, 8)}, 12, "4 bytes behind its last tensor belong to none"),
+        ({"a": entry(0, 16)}, 12, "cut off: 4 of its bytes"),
+        ({"a": entry(-4, 4)}, 8, "offsets"),
+        ({"a": entry(8, 0, [2])}, 8, "has -8 bytes, its shape takes 8"),
+        ({"a": entry(0, 2**62, [2**60])}, 8, "cut off"),
+        ({"a": entry(0, 2**70)}, 8, "offsets"),
+        ({"a": entry(0, 0, [2**40, 2**40, 2**40])}, 8, "has 0 bytes, its shape takes"),
+        ({"a": entry(0, 8, [-2])}, 8, "shape"),
+        ({"a": entry(0, 8, [True, 2])}, 8, "shape"),
+        ({"a": entry(0, 8, dtype="F8_E8M0")}, 8, "'F8_E8M0'"),
+        ({"a": {**entry(0, 8), "more": 1}}, 8, "it must have data_offsets, dtype, shape"),
+        ({"a": [1]}, 8, "it must have"),
+        ({"a": entry(0, 8), "__metadata__": {"b": 1}}, 8, "__metadata__"),
+        ([1], 8, "no mapping"),
+    ],
+)
+def test_headers_that_lie_are_refused(tmp_path: Path, entries: object, num_bytes: int, message: str) -> None:
+    path = written(tmp_path / "file", json.dumps(entries).encode(), num_bytes)
+    with pytest.raises(ValueError, match=message) as refused:
+        read_header(path)
+    assert "copy it again" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("header", "length", "message"),
+    [
+        (b"{}", 2**63, "no safetensors file"),
+        (b"{}", 2**64 - 1, "no safetensors file"),
+        (b"[" * 100_000, None, "nested deeper"),
+        (b'{"a":' + b"[" * 80 + b"]" * 80 + b"}", None, "nested deeper"),
+        (b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]},"a":{}}', None, "given twice"),
+        (b'{"a":\xff}', None, "cannot be read"),
+        (b"\xef\xbb\xbf{}", None, "no mapping"),
+        (b'{"a\\ud800":1}', None, "no Unicode"),
+        (b'{"\\u001b[31m":1}', None, "x1b"),
+    ],
+)
+def test_headers_that_are_none_are_refused(tmp_path: Path, header: bytes, length: int | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        read_header(written(tmp_path / "file", header, 0, length))
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_header_of_100_megabytes_is_not_parsed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with open(path, "wb") as file:
+        file.write((10**8).to_bytes(8, "little") + b"{")
+        file.truncate(10**8 + 100)
+    with pytest.raises(ValueError, match="its header would have 100000000 bytes"):
+        read_header(path)
+
+
 def test_a_file_that_shrinks_meanwhile_is_an_error(file: Path) -> None:
     stored = read_header(file)
     last = max(stored.values(), key=lambda one: one.offset + one.num_bytes)

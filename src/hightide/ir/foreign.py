@@ -1,0 +1,161 @@
+"""What comes from strangers: files that are read whole, and their text where a message quotes it.
+
+Every such file is read here: a regular one of bounded size, UTF-8, nested no deeper than any file that is meant, each
+key once. Whatever else it is, is a ValueError that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+import stat
+import unicodedata
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MAX_FILE_BYTES = 64 * 1024**2  # of a plan, a machine, settings, a config or an index: real ones have a few megabytes
+MAX_DEPTH = 64  # of lists and mappings in each other
+MAX_DIGITS = 40  # of an integer
+MAX_COUNT = 2**63 - 1
+QUOTED = 200  # characters of foreign text in a message
+KEPT = 2000  # of another library's message
+
+
+# -- text in messages ------------------------------------------------------------------------------------------------
+
+
+class _Short(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxstring = self.maxother = self.maxlong = QUOTED
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 4
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if abs(x) < 10**MAX_DIGITS else f"an integer of {x.bit_length()} bits"
+
+
+def quoted(value: object) -> str:
+    """As `repr`, for a message: short, whatever it is, and without characters that a terminal would obey."""
+    return _cut(_Short().repr(value), QUOTED)
+
+
+def shown(text: object, most: int = QUOTED) -> str:
+    """Text of others as it is, but short and without characters that a terminal would obey. Lines stay lines."""
+    return "".join(map(_visible, _cut(str(text), most)))
+
+
+def has_controls(text: str) -> bool:
+    """Characters that are for terminals, not for people, or that no file can hold; lines and tabs are text."""
+    return not text.isprintable() and any(_visible(char) != char for char in text)
+
+
+def _visible(char: str) -> str:
+    if char.isprintable() or char in "\n\t" or unicodedata.category(char) == "Zs":
+        return char
+    return char.encode("unicode_escape").decode()
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 40]} ... ({len(text)} characters)"
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def open_regular(path: str | Path, what: str) -> BinaryIO:
+    """For reading. A pipe would wait for whoever writes into it, a device might never end."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in its name
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"cannot read the {what} {shown(path)}: {reason}; name another file") from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise ValueError(f"cannot read the {what} {shown(path)}: it is no regular file; name one that is")
+    return os.fdopen(file, "rb", buffering=0)
+
+
+def read_bytes(path: str | Path, what: str, most: int = MAX_FILE_BYTES) -> bytes:
+    """The whole file. `what` it should be is said where it cannot be read."""
+    with open_regular(path, what) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ValueError(f"the {what} {shown(path)} has {size} bytes; one may have {most}: it is no {what}")
+        try:
+            return os.fdopen(os.dup(file.fileno()), "rb").read(most)
+        except OSError as error:
+            raise ValueError(f"cannot read the {what} {shown(path)}: {error.strerror}") from error
+
+
+def read_text(path: str | Path, what: str, most: int = MAX_FILE_BYTES) -> str:
+    return decoded(read_bytes(path, what, most), f"the {what} {shown(path)}")
+
+
+def decoded(data: bytes, source: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{source} is not UTF-8 text: {error.reason} at byte {error.start}; write it anew, or get it again"
+        ) from error
+
+
+# -- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: str | Path, what: str) -> Any:
+    """Plain data of a file."""
+    return parse_json(read_text(path, what), shown(path))
+
+
+def parse_json(text: str, source: str) -> Any:
+    """Plain data: each key once, no integer of hundreds of digits, no text that cannot be written again."""
+    try:
+        data = json.loads(text, object_pairs_hook=_once, parse_int=_integer)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{source} is not JSON: {error}; make it anew, or get it again") from error
+    except RecursionError:
+        raise ValueError(f"{source} is nested deeper than {MAX_DEPTH} levels; it is damaged, get it again") from None
+    except ValueError as error:  # of the two functions above
+        raise ValueError(f"{source}: {error}") from error
+    check_plain(data, source)
+    return data
+
+
+def check_plain(data: object, source: str) -> None:
+    """No deeper than any file that is meant; by levels, so that depth costs nothing here."""
+    level, depth = [data], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{source} is nested deeper than {MAX_DEPTH} levels; it is damaged, get it again")
+        below: list[object] = []
+        for entry in level:
+            if isinstance(entry, dict):
+                below += entry.keys()
+                below += entry.values()
+            elif isinstance(entry, list):
+                below += entry
+            elif isinstance(entry, str) and not entry.isprintable() and _is_broken(entry):
+                raise ValueError(f"{source} has text that is no Unicode ({quoted(entry)}); get it again")
+        level, depth = below, depth + 1
+
+
+def _is_broken(text: str) -> bool:
+    return any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for index, name in enumerate(names) if name in names[:index])
+        raise ValueError(f"the key {quoted(twice)} is given twice; leave one")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"an integer has {len(digits)} digits; none needs more than {MAX_DIGITS}: write it anew")
+    return int(digits)
