@@ -12,6 +12,7 @@ from torch import nn
 
 from hightide.decision import Asked, GpuRoom, question_about, rehearsed_profile, room_on
 from hightide.integrations import lora, transformers
+from hightide.interrupts import deferred, held, safe_point
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.limits import Limits
@@ -89,44 +90,62 @@ def wrap(
         raise ValueError(
             f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new plan"
         )
-    with shown("hightide.wrap"), checkpointing.off_unless_it_fails(model):
-        profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks, place)
-        searched: tuple[Question, Found] | None = None
-        if plan is None:
-            gpu_bytes, host_bytes = _resolve(limits or Limits(), place, model, optimizer)
-            asked = Asked(gpu_bytes, host_bytes, timing, micro_batch, rule.num_moments, rounding)
-            question = question_about(profiled, optimizer, place, compile, asked)
-            tell("searching for a plan")
-            searched = question, question.answer()
-            plan = searched[1].plan
-            profile, schedules = _verified(question.profile, plan)
-        else:
-            check_executable(plan)
-            check_plan(profile, plan)
-            check_moments(plan, rule.num_moments)
-            rehearsed = partial(rehearsed_profile, profiled, optimizer, place, compile, plan.gpu_limit_bytes)
-            profile, schedules = _verified(profile, plan, rehearsed)
-            if plan.is_edited:
-                plan = described(profile, plan, schedules)
-            if place.type == "cuda":
-                _warn_of_room(room_on(place, model, optimizer), plan)
-        adapted = {id(param) for param in lora.adapted_parameters(model)}
-        check_modules(model, profile, probed, {name for name, p in model.named_parameters() if id(p) in adapted})
-        checks = transformers.training_checks(model, batch)
-        values = first_values(model)
-        around = transformers.around_call(model)
-        run = Run(model, profile, probed, plan, schedules, checks, place, compile, values, around)
-        for param in lora.adapted_parameters(model):
-            run.chunks.ignore_version(run.keys[id(param)])
-        forget(model)
-        wrapped = wrap_optimizer(optimizer, run)
-        run.settle()
-        wrap_modules(run)
-        if searched is not None:
-            run.observer = Watch(run, *searched)
-        else:  # a plan that the user brings is never changed
-            _warn_of_reserve(run.forecast, plan.gpu_limit_bytes)
+    run: Run | None = None
+    wrapped: WrappedOptimizer | None = None
+    try:
+        with deferred, shown("hightide.wrap"), checkpointing.off_unless_it_fails(model):
+            profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks, place)
+            searched: tuple[Question, Found] | None = None
+            if plan is None:
+                gpu_bytes, host_bytes = _resolve(limits or Limits(), place, model, optimizer)
+                asked = Asked(gpu_bytes, host_bytes, timing, micro_batch, rule.num_moments, rounding)
+                question = question_about(profiled, optimizer, place, compile, asked)
+                tell("searching for a plan")
+                searched = question, question.answer()
+                plan = searched[1].plan
+                profile, schedules = _verified(question.profile, plan)
+            else:
+                check_executable(plan)
+                check_plan(profile, plan)
+                check_moments(plan, rule.num_moments)
+                rehearsed = partial(rehearsed_profile, profiled, optimizer, place, compile, plan.gpu_limit_bytes)
+                profile, schedules = _verified(profile, plan, rehearsed)
+                if plan.is_edited:
+                    plan = described(profile, plan, schedules)
+                if place.type == "cuda":
+                    _warn_of_room(room_on(place, model, optimizer), plan)
+            adapted = {id(param) for param in lora.adapted_parameters(model)}
+            check_modules(model, profile, probed, {name for name, p in model.named_parameters() if id(p) in adapted})
+            checks = transformers.training_checks(model, batch)
+            values = first_values(model)
+            around = transformers.around_call(model)
+            run = Run(model, profile, probed, plan, schedules, checks, place, compile, values, around)
+            for param in lora.adapted_parameters(model):
+                run.chunks.ignore_version(run.keys[id(param)])
+            forget(model)
+            wrapped = wrap_optimizer(optimizer, run)
+            run.settle()
+            wrap_modules(run)
+            if searched is not None:
+                run.observer = Watch(run, *searched)
+            else:  # a plan that the user brings is never changed
+                _warn_of_reserve(run.forecast, plan.gpu_limit_bytes)
+            safe_point()  # the last one
+    except BaseException:
+        with held:
+            _undo(model, run, wrapped)
+        raise
     return model, wrapped
+
+
+def _undo(model: nn.Module, run: Run | None, wrapped: WrappedOptimizer | None) -> None:
+    """Model and optimizer are as before a `wrap` that was interrupted, or failed. A run that could not be made has done
+    so itself."""
+    if wrapped is not None:
+        wrapped.give_back()
+    if run is not None:
+        run.retreat()
+        checkpointing.switch_on_again(model)
 
 
 def plan(
@@ -146,7 +165,7 @@ def plan(
     rule, place = rule_for(check_fresh(model, optimizer)), chosen_device(device)
     timing, rounding = _timing(update), _gradients(gradients)
     _check_limits(limits)
-    with shown("hightide.plan"), checkpointing.off(model):
+    with deferred, shown("hightide.plan"), checkpointing.off(model):
         profiled = _profile(model, optimizer, batch, blocks, place)
         gpu_bytes, host_bytes = _resolve(limits or Limits(), place, model, optimizer)
         asked = Asked(gpu_bytes, host_bytes, timing, micro_batch, rule.num_moments, rounding)
@@ -159,10 +178,12 @@ def plan(
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Makes a wrapped model plain again, with its present values; its wrapped optimizer must not be used any more."""
-    run = _run(model)
-    unwrap_modules(model)
-    run.close()
-    checkpointing.switch_on_again(model)
+
+    def is_plain() -> None:
+        unwrap_modules(model)
+        checkpointing.switch_on_again(model)
+
+    _run(model).close(is_plain)
     return model
 
 

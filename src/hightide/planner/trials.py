@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from hightide.interrupts import safe_point
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
@@ -76,6 +77,7 @@ class Trials:
         """Infinite if the choice does not fit, or surely takes `below_s` or more."""
         if choice in self._step_s:
             return self._step_s[choice]
+        safe_point()
         plan = self.problem.build(choice)
         if least_step_s(self.problem.profile, plan, self.costs, self.machine) >= below_s:
             return math.inf
