@@ -17,23 +17,25 @@ import os
 import sys
 import threading
 import time
-from _signal import getsignal, signal  # type: ignore[import-not-found]  # those of the module `signal` take ten times as long, to make enums of numbers
+from _signal import getsignal, signal  # type: ignore[import-not-found]  # `signal`'s take ten times as long
+from _thread import get_ident
 from collections.abc import Callable
-from signal import SIGINT, SIGTERM
+from signal import SIGINT, SIGTERM, raise_signal
 from types import FrameType, TracebackType
 from typing import Any
 
 PATIENCE_S = 2.0
 SIGNALS = (int(SIGINT), int(SIGTERM))
+RAISED = "raised_by_a_signal"  # an attribute of exceptions that came out of a user's handler
 
 
 class _Noted:
     """Stands in for the user's handler of one signal. Each section has its own: handlers may call those before them."""
 
-    __slots__ = ("_number", "_since_s", "before", "times")
+    __slots__ = ("_since_s", "before", "number", "times")
 
     def __init__(self, number: int, before: Callable[[int, FrameType | None], Any]) -> None:
-        self._number, self.before = number, before
+        self.number, self.before = number, before
         self.times = 0  # that it came, and the user's handler has not been called
         self._since_s = 0.0
 
@@ -47,73 +49,77 @@ class _Noted:
         if not self.times:
             self._since_s = now_s
         self.times += 1
-        if now_s - self._since_s >= PATIENCE_S and not _now.num_held:
+        is_between = frame is not None and frame.f_globals is globals()  # in a section's begin or end
+        if now_s - self._since_s >= PATIENCE_S and not _now.num_held and not is_between:
             self.pass_on(frame)
 
     def pass_on(self, frame: FrameType | None) -> None:
         times, self.times = self.times, 0
         try:
             for _ in range(times):
-                self.before(self._number, frame)
+                self.before(self.number, frame)
         except BaseException as error:
-            _now.raised = error
+            vars(error)[RAISED] = True
             raise
 
 
 class _Now:
     """Of the main thread."""
 
-    depth = 0  # of sections
-    num_held = 0  # of them
-    noted: tuple[_Noted, ...] = ()  # in the place of the user's handlers
-    holds: tuple[Hold, ...] = ()
-    raised: BaseException | None = None  # the last exception that came out of a user's handler
+    __slots__ = ("depth", "holds", "main", "noted", "num_held")
+
+    def __init__(self) -> None:
+        self.main = threading.main_thread().ident
+        self.depth = 0  # of sections
+        self.num_held = 0  # of them
+        self.holds: tuple[Hold, ...] = ()
+        self.noted: tuple[_Noted, ...] = ()  # in the place of the user's handlers
+
+    def after_fork(self) -> None:
+        self.main = threading.main_thread().ident  # the thread that has forked
 
 
 _now = _Now()
-_main = threading.main_thread()
+os.register_at_fork(after_in_child=_now.after_fork)
 
 
-def _after_fork() -> None:
-    global _main
-    _main = threading.main_thread()  # the thread that has forked
-
-
-os.register_at_fork(after_in_child=_after_fork)
+def _install() -> None:
+    """In an order in which an interrupt may come between any two lines, until the handlers are in place."""
+    noted = []
+    for number in SIGNALS:
+        before = getsignal(number)
+        if callable(before):
+            noted.append(_Noted(number, before))
+    _now.noted = tuple(noted)
+    try:
+        for one in noted:
+            signal(one.number, one)
+    except BaseException:  # of a handler that is still the user's
+        _put_back()
+        raise
 
 
 def _begin() -> None:
-    """In an order in which an interrupt may come between any two lines, until the handlers are in place."""
     if not _now.depth:
-        noted = []
-        for number in SIGNALS:
-            before = getsignal(number)
-            if callable(before):
-                noted.append(_Noted(number, before))
-        _now.noted, _now.raised = tuple(noted), None
-        try:
-            for one in noted:
-                signal(one._number, one)
-        except BaseException:  # of a handler that is still the user's
-            _put_back()
-            raise
+        _install()
     _now.depth += 1
 
 
 def _end() -> None:
     _now.depth -= 1
     if not _now.depth:
-        noted = _now.noted
+        came = [one for one in _now.noted if one.times]
         _put_back()
-        for one in noted:
-            if one.times:
-                one.pass_on(sys._getframe(2))
+        for one in came[1:]:  # the first may raise: Python itself keeps the others
+            raise_signal(one.number)
+        for one in came[:1]:
+            one.pass_on(sys._getframe(2))
 
 
 def _put_back() -> None:
     for one in _now.noted:
-        if getsignal(one._number) is one:
-            signal(one._number, one.before)
+        if getsignal(one.number) is one:
+            signal(one.number, one.before)
     _now.noted = ()
 
 
@@ -121,28 +127,34 @@ class _Deferred:
     """Inside, what a signal asks for waits for a safe point or the end."""
 
     def __enter__(self) -> None:
-        if threading.get_ident() == _main.ident:
-            _begin()
+        if get_ident() == _now.main:
+            if _now.depth:
+                _now.depth += 1
+            else:
+                _begin()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if threading.get_ident() == _main.ident:
-            _end()
+        if get_ident() == _now.main:
+            if _now.depth > 1:
+                _now.depth -= 1
+            else:
+                _end()
 
 
 class _Held:
     """Inside, it waits for the end: what happens there is done as a whole or not at all."""
 
     def __enter__(self) -> None:
-        if threading.get_ident() == _main.ident:
+        if get_ident() == _now.main:
             _begin()
             _now.num_held += 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if threading.get_ident() == _main.ident:
+        if get_ident() == _now.main:
             _now.num_held -= 1
             _end()
 
@@ -160,14 +172,14 @@ class Hold:
         self._has_begun = False
 
     def begin(self) -> None:
-        if threading.get_ident() == _main.ident and not self._has_begun:
+        if get_ident() == _now.main and not self._has_begun:
             _begin()
             _now.num_held += 1
             _now.holds += (self,)
             self._has_begun = True
 
     def end(self) -> None:
-        if self._has_begun and threading.get_ident() == _main.ident:
+        if self._has_begun and get_ident() == _now.main:
             self._has_begun = False
             _now.holds = tuple(hold for hold in _now.holds if hold is not self)
             _now.num_held -= 1
@@ -181,10 +193,10 @@ class Hold:
 def safe_point() -> None:
     """Here an interrupt may be raised, if one has come."""
     for one in _now.noted:
-        if one.times and not _now.num_held and threading.get_ident() == _main.ident:
+        if one.times and not _now.num_held and get_ident() == _now.main:
             one.pass_on(sys._getframe(1))
 
 
 def is_interrupt(error: BaseException) -> bool:
     """Whether a user's handler has raised this: whoever takes failures for findings must let it pass."""
-    return error is _now.raised
+    return RAISED in vars(error)

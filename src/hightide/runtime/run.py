@@ -317,6 +317,7 @@ class Run:
     def begin_pass(self, mode: Mode) -> None:
         self._backward.end()
         refuse_transforms(mode is not Mode.EVAL)
+        self.lanes.check()
         self.chunks.check_loose()
         if self.between_passes is not None:
             self.between_passes()
