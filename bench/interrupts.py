@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import copy
 import json
+import os
 import queue
 import random
 import signal
@@ -385,7 +386,10 @@ class Children:
         if self._process is None:
             seed = self._seeds.randrange(2**31)
             command = [sys.executable, __file__, "--child", str(seed), "--where", self._where, "--update", self._update]
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+            self._process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            )
             self._lines: queue.Queue[str] = queue.Queue()
             threading.Thread(target=self._read, args=(self._process,), daemon=True).start()
         try:

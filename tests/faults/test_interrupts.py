@@ -260,12 +260,14 @@ def test_a_block_that_never_ends_is_interrupted_by_asking_again(monkeypatch: pyt
     monkeypatch.setattr(interrupts, "PATIENCE_S", 0.3)
     subject = bench.Subject("deferred")
 
+    timers: list[threading.Timer] = []
+
     def endless(x: torch.Tensor) -> torch.Tensor:
+        timers.extend((after(0.0), after(1.0)))
         while True:
             time.sleep(0.01)
 
     monkeypatch.setattr(subject.model.blocks[2].wide, "forward", endless)
-    timers = [after(0.2), after(1.0)]
     with pytest.raises(KeyboardInterrupt):
         subject.model(subject.x)
     monkeypatch.undo()
@@ -292,19 +294,23 @@ def test_a_handlers_own_exception_is_no_finding_of_a_trial(profiled_each_time: N
     def counted(x: torch.Tensor) -> torch.Tensor:
         nonlocal num_calls
         num_calls += 1
-        if num_calls in at:
+        if num_calls == at:
             signal.raise_signal(signal.SIGINT)
         return forward(x)
 
-    for number in range(1, 24, 3):
-        num_calls, at = 0, {number}
-        narrow.forward = counted
-        signal.signal(signal.SIGINT, stop)
+    options = {"limits": hightide.Limits(gpu="1MiB", host="8MiB")}
+    at, narrow.forward = 0, counted
+    hightide.plan(fresh.model, fresh.optimizer, fresh.x, **options)
+    num_in_all = num_calls
+    assert num_in_all > 10
+    signal.signal(signal.SIGINT, stop)
+    for number in range(1, num_in_all + 1, num_in_all // 6):
+        num_calls, at = 0, number
         with pytest.raises(OutOfTime):
-            hightide.plan(fresh.model, fresh.optimizer, fresh.x, limits=hightide.Limits(gpu="1MiB", host="8MiB"))
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        del narrow.forward
-    fresh.check({"limits": hightide.Limits(gpu="1MiB", host="8MiB")}, again=True)
+            hightide.plan(fresh.model, fresh.optimizer, fresh.x, **options)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    del narrow.forward
+    fresh.check(options, again=True)
 
 
 def test_a_handler_that_asks_for_an_end_changes_nothing() -> None:
@@ -345,15 +351,16 @@ def test_backward_in_another_thread_is_not_interrupted() -> None:
     for delay_s in (0.0, 0.002, 0.005):
         loss = subject.model(subject.x)
         thread = threading.Thread(target=loss.backward)
-        timer = after(delay_s)
         try:
             thread.start()
+            timer = after(delay_s)
             thread.join()
             timer.join()
-            time.sleep(0.01)
+            time.sleep(0.1)
         except KeyboardInterrupt:
             thread.join()
-        timer.join()
+        else:
+            raise AssertionError("nobody was interrupted")
         subject.optimizer.zero_grad()
         subject.check()
     hightide.unwrap(subject.model)
