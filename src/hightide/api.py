@@ -12,6 +12,7 @@ from torch import nn
 
 from hightide.decision import GpuRoom, Profiled, problem_of, rehearsed_profile, room_on
 from hightide.integrations import lora, transformers
+from hightide.interrupts import deferred, held, safe_point
 from hightide.ir.block import ModelProfile
 from hightide.ir.limits import Limits
 from hightide.ir.plan import Forecast, GradientDtype, Plan, Update
@@ -86,42 +87,60 @@ def wrap(
         raise ValueError(
             f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new plan"
         )
-    with shown("hightide.wrap"), checkpointing.off_unless_it_fails(model):
-        profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks, place)
-        solution: Solution
-        if plan is None:
-            terms = Terms(*_resolve(limits or Limits(), place, model, optimizer), timing, micro_batch,
-                          rule.num_moments, rounding)  # fmt: skip
-            solution = _searched(profiled, optimizer, place, compile, terms)
-        else:
-            check_executable(plan)
-            check_plan(profile, plan)
-            check_moments(plan, rule.num_moments)
-            rehearsed = partial(rehearsed_profile, profiled, optimizer, place, compile, plan.gpu_limit_bytes)
-            solution = _verified(Solution.of(profile, plan), rehearsed)
-            if plan.is_edited:
-                solution = solution.described()
-            if place.type == "cuda":
-                _warn_of_room(room_on(place, model, optimizer), plan)
-        adapted = {id(param) for param in lora.adapted_parameters(model)}
-        check_modules(
-            model, solution.profile, probed, {name for name, p in model.named_parameters() if id(p) in adapted}
-        )
-        checks = transformers.training_checks(model, batch)
-        values = first_values(model)
-        around = transformers.around_call(model)
-        run = Run(model, solution, probed, checks, place, compile, values, around)
-        for param in lora.adapted_parameters(model):
-            run.chunks.ignore_version(run.keys[id(param)])
-        forget(model)
-        wrapped = wrap_optimizer(optimizer, run)
-        run.settle()
-        wrap_modules(run)
-        if isinstance(solution, Searched):
-            run.observer = Watch(run, solution)
-        else:  # a plan that the user brings is never changed
-            _warn_of_reserve(run.forecast, run.plan.gpu_limit_bytes)
+    run: Run | None = None
+    wrapped: WrappedOptimizer | None = None
+    try:
+        with deferred, shown("hightide.wrap"), checkpointing.off_unless_it_fails(model):
+            profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks, place)
+            solution: Solution
+            if plan is None:
+                terms = Terms(*_resolve(limits or Limits(), place, model, optimizer), timing, micro_batch,
+                              rule.num_moments, rounding)  # fmt: skip
+                solution = _searched(profiled, optimizer, place, compile, terms)
+            else:
+                check_executable(plan)
+                check_plan(profile, plan)
+                check_moments(plan, rule.num_moments)
+                rehearsed = partial(rehearsed_profile, profiled, optimizer, place, compile, plan.gpu_limit_bytes)
+                solution = _verified(Solution.of(profile, plan), rehearsed)
+                if plan.is_edited:
+                    solution = solution.described()
+                if place.type == "cuda":
+                    _warn_of_room(room_on(place, model, optimizer), plan)
+            adapted = {id(param) for param in lora.adapted_parameters(model)}
+            check_modules(
+                model, solution.profile, probed, {name for name, p in model.named_parameters() if id(p) in adapted}
+            )
+            checks = transformers.training_checks(model, batch)
+            values = first_values(model)
+            around = transformers.around_call(model)
+            run = Run(model, solution, probed, checks, place, compile, values, around)
+            for param in lora.adapted_parameters(model):
+                run.chunks.ignore_version(run.keys[id(param)])
+            forget(model)
+            wrapped = wrap_optimizer(optimizer, run)
+            run.settle()
+            wrap_modules(run)
+            if isinstance(solution, Searched):
+                run.observer = Watch(run, solution)
+            else:  # a plan that the user brings is never changed
+                _warn_of_reserve(run.forecast, run.plan.gpu_limit_bytes)
+            safe_point()  # the last one
+    except BaseException:
+        with held:
+            _undo(model, run, wrapped)
+        raise
     return model, wrapped
+
+
+def _undo(model: nn.Module, run: Run | None, wrapped: WrappedOptimizer | None) -> None:
+    """Model and optimizer are as before a `wrap` that was interrupted, or failed. A run that could not be made has done
+    so itself."""
+    if wrapped is not None:
+        wrapped.give_back()
+    if run is not None:
+        run.retreat()
+        checkpointing.switch_on_again(model)
 
 
 def plan(
@@ -141,7 +160,7 @@ def plan(
     rule, place = rule_for(check_fresh(model, optimizer)), chosen_device(device)
     timing, rounding = _timing(update), _gradients(gradients)
     _check_limits(limits)
-    with shown("hightide.plan"), checkpointing.off(model):
+    with deferred, shown("hightide.plan"), checkpointing.off(model):
         profiled = _profile(model, optimizer, batch, blocks, place)
         terms = Terms(*_resolve(limits or Limits(), place, model, optimizer), timing, micro_batch,
                       rule.num_moments, rounding)  # fmt: skip
@@ -150,10 +169,12 @@ def plan(
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Makes a wrapped model plain again, with its present values; its wrapped optimizer must not be used any more."""
-    run = _run(model)
-    unwrap_modules(model)
-    run.close()
-    checkpointing.switch_on_again(model)
+
+    def is_plain() -> None:
+        unwrap_modules(model)
+        checkpointing.switch_on_again(model)
+
+    _run(model).close(is_plain)
     return model
 
 

@@ -28,6 +28,7 @@ from torch import nn
 
 from hightide.doctor.known import known_machine, load_machine, remember
 from hightide.doctor.measure import examine
+from hightide.interrupts import is_interrupt
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import SIMULATED, Machine
@@ -120,6 +121,8 @@ def _rehearsed(
     try:
         return measure_costs(profile, probed, records, optimizer, device, compile, sizes)
     except Exception as error:  # whatever a block raises alone, or memory that others hold
+        if is_interrupt(error):
+            raise
         let_go(device)
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         warnings.warn(f"blocks cannot be timed alone ({reason}); {fallback}", stacklevel=4)

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from hightide.interrupts import safe_point
+
 LOG = logging.getLogger("hightide")
 QUIET_S = 1.0  # what is faster is not worth a line
 _CLEAR = "\r\033[K"
@@ -84,6 +86,7 @@ def doing(part: str, detail: str = "") -> Iterator[None]:
 
 
 def tell(part: str, detail: str = "") -> None:
-    """What is done from now on; `detail` is how far it is. Nothing happens if nobody shows it."""
+    """What is done from now on; `detail` is how far it is. Between two pieces of work is a safe point."""
+    safe_point()
     if (line := _line.get()) is not None:
         line.begin(part, detail)

@@ -10,10 +10,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from hightide.interrupts import deferred, held
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.machine import return_freed_memory
+from hightide.optim.former import FormerStates
 from hightide.optim.groups import Groups
 from hightide.optim.masters import add_masters, take_masters
 from hightide.optim.placement import asks_to_place, is_nothing_to_place, nothing_to_place
@@ -30,13 +33,20 @@ class WrappedOptimizer(torch.optim.Optimizer):
     which parameters are in which group, states. Schedulers that were made before wrapping hold the original, and go on
     working: its list of groups is this one's."""
 
-    _run: Run
+    _home: Run
     _rule: Rule
     _groups: Groups
     _updates: ChunkUpdates
     _states: States
     _original: torch.optim.Optimizer
+    _former: FormerStates
+    _refuses: RemovableHandle | None = None  # steps of the original
     _packed: dict[Tensor, dict[str, Any]] | None = None  # while a state dict is made
+
+    @property
+    def _run(self) -> Run:
+        self._home.birthplace.check()
+        return self._home
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -62,26 +72,28 @@ class WrappedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._run.plan.update is Update.IN_BACKWARD:
-            self._updates.check_promise()
-        try:
-            self._updates.follow()
-            self._run.step()
-        finally:
-            self._updates.end_step()
-        self._original._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before wrapping
+        with held:  # it is done or not done, whatever interrupts it
+            if self._run.plan.update is Update.IN_BACKWARD:
+                self._updates.check_promise()
+            try:
+                self._updates.follow()
+                self._run.step()
+            finally:
+                self._updates.end_step()
+            self._original._opt_called = True  # type: ignore[attr-defined]  # for schedulers made before wrapping
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # or torch hooks it once more when a state is loaded
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Updates that were issued by step() still read their gradients; this only ends the gradients' visible life."""
-        if set_to_none or self._run.plan.update is Update.IN_BACKWARD:
-            self._run.gradients.drop(self._groups.now())
-            return
-        for param in self._params():
-            if param.grad is not None:
-                param.grad.zero_()
+        with held:
+            if set_to_none or self._run.plan.update is Update.IN_BACKWARD:
+                self._run.gradients.drop(self._groups.now())
+                return
+            for param in self._params():
+                if param.grad is not None:
+                    param.grad.zero_()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips the gradients of all the optimizer's parameters by their global norm, exactly; returns the norm."""
@@ -90,12 +102,18 @@ class WrappedOptimizer(torch.optim.Optimizer):
                 "clip_grad_norm_ after update='in_backward': the updates have run already, unclipped. Wrap with "
                 "update='deferred' (the default) to clip."
             )
-        return torch.nn.utils.clip_grad_norm_(self._params(), max_norm, norm_type)
+        with held:
+            return torch.nn.utils.clip_grad_norm_(self._params(), max_norm, norm_type)
 
     def state_dict(self) -> dict[str, Any]:
         """In the layout of the plain optimizer, with copies of the states of all parameters that are in a group."""
         if asks_to_place(sys._getframe(1)):
             return nothing_to_place()
+        with deferred:
+            return self._saved()
+
+    def _saved(self) -> dict[str, Any]:
+        self._run.check_values()
         self._groups.now()
         hooks = (  # torch reads `self.state` between the user's own hooks, which see and change the states themselves
             self.register_state_dict_pre_hook(_pack),
@@ -112,8 +130,11 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Of a plain optimizer or of a wrapped one. Moments are taken as they are: torch would round them to the
         parameters' dtype."""
-        if is_nothing_to_place(state_dict):
-            return
+        if not is_nothing_to_place(state_dict):
+            with held:
+                self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         given: dict[str, Any] = {}
 
         def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -168,6 +189,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
             del self.param_groups[-1]
             raise
 
+    def give_back(self) -> None:
+        """The states, to the original: this one is of no use any more."""
+        if self._refuses is not None:
+            self._refuses.remove()
+        self._former.give_back(self._states)
+
     def _params(self) -> list[Tensor]:
         return list(GroupedParams(self._original))
 
@@ -197,7 +224,7 @@ def _unpack(optimizer: Any, state_dict: dict[str, Any]) -> None:
     optimizer._packed = None
 
 
-def _refuse_steps(original: torch.optim.Optimizer, run: Run) -> None:
+def _refuse_steps(original: torch.optim.Optimizer, run: Run) -> RemovableHandle:
     """Of the original: it has no states any more, and where parameters are always on the GPU nothing else would stop
     it. A hook, because a scheduler that was made before wrapping has put its own step on the original; hooks are shared
     with the wrapped optimizer, and nobody takes this one away when the model is unwrapped."""
@@ -211,10 +238,11 @@ def _refuse_steps(original: torch.optim.Optimizer, run: Run) -> None:
                 "optimizer that hightide.wrap returned"
             )
 
-    original.register_step_pre_hook(refuse)
+    return original.register_step_pre_hook(refuse)
 
 
-def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> torch.optim.Optimizer:
+def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> WrappedOptimizer:
+    """If it fails, the original is as it was."""
     rule = rule_for(original)
     body = {"__module__": type(original).__module__, "__qualname__": type(original).__qualname__}
     cls = type(type(original).__name__, (WrappedOptimizer, type(original)), body)
@@ -223,14 +251,18 @@ def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> torch.optim.Opt
     # GradScaler must unscale p.grad itself.
     patched = {"step", "param_groups", "state", "_step_supports_amp_scaling"}
     wrapped.__dict__.update({name: value for name, value in vars(original).items() if name not in patched})
-    wrapped._run, wrapped._rule, wrapped._original = run, rule, original
+    wrapped._home, wrapped._rule, wrapped._original = run, rule, original
     wrapped._groups = Groups(original, rule, run)
     wrapped._updates = ChunkUpdates(rule, wrapped._groups, run.chunks, run.gradients, run.lanes.sharers)
     wrapped._states = States(run, rule, wrapped._updates, GroupedParams(original))
     run.performer.updates = wrapped._updates
-    states = {run.keys[id(param)]: original.state.pop(param) for param in list(original.state)}
-    wrapped._states.check(states)
-    wrapped._states.fill(states)
-    _refuse_steps(original, run)
+    wrapped._former = FormerStates(original, run.keys, rule.moment_names)
+    try:
+        wrapped._states.check(wrapped._former.here)
+        wrapped._states.fill(wrapped._former.here)
+        wrapped._refuses = _refuse_steps(original, run)
+    except BaseException:
+        wrapped.give_back()
+        raise
     return_freed_memory()
     return wrapped

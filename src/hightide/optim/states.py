@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from hightide.interrupts import safe_point
 from hightide.ir.refusal import Refused
 from hightide.machine import return_freed_memory
 from hightide.optim.rule import Rule
@@ -119,7 +120,12 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
     def copied(self) -> dict[Tensor, dict[str, Any]]:
         """Of the parameters that are in groups, as for a state dict."""
         grouped = {id(param) for param in self._params}
-        return {param: self[param].copied() for param in self if id(param) in grouped}
+        copies: dict[Tensor, dict[str, Any]] = {}
+        for param in self:
+            if id(param) in grouped:
+                safe_point()
+                copies[param] = self[param].copied()
+        return copies
 
     def succeeded_by(self, given: Mapping[Tensor, Mapping[str, Any]]) -> States:
         """`optimizer.state = given`. These are of no use any more."""
@@ -173,11 +179,13 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
         freed_bytes = 0
         moments = self._updates.moments
         for key in list(given):
-            state = given.pop(key)
+            state = given[key]
             if _is_empty(state):
+                del given[key]
                 continue
             if not self._has_room(key):
                 self._others[key] = dict(state)
+                del given[key]
                 continue
             moments.set_count(key, 1 if self._rule.step_name is None else float(state[self._rule.step_name]))
             for place, name in zip(moments.of(key), self._rule.moment_names, strict=True):
@@ -185,7 +193,7 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
                 freed_bytes += place.nbytes
             if others := {name: value for name, value in state.items() if name not in self._names}:
                 self._others[key] = others
-            del state
+            del state, given[key]  # not before it is copied
             if freed_bytes >= RETURN_BYTES:
                 return_freed_memory()
                 freed_bytes = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from hightide.interrupts import safe_point
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
@@ -76,6 +77,7 @@ class Trials:
         """Infinite if the candidate does not fit, or surely takes `below_s` or more."""
         if candidate in self._step_s:
             return self._step_s[candidate]
+        safe_point()
         plan = self.space.build(candidate)
         if least_step_s(self.problem, plan) >= below_s:
             return math.inf

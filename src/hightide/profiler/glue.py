@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from hightide.interrupts import is_interrupt, safe_point
 from hightide.ir.block import Affine, Glue
 from hightide.profiler.probe import ProbeResult, in_both_sizes, pair_records
 from hightide.profiler.recording import Record, Recording
@@ -48,6 +49,8 @@ def measure_glue(
     try:
         one, two = in_both_sizes(model, batch, meter, probed.samples)
     except Exception as error:  # an operation without a fake version, or a backward of the user's that asks for values
+        if is_interrupt(error):
+            raise
         warnings.warn(
             f"the memory of the model's own code between its blocks could not be measured ({type(error).__name__}: "
             f"{error}); the plan takes it for 0 bytes: leave room for it in the limits",
@@ -134,6 +137,7 @@ class _Watch:
         self.anchor = torch.empty(0, requires_grad=True)
 
     def called(self, block: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        safe_point()
         place = self._next_call(block)
         record = self.records[place]
         inputs = tensors(flatten_call(args, kwargs)[0])

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from hightide.interrupts import is_interrupt, safe_point
 from hightide.ir.split import BatchDim, Split
 from hightide.profiler.fake import Originals, refer_to
 from hightide.profiler.hooks import users_hooks_aside
@@ -98,6 +99,8 @@ def examine(
                     with originals.as_trained(), _alone(module, originals, place, dtype) as params:
                         return _Trial(module, record, count, split, taps, place, dtype, params).finding()
                 except Exception as error:  # whatever a block raises on numbers that are not the user's
+                    if is_interrupt(error):
+                        raise
                     failure = error
         if not isinstance(failure, torch.OutOfMemoryError):
             break  # else there is room on the host, as a rule
@@ -242,8 +245,8 @@ class _Trial:
             base = self._run(self._leaves, seed=seed, with_params=False)
         try:
             changed = self._run(self._varied(sample, factor), varied=sample, seed=seed, with_params=False)
-        except Exception:
-            if factor == 1.0:
+        except Exception as error:
+            if factor == 1.0 or is_interrupt(error):
                 raise
             return  # code that checks its input has refused the extreme one
         how = ", to extreme values" if factor != 1.0 else ""
@@ -326,6 +329,8 @@ class _Trial:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the whole call did not fail
+            if is_interrupt(error):
+                raise
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise _Mixed(f"split, it fails ({reason})") from error
 
@@ -346,6 +351,7 @@ class _Trial:
         seed: int | None = None,
         with_params: bool = True,
     ) -> _Outcome:
+        safe_point()
         if fresh:
             self._reset()
         if seed is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from hightide.interrupts import safe_point
 from hightide.ir.block import Affine, Work
 from hightide.ir.split import Split
 from hightide.profiler.recording import Record
@@ -73,6 +74,7 @@ class CallMeter:
         """`one` and `two` are the same call with num_samples and with one more. To be called with fake parameters."""
         key = (_identity(module), split, num_samples, leaves_key(one.leaves), two is None, tuple(taps))
         if key not in self._measured:
+            safe_point()
             kind = len(self._measured)
             try:
                 if split.splittable and two is not None:

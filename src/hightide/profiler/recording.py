@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hightide.interrupts import is_interrupt, safe_point
 from hightide.ir.refusal import Refused
 from hightide.profiler.blocks import FoundBlock, first_names
 from hightide.profiler.hooks import HookWatch
@@ -103,6 +104,8 @@ class Recorder:
             except Refused:
                 raise
             except Exception as error:  # whatever the model raises without values: the caller falls back
+                if is_interrupt(error):
+                    raise
                 failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         finished = [record for record in self._records if record.finished]
         uses = {block: tuple(names) for block, names in watch.uses.items()}
@@ -134,6 +137,7 @@ class Recorder:
 
     def _enter(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            safe_point()
             leaves, tree = flatten_call(args, kwargs)
             signature = signature_of(leaves, tree, mode_of(list(module.modules())))
             versions = [tensor._version for tensor in tensors(leaves)]

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from hightide.interrupts import deferred, safe_point
 from hightide.ir.action import Op
 from hightide.ir.plan import Activation, Update
 from hightide.ir.refusal import Refused
@@ -71,7 +72,7 @@ class BlockRunner:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.run.probing:
             return self.original(module, *args, **kwargs)
-        with self.run.pass_for_block(self.index):
+        with deferred, self.run.pass_for_block(self.index):
             if not torch.is_grad_enabled():
                 return self._without_grad(module, args, kwargs)
             return self.with_grad(module, args, kwargs)
@@ -186,8 +187,12 @@ class BlockCall:
                 self._stay_whole(reason)
             look = run.looks.look(self)
             self._is_looked_at = look is not None
-            whole = self._run_parts(tensors, needs_backward)
-            self._is_looked_at = False
+            try:
+                whole = self._run_parts(tensors, needs_backward)
+            finally:
+                self._is_looked_at = False
+                if look is not None:
+                    look.close()
             if look is not None and (reason := look.end(tensors)):  # see [Note: replays]
                 if len(self.bounds) > 1:
                     whole.clear()
@@ -204,6 +209,7 @@ class BlockCall:
         graphs: list[_Graph] = []
         gathered: _Gathered | None = None
         for number, (start, num_samples) in enumerate(self.bounds):
+            safe_point()
             with self._draws.forward(number), self.autocast.restored():
                 inputs = self.sliced(tensors, start, num_samples, with_grad=needs_backward)
                 outputs = self._with_graph(inputs, num_samples) if needs_backward else self.run(inputs)
@@ -407,6 +413,7 @@ class BlockCall:
                 _InputGradient(tensor, dim, len(self.bounds)) for tensor, dim in zip(tensors, self._inputs, strict=True)
             ]
             for number, (start, num_samples) in enumerate(self.bounds):
+                safe_point()
                 assert self._graphs is not None
                 graph, self._graphs[number] = self._graphs[number], None  # type: ignore[call-overload]
                 roots = graph.roots(self._slice_grads(grads, number, start, num_samples))
@@ -480,7 +487,8 @@ class BlockFunction(torch.autograd.Function):
     @once(lambda ctx: ctx.call.runner.will_accumulate())
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         here = ctx.saved_tensors  # raises if this is the second backward
-        return None, None, *ctx.call.backward(here, grads, ctx.needs_input_grad[2:])
+        with deferred:
+            return None, None, *ctx.call.backward(here, grads, ctx.needs_input_grad[2:])
 
 
 class _Graph:

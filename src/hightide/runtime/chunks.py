@@ -119,6 +119,7 @@ class Chunks:
             name: torch.full((), math.nan, dtype=param.dtype, device=gpu.device) for name, param in parameters.items()
         }
         self._absent = {name: self._scalars[name].expand(param.shape) for name, param in parameters.items()}
+        self.taken: list[str] = []  # parameters whose values have moved in
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self._version_means_nothing: set[str] = set()
         self._placed: dict[tuple[int, int | None], list[Placement]] = {}
@@ -432,6 +433,7 @@ class Chunks:
                     self.view_of(home, entry).copy_(self.parameters[entry.param].data)
             for entry in spec.params:
                 self._make_absent(entry.param)
+                self.taken.append(entry.param)
             self._clear_states(spec)  # moments are zero, and a master begins as the parameter: without a remainder
             if begins and spec.has_master and (master := self.master(spec.index)) is not None:
                 master.copy_(home[: spec.optimised_numel])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane, Tier
@@ -51,11 +52,12 @@ class Demands:
                 f"chunk {chunk} needs {self._num_slots(chunk)} free consecutive slots; "
                 f"the chunks {sorted(pinned)} are in use. Raise num_slots in the plan."
             )
-        ticket = self._submit("fetch", Lane.H2D, chunk, self._performer.fetch_param(chunk, slot), wait=True)
-        self._flight.fetches[chunk] = ticket
+        ticket = self._submit("fetch", Lane.H2D, chunk, self._performer.fetch_param(chunk, slot))
+        self._flight.fetches[chunk] = ticket  # before it is awaited: an interrupt may end the wait
+        self._flight.wait(ticket, Lane.H2D)
 
     def refresh(self, chunk: int) -> None:
-        self._submit("refresh", Lane.H2D, chunk, self._performer.refresh(chunk), wait=True)
+        self._flight.wait(self._submit("refresh", Lane.H2D, chunk, self._performer.refresh(chunk)), Lane.H2D)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -77,7 +79,9 @@ class Demands:
                 f"the gradient of chunk {chunk} needs {table.width(chunk)} free consecutive grad slots; raise "
                 "num_grad_slots in the plan."
             )
-        self._submit("gradient", Lane.H2D, chunk, lambda: self._performer.fetch_gradient(chunk, slot), wait=True)
+        fetch = partial(self._performer.fetch_gradient, chunk, slot)
+        ticket = self._flight.gradient_fetches[chunk] = self._submit("gradient", Lane.H2D, chunk, fetch)
+        self._flight.wait(ticket, Lane.H2D)
 
     def send_away(self, chunk: int) -> None:
         """A gradient without a home is used up: its update is due anyway."""
@@ -103,14 +107,11 @@ class Demands:
         ticket = self._flight.lanes.submit(name, Lane.CPU, 0, after, work)
         self._flight.latest[name] = self._gradients.updates[chunk] = ticket
 
-    def _submit(self, what: str, lane: Lane, chunk: int, work: Work, wait: bool = False) -> Ticket:
+    def _submit(self, what: str, lane: Lane, chunk: int, work: Work) -> Ticket:
         self._count += 1
         after = [self._gradients.updates[chunk]] if chunk in self._gradients.updates else []
         after += self._flight.moment(lane)
-        ticket = self._flight.lanes.submit(f"demand.{what}.{chunk}.{self._count}", lane, 0, after, work)
-        if wait:
-            self._flight.wait(ticket, lane)
-        return ticket
+        return self._flight.lanes.submit(f"demand.{what}.{chunk}.{self._count}", lane, 0, after, work)
 
     def _num_slots(self, chunk: int) -> int:
         return self._chunks.layout.num_slots(self._chunks.specs[chunk])

@@ -50,6 +50,11 @@ class Pass:
         self.backward_ended = False
         self.load(program)
 
+    @property
+    def is_cut_off(self) -> bool:
+        """Its backward has ended with an exception, between two ticks."""
+        return self.backward_begun and not self.backward_ended
+
     def load(self, program: Program) -> None:
         """Starts, or goes on after forward, with a program; what was issued already stays issued."""
         self.program = program
@@ -79,6 +84,7 @@ class Executor:
         self._suspended: Pass | None = None
         self._last_use: dict[int, int] = {}
         self._owes_step = False  # in-backward updates have run, and step() was not called since
+        self._was_abandoned = False  # the latest pass
 
     def go_on(self, before: Executor) -> None:
         """With what counts whatever the plan."""
@@ -94,6 +100,9 @@ class Executor:
     def begin(self, mode: Mode) -> None:
         """Begins a pass. All slots are empty: the last step's update made their copies stale."""
         self.lanes.check()
+        if self._was_abandoned or (self._pass is not None and self._pass.is_cut_off):
+            self.lanes.drain()  # what it has still under way would take slots later, and leave in the new pass
+            self._was_abandoned = False
         if mode is Mode.EVAL and self.mode is Mode.TRAIN and self._suspended is None:
             self._suspended = self._pass  # evaluation between forward and backward; backward goes on with this one
         elif mode is not Mode.EVAL:
@@ -129,6 +138,7 @@ class Executor:
                 self.lanes.wait(self._flight.fetches[chunk], Lane.H2D)
             if self.chunks.param_copies[chunk].state is Residency.CLEAN:
                 self.chunks.param_copies[chunk].move(Residency.ABSENT)
+            if self.chunks.param_copies[chunk].state is Residency.ABSENT:
                 self.chunks.param_slots.drop(chunk)
         for chunk in self.chunks.grad_slots.everyone():  # a backward that ended with an exception
             if self.chunks.grad_copies[chunk].state is Residency.ARRIVING:
@@ -293,7 +303,10 @@ class Executor:
             if copy.state is Residency.HELD:
                 self.gradients.harvest(chunk, None)
                 copy.move(Residency.DIRTY if self.chunks.in_grad_slot(chunk) else Residency.CLEAN)
-        self._pass = self._suspended = None
+        if self.mode is not Mode.EVAL:
+            self._suspended = None  # an evaluation that fails leaves the forward before it as it is
+        self._pass = None
+        self._was_abandoned = True
 
     def _zeroing(self) -> str:
         """What would have dropped the gradients that there are."""

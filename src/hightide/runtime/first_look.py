@@ -149,10 +149,13 @@ class Look:
         if self._hooks is not None:
             self._hooks.open()
 
-    def end(self, tensors: Sequence[Tensor]) -> str:
-        """After the forward: what it changed, as a reason not to split it. "": nothing, or nothing that matters."""
+    def close(self) -> None:
+        """After the forward, however it has ended."""
         if self._hooks is not None:
             self._hooks.close()
+
+    def end(self, tensors: Sequence[Tensor]) -> str:
+        """What the forward has changed, as a reason not to split it. "": nothing, or nothing that matters."""
         with self._gpu.unmetered():
             changes = sorted(self.before.changes())
         replaces = self._hooks is not None and self._hooks.replaces
@@ -170,14 +173,19 @@ def _compared(call: BlockCall, tensors: Sequence[Tensor], count: int) -> str:
     bounds = call.bounds[:count]
     num_samples = sum(size for _, size in bounds)
     before = Snapshot(call.module, shared_random=True)
+
+    def tried(start: int, size: int) -> list[Tensor]:
+        try:
+            return call.tried(call.sliced(tensors, start, size))
+        finally:
+            before.restore()
+
     with Quiet():
-        whole = call.tried(call.sliced(tensors, 0, num_samples))
-        before.restore()
+        whole = tried(0, num_samples)
         dims: Sequence[BatchDim | None] = call.output_dims or [None] * len(whole)
         errors: list[list[Tensor]] = [[] for _ in whole]  # per output and micro-batch: its size, and that of the error
         for start, size in bounds:
-            parts = call.tried(call.sliced(tensors, start, size))
-            before.restore()
+            parts = tried(start, size)
             if len(parts) != len(whole):
                 return DIFFERS.format(min(len(parts), len(whole)))
             for index, (expected, part, dim) in enumerate(zip(whole, parts, dims, strict=True)):

@@ -14,6 +14,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from hightide.forks import Birthplace
+from hightide.interrupts import held
 from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import Placement
 from hightide.ir.plan import Update
@@ -34,6 +36,7 @@ IN_BACKWARD_REFUSAL = (
 class Gradients:
     def __init__(self, profile: ModelProfile, chunks: Chunks, update: Update) -> None:
         self._update = update
+        self._birthplace = Birthplace()
         trainable = {spec.name for spec in profile.params if spec.trainable}
         self.optimised = frozenset(spec.name for spec in profile.params if spec.group is not None)
         self._loose = {name for block in profile.blocks if block.loose for name in block.params} & trainable
@@ -95,11 +98,12 @@ class Gradients:
         self._refuse_in_backward("replaced", "change them")
         chunk, entry = self._chunks.places[key]
         self._settle(chunk)
-        self._chunks.view_of(self.flat(chunk), entry).copy_(gradient.to(self._chunks.grad_dtype(chunk)))
-        self._forget(key)
-        self._valid.add(key)
-        self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE)
-        self._chunks.parameters[key].grad = self._placeholders[key]
+        with held:
+            self._chunks.view_of(self.flat(chunk), entry).copy_(gradient.to(self._chunks.grad_dtype(chunk)))
+            self._forget(key)
+            self._valid.add(key)
+            self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE)
+            self._chunks.parameters[key].grad = self._placeholders[key]
 
     def _settle(self, chunk: int) -> None:
         """Until nobody moves or reads the gradient at its home."""
@@ -281,10 +285,11 @@ class Gradients:
         self._refuse_in_backward("changed", "change them")
         chunk, entry = self._chunks.places[key]
         self._settle(chunk)
-        place = self._chunks.view_of(self.flat(chunk), entry)
-        _scale(place, self._factor.pop(key, 1.0))
-        place.add_(value.to(place.device))
-        self._norms[key] = torch.linalg.vector_norm(place, dtype=GRAD_DTYPE).to(self._chunks.gpu.device)
+        with held:
+            place = self._chunks.view_of(self.flat(chunk), entry)
+            _scale(place, self._factor.pop(key, 1.0))
+            place.add_(value.to(place.device))
+            self._norms[key] = torch.linalg.vector_norm(place, dtype=GRAD_DTYPE).to(self._chunks.gpu.device)
 
     def zero(self, key: str) -> None:
         self._factor[key] = 0.0
@@ -300,6 +305,7 @@ class Gradients:
         return value.to(self._placeholders[key].dtype).to(self._chunks.gpu.device)
 
     def _refuse_in_backward(self, what: str, what_for: str) -> None:
+        self._birthplace.check()
         if self._update is Update.IN_BACKWARD:
             raise Refused(IN_BACKWARD_REFUSAL.format(what=what, what_for=what_for))
 

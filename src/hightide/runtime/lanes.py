@@ -232,6 +232,7 @@ class Lanes:
         return self._state.failure
 
     def check(self) -> None:
+        self._state.birthplace.check()
         if self._state.failure is not None:
             raise self._state.failure
         if self._state.closing:
@@ -282,7 +283,9 @@ def _start(threads: list[threading.Thread], begun: threading.Semaphore) -> None:
 
 
 def _end(state: State, desk: Desk, threads: list[threading.Thread], timeout_s: float) -> None:
-    """An update that runs is finished by all who share it."""
+    """An update that runs is finished by all who share it. A fork has none of the threads, and perhaps their locks."""
+    if not state.birthplace.is_here:
+        return
     state.stop()
     desk.close()
     deadline_s = time.monotonic() + timeout_s

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from hightide.interrupts import safe_point
 from hightide.ir.refusal import Refused
 from hightide.runtime.autocast import Autocast
 from hightide.runtime.cross_entropy import (
@@ -163,6 +164,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         row_losses = torch.zeros(0, device=rows.device)  # so that no rows at all is a sum of nothing
         with head.forward_hold(), projection.autocast.restored():
             for tile in tiles(len(rows), head.tile_tokens):
+                safe_point()
                 logits = head.project(rows[tile])
                 if passes is None:
                     passes = _Passes.over(logits, projection)
@@ -228,6 +230,7 @@ class _Backward:
         linear: LinearBackward | None = None
         kept.reverse()
         for tile in tiles(len(rows), head.tile_tokens):
+            safe_point()
             part = None if rows_grad is None else rows_grad[tile]
             if head.plain_linear is None:
                 passes = self._graph_tile(rows[tile], part, tile, passes)

@@ -8,10 +8,7 @@ what waits, or than the new plan takes, but for parts of huge pages: the kernel 
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -34,27 +31,6 @@ def waiting_bytes(plan: Plan) -> int:
     params = sum(chunk.param_bytes for chunk in chunks if not has_host_params(plan, chunk))
     states = (chunk for chunk in chunks if plan.blocks[chunk.block].states is Tier.GPU)
     return params + sum(chunk.state_bytes + chunk.grad_bytes for chunk in states)
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits until the end: between its two places, a value is nowhere."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked = False
-
-    def note(*_: object) -> None:
-        nonlocal asked
-        asked = True
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
-        if asked:
-            signal.raise_signal(signal.SIGINT)
 
 
 class Luggage:

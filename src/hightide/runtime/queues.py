@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hightide.forks import Birthplace
 from hightide.ir.tier import LANE_RULES, Lane, Rule
 from hightide.stores.ticket import Ticket
 
@@ -58,6 +59,7 @@ class State:
         self.conditions: list[threading.Condition] = []
         self.failure: BaseException | None = None
         self.closing = False
+        self.birthplace = Birthplace()
         self.pass_index = 0
         self.records: dict[int, list[Record]] = {0: []}
         self.kept_pass: int | None = None  # it and those shortly before it stay, whatever follows

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from hightide.forks import Birthplace
+from hightide.interrupts import Hold, deferred, held, safe_point
 from hightide.ir.action import Mode, Op
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Forecast, Update
@@ -33,6 +35,7 @@ from hightide.runtime.activations import Stashes
 from hightide.runtime.anchor import Anchor
 from hightide.runtime.autocast import Autocast
 from hightide.runtime.batch import copy_to, map_tensors
+from hightide.runtime.before import Before
 from hightide.runtime.blocks import BlockRunner
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.compiled import CompiledForwards
@@ -41,7 +44,7 @@ from hightide.runtime.first_look import FirstLooks
 from hightide.runtime.gradients import Gradients
 from hightide.runtime.inner_hooks import InnerHooks
 from hightide.runtime.lanes import Lanes
-from hightide.runtime.moving import Luggage, uninterrupted
+from hightide.runtime.moving import Luggage
 from hightide.runtime.observer import Observer, watched_pass
 from hightide.runtime.origin import FirstValues
 from hightide.runtime.performer import Performer
@@ -75,6 +78,7 @@ class Run:
     ) -> None:
         """`learns` False: a rehearsal, which looks at no block (see first_look.py)."""
         self.model, self.profile = model, solution.profile
+        self.birthplace = Birthplace()
         self.probed = probed
         self.probing = False
         self.looks = FirstLooks(self, learns)
@@ -90,7 +94,12 @@ class Run:
 
         devices = (param.device for param in model.parameters() if not param.is_meta)
         self._device_before = next(devices, rng.CPU)
-        self._set_up(solution, device, first_values or FirstValues())
+        self._before = Before(model, self.parameters, device)
+        try:
+            self._set_up(solution, device, first_values or FirstValues())
+        except BaseException:
+            self.retreat()
+            raise
         self.observer: Observer | None = None
 
         self.anchor = Anchor(device)
@@ -110,6 +119,7 @@ class Run:
         self._is_lost = False  # see check_values()
         self._root_batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._end_queued = False
+        self._backward = Hold(is_over=lambda: torch._C._current_graph_task_id() < 0)
 
     def _set_up(self, solution: Solution, device: torch.device, first_values: FirstValues) -> None:
         self.plan = plan = solution.plan
@@ -122,6 +132,17 @@ class Run:
         self.lanes = Lanes(device=device if device.type == "cuda" else None)
         self.gradients = Gradients(self.profile, self.chunks, plan.update)
         self._make_executor(solution)
+
+    def retreat(self) -> None:
+        """The model is as before, values included. For a run that has not begun, however much of it there is."""
+        there = vars(self)
+        with held:
+            if "lanes" in there:
+                self.lanes.close()
+            self._before.restore(there.get("chunks"))
+            for part in ("chunks", "gpu", "host"):
+                if part in there:
+                    there[part].close()
 
     def _make_executor(self, solution: Solution) -> None:
         self.stashes = Stashes(self.gpu, self.host)
@@ -138,16 +159,17 @@ class Run:
         everything is as it was, and training can go on under the old plan; only a forward that still waited for its
         backward is given up. RuntimeError is the end of the run: meanwhile another process took the old plan's GPU
         memory."""
-        self.executor.settle()
-        if self.gpu.device.type == "cuda":
-            torch.cuda.synchronize(self.gpu.device)  # what was enqueued reads and writes what moves now
-        try:
-            with uninterrupted():
+        self.birthplace.check()
+        with held:  # between its two places, a value is nowhere
+            self.executor.settle()
+            if self.gpu.device.type == "cuda":
+                torch.cuda.synchronize(self.gpu.device)  # what was enqueued reads and writes what moves now
+            try:
                 self._go_over(Luggage(self.plan, self.chunks, self.gradients), solution)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            error.add_note("This was asked for by a move to another plan, which was given up: the old plan stays.")
-            raise
-        self.settle()  # by now nothing of the old plan's memory is left: that of the new one may become real
+            except (torch.OutOfMemoryError, MemoryError) as error:
+                error.add_note("This was asked for by a move to another plan, which was given up: the old plan stays.")
+                raise
+            self.settle()  # by now nothing of the old plan's memory is left: that of the new one may become real
 
     def _go_over(self, luggage: Luggage, solution: Solution) -> None:
         """See [Note: moving]."""
@@ -224,6 +246,12 @@ class Run:
     # -- the model's own forward ----------------------------------------------------------------------------------
 
     def forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """See [Note: interrupts]: the model's own code, too, is only interrupted where a block begins or a part of
+        it."""
+        with deferred:
+            return self._forward(original, args, kwargs)
+
+    def _forward(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.probing or self._root_depth:
             return original(*args, **kwargs)
         training = torch.is_grad_enabled()
@@ -239,6 +267,7 @@ class Run:
         self.begin_pass(mode)
         self._root_depth += 1
         try:
+            safe_point()
             args, kwargs = self._moved(args, kwargs)
             self._root_batch = (args, kwargs)
             self.executor.start()
@@ -276,7 +305,9 @@ class Run:
             )
 
     def begin_pass(self, mode: Mode) -> None:
+        self._backward.end()
         refuse_transforms(mode is not Mode.EVAL)
+        self.lanes.check()
         self.chunks.check_loose()
         if self.between_passes is not None:
             self.between_passes()
@@ -302,20 +333,23 @@ class Run:
 
     @contextmanager
     def tick(self, op: Op, block: int, call: int | None = None, accumulate: bool = False) -> Iterator[Tick]:
-        try:
-            tick = self.executor.enter(op, block, call, accumulate)
-            if self.observer is not None:
-                self.observer.begin_tick(op)
-            with self.gpu.meter("activations"):
-                yield tick
-            if self.observer is not None:
-                self.observer.end_tick(op, tick.call)
-            self.executor.leave(tick)
-        except BaseException as error:
-            self.executor.abandon()
-            if op is Op.BACKWARD and self.observer is not None and isinstance(error, OutOfMemory):
-                self.observer.ran_out(error)
-            raise
+        with deferred:
+            try:
+                safe_point()
+                tick = self.executor.enter(op, block, call, accumulate)
+                if self.observer is not None:
+                    self.observer.begin_tick(op)
+                with self.gpu.meter("activations"):
+                    yield tick
+                if self.observer is not None:
+                    self.observer.end_tick(op, tick.call)
+                self.executor.leave(tick)
+            except BaseException as error:
+                self.executor.abandon()
+                if op is Op.BACKWARD and self.observer is not None and isinstance(error, OutOfMemory):
+                    self.observer.ran_out(error)
+                self._backward.end()
+                raise
 
     def draws(self, block: int, num_micro_batches: int) -> rng.Draws:
         nth_call = self._nth_call[block]
@@ -398,10 +432,14 @@ class Run:
         if not self._end_queued:
             self._end_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            if self.plan.update is Update.IN_BACKWARD:  # half of the updates would be half a step
+                self._backward.begin()
 
     def _end_backward(self) -> None:
-        self._end_queued = False
-        self.executor.finish_backward()
+        with held:
+            self._end_queued = False
+            self.executor.finish_backward()
+        self._backward.end()
 
     # -- what the optimizer and users call ------------------------------------------------------------------------
 
@@ -418,7 +456,9 @@ class Run:
             self.observer.end_step()
 
     def check_values(self) -> None:
-        """Raises if they are lost: what lies there must not become somebody's checkpoint."""
+        """Raises if they are lost, or are not of this process: what lies there must not become somebody's
+        checkpoint."""
+        self.birthplace.check()
         if self._is_lost:
             raise RuntimeError(LOST)
 
@@ -426,6 +466,7 @@ class Run:
         """A copy of a parameter's present value. With `borrow` it is the very memory where it lies in RAM, to be read
         at once; it looks as if it had a storage of its own, or writers of files would take all parameters for one."""
         self.check_values()
+        safe_point()
         chunk, entry = self.chunks.places[key]
         self.executor.wait_for_update(chunk)
         value = self.chunks.view_of(self.chunks.home(chunk), entry).detach()
@@ -443,18 +484,24 @@ class Run:
 
     def store(self, key: str, value: Tensor) -> None:
         """New values for a parameter, from a state dict."""
+        self.birthplace.check()
         self.executor.wait_for_fetch(self.chunks.places[key][0])
         self.chunks.store(key, value)
         if (master := self.loaded_masters.get(key)) is not None:
             self.chunks.restore_master(key, master)
 
-    def close(self) -> None:
-        """Gives the parameters back their values and frees everything else. The model is plain again."""
+    def close(self, is_plain: Callable[[], object] = lambda: None) -> None:
+        """Gives the parameters back their values and frees everything else. Calls `is_plain` when nothing can fail any
+        more. An interrupt leaves all as it is, or waits for the end."""
         self.check_values()
-        if self.lanes.failure is None:
-            self.executor.wait_for_updates()
-        self._give_back()
-        self.discard()
+        with deferred:
+            if self.lanes.failure is None:
+                self.executor.wait_for_updates()
+            values = self._plain_values()
+            with held:
+                is_plain()
+                self._give_back(values)
+                self.discard()
 
     def discard(self) -> None:
         """Frees everything; the model is of no use any more."""
@@ -463,14 +510,20 @@ class Run:
         self.gpu.close()
         self.host.close()
 
-    def _give_back(self) -> None:
-        gradients = self._take_gradients()
+    def _plain_values(self) -> dict[str, Tensor]:
+        values: dict[str, Tensor] = {}
         for spec in self.chunks.specs:
+            safe_point()
             home = self.chunks.home(spec.index)
             for entry in spec.params:
-                value = self.chunks.view_of(home, entry).to(self._device_before, copy=True)
-                self.chunks.show(entry.param)
-                self.parameters[entry.param].data = value
+                values[entry.param] = self.chunks.view_of(home, entry).to(self._device_before, copy=True)
+        return values
+
+    def _give_back(self, values: Mapping[str, Tensor]) -> None:
+        gradients = self._take_gradients()
+        for key, value in values.items():
+            self.chunks.show(key)
+            self.parameters[key].data = value
         for key, gradient in gradients.items():
             self.parameters[key].grad = gradient
         self._move_buffers(back=True)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from hightide.interrupts import deferred, held
 from hightide.ir.block import ModelProfile
 from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.profiler.probe import MUTATES_INPUT, ProbeResult
@@ -38,15 +39,18 @@ class Wrapped:
         run = self.hightide_home()
         if run is None:
             raise Refused("the wrapped model that this block was a part of is gone, and its parameters with it")
+        run.birthplace.check()
         return run
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Full values, each in storage of its own, whatever tier they live on."""
         assert isinstance(self, nn.Module)
-        with Disabled():  # it detaches parameters that are absent
-            values = super().state_dict(*args, **kwargs)  # type: ignore[misc]
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        fill_values(self.hightide_run, self, values, prefix)
+        run = self.hightide_run
+        with deferred:
+            with Disabled():  # it detaches parameters that are absent
+                values = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+            fill_values(run, self, values, prefix)
         return values
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
@@ -61,14 +65,15 @@ class Wrapped:
         mine = {
             keys[id(param)]: param for param in self._parameters.values() if param is not None and id(param) in keys
         }
-        for key, param in mine.items():
-            self.hightide_run.chunks.show(key)
-            param.data = self.hightide_run.value_of(key)
-        try:
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
-        finally:
+        with held:
             for key, param in mine.items():
-                self.hightide_run.store(key, param.data)
+                self.hightide_run.chunks.show(key)
+                param.data = self.hightide_run.value_of(key)
+            try:
+                super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
+            finally:
+                for key, param in mine.items():
+                    self.hightide_run.store(key, param.data)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
         """What `to`, `half`, `cuda` and the like are made of. Nothing to do is no problem."""

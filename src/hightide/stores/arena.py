@@ -22,9 +22,9 @@ class CannotMap(ValueError, MemoryError):
 class ArenaStore(Store):
     starts_zeroed = True
 
-    def __init__(self, tier: Tier, capacity_bytes: int, huge_bytes: int = 0) -> None:
+    def __init__(self, tier: Tier, capacity_bytes: int, huge_bytes: int = 0, in_forks: bool = False) -> None:
         """`huge_bytes`: how much of the mapping's beginning is surely used: a single touched byte makes a huge page
-        real."""
+        real. `in_forks`: a forked child can read it; else that ends the child with a segmentation fault."""
         super().__init__(tier, capacity_bytes)
         try:
             mapping = mmap.mmap(-1, capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
@@ -34,7 +34,7 @@ class ArenaStore(Store):
         if huge_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
             with suppress(OSError):  # a kernel without them: pages stay small
                 mapping.madvise(mmap.MADV_HUGEPAGE, 0, huge_bytes)
-        if hasattr(mmap, "MADV_DONTFORK"):  # a worker of a DataLoader would make every page that is written exist twice
+        if hasattr(mmap, "MADV_DONTFORK") and not in_forks:  # every page that is written meanwhile would exist twice
             mapping.madvise(mmap.MADV_DONTFORK)
         self._mapping: mmap.mmap | None = mapping
         # The storage owns the mapping. It is never unmapped by hand: torch.frombuffer exports no buffer, so

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import torch
 
+from hightide.forks import Birthplace
 from hightide.ir.units import format_bytes
 from hightide.stores.base import ALIGN_BYTES
 from hightide.stores.host import HostArena
@@ -50,7 +51,7 @@ class PinnedArena(HostArena):
         status = _register(self._base, self._pinned_bytes)
         if status == 0:
             # Also if nobody closes it: memory that is unmapped while it is registered cannot be registered again.
-            self._unpin = weakref.finalize(self, _unregister, self._base)
+            self._unpin = weakref.finalize(self, _unregister, self._base, Birthplace())
             self._unpin.atexit = False
             return
         _forget_error()
@@ -79,7 +80,9 @@ def _register(address: int, num_bytes: int) -> int:
     return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
 
 
-def _unregister(address: int) -> None:
+def _unregister(address: int, birthplace: Birthplace) -> None:
+    if not birthplace.is_here:  # a fork can neither use CUDA nor end what the memory is to its parent
+        return
     torch.cuda.synchronize()  # a copy may still be on its way
     torch.cuda.cudart().cudaHostUnregister(address)
 

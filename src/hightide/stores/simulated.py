@@ -20,7 +20,7 @@ class SimulatedAccelerator(ArenaStore, Accelerator):
     `meter()` or adopted. Whatever exceeds it raises OutOfMemory with the numbers."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        super().__init__(Tier.GPU, capacity_bytes)
+        super().__init__(Tier.GPU, capacity_bytes, in_forks=True)  # where a real one's tensors raise, they do no harm
         self.device = torch.device("cpu")
         self._ledger = StorageLedger(self._on_change, self._lock)
         self._active = threading.local()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
+from hightide.interrupts import safe_point
+
 DEFAULT_TIMEOUT_S = 120.0
+LOOK_S = 0.1  # who waits looks this often whether the user wants to interrupt it
 
 # One lock for all tickets keeps a ticket as cheap as its attributes. It guards a few assignments and is never held
 # while anything else runs; re-entrant because the garbage collector may run a finaliser that completes another ticket.
@@ -101,8 +105,11 @@ class Ticket:
             event.set()
 
         self.add_done_callback(wake)
-        if event.wait(timeout_s):
-            return
+        until_s = time.monotonic() + timeout_s
+        while (left_s := until_s - time.monotonic()) > 0:
+            if event.wait(min(left_s, LOOK_S)):
+                return
+            safe_point()
         with _lock:
             if self._done:
                 return

@@ -21,8 +21,8 @@ KIB = 1024
 FORKING = """
 import os
 import torch
+from hightide.stores.host import HostArena
 from hightide.stores.pinned import PinnedArena
-from hightide.stores.simulated import SimulatedAccelerator
 
 
 def is_mapped(address):
@@ -30,7 +30,7 @@ def is_mapped(address):
     return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
 
 
-stores = [PinnedArena(1 << 20), SimulatedAccelerator(1 << 20)]
+stores = [PinnedArena(1 << 20), HostArena(1 << 20)]
 addresses = []
 for store in stores:
     view = store.view(store.allocate(1 << 16, "data"), torch.uint8)
