@@ -11,6 +11,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
+from hightide.ir.tier import Lane
+
 T = TypeVar("T")
 
 
@@ -59,11 +61,11 @@ def build(cls: Any, data: Any, where: str) -> Any:
         return tuple(build(item, entry, f"{where}[{index}]") for index, entry in enumerate(data))
     if dataclasses.is_dataclass(cls):
         return _build_dataclass(cls, data, where)
-    if isinstance(cls, type) and issubclass(cls, Enum):
+    if isinstance(cls, type) and issubclass(cls, Enum | Lane):
         try:
             return cls(data)
         except ValueError:
-            raise ValueError(f"{where} is {data!r}; it must be one of {', '.join(str(m.value) for m in cls)}") from None
+            raise ValueError(f"{where} is {data!r}; it must be one of {', '.join(str(one) for one in cls)}") from None
     if cls is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
     if not isinstance(data, cls) or (cls is int and isinstance(data, bool)):

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from hightide.ir.action import Action, Mode, Op
+from hightide.ir.action import Action, ActionKey, Mode, Op
 from hightide.ir.block import Affine, CallSpec, Glue, ModelProfile
 from hightide.ir.chunk import REGION_BYTES, STATE_BYTES, UPDATE_TILE_NUMEL
 from hightide.ir.plan import Activation, Plan
+from hightide.ir.split import micro_batches
 from hightide.ir.tier import Lane, Tier
 from hightide.planner import loss
 from hightide.planner.lower.draft import Draft
@@ -30,7 +31,7 @@ from hightide.planner.place import (
     slot_bytes,
 )
 
-Effects = dict[str, Counter[str]]
+Effects = dict[ActionKey, Counter[str]]
 
 
 def gpu_base_bytes(profile: ModelProfile, plan: Plan) -> int:
@@ -78,7 +79,7 @@ def _count_inputs_and_outputs(draft: Draft, effects: Effects) -> None:
     glue = 0  # inputs made outside of blocks that later calls without backward may still read
     waiting = 0  # what the chain holds for backwards to come, wherever inputs wait
     for index, call in enumerate(draft.profile.calls):
-        forward = effects[f"fwd.{index}"]
+        forward = effects[ActionKey(Op.FORWARD, index)]
         new = _at(draft, call.new_inputs)
         forward["gpu_takes"] += new + _output_bytes(draft, call) + _at(draft, call.tapped)
         if draft.mode is not Mode.EVAL:
@@ -93,7 +94,7 @@ def _count_inputs_and_outputs(draft: Draft, effects: Effects) -> None:
         arriving = _output_bytes(draft, call)
     if draft.mode is not Mode.EVAL:
         tapped = sum(_at(draft, call.tapped) for call in draft.profile.calls)
-        effects["step"]["gpu_gives"] += arriving + glue + tapped
+        effects[ActionKey(Op.STEP)]["gpu_gives"] += arriving + glue + tapped
 
 
 def _excess_bytes(draft: Draft, call: CallSpec, arriving: int) -> int:
@@ -112,16 +113,18 @@ def _count_glue(draft: Draft, tick: Counter[str], glue: Glue, waiting: int, coun
 def _count_saved(draft: Draft, index: int, call: CallSpec, received: int, effects: Effects) -> None:
     """All inputs of a call wait for its backward on the GPU, except what is stashed."""
     saved = _at(draft, call.saved_inputs)
-    effects[f"fwd.{index}"]["gpu_takes"] += max(0, saved - received)  # shared ones that the chain has let go
-    effects[f"bwd.{index}"]["gpu_gives"] += max(saved, received)
+    effects[ActionKey(Op.FORWARD, index)]["gpu_takes"] += max(
+        0, saved - received
+    )  # shared ones that the chain has let go
+    effects[ActionKey(Op.BACKWARD, index)]["gpu_gives"] += max(saved, received)
     if draft.plan.blocks[call.block].inputs is Tier.HOST:
         region = region_bytes(saved) + max(0, call.num_saved - 1) * REGION_BYTES  # each tensor is rounded up
-        effects[f"stash.{index}"].update(gpu_gives=saved, host_takes=region)
-        effects[f"unstash.{index}"].update(gpu_takes=saved, host_gives=region)
+        effects[ActionKey(Op.STASH, index)].update(gpu_gives=saved, host_takes=region)
+        effects[ActionKey(Op.UNSTASH, index)].update(gpu_takes=saved, host_gives=region)
 
 
 def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) -> None:
-    forward, backward = effects[f"fwd.{index}"], effects[f"bwd.{index}"]
+    forward, backward = effects[ActionKey(Op.FORWARD, index)], effects[ActionKey(Op.BACKWARD, index)]
     backwards = draft.mode is not Mode.EVAL and call.needs_backward
     if draft.profile.blocks[call.block].lazy_head:
         forward["gpu_transient"] += loss.forward_transient_bytes(draft.profile, draft.plan, call)
@@ -161,10 +164,10 @@ def _count_output_gradients(draft: Draft, effects: Effects) -> None:
     waiting = before[-1] + tapped_bytes + sum(excess)  # as in forward, and what the last call returned
     for index in backwards:  # those of what was tapped come from the loss, and wait
         tapped = _at(draft, calls[index].tapped)
-        effects[f"bwd.{backwards[0]}"]["gpu_takes"] += tapped
-        effects[f"bwd.{index}"]["gpu_gives"] += tapped
+        effects[ActionKey(Op.BACKWARD, backwards[0])]["gpu_takes"] += tapped
+        effects[ActionKey(Op.BACKWARD, index)]["gpu_gives"] += tapped
     for index in backwards:
-        backward = effects[f"bwd.{index}"]
+        backward = effects[ActionKey(Op.BACKWARD, index)]
         # The loss makes the first; later ones may grow in the glue: the gradient of a slice is that of the whole again.
         grown = max(0, _output_bytes(draft, calls[index]) - pending)
         backward["gpu_takes"] += grown
@@ -177,8 +180,8 @@ def _count_output_gradients(draft: Draft, effects: Effects) -> None:
         waiting -= excess[index]
         pending, aside = made - other, max(aside, other)
     end = _at(draft, draft.profile.glue_end) - before[-1] - tapped_bytes - pending - aside
-    effects["step"]["least_transient"] = max(0, end)
-    effects["step"]["gpu_gives"] += pending + aside
+    effects[ActionKey(Op.STEP)]["least_transient"] = max(0, end)
+    effects[ActionKey(Op.STEP)]["gpu_gives"] += pending + aside
 
 
 def _count_updates(draft: Draft, effects: Effects) -> None:
@@ -201,9 +204,9 @@ def micro_batch_of(plan: Plan, call: CallSpec, mode: Mode) -> int:
 
 
 def kept_bytes(plan: Plan, call: CallSpec, micro: int) -> int:
-    """Graphs of all micro-batches; the last one may be smaller."""
-    whole, rest = divmod(plan.num_samples, micro)
-    return whole * call.kept.at(micro) + (call.kept.at(rest) if rest else 0)
+    """Graphs of all micro-batches."""
+    *whole, (_, last) = micro_batches(plan.num_samples, micro)
+    return len(whole) * call.kept.at(micro) + call.kept.at(last)
 
 
 def _at(draft: Draft, size: Affine) -> int:

@@ -14,7 +14,7 @@ from collections import defaultdict
 from itertools import groupby
 
 from hightide.ir.action import Action, Mode, Op
-from hightide.ir.tier import LANE_RULES, ChunkKind, Lane, Rule
+from hightide.ir.tier import ChunkKind, Lane
 from hightide.planner.lower.disk import move_through_disk
 from hightide.planner.lower.draft import Draft
 
@@ -57,7 +57,7 @@ def _sorted_by_waiting(actions: list[Action]) -> list[Action]:
     latest: dict[Lane, int] = {}
     for at, action in enumerate(actions):
         before = [place[name] for name in action.after if name in place]
-        if LANE_RULES[action.lane] is Rule.IN_ORDER:
+        if action.lane.is_in_order:
             before += [latest[action.lane]] if action.lane in latest else []
             latest[action.lane] = at
         missing[at] = len(before)
