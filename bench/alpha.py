@@ -12,13 +12,13 @@ from dataclasses import replace
 
 from hightide.cli.workload import load_workload
 from hightide.doctor.known import load_machine
-from hightide.ir.action import Action, Mode, Op, Schedule
+from hightide.ir.action import Action, Op, Schedule
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Lane
 from hightide.planner.cost import seconds_of
 from hightide.planner.estimate import estimate
-from hightide.planner.lower import lower
-from hightide.planner.question import Question
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.search import search
 from hightide.planner.simulate import NUM_PASSES, simulated_step_s
 
 GIB = 2**30
@@ -50,9 +50,9 @@ def main() -> None:
         profile = load_workload(model, num_samples, 2048, None, None).profile()
         costs = estimate(profile, machine)
         limits = gpu * GIB, 118 * GIB
-        question = Question(profile, costs, machine, *limits, Update.IN_BACKWARD, gradients=GradientDtype.PARAM)
-        plan = question.answer().plan
-        schedule, seconds = lower(profile, plan, Mode.TRAIN), seconds_of(profile, plan, costs)
+        terms = Terms(*limits, Update.IN_BACKWARD, gradients=GradientDtype.PARAM)
+        found = search(Problem(profile, costs, machine, terms))
+        schedule, seconds = found.training, seconds_of(profile, found.plan, costs)
         chunks = [action.chunk for action in schedule.actions if action.op is Op.UPDATE and action.lane is Lane.CPU]
         ordered = sorted(chunk for chunk in chunks if chunk is not None)
         before_s = simulated_step_s(schedule, seconds, machine, NUM_PASSES)

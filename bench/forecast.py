@@ -46,7 +46,8 @@ from hightide.machine import return_freed_memory
 from hightide.planner.cost import forecast, with_peaks
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks, reserved_bytes
-from hightide.planner.question import Question
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.search import search
 from hightide.rehearsal.rehearse import rehearse
 
 HERE = Path(__file__).parent
@@ -116,8 +117,8 @@ def predict(names: list[str], machine: Machine, device: torch.device, compile: b
 
 def tell(profile: ModelProfile, costs: Costs, name: str, machine: Machine, process_bytes: int, cuda: bool) -> Told:
     plan = Plan.load(FOLDER / f"{name}.json")
-    step = forecast(profile, plan, costs, machine)
     schedule = lower(with_peaks(profile, costs), plan, Mode.TRAIN)
+    step = forecast(Problem(profile, costs, machine, Terms.of(plan)), plan, schedule)
     return Told(
         step_s=step.step_s,
         issue_s=step.issue_s,
@@ -213,14 +214,16 @@ def search_all(names: list[str], machine: Machine) -> None:
         costs = from_json(Costs, json.dumps(kept["/".join(map(str, key))]))
         limits = parse_bytes(written.gpu, "gpu"), parse_bytes(HOST, "host")
         profile = with_peaks(profiles[key], costs)
-        question = Question(profile, costs, machine, *limits, written.update, gradients=written.gradients)
+        terms = Terms(*limits, written.update, gradients=written.gradients)
+        problem = Problem(profile, costs, machine, terms)
         started_s = time.perf_counter()
-        found = question.answer()
+        found = search(problem)
         took_s = time.perf_counter() - started_s
-        by_hand_s = forecast(profile, Plan.load(FOLDER / f"{name}.json"), costs, machine).step_s
-        choice, gain = found.choice, found.step.step_s / by_hand_s - 1
+        by_hand = Plan.load(FOLDER / f"{name}.json")
+        by_hand_s = forecast(problem, by_hand, lower(profile, by_hand, Mode.TRAIN)).step_s
+        chosen, gain = found.candidate, found.step.step_s / by_hand_s - 1
         print(f"{name:26} {by_hand_s:6.3f} s {found.step.step_s:6.3f} s {gain:+7.1%}  {took_s:4.1f} s", end="")
-        print(f"  micro-batch {choice.micro_batch}, {len(choice.whole)} whole, {len(choice.keep)} keep", flush=True)
+        print(f"  micro-batch {chosen.micro_batch}, {len(chosen.whole)} whole, {len(chosen.keep)} keep", flush=True)
 
 
 # -- the table --------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
 from hightide.planner.by_hand import plan_by_hand
-from hightide.planner.choice import Choice
+from hightide.planner.candidate import Candidate
+from hightide.planner.problem import Terms
 from hightide.profiler.model import profile_model
 
 FOLDER = Path(__file__).parent / "plans"
@@ -118,7 +119,7 @@ def make(written: HandWritten, profile: ModelProfile) -> Plan:
     front = big[written.first :]
     whole, params = front[: written.whole], front[written.whole : written.whole + written.params]
     kept = big[len(big) - written.keep :]
-    choice = Choice(
+    candidate = Candidate(
         micro_batch=written.micro_batch,
         inputs=written.inputs,
         spare_slots=written.spare_slots,
@@ -129,7 +130,7 @@ def make(written: HandWritten, profile: ModelProfile) -> Plan:
         loss_kept_tokens=written.kept_logits,
     )
     limits = parse_bytes(written.gpu, "gpu"), parse_bytes(HOST, "host")
-    return plan_by_hand(profile, choice, *limits, written.update, gradients=written.gradients)
+    return plan_by_hand(profile, candidate, Terms(*limits, written.update, gradients=written.gradients))
 
 
 def profile_of(model: str, sequences: int, length: int) -> ModelProfile:

@@ -29,13 +29,14 @@ from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
 from hightide.planner.by_hand import plan_by_hand
+from hightide.planner.candidate import Candidate
 from hightide.planner.check import check_plan
-from hightide.planner.choice import Choice, Problem
 from hightide.planner.cost import forecast
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.lower import lower_all
-from hightide.planner.question import Question
-from hightide.planner.verify import verify_all
+from hightide.planner.problem import Problem
+from hightide.planner.search import search
+from hightide.planner.solution import Solution
+from hightide.planner.space import Space
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 from hightide.watch import Watch
@@ -56,83 +57,69 @@ class Row:
 # -- variants ---------------------------------------------------------------------------------------------------------
 
 
-def variants(question: Question, chosen: Choice) -> Iterator[tuple[str, Choice]]:
+def variants(problem: Problem, chosen: Candidate) -> Iterator[tuple[str, Candidate]]:
     """What a person would change, with the rest as it is."""
-    num_samples, micro = question.profile.num_samples, chosen.micro_batch
-    problem = _problem(question)
+    num_samples, micro = problem.profile.num_samples, chosen.micro_batch
+    space = Space(problem.profile, problem.terms)
     if micro > 1:
         yield "half the micro-batch", replace(chosen, micro_batch=-(-micro // 2))
     if micro < num_samples:
         yield "twice the micro-batch", replace(chosen, micro_batch=min(num_samples, 2 * micro))
     other = Tier.HOST if chosen.inputs is Tier.GPU else Tier.GPU
     yield f"inputs on the {other}", replace(chosen, inputs=other, near=frozenset())
-    keepable = [block for block in problem.keepable if block not in chosen.keep]
+    keepable = [block for block in space.keepable if block not in chosen.keep]
     if keepable:
         yield "two more keep", replace(chosen, keep=chosen.keep | set(keepable[:2]))
     if chosen.keep:
         yield "two fewer keep", replace(chosen, keep=frozenset(sorted(chosen.keep)[2:]))
-    whole = sorted(chosen.whole - _tiny(problem))
+    whole = sorted(chosen.whole - _tiny(space))
     if whole:
         yield "two fewer on the GPU", replace(chosen, whole=chosen.whole - set(whole[-2:]))
-        moved = [block for block in problem.movable if block not in chosen.whole][-len(whole) :]
+        moved = [block for block in space.movable if block not in chosen.whole][-len(whole) :]
         yield "the last ones on the GPU", replace(chosen, whole=chosen.whole - set(whole) | set(moved))
     yield "a spare slot more", replace(chosen, spare_slots=chosen.spare_slots + 1)
     spare = chosen.spare_slots if chosen.spare_grad_slots is None else chosen.spare_grad_slots
     yield "two spare grad slots more", replace(chosen, spare_grad_slots=spare + 2)
-    if problem.keepable_tokens:
-        kept = 0 if chosen.loss_kept_tokens else problem.keepable_tokens[-1]
+    if space.keepable_tokens:
+        kept = 0 if chosen.loss_kept_tokens else space.keepable_tokens[-1]
         yield f"{kept} tokens' logits kept", replace(chosen, loss_kept_tokens=kept)
-    streamed = [block for block in problem.movable if block not in chosen.whole | chosen.params]
+    streamed = [block for block in space.movable if block not in chosen.whole | chosen.params]
     yield "parameters of two more stay", replace(chosen, params=chosen.params | set(streamed[:2]))
 
 
-def fitted(question: Question, choice: Choice, is_filled: bool) -> Plan | None:
+def fitted(problem: Problem, candidate: Candidate, is_filled: bool) -> Plan | None:
     """The plan, with fewer states on the GPU if it must, and more if it may."""
-    problem = _problem(question)
-    order = [block for block in problem.movable if block not in _tiny(problem)]
-    plan = _plan(question, choice)
+    space = Space(problem.profile, problem.terms)
+    order = [block for block in space.movable if block not in _tiny(space)]
+    plan = _plan(problem, candidate)
     while plan is None:
-        whole = [block for block in order if block in choice.whole]
+        whole = [block for block in order if block in candidate.whole]
         if not whole:
             return None
-        choice = replace(choice, whole=choice.whole - {whole[-1]})
-        plan = _plan(question, choice)
+        candidate = replace(candidate, whole=candidate.whole - {whole[-1]})
+        plan = _plan(problem, candidate)
     for block in order if is_filled else ():
-        if block not in choice.whole:
-            more = replace(choice, whole=choice.whole | {block}, params=choice.params - {block})
-            wider = _plan(question, more)
+        if block not in candidate.whole:
+            more = replace(candidate, whole=candidate.whole | {block}, params=candidate.params - {block})
+            wider = _plan(problem, more)
             if wider is None:
                 break
-            choice, plan = more, wider
+            candidate, plan = more, wider
     return plan
 
 
-def _plan(question: Question, choice: Choice) -> Plan | None:
-    limits = question.gpu_bytes, question.host_bytes
+def _plan(problem: Problem, candidate: Candidate) -> Plan | None:
     try:
-        plan = plan_by_hand(
-            question.profile,
-            choice,
-            *limits,
-            question.update,
-            question.num_moments,
-            question.gradients,
-            question.machine,
-        )
-        verify_all(question.profile, plan, lower_all(question.profile, plan))
+        plan = plan_by_hand(problem.profile, candidate, problem.terms, problem.machine)
+        Solution.of(problem.profile, plan).verify()
     except InfeasiblePlan:
         return None
     return plan
 
 
-def _problem(question: Question) -> Problem:
-    limits = question.gpu_bytes, question.host_bytes
-    return Problem(question.profile, *limits, question.update, question.num_moments, question.gradients)
-
-
-def _tiny(problem: Problem) -> set[int]:
+def _tiny(space: Space) -> set[int]:
     """Blocks that are always on the GPU: norms."""
-    return {block for block in problem.movable if problem.block_numel(block) < 1 << 20}
+    return {block for block in space.movable if space.block_numel(block) < 1 << 20}
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
@@ -195,16 +182,16 @@ def main() -> int:
     print(f"# built in {built_s - started_s:.1f} s, wrapped in {time.perf_counter() - built_s:.1f} s", flush=True)
     run = run_of(model)
     assert run is not None and isinstance(run.observer, Watch)
-    question, run.observer = run.observer.question, None  # here no other plan may take its place
-    automatic, found = run.plan, question.answer()
+    problem, run.observer = run.observer.problem, None  # here no other plan may take its place
+    automatic, found = run.plan, search(problem)
     assert found.plan.decisions == automatic.decisions
     plans = [("automatic", automatic), *((path.stem, Plan.load(path)) for path in options.also)]
     for _, plan in plans:
-        check_plan(question.profile, plan)
-        verify_all(question.profile, plan, lower_all(question.profile, plan))
+        check_plan(problem.profile, plan)
+        Solution.of(problem.profile, plan).verify()
     seen = {automatic.decisions}
-    for label, choice in variants(question, found.choice):
-        plan = fitted(question, choice, is_filled="fewer on the GPU" not in label)
+    for label, candidate in variants(problem, found.candidate):
+        plan = fitted(problem, candidate, is_filled="fewer on the GPU" not in label)
         if plan is not None and plan.decisions not in seen and len(plans) <= NUM_VARIANTS:
             seen.add(plan.decisions)
             plans.append((label, plan))
@@ -223,8 +210,8 @@ def main() -> int:
             print(f"# {label}: no time left of {options.budget:.0f} s")
             continue
         if rows:
-            run.move_to(question.profile, plan, lower_all(question.profile, plan))
-        told_s = forecast(question.profile, plan, question.costs, question.machine).step_s
+            run.move_to(Solution.of(problem.profile, plan))
+        told_s = forecast(problem, plan, Solution.of(problem.profile, plan).training).step_s
         rows.append(Row(label, plan, told_s, measure(run, step, options.steps)))
         print(
             f"# {label}: {rows[-1].found_s:.3f} s, {time.perf_counter() - started_s:.0f} s since the start", flush=True

@@ -10,9 +10,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from hightide.decision import Asked, GpuRoom, question_about, rehearsed_profile, room_on
+from hightide.decision import GpuRoom, Profiled, problem_of, rehearsed_profile, room_on
 from hightide.integrations import lora, transformers
-from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.limits import Limits
 from hightide.ir.plan import Forecast, GradientDtype, Plan, Update
@@ -25,12 +24,10 @@ from hightide.measured import Stats, read_stats
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.registry import rule_for
 from hightide.planner.check import check_executable, check_moments, check_plan
-from hightide.planner.explain import described
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.lower import lower_all
-from hightide.planner.question import Question
-from hightide.planner.search import Found
-from hightide.planner.verify import verify_all
+from hightide.planner.problem import Terms
+from hightide.planner.search import search
+from hightide.planner.solution import Searched, Solution
 from hightide.profiler import checkpointing
 from hightide.profiler.blocks import Choice
 from hightide.profiler.model import profile_calls
@@ -91,41 +88,39 @@ def wrap(
         )
     with shown("hightide.wrap"), checkpointing.off_unless_it_fails(model):
         profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks, place)
-        searched: tuple[Question, Found] | None = None
+        solution: Solution
         if plan is None:
-            gpu_bytes, host_bytes = _resolve(limits or Limits(), place, model, optimizer)
-            asked = Asked(gpu_bytes, host_bytes, timing, micro_batch, rule.num_moments, rounding)
-            question = question_about(profiled, optimizer, place, compile, asked)
-            tell("searching for a plan")
-            searched = question, question.answer()
-            plan = searched[1].plan
-            profile, schedules = _verified(question.profile, plan)
+            terms = Terms(*_resolve(limits or Limits(), place, model, optimizer), timing, micro_batch,
+                          rule.num_moments, rounding)  # fmt: skip
+            solution = _searched(profiled, optimizer, place, compile, terms)
         else:
             check_executable(plan)
             check_plan(profile, plan)
             check_moments(plan, rule.num_moments)
             rehearsed = partial(rehearsed_profile, profiled, optimizer, place, compile, plan.gpu_limit_bytes)
-            profile, schedules = _verified(profile, plan, rehearsed)
+            solution = _verified(Solution.of(profile, plan), rehearsed)
             if plan.is_edited:
-                plan = described(profile, plan, schedules)
+                solution = solution.described()
             if place.type == "cuda":
                 _warn_of_room(room_on(place, model, optimizer), plan)
         adapted = {id(param) for param in lora.adapted_parameters(model)}
-        check_modules(model, profile, probed, {name for name, p in model.named_parameters() if id(p) in adapted})
+        check_modules(
+            model, solution.profile, probed, {name for name, p in model.named_parameters() if id(p) in adapted}
+        )
         checks = transformers.training_checks(model, batch)
         values = first_values(model)
         around = transformers.around_call(model)
-        run = Run(model, profile, probed, plan, schedules, checks, place, compile, values, around)
+        run = Run(model, solution, probed, checks, place, compile, values, around)
         for param in lora.adapted_parameters(model):
             run.chunks.ignore_version(run.keys[id(param)])
         forget(model)
         wrapped = wrap_optimizer(optimizer, run)
         run.settle()
         wrap_modules(run)
-        if searched is not None:
-            run.observer = Watch(run, *searched)
+        if isinstance(solution, Searched):
+            run.observer = Watch(run, solution)
         else:  # a plan that the user brings is never changed
-            _warn_of_reserve(run.forecast, plan.gpu_limit_bytes)
+            _warn_of_reserve(run.forecast, run.plan.gpu_limit_bytes)
     return model, wrapped
 
 
@@ -148,13 +143,9 @@ def plan(
     _check_limits(limits)
     with shown("hightide.plan"), checkpointing.off(model):
         profiled = _profile(model, optimizer, batch, blocks, place)
-        gpu_bytes, host_bytes = _resolve(limits or Limits(), place, model, optimizer)
-        asked = Asked(gpu_bytes, host_bytes, timing, micro_batch, rule.num_moments, rounding)
-        question = question_about(profiled, optimizer, place, compile, asked)
-        tell("searching for a plan")
-        made = question.answer().plan
-        _verified(question.profile, made)
-    return made
+        terms = Terms(*_resolve(limits or Limits(), place, model, optimizer), timing, micro_batch,
+                      rule.num_moments, rounding)  # fmt: skip
+        return _searched(profiled, optimizer, place, compile, terms).plan
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -257,20 +248,28 @@ def _profile(
     return profile_calls(model, optimizer, batch, blocks, device=device)
 
 
-def _verified(
-    profile: ModelProfile, plan: Plan, rehearsed: Callable[[], ModelProfile | None] | None = None
-) -> tuple[ModelProfile, dict[Mode, Schedule]]:
+def _searched(
+    profiled: Profiled, optimizer: torch.optim.Optimizer, device: torch.device, compile: bool, terms: Terms
+) -> Searched:
+    problem = problem_of(profiled, optimizer, device, compile, terms)
+    tell("searching for a plan")
+    solution = search(problem)
+    solution.verify()
+    return solution
+
+
+def _verified(solution: Solution, rehearsed: Callable[[], ModelProfile | None]) -> Solution:
     """A plan that does not fit the GPU may have been searched for blocks that were `rehearsed`: compiled ones take less
     than tensors without values tell."""
-    schedules = lower_all(profile, plan)
     try:
-        verify_all(profile, plan, schedules)
+        solution.verify()
     except InfeasiblePlan as refusal:
-        measured = rehearsed() if rehearsed is not None and refusal.tier is Tier.GPU else None
+        measured = rehearsed() if refusal.tier is Tier.GPU else None
         if measured is None:
             raise
-        return _verified(measured, plan)
-    return profile, schedules
+        solution = Solution.of(measured, solution.plan)
+        solution.verify()
+    return solution
 
 
 def _warn_of_reserve(forecast: Forecast, limit_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What `wrap` plans with: the machine that it runs on, what is free there, and what a step costs.
+"""The problem that `wrap` has solved: the machine that it runs on, what is free there, and what a step costs.
 
 [Note: small models] Measuring a machine and a model, and a thorough search, take seconds: too much for a model whose
 step takes milliseconds. Those are planned with assumed speeds and by a quick search. Speeds are assumed on the
@@ -31,12 +31,10 @@ from hightide.doctor.measure import examine
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import SIMULATED, Machine
-from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.units import format_bytes
-from hightide.planner.choice import check_micro_batch
 from hightide.planner.cost import with_peaks
 from hightide.planner.estimate import estimate
-from hightide.planner.question import Question
+from hightide.planner.problem import Problem, Terms
 from hightide.profiler.probe import ProbeResult
 from hightide.profiler.recording import Record
 from hightide.progress import tell
@@ -49,18 +47,6 @@ ASSUMED = "rtx-3090"  # a preset
 _disturbed: dict[torch.device, Machine] = {}  # measured by this process, and not kept for others
 
 Profiled = tuple[ModelProfile, ProbeResult, Sequence[Record]]
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What the user wants, and gives for it."""
-
-    gpu_bytes: int
-    host_bytes: int
-    update: Update
-    micro_batch: int | None
-    num_moments: int
-    gradients: GradientDtype
 
 
 @dataclass(frozen=True)
@@ -95,27 +81,16 @@ def _moving_bytes(device: torch.device, model: nn.Module, optimizer: torch.optim
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def question_about(
-    profiled: Profiled, optimizer: torch.optim.Optimizer, device: torch.device, compile: bool, asked: Asked
-) -> Question:
+def problem_of(
+    profiled: Profiled, optimizer: torch.optim.Optimizer, device: torch.device, compile: bool, terms: Terms
+) -> Problem:
     """On a GPU the model is rehearsed."""
     profile = profiled[0]
-    check_micro_batch(profile, asked.micro_batch)
+    terms.check_micro_batch(profile.num_samples)
     machine = machine_of(device, _is_small(profile))
     fallback = "the plan follows from estimated times: it fits, and may be slower than another"
-    costs = _rehearsed(profiled, optimizer, device, compile, asked.gpu_bytes, fallback) or estimate(profile, machine)
-    return Question(
-        with_peaks(profile, costs),
-        costs,
-        machine,
-        asked.gpu_bytes,
-        asked.host_bytes,
-        asked.update,
-        asked.micro_batch,
-        asked.num_moments,
-        asked.gradients,
-        quick=_is_small(profile),
-    )
+    costs = _rehearsed(profiled, optimizer, device, compile, terms.gpu_bytes, fallback) or estimate(profile, machine)
+    return Problem(with_peaks(profile, costs), costs, machine, terms, quick=_is_small(profile))
 
 
 def rehearsed_profile(

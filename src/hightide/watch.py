@@ -17,26 +17,25 @@ from dataclasses import dataclass
 
 import torch
 
-from hightide.ir.action import Mode, Op, Schedule
-from hightide.ir.plan import Plan, Update
+from hightide.ir.action import Mode, Op
+from hightide.ir.plan import Update
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.machine import free_host_bytes
 from hightide.planner.correct import (
     Factors,
     Shortage,
     Widths,
+    begun_bytes,
     expected_bytes,
-    forecast_bytes,
     with_more_memory,
     with_slower_lanes,
 )
 from hightide.planner.cost import forecast
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.lower import lower_all
 from hightide.planner.memory import WORKSPACE_BYTES
-from hightide.planner.question import Question
-from hightide.planner.search import Found
-from hightide.planner.verify import verify_all
+from hightide.planner.problem import Problem
+from hightide.planner.search import search
+from hightide.planner.solution import Searched
 from hightide.progress import shown
 from hightide.runtime.moving import waiting_bytes
 from hightide.runtime.observer import is_short
@@ -56,22 +55,22 @@ PATIENCE = 50  # steps, after which nothing is compared any more
 class _Next:
     """Another plan, and why."""
 
-    question: Question
-    plan: Plan
-    schedules: dict[Mode, Schedule]
+    solution: Searched
     reason: str
 
 
 class Watch:
     """An Observer (see runtime/observer.py)."""
 
-    def __init__(self, run: Run, question: Question, found: Found) -> None:
-        self._run, self.question, self._step = run, question, found.step
-        promises_time = question.machine.is_measured and question.costs.is_measured
+    def __init__(self, run: Run, solution: Searched) -> None:
+        self._run, self._solution = run, solution
+        self.problem, self._step = solution.problem, solution.step
+        problem = solution.problem
+        promises_time = problem.machine.is_measured and problem.costs.is_measured
         self._times = StepTimes(run) if promises_time else None
-        self._forecast_bytes = forecast_bytes(question, found.plan)
-        self._widths = Widths(question.profile, found.plan, LEAST_BYTES[run.gpu.device.type])
-        self._num_ticks = 2 * len(question.profile.calls) + 1  # at least
+        self._forecast_bytes = solution.plan.forecast.gpu_bytes
+        self._widths = Widths(solution, LEAST_BYTES[run.gpu.device.type])
+        self._num_ticks = 2 * len(problem.profile.calls) + 1  # at least
         self._used_bytes = 0  # when the present tick began
         self._peak_bytes = 0  # since the last step, as far as it was looked at
         self._ran_out: Shortage | None = None
@@ -112,8 +111,8 @@ class Watch:
         factors = self._widths.above(MOST_WIDER)
         if factors:
             left_bytes = self._run.gpu.device_used_bytes - self._run.gpu.outside_bytes
-            needed_bytes = expected_bytes(self.question, self._run.plan, factors, left_bytes)
-            if needed_bytes > self.question.gpu_bytes:
+            needed_bytes = expected_bytes(self.problem, self._run.plan, factors, left_bytes)
+            if needed_bytes > self.problem.terms.gpu_bytes:
                 self._end_comparing()
                 self._next = self._leaner(Shortage(needed_bytes, self._num_ticks, factors))
         return self._next is not None
@@ -206,14 +205,14 @@ class Watch:
 
     def _leaner(self, shortage: Shortage, must: bool = False) -> _Next | None:
         """None: it goes on as it is, and the user knows why. `must`: it cannot."""
-        corrected = with_more_memory(self.question, self._run.plan, shortage)
-        expected = forecast_bytes(self.question, self._run.plan, shortage.num_ticks)
+        corrected = with_more_memory(self.problem, self._run.plan, shortage)
+        expected = begun_bytes(self._solution.training, self.problem.machine, shortage.num_ticks)
         reason = (
             f"the GPU needs {_bytes(shortage.needed_bytes)} at least, where {_bytes(expected)} were forecast"
             f"{self._wider(shortage.factors)}"
         )
         try:
-            found = corrected.question.answer()
+            found = search(corrected.problem)
             self._check_room()
         except InfeasiblePlan as refusal:
             message = f"{refusal}"
@@ -226,13 +225,13 @@ class Watch:
         if not must and found.plan.decisions == self._run.plan.decisions:
             warnings.warn(f"{reason}. The plan stays: it fits all the same", stacklevel=3)
             return None
-        return self._checked(corrected.question, found.plan, reason)
+        return self._checked(found, reason)
 
     def _wider(self, factors: Factors) -> str:
         if not factors:
             return ""
         kind = max(factors, key=lambda one: factors[one])
-        profile = self.question.profile
+        profile = self.problem.profile
         name = next(profile.blocks[call.block].name for call in profile.calls if call.kind == kind)
         return f": blocks like {name!r} take {factors[kind]:.2f} times the memory that they were measured to take"
 
@@ -266,9 +265,9 @@ class Watch:
         lanes = lane_seconds(self._step)
         parts = [f"{lane} was busy for {format_seconds(measured.lane_s[lane])} instead of {format_seconds(lanes[lane])}"
                  for lane in factors]  # fmt: skip
-        measured_on = f"by speeds of {self.question.machine.date[:10]}; `hightide doctor` measures again"
+        measured_on = f"by speeds of {self.problem.machine.date[:10]}; `hightide doctor` measures again"
         reason = f"{reason}: {', '.join(parts)} ({measured_on})"
-        following = self._faster(with_slower_lanes(self.question, factors), reason)
+        following = self._faster(with_slower_lanes(self.problem, factors), reason)
         if following is not None:
             self._go_on_with(following)
 
@@ -287,9 +286,9 @@ class Watch:
             )
         return "No lane was faster than forecast: they overlap more"
 
-    def _faster(self, corrected: Question, reason: str) -> _Next | None:
-        present_s = forecast(corrected.profile, self._run.plan, corrected.costs, corrected.machine).step_s
-        found = corrected.answer()
+    def _faster(self, corrected: Problem, reason: str) -> _Next | None:
+        present_s = forecast(corrected, self._run.plan, self._solution.training).step_s
+        found = search(corrected)
         try:
             self._check_room()
         except InfeasiblePlan as refusal:
@@ -299,14 +298,13 @@ class Watch:
             warnings.warn(f"{reason}. The plan stays: with these speeds there is no better one", stacklevel=3)
             return None
         gain = f"{reason}. With these speeds another plan takes {format_seconds(found.step.step_s)} instead of"
-        return self._checked(corrected, found.plan, f"{gain} {format_seconds(present_s)}")
+        return self._checked(found, f"{gain} {format_seconds(present_s)}")
 
     # -- another plan ----------------------------------------------------------------------------------------------
 
-    def _checked(self, question: Question, plan: Plan, reason: str) -> _Next:
-        schedules = lower_all(question.profile, plan)
-        verify_all(question.profile, plan, schedules)
-        return _Next(question, plan, schedules, reason)
+    def _checked(self, solution: Searched, reason: str) -> _Next:
+        solution.verify()
+        return _Next(solution, reason)
 
     def _go_on_with(self, following: _Next) -> None:
         """Whatever comes of it, there is no second time."""
@@ -315,7 +313,7 @@ class Watch:
         self.is_watching, self._run.observer = False, None
         try:
             with shown("hightide moves to another plan"):
-                self._run.move_to(following.question.profile, following.plan, following.schedules)
+                self._run.move_to(following.solution)
         except (torch.OutOfMemoryError, MemoryError) as error:  # the old plan is as it was
             problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             warnings.warn(

@@ -10,7 +10,7 @@ import torch
 
 import hightide
 import models
-from hightide.planner.lower import lower_all
+from hightide.planner.solution import Solution
 from hightide.stores import device_limit
 from hightide.stores.base import OutOfMemory
 from unit.runtime.steps import train_step
@@ -60,10 +60,10 @@ def test_a_slab_that_cannot_be_had_leaves_the_run_as_it_was(kind: str, dtype: to
     held_bytes = torch.cuda.memory_allocated()
     too_much = 2 * torch.cuda.get_device_properties(0).total_memory
     plan = placed(run.plan, "resident")
-    schedules = lower_all(run.profile, plan)
-    schedules = {mode: replace(schedule, gpu_base_bytes=too_much) for mode, schedule in schedules.items()}
+    solution = Solution.of(run.profile, replace(plan, gpu_limit_bytes=too_much))
+    solution = replace(solution, training=replace(solution.training, gpu_base_bytes=too_much))
     with pytest.raises(OutOfMemory) as caught:
-        run.move_to(run.profile, replace(plan, gpu_limit_bytes=too_much), schedules)
+        run.move_to(solution)
     assert any("the old plan stays" in note for note in caught.value.__notes__)
     del caught
     gc.collect()

@@ -31,7 +31,8 @@ from hightide.planner.layout import pack
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
 from hightide.planner.place import widest_tick
-from hightide.planner.question import Question
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.search import search
 from hightide.profiler.model import profile_calls
 from hightide.runtime.surgery import run_of
 
@@ -145,22 +146,23 @@ def limits(gpu: int, host: int) -> hightide.Limits:
     return hightide.Limits(gpu=gpu, host=host)
 
 
-def question(case: Case, profile: ModelProfile, gpu_bytes: int, micro_batch: int | None) -> Question:
+def problem(case: Case, profile: ModelProfile, gpu_bytes: int, micro_batch: int | None) -> Problem:
     """As `wrap` puts it."""
     machine = simulated_machine()
     costs = estimate(profile, machine)
     update, gradients = Update(case.update), GradientDtype(case.gradients)
-    return Question(profile, costs, machine, gpu_bytes, PLENTY, update, micro_batch, gradients=gradients, quick=True)
+    terms = Terms(gpu_bytes, PLENTY, update, micro_batch, gradients=gradients)
+    return Problem(profile, costs, machine, terms, quick=True)
 
 
 def least_plan(case: Case, profile: ModelProfile) -> tuple[int, int]:
     """The least bytes on the GPU, as the refusal of one byte names them, and those that the host then needs."""
     with pytest.raises(InfeasiblePlan) as refused:
-        question(case, profile, 1, case.micro_batch).answer()
+        search(problem(case, profile, 1, case.micro_batch))
     gpu_bytes = max(1, int(case.gpu * refused.value.num_bytes))
     if case.gpu < 1:
         return gpu_bytes, PLENTY
-    return gpu_bytes, question(case, profile, gpu_bytes, case.micro_batch).answer().plan.forecast.host_peak_bytes
+    return gpu_bytes, search(problem(case, profile, gpu_bytes, case.micro_batch)).plan.forecast.host_peak_bytes
 
 
 def check(case: Case) -> None:
@@ -194,7 +196,7 @@ def check_refusal(refusal: InfeasiblePlan, gpu_bytes: int, host_bytes: int) -> N
 
 def random_plan(case: Case, profile: ModelProfile, random: Random) -> hightide.Plan:
     """Any legal decisions, within limits that are the forecast itself: not a byte to spare."""
-    base = question(case, profile, PLENTY, case.micro_batch or case.num_samples).answer().plan
+    base = search(problem(case, profile, PLENTY, case.micro_batch or case.num_samples)).plan
     layout = pack(profile, random.choice([base.layout.slot_numel, 128, 640, 4096]))
     with_frozen = {chunk.block for chunk in layout.chunks if not chunk.trainable_numel}
     blocks = []

@@ -20,9 +20,9 @@ import models
 from hightide.ir.plan import Activation, BlockPlan, GradientDtype, Plan
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner import place
-from hightide.planner.lower import lower_all
 from hightide.planner.lower.effects import host_base_bytes
 from hightide.planner.place import gpu_staging_bytes, host_grad_bytes, widest_tick
+from hightide.planner.solution import Solution
 from hightide.profiler.model import profile_model
 from hightide.runtime import lanes
 from hightide.runtime.run import Run
@@ -320,7 +320,7 @@ def test_bytes_are_what_the_plan_says(name, where, gradients):
         optimizer.zero_grad()
     run.executor.wait_for_updates()
     stats = hightide.stats(model)
-    forecast = lower_all(run.profile, run.plan)
+    forecast = Solution.of(run.profile, run.plan).schedules
     gpu_peak = max(place_peaks(schedule) for schedule in forecast.values())
     assert stats.peak_bytes["gpu"] <= gpu_peak
     scheduled = sum(a.num_bytes for a in forecast[hightide.ir.action.Mode.TRAIN].lane(Lane.D2H))  # type: ignore[attr-defined]

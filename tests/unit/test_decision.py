@@ -18,12 +18,14 @@ from hightide.doctor.known import Known, load_machine
 from hightide.ir.action import Mode
 from hightide.ir.block import Affine, ModelProfile
 from hightide.ir.machine import Machine
-from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Tier
 from hightide.planner.cost import with_peaks
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
+from hightide.planner.problem import Terms
+from hightide.planner.search import search
+from hightide.planner.solution import Solution
 from hightide.profiler.model import profile_calls
 from unit.planner.profiles import stack
 from unit.runtime.steps import adamw
@@ -180,11 +182,11 @@ def test_on_a_gpu_a_large_model_is_rehearsed(monkeypatch: pytest.MonkeyPatch) ->
     model, batch = models.hand_written()
     optimizer = adamw(model)
     profiled = profile_calls(model, optimizer, batch)
-    asked = decision.Asked(2**26, 2**26, Update.DEFERRED, None, 2, GradientDtype.FLOAT32)
-    question = decision.question_about(profiled, optimizer, CUDA, False, asked)
-    assert sizes == [[1, 2, 6]] and question.costs.source.startswith("measured") and not question.quick
-    assert question.profile == with_peaks(profiled[0], question.costs) != profiled[0]
-    assert question.answer().plan.micro_batch == models.NUM_SAMPLES
+    terms = Terms(2**26, 2**26)
+    problem = decision.problem_of(profiled, optimizer, CUDA, False, terms)
+    assert sizes == [[1, 2, 6]] and problem.costs.source.startswith("measured") and not problem.quick
+    assert problem.profile == with_peaks(profiled[0], problem.costs) != profiled[0]
+    assert search(problem).plan.micro_batch == models.NUM_SAMPLES
 
 
 def test_a_plan_for_rehearsed_blocks_is_verified_by_what_they_take() -> None:
@@ -203,18 +205,18 @@ def test_a_plan_for_rehearsed_blocks_is_verified_by_what_they_take() -> None:
     half, whole = (peaks(lower(one, roomy, Mode.TRAIN)).gpu_peak_bytes for one in (lean, profile))
     assert half < whole
     for gpu_bytes, expected, number in ((whole, profile, 0), (whole - 1, lean, 1), (half, lean, 2)):
-        verified, schedules = hightide.api._verified(profile, replace(roomy, gpu_limit_bytes=gpu_bytes), rehearsed)
-        assert verified is expected and num_rehearsals == number
-        assert peaks(schedules[Mode.TRAIN]).gpu_peak_bytes <= gpu_bytes
+        limited = Solution.of(profile, replace(roomy, gpu_limit_bytes=gpu_bytes))
+        verified = hightide.api._verified(limited, rehearsed)
+        assert verified.profile is expected and num_rehearsals == number
+        assert verified.peaks.gpu_peak_bytes <= gpu_bytes
     with pytest.raises(InfeasiblePlan):
-        hightide.api._verified(profile, replace(roomy, gpu_limit_bytes=half - 1), rehearsed)
+        hightide.api._verified(Solution.of(profile, replace(roomy, gpu_limit_bytes=half - 1)), rehearsed)
     assert num_rehearsals == 3, "once for each"
-    for cannot in (None, lambda: None):
-        with pytest.raises(InfeasiblePlan):
-            hightide.api._verified(profile, replace(roomy, gpu_limit_bytes=half), cannot)
+    with pytest.raises(InfeasiblePlan):
+        hightide.api._verified(Solution.of(profile, replace(roomy, gpu_limit_bytes=half)), lambda: None)
     streamed = hightide.plan(model, adamw(model), batch, limits=hightide.Limits(gpu="400KiB", host="64MiB"))
     with pytest.raises(InfeasiblePlan, match="host"):  # a rehearsal would not help
-        hightide.api._verified(profile, replace(streamed, host_limit_bytes=1), rehearsed)
+        hightide.api._verified(Solution.of(profile, replace(streamed, host_limit_bytes=1)), rehearsed)
     assert num_rehearsals == 3
 
 
@@ -251,10 +253,10 @@ def test_a_block_that_cannot_run_alone_is_estimated(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(decision, "machine_of", lambda device, is_small: decision.simulated_machine())
     model, batch = models.hand_written()
     optimizer = adamw(model)
-    asked = decision.Asked(2**26, 2**26, Update.DEFERRED, None, 2, GradientDtype.FLOAT32)
+    terms = Terms(2**26, 2**26)
     with pytest.warns(UserWarning, match=r"cannot be timed alone \(TypeError: it reads what its parent sets\)"):
-        question = decision.question_about(profile_calls(model, optimizer, batch), optimizer, CUDA, False, asked)
-    assert question.costs.source.startswith("estimated") and question.answer().plan.micro_batch == models.NUM_SAMPLES
+        problem = decision.problem_of(profile_calls(model, optimizer, batch), optimizer, CUDA, False, terms)
+    assert problem.costs.source.startswith("estimated") and search(problem).plan.micro_batch == models.NUM_SAMPLES
 
 
 def test_rehearsals_keep_to_the_limit() -> None:

@@ -40,8 +40,10 @@ def test_tokens_alone_are_not_packed_and_nobody_asks(asked: list[Tensor]) -> Non
     plain = copy.deepcopy(model)
     model = wrapped(model, batch)
     asked.clear()
+    library = transformers.masking_utils.find_packed_sequence_indices
     loss = model(**batch).loss
     assert not asked
+    assert transformers.masking_utils.find_packed_sequence_indices is library, "nothing of it stays patched"
     assert plain(**batch, use_cache=False).loss.item() == pytest.approx(loss.item(), rel=1e-5)
     assert asked, "other models are asked as before"
 

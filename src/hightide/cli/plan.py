@@ -21,7 +21,6 @@ from hightide.cli.plan_text import show
 from hightide.cli.target import check_target, writing
 from hightide.cli.workload import Dtype, Workload, load_workload
 from hightide.integrations.lora import Lora
-from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.codec import to_json
 from hightide.ir.limits import parse_disks
@@ -32,9 +31,9 @@ from hightide.machine import HEADROOM
 from hightide.planner.estimate import estimate
 from hightide.planner.helpful import Leeway, fitting, improvements
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.lower import lower
-from hightide.planner.question import Question
-from hightide.planner.search import Found
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.search import search
+from hightide.planner.solution import Searched
 from hightide.planner.tide import simulated_timeline
 from hightide.planner.why import find_block, why
 from hightide.report.outlook import PlanReport, outlook, refusal, subject
@@ -97,34 +96,24 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
         _check_against(profile, options)
         costs = estimate(profile, machine)
         micro_batch, gradients = options.micro_batch, options.gradients
-        question = Question(
-            profile,
-            costs,
-            machine,
-            *limits,
-            options.update,
-            micro_batch,
-            gradients=gradients,
-            disk_bytes=disk_bytes,
-        )
+        terms = Terms(*limits, options.update, micro_batch, gradients=gradients, disk_bytes=disk_bytes)
+        problem = Problem(profile, costs, machine, terms)
         status.update("searching a plan")
         before_s = time.process_time()
         try:
-            found = question.answer()
+            found = search(problem)
         except InfeasiblePlan as refused:
             if refused.tier is None:
                 raise
             status.update("searching what would fit")
             may_go_on = _clock(ANSWER_S - HELP_S, max(HELP_S, options.look), 0)
-            fits = fitting(question, refused, _leeway(options, workload, question), may_go_on)
-            report = PlanReport(
-                subject(workload.name, question), False, None, refusal(refused, question), would_fit=fits
-            )
+            fits = fitting(problem, refused, _leeway(options, workload, problem), may_go_on)
+            report = PlanReport(subject(workload.name, problem), False, None, refusal(refused, problem), would_fit=fits)
         else:
             status.update("searching what would help")
             may_go_on = _help_clock(found, time.process_time() - before_s, options.look)
-            report = _report(options, workload, question, found, may_go_on)
-            _write(options, workload.name, question, found)
+            report = _report(options, workload, found, may_go_on)
+            _write(options, workload.name, found)
     if options.as_json:
         console.print(to_json(report), markup=False, soft_wrap=True)
     else:
@@ -189,31 +178,28 @@ def _gpu_memory_bytes(machine: Machine) -> int:
     return int(machine.gpu.memory_bytes * GPU_HEADROOM) if machine.gpu is not None else 0
 
 
-def _leeway(options: PlanOptions, workload: Workload, question: Question) -> Leeway:
-    return Leeway(_gpu_memory_bytes(question.machine), options.clip, workload.has_own_batch)
+def _leeway(options: PlanOptions, workload: Workload, problem: Problem) -> Leeway:
+    return Leeway(_gpu_memory_bytes(problem.machine), options.clip, workload.has_own_batch)
 
 
-def _report(
-    options: PlanOptions, workload: Workload, question: Question, found: Found, may_go_on: Callable[[], bool]
-) -> PlanReport:
-    reasons = why(found.plan, options.why, question.costs, question.machine) if options.why is not None else None
-    helpful = improvements(question, found, _leeway(options, workload, question), may_go_on)
-    about = subject(workload.name, question)
-    return PlanReport(about, True, outlook(question, found), None, would_help=helpful, why=reasons)
+def _report(options: PlanOptions, workload: Workload, found: Searched, may_go_on: Callable[[], bool]) -> PlanReport:
+    reasons = why(found, options.why) if options.why is not None else None
+    helpful = improvements(found, _leeway(options, workload, found.problem), may_go_on)
+    about = subject(workload.name, found.problem)
+    return PlanReport(about, True, outlook(found), None, would_help=helpful, why=reasons)
 
 
-def _write(options: PlanOptions, name: str, question: Question, found: Found) -> None:
+def _write(options: PlanOptions, name: str, found: Searched) -> None:
     if options.save is not None:
         with writing("--save", options.save):
             found.plan.save(options.save)
     if options.html is not None:
-        schedule = lower(question.profile, found.plan, Mode.TRAIN)
-        timeline = simulated_timeline(found.plan, schedule, found.step.simulated, question.machine)
+        timeline = simulated_timeline(found, found.step.simulated, found.problem.machine)
         with writing("--html", options.html):
-            save_page(options.html, name, question.profile, found.plan, timeline, question.costs, question.machine)
+            save_page(options.html, name, found, timeline, found.problem)
 
 
-def _help_clock(found: Found, search_s: float, look_s: float) -> Callable[[], bool]:
+def _help_clock(found: Searched, search_s: float, look_s: float) -> Callable[[], bool]:
     num_least = LEAST_TRIES if len(found.step.simulated.spans) < LARGE_STEP else 0
     return _clock(ANSWER_S - TRY_SHARE * search_s, look_s, num_least)
 

@@ -13,7 +13,6 @@ from hightide.cli.machine import chosen_machine
 from hightide.cli.page import save_page
 from hightide.cli.run_folder import PLAN, TIMELINE
 from hightide.cli.target import check_target, writing
-from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.plan import Plan
@@ -22,7 +21,8 @@ from hightide.ir.units import format_seconds
 from hightide.planner.check import check_plan
 from hightide.planner.cost import StepForecast, forecast
 from hightide.planner.estimate import estimate
-from hightide.planner.lower import lower
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.solution import Solution
 from hightide.planner.tide import simulated_timeline
 from hightide.planner.verify import verify
 from hightide.report.summary import gpu_room, limiting, rows
@@ -47,10 +47,10 @@ def simulate(options: SimulateOptions, device: torch.device, console: Console) -
     machine = chosen_machine(options.machine, device, console)
     costs = Costs.load(options.costs) if options.costs is not None else estimate(profile, machine)
     measured = _measured(options.measured, plan)
-    schedule = lower(profile, plan, Mode.TRAIN)
-    verify(profile, plan, schedule, plan.gpu_limit_bytes, plan.host_limit_bytes)
-    step = forecast(profile, plan, costs, machine)
-    timeline = simulated_timeline(plan, schedule, step.simulated, machine)
+    solution, problem = Solution.of(profile, plan), Problem(profile, costs, machine, Terms.of(plan))
+    verify(profile, plan, solution.training)
+    step = forecast(problem, plan, solution.training)
+    timeline = simulated_timeline(solution, step.simulated, machine)
     _show(console, step, timeline, measured, costs)
     if options.json is not None:
         with writing("--json", options.json):
@@ -58,7 +58,7 @@ def simulate(options: SimulateOptions, device: torch.device, console: Console) -
         console.print(f"timeline: {options.json}", soft_wrap=True)
     if options.html is not None:
         with writing("--html", options.html):
-            save_page(options.html, _title(options.plan), profile, plan, timeline, costs, machine, measured)
+            save_page(options.html, _title(options.plan), solution, timeline, problem, measured)
         console.print(f"page: {options.html}", soft_wrap=True)
 
 

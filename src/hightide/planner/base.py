@@ -1,4 +1,4 @@
-"""Bytes that are there during a whole run, for many choices at once: chunks, slots, buffers.
+"""Bytes that are there during a whole run, for many candidates at once: chunks, slots, buffers.
 
 Searches ask thousands of times. What a chunk takes depends on nothing but where its block's parameters and states live,
 so each chunk is asked about each of these homes once, and equal blocks are added up by multiplication."""
@@ -12,7 +12,7 @@ from itertools import product
 from hightide.ir.chunk import ChunkSpec, Layout
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
-from hightide.planner.choice import Choice, Problem, grad_slots_of, slots_of
+from hightide.planner.candidate import Candidate
 from hightide.planner.place import (
     disk_buffer_bytes,
     disk_chunk_bytes,
@@ -27,6 +27,7 @@ from hightide.planner.place import (
     slot_bytes,
     staging_bytes,
 )
+from hightide.planner.space import Space
 
 Home = tuple[Tier, Tier]  # of parameters and states
 
@@ -52,36 +53,36 @@ class _Share:
 
 
 class Bases:
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    def __init__(self, space: Space) -> None:
+        self._space = space
         self._layouts: dict[int, _LayoutShares] = {}
 
-    def of(self, choice: Choice) -> Needs:
-        return self._layout(choice.slot_numel or self._problem.slot_numel).base(choice)
+    def of(self, candidate: Candidate) -> Needs:
+        return self._layout(candidate.slot_numel or self._space.slot_numel).base(candidate)
 
     def least_bytes(self) -> int:
         """Of chunks on the GPU and the host together, wherever each block lives; slots are not counted."""
-        return self._layout(self._problem.slot_numel).least_bytes()
+        return self._layout(self._space.slot_numel).least_bytes()
 
     def _layout(self, slot_numel: int) -> _LayoutShares:
         if slot_numel not in self._layouts:
-            self._layouts[slot_numel] = _LayoutShares(self._problem, self._problem.layout(slot_numel))
+            self._layouts[slot_numel] = _LayoutShares(self._space, self._space.layout(slot_numel))
         return self._layouts[slot_numel]
 
 
 class _LayoutShares:
-    def __init__(self, problem: Problem, layout: Layout) -> None:
-        self._problem, self._layout = problem, layout
-        self._owned: list[list[ChunkSpec]] = [[] for _ in problem.profile.blocks]
+    def __init__(self, space: Space, layout: Layout) -> None:
+        self._space, self._layout = space, layout
+        self._owned: list[list[ChunkSpec]] = [[] for _ in space.profile.blocks]
         for chunk in layout.chunks:
             self._owned[chunk.block].append(chunk)
         self._shared = [chunk for chunk in layout.chunks if len(chunk.users) > 1]
         self._shares: dict[Home, list[_Share]] = {}
         self._plans: dict[Home, Plan] = {}
 
-    def base(self, choice: Choice) -> Needs:
-        problem, profile = self._problem, self._problem.profile
-        homes = [problem.home(block, choice) for block in profile.blocks]
+    def base(self, candidate: Candidate) -> Needs:
+        space, profile = self._space, self._space.profile
+        homes = [space.home(block, candidate) for block in profile.blocks]
         by_home = {home: self._shares_in(home) for home in set(homes)}
         shares = [by_home[home][block] for block, home in enumerate(homes)]
         counts = Counter(shares)
@@ -89,10 +90,10 @@ class _LayoutShares:
         slot, grad_slot, *rest = (max(sizes) for sizes in zip(*(share.largest for share in counts), strict=True))
         staging, buffers = sum(rest[:3]), sum(rest[3:])
         slots, grad_slots = self._widest(homes, shares)
-        num_slots = slots_of(choice, slots)
-        num_grad_slots = grad_slots_of(choice, grad_slots, any(share.has_leaving for share in counts))
+        num_slots = candidate.num_slots(slots)
+        num_grad_slots = candidate.num_grad_slots(grad_slots, any(share.has_leaving for share in counts))
         gpu += num_slots * slot + num_grad_slots * grad_slot + staging + profile.batch_bytes + profile.buffer_bytes
-        return Needs(gpu, host + choice.disk_buffers * buffers, disk)
+        return Needs(gpu, host + candidate.disk_buffers * buffers, disk)
 
     def least_bytes(self) -> int:
         memory = Tier.GPU, Tier.HOST
@@ -101,7 +102,7 @@ class _LayoutShares:
 
     def _widest(self, homes: list[Home], shares: list[_Share]) -> tuple[int, int]:
         """As place.widest_tick."""
-        called = self._problem.called
+        called = self._space.called
         widths = {share.widths for block, share in enumerate(shares) if block in called}
         slots = max((width[0] for width in widths), default=0)
         grad_slots = max((width[1] for width in widths), default=0)
@@ -141,7 +142,7 @@ class _LayoutShares:
     def _plan(self, home: Home) -> Plan:
         """One in which all blocks live alike."""
         if home not in self._plans:
-            plan = self._problem.build(Choice(1, slot_numel=self._layout.slot_numel))
+            plan = self._space.build(Candidate(1, slot_numel=self._layout.slot_numel))
             blocks = tuple(replace(block, params=home[0], states=home[1]) for block in plan.blocks)
             self._plans[home] = replace(plan, blocks=blocks)
         return self._plans[home]

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 from hightide.ir.action import Mode
-from hightide.ir.block import ModelProfile
-from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
@@ -25,11 +23,13 @@ from hightide.planner.place import (
     update_bytes,
     written_state_bytes,
 )
+from hightide.planner.problem import Problem
 
 
-def least_step_s(profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine) -> float:
+def least_step_s(problem: Problem, plan: Plan) -> float:
     """No simulation of this plan is shorter. Chunks that a slot may hold from forward to backward cross the link
     once."""
+    profile, costs, machine = problem.profile, problem.costs, problem.machine
     draft = Draft(profile, plan, Mode.TRAIN)
     lay_ticks(draft)
     seconds = seconds_of(profile, plan, costs)

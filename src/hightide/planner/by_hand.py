@@ -1,40 +1,26 @@
-"""The plan that follows from a person's choices."""
+"""The plan that follows from a person's candidates."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.machine import Machine
-from hightide.ir.plan import GradientDtype, Plan, Update
+from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
-from hightide.planner.choice import Choice, Problem
-from hightide.planner.explain import explain
+from hightide.planner.candidate import Candidate
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.lower import lower
-from hightide.planner.memory import bytes_forecast, peaks
+from hightide.planner.problem import Terms
+from hightide.planner.solution import Solution
+from hightide.planner.space import Space
 
 
-def plan_by_hand(
-    profile: ModelProfile,
-    choice: Choice,
-    gpu_bytes: int,
-    host_bytes: int,
-    update: Update,
-    num_moments: int = 2,
-    gradients: GradientDtype = GradientDtype.FLOAT32,
-    machine: Machine | None = None,
-) -> Plan:
+def plan_by_hand(profile: ModelProfile, candidate: Candidate, terms: Terms, machine: Machine | None = None) -> Plan:
     """`machine`: the plan must fit what torch reserves there. None: it must fit by its tensors, whatever the GPU."""
-    plan = Problem(profile, gpu_bytes, host_bytes, update, num_moments, gradients).build(choice)
-    schedule = lower(profile, plan, Mode.TRAIN)
-    peak = peaks(schedule)
-    plan = replace(plan, forecast=bytes_forecast(schedule, peak, machine))
-    _require(Tier.GPU, plan.forecast.gpu_bytes, gpu_bytes, peak.gpu_peak_at)
-    _require(Tier.HOST, plan.forecast.host_peak_bytes, host_bytes, peak.host_peak_at)
-    return plan.explained(explain(profile, plan, {Mode.TRAIN: schedule}))
+    made = Solution.of(profile, Space(profile, terms).build(candidate)).described(machine)
+    forecast, peak = made.plan.forecast, made.peaks
+    _require(Tier.GPU, forecast.gpu_bytes, terms.gpu_bytes, peak.gpu_peak_at)
+    _require(Tier.HOST, forecast.host_peak_bytes, terms.host_bytes, peak.host_peak_at)
+    return made.plan
 
 
 def _require(tier: Tier, needed_bytes: int, limit_bytes: int, moment: str) -> None:

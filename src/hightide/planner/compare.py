@@ -9,8 +9,8 @@ from hightide.ir.action import Schedule
 from hightide.ir.tier import Lane
 
 
-class Record(Protocol):
-    """What a lane writes down when an action is done."""
+class Completed(Protocol):
+    """The record that a lane makes of an action when it is done."""
 
     @property
     def lane(self) -> Lane: ...
@@ -29,7 +29,7 @@ class Record(Protocol):
         ...
 
 
-def compare(schedule: Schedule, records: Sequence[Record]) -> list[str]:
+def compare(schedule: Schedule, records: Sequence[Completed]) -> list[str]:
     """Deviations, one line each; empty if execution followed the schedule: the same set of actions, the same order on
     lanes that work in order, and the stated picking rule on the others."""
     deviations: list[str] = []
@@ -63,7 +63,7 @@ def _compare_order(lane: Lane, planned: Sequence[str], done: Sequence[str]) -> l
     return [f"{lane}: {ran} ran where {due} was scheduled" for due, ran in pairs if due != ran]
 
 
-def _check_pick(schedule: Schedule, record: Record) -> list[str]:
+def _check_pick(schedule: Schedule, record: Completed) -> list[str]:
     dues = dict(zip(record.ready, record.ready_dues, strict=True))
     if record.id not in dues:
         return [f"{record.lane}: {record.id} was picked and was not ready"]

@@ -1,4 +1,4 @@
-"""A question with other facts: what a run has measured, in the place of what was forecast for it."""
+"""A problem with other facts: those that a run has measured, in the place of what was forecast for it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from hightide.ir.costs import CallCost, Costs, Curve, Point
 from hightide.ir.machine import Machine, Speeds
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane
-from hightide.planner.lower import lower
+from hightide.planner.lower import lower, lower_ticks
 from hightide.planner.memory import needed_bytes, peaks
-from hightide.planner.question import Question
+from hightide.planner.problem import Problem
+from hightide.planner.solution import Solution
 
 MARGIN = 1.05  # on what blocks were seen to take: the moment that was seen need not be the worst
 MOST_FACTOR = 8.0  # beyond it, something else than blocks takes the memory
@@ -35,35 +36,35 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Corrected:
-    question: Question
-    kept_free_bytes: int = 0  # for what blocks do not explain; the question counts it as always there
+    problem: Problem
+    kept_free_bytes: int = 0  # for what blocks do not explain; the problem counts it as always there
 
 
-def with_slower_lanes(question: Question, factors: Mapping[Lane, float]) -> Question:
+def with_slower_lanes(problem: Problem, factors: Mapping[Lane, float]) -> Problem:
     """`factors`: how much longer each lane was busy than forecast."""
-    machine, compute = question.machine, factors.get(Lane.COMPUTE, 1.0)
-    return replace(question, costs=_scaled_costs(question.costs, compute), machine=_scaled_machine(machine, factors))
+    machine, compute = problem.machine, factors.get(Lane.COMPUTE, 1.0)
+    return replace(problem, costs=_scaled_costs(problem.costs, compute), machine=_scaled_machine(machine, factors))
 
 
-def with_wider_blocks(question: Question, factors: Factors) -> Question:
+def with_wider_blocks(problem: Problem, factors: Factors) -> Problem:
     """Calls of these kinds take so many times the memory that they were said to take."""
-    return replace(question, profile=_scaled_profile(question.profile, factors))
+    return replace(problem, profile=_scaled_profile(problem.profile, factors))
 
 
-def with_more_memory(question: Question, plan: Plan, shortage: Shortage) -> Corrected:
+def with_more_memory(problem: Problem, plan: Plan, shortage: Shortage) -> Corrected:
     """For a shortage that is explained by the blocks that were looked at, and as far as it is not, by all of them
     alike. What they do not explain either is kept free on the GPU."""
-    seen = with_wider_blocks(question, shortage.factors)
+    seen = with_wider_blocks(problem, shortage.factors)
     forecast, without = (
-        forecast_bytes(one, plan, shortage.num_ticks)
-        for one in (seen, with_wider_blocks(question, _nothing(question.profile)))
+        _lowered_bytes(one, plan, shortage.num_ticks)
+        for one in (seen, with_wider_blocks(problem, _nothing(problem.profile)))
     )
     inside = forecast - without
     common = max(1.0, min(MOST_FACTOR, (shortage.needed_bytes - without) / inside)) if inside else 1.0
-    factors = {kind: common * shortage.factors.get(kind, 1.0) for kind in _nothing(question.profile)}
+    factors = {kind: common * shortage.factors.get(kind, 1.0) for kind in _nothing(problem.profile)}
     margined = {kind: factor * MARGIN for kind, factor in factors.items() if factor > 1}
-    wider = with_wider_blocks(question, margined)
-    rest = max(0, shortage.needed_bytes - forecast_bytes(wider, plan, shortage.num_ticks))
+    wider = with_wider_blocks(problem, margined)
+    rest = max(0, shortage.needed_bytes - _lowered_bytes(wider, plan, shortage.num_ticks))
     profile = replace(wider.profile, buffer_bytes=wider.profile.buffer_bytes + rest)
     return Corrected(replace(wider, profile=profile), rest)
 
@@ -89,9 +90,9 @@ class Widths:
     """What calls were seen to take in one forward, over what they were said to take. Equal calls take equal memory, but
     the first one may meet what is taken once (workspaces of libraries): the middle one counts, and of two the lower."""
 
-    def __init__(self, profile: ModelProfile, plan: Plan, least_bytes: int) -> None:
+    def __init__(self, solution: Solution, least_bytes: int) -> None:
         """`least_bytes` of a block's own, below which it is not looked at."""
-        self._needs = forward_needs(profile, plan)
+        self._needs = forward_needs(solution)
         self._least_bytes = least_bytes
         self._seen: defaultdict[tuple[int, bool], list[float]] = defaultdict(list)  # by kind, and whether it keeps
 
@@ -112,11 +113,12 @@ class Widths:
         return {kind: factor for kind, factor in factors.items() if factor > most}
 
 
-def forward_needs(profile: ModelProfile, plan: Plan) -> dict[int, ForwardNeed]:
+def forward_needs(solution: Solution) -> dict[int, ForwardNeed]:
     """By call."""
+    profile = solution.profile
+    empty = lower_ticks(_scaled_profile(profile, _nothing(profile)), solution.plan)
     ticks, without = (
-        {tick.call: tick for tick in lower(one, plan, Mode.TRAIN).ticks if tick.op is Op.FORWARD}
-        for one in (profile, _scaled_profile(profile, _nothing(profile)))
+        {tick.call: tick for tick in some if tick.op is Op.FORWARD} for some in (solution.training.ticks, empty)
     )
     needs: dict[int, ForwardNeed] = {}
     for call, tick in ticks.items():
@@ -129,22 +131,26 @@ def forward_needs(profile: ModelProfile, plan: Plan) -> dict[int, ForwardNeed]:
     return needs
 
 
-def expected_bytes(question: Question, plan: Plan, factors: Factors, left_bytes: int) -> int:
+def expected_bytes(problem: Problem, plan: Plan, factors: Factors, left_bytes: int) -> int:
     """What the pass will take on the GPU, whose forward has left so much there, and in whose forward calls took
     `factors` of what was forecast. A forecast is an upper bound: what it has too much when the forward has ended, it
     has too much in backward."""
-    wider = with_wider_blocks(question, factors)
+    wider = with_wider_blocks(problem, factors)
     schedule = lower(wider.profile, plan, Mode.TRAIN)
     forward = (action for action in schedule.actions if action.op in (Op.FORWARD, Op.STASH))
     forecast_left_bytes = schedule.gpu_base_bytes + sum(action.gpu_takes - action.gpu_gives for action in forward)
-    return forecast_bytes(wider, plan) - max(0, forecast_left_bytes - left_bytes)
+    forecast_needed_bytes = needed_bytes(schedule, peaks(schedule), problem.machine)
+    return forecast_needed_bytes - max(0, forecast_left_bytes - left_bytes)
 
 
-def forecast_bytes(question: Question, plan: Plan, num_ticks: int | None = None) -> int:
-    """What the GPU will have given at most when so many ticks have begun: on a real one what torch reserves."""
-    schedule = lower(question.profile, plan, Mode.TRAIN)
-    begun = schedule if num_ticks is None else _beginning(schedule, num_ticks)
-    return needed_bytes(begun, peaks(begun), question.machine)
+def begun_bytes(schedule: Schedule, machine: Machine, num_ticks: int) -> int:
+    """That the GPU will have given at most when so many ticks have begun: on a real one what torch reserves."""
+    begun = _beginning(schedule, num_ticks)
+    return needed_bytes(begun, peaks(begun), machine)
+
+
+def _lowered_bytes(problem: Problem, plan: Plan, num_ticks: int) -> int:
+    return begun_bytes(lower(problem.profile, plan, Mode.TRAIN), problem.machine, num_ticks)
 
 
 def _beginning(schedule: Schedule, num_ticks: int) -> Schedule:

@@ -17,14 +17,13 @@ from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.block import Affine, CallSpec, ModelProfile
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.costs import CallCost, Costs, Curve
-from hightide.ir.machine import Machine
 from hightide.ir.plan import Activation, Plan, Update
 from hightide.ir.split import micro_batches
 from hightide.ir.tier import Lane
 from hightide.planner.loss import num_rows
-from hightide.planner.lower import lower
 from hightide.planner.lower.effects import micro_batch_of
 from hightide.planner.place import chunks_by_block, host_grad_bytes, rounds_gradient, rounds_in_place, states_on_gpu
+from hightide.planner.problem import Problem
 from hightide.planner.simulate import NUM_PASSES, Simulated, simulate, simulated_step_s
 
 # Seconds of the thread that runs the model, over what blocks took in a rehearsal: in training it starts copies and
@@ -42,25 +41,17 @@ class StepForecast:
         return max(self.simulated.step_s, self.issue_s)
 
 
-def forecast(
-    profile: ModelProfile,
-    plan: Plan,
-    costs: Costs,
-    machine: Machine,
-    schedule: Schedule | None = None,
-    num_passes: int = NUM_PASSES,
-) -> StepForecast:
-    """The steady state of training steps under a plan. `schedule`: the plan's, if it has been lowered already."""
+def forecast(problem: Problem, plan: Plan, schedule: Schedule) -> StepForecast:
+    """The steady state of training steps under a plan, which was lowered to this schedule."""
+    profile, costs = problem.profile, problem.costs
     seconds = seconds_of(profile, plan, costs)
-    schedule = schedule or lower(profile, plan, Mode.TRAIN)
-    return StepForecast(simulate(schedule, seconds, machine, num_passes), _issue_s(profile, plan, costs))
+    return StepForecast(simulate(schedule, seconds, problem.machine, NUM_PASSES), _issue_s(profile, plan, costs))
 
 
-def forecast_step_s(
-    profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine, schedule: Schedule, num_passes: int
-) -> float:
+def forecast_step_s(problem: Problem, plan: Plan, schedule: Schedule, num_passes: int) -> float:
     """As `forecast`, for those who compare plans."""
-    step_s = simulated_step_s(schedule, seconds_of(profile, plan, costs), machine, num_passes)
+    profile, costs = problem.profile, problem.costs
+    step_s = simulated_step_s(schedule, seconds_of(profile, plan, costs), problem.machine, num_passes)
     return max(step_s, _issue_s(profile, plan, costs))
 
 

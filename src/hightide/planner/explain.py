@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from itertools import groupby, takewhile
 
-from hightide.ir.action import Mode, Op, Schedule
+from hightide.ir.action import Op, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
-from hightide.planner.memory import bytes_forecast, peaks
+from hightide.planner.memory import Peaks
 from hightide.planner.place import (
     blocks_in_effect,
     disk_buffer_bytes,
@@ -29,24 +28,16 @@ WIDTH = 80
 _COLUMNS = ("params", "states", "activations", "inputs")
 
 
-def explain(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> str:
-    """The plan has its forecast by now."""
-    schedule = schedules[Mode.TRAIN]
-    parts = [_memory(plan, schedule), _batch(profile, plan), _table(profile, plan), _precision(profile, plan)]
+def explain(profile: ModelProfile, plan: Plan, schedule: Schedule, peak: Peaks) -> str:
+    """The plan has its forecast by now. `schedule`: of a training step."""
+    parts = [_memory(plan, peak), _batch(profile, plan), _table(profile, plan), _precision(profile, plan)]
     lines = [line for part in [*parts, _timing(plan, schedule), _traffic(schedule)] for line in part]
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
     return "\n".join(lines)
 
 
-def described(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> Plan:
-    """With a forecast and an explanation of its own: of one that a person has edited. Nobody has simulated it."""
-    training = schedules[Mode.TRAIN]
-    plan = replace(plan, forecast=bytes_forecast(training, peaks(training), None))
-    return plan.explained(explain(profile, plan, schedules))
-
-
-def _memory(plan: Plan, schedule: Schedule) -> list[str]:
-    peak, forecast = peaks(schedule), plan.forecast
+def _memory(plan: Plan, peak: Peaks) -> list[str]:
+    forecast = plan.forecast
     rows = [
         (Tier.GPU, forecast.gpu_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
         (Tier.HOST, forecast.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),

@@ -11,7 +11,6 @@ from dataclasses import replace
 from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
-from hightide.ir.machine import Machine
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.bounds import lanes_alone
@@ -19,15 +18,16 @@ from hightide.planner.cost import seconds_of
 from hightide.planner.loss import num_rows
 from hightide.planner.lower import lower
 from hightide.planner.place import widest_tick
+from hightide.planner.solution import Searched
 
 
-def floors(profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine) -> dict[Lane, float]:
+def floors(solution: Searched) -> dict[Lane, float]:
     """Seconds per step of each lane. The step's floor is the largest."""
-    schedule = lower(profile, plan, Mode.TRAIN)
+    schedule, machine = solution.training, solution.problem.machine
     others = [lane for lane in Lane if lane is not Lane.COMPUTE]
     moved = {lane: sum(action.num_bytes for action in schedule.lane(lane)) for lane in others}
     alone = lanes_alone(moved, lambda lane: machine.speeds_of({lane})[lane])
-    return {Lane.COMPUTE: _compute(profile, plan, costs), **alone}
+    return {Lane.COMPUTE: _compute(solution.profile, solution.plan, solution.problem.costs), **alone}
 
 
 def _compute(profile: ModelProfile, plan: Plan, costs: Costs) -> float:

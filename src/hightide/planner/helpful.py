@@ -1,12 +1,12 @@
-"""What would help: the same question with one thing changed, by a quick look (nearby.py). What makes a step faster was
-planned and simulated before it is named: a search may find still more. Where nothing fits, the smallest changes that
-would fit: for each the bytes of the leanest plans were counted, and how fast those are is not known."""
+"""Changes that would help: the same problem with one thing changed, by a quick look (nearby.py). What makes a step
+faster was planned and simulated before it is named: a search may find still more. Where nothing fits, the smallest
+changes that would fit: for each the bytes of the leanest plans were counted, and how fast those are is not known."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from hightide.ir.block import DTYPE_BYTES
@@ -17,8 +17,8 @@ from hightide.ir.units import format_bytes, parse_bytes
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.nearby import fits, least_disk_bytes, nearby_step_s, why_not
 from hightide.planner.place import is_resident
-from hightide.planner.question import Question
-from hightide.planner.search import Found
+from hightide.planner.problem import Problem
+from hightide.planner.solution import Searched
 
 LEAST_SPEEDUP = 1.05  # less is within the error of a forecast
 MAX_RAISES = 4  # of limits, until it fits
@@ -33,7 +33,7 @@ class Leeway:
     """What else there is to know about what could be changed."""
 
     gpu_memory_bytes: int  # as much as the GPU has to give; 0: nobody knows
-    clips: bool = False  # in-backward updates are out of the question
+    clips: bool = False  # in-backward updates are out of the problem
     has_own_batch: bool = False  # --sequences does not decide about it
 
 
@@ -61,17 +61,17 @@ class Improvements:
     look_longer: str = ""  # the option that gives it more time; "": nothing is untried
 
 
-def improvements(question: Question, found: Found, leeway: Leeway, may_go_on: Callable[[], bool]) -> Improvements:
+def improvements(found: Searched, leeway: Leeway, may_go_on: Callable[[], bool]) -> Improvements:
     """`may_go_on` is asked before each new plan."""
-    before = question.profile.num_samples / found.step.step_s
-    changes = _faster(question, found, leeway)
+    before = found.profile.num_samples / found.step.step_s
+    changes = _faster(found, leeway)
     helpful, untried = [], []
     for change, changed in changes:
         if not may_go_on():
             untried.append(change)
             continue
         num_samples = changed.profile.num_samples
-        step_s = nearby_step_s(changed, found.choice, below_s=num_samples / (before * LEAST_SPEEDUP))
+        step_s = nearby_step_s(changed, found.candidate, below_s=num_samples / (before * LEAST_SPEEDUP))
         if step_s < math.inf:
             helpful.append(Improvement(change, step_s, num_samples / step_s / before))
     helpful.sort(key=lambda one: -one.speedup)
@@ -79,36 +79,37 @@ def improvements(question: Question, found: Found, leeway: Leeway, may_go_on: Ca
     return Improvements(tuple(helpful), tuple(untried), len(changes) - len(untried), longer)
 
 
-def _faster(question: Question, found: Found, leeway: Leeway) -> list[tuple[Change, Question]]:
+def _faster(found: Searched, leeway: Leeway) -> list[tuple[Change, Problem]]:
     """What usually helps most comes first: for models that take long to plan there is time for one or two."""
-    twice = 2 * question.profile.num_samples
-    changes = [(_batch_of(twice, leeway), question.with_samples(twice))]
+    problem = found.problem
+    twice = 2 * problem.profile.num_samples
+    changes = [(_batch_of(twice, leeway), problem.with_samples(twice))]
     whole = is_resident(found.plan)
-    if question.update is Update.DEFERRED and not leeway.clips and not whole:
+    if problem.terms.update is Update.DEFERRED and not leeway.clips and not whole:
         change = Change("in-backward updates, if your loop never clips", "--update in_backward")
-        changes.append((change, replace(question, update=Update.IN_BACKWARD)))
-    changes += _more_gpu(question, leeway)
-    if question.gradients is GradientDtype.FLOAT32 and _has_short_params(question) and not whole:
+        changes.append((change, problem.with_terms(update=Update.IN_BACKWARD)))
+    changes += _more_gpu(problem, leeway)
+    if problem.terms.gradients is GradientDtype.FLOAT32 and _has_short_params(problem) and not whole:
         change = Change("gradients rounded to their parameter's dtype", "--gradients param")
-        changes.append((change, replace(question, gradients=GradientDtype.PARAM)))
-    if question.micro_batch is not None:
-        changes.append((_ANY_MICRO_BATCH, _unpinned(question)))
-    if found.plan.forecast.host_peak_bytes > FULL * question.host_bytes:
-        changes.append(_more(question, Tier.HOST))
+        changes.append((change, problem.with_terms(gradients=GradientDtype.PARAM)))
+    if problem.terms.micro_batch is not None:
+        changes.append((_ANY_MICRO_BATCH, _unpinned(problem)))
+    if found.plan.forecast.host_peak_bytes > FULL * problem.terms.host_bytes:
+        changes.append(_more(problem, Tier.HOST))
     return changes
 
 
 def fitting(
-    question: Question, refused: InfeasiblePlan, leeway: Leeway, may_go_on: Callable[[], bool]
+    problem: Problem, refused: InfeasiblePlan, leeway: Leeway, may_go_on: Callable[[], bool]
 ) -> tuple[Change, ...]:
     """Changes that make it fit, each for itself: more memory, then what needs no other machine."""
     found: list[Change] = []
     options: list[Callable[[], Change | None]] = [
-        *_memories(question, refused, leeway),
-        lambda: _with_disk(question),
-        lambda: _rounded(question),
-        lambda: _any_micro_batch(question),
-        lambda: _fewer(question, leeway),
+        *_memories(problem, refused, leeway),
+        lambda: _with_disk(problem),
+        lambda: _rounded(problem),
+        lambda: _any_micro_batch(problem),
+        lambda: _fewer(problem, leeway),
     ]
     for option in options:
         if may_go_on() and (change := option()) is not None:
@@ -116,13 +117,13 @@ def fitting(
     return tuple(found)
 
 
-def _memories(question: Question, refused: InfeasiblePlan, leeway: Leeway) -> list[Callable[[], Change | None]]:
+def _memories(problem: Problem, refused: InfeasiblePlan, leeway: Leeway) -> list[Callable[[], Change | None]]:
     """Beyond what the GPU has only where nothing else would do."""
     possible = [limits for limits in refused.enough if limits.get(Tier.GPU, 0) <= leeway.gpu_memory_bytes]
-    return [partial(_enough, question, limits) for limits in possible or refused.enough]
+    return [partial(_enough, problem, limits) for limits in possible or refused.enough]
 
 
-def _enough(question: Question, limits: Mapping[Tier, int]) -> Change | None:
+def _enough(problem: Problem, limits: Mapping[Tier, int]) -> Change | None:
     """Raises limits to what is needed; then, perhaps, that of another tier too."""
     raised: dict[Tier, int] = {}
     for _ in range(MAX_RAISES):
@@ -130,20 +131,20 @@ def _enough(question: Question, limits: Mapping[Tier, int]) -> Change | None:
             return None
         for tier, num_bytes in limits.items():
             raised[tier] = parse_bytes(size_option(num_bytes), tier)  # as it will be asked for
-            question = question.with_limit(tier, raised[tier])
-        if fits(question):
+            problem = problem.with_limit(tier, raised[tier])
+        if fits(problem):
             sizes = {tier: size_option(num_bytes) for tier, num_bytes in raised.items()}
             text = " and ".join(f"{size} of {_NAMES[tier]}" for tier, size in sizes.items())
             return Change(text, " ".join(_option(tier, size) for tier, size in sizes.items()))
-        limits = why_not(question).enough[0]
+        limits = why_not(problem).enough[0]
     return None
 
 
-def _with_disk(question: Question) -> Change | None:
+def _with_disk(problem: Problem) -> Change | None:
     """Only where its speed is known."""
-    if question.disk_bytes or question.machine.disk is None:
+    if problem.terms.disk_bytes or problem.machine.disk is None:
         return None
-    num_bytes = least_disk_bytes(question)
+    num_bytes = least_disk_bytes(problem)
     if num_bytes is None:
         return None
     size = size_option(num_bytes)
@@ -154,24 +155,24 @@ def _option(tier: Tier, size: str) -> str:
     return f"--{tier} {'FOLDER:' if tier is Tier.DISK else ''}{size}"
 
 
-def _rounded(question: Question) -> Change | None:
-    if question.gradients is GradientDtype.PARAM or not _has_short_params(question):
+def _rounded(problem: Problem) -> Change | None:
+    if problem.terms.gradients is GradientDtype.PARAM or not _has_short_params(problem):
         return None
     change = Change("gradients rounded to their parameter's dtype", "--gradients param")
-    return change if fits(replace(question, gradients=GradientDtype.PARAM)) else None
+    return change if fits(problem.with_terms(gradients=GradientDtype.PARAM)) else None
 
 
-def _any_micro_batch(question: Question) -> Change | None:
-    return _ANY_MICRO_BATCH if question.micro_batch is not None and fits(_unpinned(question)) else None
+def _any_micro_batch(problem: Problem) -> Change | None:
+    return _ANY_MICRO_BATCH if problem.terms.micro_batch is not None and fits(_unpinned(problem)) else None
 
 
-def _fewer(question: Question, leeway: Leeway) -> Change | None:
-    num_samples = question.profile.num_samples
-    if num_samples == 1 or not fits(question.with_samples(1)):
+def _fewer(problem: Problem, leeway: Leeway) -> Change | None:
+    num_samples = problem.profile.num_samples
+    if num_samples == 1 or not fits(problem.with_samples(1)):
         return None
-    while not fits(question.with_samples(num_samples := num_samples // 2)):
+    while not fits(problem.with_samples(num_samples := num_samples // 2)):
         pass
-    return _batch_of(num_samples, leeway, question.micro_batch)
+    return _batch_of(num_samples, leeway, problem.terms.micro_batch)
 
 
 def _batch_of(num_samples: int, leeway: Leeway, micro_batch: int | None = None) -> Change:
@@ -180,37 +181,37 @@ def _batch_of(num_samples: int, leeway: Leeway, micro_batch: int | None = None) 
     return Change(text, "" if leeway.has_own_batch else f"--sequences {num_samples}{smaller}")
 
 
-def _more_gpu(question: Question, leeway: Leeway) -> list[tuple[Change, Question]]:
+def _more_gpu(problem: Problem, leeway: Leeway) -> list[tuple[Change, Problem]]:
     """A part of what this GPU has left, and all of it; only all of it where that is nearly the same."""
-    some = _more(question, Tier.GPU)
+    some = _more(problem, Tier.GPU)
     if not leeway.gpu_memory_bytes:
         return [some]
-    everything = _with_size(question, Tier.GPU, size_option(leeway.gpu_memory_bytes, up=False), "all of this GPU")
-    most_bytes = everything[1].gpu_bytes
-    if question.gpu_bytes >= most_bytes:
+    everything = _with_size(problem, Tier.GPU, size_option(leeway.gpu_memory_bytes, up=False), "all of this GPU")
+    most_bytes = everything[1].terms.gpu_bytes
+    if problem.terms.gpu_bytes >= most_bytes:
         return []
-    return [some, everything] if some[1].gpu_bytes < NEARLY_ALL * most_bytes else [everything]
+    return [some, everything] if some[1].terms.gpu_bytes < NEARLY_ALL * most_bytes else [everything]
 
 
-def _more(question: Question, tier: Tier) -> tuple[Change, Question]:
+def _more(problem: Problem, tier: Tier) -> tuple[Change, Problem]:
     """By a third to a half, a power of two: 8 GiB for 24, 32 GiB for 80."""
-    limit_bytes = question.gpu_bytes if tier is Tier.GPU else question.host_bytes
+    limit_bytes = problem.terms.gpu_bytes if tier is Tier.GPU else problem.terms.host_bytes
     more_bytes = 1 << max(0, (limit_bytes // 2).bit_length() - 1)
     text = f"{format_bytes(more_bytes)} more {_NAMES[tier]}"
-    return _with_size(question, tier, size_option(limit_bytes + more_bytes), text)
+    return _with_size(problem, tier, size_option(limit_bytes + more_bytes), text)
 
 
-def _with_size(question: Question, tier: Tier, size: str, text: str) -> tuple[Change, Question]:
+def _with_size(problem: Problem, tier: Tier, size: str, text: str) -> tuple[Change, Problem]:
     """Asked with what the option says, which is rounded."""
-    return Change(text, _option(tier, size)), question.with_limit(tier, parse_bytes(size, tier))
+    return Change(text, _option(tier, size)), problem.with_limit(tier, parse_bytes(size, tier))
 
 
-def _unpinned(question: Question) -> Question:
-    return replace(question, micro_batch=None)
+def _unpinned(problem: Problem) -> Problem:
+    return problem.with_terms(micro_batch=None)
 
 
-def _has_short_params(question: Question) -> bool:
-    return any(spec.trainable and DTYPE_BYTES[spec.dtype] < GRAD_BYTES for spec in question.profile.params)
+def _has_short_params(problem: Problem) -> bool:
+    return any(spec.trainable and DTYPE_BYTES[spec.dtype] < GRAD_BYTES for spec in problem.profile.params)
 
 
 def size_option(num_bytes: int, up: bool = True) -> str:

@@ -7,32 +7,31 @@ from collections.abc import Iterable, Mapping
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.base import Needs
-from hightide.planner.choice import Choice
+from hightide.planner.candidate import Candidate
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.trials import Trials
 
 
-def refusal(trials: Trials, leanest: Iterable[Choice]) -> InfeasiblePlan:
+def refusal(trials: Trials, leanest: Iterable[Candidate]) -> InfeasiblePlan:
     """Says how much more of one tier would do with the others as they are, first of the one that grows least by it; or,
-    where several lack, how much more of each. What it names is enough: these choices were lowered, and not only added
-    up."""
-    problem = trials.problem
-    limits = {Tier.GPU: problem.gpu_bytes, Tier.HOST: problem.host_bytes, Tier.DISK: problem.disk_bytes}
-    needs = {choice: _by_tier(trials.guess(choice)) for choice in leanest}
-    exact: set[Choice] = set()
+    where several lack, how much more of each. What it names is enough: these candidates were lowered, and not only
+    added up."""
+    limits = trials.problem.terms.limits
+    needs = {candidate: _by_tier(trials.guess(candidate)) for candidate in leanest}
+    exact: set[Candidate] = set()
     while True:
         found = _least(needs, limits)
-        guessed = [choice for _, choice in found if choice not in exact]
+        guessed = [candidate for _, candidate in found if candidate not in exact]
         if not guessed:
             break
-        for choice in guessed:  # a search asks for both, what was added up and what is exact
-            lowered = _by_tier(trials.needs(choice))
-            needs[choice] = {tier: max(size, lowered[tier]) for tier, size in needs[choice].items()}
+        for candidate in guessed:  # a search asks for both, what was added up and what is exact
+            lowered = _by_tier(trials.needs(candidate))
+            needs[candidate] = {tier: max(size, lowered[tier]) for tier, size in needs[candidate].items()}
         exact.update(guessed)
-    needed, choice = found[0]
-    assert needed, f"this fits, and the search has not found it: {choice}"
+    needed, candidate = found[0]
+    assert needed, f"this fits, and the search has not found it: {candidate}"
     tier = next(iter(needed))
-    moment = _moment(trials, choice, tier)
+    moment = _moment(trials, candidate, tier)
     missing = " and ".join(f"{_bytes(size - limits[one])} are missing on the {one}" for one, size in needed.items())
     others = "".join(f", or {_limits(other)}" for other, _ in found[1:])
     return InfeasiblePlan(
@@ -46,18 +45,18 @@ def refusal(trials: Trials, leanest: Iterable[Choice]) -> InfeasiblePlan:
 
 
 def _least(
-    needs: Mapping[Choice, Mapping[Tier, int]], limits: Mapping[Tier, int]
-) -> list[tuple[dict[Tier, int], Choice]]:
-    """For each set of tiers that lack, the choice that takes least; that first which grows least. Of more tiers than it
-    takes only where the others would have to grow far more."""
-    best: dict[tuple[Tier, ...], tuple[dict[Tier, int], Choice]] = {}
-    for choice, need in needs.items():
+    needs: Mapping[Candidate, Mapping[Tier, int]], limits: Mapping[Tier, int]
+) -> list[tuple[dict[Tier, int], Candidate]]:
+    """For each set of tiers that lack, the candidate that takes least; that first which grows least. Of more tiers than
+    it takes only where the others would have to grow far more."""
+    best: dict[tuple[Tier, ...], tuple[dict[Tier, int], Candidate]] = {}
+    for candidate, need in needs.items():
         short = {tier: need[tier] for tier in limits if need[tier] > limits[tier]}
         if tuple(short) not in best or tuple(short.values()) < tuple(best[tuple(short)][0].values()):
-            best[tuple(short)] = short, choice
+            best[tuple(short)] = short, candidate
     found = [one for one in best.values() if not any(_does_with_less(other[0], one[0]) for other in best.values())]
 
-    def growth(one: tuple[dict[Tier, int], Choice]) -> float:
+    def growth(one: tuple[dict[Tier, int], Candidate]) -> float:
         return len(one[0]) * max((size / max(1, limits[tier]) for tier, size in one[0].items()), default=0)
 
     fewest = min(len(short) for short, _ in found)
@@ -70,9 +69,9 @@ def _does_with_less(one: Mapping[Tier, int], other: Mapping[Tier, int]) -> bool:
     return one != other and all(size <= other.get(tier, -1) for tier, size in one.items())
 
 
-def _moment(trials: Trials, choice: Choice, tier: Tier) -> str:
+def _moment(trials: Trials, candidate: Candidate, tier: Tier) -> str:
     """At which the tier needs most."""
-    peak = trials.peaks(choice)
+    peak = trials.peaks(candidate)
     return {Tier.GPU: peak.gpu_peak_at, Tier.HOST: peak.host_peak_at, Tier.DISK: ""}[tier]
 
 

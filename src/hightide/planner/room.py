@@ -1,9 +1,9 @@
-"""What activations take over a step, for many choices at once.
+"""What activations take over a step, for many candidates at once.
 
-Searches ask for the room of thousands of choices; lowering each would take minutes. What a call keeps, or leaves near,
-adds the same bytes at the same moments whatever others do, and so does an update on the GPU. So it is enough to lower
-one schedule per micro-batch size, tier of inputs, slot size (updates go chunk by chunk) and tile of the loss, in which
-nothing moves, and to add up differences."""
+Searches ask for the room of thousands of candidates; lowering each would take minutes. What a call keeps, or leaves
+near, adds the same bytes at the same moments whatever others do, and so does an update on the GPU. So it is enough to
+lower one schedule per micro-batch size, tier of inputs, slot size (updates go chunk by chunk) and tile of the loss, in
+which nothing moves, and to add up differences."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from operator import add
 from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
-from hightide.planner.choice import Choice, Problem
+from hightide.planner.candidate import Candidate
 from hightide.planner.lower import lower, lower_ticks
+from hightide.planner.space import Space
 
 # Moments of each tick: in it; right after it, when blocks are updated in backward; and while what it opened is on its
 # way, up to the next tick.
@@ -49,40 +50,40 @@ class _Levels:
 
 
 class Room:
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
+    def __init__(self, space: Space) -> None:
+        self._space = space
         self._levels: dict[tuple[int, Tier, int, int | None], _Levels] = {}
         self._logits: dict[int, list[_Rise]] = {}
 
-    def gpu_bytes(self, choice: Choice) -> int:
+    def gpu_bytes(self, candidate: Candidate) -> int:
         """At most at once, beside what is always there."""
-        levels = self._levels_of(choice)
-        rises = [rise for block in choice.keep for rise in levels.keep.get(block, ())]
-        rises += [rise for block in choice.keep | choice.near for rise in levels.near.get(block, ())]
-        if choice.loss_kept_tokens:
-            rises += self._logits_of(choice)
+        levels = self._levels_of(candidate)
+        rises = [rise for block in candidate.keep for rise in levels.keep.get(block, ())]
+        rises += [rise for block in candidate.keep | candidate.near for rise in levels.near.get(block, ())]
+        if candidate.loss_kept_tokens:
+            rises += self._logits_of(candidate)
         with_updates = levels.gpu_bytes.copy()
-        for block in choice.whole | choice.trained:
+        for block in candidate.whole | candidate.trained:
             for moment, num_bytes in levels.updates.get(block, {}).items():
                 with_updates[moment] = max(with_updates[moment], num_bytes)
         return max(_added(with_updates, rises) if rises else with_updates)
 
-    def host_bytes(self, choice: Choice) -> int:
-        near = choice.keep | choice.near
-        return sum(size for block, size in self._levels_of(choice).host_bytes.items() if block not in near)
+    def host_bytes(self, candidate: Candidate) -> int:
+        near = candidate.keep | candidate.near
+        return sum(size for block, size in self._levels_of(candidate).host_bytes.items() if block not in near)
 
-    def stashed_bytes(self, choice: Choice) -> int:
+    def stashed_bytes(self, candidate: Candidate) -> int:
         """The widest inputs of a block that wait on the host."""
-        near = choice.keep | choice.near
-        levels = self._levels_of(choice)
+        near = candidate.keep | candidate.near
+        levels = self._levels_of(candidate)
         return max((size for block, size in levels.stashed_bytes.items() if block not in near), default=0)
 
-    def _levels_of(self, choice: Choice) -> _Levels:
-        slot_numel = choice.slot_numel or self._problem.slot_numel
-        key = (choice.micro_batch, choice.inputs, slot_numel, choice.loss_tile_tokens)
+    def _levels_of(self, candidate: Candidate) -> _Levels:
+        slot_numel = candidate.slot_numel or self._space.slot_numel
+        key = (candidate.micro_batch, candidate.inputs, slot_numel, candidate.loss_tile_tokens)
         if key not in self._levels:
-            plain = lower(self._problem.profile, self._plan(*key), Mode.TRAIN)
-            kept = lower_ticks(self._problem.profile, self._plan(*key, keep=self._problem.keepable))
+            plain = lower(self._space.profile, self._plan(*key), Mode.TRAIN)
+            kept = lower_ticks(self._space.profile, self._plan(*key, keep=self._space.keepable))
             stashes = {action.call: action for action in plain.actions if action.op is Op.STASH}
             returns = {action.call: action for action in plain.actions if action.op is Op.UNSTASH}
             near: dict[int, list[_Rise]] = {}
@@ -96,20 +97,20 @@ class Room:
                 host_bytes[stash.block] = host_bytes.get(stash.block, 0) + stash.host_takes
                 stashed_bytes[stash.block] = max(stashed_bytes.get(stash.block, 0), stash.gpu_gives)
             self._levels[key] = _Levels(
-                *_gpu_levels(plain, self._problem), _rises(plain.ticks, kept), near, host_bytes, stashed_bytes
+                *_gpu_levels(plain, self._space), _rises(plain.ticks, kept), near, host_bytes, stashed_bytes
             )
         return self._levels[key]
 
-    def _logits_of(self, choice: Choice) -> list[_Rise]:
-        tokens = choice.loss_kept_tokens
+    def _logits_of(self, candidate: Candidate) -> list[_Rise]:
+        tokens = candidate.loss_kept_tokens
         if tokens not in self._logits:
-            kept = lower_ticks(self._problem.profile, self._plan(1, Tier.GPU, loss_kept_tokens=tokens))
+            kept = lower_ticks(self._space.profile, self._plan(1, Tier.GPU, loss_kept_tokens=tokens))
             self._logits[tokens] = [rise for rises in _rises(self._plain_ticks, kept).values() for rise in rises]
         return self._logits[tokens]
 
     @cached_property
     def _plain_ticks(self) -> tuple[Action, ...]:
-        return lower_ticks(self._problem.profile, self._plan(1, Tier.GPU))
+        return lower_ticks(self._space.profile, self._plan(1, Tier.GPU))
 
     def _plan(
         self,
@@ -121,25 +122,25 @@ class Room:
         loss_kept_tokens: int = 0,
     ) -> Plan:
         """With everything on the GPU."""
-        choice = Choice(
+        candidate = Candidate(
             micro_batch,
             inputs,
-            whole=frozenset(self._problem.movable),
+            whole=frozenset(self._space.movable),
             keep=frozenset(keep),
             loss_kept_tokens=loss_kept_tokens,
             slot_numel=slot_numel,
             loss_tile_tokens=loss_tile_tokens,
         )
-        return self._problem.build(choice)
+        return self._space.build(candidate)
 
 
-def _gpu_levels(schedule: Schedule, problem: Problem) -> tuple[list[int], dict[int, dict[int, int]]]:
+def _gpu_levels(schedule: Schedule, space: Space) -> tuple[list[int], dict[int, dict[int, int]]]:
     """At each moment, beside what is always there; and by block, at those of its updates. Copies count as in
     memory.peaks, taking each stash for done at the tick that waits for it."""
     levels = [0] * (NUM_MOMENTS * len(schedule.ticks))
     updates: dict[int, dict[int, int]] = defaultdict(dict)
     leaving: dict[int, int] = {}
-    movable = set(problem.movable)
+    movable = set(space.movable)
     now = at = 0
     for action in schedule.actions:
         if action.op in TICK_OPS:

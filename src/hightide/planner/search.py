@@ -15,21 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from hightide.ir.action import Mode
-from hightide.ir.block import ModelProfile
-from hightide.ir.costs import Costs
-from hightide.ir.machine import Machine
-from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
-from hightide.planner.choice import Choice, Problem, check_micro_batch
-from hightide.planner.cost import StepForecast, forecast
-from hightide.planner.explain import explain
-from hightide.planner.lower import lower
-from hightide.planner.memory import bytes_forecast, peaks
+from hightide.planner.candidate import Candidate
 from hightide.planner.missing import refusal
 from hightide.planner.moves import ORDERS, Moves
+from hightide.planner.problem import Problem
+from hightide.planner.solution import Searched
 from hightide.planner.trials import Trials
 
 LEAST_GAIN = 0.002  # of a step, for which a plan is changed
@@ -42,63 +35,31 @@ NUM_TRIED_ACTIONS = 20_000  # in all those trials, at most: of a deep model in f
 NUM_TRIED_CALLS = 1_500  # calls of blocks in all those trials, if that allows more: what trials cost
 
 
-@dataclass(frozen=True)
-class Found:
-    plan: Plan
-    step: StepForecast
-    choice: Choice
-    num_simulated: int
+def search(problem: Problem) -> Searched:
+    """Raises InfeasiblePlan, with the least that is missing, if nothing fits."""
+    num_samples, pinned = problem.profile.num_samples, problem.terms.micro_batch
+    problem.terms.check_micro_batch(num_samples)
+    trials = Trials(problem)
+    sizes = equal_parts(num_samples) if pinned is None else (pinned,)
+    may_fill = _with_room_left(trials) if problem.quick else trials.may_fit
+    candidate = _Search(trials, Moves(trials.space, may_fill, sizes), problem.quick).run()
+    return Searched.made(problem, candidate, trials.space.build(candidate), trials.num_simulated)
 
 
-def search(
-    profile: ModelProfile,
-    costs: Costs,
-    machine: Machine,
-    gpu_bytes: int,
-    host_bytes: int,
-    update: Update,
-    micro_batch: int | None = None,
-    num_moments: int = 2,
-    gradients: GradientDtype = GradientDtype.FLOAT32,
-    disk_bytes: int = 0,
-    quick: bool = False,
-) -> Found:
-    """Raises InfeasiblePlan, with the least that is missing, if nothing fits. `quick`: only a few fillings, for models
-    whose step takes less time than a search."""
-    check_micro_batch(profile, micro_batch)
-    problem = Problem(profile, gpu_bytes, host_bytes, update, num_moments, gradients, disk_bytes)
-    trials = Trials(problem, costs, machine)
-    sizes = equal_parts(profile.num_samples) if micro_batch is None else (micro_batch,)
-    may_fill = _with_room_left(trials) if quick else trials.may_fit
-    choice = _Search(problem, trials, Moves(problem, may_fill, sizes), quick).run()
-    return _finish(problem, trials, choice)
-
-
-def _with_room_left(trials: Trials) -> Callable[[Choice], bool]:
+def _with_room_left(trials: Trials) -> Callable[[Candidate], bool]:
     """For what nobody forecasts, such as tensors of the user's own: of a small model they are a larger share."""
-    most_bytes = QUICK_SHARE * trials.problem.gpu_bytes
-    return lambda choice: trials.may_fit(choice) and trials.guess(choice).gpu_bytes <= most_bytes
-
-
-def _finish(problem: Problem, trials: Trials, choice: Choice) -> Found:
-    profile, plan = problem.profile, problem.build(choice)
-    schedule = lower(profile, plan, Mode.TRAIN)
-    step = forecast(profile, plan, trials.costs, trials.machine, schedule)
-    sizes = bytes_forecast(schedule, peaks(schedule), trials.machine)
-    plan = replace(plan, forecast=replace(sizes, step_s=step.step_s))
-    plan = plan.explained(explain(profile, plan, {Mode.TRAIN: schedule}))
-    return Found(plan, step, choice, trials.num_simulated)
+    most_bytes = QUICK_SHARE * trials.problem.terms.gpu_bytes
+    return lambda candidate: trials.may_fit(candidate) and trials.guess(candidate).gpu_bytes <= most_bytes
 
 
 @dataclass(frozen=True)
 class _Search:
-    problem: Problem
     trials: Trials
     moves: Moves
     quick: bool
 
-    def run(self) -> Choice:
-        resident = next((choice for choice in self.moves.resident() if self._fits(choice)), None)
+    def run(self) -> Candidate:
+        resident = next((candidate for candidate in self.moves.resident() if self._fits(candidate)), None)
         if resident is not None and (self.quick or resident.micro_batch == self.moves.micro_batches[0]):
             return resident
         found = self._fillings()
@@ -108,25 +69,25 @@ class _Search:
             leanest = self._leanest()
             found[leanest] = self.trials.step_s(leanest)
         if self.quick:
-            return min(found, key=lambda choice: found[choice])
-        starts = sorted(found, key=lambda choice: found[choice])[: self._num_improved()]
+            return min(found, key=lambda candidate: found[candidate])
+        starts = sorted(found, key=lambda candidate: found[candidate])[: self._num_improved()]
         if not self.moves.few:
             starts += self._recast(starts[0])
-        return min((self._improved(choice) for choice in starts), key=self.trials.step_s)
+        return min((self._improved(candidate) for candidate in starts), key=self.trials.step_s)
 
-    def _leanest(self) -> Choice:
+    def _leanest(self) -> Candidate:
         """That fits. Fillings of what nearly fits may all be a little too much."""
-        for choice in self.moves.leanest():
-            if self.trials.may_fit(choice) and self.trials.step_s(choice) < math.inf:
-                return choice
+        for candidate in self.moves.leanest():
+            if self.trials.may_fit(candidate) and self.trials.step_s(candidate) < math.inf:
+                return candidate
         raise refusal(self.trials, self.moves.leanest())
 
-    def _fits(self, choice: Choice) -> bool:
-        return self.moves.may_fit(choice) and self.trials.step_s(choice) < math.inf
+    def _fits(self, candidate: Candidate) -> bool:
+        return self.moves.may_fit(candidate) and self.trials.step_s(candidate) < math.inf
 
-    def _fillings(self) -> dict[Choice, float]:
+    def _fillings(self) -> dict[Candidate, float]:
         """With their step times. Those of later groups only where nothing of the earlier ones fits."""
-        found: dict[Choice, float] = {}
+        found: dict[Candidate, float] = {}
         for group in self._groups():
             for starts in group:
                 self._fill(self._first_fitting(starts) if self.quick else self._fitting(starts), found)
@@ -134,11 +95,11 @@ class _Search:
                 break
         return found
 
-    def _groups(self) -> Iterator[list[Iterator[Choice]]]:
+    def _groups(self) -> Iterator[list[Iterator[Candidate]]]:
         """Without a spare slot only where nothing fits with one; with the disk only where else only last resorts would
         do, which may be faster or slower; in other forms only where nothing fits in the plain one."""
-        moves, problem = self.moves, self.problem
-        needs_disk = self.trials.least_bytes() > problem.gpu_bytes + problem.host_bytes
+        moves, terms = self.moves, self.trials.problem.terms
+        needs_disk = self.trials.least_bytes() > terms.gpu_bytes + terms.host_bytes
         for form in moves.forms:
             plain = [] if needs_disk else [moves.starts(spare, form) for spare in (1, 0)]
             yield from ([starts] for starts in plain)
@@ -146,7 +107,7 @@ class _Search:
             yield [*([] if needs_disk else [moves.last_resorts(form)]), on_disk[0]]
             yield [on_disk[1]]
 
-    def _fill(self, starts: list[Choice], found: dict[Choice, float]) -> None:
+    def _fill(self, starts: list[Candidate], found: dict[Candidate, float]) -> None:
         """Each in one order; those of the best starts, or of a few blocks all, in the other orders too."""
         reached = {start: self._try(self.moves.fill(start, ORDERS[0]), found) for start in starts}
         best = sorted(starts, key=lambda start: reached[start])
@@ -154,60 +115,60 @@ class _Search:
             for order in ORDERS[2::2] if self.quick else ORDERS[1:]:
                 self._try(self.moves.fill(start, order), found)
 
-    def _recast(self, best: Choice) -> list[Choice]:
+    def _recast(self, best: Candidate) -> list[Candidate]:
         """The best of its other forms, if one fits: of another kind, so that moves lead elsewhere from it."""
-        found: dict[Choice, float] = {}
+        found: dict[Candidate, float] = {}
         for other in self.moves.recast(best):
             self._try(other, found)
-        return sorted(found, key=lambda choice: found[choice])[:1]
+        return sorted(found, key=lambda candidate: found[candidate])[:1]
 
-    def _try(self, choice: Choice, found: dict[Choice, float]) -> float:
+    def _try(self, candidate: Candidate, found: dict[Candidate, float]) -> float:
         below_s = math.inf if self.moves.few else min(found.values(), default=math.inf) * (1 - LEAST_GAIN)
-        if not self.trials.within(self.trials.guess(choice)):
+        if not self.trials.within(self.trials.guess(candidate)):
             return math.inf
-        step_s = self.trials.step_s(choice, below_s)
+        step_s = self.trials.step_s(candidate, below_s)
         if step_s < math.inf:
-            found[choice] = step_s
+            found[candidate] = step_s
         return step_s
 
-    def _fitting(self, starts: Iterator[Choice]) -> list[Choice]:
+    def _fitting(self, starts: Iterator[Candidate]) -> list[Candidate]:
         return [start for start in dict.fromkeys(starts) if self.trials.may_fit(start)]
 
-    def _first_fitting(self, starts: Iterator[Choice]) -> list[Choice]:
+    def _first_fitting(self, starts: Iterator[Candidate]) -> list[Candidate]:
         """With inputs on the GPU and on the host: of the largest micro-batch that fits."""
-        found: dict[Tier, Choice] = {}
+        found: dict[Tier, Candidate] = {}
         for start in starts:
             if start.inputs not in found and self.trials.may_fit(start):
                 found[start.inputs] = start
         return list(found.values())
 
-    def _improved(self, choice: Choice) -> Choice:
+    def _improved(self, candidate: Candidate) -> Candidate:
         """Takes every move that gains, until none does or the trials are used up."""
         last = self.trials.num_simulated + self._num_trials()
         last_action = self.trials.num_actions + NUM_TRIED_ACTIONS // self._num_improved()
-        best_s = self.trials.step_s(choice)
-        seen: set[Choice] = set()
+        best_s = self.trials.step_s(candidate)
+        seen: set[Candidate] = set()
         while True:
-            for other in self.moves.around(choice):
+            for other in self.moves.around(candidate):
                 if other in seen:
                     continue
                 seen.add(other)
                 below_s = best_s * (1 - LEAST_GAIN)
                 step_s = self.trials.step_s(other, below_s)
                 if step_s < below_s:
-                    choice, best_s = other, step_s
+                    candidate, best_s = other, step_s
                     break
                 if self.trials.num_simulated >= last or self.trials.num_actions >= last_action:
-                    return choice
+                    return candidate
             else:
-                return choice
+                return candidate
 
     def _num_improved(self) -> int:
         return NUM_IMPROVED_FEW if self.moves.few else NUM_IMPROVED
 
     def _num_trials(self) -> int:
         """While improving one filling."""
-        calls = len(self.problem.profile.calls)
+        calls = len(self.trials.problem.profile.calls)
         return max(NUM_TRIALS, NUM_TRIED_CALLS // calls) // self._num_improved()
 
 

@@ -13,18 +13,20 @@ from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane
 from hightide.ir.timeline import Bar, LaneTime, Level, Part, Timeline
-from hightide.planner.memory import bytes_forecast, peaks
+from hightide.planner.memory import bytes_forecast
 from hightide.planner.place import gpu_chunk_bytes, gpu_staging_bytes, grad_slot_bytes, slot_bytes
 from hightide.planner.simulate import Simulated, Span
+from hightide.planner.solution import Solution
 
 SIMULATED_PARTS = tuple(part for part in Part if part is not Part.REST)
 
 
-def simulated_timeline(plan: Plan, schedule: Schedule, simulated: Simulated, machine: Machine) -> Timeline:
+def simulated_timeline(solution: Solution, simulated: Simulated, machine: Machine) -> Timeline:
+    plan, schedule = solution.plan, solution.training
     window_s = (simulated.begin_s, simulated.begin_s + simulated.step_s)
     levels = tide(plan, schedule, simulated.spans, simulated.begin_s)
     peak_bytes = max(sum(level.num_bytes) for level in levels)
-    held_bytes = (peak_bytes, bytes_forecast(schedule, peaks(schedule), machine).gpu_reserved_bytes)
+    held_bytes = (peak_bytes, bytes_forecast(schedule, solution.peaks, machine).gpu_reserved_bytes)
     source = f"simulated on {machine.name}"
     spans = (*simulated.beside, *simulated.spans)
     return step_timeline(plan, schedule, spans, window_s, SIMULATED_PARTS, levels, held_bytes, source)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan
@@ -17,9 +15,9 @@ from hightide.planner.remedy import remedy
 from hightide.planner.replay import Replay
 
 
-def verify(profile: ModelProfile, plan: Plan, schedule: Schedule, gpu_bytes: int, host_bytes: int) -> None:
-    """Raises InfeasiblePlan. The capacity of an evaluation pass is left to the stores: its batch and its outputs are
-    the user's affair, and a block runs unsplit there."""
+def verify(profile: ModelProfile, plan: Plan, schedule: Schedule) -> None:
+    """Raises InfeasiblePlan, also where it exceeds the plan's own limits. The capacity of an evaluation pass is left to
+    the stores: its batch and its outputs are the user's affair, and a block runs unsplit there."""
     try:
         precedence = Precedence(schedule)
     except Disorder as disorder:
@@ -30,20 +28,14 @@ def verify(profile: ModelProfile, plan: Plan, schedule: Schedule, gpu_bytes: int
         return
     peak = peaks(schedule, precedence)
     limits = {
-        Tier.GPU: (peak.gpu_peak_bytes, gpu_bytes, peak.gpu_peak_at),
-        Tier.HOST: (peak.host_peak_bytes, host_bytes, peak.host_peak_at),
+        Tier.GPU: (peak.gpu_peak_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
+        Tier.HOST: (peak.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),
         Tier.DISK: (peak.disk_peak_bytes, plan.disk_limit_bytes, ""),
     }
     for tier, (peak_bytes, limit_bytes, moment) in limits.items():
         if peak_bytes > limit_bytes:
             change = remedy(profile, plan, schedule, tier, peak_bytes, moment)
             raise _too_many(tier, peak_bytes, limit_bytes, moment, change)
-
-
-def verify_all(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> None:
-    """Within the plan's own limits."""
-    for schedule in schedules.values():
-        verify(profile, plan, schedule, plan.gpu_limit_bytes, plan.host_limit_bytes)
 
 
 def _too_many(tier: Tier, peak_bytes: int, limit_bytes: int, moment: str, change: str) -> InfeasiblePlan:

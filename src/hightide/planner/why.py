@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hightide.ir.action import Mode
-from hightide.ir.costs import Costs
-from hightide.ir.machine import Machine
-from hightide.ir.plan import Activation, BlockPlan, Forecast, Plan
+from hightide.ir.block import ModelProfile
+from hightide.ir.plan import Activation, BlockPlan, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.check import check_plan
 from hightide.planner.cost import forecast
@@ -17,6 +16,7 @@ from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.memory import bytes_forecast, peaks
 from hightide.planner.place import blocks_in_effect, owners, widest_tick
+from hightide.planner.solution import Searched
 
 NOISE = 1e-6  # of a step: what sums of floating-point numbers are off
 _PLACES = {
@@ -49,21 +49,22 @@ class Reasons:
     alternatives: tuple[Alternative, ...]  # the fastest first; without those that would change neither time nor bytes
 
 
-def why(plan: Plan, block: str, costs: Costs, machine: Machine) -> Reasons:
-    assert plan.profile is not None, "a planner puts the profile into its plans"
+def why(solution: Searched, block: str) -> Reasons:
+    problem, profile, plan = solution.problem, solution.profile, solution.plan
     index = find_block([one.name for one in plan.blocks], block)
     planned, owner = blocks_in_effect(plan)[index], owners(plan)[index]
-    step_s = forecast(plan.profile, plan, costs, machine).step_s
-    now = _bytes(plan, machine)
+    step_s = solution.step.step_s
+    now = bytes_forecast(solution.training, solution.peaks, problem.machine)
     alternatives = []
     for text, other in _others(planned, owner == index, plan.num_disk_buffers > 0):
-        changed = _with_block(plan, index, other)
+        changed = _with_block(profile, plan, index, other)
         try:
-            check_plan(plan.profile, changed)
+            check_plan(profile, changed)
         except InfeasiblePlan:  # not a way to plan this block
             continue
-        other_s = forecast(plan.profile, changed, costs, machine).step_s
-        then = _bytes(changed, machine)
+        schedule = lower(profile, changed, Mode.TRAIN)
+        other_s = forecast(problem, changed, schedule).step_s
+        then = bytes_forecast(schedule, peaks(schedule), problem.machine)
         gpu, host, disk = then.gpu_bytes, then.host_peak_bytes, then.disk_peak_bytes
         above = gpu - plan.gpu_limit_bytes, host - plan.host_limit_bytes, disk - plan.disk_limit_bytes
         if then == now and abs(other_s - step_s) <= NOISE * step_s:  # it is the same in other words
@@ -112,27 +113,17 @@ def _others(planned: BlockPlan, owns: bool, disk: bool) -> list[tuple[str, Block
     return others
 
 
-def _with_block(plan: Plan, index: int, block: BlockPlan) -> Plan:
+def _with_block(profile: ModelProfile, plan: Plan, index: int, block: BlockPlan) -> Plan:
     """With as many spare slots as before, if anything is streamed at all."""
     blocks = (*plan.blocks[:index], block, *plan.blocks[index + 1 :])
     changed = replace(plan, blocks=blocks)
-    before, after = _widest(plan), _widest(changed)
+    called = {call.block for call in profile.calls}
+    before, after = widest_tick(plan, called), widest_tick(changed, called)
     slots, grad_slots = (
         widest + max(0, has - needed) if widest else 0
         for widest, has, needed in zip(after, (plan.num_slots, plan.num_grad_slots), before, strict=True)
     )
     return replace(changed, num_slots=slots, num_grad_slots=grad_slots)
-
-
-def _widest(plan: Plan) -> tuple[int, int]:
-    assert plan.profile is not None
-    return widest_tick(plan, {call.block for call in plan.profile.calls})
-
-
-def _bytes(plan: Plan, machine: Machine) -> Forecast:
-    assert plan.profile is not None
-    schedule = lower(plan.profile, plan, Mode.TRAIN)
-    return bytes_forecast(schedule, peaks(schedule), machine)
 
 
 def find_block(names: Sequence[str], name: str) -> int:

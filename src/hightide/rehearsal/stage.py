@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hightide.ir.action import Mode
 from hightide.ir.block import BlockSpec, CallSpec, ModelProfile, ParamSpec
 from hightide.ir.plan import Activation, Plan, Update
 from hightide.ir.split import Split
 from hightide.planner.by_hand import plan_by_hand
-from hightide.planner.choice import Choice
-from hightide.planner.lower import lower
+from hightide.planner.candidate import Candidate
+from hightide.planner.problem import Terms
+from hightide.planner.solution import Solution
 from hightide.profiler.blocks import FoundBlock
 from hightide.profiler.hooks import HOOKS, is_part_of_computation
 from hightide.profiler.probe import ProbedCall, ProbeResult
@@ -100,7 +100,6 @@ class Stage:
         if tile is not None:
             alone = replace(alone, tokens_per_sample=1)
             plan = replace(plan, loss_tile_tokens=tile.num_tokens, loss_kept_tokens=tile.num_kept)
-        schedules = {mode: lower(alone, plan, mode) for mode in (Mode.TRAIN, Mode.EVAL)}
         probed = ProbeResult(
             num_samples,
             (FoundBlock(BLOCK, root.get_submodule(BLOCK)),),
@@ -111,7 +110,7 @@ class Stage:
             taps={0: part.taps} if part.taps else {},
         )
         values = FirstValues({spec.name: _Random() for spec in alone.params})
-        self.run = Run(root, alone, probed, plan, schedules, lambda _: None, device, compile, values, learns=False)
+        self.run = Run(root, Solution.of(alone, plan), probed, lambda _: None, device, compile, values, learns=False)
         forward = type(root.get_submodule(BLOCK)).forward
         for _ in range(part.num_equal - 1):  # a block that is the only one of its kind is not compiled
             self.run.compiled.add(root.get_submodule(BLOCK), forward)
@@ -212,10 +211,10 @@ def _profile(part: Part, root: nn.Module, profile: ModelProfile, num_samples: in
 
 
 def _plan(profile: ModelProfile, num_samples: int, activation: Activation) -> Plan:
-    choice = Choice(
+    candidate = Candidate(
         micro_batch=num_samples,
         whole=frozenset({0}),
         keep=frozenset({0}) if activation is Activation.KEEP else frozenset(),
     )
-    plan = plan_by_hand(profile, choice, NO_LIMIT_BYTES, NO_LIMIT_BYTES, Update.IN_BACKWARD)
+    plan = plan_by_hand(profile, candidate, Terms(NO_LIMIT_BYTES, NO_LIMIT_BYTES, Update.IN_BACKWARD))
     return replace(plan, gpu_limit_bytes=ROOM * plan.forecast.gpu_peak_bytes, host_limit_bytes=HOST_BYTES)

@@ -1,22 +1,19 @@
-"""What `hightide plan` tells, as data: the keys of its --json. Sizes are bytes, times are seconds of one step."""
+"""The answer of `hightide plan` as data: the keys of its --json. Sizes are bytes, times are seconds of one step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
-from hightide.ir.plan import BlockPlan, GradientDtype, Plan, Update
+from hightide.ir.plan import BlockPlan, GradientDtype, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.explain import precisions
 from hightide.planner.floor import floors
 from hightide.planner.helpful import Change, Improvements
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.lower import lower
-from hightide.planner.memory import peaks
 from hightide.planner.place import blocks_in_effect
-from hightide.planner.question import Question
-from hightide.planner.search import Found
+from hightide.planner.problem import Problem
+from hightide.planner.solution import Searched
 from hightide.planner.why import Reasons
 
 
@@ -109,8 +106,8 @@ class PlanReport:
     why: Reasons | None = None  # of one block
 
 
-def subject(name: str, question: Question) -> Subject:
-    profile, machine = question.profile, question.machine
+def subject(name: str, problem: Problem) -> Subject:
+    profile, machine = problem.profile, problem.machine
     return Subject(
         model=name,
         num_params=sum(spec.numel for spec in profile.params),
@@ -119,16 +116,16 @@ def subject(name: str, question: Question) -> Subject:
         tokens_per_sample=profile.tokens_per_sample,
         machine=machine.name,
         machine_is_measured=machine.is_measured,
-        costs=question.costs.source,
-        gpu_limit_bytes=question.gpu_bytes,
-        host_limit_bytes=question.host_bytes,
-        disk_limit_bytes=question.disk_bytes,
+        costs=problem.costs.source,
+        gpu_limit_bytes=problem.terms.gpu_bytes,
+        host_limit_bytes=problem.terms.host_bytes,
+        disk_limit_bytes=problem.terms.disk_bytes,
     )
 
 
-def outlook(question: Question, found: Found) -> Outlook:
-    profile, plan, step = question.profile, found.plan, found.step
-    alone = floors(profile, plan, question.costs, question.machine)
+def outlook(found: Searched) -> Outlook:
+    profile, plan, step = found.profile, found.plan, found.step
+    alone = floors(found)
     lanes = tuple(
         LaneUse(lane, step.simulated.busy_s[lane], step.simulated.stall_s.get(lane, 0.0), alone[lane]) for lane in Lane
     )
@@ -141,7 +138,7 @@ def outlook(question: Question, found: Found) -> Outlook:
         floor_share=max(alone.values()) / step.step_s,
         limiting_lane=max(lanes, key=lambda one: one.busy_s).lane,
         issue_s=step.issue_s,
-        tiers=_tiers(question, plan),
+        tiers=_tiers(found),
         lanes=lanes,
         precisions=tuple(Precision(*row) for row in precisions(profile, plan).items()),
         micro_batch=plan.micro_batch,
@@ -151,11 +148,11 @@ def outlook(question: Question, found: Found) -> Outlook:
     )
 
 
-def refusal(error: InfeasiblePlan, question: Question) -> Refusal:
-    limits = {Tier.GPU: question.gpu_bytes, Tier.HOST: question.host_bytes, Tier.DISK: question.disk_bytes}
+def refusal(error: InfeasiblePlan, problem: Problem) -> Refusal:
+    limits = problem.terms.limits
     short = tuple(Shortage(tier, size, size - limits[tier]) for tier, size in error.enough[0].items())
     return Refusal(
-        str(error), error.tier, error.num_bytes, error.moment, _in_words(error.moment, question.profile), short
+        str(error), error.tier, error.num_bytes, error.moment, _in_words(error.moment, problem.profile), short
     )
 
 
@@ -176,8 +173,8 @@ def _in_words(moment: str, profile: ModelProfile) -> str:
     return _MOMENTS[op].format(profile.blocks[profile.calls[int(number)].block].name)
 
 
-def _tiers(question: Question, plan: Plan) -> tuple[TierUse, ...]:
-    peak, forecast = peaks(lower(question.profile, plan, Mode.TRAIN)), plan.forecast
+def _tiers(found: Searched) -> tuple[TierUse, ...]:
+    plan, peak, forecast = found.plan, found.peaks, found.plan.forecast
     host, disk = forecast.host_peak_bytes, forecast.disk_peak_bytes
     return tuple(
         TierUse(tier, used, tensors, limit, limit - used, moment)

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from hightide.ir.action import Mode, Op, Schedule
+from hightide.ir.action import Mode, Op
 from hightide.ir.block import ModelProfile
-from hightide.ir.plan import Forecast, Plan, Update
+from hightide.ir.plan import Forecast, Update
 from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.ir.split import Split
 from hightide.planner.memory import peaks, reserved_bytes
+from hightide.planner.solution import Solution
 from hightide.profiler.caches import Caches
 from hightide.profiler.probe import ProbeResult, probe
 from hightide.profiler.samples import num_samples as samples_in
@@ -63,10 +64,8 @@ class Run:
     def __init__(
         self,
         model: nn.Module,
-        profile: ModelProfile,
+        solution: Solution,
         probed: ProbeResult,
-        plan: Plan,
-        schedules: Mapping[Mode, Schedule],
         check_call: Callable[[Mapping[str, Any]], None],
         device: torch.device = rng.CPU,
         compile: bool = False,
@@ -75,7 +74,7 @@ class Run:
         learns: bool = True,
     ) -> None:
         """`learns` False: a rehearsal, which looks at no block (see first_look.py)."""
-        self.model, self.profile = model, profile
+        self.model, self.profile = model, solution.profile
         self.probed = probed
         self.probing = False
         self.looks = FirstLooks(self, learns)
@@ -86,12 +85,12 @@ class Run:
         self._check_call = check_call  # raises for arguments under which training through blocks would be wrong
         self._around_call = around_call or (lambda args, kwargs: nullcontext())
         self.caches = Caches(model)
-        self.parameters = _by_key(model, profile)
+        self.parameters = _by_key(model, solution.profile)
         self.keys = {id(param): key for key, param in self.parameters.items()}
 
         devices = (param.device for param in model.parameters() if not param.is_meta)
         self._device_before = next(devices, rng.CPU)
-        self._set_up(plan, schedules, device, first_values or FirstValues())
+        self._set_up(solution, device, first_values or FirstValues())
         self.observer: Observer | None = None
 
         self.anchor = Anchor(device)
@@ -112,11 +111,9 @@ class Run:
         self._root_batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._end_queued = False
 
-    def _set_up(
-        self, plan: Plan, schedules: Mapping[Mode, Schedule], device: torch.device, first_values: FirstValues
-    ) -> None:
-        self.plan = plan
-        self.gpu, self.host = _stores(self.profile, plan, schedules, device)
+    def _set_up(self, solution: Solution, device: torch.device, first_values: FirstValues) -> None:
+        self.plan = plan = solution.plan
+        self.gpu, self.host = _stores(solution, device)
         self.chunks = Chunks(self.profile, plan, self.gpu, self.host, self.parameters)
         self.chunks.load(first_values.origins)
         if first_values.initialise is not None:
@@ -124,16 +121,16 @@ class Run:
         self._move_buffers()
         self.lanes = Lanes(device=device if device.type == "cuda" else None)
         self.gradients = Gradients(self.profile, self.chunks, plan.update)
-        self._make_executor(schedules)
+        self._make_executor(solution)
 
-    def _make_executor(self, schedules: Mapping[Mode, Schedule]) -> None:
+    def _make_executor(self, solution: Solution) -> None:
         self.stashes = Stashes(self.gpu, self.host)
         self.performer = Performer(self.chunks, self.gradients, self.stashes, self.lanes.streams.fence)
         names = [block.name or "(loose)" for block in self.profile.blocks]
-        self.executor = Executor(schedules, self.lanes, self.performer, self.plan.update, names)
-        self.forecast = _forecast(self.plan, schedules[Mode.TRAIN], self.gpu.device)
+        self.executor = Executor(solution.schedules, self.lanes, self.performer, self.plan.update, names)
+        self.forecast = _forecast(solution, self.gpu.device)
 
-    def move_to(self, profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> None:
+    def move_to(self, solution: Solution) -> None:
         """Goes on under another plan, between passes: values, states, gradients and counters are what they were. Graphs
         and lazy logits of before are of no use any more.
 
@@ -146,38 +143,31 @@ class Run:
             torch.cuda.synchronize(self.gpu.device)  # what was enqueued reads and writes what moves now
         try:
             with uninterrupted():
-                self._go_over(Luggage(self.plan, self.chunks, self.gradients), profile, plan, schedules)
+                self._go_over(Luggage(self.plan, self.chunks, self.gradients), solution)
         except (torch.OutOfMemoryError, MemoryError) as error:
             error.add_note("This was asked for by a move to another plan, which was given up: the old plan stays.")
             raise
         self.settle()  # by now nothing of the old plan's memory is left: that of the new one may become real
 
-    def _go_over(self, luggage: Luggage, profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> None:
+    def _go_over(self, luggage: Luggage, solution: Solution) -> None:
         """See [Note: moving]."""
         self.chunks.let_go()
         self.gpu.vacate()
         try:
-            new_chunks = self._allocate(profile, plan, schedules)
+            new_chunks = self._allocate(solution)
         except BaseException as error:
             self._stay(luggage, error)
             raise
         try:
-            self._carry_over(luggage, new_chunks, profile, plan, schedules)
+            self._carry_over(luggage, new_chunks, solution)
         except BaseException as error:  # nothing that is known
             self._is_lost = True
             self.lanes.fail(error)
             raise RuntimeError(LOST) from error
 
-    def _carry_over(
-        self,
-        luggage: Luggage,
-        new_chunks: Chunks,
-        profile: ModelProfile,
-        plan: Plan,
-        schedules: Mapping[Mode, Schedule],
-    ) -> None:
+    def _carry_over(self, luggage: Luggage, new_chunks: Chunks, solution: Solution) -> None:
         gpu, host, chunks, performer, executor = self.gpu, self.host, self.chunks, self.performer, self.executor
-        self.profile, self.plan = profile, plan
+        self.profile, self.plan = solution.profile, solution.plan
         self.chunks, self.gpu, self.host = new_chunks, new_chunks.gpu, new_chunks.host
         for param in self.parameters.values():
             increment_version(param)  # what graphs of plain autograd have saved of it is gone: their backward raises
@@ -192,20 +182,20 @@ class Run:
         host.close()
         if performer.updates is not None:
             performer.updates.move_to(self.chunks)
-        self._make_executor(schedules)
+        self._make_executor(solution)
         self.performer.go_on(performer)
         self.executor.go_on(executor)
         self.runners = {
             module: BlockRunner(self, runner.index, runner.original) for module, runner in self.runners.items()
         }
 
-    def _allocate(self, profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> Chunks:
+    def _allocate(self, solution: Solution) -> Chunks:
         """All memory that another plan needs, or none."""
-        gpu, host = _stores(profile, plan, schedules, self.gpu.device)
+        gpu, host = _stores(solution, self.gpu.device)
         try:
             for buffer in self.buffers:
                 gpu.adopt(buffer, "buffers")
-            return Chunks(profile, plan, gpu, host, self.parameters)
+            return Chunks(solution.profile, solution.plan, gpu, host, self.parameters)
         except BaseException:
             gpu.close()
             host.close()
@@ -500,9 +490,8 @@ class Run:
         return taken
 
 
-def _stores(
-    profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule], device: torch.device
-) -> tuple[Accelerator, HostArena]:
+def _stores(solution: Solution, device: torch.device) -> tuple[Accelerator, HostArena]:
+    profile, plan, schedules = solution.profile, solution.plan, solution.schedules
     if device.type != "cuda":
         return SimulatedAccelerator(plan.gpu_limit_bytes), HostArena(plan.host_limit_bytes)
     host_bytes = max(peaks(schedule).host_peak_bytes for schedule in schedules.values())
@@ -513,15 +502,15 @@ def _stores(
     return CudaAccelerator(plan.gpu_limit_bytes, device, slab_bytes + rounding_bytes if slab_bytes else 0), host
 
 
-def _forecast(plan: Plan, schedule: Schedule, device: torch.device) -> Forecast:
+def _forecast(solution: Solution, device: torch.device) -> Forecast:
     """The plan's, in the bytes that this device counts. A plan that the user brings may be made for another kind of
     device, or by hand."""
+    plan, peak = solution.plan, solution.peaks
     if device.type != "cuda":
         return replace(plan.forecast, gpu_reserved_bytes=None)
     if plan.forecast.gpu_reserved_bytes is not None:
         return plan.forecast
-    peak = peaks(schedule)
-    reserved = reserved_bytes(schedule, peak)
+    reserved = reserved_bytes(solution.training, peak)
     return replace(plan.forecast, gpu_peak_bytes=peak.gpu_peak_bytes, gpu_reserved_bytes=reserved)
 
 

@@ -19,6 +19,7 @@ from hightide.planner.cost import forecast
 from hightide.planner.layout import pack, slot_sizes
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
+from hightide.planner.problem import Problem, Terms
 from unit.planner.profiles import Sketch, build, call, finish, param
 
 RESIDENCES = [(Tier.HOST, Tier.HOST), (Tier.GPU, Tier.HOST), (Tier.GPU, Tier.GPU)]
@@ -36,6 +37,11 @@ class SmallProblem:
     gpu_bytes: int = 2**60
     host_bytes: int = 2**60
     slot_sizes: tuple[int | None, ...] = (None,)  # None: the one that wastes least
+
+    @property
+    def asked(self) -> Problem:
+        terms = Terms(self.gpu_bytes, self.host_bytes, self.update, gradients=self.gradients)
+        return Problem(self.profile, self.costs, self.machine, terms)
 
     def plans(self) -> Iterator[Plan]:
         """Every one, whether it fits or not."""
@@ -77,7 +83,7 @@ class SmallProblem:
             schedule = lower(self.profile, plan, Mode.TRAIN)
             peak = peaks(schedule)
             if peak.gpu_peak_bytes <= self.gpu_bytes and peak.host_peak_bytes <= self.host_bytes:
-                best_s = min(best_s, forecast(self.profile, plan, self.costs, self.machine, schedule).step_s)
+                best_s = min(best_s, forecast(self.asked, plan, schedule).step_s)
         return best_s
 
     def with_limits(self, gpu_share: float, host_share: float) -> SmallProblem:

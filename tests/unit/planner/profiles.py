@@ -7,12 +7,27 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
+from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import Affine, BlockSpec, CallSpec, Glue, ModelProfile, ParamSpec, Work
+from hightide.ir.costs import Costs
+from hightide.ir.machine import Machine
 from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
+from hightide.planner.cost import StepForecast, forecast
 from hightide.planner.layout import pack, slot_sizes
 from hightide.planner.loss import loss_tile_tokens
+from hightide.planner.lower import lower
 from hightide.planner.place import uses_disk, widest_tick
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.verify import verify
+
+
+def verify_within(profile: ModelProfile, plan: Plan, schedule: Schedule, gpu_bytes: int, host_bytes: int) -> None:
+    verify(profile, replace(plan, gpu_limit_bytes=gpu_bytes, host_limit_bytes=host_bytes), schedule)
+
+
+def forecast_of(profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine) -> StepForecast:
+    return forecast(Problem(profile, costs, machine, Terms.of(plan)), plan, lower(profile, plan, Mode.TRAIN))
 
 
 @dataclass

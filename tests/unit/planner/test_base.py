@@ -9,25 +9,27 @@ from hypothesis import strategies as st
 
 from hightide.ir.plan import GradientDtype, Update
 from hightide.planner.base import Bases, Needs
-from hightide.planner.choice import Choice, Problem
+from hightide.planner.candidate import Candidate
 from hightide.planner.lower.effects import disk_base_bytes, gpu_base_bytes, host_base_bytes
+from hightide.planner.problem import Terms
+from hightide.planner.space import Space
 from unit.planner.profiles import UNLIMITED, profiles
 
 
 @st.composite
-def choices(draw: st.DrawFn, problem: Problem) -> Choice:
+def choices(draw: st.DrawFn, space: Space) -> Candidate:
     def some() -> frozenset[int]:
-        return frozenset(draw(st.sets(st.integers(0, len(problem.profile.blocks) - 1))))
+        return frozenset(draw(st.sets(st.integers(0, len(space.profile.blocks) - 1))))
 
     disk = draw(st.booleans())
     params = some()
-    return Choice(
+    return Candidate(
         micro_batch=1,
         spare_slots=draw(st.integers(0, 2)),
         spare_grad_slots=draw(st.sampled_from([None, 0, 1])),
         whole=some(),
         params=some(),
-        trained=some() & frozenset(problem.adapted),
+        trained=some() & frozenset(space.adapted),
         slot_numel=draw(st.sampled_from([None, 256, 1024])),
         disk=disk,
         host_params=params,
@@ -40,11 +42,11 @@ def choices(draw: st.DrawFn, problem: Problem) -> Choice:
 def test_bases_are_those_of_the_plan(data: st.DataObject) -> None:
     profile = data.draw(profiles())
     update, gradients = data.draw(st.sampled_from(Update)), data.draw(st.sampled_from(GradientDtype))
-    problem = Problem(profile, UNLIMITED, UNLIMITED, update, gradients=gradients, disk_bytes=UNLIMITED)
-    bases = Bases(problem)
+    space = Space(profile, Terms(UNLIMITED, UNLIMITED, update, gradients=gradients, disk_bytes=UNLIMITED))
+    bases = Bases(space)
     for _ in range(3):
-        choice = data.draw(choices(problem))
-        plan = problem.build(choice)
-        plan = replace(plan, num_disk_buffers=choice.disk_buffers)
+        candidate = data.draw(choices(space))
+        plan = space.build(candidate)
+        plan = replace(plan, num_disk_buffers=candidate.disk_buffers)
         expected = Needs(gpu_base_bytes(profile, plan), host_base_bytes(plan), disk_base_bytes(plan))
-        assert bases.of(choice) == expected
+        assert bases.of(candidate) == expected

@@ -15,7 +15,7 @@ from hightide.ir.costs import CallCost, CallPeaks, Costs, Curve, LossCost, Point
 from hightide.ir.machine import Gpu, Machine, MatmulRates
 from hightide.ir.plan import Activation, GradientDtype, Plan, Update
 from hightide.ir.tier import Lane, Tier
-from hightide.planner.cost import ISSUE_FACTOR, forecast, seconds_of, with_peaks
+from hightide.planner.cost import ISSUE_FACTOR, seconds_of, with_peaks
 from hightide.planner.estimate import estimate
 from hightide.planner.lower import lower
 from hightide.planner.memory import (
@@ -26,7 +26,7 @@ from hightide.planner.memory import (
     peaks,
     reserved_bytes,
 )
-from unit.planner.profiles import plan_with, stack
+from unit.planner.profiles import forecast_of, plan_with, stack
 from unit.planner.test_simulate import machine
 
 
@@ -118,7 +118,7 @@ def test_costs_of_another_model_are_refused(costs: Costs, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         seconds_of(profile, plan, costs)
     with pytest.raises(ValueError, match=message):
-        forecast(profile, plan, costs, machine())
+        forecast_of(profile, plan, costs, machine())
 
 
 def test_only_the_compute_lane_has_seconds() -> None:
@@ -152,11 +152,13 @@ def test_a_gpu_reserves_more_than_tensors_need() -> None:
 def test_a_thread_that_cannot_keep_up_is_the_step() -> None:
     profile = stack()
     plan = plan_with(profile, Tier.GPU, Tier.GPU, micro_batch=2)
-    fast = forecast(profile, plan, COSTS, machine())
+    fast = forecast_of(profile, plan, COSTS, machine())
     assert fast.step_s == fast.simulated.step_s > fast.issue_s
     slow = replace(COSTS, calls=tuple(replace(cost, issue_s=100.0) for cost in COSTS.calls))
     # Six samples in three micro-batches, except for the embedding.
-    assert forecast(profile, plan, slow, machine()).step_s == pytest.approx(ISSUE_FACTOR * 100.0 * (1 + 3 * 6) + 0.125)
+    assert forecast_of(profile, plan, slow, machine()).step_s == pytest.approx(
+        ISSUE_FACTOR * 100.0 * (1 + 3 * 6) + 0.125
+    )
 
 
 @given(
@@ -223,5 +225,5 @@ def test_a_forecast_of_96_blocks_takes_milliseconds() -> None:
     plan = plan_with(profile, inputs=Tier.HOST, update=Update.IN_BACKWARD)
     costs = estimate(profile, GPU)
     started_s = time.process_time()
-    forecast(profile, plan, costs, GPU)
+    forecast_of(profile, plan, costs, GPU)
     assert time.process_time() - started_s < 1.0  # 0.15 s on an idle machine

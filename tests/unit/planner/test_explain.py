@@ -7,10 +7,11 @@ from hightide.ir.action import Mode
 from hightide.ir.plan import Activation, GradientDtype, Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
-from hightide.planner.explain import described, explain
-from hightide.planner.lower import lower, lower_all
+from hightide.planner.explain import explain
+from hightide.planner.lower import lower
 from hightide.planner.memory import bytes_forecast, peaks, reserved_bytes
 from hightide.planner.place import blocks_in_effect
+from hightide.planner.solution import Solution
 from unit.planner.profiles import plan_with, stack
 from unit.planner.test_why import GPU, REAL
 
@@ -18,7 +19,7 @@ from unit.planner.test_why import GPU, REAL
 def text_of(profile, plan, machine=None):
     schedule = lower(profile, plan, Mode.TRAIN)
     plan = replace(plan, forecast=bytes_forecast(schedule, peaks(schedule), machine))
-    return explain(profile, plan, {Mode.TRAIN: schedule})
+    return explain(profile, plan, schedule, peaks(schedule))
 
 
 def test_equal_consecutive_blocks_are_one_row():
@@ -158,13 +159,13 @@ def test_long_names_do_not_break_the_columns():
 def test_a_plan_that_was_edited_says_so_until_it_is_described_again(tmp_path):
     profile = stack(6)
     plan = plan_with(profile)
-    plan = described(profile, plan, lower_all(profile, plan))
+    plan = Solution.of(profile, plan).described().plan
     plan.save(tmp_path / "plan.json")
     assert not Plan.load(tmp_path / "plan.json").is_edited and plan.explain() == plan.explanation
     edited = replace(plan, num_slots=plan.num_slots + 1)
     assert edited.is_edited and edited.explain().startswith("EDITED since it was made")
     assert max(map(len, edited.explain().splitlines())) <= 80
-    again = described(profile, edited, lower_all(profile, edited))
+    again = Solution.of(profile, edited).described().plan
     assert not again.is_edited and again.decisions == edited.decisions != plan.decisions
     assert again.forecast.gpu_peak_bytes > plan.forecast.gpu_peak_bytes and again.explain() != plan.explain()
     assert not replace(edited, described="").is_edited, "of a file from before: nobody knows"

@@ -12,39 +12,42 @@ from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import parse_bytes
 from hightide.planner import helpful as helpful_module
-from hightide.planner.choice import Choice, Problem
+from hightide.planner import search as search_module
+from hightide.planner.candidate import Candidate
 from hightide.planner.estimate import estimate
 from hightide.planner.floor import floors
 from hightide.planner.helpful import LEAST_SPEEDUP, Improvements, Leeway, fitting, improvements, size_option
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.nearby import fits
-from hightide.planner.question import Question
-from hightide.planner.search import Found
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.search import search
+from hightide.planner.solution import Searched
 from hightide.planner.trials import Trials
 from unit.planner.profiles import plan_with, stack
-from unit.planner.test_cost import COSTS, GPU, with_gpu
+from unit.planner.test_cost import COSTS, with_gpu
+from unit.planner.test_why import solved
 
 FAST = with_gpu(1e16, 1e12)  # with links of 1 MB/s
 FAST = replace(FAST, gpu=replace(FAST.gpu, name=SIMULATED))  # where torch reserves nothing beside tensors
 NO_MORE = Leeway(gpu_memory_bytes=0)
 
 
-def question(gpu_bytes: int = 160_000, host_bytes: int = 2**30, **options: object) -> Question:
+def problem(gpu_bytes: int = 160_000, host_bytes: int = 2**30, **options: object) -> Problem:
     """A stack that streams: links and updates are the limit."""
     profile = stack(12, dtype="bfloat16")
-    return Question(profile, estimate(profile, FAST), FAST, gpu_bytes, host_bytes, **options)  # type: ignore[arg-type]
+    return Problem(profile, estimate(profile, FAST), FAST, Terms(gpu_bytes, host_bytes, **options))  # type: ignore[arg-type]
 
 
-ASKED = question()
+ASKED = problem()
 
 
 @cache
-def answer() -> Found:
-    return ASKED.answer()
+def answer() -> Searched:
+    return search(ASKED)
 
 
 def improve(leeway: Leeway = NO_MORE) -> Improvements:
-    return improvements(ASKED, answer(), leeway, lambda: True)
+    return improvements(answer(), leeway, lambda: True)
 
 
 def test_the_most_helpful_comes_first_and_little_help_is_none() -> None:
@@ -53,14 +56,14 @@ def test_the_most_helpful_comes_first_and_little_help_is_none() -> None:
     assert speedups == sorted(speedups, reverse=True) and speedups[-1] >= LEAST_SPEEDUP and not found.untried
     by_option = {one.change.option: one for one in found.found}
     everything = by_option["--gpu 1GiB"]
-    faster_s = replace(ASKED, gpu_bytes=2**30).answer().step.step_s
+    faster_s = search(ASKED.with_terms(gpu_bytes=2**30)).step.step_s
     assert everything.step_s == pytest.approx(faster_s, rel=0.02)  # a search may find more, but not much
     assert everything.speedup == answer().step.step_s / everything.step_s
 
 
 def test_a_larger_batch_counts_by_samples_per_second() -> None:
     twice = next(one for one in improve().found if one.change.option == "--sequences 12")
-    bigger = ASKED.with_samples(12).answer()
+    bigger = search(ASKED.with_samples(12))
     assert bigger.plan.num_samples == 12
     assert twice.speedup == pytest.approx(2 * answer().step.step_s / bigger.step.step_s, rel=0.03)
     own = improve(Leeway(0, has_own_batch=True)).found
@@ -70,8 +73,8 @@ def test_a_larger_batch_counts_by_samples_per_second() -> None:
 def test_changes_that_are_out_of_the_question_are_not_named() -> None:
     assert "--update in_backward" in {one.change.option for one in improve().found}
     assert "--update in_backward" not in {one.change.option for one in improve(Leeway(0, clips=True)).found}
-    done = replace(ASKED, update=Update.IN_BACKWARD, gradients=GradientDtype.PARAM)
-    untried = improvements(done, answer(), NO_MORE, lambda: False).untried
+    done = ASKED.with_terms(update=Update.IN_BACKWARD, gradients=GradientDtype.PARAM)
+    untried = improvements(replace(answer(), problem=done), NO_MORE, lambda: False).untried
     assert untried and not {"--update in_backward", "--gradients param"} & {change.option for change in untried}
 
 
@@ -81,24 +84,24 @@ def test_changes_that_are_out_of_the_question_are_not_named() -> None:
 def test_what_is_priced_is_what_the_option_says(
     gpu_bytes: int, host_bytes: int, gpu_memory_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    priced: dict[float, Question] = {}
+    priced: dict[float, Problem] = {}
 
-    def record(changed: Question, known: Choice, below_s: float) -> float:
+    def record(changed: Problem, known: Candidate, below_s: float) -> float:
         step_s = below_s / (2 + len(priced))
         priced[step_s] = changed
         return step_s
 
     monkeypatch.setattr(helpful_module, "nearby_step_s", record)
-    asked = replace(ASKED, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    asked = ASKED.with_terms(gpu_bytes=gpu_bytes, host_bytes=host_bytes)
     full = replace(answer().plan.forecast, host_peak_bytes=host_bytes)
-    found = replace(answer(), plan=replace(answer().plan, forecast=full))
+    found = replace(answer(), problem=asked, plan=replace(answer().plan, forecast=full))
     sizes = {"--gpu": "gpu_bytes", "--host": "host_bytes"}
-    named = improvements(asked, found, Leeway(gpu_memory_bytes), lambda: True).found
+    named = improvements(found, Leeway(gpu_memory_bytes), lambda: True).found
     words = [(one, *one.change.option.split()) for one in named]
     assert {option for _, option, _ in words} >= set(sizes)
     for one, option, size in words:
         if option in sizes:
-            assert getattr(priced[one.step_s], sizes[option]) == parse_bytes(size, option), one.change
+            assert getattr(priced[one.step_s].terms, sizes[option]) == parse_bytes(size, option), one.change
 
 
 @pytest.mark.parametrize(
@@ -114,31 +117,31 @@ def test_what_is_priced_is_what_the_option_says(
 def test_no_more_gpu_memory_is_named_than_there_is_and_no_two_nearly_equal(
     gpu_bytes: str, gpu_memory_bytes: int, expected: list[str]
 ) -> None:
-    asked = replace(ASKED, gpu_bytes=parse_bytes(gpu_bytes, "--gpu"))
-    untried = improvements(asked, answer(), Leeway(gpu_memory_bytes), lambda: False).untried
+    asked = ASKED.with_terms(gpu_bytes=parse_bytes(gpu_bytes, "--gpu"))
+    untried = improvements(replace(answer(), problem=asked), Leeway(gpu_memory_bytes), lambda: False).untried
     assert [change.option for change in untried if change.option.startswith("--gpu")] == expected
 
 
 def test_what_there_was_no_time_for_is_said() -> None:
     times = iter([True, False, False, False, False])
-    found = improvements(ASKED, answer(), NO_MORE, lambda: next(times))
+    found = improvements(answer(), NO_MORE, lambda: next(times))
     assert len(found.found) <= found.num_tried == 1 and len(found.untried) >= 2
 
 
 def test_a_pinned_micro_batch_may_be_what_is_slow() -> None:
-    pinned = replace(ASKED, gpu_bytes=2**20, micro_batch=1)
+    pinned = ASKED.with_terms(gpu_bytes=2**20, micro_batch=1)
     costs = replace(ASKED.costs, calls=tuple(replace(one, issue_s=1.0) for one in ASKED.costs.calls))
     asked = replace(pinned, costs=costs)
-    found = improvements(asked, asked.answer(), NO_MORE, lambda: True).found
+    found = improvements(search(asked), NO_MORE, lambda: True).found
     freed = [one for one in found if "leave out --micro-batch" in one.change.text]
     assert freed and freed[0].speedup > 2 and not freed[0].change.option, "no option would do it"
 
 
 @pytest.mark.parametrize(("gpu_bytes", "host_bytes"), [(8_000, 2**30), (160_000, 600_000), (8_000, 100_000)])
 def test_the_memory_that_would_fit_fits(gpu_bytes: int, host_bytes: int) -> None:
-    asked = question(gpu_bytes, host_bytes)
+    asked = problem(gpu_bytes, host_bytes)
     with pytest.raises(InfeasiblePlan) as refused:
-        asked.answer()
+        search(asked)
     enough, *_ = fitting(asked, refused.value, NO_MORE, lambda: True)
     words = enough.option.split()
     for option, size in zip(words[::2], words[1::2], strict=True):
@@ -147,12 +150,12 @@ def test_the_memory_that_would_fit_fits(gpu_bytes: int, host_bytes: int) -> None
 
 
 def test_each_tier_that_would_do_is_named_without_another_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = question(160_000, 600_000)
+    asked = problem(160_000, 600_000)
     with pytest.raises(
         InfeasiblePlan, match=r"missing on the host.*Limits\(host=\d+\), or Limits\(gpu=\d+\)"
     ) as refused:
-        asked.answer()
-    monkeypatch.setattr(Question, "answer", lambda self: pytest.fail("whether it fits needs no search"))
+        search(asked)
+    monkeypatch.setattr(search_module._Search, "run", lambda self: pytest.fail("whether it fits needs no search"))
     tiers = [next(iter(limits)) for limits in refused.value.enough]
     assert tiers == [Tier.HOST, Tier.GPU]
     for leeway, expected in ((Leeway(2**30), ["--host", "--gpu"]), (NO_MORE, ["--host"])):  # as much as the GPU has
@@ -161,20 +164,18 @@ def test_each_tier_that_would_do_is_named_without_another_search(monkeypatch: py
 
 
 def test_what_is_less_than_the_chunks_fits_nothing_without_a_look() -> None:
-    asked = question()
-    least = Trials(
-        Problem(asked.profile, 0, 0, asked.update, gradients=asked.gradients), asked.costs, asked.machine
-    ).least_bytes()
-    assert not fits(replace(asked, gpu_bytes=least // 2, host_bytes=least - least // 2 - 1))
+    asked = problem()
+    least = Trials(asked).least_bytes()
+    assert not fits(asked.with_terms(gpu_bytes=least // 2, host_bytes=least - least // 2 - 1))
     needed = answer().plan.forecast
     assert least <= needed.gpu_peak_bytes + needed.host_peak_bytes
 
 
 def test_other_changes_that_fit_are_named_too() -> None:
     sizes = range(2**20, 0, -(2**14))
-    asked = next(asked for size in sizes if not fits(asked := question(host_bytes=size)))  # just too little
+    asked = next(asked for size in sizes if not fits(asked := problem(host_bytes=size)))  # just too little
     with pytest.raises(InfeasiblePlan) as refused:
-        asked.answer()
+        search(asked)
     options = [change.option for change in fitting(asked, refused.value, NO_MORE, lambda: True)]
     assert options[0].startswith(("--host ", "--gpu ")) and "--gradients param" in options
     (fewer,) = [option for option in options if option.startswith("--sequences")]
@@ -190,12 +191,12 @@ def test_sizes_are_rounded_to_the_safe_side() -> None:
 
 def test_the_floor_counts_no_recomputation_and_each_lane_alone() -> None:
     profile = stack()
-    plan = plan_with(profile, micro_batch=2)
-    found = floors(profile, plan, COSTS, GPU)
+    plan = replace(plan_with(profile, micro_batch=2), profile=profile)
+    found = floors(solved(plan, COSTS))
     moved_bytes = sum(chunk.grad_bytes for chunk in plan.layout.chunks)  # gradients go home once, in fp32
     assert found[Lane.D2H] == pytest.approx(moved_bytes / 1e6)
     layer = COSTS.calls[1]
     assert found[Lane.COMPUTE] >= 4 * (layer.forward_kept_s.at(6) + layer.backward_s.at(6))
-    kept = plan_with(profile, Tier.GPU, Tier.GPU, micro_batch=6)
-    assert floors(profile, kept, COSTS, GPU)[Lane.COMPUTE] == found[Lane.COMPUTE]
-    assert floors(profile, kept, COSTS, GPU)[Lane.H2D] == 0
+    kept = replace(plan_with(profile, Tier.GPU, Tier.GPU, micro_batch=6), profile=profile)
+    assert floors(solved(kept, COSTS))[Lane.COMPUTE] == found[Lane.COMPUTE]
+    assert floors(solved(kept, COSTS))[Lane.H2D] == 0

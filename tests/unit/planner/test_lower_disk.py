@@ -15,14 +15,15 @@ from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.bounds import least_step_s
 from hightide.planner.check import check_executable, check_plan
-from hightide.planner.cost import forecast
+from hightide.planner.cost import seconds_of
 from hightide.planner.estimate import estimate
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
-from hightide.planner.search import Found, search
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.search import search
 from hightide.planner.simulate import simulate
-from hightide.planner.verify import verify
-from unit.planner.profiles import UNLIMITED, plan_with, plans, profiles, stack
+from hightide.planner.solution import Searched
+from unit.planner.profiles import UNLIMITED, plan_with, plans, profiles, stack, verify_within
 from unit.planner.test_cost import GPU, LAYER
 
 STACK = stack(12, dtype="bfloat16")
@@ -67,15 +68,16 @@ def test_no_plan_is_lastingly_faster_than_its_bound(data: st.DataObject) -> None
     profile = data.draw(profiles())
     plan = data.draw(plans(profile, data.draw(st.sampled_from(Update)), disk=True))
     costs = Costs("test", profile.fingerprint, (LAYER,), None, 1e6, 5e5)
-    simulated = forecast(profile, plan, costs, MACHINE, num_passes=12).simulated
+    problem = Problem(profile, costs, MACHINE, Terms.of(plan))
+    simulated = simulate(lower(profile, plan, Mode.TRAIN), seconds_of(profile, plan, costs), MACHINE, num_passes=12)
     twelve_s = simulated.begin_s + simulated.step_s
-    bound_s = least_step_s(profile, plan, costs, MACHINE)
+    bound_s = least_step_s(problem, plan)
     assert 10 * bound_s <= twelve_s * 1.000001  # updates of the last ones are not done yet
 
 
-def searched(host_bytes: int, disk_bytes: int) -> Found:
+def searched(host_bytes: int, disk_bytes: int) -> Searched:
     costs = estimate(STACK, GPU)
-    return search(STACK, costs, MACHINE, 200_000, host_bytes, Update.DEFERRED, disk_bytes=disk_bytes)
+    return search(Problem(STACK, costs, MACHINE, Terms(200_000, host_bytes, disk_bytes=disk_bytes)))
 
 
 def test_the_disk_is_used_where_the_host_is_short_and_only_as_far() -> None:
@@ -88,10 +90,10 @@ def test_the_disk_is_used_where_the_host_is_short_and_only_as_far() -> None:
     for found, share in ((some, 0.9), (most, 0.6)):
         plan = replace(found.plan, disk_limit_bytes=found.plan.forecast.disk_peak_bytes)
         check_plan(STACK, plan)
-        verify(STACK, plan, lower(STACK, plan, Mode.TRAIN), 200_000, int(share * needed))
+        verify_within(STACK, plan, lower(STACK, plan, Mode.TRAIN), 200_000, int(share * needed))
         with pytest.raises(InfeasiblePlan, match="of disk from the beginning"):
             less = replace(plan, disk_limit_bytes=plan.disk_limit_bytes - 1)
-            verify(STACK, less, lower(STACK, less, Mode.TRAIN), 200_000, int(share * needed))
+            verify_within(STACK, less, lower(STACK, less, Mode.TRAIN), 200_000, int(share * needed))
 
 
 def test_a_disk_that_is_too_small_is_refused_with_what_it_needs() -> None:

@@ -16,9 +16,8 @@ from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
-from hightide.planner.verify import verify
 from unit.planner import mutations
-from unit.planner.profiles import UNLIMITED, Sketch, build, call, finish, param, plan_with, stack
+from unit.planner.profiles import UNLIMITED, Sketch, build, call, finish, param, plan_with, stack, verify_within
 from unit.planner.random_lanes import RandomLanes
 
 SEEDS = range(3)
@@ -74,7 +73,7 @@ CASES: dict[str, tuple[ModelProfile, Plan, Mode]] = {
 def case(request: pytest.FixtureRequest) -> tuple[ModelProfile, Plan, Schedule]:
     profile, plan, mode = CASES[request.param]
     schedule = lower(profile, plan, mode)
-    verify(profile, plan, schedule, UNLIMITED, UNLIMITED)
+    verify_within(profile, plan, schedule, UNLIMITED, UNLIMITED)
     return profile, plan, schedule
 
 
@@ -87,7 +86,7 @@ def accepted(
     for what, mutant in mutants:
         count += 1
         try:
-            verify(profile, plan, mutant, limit_bytes, limit_bytes)
+            verify_within(profile, plan, mutant, limit_bytes, limit_bytes)
         except InfeasiblePlan:
             continue
         passed.append((what, mutant))

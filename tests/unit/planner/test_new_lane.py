@@ -18,8 +18,10 @@ from hightide.planner import form
 from hightide.planner.compare import compare
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
+from hightide.planner.memory import peaks
 from hightide.planner.precedence import Precedence
 from hightide.planner.simulate import Span, simulate
+from hightide.planner.solution import Solution
 from hightide.planner.tide import SIMULATED_PARTS, simulated_timeline, step_timeline, tide
 from hightide.planner.verify import verify
 from hightide.report.page import timeline_html
@@ -32,8 +34,7 @@ from unit.planner.test_simulate import copy, machine, one_second, schedule, tick
 from unit.report.test_page import data_of
 
 PROFILE = stack(4)
-PLAN = plan_with(PROFILE, inputs=Tier.HOST)
-ENOUGH = 1 << 50
+PLAN = replace(plan_with(PROFILE, inputs=Tier.HOST), gpu_limit_bytes=1 << 50, host_limit_bytes=1 << 50)
 
 
 @pytest.fixture(params=list(Picking))
@@ -77,10 +78,10 @@ def test_only_a_lane_that_works_in_order_orders_its_actions(network: Lane, plann
 
 
 def test_its_orders_are_verified(network: Lane, planned: Schedule) -> None:
-    verify(PROFILE, PLAN, planned, ENOUGH, ENOUGH)
+    verify(PROFILE, PLAN, planned)
     back = next(action for action in planned.actions if action.op is Op.UNSTASH)
     with pytest.raises(InfeasiblePlan, match="may still be running"):
-        verify(PROFILE, PLAN, edited(planned, back.changed(after=())), ENOUGH, ENOUGH)
+        verify(PROFILE, PLAN, edited(planned, back.changed(after=())))
 
 
 def test_without_contention_it_runs_at_its_own_speed(network: Lane) -> None:
@@ -114,7 +115,8 @@ def test_what_it_did_is_compared(network: Lane, planned: Schedule) -> None:
 
 def test_a_simulated_step_shows_it(network: Lane, planned: Schedule) -> None:
     made = with_speeds(Speeds((network,), (300.0,)))
-    timeline = simulated_timeline(PLAN, planned, simulate(planned, one_second, made), made)
+    solution = Solution(PROFILE, PLAN, planned, peaks(planned))
+    timeline = simulated_timeline(solution, simulate(planned, one_second, made), made)
     assert codec.from_json(Timeline, codec.to_json(timeline)) == timeline
     panel = data_of(timeline_html("a plan", timeline))["panels"][0]
     assert panel["lanes"][-1] == ["network", "between GPUs"]

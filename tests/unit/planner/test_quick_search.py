@@ -17,10 +17,10 @@ from hightide.planner.check import check_plan
 from hightide.planner.estimate import estimate
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.loss import loss_tile_tokens
-from hightide.planner.lower import lower_all
+from hightide.planner.problem import Problem, Terms
 from hightide.planner.room import Room
-from hightide.planner.search import Found, search
-from hightide.planner.verify import verify_all
+from hightide.planner.search import search
+from hightide.planner.solution import Solution
 from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, profiles, stack
 
 MACHINE = simulated_machine()
@@ -34,9 +34,8 @@ def quick(
     update: Update = Update.DEFERRED,
     micro_batch: int | None = None,
 ) -> Plan:
-    result: Found = search(
-        profile, estimate(profile, MACHINE), MACHINE, gpu_bytes, host_bytes, update, micro_batch, quick=True
-    )
+    terms = Terms(gpu_bytes, host_bytes, update, micro_batch)
+    result = search(Problem(profile, estimate(profile, MACHINE), MACHINE, terms, quick=True))
     assert result.num_simulated <= MOST_SIMULATED
     return result.plan
 
@@ -193,5 +192,5 @@ def test_plans_always_verify(profile: ModelProfile, update: Update, fraction: fl
     most = quick(profile, update=update, micro_batch=micro_batch).forecast.gpu_peak_bytes
     plan = quick(profile, max(least, int(least + fraction * (most - least))), UNLIMITED, update, micro_batch)
     check_plan(profile, plan)
-    verify_all(profile, replace(plan, host_limit_bytes=plan.forecast.host_peak_bytes), lower_all(profile, plan))
+    Solution.of(profile, replace(plan, host_limit_bytes=plan.forecast.host_peak_bytes)).verify()
     assert max(len(line) for line in plan.explain().splitlines()) <= 80

@@ -14,8 +14,7 @@ from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
-from hightide.planner.verify import verify
-from unit.planner.profiles import UNLIMITED, plan_with, stack
+from unit.planner.profiles import UNLIMITED, plan_with, stack, verify_within
 
 STACK = stack(4)
 WORDY = replace(  # logits are most of it
@@ -85,7 +84,7 @@ def test_the_remedy_is_about_what_holds_the_memory(
     limits = {Tier.GPU: UNLIMITED, Tier.HOST: UNLIMITED} | {tier: needed_bytes - 1}
     plan = replace(plan, disk_limit_bytes=UNLIMITED)
     with pytest.raises(InfeasiblePlan) as caught:
-        verify(profile, plan, lower(profile, plan, Mode.TRAIN), limits[Tier.GPU], limits[Tier.HOST])
+        verify_within(profile, plan, lower(profile, plan, Mode.TRAIN), limits[Tier.GPU], limits[Tier.HOST])
     named = re.search(r"1 bytes too many; use (.*), or raise the plan's (\w+)_limit_bytes$", str(caught.value))
     assert named is not None and named[2] == tier, caught.value
     assert re.search(rf"(^|, or ){re.escape(remedy)} \(up to ", named[1]), named[1]
@@ -96,7 +95,7 @@ def test_the_remedy_is_about_what_holds_the_memory(
 def test_a_micro_batch_is_not_named_where_it_would_not_help() -> None:
     for profile, plan in ((STACK, ROOMY), (STACK, KEPT), (WORDY, TILED), (WIDE, plan_with(WIDE, micro_batch=1))):
         with pytest.raises(InfeasiblePlan) as caught:
-            verify(profile, plan, lower(profile, plan, Mode.TRAIN), 1, UNLIMITED)
+            verify_within(profile, plan, lower(profile, plan, Mode.TRAIN), 1, UNLIMITED)
         assert "micro_batch" not in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""What activations take, added up for a choice, is what its schedule takes."""
+"""What activations take, added up for a candidate, is what its schedule takes."""
 
 from __future__ import annotations
 
@@ -12,60 +12,62 @@ from hightide.ir.action import Mode
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Tier
 from hightide.planner import room as room_module
-from hightide.planner.choice import Choice, Problem
+from hightide.planner.candidate import Candidate
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
 from hightide.planner.moves import Moves
+from hightide.planner.problem import Terms
 from hightide.planner.room import Room
+from hightide.planner.space import Space
 from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, profiles, stack
 from unit.planner.test_base import choices
 
 
-def problems(data: st.DataObject) -> Problem:
+def problems(data: st.DataObject) -> Space:
     profile = data.draw(profiles())
     update, gradients = data.draw(st.sampled_from(Update)), data.draw(st.sampled_from(GradientDtype))
-    return Problem(profile, UNLIMITED, UNLIMITED, update, gradients=gradients, disk_bytes=UNLIMITED)
+    return Space(profile, Terms(UNLIMITED, UNLIMITED, update, gradients=gradients, disk_bytes=UNLIMITED))
 
 
-def filled(data: st.DataObject, problem: Problem, inputs: Tier) -> Choice:
+def filled(data: st.DataObject, space: Space, inputs: Tier) -> Candidate:
     """With activations of all kinds, and updates on the GPU of any blocks."""
-    choice = replace(
-        data.draw(choices(problem)), micro_batch=data.draw(st.integers(1, problem.profile.num_samples)), inputs=inputs
+    candidate = replace(
+        data.draw(choices(space)), micro_batch=data.draw(st.integers(1, space.profile.num_samples)), inputs=inputs
     )
-    movable = frozenset(problem.movable)
+    movable = frozenset(space.movable)
     keep, near = (
         data.draw(st.frozensets(st.sampled_from(some))) if some else frozenset[int]()
-        for some in (problem.keepable, problem.movable)
+        for some in (space.keepable, space.movable)
     )
     return replace(
-        choice,
-        whole=choice.whole & movable,
-        params=choice.params & movable,
+        candidate,
+        whole=candidate.whole & movable,
+        params=candidate.params & movable,
         keep=keep,
         near=near - keep,
-        loss_kept_tokens=data.draw(st.sampled_from([0, *problem.keepable_tokens])),
+        loss_kept_tokens=data.draw(st.sampled_from([0, *space.keepable_tokens])),
     )
 
 
 @given(st.data())
 def test_room_on_the_gpu_is_that_of_the_schedule(data: st.DataObject) -> None:
-    problem = problems(data)
-    room = Room(problem)
+    space = problems(data)
+    room = Room(space)
     for _ in range(3):
-        choice = filled(data, problem, Tier.GPU)
-        schedule = lower(problem.profile, problem.build(choice), Mode.TRAIN)
-        assert room.gpu_bytes(choice) == peaks(schedule).gpu_peak_bytes - schedule.gpu_base_bytes
-        assert room.host_bytes(choice) == 0
+        candidate = filled(data, space, Tier.GPU)
+        schedule = lower(space.profile, space.build(candidate), Mode.TRAIN)
+        assert room.gpu_bytes(candidate) == peaks(schedule).gpu_peak_bytes - schedule.gpu_base_bytes
+        assert room.host_bytes(candidate) == 0
 
 
 @given(st.data())
 def test_room_on_the_host_is_that_of_the_inputs_that_wait_there(data: st.DataObject) -> None:
-    problem = problems(data)
-    room = Room(problem)
+    space = problems(data)
+    room = Room(space)
     for _ in range(3):
-        choice = filled(data, problem, Tier.HOST)
-        schedule = lower(problem.profile, problem.build(choice), Mode.TRAIN)
-        assert room.host_bytes(choice) == peaks(schedule).host_peak_bytes - schedule.host_base_bytes
+        candidate = filled(data, space, Tier.HOST)
+        schedule = lower(space.profile, space.build(candidate), Mode.TRAIN)
+        assert room.host_bytes(candidate) == peaks(schedule).host_peak_bytes - schedule.host_base_bytes
 
 
 @pytest.mark.parametrize("update", Update)
@@ -73,25 +75,25 @@ def test_every_update_on_the_gpu_counts_at_its_own_moment(update: Update) -> Non
     """In backward the first one to be updated, the last block, meets most of what the others keep."""
     profile = stack(6, dtype="bfloat16")
     profile = replace(profile, blocks=tuple(replace(block, lazy_head=False) for block in profile.blocks))
-    problem = Problem(profile, UNLIMITED, UNLIMITED, update)
-    room = Room(problem)
-    for whole in ([1], [4], [1, 4], list(problem.movable)):
-        for keep in ([], [4], problem.keepable):
-            choice = Choice(1, whole=frozenset(whole), keep=frozenset(keep))
-            schedule = lower(profile, problem.build(choice), Mode.TRAIN)
-            assert room.gpu_bytes(choice) == peaks(schedule).gpu_peak_bytes - schedule.gpu_base_bytes
+    space = Space(profile, Terms(UNLIMITED, UNLIMITED, update))
+    room = Room(space)
+    for whole in ([1], [4], [1, 4], list(space.movable)):
+        for keep in ([], [4], space.keepable):
+            candidate = Candidate(1, whole=frozenset(whole), keep=frozenset(keep))
+            schedule = lower(profile, space.build(candidate), Mode.TRAIN)
+            assert room.gpu_bytes(candidate) == peaks(schedule).gpu_peak_bytes - schedule.gpu_base_bytes
 
 
 def test_updates_copy_no_more_than_a_chunk() -> None:
     specs = [param(f"p{number}", 4096) for number in range(3)]
     profile = build(specs, [Sketch("block", [spec.name for spec in specs])], [call(0, width=1)], num_samples=1)
-    problem = Problem(profile, UNLIMITED, UNLIMITED, Update.DEFERRED)
-    room = Room(problem)
+    space = Space(profile, Terms(UNLIMITED, UNLIMITED))
+    room = Room(space)
     sizes = []
-    for slot_numel in problem.slot_sizes:
-        choice = Choice(1, whole=frozenset({0}), slot_numel=slot_numel)
-        schedule = lower(profile, problem.build(choice), Mode.TRAIN)
-        sizes.append(room.gpu_bytes(choice))
+    for slot_numel in space.slot_sizes:
+        candidate = Candidate(1, whole=frozenset({0}), slot_numel=slot_numel)
+        schedule = lower(profile, space.build(candidate), Mode.TRAIN)
+        sizes.append(room.gpu_bytes(candidate))
         assert sizes[-1] == peaks(schedule).gpu_peak_bytes - schedule.gpu_base_bytes
     assert min(sizes) < max(sizes)
 
@@ -99,7 +101,7 @@ def test_updates_copy_no_more_than_a_chunk() -> None:
 def test_looking_at_every_choice_lowers_few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
     lowered = []
     monkeypatch.setattr(room_module, "lower", lambda *args: lowered.append(args) or lower(*args))
-    problem = Problem(stack(20), UNLIMITED, UNLIMITED, Update.DEFERRED)
-    room = Room(problem)
-    looked_at = [room.gpu_bytes(choice) for choice in Moves(problem, lambda _: True, (1,)).last_resorts()]
+    space = Space(stack(20), Terms(UNLIMITED, UNLIMITED))
+    room = Room(space)
+    looked_at = [room.gpu_bytes(candidate) for candidate in Moves(space, lambda _: True, (1,)).last_resorts()]
     assert len(looked_at) > 100 and len(lowered) == 2  # inputs on the GPU and on the host

@@ -7,27 +7,21 @@ from dataclasses import replace
 
 import pytest
 
-from hightide.ir.plan import Activation, Update
+from hightide.ir.plan import Activation
 from hightide.ir.tier import Tier
 from hightide.planner.check import check_plan
 from hightide.planner.estimate import estimate
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.search import Found, equal_parts, search
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.search import equal_parts, search
+from hightide.planner.solution import Searched
 from unit.planner.problems import SmallProblem, chunked_problem, small_problem
 from unit.planner.profiles import UNLIMITED, stack
 from unit.planner.test_cost import GPU
 
 
-def found(problem: SmallProblem) -> Found:
-    return search(
-        problem.profile,
-        problem.costs,
-        problem.machine,
-        problem.gpu_bytes,
-        problem.host_bytes,
-        problem.update,
-        gradients=problem.gradients,
-    )
+def found(problem: SmallProblem) -> Searched:
+    return search(problem.asked)
 
 
 def check_against_all(problem: SmallProblem) -> None:
@@ -87,18 +81,18 @@ def test_micro_batches_are_equal_parts() -> None:
 
 def test_what_fits_wholly_is_resident_and_nothing_is_recomputed() -> None:
     profile = stack(num_samples=8)
-    result = search(profile, estimate(profile, GPU), GPU, UNLIMITED, UNLIMITED, Update.DEFERRED)
+    result = search(Problem(profile, estimate(profile, GPU), GPU, Terms(UNLIMITED, UNLIMITED)))
     assert result.plan.micro_batch == 8 and result.num_simulated == 1
     assert all(block.params is block.states is Tier.GPU for block in result.plan.blocks)
     assert [block.activation for block in result.plan.blocks[:-1]] == [Activation.KEEP] * 6
 
 
 def test_a_pinned_micro_batch_is_kept_and_a_wrong_one_refused() -> None:
-    problem = small_problem(9, num_blocks=2)
-    arguments = (problem.profile, problem.costs, problem.machine, UNLIMITED, UNLIMITED, problem.update)
-    assert search(*arguments, micro_batch=1).plan.micro_batch == 1
+    small = small_problem(9, num_blocks=2)
+    problem = Problem(small.profile, small.costs, small.machine, Terms(UNLIMITED, UNLIMITED, small.update))
+    assert search(problem.with_terms(micro_batch=1)).plan.micro_batch == 1
     with pytest.raises(ValueError, match=r"micro_batch=99 does not fit the batch of \d+ samples"):
-        search(*arguments, micro_batch=99)
+        search(problem.with_terms(micro_batch=99))
 
 
 @pytest.mark.parametrize("tier", [Tier.GPU, Tier.HOST])
@@ -106,8 +100,8 @@ def test_a_refusal_names_the_smallest_limit_that_would_do(tier: Tier) -> None:
     profile = stack(12, dtype="bfloat16")
     costs, machine = estimate(profile, GPU), replace(GPU, gpu=None)
 
-    def run(gpu_bytes: int, host_bytes: int) -> Found:
-        return search(profile, costs, machine, gpu_bytes, host_bytes, Update.DEFERRED)
+    def run(gpu_bytes: int, host_bytes: int) -> Searched:
+        return search(Problem(profile, costs, machine, Terms(gpu_bytes, host_bytes)))
 
     generous = run(200_000, UNLIMITED).plan.forecast
     limits = (20_000, UNLIMITED) if tier is Tier.GPU else (200_000, generous.host_peak_bytes // 4)

@@ -15,11 +15,13 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.machine import Machine
 from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Lane
-from hightide.planner.cost import forecast
 from hightide.planner.estimate import estimate
 from hightide.planner.lower import lower
 from hightide.planner.memory import reserved_bytes
-from hightide.planner.search import Found, search
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.search import search
+from hightide.planner.solution import Searched
+from unit.planner.profiles import forecast_of
 
 PLANS = Path(__file__).parents[3] / "bench" / "plans"
 GIB = 1024**3
@@ -36,11 +38,12 @@ def hand_written(name: str) -> tuple[Plan, ModelProfile]:
 
 
 @cache
-def found(name: str, machine: Machine, gpu_bytes: int | None = None) -> Found:
+def found(name: str, machine: Machine, gpu_bytes: int | None = None) -> Searched:
     plan, profile = hand_written(name)
     limit_bytes = gpu_bytes or plan.gpu_limit_bytes
     costs = estimate(profile, load_machine("h200"))
-    result = search(profile, costs, machine, limit_bytes, HOST_BYTES, plan.update, gradients=GradientDtype.PARAM)
+    terms = Terms(limit_bytes, HOST_BYTES, plan.update, gradients=GradientDtype.PARAM)
+    result = search(Problem(profile, costs, machine, terms))
     assert reserved_bytes(lower(profile, result.plan, Mode.TRAIN)) == result.plan.forecast.gpu_bytes <= limit_bytes
     assert result.plan.forecast.host_peak_bytes <= HOST_BYTES
     return result
@@ -54,22 +57,22 @@ def slowed(machine: Machine, lanes: set[Lane], factor: float) -> Machine:
     return replace(machine, speeds=tuple(speeds))
 
 
-def base() -> Found:
+def base() -> Searched:
     return found(BASE, load_machine("h200"))
 
 
-def moved_bytes(result: Found) -> int:
+def moved_bytes(result: Searched) -> int:
     assert result.plan.profile is not None
     schedule = lower(result.plan.profile, result.plan, Mode.TRAIN)
     return sum(action.num_bytes for lane in (Lane.H2D, Lane.D2H) for action in schedule.lane(lane))
 
 
-def num_whole(result: Found) -> int:
+def num_whole(result: Searched) -> int:
     """Blocks with their states on the GPU."""
-    return len(result.choice.whole)
+    return len(result.candidate.whole)
 
 
-def kept_bytes(result: Found) -> int:
+def kept_bytes(result: Searched) -> int:
     """Activations and logits that are not made twice."""
     assert result.plan.profile is not None
     return sum(tick.gpu_kept for tick in lower(result.plan.profile, result.plan, Mode.TRAIN).ticks) // 2
@@ -79,7 +82,7 @@ def kept_bytes(result: Found) -> int:
 def test_no_slower_than_the_plan_that_a_person_wrote(name: str) -> None:
     plan, profile = hand_written(name)
     machine = load_machine("h200")
-    hand = forecast(profile, plan, estimate(profile, machine), machine)
+    hand = forecast_of(profile, plan, estimate(profile, machine), machine)
     assert found(name, machine).step.step_s <= 1.01 * hand.step_s
 
 

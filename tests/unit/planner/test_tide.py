@@ -16,6 +16,7 @@ from hightide.ir.timeline import Part, Timeline
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
 from hightide.planner.simulate import simulate
+from hightide.planner.solution import Solution
 from hightide.planner.tide import base_parts, simulated_timeline
 from unit.planner.profiles import plan_with, plans, profiles, stack
 from unit.planner.test_simulate import machine, one_second
@@ -25,8 +26,9 @@ PROFILE = stack(4)
 
 def timeline_of(plan: Plan, profile=PROFILE, speed: float = 4096.0, mode: Mode = Mode.TRAIN) -> Timeline:
     schedule = lower(profile, plan, mode)
+    solution = Solution(profile, plan, schedule, peaks(schedule))
     on = machine(alone=speed, shared=0.7)
-    return simulated_timeline(plan, schedule, simulate(schedule, one_second, on), on)
+    return simulated_timeline(solution, simulate(solution.training, one_second, on), on)
 
 
 def most(timeline: Timeline, part: Part) -> int:
@@ -98,7 +100,7 @@ def test_busy_and_stalled_times_are_the_simulators(data: st.DataObject) -> None:
     plan = data.draw(plans(profile, data.draw(st.sampled_from(list(Update)))))
     schedule = lower(profile, plan, Mode.TRAIN)
     simulated = simulate(schedule, one_second, machine(alone=2048.0, shared=0.7))
-    timeline = simulated_timeline(plan, schedule, simulated, machine())
+    timeline = simulated_timeline(Solution.of(profile, plan), simulated, machine())
     for lane in timeline.lanes:
         assert lane.busy_s == pytest.approx(simulated.busy_s[lane.lane], abs=1e-6)
         assert lane.stall_s == pytest.approx(simulated.stall_s.get(lane.lane, 0.0), abs=1e-6)

@@ -11,8 +11,7 @@ from hightide.planner.check import check_plan
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
-from hightide.planner.verify import verify
-from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, plan_with, stack
+from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, plan_with, stack, verify_within
 
 PROFILE = stack(4)
 PLAN = plan_with(PROFILE, inputs=Tier.HOST, slot_numel=3200)
@@ -20,7 +19,7 @@ SCHEDULE = lower(PROFILE, PLAN, Mode.TRAIN)
 
 
 def check(schedule, plan=PLAN, profile=PROFILE):
-    verify(profile, plan, schedule, UNLIMITED, UNLIMITED)
+    verify_within(profile, plan, schedule, UNLIMITED, UNLIMITED)
 
 
 def edit(name, schedule=SCHEDULE, **changes):
@@ -189,13 +188,13 @@ def test_ticks_of_another_model():
 
 def test_capacity_names_moment_tier_and_bytes():
     peak = peaks(SCHEDULE)
-    verify(PROFILE, PLAN, SCHEDULE, peak.gpu_peak_bytes, peak.host_peak_bytes)
+    verify_within(PROFILE, PLAN, SCHEDULE, peak.gpu_peak_bytes, peak.host_peak_bytes)
     with pytest.raises(InfeasiblePlan, match=rf"{peak.gpu_peak_bytes} bytes .* gpu .*: 1 bytes too many") as caught:
-        verify(PROFILE, PLAN, SCHEDULE, peak.gpu_peak_bytes - 1, UNLIMITED)
+        verify_within(PROFILE, PLAN, SCHEDULE, peak.gpu_peak_bytes - 1, UNLIMITED)
     error = caught.value
     assert (error.moment, error.tier, error.num_bytes) == (peak.gpu_peak_at, Tier.GPU, peak.gpu_peak_bytes)
     with pytest.raises(InfeasiblePlan, match=r"host"):
-        verify(PROFILE, PLAN, SCHEDULE, UNLIMITED, peak.host_peak_bytes - 1)
+        verify_within(PROFILE, PLAN, SCHEDULE, UNLIMITED, peak.host_peak_bytes - 1)
 
 
 def test_new_values_of_persistent_parameters_must_arrive():

@@ -7,15 +7,18 @@ from dataclasses import replace
 import pytest
 
 from hightide.ir.action import Mode
-from hightide.ir.machine import SIMULATED
+from hightide.ir.costs import Costs
+from hightide.ir.machine import SIMULATED, Machine
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
-from hightide.planner.cost import forecast
+from hightide.planner.candidate import Candidate
 from hightide.planner.estimate import estimate
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks, reserved_bytes
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.solution import Searched
 from hightide.planner.why import Alternative, why
-from unit.planner.profiles import plan_with, stack
+from unit.planner.profiles import forecast_of, plan_with, stack
 from unit.planner.test_cost import with_gpu
 
 REAL = with_gpu(1e16, 1e12)  # with links of 1 MB/s
@@ -30,8 +33,15 @@ def planned(**decisions: object) -> Plan:
     return replace(plan, gpu_limit_bytes=peak.gpu_peak_bytes + 100, host_limit_bytes=peak.host_peak_bytes + 2**20)
 
 
+def solved(plan: Plan, costs: Costs = COSTS, machine: Machine = GPU) -> Searched:
+    """As if a search had found it."""
+    assert plan.profile is not None
+    problem = Problem(plan.profile, costs, machine, Terms.of(plan))
+    return Searched.made(problem, Candidate(plan.micro_batch), plan, num_simulated=0)
+
+
 def alternatives(plan: Plan, block: str = "layers.2") -> dict[str, Alternative]:
-    return {one.text: one for one in why(plan, block, COSTS, GPU).alternatives}
+    return {one.text: one for one in why(solved(plan), block).alternatives}
 
 
 def test_differences_are_those_of_the_changed_plan() -> None:
@@ -46,8 +56,8 @@ def test_differences_are_those_of_the_changed_plan() -> None:
     blocks = tuple(replace(b, params=Tier.GPU, states=Tier.GPU) if b.name == "layers.2" else b for b in plan.blocks)
     changed, one = replace(plan, blocks=blocks), found["params and states on the GPU"]
     before, after = (peaks(lower(PROFILE, each, Mode.TRAIN)) for each in (plan, changed))
-    assert one.step_s == forecast(PROFILE, changed, COSTS, GPU).step_s
-    assert one.step_difference_s == one.step_s - forecast(PROFILE, plan, COSTS, GPU).step_s < 0
+    assert one.step_s == forecast_of(PROFILE, changed, COSTS, GPU).step_s
+    assert one.step_difference_s == one.step_s - forecast_of(PROFILE, plan, COSTS, GPU).step_s < 0
     assert one.gpu_difference_bytes == after.gpu_peak_bytes - before.gpu_peak_bytes > 100
     assert one.host_difference_bytes == after.host_peak_bytes - before.host_peak_bytes < 0
     assert one.too_many_bytes == one.gpu_difference_bytes - 100
@@ -60,9 +70,8 @@ def test_what_fits_a_real_gpu_is_what_torch_reserves() -> None:
     reserved = reserved_bytes(lower(PROFILE, plan, Mode.TRAIN))
     assert reserved > plan.gpu_limit_bytes
     for limit, fits in ((plan.gpu_limit_bytes, False), (2 * reserved, True)):
-        found = {
-            one.text: one for one in why(replace(plan, gpu_limit_bytes=limit), "layers.2", COSTS, REAL).alternatives
-        }
+        limited = solved(replace(plan, gpu_limit_bytes=limit), machine=REAL)
+        found = {one.text: one for one in why(limited, "layers.2").alternatives}
         assert (found["inputs on host"].too_many_bytes == 0) == fits
     moved = tuple(replace(one, inputs=Tier.HOST) if one.name == "layers.2" else one for one in plan.blocks)
     then = reserved_bytes(lower(PROFILE, replace(plan, blocks=moved), Mode.TRAIN))
@@ -86,10 +95,10 @@ def test_a_tied_head_is_planned_with_its_owner() -> None:
     on_gpu = plan_with(profile, Tier.GPU, Tier.GPU)
     head = replace(on_gpu.blocks[-1], params=Tier.HOST, states=Tier.HOST)
     plan = replace(on_gpu, blocks=(*on_gpu.blocks[:-1], head), profile=profile)
-    reasons = why(plan, "head", costs, GPU)
+    reasons = why(solved(plan, costs), "head")
     assert reasons.planned.startswith("params and states on the GPU, with embed; ")
     assert not [one for one in reasons.alternatives if "params" in one.text or "states" in one.text]
-    owner = why(plan, "embed", costs, GPU)
+    owner = why(solved(plan, costs), "embed")
     assert "with" not in owner.planned and "params streamed, states on host" in {one.text for one in owner.alternatives}
 
 
@@ -101,6 +110,6 @@ def test_what_changes_nothing_is_left_out() -> None:
 
 
 def test_a_block_is_found_by_the_end_of_its_name() -> None:
-    assert why(planned(), "2", COSTS, GPU).block == "layers.2"
+    assert why(solved(planned()), "2").block == "layers.2"
     with pytest.raises(ValueError, match=r"none of the 7 blocks is called 'layer.2'; near are 'layers.2'"):
-        why(planned(), "layer.2", COSTS, GPU)
+        why(solved(planned()), "layer.2")

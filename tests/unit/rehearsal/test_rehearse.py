@@ -18,12 +18,12 @@ import models
 from hightide.ir.block import CallSpec
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine, Speeds, subsets
-from hightide.planner.cost import forecast
 from hightide.profiler.model import profile_calls
 from hightide.rehearsal.rehearse import rehearse
 from hightide.rehearsal.stage import Stage
 from hightide.runtime import compiled
 from hightide.runtime.run import Run
+from unit.planner.profiles import forecast_of
 
 CPU = torch.device("cpu")
 
@@ -80,7 +80,7 @@ def test_the_forecast_of_a_step_is_near_the_step() -> None:
         optimizer.step()
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - started_s)
-    told = forecast(profile, hightide.stats(model).plan, costs, FAST).simulated.step_s
+    told = forecast_of(profile, hightide.stats(model).plan, costs, FAST).simulated.step_s
     assert told / 4 < min(seconds) < 4 * told  # other work shares the cores
 
 

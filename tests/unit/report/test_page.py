@@ -9,12 +9,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hightide.ir.action import Mode
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import Part, Timeline
 from hightide.ir.units import format_bytes, format_seconds
-from hightide.planner.lower import lower
 from hightide.planner.simulate import simulate
+from hightide.planner.solution import Solution
 from hightide.planner.tide import simulated_timeline
 from hightide.report.page import PART_COLOURS, timeline_html
 from hightide.report.summary import gpu_room, limiting, rows, worst_waits
@@ -28,9 +27,9 @@ VOID = {"meta"}
 def timeline(num_layers: int = 3, speed: float = 1024.0) -> Timeline:
     profile = stack(num_layers)
     plan = plan_with(profile, inputs=Tier.HOST)
-    schedule = lower(profile, plan, Mode.TRAIN)
+    solution = Solution.of(profile, plan)
     on = replace(machine(alone=speed, shared=0.7), gpu=REAL.gpu)
-    return simulated_timeline(plan, schedule, simulate(schedule, one_second, on), on)
+    return simulated_timeline(solution, simulate(solution.training, one_second, on), on)
 
 
 class Reader(HTMLParser):

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hightide
 import models
-from hightide import api
 from hightide.ir.tier import Tier
+from hightide.planner.solution import Solution
 from hightide.stores.base import OutOfMemory
 from unit.runtime.steps import Twins, adamw, train_step, twins
 
@@ -138,7 +138,7 @@ def test_the_accelerator_itself_raises_when_verification_is_off(
     pair = twins(model, batch, gpu="190KiB")
     _, peak = measured(pair)
     pair.close()
-    monkeypatch.setattr(api, "verify_all", lambda *args: None)
+    monkeypatch.setattr(Solution, "verify", lambda _: None)
     limit = peak - missing_bytes
     model, optimizer = hightide.wrap(model, adamw(model), batch, plan=replace(lean, gpu_limit_bytes=limit))
     with pytest.raises(OutOfMemory) as raised:

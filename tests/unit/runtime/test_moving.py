@@ -15,8 +15,8 @@ import models
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
-from hightide.planner.lower import lower_all
 from hightide.planner.place import widest_tick
+from hightide.planner.solution import Solution
 from hightide.runtime import moving
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.lazy_logits import LazyLogits
@@ -55,7 +55,7 @@ def profile_of(plan: Plan) -> Any:
 
 
 def move(run: Run, plan: Plan) -> None:
-    run.move_to(run.profile, plan, lower_all(run.profile, plan))
+    run.move_to(Solution.of(run.profile, plan))
 
 
 def wrapped(
@@ -299,9 +299,9 @@ def fail_to_move(run: Run, plan: Plan, planted: Planted) -> None:
     used_bytes = run.gpu.used_bytes, run.host.used_bytes
     with pytest.MonkeyPatch.context() as patch:
         plan = planted(plan, patch)
-        schedules = lower_all(run.profile, plan)
+        solution = Solution.of(run.profile, plan)
         with pytest.raises((OutOfMemory, MemoryError)) as caught:
-            run.move_to(run.profile, plan, schedules)
+            run.move_to(solution)
     assert any("the old plan stays" in note for note in caught.value.__notes__)
     assert before == (run.plan, run.gpu, run.host, run.chunks, run.executor, dict(run.runners))
     assert used_bytes == (run.gpu.used_bytes, run.host.used_bytes)

@@ -41,10 +41,9 @@ def lower_ticks(profile: ModelProfile, plan: Plan) -> tuple[Action, ...]:
     return tuple(add_effects(draft, draft.ticks))
 
 
-def lower_all(profile: ModelProfile, plan: Plan) -> dict[Mode, Schedule]:
-    """In every mode in which the plan may run."""
-    modes = [Mode.TRAIN, Mode.EVAL] + ([Mode.ACCUMULATE] if plan.update is Update.DEFERRED else [])
-    return {mode: lower(profile, plan, mode) for mode in modes}
+def modes_of(plan: Plan) -> tuple[Mode, ...]:
+    """In which it may run."""
+    return (Mode.TRAIN, Mode.EVAL, Mode.ACCUMULATE) if plan.update is Update.DEFERRED else (Mode.TRAIN, Mode.EVAL)
 
 
-__all__ = ["lower", "lower_all", "lower_ticks"]
+__all__ = ["lower", "lower_ticks", "modes_of"]

@@ -1,105 +1,80 @@
-"""What is decided about a model on a machine, and the plan that follows. Who decides: a search, or a person."""
+"""The plans that there are for a model: what can be decided about it, and the plan that follows from a candidate."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hightide.ir.block import BlockSpec, ModelProfile
 from hightide.ir.chunk import Layout
-from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
+from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, Plan
 from hightide.ir.tier import Tier
+from hightide.planner.candidate import Candidate
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss import loss_tile_tokens, num_rows, smaller_tiles
 from hightide.planner.place import grad_slot_bytes, in_grad_slot, is_used_up, slot_bytes, uses_disk, widest_tick
+from hightide.planner.problem import Terms
 
 
 @dataclass(frozen=True)
-class Choice:
-    """What is decided; everything else in a plan follows."""
-
-    micro_batch: int
-    inputs: Tier = Tier.GPU
-    spare_slots: int = 1
-    whole: frozenset[int] = field(default_factory=frozenset)  # blocks with params and states on the GPU
-    params: frozenset[int] = field(default_factory=frozenset)  # blocks with params only
-    keep: frozenset[int] = field(default_factory=frozenset)
-    trained: frozenset[int] = field(default_factory=frozenset)  # blocks whose adapters stay while the rest streams
-    loss_kept_tokens: int = 0
-    near: frozenset[int] = field(default_factory=frozenset)  # blocks whose inputs stay on the GPU, whatever `inputs` is
-    spare_grad_slots: int | None = None  # None: as many as spare_slots
-    slot_numel: int | None = None  # None: the size that wastes least
-    loss_tile_tokens: int | None = None  # None: large tiles, which are fastest
-    disk: bool = False  # what is neither on the GPU nor in the next two lives on disk
-    host_params: frozenset[int] = field(default_factory=frozenset)
-    host_states: frozenset[int] = field(default_factory=frozenset)  # some of host_params: params are read twice a step
-    disk_buffers: int = 0  # of each kind; one more than it takes lets the disk go on while another is in use
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What a plan is made for."""
+class Space:
+    """All candidates for a model under some terms."""
 
     profile: ModelProfile
-    gpu_bytes: int
-    host_bytes: int
-    update: Update
-    num_moments: int = 2
-    gradients: GradientDtype = GradientDtype.FLOAT32
-    disk_bytes: int = 0
+    terms: Terms
 
-    def build(self, choice: Choice) -> Plan:
+    def build(self, candidate: Candidate) -> Plan:
         """Without a forecast and an explanation."""
         plan = Plan(
             version=PLAN_VERSION,
             fingerprint=self.profile.fingerprint,
             num_samples=self.profile.num_samples,
-            micro_batch=choice.micro_batch,
-            update=self.update,
+            micro_batch=candidate.micro_batch,
+            update=self.terms.update,
             num_slots=0,
             num_grad_slots=0,
-            loss_tile_tokens=choice.loss_tile_tokens or self._loss_tile_tokens,
-            gpu_limit_bytes=self.gpu_bytes,
-            host_limit_bytes=self.host_bytes,
-            blocks=tuple(self._block_plan(block, choice) for block in self.profile.blocks),
-            layout=self.layout(choice.slot_numel),
+            loss_tile_tokens=candidate.loss_tile_tokens or self._loss_tile_tokens,
+            gpu_limit_bytes=self.terms.gpu_bytes,
+            host_limit_bytes=self.terms.host_bytes,
+            blocks=tuple(self._block_plan(block, candidate) for block in self.profile.blocks),
+            layout=self.layout(candidate.slot_numel),
             forecast=Forecast(0, 0),
             explanation="",
-            gradients=self.gradients,
-            loss_kept_tokens=choice.loss_kept_tokens,
-            disk_limit_bytes=self.disk_bytes,
+            gradients=self.terms.gradients,
+            loss_kept_tokens=candidate.loss_kept_tokens,
+            disk_limit_bytes=self.terms.disk_bytes,
             profile=self.profile,
         )
         slots, grad_slots = widest_tick(plan, self.called)
         has_leaving = any(in_grad_slot(plan, chunk) and not is_used_up(plan, chunk) for chunk in plan.layout.chunks)
         return replace(
             plan,
-            num_slots=slots_of(choice, slots),
-            num_grad_slots=grad_slots_of(choice, grad_slots, has_leaving),
-            num_disk_buffers=choice.disk_buffers if uses_disk(plan) else 0,
+            num_slots=candidate.num_slots(slots),
+            num_grad_slots=candidate.num_grad_slots(grad_slots, has_leaving),
+            num_disk_buffers=candidate.disk_buffers if uses_disk(plan) else 0,
         )
 
-    def home(self, block: BlockSpec, choice: Choice) -> tuple[Tier, Tier]:
+    def home(self, block: BlockSpec, candidate: Candidate) -> tuple[Tier, Tier]:
         """Of a block's parameters and states."""
         index = block.index
-        if block.loose or index in choice.whole:
+        if block.loose or index in candidate.whole:
             return Tier.GPU, Tier.GPU
-        params = Tier.DISK if choice.disk and index not in choice.host_params else Tier.HOST
-        states = Tier.DISK if choice.disk and index not in choice.host_states else Tier.HOST
-        return Tier.GPU if index in choice.params else params, Tier.GPU if index in choice.trained else states
+        params = Tier.DISK if candidate.disk and index not in candidate.host_params else Tier.HOST
+        states = Tier.DISK if candidate.disk and index not in candidate.host_states else Tier.HOST
+        return Tier.GPU if index in candidate.params else params, Tier.GPU if index in candidate.trained else states
 
-    def _block_plan(self, block: BlockSpec, choice: Choice) -> BlockPlan:
-        params, states = self.home(block, choice)
-        keep = block.index in choice.keep
-        near = keep or block.loose or block.index in choice.near
+    def _block_plan(self, block: BlockSpec, candidate: Candidate) -> BlockPlan:
+        params, states = self.home(block, candidate)
+        keep = block.index in candidate.keep
+        near = keep or block.loose or block.index in candidate.near
         activation = Activation.KEEP if keep else Activation.RECOMPUTE
-        return BlockPlan(block.name, params, states, activation, Tier.GPU if near else choice.inputs)
+        return BlockPlan(block.name, params, states, activation, Tier.GPU if near else candidate.inputs)
 
     def layout(self, slot_numel: int | None = None) -> Layout:
         slot_numel = slot_numel or self.slot_numel
         if slot_numel not in self._layouts:
-            self._layouts[slot_numel] = pack(self.profile, slot_numel, self.num_moments)
+            self._layouts[slot_numel] = pack(self.profile, slot_numel, self.terms.num_moments)
         return self._layouts[slot_numel]
 
     @property
@@ -117,7 +92,7 @@ class Problem:
         return min(self.slot_sizes, key=self._slots_bytes)
 
     def _slots_bytes(self, slot_numel: int) -> int:
-        plan = self.build(Choice(1, spare_slots=0, slot_numel=slot_numel))
+        plan = self.build(Candidate(1, spare_slots=0, slot_numel=slot_numel))
         return plan.num_slots * slot_bytes(plan) + plan.num_grad_slots * grad_slot_bytes(plan)
 
     @cached_property
@@ -176,26 +151,3 @@ class Problem:
     @cached_property
     def _loss_tile_tokens(self) -> int:
         return loss_tile_tokens(self.profile)
-
-
-def check_micro_batch(profile: ModelProfile, micro_batch: int | None) -> None:
-    if micro_batch is not None and not 1 <= micro_batch <= profile.num_samples:
-        raise ValueError(
-            f"micro_batch={micro_batch} does not fit the batch of {profile.num_samples} samples; "
-            f"choose a number from 1 to {profile.num_samples}, or None"
-        )
-
-
-def slots_of(choice: Choice, widest: int) -> int:
-    """A spare slot lets the next fetch run beside compute; beside a chunk that is wider than one slot and stays for its
-    next use, that takes one more. Nothing streamed: no slots."""
-    spare = choice.spare_slots
-    if not widest:
-        return 0
-    return widest + (spare + 1 if spare and widest > 1 else spare)
-
-
-def grad_slots_of(choice: Choice, widest: int, has_leaving: bool) -> int:
-    """A spare one lets a block begin while the gradient before it leaves; one that is used up is gone by then."""
-    spare = choice.spare_slots if choice.spare_grad_slots is None else choice.spare_grad_slots
-    return widest + (spare if has_leaving else 0)

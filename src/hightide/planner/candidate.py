@@ -1,0 +1,41 @@
+"""One point of the search: the few decisions from which a plan follows. A search makes them, or a person."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hightide.ir.tier import Tier
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is decided; everything else in a plan follows."""
+
+    micro_batch: int
+    inputs: Tier = Tier.GPU
+    spare_slots: int = 1
+    whole: frozenset[int] = field(default_factory=frozenset)  # blocks with params and states on the GPU
+    params: frozenset[int] = field(default_factory=frozenset)  # blocks with params only
+    keep: frozenset[int] = field(default_factory=frozenset)
+    trained: frozenset[int] = field(default_factory=frozenset)  # blocks whose adapters stay while the rest streams
+    loss_kept_tokens: int = 0
+    near: frozenset[int] = field(default_factory=frozenset)  # blocks whose inputs stay on the GPU, whatever `inputs` is
+    spare_grad_slots: int | None = None  # None: as many as spare_slots
+    slot_numel: int | None = None  # None: the size that wastes least
+    loss_tile_tokens: int | None = None  # None: large tiles, which are fastest
+    disk: bool = False  # what is neither on the GPU nor in the next two lives on disk
+    host_params: frozenset[int] = field(default_factory=frozenset)
+    host_states: frozenset[int] = field(default_factory=frozenset)  # some of host_params: params are read twice a step
+    disk_buffers: int = 0  # of each kind; one more than it takes lets the disk go on while another is in use
+
+    def num_slots(self, widest: int) -> int:
+        """A spare slot lets the next fetch run beside compute; beside a chunk that is wider than one slot and stays for
+        its next use, that takes one more. Nothing streamed: no slots."""
+        if not widest:
+            return 0
+        return widest + (self.spare_slots + 1 if self.spare_slots and widest > 1 else self.spare_slots)
+
+    def num_grad_slots(self, widest: int, has_leaving: bool) -> int:
+        """A spare one lets a block begin while the gradient before it leaves; one that is used up is gone by then."""
+        spare = self.spare_slots if self.spare_grad_slots is None else self.spare_grad_slots
+        return widest + (spare if has_leaving else 0)

@@ -1,0 +1,66 @@
+"""The question that a search answers: a model on a machine, the costs of a step there, and the terms of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hightide.ir.block import ModelProfile
+from hightide.ir.costs import Costs
+from hightide.ir.machine import Machine
+from hightide.ir.plan import GradientDtype, Plan, Update
+from hightide.ir.tier import Tier
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a plan must keep to: how much memory it may use, and what the user and the loop have fixed."""
+
+    gpu_bytes: int
+    host_bytes: int
+    update: Update = Update.DEFERRED
+    micro_batch: int | None = None  # None: the planner decides
+    num_moments: int = 2
+    gradients: GradientDtype = GradientDtype.FLOAT32
+    disk_bytes: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan) -> Terms:
+        """Those that a plan was made for."""
+        limits = plan.gpu_limit_bytes, plan.host_limit_bytes
+        moments = max((chunk.num_states - chunk.has_master for chunk in plan.layout.chunks), default=0)
+        return cls(*limits, plan.update, plan.micro_batch, moments, plan.gradients, plan.disk_limit_bytes)
+
+    @property
+    def limits(self) -> dict[Tier, int]:
+        return {Tier.GPU: self.gpu_bytes, Tier.HOST: self.host_bytes, Tier.DISK: self.disk_bytes}
+
+    def check_micro_batch(self, num_samples: int) -> None:
+        if self.micro_batch is not None and not 1 <= self.micro_batch <= num_samples:
+            raise ValueError(
+                f"micro_batch={self.micro_batch} does not fit the batch of {num_samples} samples; "
+                f"choose a number from 1 to {num_samples}, or None"
+            )
+
+
+@dataclass(frozen=True)
+class Problem:
+    profile: ModelProfile
+    costs: Costs
+    machine: Machine
+    terms: Terms
+    quick: bool = False  # only a few fillings are tried: for models whose step takes less time than a search
+
+    def with_terms(self, **changes: object) -> Problem:
+        return replace(self, terms=replace(self.terms, **changes))  # type: ignore[arg-type]
+
+    def with_limit(self, tier: Tier, num_bytes: int) -> Problem:
+        return self.with_terms(**{f"{tier}_bytes": num_bytes})
+
+    def with_samples(self, num_samples: int) -> Problem:
+        """With another batch: everything that a profile says about bytes and work is a function of its samples. Costs
+        of sizes that they do not have are in proportion."""
+        before, micro_batch = self.profile, self.terms.micro_batch
+        batch_bytes = -(-before.batch_bytes * num_samples // before.num_samples)
+        profile = replace(before, num_samples=num_samples, batch_bytes=batch_bytes)
+        changed = replace(self, profile=profile)
+        return changed if micro_batch is None else changed.with_terms(micro_batch=min(micro_batch, num_samples))
