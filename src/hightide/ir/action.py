@@ -8,6 +8,7 @@ Text form, one action a line (fields that are empty are left out):
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -138,11 +139,10 @@ class Action:
 
     def __str__(self) -> str:
         words = [str(self.lane), str(self.op), self.id, f"tick={self.tick}"]
-        for label, name in _FIELDS.items():
+        for label, (name, _) in _FIELDS.items():
             value = getattr(self, name)
-            if value in (None, (), _DEFAULTS[name]):
-                continue
-            words.append(f"{label}={','.join(value) if isinstance(value, tuple) else value}")
+            if value not in (None, (), _DEFAULTS[name]):
+                words.append(f"{label}={','.join(value) if isinstance(value, tuple) else value}")
         return " ".join(words)
 
     @classmethod
@@ -151,42 +151,36 @@ class Action:
         values: dict[str, object] = {}
         for word in rest:
             label, _, text = word.partition("=")
-            if label == "tick":
-                values["tick"] = int(text)
-                continue
-            if label not in _FIELDS:
+            if label not in _FIELDS and label != "tick":
                 raise ValueError(f"unknown field {label!r} in the action {line!r}; known are {', '.join(_FIELDS)}")
-            name = _FIELDS[label]
-            if name in ("after", "after_prev"):
-                values[name] = tuple(map(ActionKey.parse, text.split(",")))
-            elif name in ("source", "target"):
-                values[name] = Place.parse(text)
-            elif name == "kind":
-                values[name] = ChunkKind(text)
-            else:
-                values[name] = int(text)
+            name, read = _FIELDS.get(label, ("tick", int))
+            values[name] = read(text)
         return cls(id=ActionKey.parse(identity), op=Op(op), lane=Lane(lane), **values)  # type: ignore[arg-type]
 
 
-_FIELDS = {
-    "opens": "opens",
-    "block": "block",
-    "call": "call",
-    "chunk": "chunk",
-    "kind": "kind",
-    "from": "source",
-    "to": "target",
-    "bytes": "num_bytes",
-    "after": "after",
-    "prev": "after_prev",
-    "gpu+": "gpu_takes",
-    "gpu-": "gpu_gives",
-    "gpu~": "gpu_transient",
-    "kept": "gpu_kept",
-    "host+": "host_takes",
-    "host-": "host_gives",
+def _keys(text: str) -> tuple[ActionKey, ...]:
+    return tuple(map(ActionKey.parse, text.split(",")))
+
+
+_FIELDS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "opens": ("opens", int),
+    "block": ("block", int),
+    "call": ("call", int),
+    "chunk": ("chunk", int),
+    "kind": ("kind", ChunkKind),
+    "from": ("source", Place.parse),
+    "to": ("target", Place.parse),
+    "bytes": ("num_bytes", int),
+    "after": ("after", _keys),
+    "prev": ("after_prev", _keys),
+    "gpu+": ("gpu_takes", int),
+    "gpu-": ("gpu_gives", int),
+    "gpu~": ("gpu_transient", int),
+    "kept": ("gpu_kept", int),
+    "host+": ("host_takes", int),
+    "host-": ("host_gives", int),
 }
-_DEFAULTS: dict[str, object] = {name: Action.__dataclass_fields__[name].default for name in _FIELDS.values()}
+_DEFAULTS: dict[str, object] = {name: Action.__dataclass_fields__[name].default for name, _ in _FIELDS.values()}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hightide.ir.action import Action, ActionKey, Op, Place
-from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower.draft import Draft
@@ -79,8 +78,7 @@ def move_through_disk(
 def _away(
     draft: Draft, ring: _Ring, action: Action, updated: dict[int | None, Action], written: Written
 ) -> list[Action]:
-    chunk = _chunk(draft, action)
-    if action.op is not Op.WRITE_BACK or chunk is None or not states_on_disk(draft.plan, chunk):
+    if action.op is not Op.WRITE_BACK or not states_on_disk(draft.plan, chunk := draft.chunk(action)):
         return [action]
     buffer, before = Place(Tier.HOST, ring.buffer), ring.before
     entry = action.changed(target=buffer, after=(*action.after, *([before.id] if before else [])))
@@ -103,9 +101,9 @@ def _away(
 
 def _towards(draft: Draft, ring: _Ring, action: Action, written: Written) -> list[Action]:
     """A parameter as its last update has left it, or a sum as this pass or the one before has."""
-    chunk = _chunk(draft, action)
-    if action.op is not Op.FETCH or chunk is None:
+    if action.op is not Op.FETCH:
         return [action]
+    chunk = draft.chunk(action)
     is_param = action.kind is ChunkKind.PARAM
     if not (params_on_disk(draft.plan, chunk) if is_param else grad_on_disk(draft.plan, chunk)):
         return [action]
@@ -133,8 +131,8 @@ def _towards(draft: Draft, ring: _Ring, action: Action, written: Written) -> lis
 
 def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list[Action]:
     """In backward, states are read ahead of their gradient, as soon as a buffer is free."""
-    chunk = _chunk(draft, action)
-    if chunk is None or not states_on_disk(draft.plan, chunk):
+    chunk = draft.chunk(action)
+    if not states_on_disk(draft.plan, chunk):
         return [action]
     buffer, after = Place(Tier.HOST, ring.buffer), [ring.before] if ring.before else []
     after += [one for one in written.values() if one.chunk == chunk.index]
@@ -161,7 +159,3 @@ def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list
     )
     ring.pass_through(read, write)
     return [read, action.changed(after=(*action.after, read.id)), write]
-
-
-def _chunk(draft: Draft, action: Action) -> ChunkSpec | None:
-    return None if action.chunk is None else draft.plan.layout.chunks[action.chunk]

@@ -23,6 +23,10 @@ class Draft:
         self.last_write_back: dict[int, Action] = {}  # chunk -> its final one in this pass
         self.chunks_of = chunks_by_block(plan.layout, len(profile.blocks))
 
+    def chunk(self, action: Action) -> ChunkSpec:
+        assert action.chunk is not None
+        return self.plan.layout.chunks[action.chunk]
+
     def chunks_at(self, tick: Action) -> tuple[ChunkSpec, ...]:
         return () if tick.block is None else self.chunks_of[tick.block]
 

@@ -10,7 +10,7 @@ of it then is subtracted: the rest is counted at the tick that it surrounds, wha
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 from hightide.ir.action import Action, ActionKey, Mode, Op
 from hightide.ir.block import Affine, CallSpec, Glue, ModelProfile
@@ -31,7 +31,8 @@ from hightide.planner.place import (
     slot_bytes,
 )
 
-Effects = dict[ActionKey, Counter[str]]
+Effect = defaultdict[str, int]  # by fields of an action; and "least_transient" of a tick, until it is known
+Effects = defaultdict[ActionKey, Effect]
 
 
 def gpu_base_bytes(profile: ModelProfile, plan: Plan) -> int:
@@ -50,7 +51,7 @@ def disk_base_bytes(plan: Plan) -> int:
 
 
 def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
-    effects: Effects = defaultdict(Counter)
+    effects: Effects = defaultdict(lambda: defaultdict(int))
     _count_inputs_and_outputs(draft, effects)
     for index, call in enumerate(draft.profile.calls):
         _count_inside(draft, index, call, effects)
@@ -58,20 +59,14 @@ def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
         _count_output_gradients(draft, effects)
         for tick in draft.ticks:
             effect = effects[tick.id]
-            effect["gpu_transient"] = max(effect["gpu_transient"], effect["least_transient"])
+            effect["gpu_transient"] = max(effect["gpu_transient"], effect.pop("least_transient", 0))
         _count_updates(draft, effects)
-    return [_with(action, effects[action.id]) if action.id in effects else action for action in actions]
+    return [action.changed(**effects[action.id]) if action.id in effects else action for action in actions]
 
 
-def _with(action: Action, effect: Counter[str]) -> Action:
-    return action.changed(
-        gpu_takes=effect["gpu_takes"],
-        gpu_gives=effect["gpu_gives"],
-        gpu_transient=effect["gpu_transient"],
-        gpu_kept=effect["gpu_kept"],
-        host_takes=effect["host_takes"],
-        host_gives=effect["host_gives"],
-    )
+def _add(effect: Effect, **num_bytes: int) -> None:
+    for name, value in num_bytes.items():
+        effect[name] += value
 
 
 def _count_inputs_and_outputs(draft: Draft, effects: Effects) -> None:
@@ -103,10 +98,10 @@ def _excess_bytes(draft: Draft, call: CallSpec, arriving: int) -> int:
     return max(0, received - _at(draft, call.saved_inputs)) if call.needs_backward else 0
 
 
-def _count_glue(draft: Draft, tick: Counter[str], glue: Glue, waiting: int, counted: int) -> None:
+def _count_glue(draft: Draft, tick: Effect, glue: Glue, waiting: int, counted: int) -> None:
     """`waiting`: what the chain holds meanwhile for others; `counted`: what it has for this tick."""
     held = max(0, _at(draft, glue.held) - waiting)
-    tick.update(gpu_takes=held, gpu_gives=held)
+    _add(tick, gpu_takes=held, gpu_gives=held)
     tick["least_transient"] = max(0, _at(draft, glue.peak) - waiting - counted - held)
 
 
@@ -119,8 +114,8 @@ def _count_saved(draft: Draft, index: int, call: CallSpec, received: int, effect
     effects[ActionKey(Op.BACKWARD, index)]["gpu_gives"] += max(saved, received)
     if draft.plan.blocks[call.block].inputs is Tier.HOST:
         region = region_bytes(saved) + max(0, call.num_saved - 1) * REGION_BYTES  # each tensor is rounded up
-        effects[ActionKey(Op.STASH, index)].update(gpu_gives=saved, host_takes=region)
-        effects[ActionKey(Op.UNSTASH, index)].update(gpu_takes=saved, host_gives=region)
+        _add(effects[ActionKey(Op.STASH, index)], gpu_gives=saved, host_takes=region)
+        _add(effects[ActionKey(Op.UNSTASH, index)], gpu_takes=saved, host_gives=region)
 
 
 def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) -> None:
@@ -148,9 +143,9 @@ def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) ->
         backward["gpu_transient"] = max(0, backward["gpu_transient"] - call.kept.at(micro))  # nothing to recompute
 
 
-def _keep(forward: Counter[str], backward: Counter[str], num_bytes: int) -> None:
-    forward.update(gpu_takes=num_bytes, gpu_kept=num_bytes)
-    backward.update(gpu_gives=num_bytes, gpu_kept=num_bytes)
+def _keep(forward: Effect, backward: Effect, num_bytes: int) -> None:
+    _add(forward, gpu_takes=num_bytes, gpu_kept=num_bytes)
+    _add(backward, gpu_gives=num_bytes, gpu_kept=num_bytes)
 
 
 def _count_output_gradients(draft: Draft, effects: Effects) -> None:
@@ -187,8 +182,7 @@ def _count_output_gradients(draft: Draft, effects: Effects) -> None:
 def _count_updates(draft: Draft, effects: Effects) -> None:
     for action in draft.actions:
         if action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
-            assert action.chunk is not None
-            chunk = draft.plan.layout.chunks[action.chunk]
+            chunk = draft.chunk(action)
             arrays = 1 + chunk.has_remainder  # the gradient scaled or widened, and the master
             effects[action.id]["gpu_transient"] += STATE_BYTES * (
                 arrays * min(chunk.optimised_numel, UPDATE_TILE_NUMEL) + 1  # and the number of the step

@@ -13,7 +13,7 @@ import heapq
 from collections import defaultdict
 from itertools import groupby
 
-from hightide.ir.action import Action, Mode, Op
+from hightide.ir.action import TICK_OPS, Action, Mode
 from hightide.ir.tier import ChunkKind, Lane
 from hightide.planner.lower.disk import move_through_disk
 from hightide.planner.lower.draft import Draft
@@ -104,7 +104,7 @@ def _raise_opens(actions: list[Action]) -> list[Action]:
 
 def _moment(action: Action) -> tuple[int, int]:
     """When the executor comes to it: on entry of a tick, in it, or after it, and then what others wait for first."""
-    if action.op in (Op.FORWARD, Op.BACKWARD, Op.STEP):
+    if action.op in TICK_OPS:
         return action.tick, 1
     if action.lane is Lane.COMPUTE:
         return (action.opens, 2) if action.runs_when_open else (action.tick, 0)
