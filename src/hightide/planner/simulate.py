@@ -84,6 +84,7 @@ class _Graph:
         self.lanes = [lane for lane in Lane if lane in used]
         number = {lane: at for at, lane in enumerate(self.lanes)}
         self.lane = [number[action.lane] for action in actions]
+        self.is_in_order = [action.lane.is_in_order for action in actions]
         self.now: list[list[int]] = [[] for _ in actions]  # followers in the same pass
         self.next: list[list[int]] = [[] for _ in actions]  # in the next pass
         self.missing = [0] * len(actions)  # how many it waits for in the same pass
@@ -131,7 +132,6 @@ class _Clock:
         self._missing: list[list[int]] = []  # by pass
         self._ended_s: list[list[float | None]] = []
         lanes = self._graph.lanes
-        self._is_in_order = [lane.is_in_order for lane in lanes]
         self._latency_s = [machine.latency_s if lane.has_latency else 0.0 for lane in lanes]
         self._queues: tuple[deque[tuple[int, int]], ...] = tuple(deque() for _ in lanes)  # of lanes that work in order
         self._heaps: tuple[list[tuple[int, int, int]], ...] = tuple([] for _ in lanes)  # of the others
@@ -166,7 +166,7 @@ class _Clock:
         self._missing.append(missing)
         self._ended_s.append([None] * len(missing))
         for at, lane in enumerate(graph.lane):
-            if self._is_in_order[lane]:
+            if graph.is_in_order[at]:
                 self._queues[lane].append((index, at))
             elif not missing[at]:
                 self._push(index, at)
@@ -250,5 +250,5 @@ class _Clock:
             missing = self._missing[index]
             for at in followers:
                 missing[at] -= 1
-                if not missing[at] and not self._is_in_order[graph.lane[at]]:
+                if not missing[at] and not graph.is_in_order[at]:
                     self._push(index, at)

@@ -136,7 +136,7 @@ def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) ->
     backward["gpu_transient"] += call.backward_peak.at(micro)
     if (
         micro == draft.plan.num_samples
-    ):  # its gradients of inputs are those of the batch, which are counted for themselves
+    ):  # its inputs' gradients are those of the batch, which are counted for themselves
         backward["gpu_transient"] = max(0, backward["gpu_transient"] - call.input_grads.at(micro))
     if draft.plan.blocks[call.block].activation is Activation.KEEP:
         _keep(forward, backward, kept_bytes(draft.plan, call, micro))
