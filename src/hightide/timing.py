@@ -60,7 +60,7 @@ class StepTimes:
     def _is_timed(self, records: Sequence[Record]) -> bool:
         """The host's clock says nothing about what a GPU does."""
         on_host = self._run.gpu.device.type == "cpu"
-        return on_host or all(record.events is not None for record in records if record.lane is not Lane.CPU)
+        return on_host or all(record.events is not None for record in records if not record.lane.on_host)
 
 
 def measure(steps: Sequence[Sequence[Record]]) -> Measured:

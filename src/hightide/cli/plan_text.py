@@ -10,13 +10,12 @@ from rich.table import Table
 from rich.text import Text
 
 from hightide.cli.page import count
-from hightide.ir.tier import DISK_LANES, Lane
+from hightide.ir.tier import Lane
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.planner.explain import WIDTH
 from hightide.planner.helpful import Change, Improvements
 from hightide.planner.why import NOISE, Reasons
 from hightide.report.outlook import Outlook, PlanReport, Refusal, Subject
-from hightide.report.summary import MEANINGS
 
 
 def show(console: Console, report: PlanReport, plan_text: str) -> None:
@@ -63,12 +62,12 @@ def _outlook(console: Console, outlook: Outlook) -> None:
     console.print(f"  {format_seconds(outlook.step_s)} per step, {speed}")
     alone = "without recomputation" if floor.lane is Lane.COMPUTE else "alone"
     share = f"{format_seconds(outlook.floor_s)}, {outlook.floor_share:.0%} of the step"
-    console.print(_wrapped(f"  floor: {share}: {floor.lane} ({MEANINGS[floor.lane]}) {alone}"))
-    lanes = [one for one in outlook.lanes if one.busy_s or one.lane not in DISK_LANES]
+    console.print(_wrapped(f"  floor: {share}: {floor.lane} ({floor.lane.meaning}) {alone}"))
+    lanes = [one for one in outlook.lanes if one.busy_s or one.lane.always_shown]
     shares = {one.lane: one.busy_s / outlook.step_s for one in lanes}
     others = ", ".join(f"{lane} {share:.0%}" for lane, share in shares.items() if lane is not outlook.limiting_lane)
     limit = outlook.limiting_lane
-    console.print(_wrapped(f"  limit: {limit} ({MEANINGS[limit]}), busy {shares[limit]:.0%} of the step; {others}"))
+    console.print(_wrapped(f"  limit: {limit} ({limit.meaning}), busy {shares[limit]:.0%} of the step; {others}"))
 
 
 def _refusal(console: Console, refusal: Refusal, changes: tuple[Change, ...]) -> None:

@@ -25,7 +25,7 @@ from hightide.planner.problem import Problem, Terms
 from hightide.planner.solution import Solution
 from hightide.planner.tide import simulated_timeline
 from hightide.planner.verify import verify
-from hightide.report.summary import MEANINGS, gpu_room, limiting, rows
+from hightide.report.summary import gpu_room, limiting, rows
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _show(console: Console, step: StepForecast, simulated: Timeline, measured: T
     console.print(table)
     busiest = limiting(simulated)
     share = busiest.busy_s / simulated.step_s
-    console.print(f"limit: {busiest.lane} ({MEANINGS[busiest.lane]}), busy {share:.0%} of the step")
+    console.print(f"limit: {busiest.lane} ({busiest.lane.meaning}), busy {share:.0%} of the step")
     console.print(gpu_room(simulated))
     if step.issue_s > simulated.step_s:
         console.print(

@@ -8,12 +8,13 @@ Text form, one action a line (fields that are empty are left out):
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
-from hightide.ir.tier import LANE_RULES, ChunkKind, Lane, Tier
+from hightide.ir.tier import ChunkKind, Lane, Tier
 
 
 class Op(StrEnum):
@@ -32,6 +33,47 @@ class Op(StrEnum):
 
 
 TICK_OPS = frozenset({Op.FORWARD, Op.BACKWARD, Op.STEP})
+_SHORT = {Op.FORWARD: "fwd", Op.BACKWARD: "bwd"}  # in keys
+
+
+class ActionKey(str):
+    """Which action of a schedule: what it does (`op`), to which chunk or call (`number`), of which `kind` where the op
+    alone does not say, and for which tick (`at`) where there may be one for each.
+
+    It is its own text, so that it can be printed, saved and compared with what was; nobody else makes or reads such
+    texts. Lowering makes the same ones thousands of times, so the latest are kept."""
+
+    __slots__ = ("at", "kind", "number", "op")
+    op: Op
+    number: int | None
+    kind: ChunkKind | None
+    at: ActionKey | None
+
+    def __new__(
+        cls, op: Op, number: int | None = None, kind: ChunkKind | None = None, at: ActionKey | None = None
+    ) -> ActionKey:
+        return _key(op, number, kind, at)
+
+    @classmethod
+    def parse(cls, text: str) -> ActionKey:
+        name, at, tick = text.partition("@")
+        op, *rest = name.split(".")
+        number = int(rest.pop()) if rest else None
+        ops = {str(_SHORT.get(one, one)): one for one in Op}
+        if op not in ops or len(rest) > 1:
+            raise ValueError(f"{text!r} is no action's key, such as fetch.param.3@fwd.3 or update.3")
+        return cls(ops[op], number, ChunkKind(rest[0]) if rest else None, cls.parse(tick) if at else None)
+
+    def __getnewargs__(self) -> Any:
+        return self.op, self.number, self.kind, self.at
+
+
+@lru_cache(maxsize=1 << 16)
+def _key(op: Op, number: int | None, kind: ChunkKind | None, at: ActionKey | None) -> ActionKey:
+    words = [_SHORT.get(op, op), *([] if kind is None else [kind]), *([] if number is None else [str(number)])]
+    key = str.__new__(ActionKey, ".".join(words) + ("" if at is None else f"@{at}"))
+    key.op, key.number, key.kind, key.at = op, number, kind, at
+    return key
 
 
 class Mode(StrEnum):
@@ -61,7 +103,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Action:
-    id: str
+    id: ActionKey
     op: Op
     lane: Lane
     tick: int  # the tick that needs it (its own index, if it is a tick). Past the last tick: needed by the next pass
@@ -73,8 +115,8 @@ class Action:
     source: Place | None = None
     target: Place | None = None
     num_bytes: int = 0  # bytes moved, or touched by an update
-    after: tuple[str, ...] = ()  # actions of this pass
-    after_prev: tuple[str, ...] = ()  # actions of the latest earlier pass that had them
+    after: tuple[ActionKey, ...] = ()  # actions of this pass
+    after_prev: tuple[ActionKey, ...] = ()  # actions of the latest earlier pass that had them
     gpu_takes: int = 0  # bytes of GPU memory alive from its start on
     gpu_gives: int = 0  # bytes of GPU memory released at its end
     gpu_transient: int = 0  # further bytes alive only while it runs
@@ -97,11 +139,10 @@ class Action:
 
     def __str__(self) -> str:
         words = [str(self.lane), str(self.op), self.id, f"tick={self.tick}"]
-        for label, name in _FIELDS.items():
+        for label, (name, _) in _FIELDS.items():
             value = getattr(self, name)
-            if value in (None, (), _DEFAULTS[name]):
-                continue
-            words.append(f"{label}={','.join(value) if isinstance(value, tuple) else value}")
+            if value not in (None, (), _DEFAULTS[name]):
+                words.append(f"{label}={','.join(value) if isinstance(value, tuple) else value}")
         return " ".join(words)
 
     @classmethod
@@ -110,42 +151,36 @@ class Action:
         values: dict[str, object] = {}
         for word in rest:
             label, _, text = word.partition("=")
-            if label == "tick":
-                values["tick"] = int(text)
-                continue
-            if label not in _FIELDS:
+            if label not in _FIELDS and label != "tick":
                 raise ValueError(f"unknown field {label!r} in the action {line!r}; known are {', '.join(_FIELDS)}")
-            name = _FIELDS[label]
-            if name in ("after", "after_prev"):
-                values[name] = tuple(text.split(","))
-            elif name in ("source", "target"):
-                values[name] = Place.parse(text)
-            elif name == "kind":
-                values[name] = ChunkKind(text)
-            else:
-                values[name] = int(text)
-        return cls(id=identity, op=Op(op), lane=Lane(lane), **values)  # type: ignore[arg-type]
+            name, read = _FIELDS.get(label, ("tick", int))
+            values[name] = read(text)
+        return cls(id=ActionKey.parse(identity), op=Op(op), lane=Lane(lane), **values)  # type: ignore[arg-type]
 
 
-_FIELDS = {
-    "opens": "opens",
-    "block": "block",
-    "call": "call",
-    "chunk": "chunk",
-    "kind": "kind",
-    "from": "source",
-    "to": "target",
-    "bytes": "num_bytes",
-    "after": "after",
-    "prev": "after_prev",
-    "gpu+": "gpu_takes",
-    "gpu-": "gpu_gives",
-    "gpu~": "gpu_transient",
-    "kept": "gpu_kept",
-    "host+": "host_takes",
-    "host-": "host_gives",
+def _keys(text: str) -> tuple[ActionKey, ...]:
+    return tuple(map(ActionKey.parse, text.split(",")))
+
+
+_FIELDS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "opens": ("opens", int),
+    "block": ("block", int),
+    "call": ("call", int),
+    "chunk": ("chunk", int),
+    "kind": ("kind", ChunkKind),
+    "from": ("source", Place.parse),
+    "to": ("target", Place.parse),
+    "bytes": ("num_bytes", int),
+    "after": ("after", _keys),
+    "prev": ("after_prev", _keys),
+    "gpu+": ("gpu_takes", int),
+    "gpu-": ("gpu_gives", int),
+    "gpu~": ("gpu_transient", int),
+    "kept": ("gpu_kept", int),
+    "host+": ("host_takes", int),
+    "host-": ("host_gives", int),
 }
-_DEFAULTS: dict[str, object] = {name: Action.__dataclass_fields__[name].default for name in _FIELDS.values()}
+_DEFAULTS: dict[str, object] = {name: Action.__dataclass_fields__[name].default for name, _ in _FIELDS.values()}
 
 
 @dataclass(frozen=True)
@@ -170,7 +205,7 @@ class Schedule:
         return tuple(action for action in self.actions if action.lane is lane)
 
     def to_text(self) -> str:
-        rules = " ".join(f"{lane}:{rule.replace(' ', '_')}" for lane, rule in LANE_RULES.items())
+        rules = " ".join(f"{lane}:{lane.picking.replace(' ', '_')}" for lane in Lane)
         bases = f"gpu_base={self.gpu_base_bytes} host_base={self.host_base_bytes} disk_base={self.disk_base_bytes}"
         head = f"# schedule mode={self.mode} {bases} rules={rules}"
         return "\n".join([head, *(str(action) for action in self.actions)]) + "\n"

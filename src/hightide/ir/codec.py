@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union
 
 from hightide.ir.foreign import MAX_COUNT, QUOTED, has_controls, parse_json, quoted, read_json, shown
+from hightide.ir.tier import Lane
 
 T = TypeVar("T")
 
@@ -50,11 +51,13 @@ def build(cls: Any, data: Any, where: str) -> Any:
         return tuple(build(item, entry, f"{where}[{index}]") for index, entry in enumerate(data))
     if dataclasses.is_dataclass(cls):
         return _build_dataclass(cls, data, where)
-    if isinstance(cls, type) and issubclass(cls, Enum):
-        if data not in [member.value for member in cls]:
-            names = ", ".join(str(member.value) for member in cls)
-            raise ValueError(f"{where} is {quoted(data)}; it must be one of {names}")
-        return cls(data)
+    if isinstance(cls, type) and issubclass(cls, Enum | Lane):
+        try:
+            return cls(data)
+        except (ValueError, TypeError):
+            raise ValueError(
+                f"{where} is {quoted(data)}; it must be one of {', '.join(str(one) for one in cls)}"
+            ) from None
     return _build_scalar(cls, data, where)
 
 

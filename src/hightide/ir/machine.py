@@ -11,9 +11,9 @@ from pathlib import Path
 from hightide.ir import codec
 from hightide.ir.codec import check_numbers
 from hightide.ir.foreign import quoted
-from hightide.ir.tier import DISK_LANES, Lane
+from hightide.ir.tier import Lane
 
-SHARING = (Lane.H2D, Lane.D2H, Lane.CPU)  # lanes that meet in host memory
+SHARING = tuple(lane for lane in Lane if lane.shares == Lane.CPU.shares)  # of which every set is measured
 UPDATE_BYTES = 14  # touched per parameter: bf16 gradient and parameter, the master's other 16 bits, two fp32 moments
 UPDATE_TRAFFIC_BYTES = 26  # of these, through host memory: all are read, and all but the gradient written
 MIN_RATE, MAX_RATE = 1e-6, 1e24  # of whatever a machine has per second, and of its bytes and cores: nothing is zero
@@ -26,7 +26,7 @@ class Speeds:
     """How fast lanes are while exactly these are busy: bytes moved per second, and for the cpu lane bytes that an
     update touches (each array once)."""
 
-    busy: tuple[Lane, ...]  # in the order of SHARING
+    busy: tuple[Lane, ...]
     bytes_per_s: tuple[float, ...]
 
 
@@ -88,6 +88,19 @@ class Disk:
     write_while_reading_bytes_per_s: float
     small: tuple[SmallRequests, ...]
 
+    @property
+    def speeds(self) -> tuple[Speeds, ...]:
+        """Sustained: a step writes more than a disk's cache holds."""
+        sustained = min(1.0, self.sustained_write_bytes_per_s / self.write_bytes_per_s)
+        return (
+            Speeds((Lane.DISK_READ,), (self.read_bytes_per_s,)),
+            Speeds((Lane.DISK_WRITE,), (self.write_bytes_per_s * sustained,)),
+            Speeds(
+                (Lane.DISK_READ, Lane.DISK_WRITE),
+                (self.read_while_writing_bytes_per_s, self.write_while_reading_bytes_per_s * sustained),
+            ),
+        )
+
 
 @dataclass(frozen=True)
 class Fingerprint:
@@ -121,7 +134,7 @@ class Estimate:
 class Machine:
     name: str
     source: str  # "measured", or where an estimate comes from
-    speeds: tuple[Speeds, ...]  # from and to pinned memory, for every set of lanes that can be busy at once
+    speeds: tuple[Speeds, ...]  # from and to pinned memory: every set of SHARING, and whatever else was measured
     latency_s: float  # of one transfer, from its issue to its first byte
     date: str = ""  # of the measurement, ISO 8601 in UTC
     # None: only the lanes are known.
@@ -133,7 +146,7 @@ class Machine:
     estimates: tuple[Estimate, ...] = ()  # empty if all was measured
 
     def __post_init__(self) -> None:
-        missing = [busy for busy in subsets() if busy not in self._table]
+        missing = [busy for busy in subsets() if frozenset(busy) not in self._table]
         if missing:
             names = "; ".join("+".join(busy) for busy in missing)
             raise ValueError(f"the machine {quoted(self.name)} has no speeds for: {names}; measure it again")
@@ -151,33 +164,32 @@ class Machine:
             check_numbers(getattr(self, part), f"{where}: {part}", MIN_RATE, MAX_RATE)
 
     @cached_property
-    def _table(self) -> dict[tuple[Lane, ...], dict[Lane, float]]:
-        return {speeds.busy: dict(zip(speeds.busy, speeds.bytes_per_s, strict=False)) for speeds in self.speeds}
+    def _table(self) -> dict[frozenset[Lane], dict[Lane, float]]:
+        rows = (*self.speeds, *(() if self.disk is None else self.disk.speeds))
+        return {frozenset(row.busy): dict(zip(row.busy, row.bytes_per_s, strict=False)) for row in rows}
 
     def speeds_of(self, busy: Set[Lane]) -> dict[Lane, float]:
-        """Of each busy lane. The disk takes so little of host memory's bandwidth that the others do not notice it."""
+        """Of each busy lane: as measured in the largest set of busy lanes that it is part of. What was measured alone
+        only is not slowed down: the disk takes little of host memory's bandwidth."""
         known = self._speeds.get(frozenset(busy))
         if known is None:
-            known = dict(self._table.get(tuple(lane for lane in SHARING if lane in busy), {}))
-            if not busy.isdisjoint(DISK_LANES):
-                known |= self._disk_speeds(busy)
-            self._speeds[frozenset(busy)] = known
+            known = self._speeds[frozenset(busy)] = {lane: self._speed(lane, busy) for lane in busy}
         return known
 
-    def _disk_speeds(self, busy: Set[Lane]) -> dict[Lane, float]:
-        """Sustained: a step writes more than a disk's cache holds."""
-        if self.disk is None:
+    def _speed(self, lane: Lane, busy: Set[Lane]) -> float:
+        measured = [speeds for together, speeds in self._table.items() if lane in together and together <= busy]
+        if not measured:
+            option = " --disk FOLDER" if lane.shares == Lane.DISK_READ.shares else ""
             raise ValueError(
-                f"the machine {quoted(self.name)} says nothing about its disk (0 known rates); measure it with "
-                "`hightide doctor --disk FOLDER`, or name a preset"
+                f"the machine {quoted(self.name)} says nothing about its {lane.shares or lane} (0 known rates); measure it "
+                f"with `hightide doctor{option}`, or name a preset"
             )
-        disk, both = self.disk, busy >= set(DISK_LANES)
-        written = disk.write_while_reading_bytes_per_s if both else disk.write_bytes_per_s
-        speeds = {
-            Lane.DISK_READ: disk.read_while_writing_bytes_per_s if both else disk.read_bytes_per_s,
-            Lane.DISK_WRITE: written * min(1.0, disk.sustained_write_bytes_per_s / disk.write_bytes_per_s),
-        }
-        return {lane: speeds[lane] for lane in DISK_LANES if lane in busy}
+        most = max(map(len, measured))
+        return min(speeds[lane] for speeds in measured if len(speeds) == most)
+
+    def best_speed(self, lane: Lane) -> float:
+        """Whatever others do beside it."""
+        return max(speeds[lane] for speeds in self._table.values() if lane in speeds)
 
     @cached_property
     def _speeds(self) -> dict[frozenset[Lane], dict[Lane, float]]:

@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def micro_batches(num_samples: int, micro_batch: int) -> list[tuple[int, int]]:
+    """(start, number of samples) of each micro-batch; the last one may be smaller."""
+    return [(start, min(micro_batch, num_samples - start)) for start in range(0, num_samples, micro_batch)]
+
+
 @dataclass(frozen=True)
 class BatchDim:
     """The dimension of a tensor that carries the batch: its size is rows * number of samples, sample by sample."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Mapping
+
 from hightide.ir.action import Mode
-from hightide.ir.machine import SHARING, Machine, subsets
+from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
-from hightide.ir.tier import DISK_LANES, Lane, Tier
+from hightide.ir.tier import Lane, Tier
 from hightide.planner.cost import seconds_of
 from hightide.planner.lower.draft import Draft
 from hightide.planner.lower.ticks import lay_ticks
@@ -31,7 +34,7 @@ def least_step_s(problem: Problem, plan: Plan) -> float:
     lay_ticks(draft)
     seconds = seconds_of(profile, plan, costs)
     compute_s = sum(seconds(tick) for tick in draft.ticks)
-    moved = dict.fromkeys((*SHARING, *DISK_LANES), 0)
+    moved: Counter[Lane] = Counter()
     backward = {call.block for call in profile.calls if call.needs_backward}
     for chunk in plan.layout.chunks:
         if draft.uses.get(chunk.index) and has_host_params(plan, chunk):
@@ -54,21 +57,22 @@ def least_step_s(problem: Problem, plan: Plan) -> float:
             num_bytes = call.saved_inputs.at(plan.num_samples)
             moved[Lane.D2H] += num_bytes
             moved[Lane.H2D] += num_bytes
-    disk_s = _disk_s(machine, *(moved[lane] for lane in DISK_LANES))
-    return max([compute_s, disk_s, *(moved[lane] / _best(machine, lane) for lane in SHARING if moved[lane])])
+    disk_s = _disk_s(machine, moved[Lane.DISK_READ], moved[Lane.DISK_WRITE])
+    return max(compute_s, disk_s, *lanes_alone(moved, machine.best_speed).values())
 
 
-def _best(machine: Machine, lane: Lane) -> float:
-    """Whatever others do beside it."""
-    return max(machine.speeds_of({lane, *others})[lane] for others in subsets())
+def lanes_alone(moved_bytes: Mapping[Lane, int], speed: Callable[[Lane], float]) -> dict[Lane, float]:
+    """The seconds that each lane would need if it were alone."""
+    return {lane: num_bytes / speed(lane) if num_bytes else 0.0 for lane, num_bytes in moved_bytes.items()}
 
 
 def _disk_s(machine: Machine, read_bytes: int, written_bytes: int) -> float:
     """Both at once while there is something of both, the rest alone; or one after the other, if that is faster."""
     if not read_bytes + written_bytes:
         return 0.0
-    both = machine.speeds_of(set(DISK_LANES))
-    reads, writes = ((both[lane], machine.speeds_of({lane})[lane]) for lane in DISK_LANES)
+    lanes = (Lane.DISK_READ, Lane.DISK_WRITE)
+    both = machine.speeds_of(set(lanes))
+    reads, writes = ((both[lane], machine.speeds_of({lane})[lane]) for lane in lanes)
     together_s = min(read_bytes / reads[0], written_bytes / writes[0])
     read_s = (read_bytes - together_s * reads[0]) / reads[1]
     written_s = (written_bytes - together_s * writes[0]) / writes[1]

@@ -1,4 +1,4 @@
-"""What was scheduled against what the lanes recorded."""
+"""Compares what was scheduled with what the lanes recorded."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hightide.ir.action import Schedule
-from hightide.ir.tier import LANE_RULES, Lane, Rule
+from hightide.ir.tier import Lane
 
 
-class Record(Protocol):
-    """What a lane writes down when an action is done."""
+class Completed(Protocol):
+    """The record that a lane makes of an action when it is done."""
 
     @property
     def lane(self) -> Lane: ...
@@ -29,7 +29,7 @@ class Record(Protocol):
         ...
 
 
-def compare(schedule: Schedule, records: Sequence[Record]) -> list[str]:
+def compare(schedule: Schedule, records: Sequence[Completed]) -> list[str]:
     """Deviations, one line each; empty if execution followed the schedule: the same set of actions, the same order on
     lanes that work in order, and the stated picking rule on the others."""
     deviations: list[str] = []
@@ -38,14 +38,14 @@ def compare(schedule: Schedule, records: Sequence[Record]) -> list[str]:
         done = [record for record in records if record.lane is lane]
         ids = [record.id for record in done]
         deviations += _compare_sets(lane, planned, ids)
-        if LANE_RULES[lane] is Rule.IN_ORDER:
+        if lane.is_in_order:
             deviations += _compare_order(lane, planned, ids)
         else:
             deviations += [line for record in done for line in _check_pick(schedule, record)]
     return deviations
 
 
-def _compare_sets(lane: Lane, planned: list[str], done: list[str]) -> list[str]:
+def _compare_sets(lane: Lane, planned: Sequence[str], done: Sequence[str]) -> list[str]:
     twice = sorted({name for name in done if done.count(name) > 1}) if len(set(done)) < len(done) else []
     return [
         *(f"{lane}: {name} was scheduled and did not run" for name in sorted(set(planned) - set(done))),
@@ -54,7 +54,7 @@ def _compare_sets(lane: Lane, planned: list[str], done: list[str]) -> list[str]:
     ]
 
 
-def _compare_order(lane: Lane, planned: list[str], done: list[str]) -> list[str]:
+def _compare_order(lane: Lane, planned: Sequence[str], done: Sequence[str]) -> list[str]:
     """Compares what both have, so that one missing action is not reported as a shift of all that follow."""
     common = set(planned) & set(done)
     expected = [name for name in planned if name in common]
@@ -63,7 +63,7 @@ def _compare_order(lane: Lane, planned: list[str], done: list[str]) -> list[str]
     return [f"{lane}: {ran} ran where {due} was scheduled" for due, ran in pairs if due != ran]
 
 
-def _check_pick(schedule: Schedule, record: Record) -> list[str]:
+def _check_pick(schedule: Schedule, record: Completed) -> list[str]:
     dues = dict(zip(record.ready, record.ready_dues, strict=True))
     if record.id not in dues:
         return [f"{record.lane}: {record.id} was picked and was not ready"]

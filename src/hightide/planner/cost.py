@@ -18,6 +18,7 @@ from hightide.ir.block import Affine, CallSpec, ModelProfile
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.costs import CallCost, Costs, Curve
 from hightide.ir.plan import Activation, Plan, Update
+from hightide.ir.split import micro_batches
 from hightide.ir.tier import Lane
 from hightide.planner.loss import num_rows
 from hightide.planner.lower.effects import micro_batch_of
@@ -206,5 +207,4 @@ class _Seconds:
 
 
 def _micro_batches(plan: Plan, call: CallSpec) -> list[int]:
-    micro = micro_batch_of(plan, call, Mode.TRAIN)
-    return [min(micro, plan.num_samples - start) for start in range(0, plan.num_samples, micro)]
+    return [size for _, size in micro_batches(plan.num_samples, micro_batch_of(plan, call, Mode.TRAIN))]

@@ -3,27 +3,19 @@ enforced by a dependency, a lane or a tick. See [Note: rings of buffers] in lowe
 
 from __future__ import annotations
 
-from hightide.ir.action import Action, Mode, Op, Place, Schedule
+from hightide.ir.action import Action, ActionKey, Mode, Op, Place, Schedule
 from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.ordered_replay import OrderedReplay, Places
 from hightide.planner.place import grad_on_disk, params_on_disk, states_on_disk
 from hightide.planner.precedence import Precedence
 
 
-class _Ring:
-    """Who stands in each buffer, and who came first and left last."""
-
-    def __init__(self, num_buffers: int) -> None:
-        self.entries: list[Action | None] = [None] * num_buffers
-        self.exits: list[Action | None] = [None] * num_buffers
-        self.firsts: list[Action | None] = [None] * num_buffers
-
-
-class DiskReplay:
+class DiskReplay(OrderedReplay):
     def __init__(self, plan: Plan, schedule: Schedule, precedence: Precedence) -> None:
-        self._plan, self._schedule, self._precedence = plan, schedule, precedence
-        self._up, self._down, self._state = (_Ring(plan.num_disk_buffers) for _ in range(3))
+        super().__init__(plan, schedule, precedence)
+        self._up, self._down, self._state = (Places("buffer", plan.num_disk_buffers) for _ in range(3))
         self._written: dict[int, list[Action]] = {}  # chunk -> WRITEs of its gradient
         self._continued: dict[int, Action] = {}  # chunk -> the READ of its gradient from the pass before
         self._reads: dict[int, Action] = {}  # chunk -> the READ of its states
@@ -38,38 +30,40 @@ class DiskReplay:
             Op.WRITE_BACK: self._write_back,
             Op.UPDATE: self._update,
         }
-        for action in self._schedule.actions:
+        for action in self.schedule.actions:
             if action.op in verbs:
                 verbs[action.op](action)
         self._check_end()
 
     def _read(self, action: Action) -> None:
-        index = _index(action)
+        index = self.chunk(action).index
         if not self._lives_on_disk(action):
-            self._fail(action, f"reads chunk {index}, whose {action.kind} does not live on disk")
+            self.fail(action, f"reads chunk {index}, whose {action.kind} does not live on disk")
         if action.kind is not ChunkKind.STATE:
-            self._enter(self._up, action, action.target)
+            self.enter(self._up, action, [self._buffer(self._up, action, action.target)])
             self._check_content(action)
             return
         if index in self._reads:
-            self._fail(action, f"reads the states of chunk {index} again")
-        self._enter(self._state, action, action.target)
-        self._follows(action, f"write.state.{index}", "reads states that may not be written yet")
+            self.fail(action, f"reads the states of chunk {index} again")
+        self.enter(self._state, action, [self._buffer(self._state, action, action.target)])
+        self.follows(action, ActionKey(Op.WRITE, index, ChunkKind.STATE), "reads states that may not be written yet")
         for write in self._written.get(index, []):
-            self._after(action, write, "reads a gradient before it is on disk")
+            self.after(action, write, "reads a gradient before it is on disk")
         self._reads[index] = action
 
     def _check_content(self, action: Action) -> None:
-        index = _index(action)
+        index = self.chunk(action).index
         if action.kind is ChunkKind.PARAM:
-            if self._plan.layout.chunks[index].optimised_numel:
-                self._follows(action, f"write.state.{index}", "reads parameters that may not be written yet")
+            if self.plan.layout.chunks[index].optimised_numel:
+                self.follows(
+                    action, ActionKey(Op.WRITE, index, ChunkKind.STATE), "reads parameters that may not be written yet"
+                )
             return
         for write in self._written.get(index, []):
-            self._after(action, write, "reads a gradient before it is on disk")
+            self.after(action, write, "reads a gradient before it is on disk")
         if index not in self._written:
-            if self._schedule.mode is not Mode.ACCUMULATE:
-                self._fail(action, f"reads a gradient of chunk {index} that no earlier action has made")
+            if self.schedule.mode is not Mode.ACCUMULATE:
+                self.fail(action, f"reads a gradient of chunk {index} that no earlier action has made")
             self._continued.setdefault(index, action)
 
     def _fetch(self, action: Action) -> None:
@@ -77,110 +71,72 @@ class DiskReplay:
             self._has_no_buffer(action, action.source)
             return
         entry = self._leave(self._up, action, action.source, action.kind)
-        self._after(action, entry, "fetches what is not read yet")
+        self.after(action, entry, "fetches what is not read yet")
 
     def _write_back(self, action: Action) -> None:
-        if not states_on_disk(self._plan, self._plan.layout.chunks[_index(action)]):
+        if not states_on_disk(self.plan, self.chunk(action)):
             self._has_no_buffer(action, action.target)
             return
-        if _index(action) in self._reads and self._lives_on_disk(action):
-            self._fail(action, "brings home a gradient that its update has read already")
-        self._enter(self._down, action, action.target)
+        if self.chunk(action).index in self._reads and self._lives_on_disk(action):
+            self.fail(action, "brings home a gradient that its update has read already")
+        self.enter(self._down, action, [self._buffer(self._down, action, action.target)])
 
     def _write(self, action: Action) -> None:
-        index = _index(action)
+        index = self.chunk(action).index
         if not self._lives_on_disk(action):
-            self._fail(action, f"writes chunk {index}, whose {action.kind} does not live on disk")
+            self.fail(action, f"writes chunk {index}, whose {action.kind} does not live on disk")
         if action.kind is ChunkKind.GRAD:
             entry = self._leave(self._down, action, action.source, ChunkKind.GRAD)
-            self._after(action, entry, "writes a gradient that is not at home yet")
+            self.after(action, entry, "writes a gradient that is not at home yet")
             self._written.setdefault(index, []).append(action)
             return
         self._leave(self._state, action, action.source, ChunkKind.STATE)
-        self._after(action, self._updates.get(index), f"writes the states of chunk {index} before their update")
+        self.after(action, self._updates.get(index), f"writes the states of chunk {index} before their update")
         self._stored[index] = action
 
     def _update(self, action: Action) -> None:
-        index = _index(action)
-        chunk = self._plan.layout.chunks[index]
-        if not states_on_disk(self._plan, chunk):
+        chunk, index = self.chunk(action), self.chunk(action).index
+        if not states_on_disk(self.plan, chunk):
             return
-        self._after(action, self._reads.get(index), f"updates chunk {index} before its states are read")
+        self.after(action, self._reads.get(index), f"updates chunk {index} before its states are read")
         self._updates[index] = action
-        if not grad_on_disk(self._plan, chunk):
-            buffer = self._buffer_of(self._down, index, ChunkKind.GRAD)
-            self._leave(self._down, action, buffer, ChunkKind.GRAD)
+        if not grad_on_disk(self.plan, chunk):
+            buffers = self._down.holding(index, ChunkKind.GRAD)
+            self._leave(self._down, action, Place(Tier.HOST, buffers[0]) if buffers else None, ChunkKind.GRAD)
 
     def _lives_on_disk(self, action: Action) -> bool:
-        chunk = self._plan.layout.chunks[_index(action)]
+        chunk = self.chunk(action)
         if action.kind is ChunkKind.PARAM:
-            return params_on_disk(self._plan, chunk)
+            return params_on_disk(self.plan, chunk)
         on_disk = grad_on_disk if action.kind is ChunkKind.GRAD else states_on_disk
-        return on_disk(self._plan, chunk)
+        return on_disk(self.plan, chunk)
 
-    def _enter(self, ring: _Ring, action: Action, place: Place | None) -> None:
-        buffer = self._number(ring, action, place)
-        entry, last_exit = ring.entries[buffer], ring.exits[buffer]
-        if entry is not None:
-            self._fail(action, f"goes to {place}, which chunk {entry.chunk} occupies")
-        if last_exit is not None:
-            self._after(action, last_exit, f"goes to {place} before chunk {last_exit.chunk} has left it")
-        ring.entries[buffer] = action
-        ring.firsts[buffer] = ring.firsts[buffer] or action
-
-    def _leave(self, ring: _Ring, action: Action, place: Place | None, kind: ChunkKind | None) -> Action:
-        buffer = self._number(ring, action, place)
+    def _leave(self, ring: Places, action: Action, place: Place | None, kind: ChunkKind | None) -> Action:
+        buffer = self._buffer(ring, action, place)
         entry = ring.entries[buffer]
         if entry is None or (entry.chunk, entry.kind) != (action.chunk, kind):
-            self._fail(action, f"leaves {place}, where the {kind} of chunk {action.chunk} is not")
-        assert entry is not None
-        ring.entries[buffer], ring.exits[buffer] = None, action
+            self.fail(action, f"leaves {place}, where the {kind} of chunk {action.chunk} is not")
+        ring.leave(action, [buffer])
         return entry
 
-    def _number(self, ring: _Ring, action: Action, place: Place | None) -> int:
-        if place is None or place.tier is not Tier.HOST or not 0 <= _slot(place) < len(ring.entries):
-            self._fail(action, f"passes through {place}; there are {len(ring.entries)} buffers on the host")
-        assert place is not None
-        return _slot(place)
+    def _buffer(self, ring: Places, action: Action, place: Place | None) -> int:
+        if place is None or place.tier is not Tier.HOST or place.slot not in range(len(ring.entries)):
+            self.fail(action, f"passes through {place}; there are {len(ring.entries)} buffers on the host")
+        assert place.slot is not None
+        return place.slot
 
     def _has_no_buffer(self, action: Action, place: Place | None) -> None:
         if place is not None and place.slot is not None:
-            self._fail(action, f"passes through {place}, but what it moves does not live on disk")
-
-    def _buffer_of(self, ring: _Ring, chunk: int, kind: ChunkKind) -> Place | None:
-        entries = enumerate(ring.entries)
-        return next((Place(Tier.HOST, b) for b, e in entries if e and (e.chunk, e.kind) == (chunk, kind)), None)
-
-    def _after(self, action: Action, earlier: Action | None, message: str) -> None:
-        if earlier is None or not self._precedence.before(earlier.id, action.id):
-            self._fail(action, message)
-
-    def _follows(self, action: Action, name: str, message: str) -> None:
-        if name not in action.after_prev:
-            self._fail(action, f"{message} (it does not wait for the previous {name})")
-
-    def _fail(self, action: Action, message: str) -> None:
-        raise InfeasiblePlan(f"the schedule is wrong: {action.id} {message}", action.id)
+            self.fail(action, f"passes through {place}, but what it moves does not live on disk")
 
     def _check_end(self) -> None:
         for ring in (self._up, self._down, self._state):
             left = [entry.id for entry in ring.entries if entry is not None]
             if left:
                 raise InfeasiblePlan(f"the schedule is wrong: {', '.join(left)} leave a buffer on the host full")
-            for first, last_exit in zip(ring.firsts, ring.exits, strict=True):
-                if first is not None and last_exit is not None:
-                    self._follows(first, last_exit.id, "goes to a buffer that may not be free yet")
+            self.check_next_pass(ring)
         for index, read in self._continued.items():
-            self._follows(read, self._written[index][-1].id, "reads a gradient before it is on disk")
+            self.follows(read, self._written[index][-1].id, "reads a gradient before it is on disk")
         lost = sorted(self._updates.keys() - self._stored.keys())
         if lost:
             raise InfeasiblePlan(f"the states of chunks {lost} are updated and never written to disk")
-
-
-def _index(action: Action) -> int:
-    assert action.chunk is not None
-    return action.chunk
-
-
-def _slot(place: Place) -> int:
-    return -1 if place.slot is None else place.slot

@@ -11,9 +11,9 @@ from dataclasses import replace
 from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
-from hightide.ir.machine import SHARING
 from hightide.ir.plan import Activation, Plan
-from hightide.ir.tier import DISK_LANES, Lane, Tier
+from hightide.ir.tier import Lane, Tier
+from hightide.planner.bounds import lanes_alone
 from hightide.planner.cost import seconds_of
 from hightide.planner.loss import num_rows
 from hightide.planner.lower import lower
@@ -24,11 +24,10 @@ from hightide.planner.solution import Searched
 def floors(solution: Searched) -> dict[Lane, float]:
     """Seconds per step of each lane. The step's floor is the largest."""
     schedule, machine = solution.training, solution.problem.machine
-    found = {Lane.COMPUTE: _compute(solution.profile, solution.plan, solution.problem.costs)}
-    for lane in (*SHARING, *DISK_LANES):
-        moved_bytes = sum(action.num_bytes for action in schedule.lane(lane))
-        found[lane] = moved_bytes / machine.speeds_of({lane})[lane] if moved_bytes else 0.0
-    return found
+    others = [lane for lane in Lane if lane is not Lane.COMPUTE]
+    moved = {lane: sum(action.num_bytes for action in schedule.lane(lane)) for lane in others}
+    alone = lanes_alone(moved, lambda lane: machine.speeds_of({lane})[lane])
+    return {Lane.COMPUTE: _compute(solution.profile, solution.plan, solution.problem.costs), **alone}
 
 
 def _compute(profile: ModelProfile, plan: Plan, costs: Costs) -> float:

@@ -1,5 +1,5 @@
-"""What an action must say by itself, whatever comes before and after it: its lane, what it moves, from where to where,
-and how many bytes."""
+"""Checks what an action says by itself, whatever comes before and after it: its lane, what it moves, from where to
+where, and how many bytes."""
 
 from __future__ import annotations
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
+from hightide.ir.action import TICK_OPS, Action, ActionKey, Mode, Op, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.form import objection
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.ordered_replay import OrderedReplay, Places
 from hightide.planner.place import (
     chunks_by_block,
     grad_width,
@@ -26,34 +27,13 @@ from hightide.planner.place import (
 from hightide.planner.precedence import Precedence
 
 
-class _Slots:
-    """Who stands where, who let it in, and who last left each slot."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.entries: list[Action | None] = [None] * num_slots
-        self.exits: list[Action | None] = [None] * num_slots
-        self.first_entries: list[Action | None] = [None] * num_slots
-
-    def entry(self, chunk: int | None) -> Action | None:
-        return next((entry for entry in self.entries if entry is not None and entry.chunk == chunk), None)
-
-    def start(self, chunk: int | None) -> int | None:
-        """The first slot in which the chunk stands."""
-        return next((s for s, entry in enumerate(self.entries) if entry is not None and entry.chunk == chunk), None)
-
-    def leave(self, action: Action) -> None:
-        for slot, entry in enumerate(self.entries):
-            if entry is not None and entry.chunk == action.chunk:
-                self.entries[slot] = None
-                self.exits[slot] = action
-
-
-class Replay:
+class Replay(OrderedReplay):
     def __init__(self, profile: ModelProfile, plan: Plan, schedule: Schedule, precedence: Precedence) -> None:
-        self.profile, self.plan, self.schedule, self.precedence = profile, plan, schedule, precedence
+        super().__init__(plan, schedule, precedence)
+        self.profile = profile
         self.chunks_of = chunks_by_block(plan.layout, len(profile.blocks))
-        self.slots = _Slots(plan.num_slots)
-        self.grad_slots = _Slots(plan.num_grad_slots)
+        self.slots = Places("slot", plan.num_slots)
+        self.grad_slots = Places("slot", plan.num_grad_slots)
         self.refreshed: dict[int, Action] = {}  # persistent chunk -> the fetch of its new values
         self.cleared: set[int] = set()  # gradients that live on the GPU
         self.dirty: dict[int, Action] = {}  # gradient in a grad slot that is not at home -> the tick that added last
@@ -75,19 +55,17 @@ class Replay:
             Op.STASH: self._stash,
             Op.UNSTASH: self._stash,
             Op.UPDATE: self._update,
-            Op.STEP: lambda _: None,
-            Op.READ: lambda _: None,  # both by DiskReplay
-            Op.WRITE: lambda _: None,
-        }
+        }  # READ and WRITE: DiskReplay
         left = -1  # the last tick so far
         for action in self.schedule.actions:
             for name in action.after:
                 if not self.precedence.listed_before(name, action.id):
-                    self._fail(action, f"is listed before {name}, for which it waits")
+                    self.fail(action, f"is listed before {name}, for which it waits")
             if message := objection(self.profile, self.plan, action):
-                self._fail(action, message)
+                self.fail(action, message)
             self._check_moment(action, left)
-            verbs[action.op](action)
+            if action.op in verbs:
+                verbs[action.op](action)
             left = action.tick if action.op in TICK_OPS else left
         self._check_end()
 
@@ -97,26 +75,10 @@ class Replay:
         if action.op in TICK_OPS:
             return
         if action.opens > left:
-            self._fail(action, f"opens after tick {action.opens}, but is listed after tick {left}")
+            self.fail(action, f"opens after tick {action.opens}, but is listed after tick {left}")
         runs_after = action.opens if action.runs_when_open else action.tick - 1
         if action.lane is Lane.COMPUTE and runs_after != left:
-            self._fail(action, f"runs after tick {runs_after}, but is listed after tick {left}")
-
-    def _follows(self, action: Action, name: str, message: str) -> None:
-        """After an action of the pass before."""
-        if name not in action.after_prev:
-            self._fail(action, f"{message} (it does not wait for the previous {name})")
-
-    def _fail(self, action: Action, message: str) -> None:
-        raise InfeasiblePlan(f"the schedule is wrong: {action.id} {message}", action.id)
-
-    def _after(self, action: Action, earlier: Action | None, message: str) -> None:
-        if earlier is None or not self.precedence.before(earlier.id, action.id):
-            self._fail(action, message + ("" if earlier is None else f" ({earlier.id} may still be running)"))
-
-    def _chunk(self, action: Action) -> ChunkSpec:
-        assert action.chunk is not None
-        return self.plan.layout.chunks[action.chunk]
+            self.fail(action, f"runs after tick {runs_after}, but is listed after tick {left}")
 
     def _check_ticks(self) -> None:
         calls = self.profile.calls
@@ -129,17 +91,17 @@ class Replay:
             raise InfeasiblePlan(f"the schedule's ticks do not follow the model's {len(calls)} calls")
         for place, tick in enumerate(self.schedule.ticks):
             if tick.tick != place or (tick.call is not None and calls[tick.call].block != tick.block):
-                self._fail(tick, f"is tick {place} but says tick={tick.tick} block={tick.block}")
+                self.fail(tick, f"is tick {place} but says tick={tick.tick} block={tick.block}")
 
     def _forward(self, tick: Action) -> None:
         assert tick.block is not None
         for chunk in self.chunks_of[tick.block]:
             if not params_on_gpu(self.plan, chunk):
-                entry = self.slots.entry(chunk.index)
-                self._after(tick, entry, f"uses chunk {chunk.index}, which is not in a slot then")
+                entry = self.slots.entry(chunk.index, ChunkKind.PARAM)
+                self.after(tick, entry, f"uses chunk {chunk.index}, which is not in a slot then")
             elif is_refreshed(self.plan, chunk):
                 fetch = self.refreshed.get(chunk.index)
-                self._after(tick, fetch, f"uses chunk {chunk.index} before its new values are fetched")
+                self.after(tick, fetch, f"uses chunk {chunk.index} before its new values are fetched")
 
     def _backward(self, tick: Action) -> None:
         self._forward(tick)
@@ -149,116 +111,113 @@ class Replay:
                 self._sum(tick, chunk)
         call = self.profile.calls[tick.call]
         if self.plan.blocks[call.block].inputs is Tier.HOST:
-            self._after(
-                tick, self.stashed.get((Op.UNSTASH, tick.call)), "runs before its inputs are back from the host"
-            )
+            self.after(tick, self.stashed.get((Op.UNSTASH, tick.call)), "runs before its inputs are back from the host")
 
     def _sum(self, tick: Action, chunk: ChunkSpec) -> None:
         if chunk.index in self.updated:
-            self._fail(tick, f"adds to the gradient of chunk {chunk.index} after its update")
+            self.fail(tick, f"adds to the gradient of chunk {chunk.index} after its update")
         self.summed.add(chunk.index)
         if in_grad_slot(self.plan, chunk):
-            entry = self.grad_slots.entry(chunk.index)
-            self._after(tick, entry, f"adds to the gradient of chunk {chunk.index}, which is not in a grad slot then")
+            entry = self.grad_slots.entry(chunk.index, ChunkKind.GRAD)
+            self.after(tick, entry, f"adds to the gradient of chunk {chunk.index}, which is not in a grad slot then")
             self.dirty[chunk.index] = tick
             return
         loose = self.profile.blocks[chunk.block].loose  # the runtime clears these itself
         if self.schedule.mode is Mode.TRAIN and chunk.index not in self.cleared and not loose:
-            self._fail(tick, f"adds to the gradient of chunk {chunk.index}, which was not cleared")
+            self.fail(tick, f"adds to the gradient of chunk {chunk.index}, which was not cleared")
 
     def _fetch(self, action: Action) -> None:
-        chunk = self._chunk(action)
+        chunk = self.chunk(action)
         if action.kind is ChunkKind.GRAD:
             if self.schedule.mode is not Mode.ACCUMULATE and chunk.index not in self.write_backs:
-                self._fail(action, f"fetches a gradient of chunk {chunk.index} that no earlier action has made")
+                self.fail(action, f"fetches a gradient of chunk {chunk.index} that no earlier action has made")
             for write_back in self.write_backs.get(chunk.index, []):
-                self._after(action, write_back, "fetches a gradient before it is at home")
+                self.after(action, write_back, "fetches a gradient before it is at home")
             if self.schedule.mode is Mode.ACCUMULATE and chunk.index not in self.continued:
                 self.continued[chunk.index] = action
             self._enter(self.grad_slots, action, grad_width(self.plan.layout, chunk))
             return
         if chunk.index in self.updated:
-            self._fail(action, f"fetches chunk {chunk.index} in the pass that has updated it")
+            self.fail(action, f"fetches chunk {chunk.index} in the pass that has updated it")
         if chunk.optimised_numel:
-            self._follows(action, f"update.{chunk.index}", f"fetches chunk {chunk.index} before it is updated")
+            self.follows(action, ActionKey(Op.UPDATE, chunk.index), f"fetches chunk {chunk.index} before it is updated")
         if params_on_gpu(self.plan, chunk):
             if chunk.index in self.refreshed:
-                self._fail(action, f"fetches the new values of chunk {chunk.index} again")
+                self.fail(action, f"fetches the new values of chunk {chunk.index} again")
             self.refreshed[chunk.index] = action
         else:
             self._enter(self.slots, action, self.plan.layout.num_slots(chunk))
 
-    def _enter(self, slots: _Slots, action: Action, width: int) -> None:
+    def _enter(self, slots: Places, action: Action, width: int) -> None:
         start = None if action.target is None else action.target.slot
         if start is None or start < 0 or start + width > len(slots.entries):
-            self._fail(action, f"goes to {action.target}, {width} slots wide; there are {len(slots.entries)} slots")
-        assert start is not None
-        if slots.entry(action.chunk) is not None:
-            self._fail(action, f"brings in chunk {action.chunk}, which is in a slot already")
-        for slot in range(start, start + width):
-            entry, last_exit = slots.entries[slot], slots.exits[slot]
-            if entry is not None:
-                self._fail(action, f"goes to slot {slot}, which chunk {entry.chunk} occupies")
-            if last_exit is not None:
-                self._after(action, last_exit, f"goes to slot {slot} before chunk {last_exit.chunk} has left it")
-            slots.entries[slot] = action
-            slots.first_entries[slot] = slots.first_entries[slot] or action
+            self.fail(action, f"goes to {action.target}, {width} slots wide; there are {len(slots.entries)} slots")
+        assert action.kind is not None
+        if slots.holding(action.chunk, action.kind):
+            self.fail(action, f"brings in chunk {action.chunk}, which is in a slot already")
+        self.enter(slots, action, range(start, start + width))
 
-    def _leave(self, slots: _Slots, action: Action) -> None:
-        start = slots.start(action.chunk)
+    def _leave(self, slots: Places, action: Action) -> None:
+        assert action.kind is not None
+        window = slots.holding(action.chunk, action.kind)
+        start = window[0] if window else None
         if action.source is None or action.source.slot != start:
-            self._fail(action, f"leaves {action.source}, but chunk {action.chunk} stands in slot {start}")
-        slots.leave(action)
+            self.fail(action, f"leaves {action.source}, but chunk {action.chunk} stands in slot {start}")
+        slots.leave(action, window)
 
     def _evict(self, action: Action) -> None:
-        chunk = self._chunk(action)
-        self._after(action, self.slots.entry(chunk.index), f"drops chunk {chunk.index}, which is not in a slot then")
+        chunk = self.chunk(action)
+        self.after(
+            action,
+            self.slots.entry(chunk.index, ChunkKind.PARAM),
+            f"drops chunk {chunk.index}, which is not in a slot then",
+        )
         self._leave(self.slots, action)
 
     def _clear(self, action: Action) -> None:
-        chunk = self._chunk(action)
+        chunk = self.chunk(action)
         if self.schedule.mode is Mode.ACCUMULATE or chunk.index in self.summed:
-            self._fail(action, f"clears the gradient of chunk {chunk.index}, which holds sums")
+            self.fail(action, f"clears the gradient of chunk {chunk.index}, which holds sums")
         if not in_grad_slot(self.plan, chunk):
             if chunk.index in self.cleared:
-                self._fail(action, f"clears the gradient of chunk {chunk.index} again")
+                self.fail(action, f"clears the gradient of chunk {chunk.index} again")
             if chunk.optimised_numel:
-                self._follows(action, f"update.{chunk.index}", "clears a gradient that may still be read")
+                self.follows(action, ActionKey(Op.UPDATE, chunk.index), "clears a gradient that may still be read")
             self.cleared.add(chunk.index)
         else:
             self._enter(self.grad_slots, action, grad_width(self.plan.layout, chunk))
 
     def _write_back(self, action: Action) -> None:
-        chunk = self._chunk(action)
+        chunk = self.chunk(action)
         if chunk.index not in self.dirty:
-            self._fail(action, f"writes back the gradient of chunk {chunk.index}, which has nothing new in a grad slot")
+            self.fail(action, f"writes back the gradient of chunk {chunk.index}, which has nothing new in a grad slot")
         last_sum = self.dirty.pop(chunk.index)
-        self._after(action, last_sum, f"writes back the gradient of chunk {chunk.index} before it is summed")
+        self.after(action, last_sum, f"writes back the gradient of chunk {chunk.index} before it is summed")
         if chunk.optimised_numel:
-            self._follows(action, f"update.{chunk.index}", "overwrites a gradient that may still be read")
+            self.follows(action, ActionKey(Op.UPDATE, chunk.index), "overwrites a gradient that may still be read")
         self._leave(self.grad_slots, action)
         self.write_backs.setdefault(chunk.index, []).append(action)
 
     def _stash(self, action: Action) -> None:
         tick = next((tick for tick in self.schedule.ticks if tick.op is Op.FORWARD and tick.call == action.call), None)
         earlier = tick if action.op is Op.STASH else self.stashed.get((Op.STASH, action.call))
-        self._after(action, earlier, f"moves the inputs of call {action.call} before they are there")
+        self.after(action, earlier, f"moves the inputs of call {action.call} before they are there")
         if (action.op, action.call) in self.stashed:
-            self._fail(action, f"moves the inputs of call {action.call} again")
+            self.fail(action, f"moves the inputs of call {action.call} again")
         self.stashed[action.op, action.call] = action
 
     def _update(self, action: Action) -> None:
-        chunk = self._chunk(action)
+        chunk = self.chunk(action)
         if is_used_up(self.plan, chunk):
             last_sum = self.dirty.pop(chunk.index, None)
-            self._after(action, last_sum, f"uses up the gradient of chunk {chunk.index} before it is summed")
-            self.grad_slots.leave(action)
+            self.after(action, last_sum, f"uses up the gradient of chunk {chunk.index} before it is summed")
+            self.grad_slots.leave(action, self.grad_slots.holding(chunk.index, ChunkKind.GRAD))
         if chunk.index in self.dirty:
-            self._fail(action, f"reads the gradient of chunk {chunk.index}, which is not written back")
+            self.fail(action, f"reads the gradient of chunk {chunk.index}, which is not written back")
         if chunk.index in self.updated:
-            self._fail(action, f"updates chunk {chunk.index} again")
+            self.fail(action, f"updates chunk {chunk.index} again")
         for write_back in self.write_backs.get(chunk.index, []):
-            self._after(action, write_back, f"reads the gradient of chunk {chunk.index} before it is at home")
+            self.after(action, write_back, f"reads the gradient of chunk {chunk.index} before it is at home")
         if self.plan.update is Update.DEFERRED:
             self._check_step(action)
         self.updated.add(chunk.index)
@@ -267,31 +226,24 @@ class Replay:
         """On the host after the step, on the GPU as its first part."""
         step = self.schedule.ticks[-1]
         if update.lane is Lane.CPU:
-            self._after(update, step, "runs before step() was called")
+            self.after(update, step, "runs before step() was called")
         elif update.runs_when_open or update.tick != step.tick:
-            self._fail(update, "runs before step() was called")
+            self.fail(update, "runs before step() was called")
 
     def _check_end(self) -> None:
         if self.dirty:
             raise InfeasiblePlan(f"the gradients of chunks {sorted(self.dirty)} are never written back")
         if self.schedule.mode is Mode.EVAL:
             return
-        self._check_next_pass()
+        self.check_next_pass(self.grad_slots)
+        for index, fetch in self.continued.items():
+            self.follows(fetch, self.write_backs[index][-1].id, "fetches a gradient before it is at home")
         self._check_balance()
         optimised = [chunk for chunk in self.plan.layout.chunks if chunk.optimised_numel]
         loose = {chunk.index for chunk in optimised if self.profile.blocks[chunk.block].loose}
         due = loose | {chunk.index for chunk in optimised if chunk.index in self.summed}
         if due - self.updated:
             raise InfeasiblePlan(f"the chunks {sorted(due - self.updated)} have a gradient and are never updated")
-
-    def _check_next_pass(self) -> None:
-        """The next pass has the same ids. Its first gradient in a slot waits until the last of this pass has left, and
-        a sum that goes on waits until it is at home."""
-        for entry, last_exit in zip(self.grad_slots.first_entries, self.grad_slots.exits, strict=True):
-            if entry is not None and last_exit is not None:
-                self._follows(entry, last_exit.id, "goes to a slot that may not be free yet")
-        for index, fetch in self.continued.items():
-            self._follows(fetch, self.write_backs[index][-1].id, "fetches a gradient before it is at home")
 
     def _check_balance(self) -> None:
         """What a step takes it gives back, or the next one would begin with less."""

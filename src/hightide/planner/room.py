@@ -166,7 +166,7 @@ def _gpu_levels(schedule: Schedule, space: Space) -> tuple[list[int], dict[int, 
 
 def _rises(plain: Sequence[Action], kept: Sequence[Action]) -> dict[int, list[_Rise]]:
     """By block, what keeping adds to the ticks of a step."""
-    before = {tick.id: tick for tick in plain}
+    before: dict[str, Action] = {tick.id: tick for tick in plain}
     forward = {tick.call: tick for tick in kept if tick.op is Op.FORWARD}
     rises: dict[int, list[_Rise]] = {}
     for backward in kept:

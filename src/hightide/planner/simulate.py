@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hightide.ir.action import TICK_OPS, Action, Schedule
 from hightide.ir.machine import Machine
-from hightide.ir.tier import LANE_RULES, Lane, Rule
+from hightide.ir.tier import Lane
 
 NUM_PASSES = 4
 EPSILON_S = 1e-12
@@ -68,22 +68,23 @@ def simulated_step_s(
     return ends_s[-1] - ends_s[-2]
 
 
-_LANES = tuple(Lane)
-_AT = {lane: at for at, lane in enumerate(_LANES)}
-_COMPUTE = _AT[Lane.COMPUTE]
-_IS_IN_ORDER = tuple(LANE_RULES[lane] is Rule.IN_ORDER for lane in _LANES)
-_HAS_LATENCY = tuple(lane in (Lane.H2D, Lane.D2H) for lane in _LANES)
+_COMPUTE = 0  # the first lane
 
 
 class _Graph:
-    """Who waits for whom, by position in the schedule: in the same pass, and in the next. Lanes are numbers here."""
+    """Who waits for whom, by position in the schedule: in the same pass, and in the next. Lanes are numbers here: their
+    places in `lanes`, which has those of the schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         actions = schedule.actions
         place = {action.id: at for at, action in enumerate(actions)}
         ticks = [at for at, action in enumerate(actions) if action.op in TICK_OPS]
         is_tick = set(ticks)
-        self.lanes = [_AT[action.lane] for action in actions]
+        used = {Lane.COMPUTE, *(action.lane for action in actions)}
+        self.lanes = [lane for lane in Lane if lane in used]
+        number = {lane: at for at, lane in enumerate(self.lanes)}
+        self.lane = [number[action.lane] for action in actions]
+        self.is_in_order = [action.lane.is_in_order for action in actions]
         self.now: list[list[int]] = [[] for _ in actions]  # followers in the same pass
         self.next: list[list[int]] = [[] for _ in actions]  # in the next pass
         self.missing = [0] * len(actions)  # how many it waits for in the same pass
@@ -130,9 +131,11 @@ class _Clock:
         self._index = -1
         self._missing: list[list[int]] = []  # by pass
         self._ended_s: list[list[float | None]] = []
-        self._queues: tuple[deque[tuple[int, int]], ...] = tuple(deque() for _ in _LANES)  # of lanes that work in order
-        self._heaps: tuple[list[tuple[int, int, int]], ...] = tuple([] for _ in _LANES)  # of the others
-        self._running: list[_Running | None] = [None] * len(_LANES)
+        lanes = self._graph.lanes
+        self._latency_s = [machine.latency_s if lane.has_latency else 0.0 for lane in lanes]
+        self._queues: tuple[deque[tuple[int, int]], ...] = tuple(deque() for _ in lanes)  # of lanes that work in order
+        self._heaps: tuple[list[tuple[int, int, int]], ...] = tuple([] for _ in lanes)  # of the others
+        self._running: list[_Running | None] = [None] * len(lanes)
         self._compute_free_s = 0.0
 
     def run_pass(self) -> float:
@@ -162,8 +165,8 @@ class _Clock:
                         missing[at] -= 1
         self._missing.append(missing)
         self._ended_s.append([None] * len(missing))
-        for at, lane in enumerate(graph.lanes):
-            if _IS_IN_ORDER[lane]:
+        for at, lane in enumerate(graph.lane):
+            if graph.is_in_order[at]:
                 self._queues[lane].append((index, at))
             elif not missing[at]:
                 self._push(index, at)
@@ -171,7 +174,7 @@ class _Clock:
     def _push(self, index: int, at: int) -> None:
         """Onto a lane that takes what is due first, whatever pass it belongs to."""
         due = index * self._num_ticks + self._actions[at].tick
-        heapq.heappush(self._heaps[self._graph.lanes[at]], (due, index, at))
+        heapq.heappush(self._heaps[self._graph.lane[at]], (due, index, at))
 
     def _start_all(self) -> None:
         for lane, running in enumerate(self._running):
@@ -190,8 +193,7 @@ class _Clock:
     def _start(self, lane: int, index: int, at: int) -> None:
         if lane == _COMPUTE and self.now_s - self._compute_free_s > EPSILON_S:
             self._note_stall(index, at)
-        latency_s = self._machine.latency_s if _HAS_LATENCY[lane] else 0.0
-        self._running[lane] = _Running(index, at, lane, self.now_s, self._work[at], latency_s)
+        self._running[lane] = _Running(index, at, lane, self.now_s, self._work[at], self._latency_s[lane])
 
     def _note_stall(self, index: int, at: int) -> None:
         """By the lane of what it waited for last."""
@@ -200,7 +202,7 @@ class _Clock:
             for one in causes:
                 ended_s = self._ended_s[index - back][one] if index >= back else None
                 if ended_s is not None and ended_s > latest_s:
-                    latest_s, lane = ended_s, _LANES[self._graph.lanes[one]]
+                    latest_s, lane = ended_s, self._graph.lanes[self._graph.lane[one]]
         self.stall_s[index][lane] += self.now_s - self._compute_free_s
 
     def _advance(self) -> None:
@@ -230,16 +232,16 @@ class _Clock:
 
     def _speeds_of(self, moving: int) -> tuple[float, ...]:
         """Of all lanes; the compute lane's work is seconds."""
-        busy = {lane for at, lane in enumerate(_LANES) if moving >> at & 1 and lane is not Lane.COMPUTE}
-        known = self._machine.speeds_of(busy) if busy else {}
-        self._speeds[moving] = tuple(known.get(lane, 1.0) for lane in _LANES)
+        lanes = self._graph.lanes
+        known = self._machine.speeds_of({lane for at, lane in enumerate(lanes) if moving >> at & 1 and at != _COMPUTE})
+        self._speeds[moving] = tuple(known.get(lane, 1.0) for lane in lanes)
         return self._speeds[moving]
 
     def _end(self, one: _Running) -> None:
         graph = self._graph
         self._running[one.lane] = None
         self._ended_s[one.index][one.at] = self.now_s
-        self.spans.append(Span(one.index, _LANES[one.lane], self._actions[one.at].id, one.start_s, self.now_s))
+        self.spans.append(Span(one.index, graph.lanes[one.lane], self._actions[one.at].id, one.start_s, self.now_s))
         if one.lane == _COMPUTE:
             self._compute_free_s = self.now_s
         for index, followers in ((one.index, graph.now[one.at]), (one.index + 1, graph.next[one.at])):
@@ -248,5 +250,5 @@ class _Clock:
             missing = self._missing[index]
             for at in followers:
                 missing[at] -= 1
-                if not missing[at] and not _IS_IN_ORDER[graph.lanes[at]]:
+                if not missing[at] and not graph.is_in_order[at]:
                     self._push(index, at)

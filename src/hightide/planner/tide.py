@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from hightide.ir.action import TICK_OPS, Action, Op, Schedule
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
-from hightide.ir.tier import DISK_LANES, Lane
+from hightide.ir.tier import Lane
 from hightide.ir.timeline import Bar, LaneTime, Level, Part, Timeline
 from hightide.planner.memory import bytes_forecast
 from hightide.planner.place import gpu_chunk_bytes, gpu_staging_bytes, grad_slot_bytes, slot_bytes
@@ -166,4 +166,4 @@ def _lane_times(bars: Sequence[Bar], step_s: float) -> tuple[LaneTime, ...]:
             stall[lane_of.get(bar.waited_for, Lane.COMPUTE)] += bar.waited_s
             stall[Lane.COMPUTE] += max(0.0, bar.start_s - free_s - bar.waited_s)
             free_s = max(free_s, bar.end_s)
-    return tuple(LaneTime(lane, busy[lane], stall[lane]) for lane in Lane if lane not in DISK_LANES or busy[lane])
+    return tuple(LaneTime(lane, busy[lane], stall[lane]) for lane in Lane if lane.always_shown or busy[lane])

@@ -11,7 +11,7 @@ from hightide.ir.action import Op
 from hightide.ir.tier import ChunkKind
 from hightide.ir.timeline import Bar, Part, Timeline
 from hightide.ir.units import format_seconds
-from hightide.report.summary import MEANINGS, gpu_room, rows, worst_waits
+from hightide.report.summary import gpu_room, rows, worst_waits
 
 # One colour stands for one thing, in memory and on the lanes. Its value for light and dark is in page.css.
 PART_COLOURS = {
@@ -90,7 +90,7 @@ def _panel(timeline: Timeline) -> dict[str, object]:
         "limit": timeline.gpu_limit_bytes,
         "parts": [[str(part), PART_COLOURS[part]] for part in timeline.parts],
         "levels": [[_seconds(level.at_s), *level.num_bytes] for level in timeline.levels],
-        "lanes": [[str(lane), MEANINGS[lane]] for lane in lanes],
+        "lanes": [[str(lane), lane.meaning] for lane in lanes],
         "names": [[name, BAR_COLOURS[name]] for name in names],
         "bars": [
             [

@@ -12,14 +12,6 @@ from hightide.ir.units import format_bytes, format_seconds
 
 LEAST_SHARE = 0.001  # of a step: shorter waits are not worth a line
 MAX_LINKS = 3  # of a chain of waits that are shown
-MEANINGS = {
-    Lane.COMPUTE: "GPU kernels",
-    Lane.H2D: "host to GPU",
-    Lane.D2H: "GPU to host",
-    Lane.CPU: "updates on the host",
-    Lane.DISK_READ: "disk to host",
-    Lane.DISK_WRITE: "host to disk",
-}
 
 
 @dataclass(frozen=True)

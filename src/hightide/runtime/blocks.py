@@ -35,7 +35,7 @@ from hightide.interrupts import deferred, safe_point
 from hightide.ir.action import Op
 from hightide.ir.plan import Activation, Update
 from hightide.ir.refusal import Refused
-from hightide.ir.split import BatchDim, Split
+from hightide.ir.split import BatchDim, Split, micro_batches
 from hightide.ir.tier import Tier
 from hightide.profiler.recording import is_changed
 from hightide.profiler.split import flatten, flatten_call, mode_of, narrow, signature_of, unflatten
@@ -622,6 +622,4 @@ def _micro_batches(
     (size,) = sizes
     if size != int(size):
         return unsplit
-    num_samples = int(size)
-    bounds = [(start, min(micro_batch, num_samples - start)) for start in range(0, num_samples, micro_batch)]
-    return bounds, split.inputs, split.outputs
+    return micro_batches(int(size), micro_batch), split.inputs, split.outputs

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 
+from hightide.ir.action import ActionKey, Op
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane, Tier
 from hightide.runtime.in_flight import InFlight
@@ -99,7 +100,7 @@ class Demands:
         earlier = (self._gradients.exits.get(chunk), self._gradients.updates.get(chunk), flight)
         after = [ticket for ticket in earlier if ticket is not None]
         work = self._performer.update(chunk)
-        name = f"update.{chunk}"
+        name = ActionKey(Op.UPDATE, chunk)
         if self._chunks.states_tier(chunk) is Tier.GPU:
             with self._chunks.gpu.meter("updates"):
                 self._flight.lanes.run_inline(name, work)

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from hightide.ir.action import Action, Mode, Op, Schedule
+from hightide.ir.action import Action, ActionKey, Mode, Op, Schedule
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import ChunkKind, Lane
@@ -44,8 +44,8 @@ class Pass:
     def __init__(self, program: Program, index: int) -> None:
         self.index = index
         self.cursor = 0  # the tick that the plan expects next
-        self.tickets: dict[str, Ticket] = {}
-        self.stashes: dict[str, Stash] = {}  # on their way to host, by the action that takes them there
+        self.tickets: dict[ActionKey, Ticket] = {}
+        self.stashes: dict[ActionKey, Stash] = {}  # on their way to host, by the action that takes them there
         self.backward_begun = False
         self.backward_ended = False
         self.load(program)
@@ -425,7 +425,7 @@ class Executor:
         ticket = current.tickets[action.id] = Ticket.completed(action.id)
         self._remember(action, ticket)
 
-    def _wait(self, current: Pass, name: str) -> None:
+    def _wait(self, current: Pass, name: ActionKey) -> None:
         ticket = current.tickets[name]
         lane = current.program.schedule.by_id[name].lane
         self._flight.wait(ticket, lane)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from hightide.ir.action import ActionKey
 from hightide.ir.tier import Lane
 from hightide.runtime.lanes import Lanes
 from hightide.stores.ticket import Ticket
@@ -17,7 +18,7 @@ class InFlight:
         self.stall_s: dict[Lane, float] = defaultdict(float)  # how long compute waited for each lane
         self.fetches: dict[int, Ticket] = {}  # the latest fetch of each chunk
         self.gradient_fetches: dict[int, Ticket] = {}
-        self.latest: dict[str, Ticket] = {}  # actions of earlier passes that satisfy `after_prev`
+        self.latest: dict[ActionKey, Ticket] = {}  # actions of earlier passes that satisfy `after_prev`
 
     def wait(self, ticket: Ticket, lane: Lane) -> None:
         self.stall_s[lane] += self.lanes.wait(ticket, lane)
@@ -31,5 +32,5 @@ class InFlight:
     def moment(self, lane: Lane) -> list[Ticket]:
         """What compute has enqueued so far. A copy that is issued now may use memory that compute is still about to
         leave; so it stands behind that. The host's work does not."""
-        fence = self.lanes.streams.fence() if lane in (Lane.H2D, Lane.D2H) else None
+        fence = self.lanes.streams.fence() if not lane.on_host else None
         return [] if fence is None else [Ticket.completed("compute so far", fence=fence)]

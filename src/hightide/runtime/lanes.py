@@ -109,7 +109,7 @@ class Streams:
     def mark(self, lane: Lane) -> torch.cuda.Event | None:
         """This moment in the caller's stream, whose time can be read when the GPU has passed it. None unless a
         recording is on or steps are timed, and for a lane that works on the host."""
-        if not (self.recording or self.timing) or self._device is None or lane is Lane.CPU:
+        if not (self.recording or self.timing) or self._device is None or lane.on_host:
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
@@ -220,7 +220,7 @@ class Lanes:
 
     def drain(self) -> None:
         """Waits until the copying lanes have done what they were given."""
-        for lane in (Lane.H2D, Lane.D2H):
+        for lane in (lane for lane in WORKERS if not lane.on_host):
             self.wait(self.submit("drain", lane, 0, [], lambda: None), lane)
 
     def fail(self, error: BaseException) -> None:
@@ -315,7 +315,7 @@ def _share(desk: Desk, number: int, begun: threading.Semaphore) -> None:
 
 def _work(queue: Queue, lane: Lane, timeout_s: float, streams: Streams, begun: threading.Semaphore) -> None:
     """The life of a lane's thread."""
-    if lane is Lane.CPU:
+    if lane.on_host:
         torch.set_num_threads(1)
     begun.release()
     with torch.no_grad():  # copies and updates are no part of anyone's graph
@@ -352,7 +352,7 @@ def _run(task: Task, state: State, timeout_s: float, streams: Streams) -> None:
             if isinstance(result, Ticket):
                 result = result.wait(timeout_s)
             ended = streams.mark(task.lane)
-            task.ticket.fence = streams.fence() if task.lane is not Lane.CPU else None
+            task.ticket.fence = streams.fence() if not task.lane.on_host else None
     except BaseException as error:  # whatever it is, it belongs to the user's thread
         state.fail(error)
         task.ticket.set_error(error)

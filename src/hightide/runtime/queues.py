@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from hightide.forks import Birthplace
-from hightide.ir.tier import LANE_RULES, Lane, Rule
+from hightide.ir.tier import Lane
 from hightide.stores.ticket import Ticket
 
 KEPT_PASSES = 4  # records of older passes are dropped, unless `State.kept_pass` keeps them
@@ -303,4 +303,4 @@ class DueFirst(Queue):
 
 
 def queue_for(lane: Lane, state: State, timeout_s: float) -> Queue:
-    return (DueFirst if LANE_RULES[lane] is Rule.DUE_FIRST else InOrder)(state, timeout_s)
+    return (InOrder if lane.is_in_order else DueFirst)(state, timeout_s)

@@ -2,11 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hightide.ir.action import Action, Mode, Op, Place, Schedule
+from hightide.ir.action import Action, ActionKey, Mode, Op, Place, Schedule
 from hightide.ir.tier import ChunkKind, Lane, Tier
 
-ids = st.text("abcdefgh.@0123456789_", min_size=1, max_size=12)
 numbers = st.none() | st.integers(0, 10**6)
+kinds = st.none() | st.sampled_from(list(ChunkKind))
+ticks = st.builds(ActionKey, st.sampled_from([Op.FORWARD, Op.BACKWARD]), st.integers(0, 10**6))
+ids = st.builds(ActionKey, st.sampled_from(list(Op)), st.integers(0, 10**6), kinds, st.none() | ticks)
 sizes = st.integers(0, 2**50)
 places = st.none() | st.builds(Place, st.sampled_from(list(Tier)), st.none() | st.integers(0, 99))
 names = st.lists(ids, max_size=3).map(tuple)
@@ -20,7 +22,7 @@ actions = st.builds(
     block=numbers,
     call=numbers,
     chunk=numbers,
-    kind=st.none() | st.sampled_from(list(ChunkKind)),
+    kind=kinds,
     source=places,
     target=places,
     num_bytes=sizes,
@@ -57,7 +59,7 @@ def test_the_text_is_what_the_documentation_shows():
 
 def test_an_unknown_field_is_named():
     with pytest.raises(ValueError, match=r"unknown field 'colour'"):
-        Action.parse("h2d fetch x tick=3 colour=red")
+        Action.parse("h2d fetch update.3 tick=3 colour=red")
 
 
 def test_what_is_not_a_schedule_is_refused():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hightide.ir.action import TICK_OPS, Action, Op, Schedule
 from hightide.ir.plan import Plan, Update
-from hightide.ir.tier import LANE_RULES, ChunkKind, Lane, Rule
+from hightide.ir.tier import ChunkKind, Lane
 from hightide.planner.place import grad_width, is_used_up
 
 
@@ -84,7 +84,7 @@ class RandomLanes:
         if lane in self.running:
             return []
         queue = self.queues[lane]
-        candidates = list(queue)[:1] if LANE_RULES[lane] is Rule.IN_ORDER else list(queue)
+        candidates = list(queue)[:1] if lane.is_in_order else list(queue)
         return [action for action in candidates if set(action.after) <= self.done]
 
     def _step(self) -> None:

@@ -12,7 +12,7 @@ from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Disk, Machine
 from hightide.ir.plan import Plan, Update
-from hightide.ir.tier import DISK_LANES, Lane, Tier
+from hightide.ir.tier import Lane, Tier
 from hightide.planner.bounds import least_step_s
 from hightide.planner.check import check_executable, check_plan
 from hightide.planner.cost import seconds_of
@@ -58,7 +58,9 @@ def test_lanes_of_the_disk_slow_each_other_down() -> None:
 
     assert run(Lane.DISK_READ) == pytest.approx(3 / 4)
     assert run(Lane.DISK_WRITE) == pytest.approx(3 / 1)  # sustained
-    assert run(*DISK_LANES) == pytest.approx(1 + (3 - 0.5) / 1)  # beside the read at 1e6 / 2, alone after it
+    assert run(Lane.DISK_READ, Lane.DISK_WRITE) == pytest.approx(
+        1 + (3 - 0.5) / 1
+    )  # beside the read at 1e6 / 2, alone after it
 
 
 @given(st.data())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.machine import Machine, Speeds
 from hightide.ir.plan import Update
-from hightide.ir.tier import LANE_RULES, Lane, Rule, Tier
+from hightide.ir.tier import Lane, Tier
 from hightide.planner.lower import lower
 from hightide.planner.simulate import simulate
 from unit.planner.profiles import plan_with, plans, profiles, stack
@@ -113,7 +113,7 @@ def test_actions_run_once_after_what_they_wait_for_and_in_their_lanes_order(data
             if action.id in spans and name in spans:
                 assert spans[name].end_s <= spans[action.id].start_s + 1e-9
     for lane in Lane:
-        if LANE_RULES[lane] is Rule.IN_ORDER:
+        if lane.is_in_order:
             done = [span.id for span in sorted(result.spans, key=lambda span: span.end_s) if span.lane is lane]
             assert done == [action.id for action in lowered.lane(lane)][: len(done)]
     total = result.busy_s[Lane.COMPUTE] + sum(result.stall_s.values())

@@ -9,14 +9,14 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hightide.ir.tier import DISK_LANES, Lane, Tier
+from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import Part, Timeline
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.planner.simulate import simulate
 from hightide.planner.solution import Solution
 from hightide.planner.tide import simulated_timeline
 from hightide.report.page import PART_COLOURS, timeline_html
-from hightide.report.summary import MEANINGS, gpu_room, limiting, rows, worst_waits
+from hightide.report.summary import gpu_room, limiting, rows, worst_waits
 from unit.planner.profiles import plan_with, stack
 from unit.planner.test_simulate import machine, one_second
 from unit.planner.test_why import REAL
@@ -98,10 +98,8 @@ def test_every_part_and_lane_has_a_colour_and_a_row() -> None:
     css = timeline_html("a plan", timeline())
     for colour in PART_COLOURS.values():
         assert css.count(f"--{colour}: #") == 2, "one for light, one for dark"
-    assert [name for name, _ in data_of(css)["panels"][0]["lanes"]] == [
-        str(lane) for lane in Lane if lane not in DISK_LANES
-    ]
-    assert MEANINGS.keys() == set(Lane)
+    assert [name for name, _ in data_of(css)["panels"][0]["lanes"]] == [str(lane) for lane in Lane if lane.always_shown]
+    assert all(lane.meaning for lane in Lane)
 
 
 def test_a_measured_step_stands_beside_the_simulated_one() -> None:

@@ -13,7 +13,7 @@ import hightide
 import models
 from hightide.ir.action import Action, Mode, Schedule
 from hightide.ir.plan import Activation, Plan, Update
-from hightide.ir.tier import LANE_RULES, Lane, Rule, Tier
+from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import Part, Timeline
 from hightide.planner.compare import compare
 from hightide.planner.memory import peaks
@@ -78,7 +78,7 @@ def as_records(schedule: Schedule, simulated: Simulated) -> list[Done]:
     records = []
     for span in sorted(simulated.spans, key=lambda span: span.end_s):
         ready: list[Action] = []
-        if LANE_RULES[span.lane] is Rule.DUE_FIRST:
+        if not span.lane.is_in_order:
             waiting = [action for action in schedule.lane(span.lane) if spans[action.id].start_s >= span.start_s]
             ready = [action for action in waiting if ready_s(action) <= span.start_s]
         records.append(
@@ -96,7 +96,7 @@ def assert_same(pair: Twins, schedule: Schedule, back: int = 0) -> None:
     assert compare(schedule, dreamt) == []
     for lane in Lane:
         done, expected = ([record.id for record in one if record.lane is lane] for one in (records, dreamt))
-        if LANE_RULES[lane] is Rule.IN_ORDER:
+        if lane.is_in_order:
             assert done == expected
         else:
             assert sorted(done) == sorted(expected)

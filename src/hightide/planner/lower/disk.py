@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hightide.ir.action import Action, Op, Place
-from hightide.ir.chunk import ChunkSpec
+from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower.draft import Draft
@@ -34,7 +33,7 @@ class _Ring:
 
     num_buffers: int
     exits: list[Action] = field(default_factory=list)  # in the order of the entries
-    firsts: list[str] = field(default_factory=list)
+    firsts: list[ActionKey] = field(default_factory=list)
 
     @property
     def buffer(self) -> int:
@@ -51,13 +50,13 @@ class _Ring:
             self.firsts.append(entry.id)
         self.exits.append(exit)
 
-    def follow(self) -> dict[str, str]:
+    def follow(self) -> dict[ActionKey, ActionKey]:
         """First entry of each buffer -> its last exit in the pass before, which is like this one."""
         last = {at % self.num_buffers: exit.id for at, exit in enumerate(self.exits)}
         return {entry: last[buffer] for buffer, entry in enumerate(self.firsts)}
 
 
-Written = dict[str, Action]  # WRITE_BACK of a gradient -> the WRITE that follows it
+Written = dict[ActionKey, Action]  # WRITE_BACK of a gradient -> the WRITE that follows it
 
 
 def move_through_disk(
@@ -79,8 +78,7 @@ def move_through_disk(
 def _away(
     draft: Draft, ring: _Ring, action: Action, updated: dict[int | None, Action], written: Written
 ) -> list[Action]:
-    chunk = _chunk(draft, action)
-    if action.op is not Op.WRITE_BACK or chunk is None or not states_on_disk(draft.plan, chunk):
+    if action.op is not Op.WRITE_BACK or not states_on_disk(draft.plan, chunk := draft.chunk(action)):
         return [action]
     buffer, before = Place(Tier.HOST, ring.buffer), ring.before
     entry = action.changed(target=buffer, after=(*action.after, *([before.id] if before else [])))
@@ -88,7 +86,7 @@ def _away(
         ring.pass_through(entry, updated[chunk.index])
         return [entry]
     exit = action.changed(
-        id=action.id.replace("write_back.", "write.grad.", 1),
+        id=ActionKey(Op.WRITE, chunk.index, ChunkKind.GRAD, action.id.at),
         op=Op.WRITE,
         lane=Lane.DISK_WRITE,
         source=buffer,
@@ -103,20 +101,21 @@ def _away(
 
 def _towards(draft: Draft, ring: _Ring, action: Action, written: Written) -> list[Action]:
     """A parameter as its last update has left it, or a sum as this pass or the one before has."""
-    chunk = _chunk(draft, action)
-    if action.op is not Op.FETCH or chunk is None:
+    if action.op is not Op.FETCH:
         return [action]
+    chunk = draft.chunk(action)
     is_param = action.kind is ChunkKind.PARAM
     if not (params_on_disk(draft.plan, chunk) if is_param else grad_on_disk(draft.plan, chunk)):
         return [action]
     buffer, after = Place(Tier.HOST, ring.buffer), [ring.before] if ring.before else []
-    earlier: tuple[str, ...] = (f"write.state.{chunk.index}",) if is_param and chunk.optimised_numel else ()
+    stored = ActionKey(Op.WRITE, chunk.index, ChunkKind.STATE)
+    earlier: tuple[ActionKey, ...] = (stored,) if is_param and chunk.optimised_numel else ()
     if not is_param:
         after += [written[name] for name in action.after if name in written and written[name].chunk == chunk.index]
         sums = [written[name] for name in action.after_prev if name in written]
         earlier = tuple(dict.fromkeys(one.id for one in sums if one.chunk == chunk.index))
     read = action.changed(
-        id=action.id.replace("fetch.", "read.", 1),
+        id=ActionKey(Op.READ, chunk.index, action.kind, action.id.at),
         op=Op.READ,
         lane=Lane.DISK_READ,
         opens=max((one.opens for one in after), default=-1),
@@ -132,15 +131,14 @@ def _towards(draft: Draft, ring: _Ring, action: Action, written: Written) -> lis
 
 def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list[Action]:
     """In backward, states are read ahead of their gradient, as soon as a buffer is free."""
-    chunk = _chunk(draft, action)
-    if chunk is None or not states_on_disk(draft.plan, chunk):
+    chunk = draft.chunk(action)
+    if not states_on_disk(draft.plan, chunk):
         return [action]
     buffer, after = Place(Tier.HOST, ring.buffer), [ring.before] if ring.before else []
     after += [one for one in written.values() if one.chunk == chunk.index]
     begin = draft.ticks[-1].tick if draft.plan.update is Update.DEFERRED else len(draft.profile.calls) - 1
-    name = f"state.{chunk.index}"
     read = action.changed(
-        id=f"read.{name}",
+        id=ActionKey(Op.READ, chunk.index, ChunkKind.STATE),
         op=Op.READ,
         lane=Lane.DISK_READ,
         opens=max([begin, *(one.opens for one in after)]),
@@ -148,10 +146,10 @@ def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list
         target=buffer,
         num_bytes=read_state_bytes(draft.plan, chunk),
         after=tuple(one.id for one in after),
-        after_prev=(f"write.{name}",),
+        after_prev=(ActionKey(Op.WRITE, chunk.index, ChunkKind.STATE),),
     )
     write = action.changed(
-        id=f"write.{name}",
+        id=ActionKey(Op.WRITE, chunk.index, ChunkKind.STATE),
         op=Op.WRITE,
         lane=Lane.DISK_WRITE,
         source=buffer,
@@ -161,7 +159,3 @@ def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list
     )
     ring.pass_through(read, write)
     return [read, action.changed(after=(*action.after, read.id)), write]
-
-
-def _chunk(draft: Draft, action: Action) -> ChunkSpec | None:
-    return None if action.chunk is None else draft.plan.layout.chunks[action.chunk]

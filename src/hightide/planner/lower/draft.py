@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from functools import cached_property
 
-from hightide.ir.action import Action, Mode, Op
+from hightide.ir.action import Action, ActionKey, Mode, Op
 from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Plan
@@ -19,9 +19,13 @@ class Draft:
         self.mode = mode
         self.ticks: list[Action] = []
         self.actions: list[Action] = []  # all but the ticks
-        self.awaited: dict[int, list[str]] = defaultdict(list)  # tick -> ids that it waits for
+        self.awaited: dict[int, list[ActionKey]] = defaultdict(list)  # tick -> ids that it waits for
         self.last_write_back: dict[int, Action] = {}  # chunk -> its final one in this pass
         self.chunks_of = chunks_by_block(plan.layout, len(profile.blocks))
+
+    def chunk(self, action: Action) -> ChunkSpec:
+        assert action.chunk is not None
+        return self.plan.layout.chunks[action.chunk]
 
     def chunks_at(self, tick: Action) -> tuple[ChunkSpec, ...]:
         return () if tick.block is None else self.chunks_of[tick.block]

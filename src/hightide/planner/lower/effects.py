@@ -10,12 +10,13 @@ of it then is subtracted: the rest is counted at the tick that it surrounds, wha
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 
-from hightide.ir.action import Action, Mode, Op
+from hightide.ir.action import Action, ActionKey, Mode, Op
 from hightide.ir.block import Affine, CallSpec, Glue, ModelProfile
 from hightide.ir.chunk import REGION_BYTES, STATE_BYTES, UPDATE_TILE_NUMEL
 from hightide.ir.plan import Activation, Plan
+from hightide.ir.split import micro_batches
 from hightide.ir.tier import Lane, Tier
 from hightide.planner import loss
 from hightide.planner.lower.draft import Draft
@@ -30,7 +31,8 @@ from hightide.planner.place import (
     slot_bytes,
 )
 
-Effects = dict[str, Counter[str]]
+Effect = defaultdict[str, int]  # by fields of an action; and "least_transient" of a tick, until it is known
+Effects = defaultdict[ActionKey, Effect]
 
 
 def gpu_base_bytes(profile: ModelProfile, plan: Plan) -> int:
@@ -49,7 +51,7 @@ def disk_base_bytes(plan: Plan) -> int:
 
 
 def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
-    effects: Effects = defaultdict(Counter)
+    effects: Effects = defaultdict(lambda: defaultdict(int))
     _count_inputs_and_outputs(draft, effects)
     for index, call in enumerate(draft.profile.calls):
         _count_inside(draft, index, call, effects)
@@ -57,20 +59,14 @@ def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
         _count_output_gradients(draft, effects)
         for tick in draft.ticks:
             effect = effects[tick.id]
-            effect["gpu_transient"] = max(effect["gpu_transient"], effect["least_transient"])
+            effect["gpu_transient"] = max(effect["gpu_transient"], effect.pop("least_transient", 0))
         _count_updates(draft, effects)
-    return [_with(action, effects[action.id]) if action.id in effects else action for action in actions]
+    return [action.changed(**effects[action.id]) if action.id in effects else action for action in actions]
 
 
-def _with(action: Action, effect: Counter[str]) -> Action:
-    return action.changed(
-        gpu_takes=effect["gpu_takes"],
-        gpu_gives=effect["gpu_gives"],
-        gpu_transient=effect["gpu_transient"],
-        gpu_kept=effect["gpu_kept"],
-        host_takes=effect["host_takes"],
-        host_gives=effect["host_gives"],
-    )
+def _add(effect: Effect, **num_bytes: int) -> None:
+    for name, value in num_bytes.items():
+        effect[name] += value
 
 
 def _count_inputs_and_outputs(draft: Draft, effects: Effects) -> None:
@@ -78,7 +74,7 @@ def _count_inputs_and_outputs(draft: Draft, effects: Effects) -> None:
     glue = 0  # inputs made outside of blocks that later calls without backward may still read
     waiting = 0  # what the chain holds for backwards to come, wherever inputs wait
     for index, call in enumerate(draft.profile.calls):
-        forward = effects[f"fwd.{index}"]
+        forward = effects[ActionKey(Op.FORWARD, index)]
         new = _at(draft, call.new_inputs)
         forward["gpu_takes"] += new + _output_bytes(draft, call) + _at(draft, call.tapped)
         if draft.mode is not Mode.EVAL:
@@ -93,7 +89,7 @@ def _count_inputs_and_outputs(draft: Draft, effects: Effects) -> None:
         arriving = _output_bytes(draft, call)
     if draft.mode is not Mode.EVAL:
         tapped = sum(_at(draft, call.tapped) for call in draft.profile.calls)
-        effects["step"]["gpu_gives"] += arriving + glue + tapped
+        effects[ActionKey(Op.STEP)]["gpu_gives"] += arriving + glue + tapped
 
 
 def _excess_bytes(draft: Draft, call: CallSpec, arriving: int) -> int:
@@ -102,26 +98,28 @@ def _excess_bytes(draft: Draft, call: CallSpec, arriving: int) -> int:
     return max(0, received - _at(draft, call.saved_inputs)) if call.needs_backward else 0
 
 
-def _count_glue(draft: Draft, tick: Counter[str], glue: Glue, waiting: int, counted: int) -> None:
+def _count_glue(draft: Draft, tick: Effect, glue: Glue, waiting: int, counted: int) -> None:
     """`waiting`: what the chain holds meanwhile for others; `counted`: what it has for this tick."""
     held = max(0, _at(draft, glue.held) - waiting)
-    tick.update(gpu_takes=held, gpu_gives=held)
+    _add(tick, gpu_takes=held, gpu_gives=held)
     tick["least_transient"] = max(0, _at(draft, glue.peak) - waiting - counted - held)
 
 
 def _count_saved(draft: Draft, index: int, call: CallSpec, received: int, effects: Effects) -> None:
     """All inputs of a call wait for its backward on the GPU, except what is stashed."""
     saved = _at(draft, call.saved_inputs)
-    effects[f"fwd.{index}"]["gpu_takes"] += max(0, saved - received)  # shared ones that the chain has let go
-    effects[f"bwd.{index}"]["gpu_gives"] += max(saved, received)
+    effects[ActionKey(Op.FORWARD, index)]["gpu_takes"] += max(
+        0, saved - received
+    )  # shared ones that the chain has let go
+    effects[ActionKey(Op.BACKWARD, index)]["gpu_gives"] += max(saved, received)
     if draft.plan.blocks[call.block].inputs is Tier.HOST:
         region = region_bytes(saved) + max(0, call.num_saved - 1) * REGION_BYTES  # each tensor is rounded up
-        effects[f"stash.{index}"].update(gpu_gives=saved, host_takes=region)
-        effects[f"unstash.{index}"].update(gpu_takes=saved, host_gives=region)
+        _add(effects[ActionKey(Op.STASH, index)], gpu_gives=saved, host_takes=region)
+        _add(effects[ActionKey(Op.UNSTASH, index)], gpu_takes=saved, host_gives=region)
 
 
 def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) -> None:
-    forward, backward = effects[f"fwd.{index}"], effects[f"bwd.{index}"]
+    forward, backward = effects[ActionKey(Op.FORWARD, index)], effects[ActionKey(Op.BACKWARD, index)]
     backwards = draft.mode is not Mode.EVAL and call.needs_backward
     if draft.profile.blocks[call.block].lazy_head:
         forward["gpu_transient"] += loss.forward_transient_bytes(draft.profile, draft.plan, call)
@@ -138,16 +136,16 @@ def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) ->
     backward["gpu_transient"] += call.backward_peak.at(micro)
     if (
         micro == draft.plan.num_samples
-    ):  # its gradients of inputs are those of the batch, which are counted for themselves
+    ):  # its inputs' gradients are those of the batch, which are counted for themselves
         backward["gpu_transient"] = max(0, backward["gpu_transient"] - call.input_grads.at(micro))
     if draft.plan.blocks[call.block].activation is Activation.KEEP:
         _keep(forward, backward, kept_bytes(draft.plan, call, micro))
         backward["gpu_transient"] = max(0, backward["gpu_transient"] - call.kept.at(micro))  # nothing to recompute
 
 
-def _keep(forward: Counter[str], backward: Counter[str], num_bytes: int) -> None:
-    forward.update(gpu_takes=num_bytes, gpu_kept=num_bytes)
-    backward.update(gpu_gives=num_bytes, gpu_kept=num_bytes)
+def _keep(forward: Effect, backward: Effect, num_bytes: int) -> None:
+    _add(forward, gpu_takes=num_bytes, gpu_kept=num_bytes)
+    _add(backward, gpu_gives=num_bytes, gpu_kept=num_bytes)
 
 
 def _count_output_gradients(draft: Draft, effects: Effects) -> None:
@@ -161,10 +159,10 @@ def _count_output_gradients(draft: Draft, effects: Effects) -> None:
     waiting = before[-1] + tapped_bytes + sum(excess)  # as in forward, and what the last call returned
     for index in backwards:  # those of what was tapped come from the loss, and wait
         tapped = _at(draft, calls[index].tapped)
-        effects[f"bwd.{backwards[0]}"]["gpu_takes"] += tapped
-        effects[f"bwd.{index}"]["gpu_gives"] += tapped
+        effects[ActionKey(Op.BACKWARD, backwards[0])]["gpu_takes"] += tapped
+        effects[ActionKey(Op.BACKWARD, index)]["gpu_gives"] += tapped
     for index in backwards:
-        backward = effects[f"bwd.{index}"]
+        backward = effects[ActionKey(Op.BACKWARD, index)]
         # The loss makes the first; later ones may grow in the glue: the gradient of a slice is that of the whole again.
         grown = max(0, _output_bytes(draft, calls[index]) - pending)
         backward["gpu_takes"] += grown
@@ -177,15 +175,14 @@ def _count_output_gradients(draft: Draft, effects: Effects) -> None:
         waiting -= excess[index]
         pending, aside = made - other, max(aside, other)
     end = _at(draft, draft.profile.glue_end) - before[-1] - tapped_bytes - pending - aside
-    effects["step"]["least_transient"] = max(0, end)
-    effects["step"]["gpu_gives"] += pending + aside
+    effects[ActionKey(Op.STEP)]["least_transient"] = max(0, end)
+    effects[ActionKey(Op.STEP)]["gpu_gives"] += pending + aside
 
 
 def _count_updates(draft: Draft, effects: Effects) -> None:
     for action in draft.actions:
         if action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
-            assert action.chunk is not None
-            chunk = draft.plan.layout.chunks[action.chunk]
+            chunk = draft.chunk(action)
             arrays = 1 + chunk.has_remainder  # the gradient scaled or widened, and the master
             effects[action.id]["gpu_transient"] += STATE_BYTES * (
                 arrays * min(chunk.optimised_numel, UPDATE_TILE_NUMEL) + 1  # and the number of the step
@@ -201,9 +198,9 @@ def micro_batch_of(plan: Plan, call: CallSpec, mode: Mode) -> int:
 
 
 def kept_bytes(plan: Plan, call: CallSpec, micro: int) -> int:
-    """Graphs of all micro-batches; the last one may be smaller."""
-    whole, rest = divmod(plan.num_samples, micro)
-    return whole * call.kept.at(micro) + (call.kept.at(rest) if rest else 0)
+    """Graphs of all micro-batches."""
+    *whole, (_, last) = micro_batches(plan.num_samples, micro)
+    return len(whole) * call.kept.at(micro) + call.kept.at(last)
 
 
 def _at(draft: Draft, size: Affine) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from hightide.ir.action import Action, Mode, Op, Place
+from hightide.ir.action import Action, ActionKey, Mode, Op, Place
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower.draft import Draft
@@ -24,7 +24,7 @@ class _GradSlots:
     occupants: list[int | None]  # chunks whose gradient is open
     last_tick: dict[int, int] = field(default_factory=dict)  # chunk in a slot -> last BACKWARD that added to it
     exits: dict[int, Action] = field(default_factory=dict)  # slot -> WRITE_BACK or UPDATE that frees it
-    first_entries: dict[int, str] = field(default_factory=dict)  # slot -> id of the first entry in this pass
+    first_entries: dict[int, ActionKey] = field(default_factory=dict)  # slot -> id of the first entry in this pass
 
 
 def move_gradients(draft: Draft) -> None:
@@ -68,13 +68,13 @@ def _ghost(slot: int) -> int:
     return -1 - slot
 
 
-def _enter(draft: Draft, slots: _GradSlots, chunk: ChunkSpec, tick: Action, window: range) -> str:
+def _enter(draft: Draft, slots: _GradSlots, chunk: ChunkSpec, tick: Action, window: range) -> ActionKey:
     before = [slots.exits[slot] for slot in window if slot in slots.exits]
     earlier = draft.last_write_back.get(chunk.index)
     if earlier is None and draft.mode is Mode.TRAIN:
         return _clear(draft, chunk, tick, window.start, before)
     action = Action(
-        id=f"fetch.grad.{chunk.index}@{tick.id}",
+        id=ActionKey(Op.FETCH, chunk.index, ChunkKind.GRAD, tick.id),
         op=Op.FETCH,
         lane=Lane.H2D,
         tick=tick.tick,
@@ -92,10 +92,10 @@ def _enter(draft: Draft, slots: _GradSlots, chunk: ChunkSpec, tick: Action, wind
     return action.id
 
 
-def _clear(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int | None, before: list[Action]) -> str:
+def _clear(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int | None, before: list[Action]) -> ActionKey:
     """Runs inline on entry of its tick. A gradient that lives on the GPU was read there by the previous update."""
     action = Action(
-        id=f"clear.{chunk.index}@{tick.id}",
+        id=ActionKey(Op.CLEAR, chunk.index, at=tick.id),
         op=Op.CLEAR,
         lane=Lane.COMPUTE,
         tick=tick.tick,
@@ -106,7 +106,7 @@ def _clear(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int | None, befor
         target=Place(Tier.GPU, slot),
         num_bytes=chunk.grad_bytes,
         after=tuple(dict.fromkeys(exit.id for exit in before)),
-        after_prev=(f"update.{chunk.index}",) if slot is None and chunk.optimised_numel else (),
+        after_prev=(ActionKey(Op.UPDATE, chunk.index),) if slot is None and chunk.optimised_numel else (),
     )
     draft.actions.append(action)
     return action.id
@@ -132,7 +132,7 @@ def _exit(draft: Draft, slots: _GradSlots, chunk: ChunkSpec, last_tick: int) -> 
 
 def _write_back(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int) -> Action:
     return Action(
-        id=f"write_back.{chunk.index}@{tick.id}",
+        id=ActionKey(Op.WRITE_BACK, chunk.index, at=tick.id),
         op=Op.WRITE_BACK,
         lane=Lane.D2H,
         tick=len(draft.ticks) - 1,  # at the latest step() needs it
@@ -144,14 +144,14 @@ def _write_back(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int) -> Acti
         target=Place(Tier.HOST),
         num_bytes=host_grad_bytes(draft.plan, chunk),
         after=(tick.id,),
-        after_prev=(f"update.{chunk.index}",) if chunk.optimised_numel else (),
+        after_prev=(ActionKey(Op.UPDATE, chunk.index),) if chunk.optimised_numel else (),
     )
 
 
 def _follow_previous_pass(draft: Draft, slots: _GradSlots) -> None:
     """The first entry of each grad slot waits for the last exit of the pass before, and a sum that continues one of an
     earlier pass waits for it to be at home. Both passes have the same ids: the windows do not depend on the mode."""
-    previous: dict[str, list[str]] = {}
+    previous: dict[ActionKey, list[ActionKey]] = {}
     for slot, entry in slots.first_entries.items():
         previous.setdefault(entry, []).append(slots.exits[slot].id)
     seen: set[int] = set()

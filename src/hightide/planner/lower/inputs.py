@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hightide.ir.action import Action, Op, Place
+from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.lower.draft import Draft
 
@@ -19,7 +19,7 @@ def move_inputs(draft: Draft) -> None:
         num_bytes = call.saved_inputs.at(draft.plan.num_samples)
         gone_by = min(forward + STASH_BEHIND, backward)
         stash = Action(
-            id=f"stash.{index}",
+            id=ActionKey(Op.STASH, index),
             op=Op.STASH,
             lane=Lane.D2H,
             tick=gone_by,
@@ -32,7 +32,7 @@ def move_inputs(draft: Draft) -> None:
             after=(draft.ticks[forward].id,),
         )
         unstash = Action(
-            id=f"unstash.{index}",
+            id=ActionKey(Op.UNSTASH, index),
             op=Op.UNSTASH,
             lane=Lane.H2D,
             tick=backward,

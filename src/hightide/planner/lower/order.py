@@ -9,14 +9,14 @@ stands before it is needed no later and opened before its need.
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from itertools import groupby
 
-from hightide.ir.action import Action, Mode, Op
-from hightide.ir.tier import LANE_RULES, ChunkKind, Lane, Rule
+from hightide.ir.action import TICK_OPS, Action, Mode
+from hightide.ir.tier import ChunkKind, Lane
 from hightide.planner.lower.disk import move_through_disk
 from hightide.planner.lower.draft import Draft
+from hightide.planner.precedence import waiting_order
 
 
 def order_actions(draft: Draft) -> list[Action]:
@@ -52,26 +52,15 @@ def _merged(inline: list[Action], issued: dict[int, list[Action]]) -> list[Actio
 def _sorted_by_waiting(actions: list[Action]) -> list[Action]:
     """Lanes that work in order keep theirs."""
     place = {action.id: at for at, action in enumerate(actions)}
-    followers: list[list[int]] = [[] for _ in actions]
-    missing = [0] * len(actions)
+    waits_for: list[list[int]] = []
     latest: dict[Lane, int] = {}
     for at, action in enumerate(actions):
         before = [place[name] for name in action.after if name in place]
-        if LANE_RULES[action.lane] is Rule.IN_ORDER:
+        if action.lane.is_in_order:
             before += [latest[action.lane]] if action.lane in latest else []
             latest[action.lane] = at
-        missing[at] = len(before)
-        for one in before:
-            followers[one].append(at)
-    ready = [at for at, count in enumerate(missing) if not count]
-    found = []
-    while ready:
-        at = heapq.heappop(ready)
-        found.append(actions[at])
-        for one in followers[at]:
-            missing[one] -= 1
-            if not missing[one]:
-                heapq.heappush(ready, one)
+        waits_for.append(before)
+    found = [actions[at] for at in waiting_order(waits_for)]
     assert len(found) == len(actions), f"actions wait for each other: {sorted(place)}"
     return found
 
@@ -104,7 +93,7 @@ def _raise_opens(actions: list[Action]) -> list[Action]:
 
 def _moment(action: Action) -> tuple[int, int]:
     """When the executor comes to it: on entry of a tick, in it, or after it, and then what others wait for first."""
-    if action.op in (Op.FORWARD, Op.BACKWARD, Op.STEP):
+    if action.op in TICK_OPS:
         return action.tick, 1
     if action.lane is Lane.COMPUTE:
         return (action.opens, 2) if action.runs_when_open else (action.tick, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 
-from hightide.ir.action import Action, Op, Place
+from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower.draft import Draft
@@ -54,7 +54,7 @@ def _make_room(
 
 def _evict(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int) -> Action:
     action = Action(
-        id=f"evict.param.{chunk.index}@{tick.id}",
+        id=ActionKey(Op.EVICT, chunk.index, ChunkKind.PARAM, tick.id),
         op=Op.EVICT,
         lane=Lane.COMPUTE,
         tick=tick.tick,
@@ -70,7 +70,7 @@ def _evict(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int) -> Action:
 
 def _fetch(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int | None, evicts: list[Action]) -> None:
     action = Action(
-        id=f"fetch.param.{chunk.index}@{tick.id}",
+        id=ActionKey(Op.FETCH, chunk.index, ChunkKind.PARAM, tick.id),
         op=Op.FETCH,
         lane=Lane.H2D,
         tick=tick.tick,
@@ -82,7 +82,7 @@ def _fetch(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int | None, evict
         target=Place(Tier.GPU, slot),
         num_bytes=chunk.param_bytes,
         after=tuple(dict.fromkeys(evict.id for evict in evicts)),
-        after_prev=(f"update.{chunk.index}",) if chunk.optimised_numel else (),
+        after_prev=(ActionKey(Op.UPDATE, chunk.index),) if chunk.optimised_numel else (),
     )
     draft.actions.append(action)
     draft.awaited[tick.tick].append(action.id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hightide.ir.action import Action, Op
+from hightide.ir.action import Action, ActionKey, Op
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane
@@ -53,9 +53,9 @@ def _last_backward(draft: Draft) -> Action | None:
     return last if last is not None and last.op is Op.BACKWARD else None
 
 
-def _action(draft: Draft, chunk: ChunkSpec, lane: Lane, tick: int, opens: int, after: tuple[str, ...]) -> Action:
+def _action(draft: Draft, chunk: ChunkSpec, lane: Lane, tick: int, opens: int, after: tuple[ActionKey, ...]) -> Action:
     return Action(
-        id=f"update.{chunk.index}",
+        id=ActionKey(Op.UPDATE, chunk.index),
         op=Op.UPDATE,
         lane=lane,
         tick=tick,
