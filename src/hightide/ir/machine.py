@@ -181,8 +181,8 @@ class Machine:
         if not measured:
             option = " --disk FOLDER" if lane.shares == Lane.DISK_READ.shares else ""
             raise ValueError(
-                f"the machine {quoted(self.name)} says nothing about its {lane.shares or lane} (0 known rates); measure it "
-                f"with `hightide doctor{option}`, or name a preset"
+                f"the machine {quoted(self.name)} says nothing about its {lane.shares or lane} (0 known rates); "
+                f"measure it with `hightide doctor{option}`, or name a preset"
             )
         most = max(map(len, measured))
         return min(speeds[lane] for speeds in measured if len(speeds) == most)
