@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hightide import files
 from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
@@ -28,7 +29,7 @@ def save_page(
 ) -> None:
     facts = [f"{_facts(profile, plan)}.", f"Times of blocks: {costs.source}. Lanes: {machine.source}."]
     page = timeline_html(f"{title}: the tide of one step", timeline, measured, facts, plan.explain())
-    path.write_text(page, encoding="utf-8")
+    files.write_text(path, page)
 
 
 def count(numel: int) -> str:

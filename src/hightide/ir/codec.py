@@ -11,6 +11,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
+from hightide import files
+
 T = TypeVar("T")
 
 
@@ -23,7 +25,7 @@ def from_json(cls: type[T], text: str, source: str = "JSON") -> T:
 
 
 def save(value: object, path: str | Path) -> None:
-    Path(path).write_text(to_json(value) + "\n")
+    files.write_text(path, to_json(value) + "\n")
 
 
 def read(path: str | Path, what: str) -> Any:
