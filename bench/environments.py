@@ -34,7 +34,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 TOLERANCE = 1e-5  # of a loss: numbers of threads change the order of sums
 BAD_INPUT, FAILED, BROKEN_PIPE = 2, 3, 141
 SETTINGS = """

@@ -20,6 +20,7 @@ import select
 import shlex
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,7 @@ COMPILE_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 10.0  # to say its version, to open a library
 MOST_OUTPUT_BYTES = 1 << 20
 _CREW = ("serve", "share", "dismiss", "bytes", "make")  # what each library has beside its update
-_OPENING = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
+_OPENING = "import ctypes, sys; library = ctypes.CDLL(sys.argv[1]); [library[name] for name in sys.argv[2:]]"
 
 
 @functools.cache
@@ -57,10 +58,9 @@ def load(name: str) -> ctypes.CDLL | None:
     if not own_kernels_allowed():
         return None
     try:
-        library = opened(name, _source(f"{name}.c"), _cache())
-        for function in (f"hightide_{name}", *(f"hightide_crew_{part}" for part in _CREW)):
-            getattr(library, function)
-    except (OSError, ValueError, AttributeError, RuntimeError) as error:
+        functions = (f"hightide_{name}", *(f"hightide_crew_{part}" for part in _CREW))
+        return opened(name, _source(f"{name}.c"), _cache(), functions)
+    except (OSError, ValueError) as error:
         warnings.warn(
             f"the compiled {name} update is not available ({str(error).strip()[-500:]}), so updates run on torch's "
             "operations: same results, more load on Python. Install a C compiler (or set CC), or silence this with "
@@ -69,10 +69,9 @@ def load(name: str) -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
-    return library
 
 
-def opened(name: str, source: bytes, cache: Path | None) -> ctypes.CDLL:
+def opened(name: str, source: bytes, cache: Path | None, functions: tuple[str, ...]) -> ctypes.CDLL:
     """Built unless it is in the cache: there, else where temporary files are, and then for this process only."""
     compiler = _compiler()
     shelf = None if cache is None else _Shelf(cache, name, _identity(source, compiler))
@@ -84,7 +83,7 @@ def opened(name: str, source: bytes, cache: Path | None) -> ctypes.CDLL:
     for folder in dict.fromkeys((cache, None)):
         try:
             with tempfile.TemporaryDirectory(dir=folder, prefix="hightide-", ignore_cleanup_errors=True) as scratch:
-                made = _compiled(name, source, compiler, Path(scratch))
+                made = _compiled(name, source, compiler, Path(scratch), functions)
                 if shelf is not None and folder is not None:
                     with suppress(OSError):
                         made = shelf.put(made.read_bytes())
@@ -97,14 +96,14 @@ def opened(name: str, source: bytes, cache: Path | None) -> ctypes.CDLL:
     raise problem
 
 
-def _compiled(name: str, source: bytes, compiler: list[str], folder: Path) -> Path:
+def _compiled(name: str, source: bytes, compiler: list[str], folder: Path, functions: tuple[str, ...]) -> Path:
     code, made = folder / f"{name}.c", folder / f"{name}.so"
     code.write_bytes(source)
     _run([*compiler, *FLAGS, str(code), "-o", str(made), "-lm"], COMPILE_TIMEOUT_S)
     if not made.is_file():
         raise OSError(f"{compiler[0]} has made no library")
     if sys.executable:
-        _run([sys.executable, "-I", "-S", "-c", _OPENING, str(made)], ANSWER_TIMEOUT_S)
+        _run([sys.executable, "-I", "-S", "-c", _OPENING, str(made), *functions], ANSWER_TIMEOUT_S)
     return made
 
 
@@ -129,20 +128,29 @@ class _Shelf:
 
     def find(self) -> Path | None:
         try:
-            checksum = self._note.read_bytes().decode("ascii", "replace").strip()
+            checksum = _content(self._note).decode("ascii", "replace").strip()
             if not re.fullmatch("[0-9a-f]{64}", checksum):
                 return None
             library = self._library(checksum)
-            return library if self._checksum(library.read_bytes()) == checksum else None
+            return library if self._checksum(_content(library)) == checksum else None
         except OSError:
             return None
 
     def put(self, content: bytes) -> Path:
         checksum = self._checksum(content)
         library = self._library(checksum)
-        files.write_bytes(library, content, mode=0o600)
-        files.write_bytes(self._note, f"{checksum}\n".encode(), mode=0o600)
+        for path, written in ((library, content), (self._note, f"{checksum}\n".encode())):
+            if path.is_symlink() or path.exists() and not path.is_file():
+                path.unlink()
+            files.write_bytes(path, written, mode=0o600)
         return library
+
+
+def _content(path: Path) -> bytes:
+    """Of a plain file: a link may lead to where others write, and a pipe would be waited for."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise OSError(f"{path} is no plain file")
+    return path.read_bytes()
 
 
 def _cache() -> Path | None:
