@@ -82,7 +82,9 @@ def allowed_cpus(root: Path = ROOT) -> set[int] | None:
     """The numbers of the processors that all groups allow."""
     found: set[int] | None = None
     for group in _groups("cpuset", root):
-        names = ("cpuset.cpus.effective", "cpuset.cpus") if group.is_unified else ("cpuset.effective_cpus", "cpuset.cpus")
+        names = (
+            ("cpuset.cpus.effective", "cpuset.cpus") if group.is_unified else ("cpuset.effective_cpus", "cpuset.cpus")
+        )
         cpus = next((cpus for cpus in (_cpu_list(group.text(name)) for name in names) if cpus), None)
         if cpus:
             found = cpus if found is None else found & cpus

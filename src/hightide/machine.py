@@ -8,6 +8,7 @@ import os
 import pwd
 import resource
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -93,10 +94,8 @@ def cache_folder() -> Path:
 def _home() -> Path:
     home = os.environ.get("HOME", "")
     if not home:
-        try:
+        with suppress(KeyError):
             home = pwd.getpwuid(os.getuid()).pw_dir
-        except KeyError:
-            pass
     if not os.path.isabs(home):
         raise FileNotFoundError("there is no home folder: HOME is not set")
     return Path(home)

@@ -69,7 +69,9 @@ def test_a_limit_of_the_address_space_counts(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("named", [None, "", "cache", "./cache", "../cache"])
-def test_a_relative_cache_folder_is_not_used(named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_cache_folder_is_not_used(
+    named: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     if named is not None:

@@ -21,7 +21,9 @@ class RunFolder:
     def __init__(self, config: TrainConfig) -> None:
         self.path = _new_folder(Path(config.out), config.name)
         files.write_text(self.path / "config.yaml", config.to_yaml())
-        self._metrics = self.metrics_path.open("w", buffering=1, encoding="utf-8")  # by line: a killed run keeps what it logged
+        self._metrics = self.metrics_path.open(
+            "w", buffering=1, encoding="utf-8"
+        )  # by line: a killed run keeps what it logged
 
     @property
     def metrics_path(self) -> Path:

@@ -38,7 +38,7 @@ def _fill(number: int, mode: str) -> None:
             os.dup2(opened, number)
             os.close(opened)
     if getattr(sys, name) is None:
-        setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+        setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:

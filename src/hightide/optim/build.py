@@ -140,7 +140,7 @@ class _Shelf:
         checksum = self._checksum(content)
         library = self._library(checksum)
         for path, written in ((library, content), (self._note, f"{checksum}\n".encode())):
-            if path.is_symlink() or path.exists() and not path.is_file():
+            if path.is_symlink() or (path.exists() and not path.is_file()):
                 path.unlink()
             files.write_bytes(path, written, mode=0o600)
         return library

@@ -52,6 +52,16 @@ def answer(library: ctypes.CDLL) -> int:
     return int(library.answer())
 
 
+def elsewhere(cache: Path) -> subprocess.Popen[bytes]:
+    """A process that builds it, or finds it."""
+    script = (
+        f"from pathlib import Path; from hightide.optim import build; "
+        f"assert build.opened('one', {SOURCE!r}, Path({str(cache)!r}), ()).answer() == 42"
+    )
+    source = str(Path(build.__file__).parents[2])
+    return subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": source})
+
+
 def only(folder: Path, pattern: str) -> Path:
     (path,) = folder.glob(pattern)
     return path
@@ -69,7 +79,10 @@ def compiler(tmp_path: Path, script: str) -> str:
 def test_a_build_is_kept_by_source_and_used_again(cache: Path, compiled: list[str]) -> None:
     assert answer(build.opened("one", SOURCE, cache, ("answer",))) == 42
     assert answer(build.opened("one", SOURCE, cache, ("answer",))) == 42 and compiled == ["one"]
-    assert answer(build.opened("one", SOURCE.replace(b"42", b"43"), cache, ("answer",))) == 43 and compiled == ["one", "one"]
+    assert answer(build.opened("one", SOURCE.replace(b"42", b"43"), cache, ("answer",))) == 43 and compiled == [
+        "one",
+        "one",
+    ]
     names = sorted(path.suffix for path in cache.iterdir())
     assert names == [".sha256", ".sha256", ".so", ".so"]
     assert {path.stat().st_mode & 0o777 for path in cache.iterdir()} == {0o600}
@@ -112,9 +125,7 @@ SPOILS: dict[str, tuple[str, Callable[[Path], object]]] = {
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_a_spoilt_library_is_built_again(spoil: str, cache: Path, compiled: list[str]) -> None:
     """In a process of its own the first time: a library that is mapped would be changed under it."""
-    script = f"from pathlib import Path; from hightide.optim import build; build.opened('one', {SOURCE!r}, Path({str(cache)!r}), ())"
-    source = str(Path(build.__file__).parents[2])
-    subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": source}, check=True, timeout=60)
+    assert elsewhere(cache).wait(90) == 0
     pattern, change = SPOILS[spoil]
     change(only(cache, pattern))
     assert answer(build.opened("one", SOURCE, cache, ("answer",))) == 42
@@ -133,13 +144,7 @@ def test_another_processor_builds_its_own(cache: Path, compiled: list[str], monk
 
 @needs_compiler
 def test_two_processes_at_once_both_get_it(cache: Path) -> None:
-    script = (
-        f"from pathlib import Path; from hightide.optim import build; "
-        f"assert build.opened('one', {SOURCE!r}, Path({str(cache)!r}), ()).answer() == 42"
-    )
-    source = str(Path(build.__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": source}
-    both = [subprocess.Popen([sys.executable, "-c", script], env=environment) for _ in range(2)]
+    both = [elsewhere(cache) for _ in range(2)]
     assert [process.wait(90) for process in both] == [0, 0]
     assert build._Shelf(cache, "one", build._identity(SOURCE, build._compiler())).find() is not None
 
