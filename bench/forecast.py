@@ -35,6 +35,7 @@ from plans import FOLDER, FORECASTS, HOST, PLANS, HandWritten, profile_of
 from shapes import batches, build
 from throughput import rss_bytes
 
+from hightide import files
 from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.codec import from_json, to_json
@@ -192,7 +193,7 @@ def measure_all(names: list[str], told: dict[str, Told], device: str, budget_s: 
             missed.append(f"{name}: {found}")
             continue
         measured = json.loads(MEASURED_FILE.read_text()) if MEASURED_FILE.exists() else {}
-        MEASURED_FILE.write_text(json.dumps({**measured, name: asdict(found)}, indent=1) + "\n")
+        files.write_text(MEASURED_FILE, json.dumps({**measured, name: asdict(found)}, indent=1) + "\n")
         print(f"# {name}: {found.step_s:.3f} s/step, in {time.perf_counter() - begun_s:.0f} s", flush=True)
     return missed
 
@@ -289,7 +290,7 @@ def main() -> int:
         device = torch.device(options.device)
         compile = device.type == "cuda" if options.compile is None else options.compile
         made = predict(names, Machine.load(options.machine), device, compile)
-        FORECAST_FILE.write_text(json.dumps(made, indent=1) + "\n")
+        files.write_text(FORECAST_FILE, json.dumps(made, indent=1) + "\n")
     told: dict[str, Told] = _read(FORECAST_FILE, Told, "plans")
     if options.measure:
         unknown = [name for name in names if name not in told]

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from hightide import files
+
 GAP_US = 20.0  # kernels closer than this are one bar: launch gaps are not what this trace is for
 
 
@@ -100,4 +102,4 @@ def _write(rows: dict[str, list[Bar]], started_us: float, path: str) -> None:
             label = bar.name if bar.count == 1 else f"{bar.count} x, from {bar.name[:40]}"
             times = {"ts": round(bar.start_us - started_us, 1), "dur": round(bar.end_us - bar.start_us, 1)}
             events.append({"ph": "X", "name": label, "pid": 0, "tid": row, **times})
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    files.write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -2,6 +2,9 @@
 
 import gc
 
+from hightide.cli.streams import make_usable
+
+make_usable()
 gc.disable()  # importing torch makes very many objects, and looking through them for garbage takes time
 
 from hightide.cli.main import app  # noqa: E402

@@ -59,7 +59,8 @@ def wrap(
     device: str | torch.device | None = None,
     blocks: Choice | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Makes a model and its optimizer train within limits; the training loop stays as it is.
+    """Makes a model and its optimizer train within limits; the training loop stays as it is. Returns the same model,
+    and a new optimizer with the same groups and states: use it from now on in place of the one that was given.
 
     `batch` is one whole step's batch, as an example: a mapping (keyword arguments), a tuple (positional arguments) or
     a tensor. `plan` uses a plan made earlier instead of making one. `micro_batch` pins the micro-batch size.

@@ -5,62 +5,118 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pwd
+import resource
+import stat
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_CGROUP_USES = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
-_CPU_QUOTAS = (
-    "/sys/fs/cgroup/cpu.max",
-    "/sys/fs/cgroup/cpu/cpu.cfs_quota_us:/sys/fs/cgroup/cpu/cpu.cfs_period_us",
-)
+from hightide import control_groups
+
 KERNELS_SWITCH = "HIGHTIDE_KERNELS"  # "0" in the environment: torch's own operations only
 HEADROOM = 0.9  # of what is free: the process itself, its libraries and other programs need some
 
 
 def free_host_bytes() -> int:
-    """The smaller of free RAM and what the control group still allows."""
-    free_bytes = int(psutil.virtual_memory().available)
-    limit, used = cgroup_limit_bytes(), _first_number(_CGROUP_USES)
-    if limit is not None and used is not None:
-        free_bytes = min(free_bytes, max(0, limit - used))
-    return int(free_bytes * HEADROOM)
+    """The least of free RAM, what control groups still allow, and what the process may still map."""
+    free = [available_bytes(), *(group.free_bytes for group in control_groups.memory_limits())]
+    mappable = _mappable_bytes()
+    if mappable is not None:
+        free.append(mappable)
+    return int(min(free) * HEADROOM)
 
 
 def cgroup_limit_bytes() -> int | None:
-    """What the control group allows in all. None: no limit, or one that is above what the machine has."""
-    limit = _first_number(_CGROUP_LIMITS)
-    return limit if limit is not None and limit < psutil.virtual_memory().total else None
+    """What control groups allow in all. None: no limit, or one that is above what the machine has."""
+    limit = min((group.limit_bytes for group in control_groups.memory_limits()), default=None)
+    return limit if limit is not None and limit < total_bytes() else None
 
 
 def host_bytes() -> int:
-    """All of the memory, or what the control group allows of it."""
-    return cgroup_limit_bytes() or int(psutil.virtual_memory().total)
+    """All of the memory, or what control groups allow of it."""
+    limit = cgroup_limit_bytes()
+    return total_bytes() if limit is None else limit
+
+
+def total_bytes() -> int:
+    """RAM of the machine."""
+    try:
+        return int(psutil.virtual_memory().total)
+    except (OSError, ValueError, KeyError, RuntimeError):  # /proc cannot be read
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_bytes() -> int:
+    """RAM that can be had without swapping."""
+    try:
+        return int(psutil.virtual_memory().available)
+    except (OSError, ValueError, KeyError, RuntimeError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _mappable_bytes() -> int | None:
+    """Of the limit of the address space (ulimit -v). None: there is no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        mapped = 0
+    return max(0, limit - mapped)
 
 
 def usable_cpus() -> set[int]:
     """The numbers of the cores that this process may run on."""
-    return os.sched_getaffinity(0)
+    try:
+        cpus = os.sched_getaffinity(0)
+    except (AttributeError, OSError):
+        cpus = set(range(os.cpu_count() or 1))
+    allowed = control_groups.allowed_cpus()
+    return (cpus & allowed if allowed is not None else cpus) or cpus  # a sandbox may number them in two ways
 
 
 def usable_cores() -> int:
-    """Cores that this process may keep busy: by its affinity, and by its control group's quota."""
-    cores = len(usable_cpus())
-    for path in _CPU_QUOTAS:
-        try:
-            words = " ".join(Path(part).read_text() for part in path.split(":")).split()
-        except OSError:
-            continue
-        if len(words) == 2 and all(word.isdigit() for word in words) and int(words[1]):
-            cores = min(cores, -(-int(words[0]) // int(words[1])))
-    return max(1, cores)
+    """Cores that this process may keep busy: by its affinity, and by its control groups."""
+    cores, quota = len(usable_cpus()), control_groups.quota_cores()
+    return cores if quota is None else min(cores, quota)
 
 
 def cache_folder() -> Path:
-    """Where this user keeps what can be made again: built kernels, measurements."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "hightide"
+    """Where this user keeps what can be made again: built kernels, measurements. A relative path in XDG_CACHE_HOME is
+    not used, as its specification says: it would be another folder wherever one stands. OSError: there is none."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(named) if os.path.isabs(named) else _home() / ".cache") / "hightide"
+
+
+def _home() -> Path:
+    home = os.environ.get("HOME", "")
+    if not home:
+        with suppress(KeyError):
+            home = pwd.getpwuid(os.getuid()).pw_dir
+    if not os.path.isabs(home):
+        raise FileNotFoundError("there is no home folder: HOME is not set")
+    return Path(home)
+
+
+def make_private(folder: Path) -> None:
+    """With all that is missing above it; others may not look into what is new."""
+    for one in (*reversed(folder.parents), folder):
+        if not one.is_dir():
+            one.mkdir(mode=0o700, exist_ok=True)
+
+
+def is_private(folder: Path) -> bool:
+    """Whether only this user may change what lies there. Above it everybody may write only as in /tmp, where nobody
+    may rename what others own."""
+    folder = folder.resolve()
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return False
+    modes = (above.stat().st_mode for above in folder.parents)
+    return all(not mode & stat.S_IWOTH or mode & stat.S_ISVTX for mode in modes)
 
 
 def own_kernels_allowed() -> bool:
@@ -73,14 +129,3 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)
-
-
-def _first_number(paths: tuple[str, ...]) -> int | None:
-    for path in paths:
-        try:
-            text = Path(path).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            return int(text)
-    return None

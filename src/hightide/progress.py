@@ -25,7 +25,7 @@ class _Line:
         self._title = title
         self._began_s = self._part_began_s = time.perf_counter()
         self._part = ""
-        self._on_terminal = sys.stderr.isatty()
+        self._on_terminal = _is_terminal()
         self._is_drawn = False
 
     def begin(self, part: str, detail: str = "") -> None:
@@ -52,8 +52,20 @@ class _Line:
         self._write(_CLEAR + text[: shutil.get_terminal_size().columns - 1])
 
     def _write(self, text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        """A terminal that is gone, or has no such letters, ends no training."""
+        try:
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        except (OSError, ValueError, AttributeError):
+            self._on_terminal = self._is_drawn = False
+
+
+def _is_terminal() -> bool:
+    """Not where standard error is closed, or was exchanged for something that does not say."""
+    try:
+        return sys.stderr.isatty()
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 _line: ContextVar[_Line | None] = ContextVar("_line", default=None)

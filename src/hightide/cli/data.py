@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +22,14 @@ def read_text(config: DataConfig) -> Tensor:
     text = bytearray()
     for path in _files(root):
         try:
-            text += path.read_bytes()
-        except OSError as error:
-            raise ValueError(f"cannot read the text file {path}: {error.strerror}") from error
+            text += _beginning(path, config.text_bytes - len(text))
+        except (OSError, ValueError) as error:  # ValueError: a NUL in its name
+            problem = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"cannot read the text file {str(path)!r}: {problem}") from error
+        except MemoryError:
+            raise ValueError(f"no memory for data.text_bytes={config.text_bytes} of {path}; make it smaller") from None
         if len(text) >= config.text_bytes:
             break
-    del text[config.text_bytes :]
     if len(text) <= config.sequence_bytes:
         raise ValueError(
             f"{root} holds {len(text)} bytes of text, but one sequence is {config.sequence_bytes} bytes; "
@@ -45,10 +48,18 @@ def batches(text: Tensor, config: DataConfig, seed: int) -> Iterator[dict[str, T
         yield {"input_ids": tokens, "labels": tokens}
 
 
+def _beginning(path: Path, num_bytes: int) -> bytes:
+    """Pipes and devices may have no end, and no beginning either."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise ValueError("it is a pipe or a device; write what it gives into a file, and name that in data.path")
+    with path.open("rb") as file:
+        return file.read(min(num_bytes, max(path.stat().st_size, 1 << 20)))  # files of the system say 0
+
+
 def _files(root: Path) -> Iterator[Path]:
     if root.is_dir():
         for path in sorted(root.rglob("*.py")):
-            if not _SKIPPED.intersection(path.relative_to(root).parts):
+            if path.is_file() and not _SKIPPED.intersection(path.relative_to(root).parts):
                 yield path
     else:
         yield root

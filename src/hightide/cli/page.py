@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hightide import files
 from hightide.ir.tier import Lane
 from hightide.ir.timeline import Timeline
 from hightide.ir.units import format_bytes
@@ -23,7 +24,7 @@ def save_page(
     sources = f"Times of blocks: {problem.costs.source}. Lanes: {problem.machine.source}."
     facts = [f"{_facts(solution)}.", sources]
     page = timeline_html(f"{title}: the tide of one step", timeline, measured, facts, solution.plan.explain())
-    path.write_text(page, encoding="utf-8")
+    files.write_text(path, page)
 
 
 def count(numel: int) -> str:

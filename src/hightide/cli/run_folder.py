@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hightide import files
 from hightide.cli.config import TrainConfig
 
 PLAN, TIMELINE = "plan.json", "timeline.json"
@@ -17,8 +20,10 @@ class RunFolder:
 
     def __init__(self, config: TrainConfig) -> None:
         self.path = _new_folder(Path(config.out), config.name)
-        (self.path / "config.yaml").write_text(config.to_yaml())
-        self._metrics = self.metrics_path.open("w", buffering=1)  # by line: a killed run keeps what it logged
+        files.write_text(self.path / "config.yaml", config.to_yaml())
+        self._metrics = self.metrics_path.open(
+            "w", buffering=1, encoding="utf-8"
+        )  # by line: a killed run keeps what it logged
 
     @property
     def metrics_path(self) -> Path:
@@ -36,7 +41,7 @@ class RunFolder:
         self._metrics.write(json.dumps(metrics) + "\n")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        (self.path / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        files.write_text(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
 
     def __enter__(self) -> RunFolder:
         return self
@@ -49,19 +54,23 @@ class RunFolder:
 
 def _new_folder(out: Path, name: str) -> Path:
     """The first number that is free. mkdir decides, so two runs that start at once get two folders."""
-    number = 1 + max((_number(path, name) for path in out.glob(f"{name}-*")), default=0)
-    while True:
-        path = out / f"{name}-{number:03d}"
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise ValueError(f"cannot create the run folder {path}: {error.strerror}; choose another --out") from error
-        else:
-            return path
+    path = out
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1 + max((_number(path, name) for path in out.iterdir()), default=0)):
+            path = out / f"{name}-{number:03d}"
+            with suppress(FileExistsError):
+                path.mkdir()
+                return path
+    except FileExistsError:  # of `out`
+        what = "is a link to nothing" if out.is_symlink() else "is no folder"
+        raise ValueError(f"cannot create the run folder in {out}: it {what}; choose another --out") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in it
+        problem = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"cannot create the run folder {str(path)!r}: {problem}; choose another --out") from error
+    raise AssertionError("numbers do not end")
 
 
 def _number(path: Path, name: str) -> int:
     digits = path.name.removeprefix(f"{name}-")
-    return int(digits) if digits.isdecimal() else 0
+    return int(digits) if digits != path.name and digits.isdecimal() else 0

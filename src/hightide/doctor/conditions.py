@@ -13,7 +13,14 @@ import torch
 
 from hightide.doctor.disk import Filesystem
 from hightide.ir.units import format_bytes
-from hightide.machine import KERNELS_SWITCH, cgroup_limit_bytes, own_kernels_allowed, usable_cores, usable_cpus
+from hightide.machine import (
+    KERNELS_SWITCH,
+    cgroup_limit_bytes,
+    own_kernels_allowed,
+    total_bytes,
+    usable_cores,
+    usable_cpus,
+)
 
 FEW_CORES = 4
 SWAPPED_BYTES = 1 << 30
@@ -123,9 +130,9 @@ def host_conditions(update_kernel: str) -> Conditions:
     return Conditions(
         num_cores=usable_cores(),
         omp_threads=os.environ.get("OMP_NUM_THREADS"),
-        memory_bytes=int(psutil.virtual_memory().total),
+        memory_bytes=total_bytes(),
         cgroup_bytes=cgroup_limit_bytes(),
-        swapped_bytes=int(psutil.swap_memory().used),
+        swapped_bytes=_swapped_bytes(),
         huge_pages=_huge_pages(),
         update_kernel=update_kernel,
         kernels_allowed=own_kernels_allowed(),
@@ -262,6 +269,13 @@ def _of_disk(now: Conditions) -> list[Warned]:
             )
         )
     return found
+
+
+def _swapped_bytes() -> int:
+    try:
+        return int(psutil.swap_memory().used)
+    except (OSError, ValueError, RuntimeError, RuntimeWarning):  # /proc cannot be read; psutil warns of parts of it
+        return 0
 
 
 def _huge_pages() -> str | None:

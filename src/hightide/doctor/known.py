@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from hightide.doctor.identity import fingerprint
 from hightide.ir import codec
 from hightide.ir.codec import from_json
 from hightide.ir.machine import Machine
-from hightide.machine import cache_folder
+from hightide.machine import cache_folder, make_private
 
 STALE_DAYS = 30
 
@@ -33,7 +32,10 @@ class Known:
 
 def known_machine(device: torch.device, now: datetime | None = None) -> Known:
     """A stale measurement is returned and said to be stale. One of other hardware or software is not returned."""
-    path = cache_path()
+    try:
+        path = cache_path()
+    except OSError as error:
+        return Known(None, f"no measurement of this machine can be kept: {error}", is_first=True)
     if not path.exists():
         return Known(None, "this machine was never measured", is_first=True)
     try:
@@ -55,10 +57,8 @@ def known_machine(device: torch.device, now: datetime | None = None) -> Known:
 def remember(machine: Machine) -> Path:
     """Keeps a measurement for `known_machine`. Where it lies now."""
     path = cache_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}")
-    machine.save(scratch)
-    os.replace(scratch, path)  # who reads at the same time sees the one or the other
+    make_private(path.parent)
+    machine.save(path)
     return path
 
 
@@ -76,7 +76,7 @@ def load_machine(name_or_path: str | Path) -> Machine:
     """A shipped estimate by its name, or a file that `hightide doctor --out` has written."""
     name = str(name_or_path)
     if name in preset_names():
-        return from_json(Machine, (_presets() / f"{name}.json").read_text(), f"the preset {name}")
+        return from_json(Machine, (_presets() / f"{name}.json").read_text("utf-8"), f"the preset {name}")
     path = Path(name_or_path)
     if not path.is_file():
         raise ValueError(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-import psutil
 import torch
 
 from hightide.doctor.conditions import Conditions, OtherProcesses, Warned, host_conditions, read_pci_link, warnings_of
@@ -22,7 +21,7 @@ from hightide.doctor.update import UpdateArrays, UpdateWork
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.ir.machine import UPDATE_BYTES, Gpu, Host, Machine, Speeds, Unpinned, subsets
 from hightide.ir.tier import Lane
-from hightide.machine import cgroup_limit_bytes, free_host_bytes, host_bytes, usable_cores
+from hightide.machine import available_bytes, cgroup_limit_bytes, free_host_bytes, host_bytes, usable_cores
 from hightide.runtime.lanes import Lanes
 from hightide.stores.base import ALIGN_BYTES, Accelerator
 from hightide.stores.cuda import CudaAccelerator
@@ -192,7 +191,7 @@ def _others_bytes(device: torch.device) -> int:
 def _free_memory(device: torch.device) -> FreeMemory:
     return FreeMemory(
         gpu_bytes=torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None,
-        host_bytes=int(psutil.virtual_memory().available),
+        host_bytes=available_bytes(),
         cgroup_limit_bytes=cgroup_limit_bytes(),
         usable_host_bytes=free_host_bytes(),
     )

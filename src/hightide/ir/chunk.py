@@ -19,7 +19,8 @@ REMAINDER_BYTES = 2  # what a bf16 parameter lacks of its master
 
 
 def aligned(numel: int) -> int:
-    return -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL
+    """An empty parameter takes room too: no chunk is empty, and no two parameters lie at the same place."""
+    return max(1, -(-numel // ALIGN_NUMEL)) * ALIGN_NUMEL
 
 
 @dataclass(frozen=True)

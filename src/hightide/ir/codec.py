@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
+from hightide import files
 from hightide.ir.foreign import MAX_COUNT, QUOTED, has_controls, parse_json, quoted, read_json, shown
 from hightide.ir.tier import Lane
 
@@ -27,7 +28,7 @@ def from_json(cls: type[T], text: str, source: str = "JSON") -> T:
 
 
 def save(value: object, path: str | Path) -> None:
-    Path(path).write_text(to_json(value) + "\n")
+    files.write_text(path, to_json(value) + "\n")
 
 
 def read(path: str | Path, what: str) -> Any:

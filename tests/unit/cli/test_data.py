@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import islice
 from pathlib import Path
 
@@ -50,3 +51,32 @@ def test_batches_are_windows_of_the_text_and_depend_on_the_seed_only() -> None:
     assert windows.shape == (3, 8) and windows.dtype == torch.int64
     assert torch.equal(windows - windows[:, :1], torch.arange(8).expand(3, 8))
     assert torch.equal(first[0]["labels"], windows)
+
+
+def test_only_so_much_of_a_file_is_read(tmp_path: Path) -> None:
+    """The file is larger than the memory of most machines, and takes no room on the disk."""
+    with (tmp_path / "large").open("wb") as file:
+        file.write(b"beginning")
+        file.truncate(1 << 42)
+    text = read_text(DataConfig(path=str(tmp_path / "large"), text_bytes=1000, sequence_bytes=4))
+    assert len(text) == 1000 and bytes(text[:9].tolist()) == b"beginning"
+
+
+@pytest.mark.parametrize("name", ["pipe", "/dev/zero", "nul\0"])
+def test_what_has_no_end_is_no_text(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"cannot read the text file.*(pipe or a device|null)"):
+        read_text(DataConfig(path=str(tmp_path / name)))
+
+
+def test_a_file_may_hold_any_bytes(tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(bytes(range(256)))
+    assert read_text(DataConfig(path=str(tmp_path / "bytes"))).tolist() == list(range(256))
+
+
+def test_in_a_folder_only_files_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.py")
+    (tmp_path / "b.py").symlink_to("gone")  # as editors leave them
+    (tmp_path / "c.py").mkdir()
+    (tmp_path / "d.py").write_text("text" * 10)
+    assert len(read_text(DataConfig(path=str(tmp_path), sequence_bytes=2))) == 40

@@ -41,3 +41,36 @@ def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cannot create the run folder .*file.*choose another --out"):
         RunFolder(TrainConfig(out=str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize(
+    ("out", "problem"),
+    [
+        ("dangling", "link to nothing"),
+        ("dangling/below", "link to nothing|No such file|File exists|is no folder"),
+        ("loop", "symbolic links|link to nothing"),
+        ("file", "is no folder"),
+        ("file/below", "Not a directory"),
+        ("n" * 300, "too long"),
+        ("nul\0", "null"),
+    ],
+)
+def test_an_output_that_cannot_be_is_refused_at_once(
+    out: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dangling").symlink_to("gone")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=rf"cannot create the run folder .*({problem}).*choose another --out"):
+        RunFolder(TrainConfig(out=out))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file", "loop"]
+
+
+def test_what_else_is_in_the_folder_stays_and_names_are_no_patterns(tmp_path: Path) -> None:
+    (tmp_path / "foreign.txt").write_text("mine")
+    (tmp_path / "demo-001").symlink_to("gone")
+    (tmp_path / "xdemo-007").mkdir()
+    with RunFolder(TrainConfig(out=str(tmp_path), name="demo")) as folder:
+        assert folder.path.name == "demo-002"
+    assert (tmp_path / "foreign.txt").read_text() == "mine"

@@ -200,19 +200,6 @@ def test_dtypes_that_the_kernel_does_not_know_run_on_torch(lanes):
 # ---- building
 
 
-@needs_compiler
-def test_a_build_is_kept_by_source_and_shared(tmp_path):
-    source = b"int answer(void) { return 42; }\n"
-    built = build.build("one", source, tmp_path / "new")
-    stamp = built.stat().st_mtime_ns
-    assert build.build("one", source, tmp_path / "new") == built and built.stat().st_mtime_ns == stamp
-    other = build.build("one", source.replace(b"42", b"43"), tmp_path / "new")
-    assert other != built and {path.name for path in built.parent.iterdir()} == {built.name, other.name}
-    with pytest.raises(subprocess.CalledProcessError):
-        build.build("one", b"no C at all", tmp_path / "new")
-    assert len(list(built.parent.iterdir())) == 2
-
-
 @pytest.fixture
 def unloaded() -> Iterator[None]:
     build.load.cache_clear()
