@@ -239,7 +239,7 @@ def _printed(process: subprocess.Popen[bytes], end_s: float) -> bytes:
             chunk = os.read(process.stdout.fileno(), 1 << 16)
             is_open, printed = bool(chunk), printed + chunk
             if len(printed) > MOST_OUTPUT_BYTES:
-                raise OSError(f"{process.args[0]} prints without end")  # type: ignore[index]
+                raise OSError(f"{process.args!r} prints without end")
         elif process.poll() is not None:
             break
     return printed
