@@ -68,7 +68,7 @@ class Moments:
 
     def at(self, chunk: int) -> list[Tensor]:
         """Of a whole chunk, flat."""
-        tier = self._chunks.states_tier(chunk)
+        tier = self._chunks.placed[chunk].states
         return [self._chunks.flat(chunk, ChunkKind.STATE, tier, array) for array in range(self._rule.num_moments)]
 
     def of(self, key: str) -> list[Tensor]:

@@ -125,7 +125,7 @@ class ChunkUpdates:
         return self._on_host.kernel
 
     def _apply(self, chunk: int, ranges: list[Range], hypers: dict[int, Any]) -> None:
-        spec, on_host = self._chunks.specs[chunk], self._chunks.states_tier(chunk) is Tier.HOST
+        spec, on_host = self._chunks.specs[chunk], self._chunks.placed[chunk].states is Tier.HOST
         numel = spec.optimised_numel
         whole = Operands(
             self._chunks.master(chunk),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Tier
-from hightide.planner.place import has_host_params
+from hightide.planner.placement import Placement
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.gradients import Gradients
 from hightide.stores.arena import ArenaStore
@@ -30,9 +30,9 @@ TILE_BYTES = 2**22  # as much exists twice
 
 def waiting_bytes(plan: Plan) -> int:
     """What will wait in host memory, at most."""
-    chunks = plan.layout.chunks
-    params = sum(chunk.param_bytes for chunk in chunks if not has_host_params(plan, chunk))
-    states = (chunk for chunk in chunks if plan.blocks[chunk.block].states is Tier.GPU)
+    places = Placement(plan).chunks
+    params = sum(place.chunk.param_bytes for place in places if place.home is Tier.GPU)
+    states = (place.chunk for place in places if place.states is Tier.GPU)
     return params + sum(chunk.state_bytes + chunk.grad_bytes for chunk in states)
 
 
@@ -71,7 +71,7 @@ class Luggage:
         capacity_bytes = waiting_bytes(plan) + num_flats * ALIGN_BYTES
         self._waiting = HostArena(capacity_bytes, huge_bytes=capacity_bytes)
         self._flats = {
-            place: arrays if chunks.is_on_host(*place) else [self._taken(flat) for flat in arrays]
+            place: arrays if _is_on_host(chunks, *place) else [self._taken(flat) for flat in arrays]
             for place, arrays in flats.items()
         }
 
@@ -98,7 +98,7 @@ class Luggage:
     def hand_over(self, key: str, kind: ChunkKind, targets: Sequence[Tensor]) -> None:
         """What there is of a parameter, to its new place: once."""
         chunk, entry = self._chunks.places[key]
-        store: ArenaStore = self._chunks.host if self._chunks.is_on_host(chunk, kind) else self._waiting
+        store: ArenaStore = self._chunks.host if _is_on_host(self._chunks, chunk, kind) else self._waiting
         for flat, target in zip(self._flats[chunk, kind], targets, strict=True):
             source = self._chunks.view_of(flat, entry).view(-1)
             tile_numel = TILE_BYTES // source.element_size()
@@ -115,6 +115,10 @@ class Luggage:
             for key in self._of_use[spec.index]:
                 self.hand_over(key, ChunkKind.GRAD, [gradients.place_of(key)])
                 gradients.is_in_place(key)
+
+
+def _is_on_host(chunks: Chunks, chunk: int, kind: ChunkKind) -> bool:
+    return chunks.placed[chunk].tier_of(kind) is Tier.HOST
 
 
 @dataclass(frozen=True)
