@@ -133,6 +133,7 @@ class ChunkUpdates:
             tuple(self.moments.at(chunk)),
             self._chunks.home(chunk)[:numel] if spec.has_master else None,
             self._chunks.remainder(chunk),
+            tuple(state.per_numel for state in self._rule.states),
         )
         update = self._on_host.update if on_host else self._rule.update
         for part in ranges:

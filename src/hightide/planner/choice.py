@@ -9,6 +9,7 @@ from functools import cached_property
 from hightide.ir.block import BlockSpec, ModelProfile
 from hightide.ir.chunk import Layout
 from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
+from hightide.ir.state_spec import ADAM_STATES, StateSpecs
 from hightide.ir.tier import Tier
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss import loss_tile_tokens, num_rows, smaller_tiles
@@ -45,7 +46,7 @@ class Problem:
     gpu_bytes: int
     host_bytes: int
     update: Update
-    num_moments: int = 2
+    states: StateSpecs = ADAM_STATES
     gradients: GradientDtype = GradientDtype.FLOAT32
     disk_bytes: int = 0
 
@@ -108,7 +109,7 @@ class Problem:
     def layout(self, slot_numel: int | None = None) -> Layout:
         slot_numel = slot_numel or self.slot_numel
         if slot_numel not in self._layouts:
-            self._layouts[slot_numel] = pack(self.profile, slot_numel, self.num_moments)
+            self._layouts[slot_numel] = pack(self.profile, slot_numel, self.states)
         return self._layouts[slot_numel]
 
     @property

@@ -11,6 +11,7 @@ from itertools import groupby, takewhile
 from hightide.ir.action import Mode, Op, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, Plan, Update
+from hightide.ir.state_spec import summary
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.memory import bytes_forecast, peaks
@@ -129,7 +130,6 @@ def precisions(profile: ModelProfile, placement: Placement) -> dict[str, str]:
     """Of every state, in words."""
     chunks = [place.chunk for place in placement.chunks]
     optimised = [chunk for chunk in chunks if chunk.optimised_numel]
-    moments = sorted({chunk.num_states - chunk.has_master for chunk in optimised})
     masters = _names(chunk.dtype for chunk in optimised if chunk.has_master)
     at_rest = _names(place.grad_dtype for place in placement.chunks if place.chunk.trainable_numel)
     overflows = any(place.grad_dtype == "float16" for place in placement.chunks)
@@ -140,7 +140,7 @@ def precisions(profile: ModelProfile, placement: Placement) -> dict[str, str]:
         "gradient sums": "float32; norms are " + ("of what is kept" if overflows else "of the sums"),
         "gradients": at_rest + (": the sum, rounded after each backward" if rounded else ""),
         "master copies": f"float32, of {masters} parameters{in_parts}" if masters else "none: all trained is float32",
-        "moments": f"{'/'.join(map(str, moments))} in float32" if any(moments) else "none",
+        "moments": summary(optimised[0].rule_states if optimised else ()),
         "loss": "float32, fused with the head" if profile.vocabulary else "as the model computes it",
     }
 

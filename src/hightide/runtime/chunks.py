@@ -20,6 +20,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ChunkSpec, ParamRange
 from hightide.ir.plan import Plan
 from hightide.ir.refusal import Refused
+from hightide.ir.state_spec import MASTER, REMAINDER, STATE_DTYPE_BYTES, StateSpec
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.machine import return_freed_memory
 from hightide.planner.placement import STAGING, Buffer, ChunkPlace, Placement
@@ -33,7 +34,7 @@ from hightide.runtime.staging import Staging
 from hightide.stores.base import Accelerator, Region, Store
 from hightide.stores.host import HostArena
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in STATE_DTYPE_BYTES}
 GRAD_DTYPE = torch.float32
 _LABELS = {ChunkKind.PARAM: "parameters", ChunkKind.GRAD: "gradients", ChunkKind.STATE: "optimizer states"}
 RETURN_BYTES = 2**27  # of originals, while a model is loaded: as much of it may exist twice
@@ -89,9 +90,8 @@ class Chunks:
         )
 
         self._regions: dict[tuple[int, ChunkKind, Tier], Region] = {}
-        for place in self.placed:
-            for (kind, tier), num_bytes in place.copies.items():
-                self._regions[place.chunk.index, kind, tier] = self._stores[tier].allocate(num_bytes, _LABELS[kind])
+        for spec in self.specs:
+            self._allocate(spec)
         self.param_copies = [Copy(f"param {spec.index} on gpu") for spec in self.specs]
         self.grad_copies = [Copy(f"gradient {spec.index} on gpu") for spec in self.specs]
         self.homes = [Copy(f"param {spec.index} at home", Residency.CLEAN) for spec in self.specs]
@@ -117,16 +117,21 @@ class Chunks:
         """The chunk's parameters where the update writes them."""
         return self.flat(chunk, ChunkKind.PARAM, self.placed[chunk].home)
 
-    def flat(self, chunk: int, kind: ChunkKind, tier: Tier, array: int = 0) -> Tensor:
-        """One flat array of a chunk at its fixed place on a tier. STATE has several arrays."""
+    def flat(self, chunk: int, kind: ChunkKind, tier: Tier) -> Tensor:
+        """A chunk's parameters or gradient, flat, at their fixed place on a tier."""
         spec = self.specs[chunk]
         store, region = self._stores[tier], self._regions[chunk, kind, tier]
         if kind is ChunkKind.PARAM:
             return self._at(store, region, DTYPES[spec.dtype], 0, spec.numel)
-        if kind is ChunkKind.GRAD:
-            dtype = GRAD_DTYPE if tier is Tier.GPU else self.grad_dtype(chunk)
-            return self._at(store, region, dtype, 0, spec.trainable_numel)
-        return self._at(store, region, torch.float32, array * spec.optimised_numel * 4, spec.optimised_numel)
+        assert kind is ChunkKind.GRAD, "states are several arrays"
+        dtype = GRAD_DTYPE if tier is Tier.GPU else self.grad_dtype(chunk)
+        return self._at(store, region, dtype, 0, spec.trainable_numel)
+
+    def state(self, chunk: int, state: StateSpec) -> Tensor:
+        """One array of what updates keep of a chunk, flat."""
+        spec, tier = self.specs[chunk], self.placed[chunk].states
+        region, offset = self._regions[chunk, ChunkKind.STATE, tier], spec.state_offsets[state]
+        return self._at(self._stores[tier], region, DTYPES[state.dtype], offset, state.numel(spec.optimised_numel))
 
     def _at(self, store: Store, region: Region, dtype: torch.dtype, offset_bytes: int, numel: int) -> Tensor:
         """A view of a place that never moves: made once."""
@@ -226,7 +231,13 @@ class Chunks:
         return self._placed[chunk, block]
 
     def view_of(self, flat: Tensor, entry: ParamRange) -> Tensor:
-        return flat[entry.offset_numel : entry.offset_numel + entry.numel].view(self.shapes[entry.param])
+        return flat[entry.within()].view(self.shapes[entry.param])
+
+    def state_of(self, key: str, state: StateSpec) -> Tensor:
+        """One array of what updates keep of a parameter that is optimised, in its shape in a state dict."""
+        chunk, entry = self.places[key]
+        flat = self.state(chunk, state)[entry.within(state.per_numel)]
+        return flat.view(state.shape(self.shapes[key], entry.numel))
 
     def bind(self, chunk: int, block: int | None = None) -> None:
         on_cpu = self.gpu.device.type == "cpu"
@@ -356,6 +367,11 @@ class Chunks:
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
+    def _allocate(self, spec: ChunkSpec) -> None:
+        for (kind, tier), num_bytes in self.placed[spec.index].copies.items():
+            label = "persistent chunks" if (kind, tier) == (ChunkKind.PARAM, Tier.GPU) else _LABELS[kind]
+            self._regions[spec.index, kind, tier] = self._stores[tier].allocate(num_bytes, label)
+
     def load(self, origins: Mapping[str, Origin], begins: bool = True) -> None:
         """Moves the model's values into the chunks, one chunk at a time: the originals are freed on the way. Values
         that are somewhere else are read straight into their places, and those that do not exist yet are zero. Unless
@@ -373,8 +389,8 @@ class Chunks:
             for entry in spec.params:
                 self._make_absent(entry.param)
             self._clear_states(spec)  # moments are zero, and a master begins as the parameter: without a remainder
-            if begins and spec.has_master and (master := self.master(spec.index)) is not None:
-                master.copy_(home[: spec.optimised_numel])
+            if begins and MASTER in spec.states and spec.optimised_numel:
+                self.state(spec.index, MASTER).copy_(home[: spec.optimised_numel])
             self.refresh(spec.index)
             if not self.placed[spec.index].is_streamed:
                 self.param_copies[spec.index].move(Residency.CLEAN)
@@ -400,38 +416,26 @@ class Chunks:
             param.data = self._absent[key]
 
     def states(self, chunk: int) -> list[Tensor]:
-        """All that an update keeps of a chunk, as flat arrays: moments, then the master or what the values lack of
-        it."""
-        spec, tier = self.specs[chunk], self.placed[chunk].states
-        if not spec.state_bytes:
-            return []
-        num_arrays = spec.num_states - spec.has_remainder
-        arrays = [self.flat(chunk, ChunkKind.STATE, tier, array) for array in range(num_arrays)]
-        remainder = self.remainder(chunk)
-        return arrays if remainder is None else [*arrays, remainder]
+        """All that updates keep of a chunk, as flat arrays."""
+        spec = self.specs[chunk]
+        return [self.state(chunk, state) for state in spec.states] if spec.optimised_numel else []
 
     def states_of(self, key: str) -> list[Tensor]:
-        """Of one parameter that is optimised, in its shape."""
-        chunk, entry = self.places[key]
-        return [self.view_of(state, entry) for state in self.states(chunk)]
+        """Of one parameter that is optimised."""
+        return [self.state_of(key, state) for state in self.specs[self.places[key][0]].states]
 
     def remainder(self, chunk: int) -> Tensor | None:
         """What the parameters lack of their masters, if they are bf16; see [Note: masters in two parts]."""
-        spec, tier = self.specs[chunk], self.placed[chunk].states
-        if not spec.has_remainder:
-            return None
-        store, region = self._stores[tier], self._regions[chunk, ChunkKind.STATE, tier]
-        return self._at(store, region, torch.int16, spec.moment_bytes, spec.optimised_numel)
+        return self.state(chunk, REMAINDER) if self.specs[chunk].has_remainder else None
 
     def master(self, chunk: int) -> Tensor | None:
-        """What the update works on, fp32: the home itself, or the master copy (the last STATE array). None: it is in
-        two parts."""
+        """What the update works on, fp32: the home itself, or the master copy. None: it is in two parts."""
         spec = self.specs[chunk]
         if spec.has_remainder:
             return None
         if not spec.has_master:
             return self.home(chunk)[: spec.optimised_numel]
-        return self.flat(chunk, ChunkKind.STATE, self.placed[chunk].states, spec.num_states - 1)
+        return self.state(chunk, MASTER)
 
     def master_of(self, key: str) -> Tensor | None:
         """The fp32 master copy of one parameter, in its shape and to be read; None where the parameter is its own. One
@@ -439,11 +443,9 @@ class Chunks:
         if not self._has_own_master(key):
             return None
         chunk, entry = self.places[key]
-        if (remainder := self.remainder(chunk)) is not None:
-            return join(self.view_of(self.home(chunk), entry).cpu(), self.view_of(remainder, entry).cpu())
-        master = self.master(chunk)
-        assert master is not None
-        return self.view_of(master, entry)
+        if self.specs[chunk].has_remainder:
+            return join(self.view_of(self.home(chunk), entry).cpu(), self.state_of(key, REMAINDER).cpu())
+        return self.state_of(key, MASTER)
 
     def _has_own_master(self, key: str) -> bool:
         chunk, entry = self.places[key]
@@ -459,9 +461,7 @@ class Chunks:
             for part, place in zip(parts, (self.home(chunk), remainder), strict=True):
                 self.view_of(place, entry).copy_(part)
         else:
-            master = self.master_of(key)
-            assert master is not None
-            master.copy_(value)
+            self.state_of(key, MASTER).copy_(value)
 
     def restore_master(self, key: str, saved: Tensor) -> bool:
         """Takes a saved master copy, if it is one of the parameter's present values."""

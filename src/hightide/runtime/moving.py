@@ -99,8 +99,10 @@ class Luggage:
         """What there is of a parameter, to its new place: once."""
         chunk, entry = self._chunks.places[key]
         store: ArenaStore = self._chunks.host if _is_on_host(self._chunks, chunk, kind) else self._waiting
-        for flat, target in zip(self._flats[chunk, kind], targets, strict=True):
-            source = self._chunks.view_of(flat, entry).view(-1)
+        states = self._chunks.specs[chunk].states
+        per_numels = [state.per_numel for state in states] if kind is ChunkKind.STATE else [1]
+        for flat, per_numel, target in zip(self._flats[chunk, kind], per_numels, targets, strict=True):
+            source = flat[entry.within(per_numel)]
             tile_numel = TILE_BYTES // source.element_size()
             for old, new in zip(source.split(tile_numel), target.view(-1).split(tile_numel), strict=True):
                 new.copy_(old)
