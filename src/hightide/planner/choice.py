@@ -87,7 +87,8 @@ class Problem:
 
     def places(self, slot_numel: int) -> ChunkPlaces:
         if slot_numel not in self._places:
-            self._places[slot_numel] = ChunkPlaces(self.layout(slot_numel), self.update, self.gradients)
+            layout = pack(self.profile, slot_numel, self.states)
+            self._places[slot_numel] = ChunkPlaces(layout, self.update, self.gradients)
         return self._places[slot_numel]
 
     def home(self, block: BlockSpec, choice: Choice) -> tuple[Tier, Tier]:
@@ -107,10 +108,7 @@ class Problem:
         return BlockPlan(block.name, params, states, activation, Tier.GPU if near else choice.inputs)
 
     def layout(self, slot_numel: int | None = None) -> Layout:
-        slot_numel = slot_numel or self.slot_numel
-        if slot_numel not in self._layouts:
-            self._layouts[slot_numel] = pack(self.profile, slot_numel, self.states)
-        return self._layouts[slot_numel]
+        return self.places(slot_numel or self.slot_numel).layout
 
     @property
     def slot_numel(self) -> int:
@@ -175,10 +173,6 @@ class Problem:
         for chunk in self.layout().chunks:
             numels[chunk.block] += chunk.numel
         return numels
-
-    @cached_property
-    def _layouts(self) -> dict[int, Layout]:
-        return {}
 
     @cached_property
     def _places(self) -> dict[int, ChunkPlaces]:

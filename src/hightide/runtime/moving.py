@@ -71,9 +71,12 @@ class Luggage:
         capacity_bytes = waiting_bytes(plan) + num_flats * ALIGN_BYTES
         self._waiting = HostArena(capacity_bytes, huge_bytes=capacity_bytes)
         self._flats = {
-            place: arrays if _is_on_host(chunks, *place) else [self._taken(flat) for flat in arrays]
-            for place, arrays in flats.items()
+            (chunk, kind): arrays if self._is_on_host(chunk, kind) else [self._taken(flat) for flat in arrays]
+            for (chunk, kind), arrays in flats.items()
         }
+
+    def _is_on_host(self, chunk: int, kind: ChunkKind) -> bool:
+        return self._chunks.placed[chunk].tier_of(kind) is Tier.HOST
 
     def _taken(self, flat: Tensor) -> Tensor:
         region = self._waiting.allocate(flat.nbytes, "waiting")
@@ -98,7 +101,7 @@ class Luggage:
     def hand_over(self, key: str, kind: ChunkKind, targets: Sequence[Tensor]) -> None:
         """What there is of a parameter, to its new place: once."""
         chunk, entry = self._chunks.places[key]
-        store: ArenaStore = self._chunks.host if _is_on_host(self._chunks, chunk, kind) else self._waiting
+        store: ArenaStore = self._chunks.host if self._is_on_host(chunk, kind) else self._waiting
         states = self._chunks.specs[chunk].states
         per_numels = [state.per_numel for state in states] if kind is ChunkKind.STATE else [1]
         for flat, per_numel, target in zip(self._flats[chunk, kind], per_numels, targets, strict=True):
@@ -117,10 +120,6 @@ class Luggage:
             for key in self._of_use[spec.index]:
                 self.hand_over(key, ChunkKind.GRAD, [gradients.place_of(key)])
                 gradients.is_in_place(key)
-
-
-def _is_on_host(chunks: Chunks, chunk: int, kind: ChunkKind) -> bool:
-    return chunks.placed[chunk].tier_of(kind) is Tier.HOST
 
 
 @dataclass(frozen=True)

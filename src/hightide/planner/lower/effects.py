@@ -24,9 +24,9 @@ from hightide.planner.placement import Placement, region_bytes
 Effects = dict[str, Counter[str]]
 
 
-def base_bytes(profile: ModelProfile, plan: Plan, placement: Placement) -> dict[Tier, int]:
+def base_bytes(profile: ModelProfile, placement: Placement) -> dict[Tier, int]:
     """What is on each tier during the whole pass."""
-    found = placement.base_bytes(plan)
+    found = placement.base_bytes()
     found[Tier.GPU] += profile.batch_bytes + profile.buffer_bytes
     return found
 
