@@ -32,7 +32,7 @@ def measure(run: Any, moved_bytes_per_step: dict[str, float], repeats: int = 3) 
 
 
 def _on_host(run: Any, spec: ChunkSpec) -> bool:
-    return run.chunks.states_tier(spec.index) is Tier.HOST
+    return run.chunks.placed[spec.index].states is Tier.HOST
 
 
 def _update(run: Any, spec: ChunkSpec) -> None:
@@ -48,7 +48,7 @@ def _update(run: Any, spec: ChunkSpec) -> None:
 
 def _link_rate(run: Any, way: str, repeats: int) -> float:
     """By copies of a streamed chunk's parameters, from pinned memory and back, as the lanes make them."""
-    streamed = [spec for spec in run.chunks.specs if run.chunks.is_streamed(spec.index)]
+    streamed = [place.chunk for place in run.chunks.placed if place.is_streamed]
     if not streamed or not torch.cuda.is_available():
         return float("inf")
     home = run.chunks.flat(streamed[0].index, ChunkKind.PARAM, Tier.HOST)

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 import hightide
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
-from hightide.planner.lower import lower_all
+from hightide.planner.solution import Solution
 from hightide.runtime.surgery import run_of
 
 HUNG_S = 60.0
@@ -281,7 +281,7 @@ def in_move(subject: Subject, interrupted: Interrupted) -> bool:
     assert run is not None
     slots = 5 if run.plan.num_slots == 2 else 2
     plan = replace(run.plan, num_slots=slots)
-    return interrupted("move", lambda: run.move_to(run.profile, plan, lower_all(run.profile, plan)))
+    return interrupted("move", lambda: run.move_to(Solution.of(run.profile, plan)))
 
 
 class Fresh:

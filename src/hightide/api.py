@@ -24,7 +24,7 @@ from hightide.machine import free_host_bytes
 from hightide.measured import Stats, read_stats
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.registry import rule_for
-from hightide.planner.check import check_executable, check_moments, check_plan
+from hightide.planner.check import check_executable, check_plan, check_states
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.problem import Terms
 from hightide.planner.search import search
@@ -96,12 +96,12 @@ def wrap(
             solution: Solution
             if plan is None:
                 terms = Terms(*_resolve(limits or Limits(), place, model, optimizer), timing, micro_batch,
-                              rule.num_moments, rounding)  # fmt: skip
+                              rule.states, rounding)  # fmt: skip
                 solution = _searched(profiled, optimizer, place, compile, terms)
             else:
                 check_executable(plan)
                 check_plan(profile, plan)
-                check_moments(plan, rule.num_moments)
+                check_states(plan, rule.states)
                 rehearsed = partial(rehearsed_profile, profiled, optimizer, place, compile, plan.gpu_limit_bytes)
                 solution = _verified(Solution.of(profile, plan), rehearsed)
                 if plan.is_edited:
@@ -164,7 +164,7 @@ def plan(
     with deferred, shown("hightide.plan"), checkpointing.off(model):
         profiled = _profile(model, optimizer, batch, blocks, place)
         terms = Terms(*_resolve(limits or Limits(), place, model, optimizer), timing, micro_batch,
-                      rule.num_moments, rounding)  # fmt: skip
+                      rule.states, rounding)  # fmt: skip
         return _searched(profiled, optimizer, place, compile, terms).plan
 
 

@@ -287,7 +287,7 @@ class Watch:
         return "No lane was faster than forecast: they overlap more"
 
     def _faster(self, corrected: Problem, reason: str) -> _Next | None:
-        present_s = forecast(corrected, self._run.plan, self._solution.training).step_s
+        present_s = forecast(corrected, self._solution.placement, self._solution.training).step_s
         found = search(corrected)
         try:
             self._check_room()

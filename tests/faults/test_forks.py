@@ -16,7 +16,7 @@ SCRIPT = """
     import gc, os, sys
     import torch, hightide, interrupts
     from hightide.runtime.surgery import run_of
-    from hightide.planner.lower import lower_all
+    from hightide.planner.solution import Solution
 
     torch.set_num_threads(1)
     subject = interrupts.Subject("deferred")
@@ -61,7 +61,7 @@ SCRIPT = """
         "stats": lambda: hightide.stats(model),
         "record": lambda: hightide.record(model),
         "verify": lambda: hightide.verify(model, optimizer, x),
-        "move_to": lambda: run.move_to(run.profile, run.plan, lower_all(run.profile, run.plan)),
+        "move_to": lambda: run.move_to(Solution.of(run.profile, run.plan)),
         "wrap": lambda: hightide.wrap(model, optimizer, x),
     }
     backward = told(uses.pop("backward"))

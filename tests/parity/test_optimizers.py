@@ -20,7 +20,7 @@ from hightide.ir.plan import Activation, BlockPlan, Plan
 from hightide.ir.tier import Tier
 from hightide.optim.registry import RULES
 from hightide.planner.memory import peaks
-from hightide.planner.place import widest_tick
+from hightide.planner.placement import Placement
 from hightide.profiler.model import profile_model
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
@@ -89,7 +89,7 @@ def wrap(
         for spec, block in zip(profile.blocks, plan.blocks, strict=True)
     ]
     plan = replace(plan, blocks=tuple(blocks))
-    slots, grad_slots = widest_tick(plan, {call.block for call in profile.calls})
+    slots, grad_slots = Placement(plan).widest_tick({call.block for call in profile.calls})
     plan = replace(plan, num_slots=slots + 1 if slots else 0, num_grad_slots=grad_slots + 1 if grad_slots else 0)
     model, wrapped = hightide.wrap(model, optimizer, batch, plan=plan)
     run = run_of(model)
@@ -209,7 +209,7 @@ def test_states_take_the_bytes_of_their_moments(optimizer: type, name: str, dtyp
     model, wrapped, run = wrap(pair, make(optimizer, name, list(pair[0].parameters())), "streamed")
     num_arrays = NUM_MOMENTS[name] + (dtype is not torch.float32)
     for spec in run.chunks.specs:
-        assert spec.num_states == num_arrays and spec.moment_bytes == 4 * NUM_MOMENTS[name] * spec.optimised_numel
+        assert len(spec.states) == num_arrays
         master_bytes = 2 * (dtype is not torch.float32)
         assert spec.state_bytes == (4 * NUM_MOMENTS[name] + master_bytes) * spec.optimised_numel
     step(model, wrapped, pair[1])
@@ -376,6 +376,6 @@ def test_a_plan_for_another_number_of_moments_is_refused() -> None:
     model, batch = build(torch.float32)
     params = list(model.parameters())
     plan: Plan = hightide.plan(model, make(torch.optim.AdamW, "adamw", params), batch, limits=LIMITS)
-    with pytest.raises(ValueError, match="2 moments of each element, this optimizer has 1"):
+    with pytest.raises(ValueError, match=r"exp_avg_sq \(float32\) of each parameter, this one keeps momentum_buffer"):
         hightide.wrap(model, make(torch.optim.SGD, "sgd momentum", params), batch, plan=plan)
     hightide.unwrap(hightide.wrap(model, make(torch.optim.Adam, "adam", params), batch, plan=plan)[0])

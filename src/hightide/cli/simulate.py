@@ -49,8 +49,8 @@ def simulate(options: SimulateOptions, device: torch.device, console: Console) -
     check_costs(profile, costs)
     measured = _measured(options.measured, plan)
     solution, problem = Solution.of(profile, plan), Problem(profile, costs, machine, Terms.of(plan))
-    verify(profile, plan, solution.training)
-    step = forecast(problem, plan, solution.training)
+    verify(profile, solution.placement, solution.training)
+    step = forecast(problem, solution.placement, solution.training)
     timeline = simulated_timeline(solution, step.simulated, machine)
     _show(console, step, timeline, measured, costs)
     if options.json is not None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hightide.ir.refusal import Refused
-from hightide.ir.tier import ChunkKind
 from hightide.optim.rule import Rule
 from hightide.runtime.chunks import Chunks
 
@@ -68,13 +67,11 @@ class Moments:
 
     def at(self, chunk: int) -> list[Tensor]:
         """Of a whole chunk, flat."""
-        tier = self._chunks.states_tier(chunk)
-        return [self._chunks.flat(chunk, ChunkKind.STATE, tier, array) for array in range(self._rule.num_moments)]
+        return [self._chunks.state(chunk, state) for state in self._rule.states]
 
     def of(self, key: str) -> list[Tensor]:
-        """Views of one parameter's moments, in its shape."""
-        chunk, entry = self._chunks.places[key]
-        return [self._chunks.view_of(moment, entry) for moment in self.at(chunk)]
+        """Views of one parameter's moments."""
+        return [self._chunks.state_of(key, state) for state in self._rule.states]
 
     def lend(self, key: str, index: int) -> Tensor:
         """One moment, for the user: its very memory, for as long as the parameter keeps this state."""

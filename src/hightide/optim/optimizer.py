@@ -16,10 +16,10 @@ from hightide.interrupts import deferred, held
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.machine import return_freed_memory
+from hightide.optim.accelerate import asks_to_place, is_nothing_to_place, nothing_to_place
 from hightide.optim.former import FormerStates
 from hightide.optim.groups import Groups
 from hightide.optim.masters import add_masters, take_masters
-from hightide.optim.placement import asks_to_place, is_nothing_to_place, nothing_to_place
 from hightide.optim.registry import rule_for
 from hightide.optim.rule import Rule
 from hightide.optim.states import States
@@ -256,7 +256,7 @@ def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> WrappedOptimize
     wrapped._updates = ChunkUpdates(rule, wrapped._groups, run.chunks, run.gradients, run.lanes.sharers)
     wrapped._states = States(run, rule, wrapped._updates, GroupedParams(original))
     run.performer.updates = wrapped._updates
-    wrapped._former = FormerStates(original, run.keys, rule.moment_names)
+    wrapped._former = FormerStates(original, run.keys, tuple(state.name for state in rule.states))
     try:
         wrapped._states.check(wrapped._former.here)
         wrapped._states.fill(wrapped._former.here)

@@ -125,7 +125,7 @@ class ChunkUpdates:
         return self._on_host.kernel
 
     def _apply(self, chunk: int, ranges: list[Range], hypers: dict[int, Any]) -> None:
-        spec, on_host = self._chunks.specs[chunk], self._chunks.states_tier(chunk) is Tier.HOST
+        spec, on_host = self._chunks.specs[chunk], self._chunks.placed[chunk].states is Tier.HOST
         numel = spec.optimised_numel
         whole = Operands(
             self._chunks.master(chunk),
@@ -133,6 +133,7 @@ class ChunkUpdates:
             tuple(self.moments.at(chunk)),
             self._chunks.home(chunk)[:numel] if spec.has_master else None,
             self._chunks.remainder(chunk),
+            tuple(state.per_numel for state in self._rule.states),
         )
         update = self._on_host.update if on_host else self._rule.update
         for part in ranges:

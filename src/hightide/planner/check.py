@@ -9,14 +9,15 @@ from hightide.ir.codec import check_numbers
 from hightide.ir.costs import Costs
 from hightide.ir.foreign import MAX_COUNT, quoted, shown
 from hightide.ir.plan import PLAN_VERSION, Activation, Plan
+from hightide.ir.state_spec import StateSpecs
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.layout import made_again
-from hightide.planner.place import uses_disk, widest_tick
+from hightide.planner.placement import Placement
 
 MAX_BLOCKS, MAX_CHUNKS, MAX_CALLS = 20_000, 100_000, 100_000  # a hundred times those of the largest models
 MAX_SLOTS, MAX_MICRO_BATCHES, MAX_SAMPLES = 4096, 65_536, 2**31
-MAX_MOMENTS = 8
+MAX_STATES = 8
 
 
 def check_profile(profile: ModelProfile) -> None:
@@ -93,14 +94,14 @@ def check_plan(profile: ModelProfile, plan: Plan) -> None:
     _check_numbers(profile, plan)
 
 
-def check_moments(plan: Plan, num_moments: int) -> None:
-    """Whether a plan was made for an optimizer with as many states."""
+def check_states(plan: Plan, states: StateSpecs) -> None:
+    """Whether a plan was made for an optimizer that keeps the same states."""
     for chunk in plan.layout.chunks:
-        planned = chunk.num_states - chunk.has_master
-        if chunk.optimised_numel and planned != num_moments:
+        if chunk.optimised_numel and chunk.rule_states != states:
+            planned, has = (", ".join(map(str, one)) or "no states" for one in (chunk.rule_states, states))
             raise InfeasiblePlan(
-                f"the plan keeps {planned} moments of each element, this optimizer has {num_moments}; make a new plan "
-                "with hightide.plan(model, optimizer, batch)"
+                f"the plan was made for an optimizer that keeps {planned} of each parameter, this one keeps {has}; "
+                "make a new plan with hightide.plan(model, optimizer, batch)"
             )
 
 
@@ -126,9 +127,9 @@ def _check_layout(profile: ModelProfile, plan: Plan) -> None:
     if empty:
         raise InfeasiblePlan(f"the chunks {quoted(empty)} of the plan's layout hold no parameter; make a new plan")
     for chunk in plan.layout.chunks:
-        if not 0 <= chunk.num_states - chunk.has_master <= MAX_MOMENTS or not 0 <= chunk.num_backwards <= MAX_CALLS:
+        if len(chunk.states) > MAX_STATES or not 0 <= chunk.num_backwards <= MAX_CALLS:
             raise InfeasiblePlan(
-                f"chunk {chunk.index} of the plan's layout has num_states={chunk.num_states} and "
+                f"chunk {chunk.index} of the plan's layout has {len(chunk.states)} states and "
                 f"num_backwards={chunk.num_backwards}, which no optimizer and no model has; make a new plan"
             )
     for chunk, right in zip(plan.layout.chunks, made_again(profile, plan.layout), strict=True):
@@ -187,13 +188,14 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
             f"loss_kept_tokens is {plan.loss_kept_tokens}, but the head ({', '.join(b.kind for b in heads)}) is more "
             "than an nn.Linear, whose logits are made again with a graph in backward; use loss_kept_tokens=0"
         )
-    if uses_disk(plan) and plan.num_disk_buffers < 1:
+    placement = Placement(plan)
+    if placement.uses_disk and plan.num_disk_buffers < 1:
         raise InfeasiblePlan("num_disk_buffers is 0, but blocks live on the disk; it must be at least 1")
     _check_most("samples", plan.num_samples, MAX_SAMPLES)
     _check_most("micro-batches", -(-plan.num_samples // plan.micro_batch), MAX_MICRO_BATCHES)
     for name in ("num_slots", "num_grad_slots", "num_disk_buffers"):
         _check_most(name, getattr(plan, name), MAX_SLOTS)
-    slots, grad_slots = widest_tick(plan, {call.block for call in profile.calls})
+    slots, grad_slots = placement.widest_tick({call.block for call in profile.calls})
     if plan.num_slots < slots or plan.num_grad_slots < grad_slots:
         raise InfeasiblePlan(
             f"the plan has {plan.num_slots} slots and {plan.num_grad_slots} grad slots; its widest block needs "

@@ -4,18 +4,18 @@ enforced by a dependency, a lane or a tick. See [Note: rings of buffers] in lowe
 from __future__ import annotations
 
 from hightide.ir.action import Action, ActionKey, Mode, Op, Place, Schedule
-from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.ordered_replay import OrderedReplay, Places
-from hightide.planner.place import grad_on_disk, params_on_disk, states_on_disk
+from hightide.planner.placement import Placement
 from hightide.planner.precedence import Precedence
 
 
 class DiskReplay(OrderedReplay):
-    def __init__(self, plan: Plan, schedule: Schedule, precedence: Precedence) -> None:
-        super().__init__(plan, schedule, precedence)
-        self._up, self._down, self._state = (Places("buffer", plan.num_disk_buffers) for _ in range(3))
+    def __init__(self, placement: Placement, schedule: Schedule, precedence: Precedence) -> None:
+        super().__init__(placement, schedule, precedence)
+        num_buffers = placement.plan.num_disk_buffers
+        self._up, self._down, self._state = (Places("buffer", num_buffers) for _ in range(3))
         self._written: dict[int, list[Action]] = {}  # chunk -> WRITEs of its gradient
         self._continued: dict[int, Action] = {}  # chunk -> the READ of its gradient from the pass before
         self._reads: dict[int, Action] = {}  # chunk -> the READ of its states
@@ -36,7 +36,7 @@ class DiskReplay(OrderedReplay):
         self._check_end()
 
     def _read(self, action: Action) -> None:
-        index = self.chunk(action).index
+        index = self.place(action).chunk.index
         if not self._lives_on_disk(action):
             self.fail(action, f"reads chunk {index}, whose {action.kind} does not live on disk")
         if action.kind is not ChunkKind.STATE:
@@ -52,9 +52,9 @@ class DiskReplay(OrderedReplay):
         self._reads[index] = action
 
     def _check_content(self, action: Action) -> None:
-        index = self.chunk(action).index
+        index = self.place(action).chunk.index
         if action.kind is ChunkKind.PARAM:
-            if self.plan.layout.chunks[index].optimised_numel:
+            if self.place(action).chunk.optimised_numel:
                 self.follows(
                     action, ActionKey(Op.WRITE, index, ChunkKind.STATE), "reads parameters that may not be written yet"
                 )
@@ -74,15 +74,15 @@ class DiskReplay(OrderedReplay):
         self.after(action, entry, "fetches what is not read yet")
 
     def _write_back(self, action: Action) -> None:
-        if not states_on_disk(self.plan, self.chunk(action)):
+        if self.place(action).states is not Tier.DISK:
             self._has_no_buffer(action, action.target)
             return
-        if self.chunk(action).index in self._reads and self._lives_on_disk(action):
+        if self.place(action).chunk.index in self._reads and self._lives_on_disk(action):
             self.fail(action, "brings home a gradient that its update has read already")
         self.enter(self._down, action, [self._buffer(self._down, action, action.target)])
 
     def _write(self, action: Action) -> None:
-        index = self.chunk(action).index
+        index = self.place(action).chunk.index
         if not self._lives_on_disk(action):
             self.fail(action, f"writes chunk {index}, whose {action.kind} does not live on disk")
         if action.kind is ChunkKind.GRAD:
@@ -95,21 +95,19 @@ class DiskReplay(OrderedReplay):
         self._stored[index] = action
 
     def _update(self, action: Action) -> None:
-        chunk, index = self.chunk(action), self.chunk(action).index
-        if not states_on_disk(self.plan, chunk):
+        place = self.place(action)
+        index = place.chunk.index
+        if place.states is not Tier.DISK:
             return
         self.after(action, self._reads.get(index), f"updates chunk {index} before its states are read")
         self._updates[index] = action
-        if not grad_on_disk(self.plan, chunk):
+        if place.grad is None:
             buffers = self._down.holding(index, ChunkKind.GRAD)
             self._leave(self._down, action, Place(Tier.HOST, buffers[0]) if buffers else None, ChunkKind.GRAD)
 
     def _lives_on_disk(self, action: Action) -> bool:
-        chunk = self.chunk(action)
-        if action.kind is ChunkKind.PARAM:
-            return params_on_disk(self.plan, chunk)
-        on_disk = grad_on_disk if action.kind is ChunkKind.GRAD else states_on_disk
-        return on_disk(self.plan, chunk)
+        assert action.kind is not None
+        return self.place(action).tier_of(action.kind) is Tier.DISK
 
     def _leave(self, ring: Places, action: Action, place: Place | None, kind: ChunkKind | None) -> Action:
         buffer = self._buffer(ring, action, place)

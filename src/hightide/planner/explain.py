@@ -10,34 +10,28 @@ from itertools import groupby, takewhile
 from hightide.ir.action import Op, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, Plan, Update
+from hightide.ir.state_spec import summary
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.memory import Peaks
-from hightide.planner.place import (
-    blocks_in_effect,
-    disk_buffer_bytes,
-    grad_dtype,
-    grad_slot_bytes,
-    is_resident,
-    owners,
-    rounds_gradient,
-    slot_bytes,
-)
+from hightide.planner.placement import RINGS, Buffer, Placement
 
 WIDTH = 80
 _COLUMNS = ("params", "states", "activations", "inputs")
 
 
-def explain(profile: ModelProfile, plan: Plan, schedule: Schedule, peak: Peaks) -> str:
+def explain(profile: ModelProfile, placement: Placement, schedule: Schedule, peak: Peaks) -> str:
     """The plan has its forecast by now. `schedule`: of a training step."""
-    parts = [_memory(plan, peak), _batch(profile, plan), _table(profile, plan), _precision(profile, plan)]
+    plan = placement.plan
+    parts = [_memory(placement, peak), _batch(profile, placement), _table(profile, placement)]
+    parts.append(_precision(profile, placement))
     lines = [line for part in [*parts, _timing(plan, schedule), _traffic(schedule)] for line in part]
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
     return "\n".join(lines)
 
 
-def _memory(plan: Plan, peak: Peaks) -> list[str]:
-    forecast = plan.forecast
+def _memory(placement: Placement, peak: Peaks) -> list[str]:
+    plan, forecast = placement.plan, placement.plan.forecast
     rows = [
         (Tier.GPU, forecast.gpu_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
         (Tier.HOST, forecast.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),
@@ -46,7 +40,7 @@ def _memory(plan: Plan, peak: Peaks) -> list[str]:
         rows.append((Tier.DISK, forecast.disk_peak_bytes, plan.disk_limit_bytes, ""))
     fits = all(used <= limit for _, used, limit, _ in rows)
     head = "fits the limits" if fits else "DOES NOT FIT the limits"
-    lines = [head + (": everything stays on the GPU" if fits and is_resident(plan) else "")]
+    lines = [head + (": everything stays on the GPU" if fits and placement.is_resident else "")]
     for tier, used, limit, moment in rows:
         margin = f"{format_bytes(abs(limit - used))} {'free' if used <= limit else 'TOO MUCH'}"
         where = f"  at {moment}" if moment else ""
@@ -59,7 +53,8 @@ def _memory(plan: Plan, peak: Peaks) -> list[str]:
     return lines
 
 
-def _batch(profile: ModelProfile, plan: Plan) -> list[str]:
+def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
+    plan, sizes = placement.plan, placement.buffer_bytes
     num_micro = -(-plan.num_samples // plan.micro_batch)
     micro = "one micro-batch" if num_micro == 1 else f"{num_micro} micro-batches of up to {plan.micro_batch}"
     lines = [f"batch: {plan.num_samples} samples in {micro}"]
@@ -70,12 +65,13 @@ def _batch(profile: ModelProfile, plan: Plan) -> list[str]:
     if profile.vocabulary:
         kept = f", those of {plan.loss_kept_tokens} kept" if plan.loss_kept_tokens else ""
         lines.append(f"loss: over slices of {plan.loss_tile_tokens} tokens x {profile.vocabulary} logits{kept}")
-    slots, grad_slots = _slots(plan.num_slots, slot_bytes(plan)), _slots(plan.num_grad_slots, grad_slot_bytes(plan))
+    slots = _slots(plan.num_slots, sizes[Buffer.SLOT])
+    grad_slots = _slots(plan.num_grad_slots, sizes[Buffer.GRAD_SLOT])
     lines.append(f"slots: {slots}, {grad_slots} for gradients")
     if plan.num_disk_buffers:
-        sizes = ", ".join(format_bytes(size) for size in disk_buffer_bytes(plan))
+        rings = ", ".join(format_bytes(sizes[ring]) for ring in RINGS)
         buffers = "buffer" if plan.num_disk_buffers == 1 else "buffers"
-        lines.append(f"disk: through {plan.num_disk_buffers} {buffers} on the host of each size: {sizes}")
+        lines.append(f"disk: through {plan.num_disk_buffers} {buffers} on the host of each size: {rings}")
     return lines
 
 
@@ -83,14 +79,14 @@ def _slots(count: int, num_bytes: int) -> str:
     return f"{count} of {format_bytes(num_bytes)}" if count else "none"
 
 
-def _table(profile: ModelProfile, plan: Plan) -> list[str]:
+def _table(profile: ModelProfile, placement: Placement) -> list[str]:
     """One row per run of consecutive blocks with equal decisions."""
     called = {call.block for call in profile.calls}
-    blocks, homes = blocks_in_effect(plan), owners(plan)
-    prefix = _shared_prefix([block.name for block in plan.blocks if block.name])
+    blocks, homes = placement.blocks_in_effect, placement.owners
+    prefix = _shared_prefix([block.name for block in blocks if block.name])
     rows = []
     for key, run in groupby(range(len(blocks)), lambda i: _decisions(blocks[i], homes[i] is not None, i in called)):
-        names = [plan.blocks[index].name.removeprefix(prefix) or "(loose parameters)" for index in run]
+        names = [blocks[index].name.removeprefix(prefix) or "(loose parameters)" for index in run]
         rows.append((_range_of(names), *key))
     widths = [10, 6, 6, 11, 6]
     name_width = WIDTH - sum(widths[1:]) - 2 * 4
@@ -122,28 +118,27 @@ def _range_of(names: list[str]) -> str:
     return f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
-def precisions(profile: ModelProfile, plan: Plan) -> dict[str, str]:
+def precisions(profile: ModelProfile, placement: Placement) -> dict[str, str]:
     """Of every state, in words."""
-    chunks = plan.layout.chunks
+    chunks = [place.chunk for place in placement.chunks]
     optimised = [chunk for chunk in chunks if chunk.optimised_numel]
-    moments = sorted({chunk.num_states - chunk.has_master for chunk in optimised})
     masters = _names(chunk.dtype for chunk in optimised if chunk.has_master)
-    at_rest = _names(grad_dtype(plan, chunk) for chunk in chunks if chunk.trainable_numel)
-    overflows = any(grad_dtype(plan, chunk) == "float16" for chunk in chunks)
-    rounded = any(rounds_gradient(plan, chunk) for chunk in chunks)
+    at_rest = _names(place.grad_dtype for place in placement.chunks if place.chunk.trainable_numel)
+    overflows = any(place.grad_dtype == "float16" for place in placement.chunks)
+    rounded = any(place.rounds for place in placement.chunks)
     in_parts = "; 16 bits beside each" if any(chunk.has_remainder for chunk in optimised) else ""
     return {
         "parameters": _names(chunk.dtype for chunk in chunks) + ", and compute unless under autocast",
         "gradient sums": "float32; norms are " + ("of what is kept" if overflows else "of the sums"),
         "gradients": at_rest + (": the sum, rounded after each backward" if rounded else ""),
         "master copies": f"float32, of {masters} parameters{in_parts}" if masters else "none: all trained is float32",
-        "moments": f"{'/'.join(map(str, moments))} in float32" if any(moments) else "none",
+        "moments": summary(optimised[0].rule_states if optimised else ()),
         "loss": "float32, fused with the head" if profile.vocabulary else "as the model computes it",
     }
 
 
-def _precision(profile: ModelProfile, plan: Plan) -> list[str]:
-    rows = precisions(profile, plan)
+def _precision(profile: ModelProfile, placement: Placement) -> list[str]:
+    rows = precisions(profile, placement)
     return ["precision:", *(_clip(f"  {name:<14} {text}", WIDTH) for name, text in rows.items())]
 
 

@@ -17,7 +17,7 @@ from hightide.planner.bounds import lanes_alone
 from hightide.planner.cost import seconds_of
 from hightide.planner.loss import num_rows
 from hightide.planner.lower import lower
-from hightide.planner.place import widest_tick
+from hightide.planner.placement import Placement
 from hightide.planner.solution import Searched
 
 
@@ -37,7 +37,8 @@ def _compute(profile: ModelProfile, plan: Plan, costs: Costs) -> float:
     )
     kept = num_rows(profile) if all(block.plain_linear for block in profile.blocks if block.lazy_head) else 0
     resident = replace(plan, blocks=blocks, micro_batch=plan.num_samples, num_slots=0, loss_kept_tokens=kept)
-    _, grad_slots = widest_tick(resident, {call.block for call in profile.calls})  # of updates in backward
+    called = {call.block for call in profile.calls}
+    _, grad_slots = Placement(resident).widest_tick(called)  # of updates in backward
     resident = replace(resident, num_grad_slots=grad_slots)
     seconds = seconds_of(profile, resident, costs)
     return sum(seconds(action) for action in lower(profile, resident, Mode.TRAIN).lane(Lane.COMPUTE))

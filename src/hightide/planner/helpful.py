@@ -16,7 +16,6 @@ from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.nearby import fits, least_disk_bytes, nearby_step_s, why_not
-from hightide.planner.place import is_resident
 from hightide.planner.problem import Problem
 from hightide.planner.solution import Searched
 
@@ -84,7 +83,7 @@ def _faster(found: Searched, leeway: Leeway) -> list[tuple[Change, Problem]]:
     problem = found.problem
     twice = 2 * problem.profile.num_samples
     changes = [(_batch_of(twice, leeway), problem.with_samples(twice))]
-    whole = is_resident(found.plan)
+    whole = found.placement.is_resident
     if problem.terms.update is Update.DEFERRED and not leeway.clips and not whole:
         change = Change("in-backward updates, if your loop never clips", "--update in_backward")
         changes.append((change, problem.with_terms(update=Update.IN_BACKWARD)))

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from hightide.ir.action import Action, ActionKey, Schedule
-from hightide.ir.chunk import ChunkSpec
-from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.placement import ChunkPlace, Placement
 from hightide.planner.precedence import Precedence
 
 
@@ -39,12 +38,13 @@ class Places:
 
 
 class OrderedReplay:
-    def __init__(self, plan: Plan, schedule: Schedule, precedence: Precedence) -> None:
-        self.plan, self.schedule, self.precedence = plan, schedule, precedence
+    def __init__(self, placement: Placement, schedule: Schedule, precedence: Precedence) -> None:
+        self.placement, self.schedule, self.precedence = placement, schedule, precedence
+        self.plan = placement.plan
 
-    def chunk(self, action: Action) -> ChunkSpec:
+    def place(self, action: Action) -> ChunkPlace:
         assert action.chunk is not None
-        return self.plan.layout.chunks[action.chunk]
+        return self.placement.chunks[action.chunk]
 
     def fail(self, action: Action, message: str) -> NoReturn:
         raise InfeasiblePlan(f"the schedule is wrong: {action.id} {message}", action.id)

@@ -8,6 +8,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
 from hightide.ir.plan import GradientDtype, Plan, Update
+from hightide.ir.state_spec import ADAM_STATES, StateSpecs
 from hightide.ir.tier import Tier
 
 
@@ -19,7 +20,7 @@ class Terms:
     host_bytes: int
     update: Update = Update.DEFERRED
     micro_batch: int | None = None  # None: the planner decides
-    num_moments: int = 2
+    states: StateSpecs = ADAM_STATES  # that the update rule keeps of each parameter
     gradients: GradientDtype = GradientDtype.FLOAT32
     disk_bytes: int = 0
 
@@ -27,8 +28,8 @@ class Terms:
     def of(cls, plan: Plan) -> Terms:
         """Those that a plan was made for."""
         limits = plan.gpu_limit_bytes, plan.host_limit_bytes
-        moments = max((chunk.num_states - chunk.has_master for chunk in plan.layout.chunks), default=0)
-        return cls(*limits, plan.update, plan.micro_batch, moments, plan.gradients, plan.disk_limit_bytes)
+        states = next((chunk.rule_states for chunk in plan.layout.chunks if chunk.optimised_numel), ())
+        return cls(*limits, plan.update, plan.micro_batch, states, plan.gradients, plan.disk_limit_bytes)
 
     @property
     def limits(self) -> dict[Tier, int]:

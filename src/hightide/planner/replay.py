@@ -10,30 +10,21 @@ from collections.abc import Callable
 
 from hightide.ir.action import TICK_OPS, Action, ActionKey, Mode, Op, Schedule
 from hightide.ir.block import ModelProfile
-from hightide.ir.chunk import ChunkSpec
-from hightide.ir.plan import Plan, Update
+from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.form import objection
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.ordered_replay import OrderedReplay, Places
-from hightide.planner.place import (
-    chunks_by_block,
-    grad_width,
-    in_grad_slot,
-    is_refreshed,
-    is_used_up,
-    params_on_gpu,
-)
+from hightide.planner.placement import ChunkPlace, Placement
 from hightide.planner.precedence import Precedence
 
 
 class Replay(OrderedReplay):
-    def __init__(self, profile: ModelProfile, plan: Plan, schedule: Schedule, precedence: Precedence) -> None:
-        super().__init__(plan, schedule, precedence)
+    def __init__(self, profile: ModelProfile, placement: Placement, schedule: Schedule, precedence: Precedence) -> None:
+        super().__init__(placement, schedule, precedence)
         self.profile = profile
-        self.chunks_of = chunks_by_block(plan.layout, len(profile.blocks))
-        self.slots = Places("slot", plan.num_slots)
-        self.grad_slots = Places("slot", plan.num_grad_slots)
+        self.slots = Places("slot", placement.plan.num_slots)
+        self.grad_slots = Places("slot", placement.plan.num_grad_slots)
         self.refreshed: dict[int, Action] = {}  # persistent chunk -> the fetch of its new values
         self.cleared: set[int] = set()  # gradients that live on the GPU
         self.dirty: dict[int, Action] = {}  # gradient in a grad slot that is not at home -> the tick that added last
@@ -61,7 +52,7 @@ class Replay(OrderedReplay):
             for name in action.after:
                 if not self.precedence.listed_before(name, action.id):
                     self.fail(action, f"is listed before {name}, for which it waits")
-            if message := objection(self.profile, self.plan, action):
+            if message := objection(self.profile, self.placement, action):
                 self.fail(action, message)
             self._check_moment(action, left)
             if action.op in verbs:
@@ -95,29 +86,30 @@ class Replay(OrderedReplay):
 
     def _forward(self, tick: Action) -> None:
         assert tick.block is not None
-        for chunk in self.chunks_of[tick.block]:
-            if not params_on_gpu(self.plan, chunk):
-                entry = self.slots.entry(chunk.index, ChunkKind.PARAM)
-                self.after(tick, entry, f"uses chunk {chunk.index}, which is not in a slot then")
-            elif is_refreshed(self.plan, chunk):
-                fetch = self.refreshed.get(chunk.index)
-                self.after(tick, fetch, f"uses chunk {chunk.index} before its new values are fetched")
+        for place in self.placement.by_block[tick.block]:
+            index = place.chunk.index
+            if place.is_streamed:
+                entry = self.slots.entry(index, ChunkKind.PARAM)
+                self.after(tick, entry, f"uses chunk {index}, which is not in a slot then")
+            elif place.is_refreshed:
+                self.after(tick, self.refreshed.get(index), f"uses chunk {index} before its new values are fetched")
 
     def _backward(self, tick: Action) -> None:
         self._forward(tick)
         assert tick.block is not None and tick.call is not None
-        for chunk in self.chunks_of[tick.block]:
-            if chunk.trainable_numel:
-                self._sum(tick, chunk)
+        for place in self.placement.by_block[tick.block]:
+            if place.chunk.trainable_numel:
+                self._sum(tick, place)
         call = self.profile.calls[tick.call]
         if self.plan.blocks[call.block].inputs is Tier.HOST:
             self.after(tick, self.stashed.get((Op.UNSTASH, tick.call)), "runs before its inputs are back from the host")
 
-    def _sum(self, tick: Action, chunk: ChunkSpec) -> None:
+    def _sum(self, tick: Action, place: ChunkPlace) -> None:
+        chunk = place.chunk
         if chunk.index in self.updated:
             self.fail(tick, f"adds to the gradient of chunk {chunk.index} after its update")
         self.summed.add(chunk.index)
-        if in_grad_slot(self.plan, chunk):
+        if place.in_grad_slot:
             entry = self.grad_slots.entry(chunk.index, ChunkKind.GRAD)
             self.after(tick, entry, f"adds to the gradient of chunk {chunk.index}, which is not in a grad slot then")
             self.dirty[chunk.index] = tick
@@ -127,7 +119,8 @@ class Replay(OrderedReplay):
             self.fail(tick, f"adds to the gradient of chunk {chunk.index}, which was not cleared")
 
     def _fetch(self, action: Action) -> None:
-        chunk = self.chunk(action)
+        place = self.place(action)
+        chunk = place.chunk
         if action.kind is ChunkKind.GRAD:
             if self.schedule.mode is not Mode.ACCUMULATE and chunk.index not in self.write_backs:
                 self.fail(action, f"fetches a gradient of chunk {chunk.index} that no earlier action has made")
@@ -135,18 +128,18 @@ class Replay(OrderedReplay):
                 self.after(action, write_back, "fetches a gradient before it is at home")
             if self.schedule.mode is Mode.ACCUMULATE and chunk.index not in self.continued:
                 self.continued[chunk.index] = action
-            self._enter(self.grad_slots, action, grad_width(self.plan.layout, chunk))
+            self._enter(self.grad_slots, action, place.num_grad_slots)
             return
         if chunk.index in self.updated:
             self.fail(action, f"fetches chunk {chunk.index} in the pass that has updated it")
         if chunk.optimised_numel:
             self.follows(action, ActionKey(Op.UPDATE, chunk.index), f"fetches chunk {chunk.index} before it is updated")
-        if params_on_gpu(self.plan, chunk):
+        if not place.is_streamed:
             if chunk.index in self.refreshed:
                 self.fail(action, f"fetches the new values of chunk {chunk.index} again")
             self.refreshed[chunk.index] = action
         else:
-            self._enter(self.slots, action, self.plan.layout.num_slots(chunk))
+            self._enter(self.slots, action, place.num_slots)
 
     def _enter(self, slots: Places, action: Action, width: int) -> None:
         start = None if action.target is None else action.target.slot
@@ -166,7 +159,7 @@ class Replay(OrderedReplay):
         slots.leave(action, window)
 
     def _evict(self, action: Action) -> None:
-        chunk = self.chunk(action)
+        chunk = self.place(action).chunk
         self.after(
             action,
             self.slots.entry(chunk.index, ChunkKind.PARAM),
@@ -175,20 +168,21 @@ class Replay(OrderedReplay):
         self._leave(self.slots, action)
 
     def _clear(self, action: Action) -> None:
-        chunk = self.chunk(action)
+        place = self.place(action)
+        chunk = place.chunk
         if self.schedule.mode is Mode.ACCUMULATE or chunk.index in self.summed:
             self.fail(action, f"clears the gradient of chunk {chunk.index}, which holds sums")
-        if not in_grad_slot(self.plan, chunk):
+        if not place.in_grad_slot:
             if chunk.index in self.cleared:
                 self.fail(action, f"clears the gradient of chunk {chunk.index} again")
             if chunk.optimised_numel:
                 self.follows(action, ActionKey(Op.UPDATE, chunk.index), "clears a gradient that may still be read")
             self.cleared.add(chunk.index)
         else:
-            self._enter(self.grad_slots, action, grad_width(self.plan.layout, chunk))
+            self._enter(self.grad_slots, action, place.num_grad_slots)
 
     def _write_back(self, action: Action) -> None:
-        chunk = self.chunk(action)
+        chunk = self.place(action).chunk
         if chunk.index not in self.dirty:
             self.fail(action, f"writes back the gradient of chunk {chunk.index}, which has nothing new in a grad slot")
         last_sum = self.dirty.pop(chunk.index)
@@ -207,8 +201,9 @@ class Replay(OrderedReplay):
         self.stashed[action.op, action.call] = action
 
     def _update(self, action: Action) -> None:
-        chunk = self.chunk(action)
-        if is_used_up(self.plan, chunk):
+        place = self.place(action)
+        chunk = place.chunk
+        if place.is_used_up:
             last_sum = self.dirty.pop(chunk.index, None)
             self.after(action, last_sum, f"uses up the gradient of chunk {chunk.index} before it is summed")
             self.grad_slots.leave(action, self.grad_slots.holding(chunk.index, ChunkKind.GRAD))

@@ -43,7 +43,8 @@ def search(problem: Problem) -> Searched:
     sizes = equal_parts(num_samples) if pinned is None else (pinned,)
     may_fill = _with_room_left(trials) if problem.quick else trials.may_fit
     candidate = _Search(trials, Moves(trials.space, may_fill, sizes), problem.quick).run()
-    return Searched.made(problem, candidate, trials.space.build(candidate), trials.num_simulated)
+    placement = trials.space.placement(trials.space.build(candidate))
+    return Searched.made(problem, candidate, placement, trials.num_simulated)
 
 
 def _with_room_left(trials: Trials) -> Callable[[Candidate], bool]:

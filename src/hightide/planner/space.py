@@ -13,7 +13,7 @@ from hightide.ir.tier import Tier
 from hightide.planner.candidate import Candidate
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss import loss_tile_tokens, num_rows, smaller_tiles
-from hightide.planner.place import grad_slot_bytes, in_grad_slot, is_used_up, slot_bytes, uses_disk, widest_tick
+from hightide.planner.placement import Buffer, ChunkPlaces, Placement
 from hightide.planner.problem import Terms
 
 
@@ -46,14 +46,24 @@ class Space:
             disk_limit_bytes=self.terms.disk_bytes,
             profile=self.profile,
         )
-        slots, grad_slots = widest_tick(plan, self.called)
-        has_leaving = any(in_grad_slot(plan, chunk) and not is_used_up(plan, chunk) for chunk in plan.layout.chunks)
+        placement = self.placement(plan)
+        slots, grad_slots = placement.widest_tick(self.called)
         return replace(
             plan,
             num_slots=candidate.num_slots(slots),
-            num_grad_slots=candidate.num_grad_slots(grad_slots, has_leaving),
-            num_disk_buffers=candidate.disk_buffers if uses_disk(plan) else 0,
+            num_grad_slots=candidate.num_grad_slots(grad_slots, placement.has_leaving),
+            num_disk_buffers=candidate.disk_buffers if placement.uses_disk else 0,
         )
+
+    def placement(self, plan: Plan) -> Placement:
+        """Of a plan that was built here."""
+        return Placement(plan, self.places(plan.layout.slot_numel))
+
+    def places(self, slot_numel: int) -> ChunkPlaces:
+        if slot_numel not in self._places:
+            layout = pack(self.profile, slot_numel, self.terms.states)
+            self._places[slot_numel] = ChunkPlaces(layout, self.terms.update, self.terms.gradients)
+        return self._places[slot_numel]
 
     def home(self, block: BlockSpec, candidate: Candidate) -> tuple[Tier, Tier]:
         """Of a block's parameters and states."""
@@ -72,10 +82,7 @@ class Space:
         return BlockPlan(block.name, params, states, activation, Tier.GPU if near else candidate.inputs)
 
     def layout(self, slot_numel: int | None = None) -> Layout:
-        slot_numel = slot_numel or self.slot_numel
-        if slot_numel not in self._layouts:
-            self._layouts[slot_numel] = pack(self.profile, slot_numel, self.terms.num_moments)
-        return self._layouts[slot_numel]
+        return self.places(slot_numel or self.slot_numel).layout
 
     @property
     def slot_numel(self) -> int:
@@ -93,7 +100,8 @@ class Space:
 
     def _slots_bytes(self, slot_numel: int) -> int:
         plan = self.build(Candidate(1, spare_slots=0, slot_numel=slot_numel))
-        return plan.num_slots * slot_bytes(plan) + plan.num_grad_slots * grad_slot_bytes(plan)
+        sizes = self.placement(plan).buffer_bytes
+        return plan.num_slots * sizes[Buffer.SLOT] + plan.num_grad_slots * sizes[Buffer.GRAD_SLOT]
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
@@ -141,7 +149,7 @@ class Space:
         return numels
 
     @cached_property
-    def _layouts(self) -> dict[int, Layout]:
+    def _places(self) -> dict[int, ChunkPlaces]:
         return {}
 
     @cached_property

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from hightide.interrupts import safe_point
 from hightide.ir.action import Mode, Schedule
-from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.planner.base import Bases, Needs
 from hightide.planner.bounds import least_step_s
@@ -15,6 +14,7 @@ from hightide.planner.candidate import Candidate
 from hightide.planner.cost import forecast_step_s
 from hightide.planner.lower import lower
 from hightide.planner.memory import Peaks, is_real, needed_bytes, peaks, reserved_beside
+from hightide.planner.placement import Placement
 from hightide.planner.problem import Problem
 from hightide.planner.room import Room
 from hightide.planner.space import Space
@@ -79,22 +79,23 @@ class Trials:
             return self._step_s[candidate]
         safe_point()
         plan = self.space.build(candidate)
-        if least_step_s(self.problem, plan) >= below_s:
+        placement = self.space.placement(plan)
+        if least_step_s(self.problem, placement) >= below_s:
             return math.inf
-        schedule = lower(self.problem.profile, plan, Mode.TRAIN)
+        schedule = lower(self.problem.profile, plan, Mode.TRAIN, placement)
         step_s = math.inf
         if self.within(self._needs(schedule, peaks(schedule))):
-            step_s = self._simulate(plan, schedule)
+            step_s = self._simulate(placement, schedule)
         self._step_s[candidate] = step_s
         return step_s
 
     def _lowered(self, candidate: Candidate) -> Schedule:
         return lower(self.problem.profile, self.space.build(candidate), Mode.TRAIN)
 
-    def _simulate(self, plan: Plan, schedule: Schedule) -> float:
+    def _simulate(self, placement: Placement, schedule: Schedule) -> float:
         self.num_simulated += 1
         self.num_actions += len(schedule.actions)
-        return forecast_step_s(self.problem, plan, schedule, NUM_PASSES)
+        return forecast_step_s(self.problem, placement, schedule, NUM_PASSES)
 
     def _always(self, candidate: Candidate) -> Needs:
         """Chunks and slots, which do not depend on activations."""

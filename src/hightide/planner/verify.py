@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
-from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.disk_replay import DiskReplay
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.memory import peaks
+from hightide.planner.placement import Placement
 from hightide.planner.precedence import Disorder, Precedence
 from hightide.planner.remedy import remedy
 from hightide.planner.replay import Replay
 
 
-def verify(profile: ModelProfile, plan: Plan, schedule: Schedule) -> None:
+def verify(profile: ModelProfile, placement: Placement, schedule: Schedule) -> None:
     """Raises InfeasiblePlan, also where it exceeds the plan's own limits. The capacity of an evaluation pass is left to
     the stores: its batch and its outputs are the user's affair, and a block runs unsplit there."""
+    plan = placement.plan
     try:
         precedence = Precedence(schedule)
     except Disorder as disorder:
         raise InfeasiblePlan(f"the schedule cannot run: {disorder}", disorder.at) from None
-    Replay(profile, plan, schedule, precedence).run()
-    DiskReplay(plan, schedule, precedence).run()
+    placement = placement or Placement(plan)
+    Replay(profile, placement, schedule, precedence).run()
+    DiskReplay(placement, schedule, precedence).run()
     if schedule.mode is Mode.EVAL:
         return
     peak = peaks(schedule, precedence)
@@ -34,7 +36,7 @@ def verify(profile: ModelProfile, plan: Plan, schedule: Schedule) -> None:
     }
     for tier, (peak_bytes, limit_bytes, moment) in limits.items():
         if peak_bytes > limit_bytes:
-            change = remedy(profile, plan, schedule, tier, peak_bytes, moment)
+            change = remedy(profile, placement, schedule, tier, peak_bytes, moment)
             raise _too_many(tier, peak_bytes, limit_bytes, moment, change)
 
 

@@ -15,7 +15,7 @@ from hightide.planner.cost import forecast
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.memory import bytes_forecast, peaks
-from hightide.planner.place import blocks_in_effect, owners, widest_tick
+from hightide.planner.placement import Placement
 from hightide.planner.solution import Searched
 
 NOISE = 1e-6  # of a step: what sums of floating-point numbers are off
@@ -52,7 +52,8 @@ class Reasons:
 def why(solution: Searched, block: str) -> Reasons:
     problem, profile, plan = solution.problem, solution.profile, solution.plan
     index = find_block([one.name for one in plan.blocks], block)
-    planned, owner = blocks_in_effect(plan)[index], owners(plan)[index]
+    placement = solution.placement
+    planned, owner = placement.blocks_in_effect[index], placement.owners[index]
     step_s = solution.step.step_s
     now = bytes_forecast(solution.training, solution.peaks, problem.machine)
     alternatives = []
@@ -62,8 +63,9 @@ def why(solution: Searched, block: str) -> Reasons:
             check_plan(profile, changed)
         except InfeasiblePlan:  # not a way to plan this block
             continue
-        schedule = lower(profile, changed, Mode.TRAIN)
-        other_s = forecast(problem, changed, schedule).step_s
+        changed_placement = Placement(changed)
+        schedule = lower(profile, changed, Mode.TRAIN, changed_placement)
+        other_s = forecast(problem, changed_placement, schedule).step_s
         then = bytes_forecast(schedule, peaks(schedule), problem.machine)
         gpu, host, disk = then.gpu_bytes, then.host_peak_bytes, then.disk_peak_bytes
         above = gpu - plan.gpu_limit_bytes, host - plan.host_limit_bytes, disk - plan.disk_limit_bytes
@@ -118,7 +120,7 @@ def _with_block(profile: ModelProfile, plan: Plan, index: int, block: BlockPlan)
     blocks = (*plan.blocks[:index], block, *plan.blocks[index + 1 :])
     changed = replace(plan, blocks=blocks)
     called = {call.block for call in profile.calls}
-    before, after = widest_tick(plan, called), widest_tick(changed, called)
+    before, after = (Placement(one).widest_tick(called) for one in (plan, changed))
     slots, grad_slots = (
         widest + max(0, has - needed) if widest else 0
         for widest, has, needed in zip(after, (plan.num_slots, plan.num_grad_slots), before, strict=True)

@@ -11,7 +11,6 @@ from hightide.planner.explain import precisions
 from hightide.planner.floor import floors
 from hightide.planner.helpful import Change, Improvements
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.place import blocks_in_effect
 from hightide.planner.problem import Problem
 from hightide.planner.solution import Searched
 from hightide.planner.why import Reasons
@@ -125,6 +124,7 @@ def subject(name: str, problem: Problem) -> Subject:
 
 def outlook(found: Searched) -> Outlook:
     profile, plan, step = found.profile, found.plan, found.step
+    placement = found.placement
     alone = floors(found)
     lanes = tuple(
         LaneUse(lane, step.simulated.busy_s[lane], step.simulated.stall_s.get(lane, 0.0), alone[lane]) for lane in Lane
@@ -140,11 +140,11 @@ def outlook(found: Searched) -> Outlook:
         issue_s=step.issue_s,
         tiers=_tiers(found),
         lanes=lanes,
-        precisions=tuple(Precision(*row) for row in precisions(profile, plan).items()),
+        precisions=tuple(Precision(*row) for row in precisions(profile, placement).items()),
         micro_batch=plan.micro_batch,
         update=plan.update,
         gradients=plan.gradients,
-        blocks=blocks_in_effect(plan),
+        blocks=placement.blocks_in_effect,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hightide.ir.tier import ChunkKind
+from hightide.ir.tier import Tier
 from hightide.profiler.state import GlobalRandom
 from hightide.runtime.chunks import Chunks
 
@@ -59,7 +59,7 @@ class _Former:
         chunk, entry = chunks.places[key]
         home = chunks.view_of(chunks.home(chunk), entry)
         param.data = home.to(self._device, copy=True)
-        if chunks.is_on_host(chunk, ChunkKind.PARAM):
+        if chunks.placed[chunk].home is Tier.HOST:
             chunks.host.give_back(home)
 
     def restore_options(self) -> None:

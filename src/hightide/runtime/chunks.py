@@ -17,25 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from hightide.ir.block import ModelProfile
-from hightide.ir.chunk import ChunkSpec, Placement
+from hightide.ir.chunk import ChunkSpec, ParamRange
 from hightide.ir.plan import Plan
 from hightide.ir.refusal import Refused
+from hightide.ir.state_spec import MASTER, REMAINDER, STATE_DTYPE_BYTES, StateSpec
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.machine import return_freed_memory
-from hightide.planner.place import (
-    grad_dtype,
-    grad_slot_bytes,
-    grad_width,
-    has_host_params,
-    host_grad_bytes,
-    in_grad_slot,
-    is_used_up,
-    params_on_gpu,
-    rounds_gradient,
-    rounds_in_place,
-    slot_bytes,
-    staging_bytes,
-)
+from hightide.planner.placement import STAGING, Buffer, ChunkPlace, Placement
 from hightide.progress import tell
 from hightide.runtime.absent import absent_class
 from hightide.runtime.origin import Origin
@@ -46,8 +34,9 @@ from hightide.runtime.staging import Staging
 from hightide.stores.base import Accelerator, Region, Store
 from hightide.stores.host import HostArena
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in STATE_DTYPE_BYTES}
 GRAD_DTYPE = torch.float32
+_LABELS = {ChunkKind.PARAM: "parameters", ChunkKind.GRAD: "gradients", ChunkKind.STATE: "optimizer states"}
 RETURN_BYTES = 2**27  # of originals, while a model is loaded: as much of it may exist twice
 WRITTEN_WHILE_ABSENT = (
     "the parameter {name!r} was written to while its values were elsewhere; the write is lost. Use "
@@ -73,31 +62,23 @@ class Chunks:
         parameters: Mapping[str, nn.Parameter],
     ):
         """Takes all the memory; `load` moves values in."""
-        self._plan = plan
-        self.layout = plan.layout
+        placement = Placement(plan)
+        self.placed: tuple[ChunkPlace, ...] = placement.chunks  # by the number of the chunk
         self.specs: tuple[ChunkSpec, ...] = plan.layout.chunks
         self.gpu, self.host = gpu, host
+        self._stores: Mapping[Tier, Store] = {Tier.GPU: gpu, Tier.HOST: host}
         self.parameters = parameters
-        # What the plan says of each chunk: asked for at every turn.
-        self._params_tiers = [Tier.GPU if params_on_gpu(plan, spec) else Tier.HOST for spec in self.specs]
-        self._states_tiers = [plan.blocks[spec.block].states for spec in self.specs]
-        self._in_grad_slot = [in_grad_slot(plan, spec) for spec in self.specs]
-        self._is_used_up = [is_used_up(plan, spec) for spec in self.specs]
-        self._grad_dtypes = [DTYPES[grad_dtype(plan, spec)] for spec in self.specs]
-        self._rounds = [rounds_gradient(plan, spec) for spec in self.specs]
-        self._rounds_in_place = [rounds_in_place(plan, spec) for spec in self.specs]
 
         self.shapes = {spec.name: spec.shape for spec in profile.params}
-        self.by_block = [self._chunks_of(block.index) for block in profile.blocks]
+        self.by_block = [tuple(place.chunk.index for place in places) for places in placement.by_block]
         self._params_of_block = [frozenset(block.params) for block in profile.blocks]
 
         self.places = {entry.param: (spec.index, entry) for spec in self.specs for entry in spec.params}
 
-        widths = [self.layout.num_slots(spec) for spec in self.specs]
-        self.param_slots = SlotTable(plan.num_slots, widths)
-        self.grad_slots = SlotTable(plan.num_grad_slots, [grad_width(self.layout, spec) for spec in self.specs])
-        self.slot_bytes = slot_bytes(plan)
-        self.grad_slot_bytes = grad_slot_bytes(plan)
+        self.param_slots = SlotTable(plan.num_slots, [place.num_slots for place in self.placed])
+        self.grad_slots = SlotTable(plan.num_grad_slots, [place.num_grad_slots for place in self.placed])
+        self.slot_bytes = placement.buffer_bytes[Buffer.SLOT]
+        self.grad_slot_bytes = placement.buffer_bytes[Buffer.GRAD_SLOT]
         pool_bytes, grad_pool_bytes = plan.num_slots * self.slot_bytes, plan.num_grad_slots * self.grad_slot_bytes
         self._slots = gpu.allocate(pool_bytes, "slots") if pool_bytes else None
         self._slots_address = 0
@@ -105,7 +86,7 @@ class Chunks:
 
         self._leaving, self._arriving, self._rounding = (
             Staging(gpu, gpu.allocate(num_bytes, "gradient staging")) if num_bytes else None
-            for num_bytes in staging_bytes(plan)
+            for num_bytes in (placement.buffer_bytes[buffer] for buffer in STAGING)
         )
 
         self._regions: dict[tuple[int, ChunkKind, Tier], Region] = {}
@@ -122,7 +103,7 @@ class Chunks:
         self.taken: list[str] = []  # parameters whose values have moved in
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self._version_means_nothing: set[str] = set()
-        self._placed: dict[tuple[int, int | None], list[Placement]] = {}
+        self._placed: dict[tuple[int, int | None], list[ParamRange]] = {}
         self._made: dict[tuple[int, int | None, int | None], list[tuple[str, Tensor, set[int]]]] = {}
         self._made_grads: dict[tuple[int, int | None], dict[str, Tensor]] = {}
         self._flats: dict[tuple[Tier, int, torch.dtype, int, int], Tensor] = {}
@@ -133,42 +114,25 @@ class Chunks:
 
     # -- places ---------------------------------------------------------------------------------------------------
 
-    def params_tier(self, chunk: int) -> Tier:
-        return self._params_tiers[chunk]
-
-    def states_tier(self, chunk: int) -> Tier:
-        return self._states_tiers[chunk]
-
-    def is_streamed(self, chunk: int) -> bool:
-        return self._params_tiers[chunk] is not Tier.GPU
-
-    def in_grad_slot(self, chunk: int) -> bool:
-        """Its gradient is summed in a slot; else at a place of its own on the GPU."""
-        return self._in_grad_slot[chunk]
-
-    def is_used_up(self, chunk: int) -> bool:
-        """Its gradient leaves its slot with the update, and has no home."""
-        return self._is_used_up[chunk]
-
-    def rounds_in_place(self, chunk: int) -> bool:
-        return self._rounds_in_place[chunk]
-
     def home(self, chunk: int) -> Tensor:
         """The chunk's parameters where the update writes them."""
-        tier = Tier.GPU if (chunk, ChunkKind.PARAM, Tier.HOST) not in self._regions else Tier.HOST
-        return self.flat(chunk, ChunkKind.PARAM, tier)
+        return self.flat(chunk, ChunkKind.PARAM, self.placed[chunk].home)
 
-    def flat(self, chunk: int, kind: ChunkKind, tier: Tier, array: int = 0) -> Tensor:
-        """One flat array of a chunk at its fixed place on a tier. STATE has several arrays."""
+    def flat(self, chunk: int, kind: ChunkKind, tier: Tier) -> Tensor:
+        """A chunk's parameters or gradient, flat, at their fixed place on a tier."""
         spec = self.specs[chunk]
-        store = self.gpu if tier is Tier.GPU else self.host
-        region = self._regions[chunk, kind, tier]
+        store, region = self._stores[tier], self._regions[chunk, kind, tier]
         if kind is ChunkKind.PARAM:
             return self._at(store, region, DTYPES[spec.dtype], 0, spec.numel)
-        if kind is ChunkKind.GRAD:
-            dtype = GRAD_DTYPE if tier is Tier.GPU else self.grad_dtype(chunk)
-            return self._at(store, region, dtype, 0, spec.trainable_numel)
-        return self._at(store, region, torch.float32, array * spec.optimised_numel * 4, spec.optimised_numel)
+        assert kind is ChunkKind.GRAD, "states are several arrays"
+        dtype = GRAD_DTYPE if tier is Tier.GPU else self.grad_dtype(chunk)
+        return self._at(store, region, dtype, 0, spec.trainable_numel)
+
+    def state(self, chunk: int, state: StateSpec) -> Tensor:
+        """One array of what updates keep of a chunk, flat."""
+        spec, tier = self.specs[chunk], self.placed[chunk].states
+        region, offset = self._regions[chunk, ChunkKind.STATE, tier], spec.state_offsets[state]
+        return self._at(self._stores[tier], region, DTYPES[state.dtype], offset, state.numel(spec.optimised_numel))
 
     def _at(self, store: Store, region: Region, dtype: torch.dtype, offset_bytes: int, numel: int) -> Tensor:
         """A view of a place that never moves: made once."""
@@ -184,7 +148,7 @@ class Chunks:
 
     def param_on_gpu(self, chunk: int) -> Tensor:
         spec = self.specs[chunk]
-        if not self.is_streamed(chunk):
+        if not self.placed[chunk].is_streamed:
             return self.flat(chunk, ChunkKind.PARAM, Tier.GPU)
         first = self.param_slots.first(chunk)
         assert first is not None and self._slots is not None, f"chunk {chunk} is not on the GPU"
@@ -192,7 +156,7 @@ class Chunks:
 
     def grad_on_gpu(self, chunk: int) -> Tensor:
         spec = self.specs[chunk]
-        if not self.in_grad_slot(chunk):
+        if not self.placed[chunk].in_grad_slot:
             return self.flat(chunk, ChunkKind.GRAD, Tier.GPU)
         first = self.grad_slots.first(chunk)
         assert first is not None and self._grad_slots is not None, f"the gradient of chunk {chunk} is not on the GPU"
@@ -215,29 +179,29 @@ class Chunks:
 
     def grad_dtype(self, chunk: int) -> torch.dtype:
         """Of a finished gradient. Its sum on the GPU is fp32."""
-        return self._grad_dtypes[chunk]
+        return DTYPES[self.placed[chunk].grad_dtype]
 
     def send_gradient(self, chunk: int) -> int:
         """From its slot home, on the d2h lane. Returns the bytes moved."""
         region, source = self.region(chunk, ChunkKind.GRAD, Tier.HOST), self.grad_on_gpu(chunk)
-        if self._leaving is not None and self._rounds[chunk]:
+        if self._leaving is not None and self.placed[chunk].rounds:
             self._leaving.send(source, self.grad_dtype(chunk), self.host, region)
         else:
             self.host.write(region, source).wait()
-        return host_grad_bytes(self._plan, self.specs[chunk])
+        return self.placed[chunk].grad_bytes
 
     def bring_gradient(self, chunk: int) -> int:
         """From home into its slot, on the h2d lane. Returns the bytes moved."""
         region, target = self.region(chunk, ChunkKind.GRAD, Tier.HOST), self.grad_on_gpu(chunk)
-        if self._arriving is not None and self._rounds[chunk]:
+        if self._arriving is not None and self.placed[chunk].rounds:
             self._arriving.bring(target, self.grad_dtype(chunk), self.host, region)
         else:
             self.host.read(region, target).wait()
-        return host_grad_bytes(self._plan, self.specs[chunk])
+        return self.placed[chunk].grad_bytes
 
     def round_gradient(self, chunk: int) -> None:
         """Where it is on the GPU, on the stream that computes."""
-        if self._rounding is not None and self._rounds[chunk]:
+        if self._rounding is not None and self.placed[chunk].rounds:
             self._rounding.round(self.grad_on_gpu(chunk), self.grad_dtype(chunk))
 
     def slot_offset(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -257,7 +221,7 @@ class Chunks:
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
-    def placements(self, chunk: int, block: int | None = None) -> list[Placement]:
+    def placements(self, chunk: int, block: int | None = None) -> list[ParamRange]:
         """The parameters of a chunk; with `block`, only those that this block uses."""
         if (chunk, block) not in self._placed:
             self._placed[chunk, block] = [
@@ -267,8 +231,14 @@ class Chunks:
             ]
         return self._placed[chunk, block]
 
-    def view_of(self, flat: Tensor, entry: Placement) -> Tensor:
-        return flat[entry.offset_numel : entry.offset_numel + entry.numel].view(self.shapes[entry.param])
+    def view_of(self, flat: Tensor, entry: ParamRange) -> Tensor:
+        return flat[entry.within()].view(self.shapes[entry.param])
+
+    def state_of(self, key: str, state: StateSpec) -> Tensor:
+        """One array of what updates keep of a parameter that is optimised, in its shape in a state dict."""
+        chunk, entry = self.places[key]
+        flat = self.state(chunk, state)[entry.within(state.per_numel)]
+        return flat.view(state.shape(self.shapes[key], entry.numel))
 
     def bind(self, chunk: int, block: int | None = None) -> None:
         on_cpu = self.gpu.device.type == "cpu"
@@ -297,7 +267,7 @@ class Chunks:
 
     def _views(self, chunk: int, block: int | None) -> list[tuple[str, Tensor, set[int]]]:
         """The parameters of a chunk where it is now. A slot is always at the same place, so they are made once."""
-        place = (chunk, block, self.param_slots.first(chunk) if self.is_streamed(chunk) else None)
+        place = (chunk, block, self.param_slots.first(chunk) if self.placed[chunk].is_streamed else None)
         if place not in self._made:
             entries = self.placements(chunk, block)
             with torch.inference_mode(False):  # they outlive it
@@ -311,7 +281,7 @@ class Chunks:
         if key in self._version_means_nothing:
             return
         version = self.parameters[key]._version
-        elsewhere = self.specs[chunk].has_master or (chunk, ChunkKind.PARAM, Tier.HOST) in self._regions
+        elsewhere = self.specs[chunk].has_master or self.placed[chunk].home is not Tier.GPU
         if self._versions.setdefault(key, version) != version and elsewhere:
             self._versions[key] = version
             raise Refused(WRITTEN_WHILE_ABSENT.format(name=key))
@@ -332,15 +302,16 @@ class Chunks:
         self.view_of(self.home(chunk), entry).copy_(value)
         if master is not None and not rounds_to(master, value):
             self._set_master(key, value)
-        self.stale[chunk] = (chunk, ChunkKind.PARAM, Tier.HOST) in self._regions and not self.is_streamed(chunk)
+        place = self.placed[chunk]
+        self.stale[chunk] = place.is_refreshed
         self.show(key)
         param = self.parameters[key]
-        param.data = self._absent[key] if self.is_streamed(chunk) else self.view_of(self.param_on_gpu(chunk), entry)
+        param.data = self._absent[key] if place.is_streamed else self.view_of(self.param_on_gpu(chunk), entry)
         self._versions[key] = param._version
         self._hide(key)
 
     def unbind(self, chunk: int, block: int | None = None) -> None:
-        streamed = self.is_streamed(chunk)
+        streamed = self.placed[chunk].is_streamed
         for entry in self.placements(chunk, block):
             if streamed:
                 self.show(entry.param)  # after an exception in `bind` it may not have been bound at all
@@ -363,7 +334,8 @@ class Chunks:
         """For parameters whose values are not always on the GPU, or not always the newest there. Loose ones are."""
         names = {id(param): name for name, param in self.parameters.items()}
         kinds = {kind: absent_class(kind, names) for kind in set(self._classes.values())}
-        hidden = [spec for spec in self.specs if has_host_params(self._plan, spec) and spec.block not in loose]
+        places = (place for place in self.placed if place.home is not Tier.GPU)
+        hidden = [place.chunk for place in places if place.chunk.block not in loose]
         return {entry.param: kinds[self._classes[entry.param]] for spec in hidden for entry in spec.params}
 
     def let_go(self) -> None:
@@ -377,17 +349,14 @@ class Chunks:
         if self._slots is not None:
             self._slots_address = self.gpu.view(self._slots, torch.uint8).data_ptr()
         for spec in self.specs:
-            if not self.is_streamed(spec.index):
+            if not self.placed[spec.index].is_streamed:
                 self.bind(spec.index)
         for key in self.parameters:
             self._hide(key)
 
-    def is_on_host(self, chunk: int, kind: ChunkKind) -> bool:
-        return (chunk, kind, Tier.HOST) in self._regions
-
     def refresh(self, chunk: int) -> None:
         """Persistent parameters whose home is on host get its values; nothing may be under way."""
-        if not self.is_streamed(chunk) and self.is_on_host(chunk, ChunkKind.PARAM):
+        if self.placed[chunk].is_refreshed:
             self.flat(chunk, ChunkKind.PARAM, Tier.GPU).copy_(self.home(chunk))
             self.stale[chunk] = False
 
@@ -399,23 +368,10 @@ class Chunks:
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
-    def _chunks_of(self, block: int) -> tuple[int, ...]:
-        return tuple(spec.index for spec in self.specs if block in spec.users)
-
     def _allocate(self, spec: ChunkSpec) -> None:
-        on_gpu = self.params_tier(spec.index) is Tier.GPU
-        states = self.states_tier(spec.index)
-        states_store = self.gpu if states is Tier.GPU else self.host
-        label = "persistent chunks"
-        if on_gpu:
-            self._regions[spec.index, ChunkKind.PARAM, Tier.GPU] = self.gpu.allocate(spec.param_bytes, label)
-        if has_host_params(self._plan, spec):
-            self._regions[spec.index, ChunkKind.PARAM, Tier.HOST] = self.host.allocate(spec.param_bytes, "parameters")
-        if spec.grad_bytes and not self.is_used_up(spec.index):
-            grad_bytes = spec.grad_bytes if states is Tier.GPU else host_grad_bytes(self._plan, spec)
-            self._regions[spec.index, ChunkKind.GRAD, states] = states_store.allocate(grad_bytes, "gradients")
-        if num_bytes := spec.state_bytes:
-            self._regions[spec.index, ChunkKind.STATE, states] = states_store.allocate(num_bytes, "optimizer states")
+        for (kind, tier), num_bytes in self.placed[spec.index].copies.items():
+            label = "persistent chunks" if (kind, tier) == (ChunkKind.PARAM, Tier.GPU) else _LABELS[kind]
+            self._regions[spec.index, kind, tier] = self._stores[tier].allocate(num_bytes, label)
 
     def load(self, origins: Mapping[str, Origin], begins: bool = True) -> None:
         """Moves the model's values into the chunks, one chunk at a time: the originals are freed on the way. Values
@@ -425,7 +381,7 @@ class Chunks:
         for number, spec in enumerate(self.specs):
             tell("moving values to their places", f"chunk {number + 1} of {len(self.specs)}")
             home = self.home(spec.index)
-            _zero(self.gpu if home.device.type != "cpu" else self.host, home)
+            _zero(self._stores[self.placed[spec.index].home], home)
             for entry in spec.params:
                 if entry.param in origins:
                     origins[entry.param].fill(self.view_of(home, entry))
@@ -435,10 +391,10 @@ class Chunks:
                 self._make_absent(entry.param)
                 self.taken.append(entry.param)
             self._clear_states(spec)  # moments are zero, and a master begins as the parameter: without a remainder
-            if begins and spec.has_master and (master := self.master(spec.index)) is not None:
-                master.copy_(home[: spec.optimised_numel])
+            if begins and MASTER in spec.states and spec.optimised_numel:
+                self.state(spec.index, MASTER).copy_(home[: spec.optimised_numel])
             self.refresh(spec.index)
-            if not self.is_streamed(spec.index):
+            if not self.placed[spec.index].is_streamed:
                 self.param_copies[spec.index].move(Residency.CLEAN)
             freed_bytes += spec.param_bytes
             if freed_bytes >= RETURN_BYTES or spec is self.specs[-1]:
@@ -447,9 +403,9 @@ class Chunks:
         self.take_hold()
 
     def _clear_states(self, spec: ChunkSpec) -> None:
-        tier = self.states_tier(spec.index)
+        tier = self.placed[spec.index].states
         if (region := self._regions.get((spec.index, ChunkKind.STATE, tier))) is not None:
-            store = self.gpu if tier is Tier.GPU else self.host
+            store = self._stores[tier]
             _zero(store, store.view(region, torch.uint8))
 
     def _make_absent(self, key: str) -> None:
@@ -462,39 +418,26 @@ class Chunks:
             param.data = self._absent[key]
 
     def states(self, chunk: int) -> list[Tensor]:
-        """All that an update keeps of a chunk, as flat arrays: moments, then the master or what the values lack of
-        it."""
-        spec, tier = self.specs[chunk], self.states_tier(chunk)
-        if not spec.state_bytes:
-            return []
-        num_arrays = spec.num_states - spec.has_remainder
-        arrays = [self.flat(chunk, ChunkKind.STATE, tier, array) for array in range(num_arrays)]
-        remainder = self.remainder(chunk)
-        return arrays if remainder is None else [*arrays, remainder]
+        """All that updates keep of a chunk, as flat arrays."""
+        spec = self.specs[chunk]
+        return [self.state(chunk, state) for state in spec.states] if spec.optimised_numel else []
 
     def states_of(self, key: str) -> list[Tensor]:
-        """Of one parameter that is optimised, in its shape."""
-        chunk, entry = self.places[key]
-        return [self.view_of(state, entry) for state in self.states(chunk)]
+        """Of one parameter that is optimised."""
+        return [self.state_of(key, state) for state in self.specs[self.places[key][0]].states]
 
     def remainder(self, chunk: int) -> Tensor | None:
         """What the parameters lack of their masters, if they are bf16; see [Note: masters in two parts]."""
-        spec, tier = self.specs[chunk], self.states_tier(chunk)
-        if not spec.has_remainder:
-            return None
-        store = self.gpu if tier is Tier.GPU else self.host
-        region = self._regions[chunk, ChunkKind.STATE, tier]
-        return self._at(store, region, torch.int16, spec.moment_bytes, spec.optimised_numel)
+        return self.state(chunk, REMAINDER) if self.specs[chunk].has_remainder else None
 
     def master(self, chunk: int) -> Tensor | None:
-        """What the update works on, fp32: the home itself, or the master copy (the last STATE array). None: it is in
-        two parts."""
+        """What the update works on, fp32: the home itself, or the master copy. None: it is in two parts."""
         spec = self.specs[chunk]
         if spec.has_remainder:
             return None
         if not spec.has_master:
             return self.home(chunk)[: spec.optimised_numel]
-        return self.flat(chunk, ChunkKind.STATE, self.states_tier(chunk), spec.num_states - 1)
+        return self.state(chunk, MASTER)
 
     def master_of(self, key: str) -> Tensor | None:
         """The fp32 master copy of one parameter, in its shape and to be read; None where the parameter is its own. One
@@ -502,11 +445,9 @@ class Chunks:
         if not self._has_own_master(key):
             return None
         chunk, entry = self.places[key]
-        if (remainder := self.remainder(chunk)) is not None:
-            return join(self.view_of(self.home(chunk), entry).cpu(), self.view_of(remainder, entry).cpu())
-        master = self.master(chunk)
-        assert master is not None
-        return self.view_of(master, entry)
+        if self.specs[chunk].has_remainder:
+            return join(self.view_of(self.home(chunk), entry).cpu(), self.state_of(key, REMAINDER).cpu())
+        return self.state_of(key, MASTER)
 
     def _has_own_master(self, key: str) -> bool:
         chunk, entry = self.places[key]
@@ -522,9 +463,7 @@ class Chunks:
             for part, place in zip(parts, (self.home(chunk), remainder), strict=True):
                 self.view_of(place, entry).copy_(part)
         else:
-            master = self.master_of(key)
-            assert master is not None
-            master.copy_(value)
+            self.state_of(key, MASTER).copy_(value)
 
     def restore_master(self, key: str, saved: Tensor) -> bool:
         """Takes a saved master copy, if it is one of the parameter's present values."""

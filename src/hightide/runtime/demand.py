@@ -86,7 +86,7 @@ class Demands:
 
     def send_away(self, chunk: int) -> None:
         """A gradient without a home is used up: its update is due anyway."""
-        if self._chunks.is_used_up(chunk):
+        if self._chunks.placed[chunk].is_used_up:
             self.update(chunk)
         else:
             self.write_back(chunk)
@@ -101,7 +101,7 @@ class Demands:
         after = [ticket for ticket in earlier if ticket is not None]
         work = self._performer.update(chunk)
         name = ActionKey(Op.UPDATE, chunk)
-        if self._chunks.states_tier(chunk) is Tier.GPU:
+        if self._chunks.placed[chunk].states is Tier.GPU:
             with self._chunks.gpu.meter("updates"):
                 self._flight.lanes.run_inline(name, work)
             return
@@ -115,4 +115,4 @@ class Demands:
         return self._flight.lanes.submit(f"demand.{what}.{chunk}.{self._count}", lane, 0, after, work)
 
     def _num_slots(self, chunk: int) -> int:
-        return self._chunks.layout.num_slots(self._chunks.specs[chunk])
+        return self._chunks.placed[chunk].num_slots

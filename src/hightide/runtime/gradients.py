@@ -17,7 +17,7 @@ from torch import Tensor
 from hightide.forks import Birthplace
 from hightide.interrupts import held
 from hightide.ir.block import ModelProfile
-from hightide.ir.chunk import Placement
+from hightide.ir.chunk import ParamRange
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import ChunkKind, Tier
@@ -149,7 +149,7 @@ class Gradients:
             if received:
                 norms = torch._foreach_norm(list(received.values()))
                 self._norms.update(zip(received, norms, strict=True))
-        if self._chunks.rounds_in_place(chunk):  # see [Note: rounded gradients]
+        if self._chunks.placed[chunk].rounds_in_place:  # see [Note: rounded gradients]
             self._chunks.round_gradient(chunk)
         with Disabled():
             for key in mine:
@@ -191,7 +191,7 @@ class Gradients:
     def move_to(self, chunks: Chunks) -> None:
         """Gradients are the same, at other places, and nothing is under way: what users keep of `p.grad` stays good."""
         self._chunks = chunks
-        self._entries: list[list[Placement]] = [
+        self._entries: list[list[ParamRange]] = [
             [entry for entry in spec.params if entry.param in self._placeholders] for spec in chunks.specs
         ]
         self._used: dict[tuple[int, int | None], list[str]] = {}
@@ -226,7 +226,7 @@ class Gradients:
 
     # -- for the update -------------------------------------------------------------------------------------------
 
-    def ready(self, chunk: int) -> list[tuple[Placement, Factor]]:
+    def ready(self, chunk: int) -> list[tuple[ParamRange, Factor]]:
         """The parameters of a chunk that have a gradient, with the factor that the update must apply."""
         self._collect_loose(chunk)
         placed = self._chunks.specs[chunk].params
@@ -242,7 +242,7 @@ class Gradients:
     def _factor_at(self, chunk: int, key: str) -> Factor:
         """A factor that was computed on the GPU comes to host updates without anyone waiting for the GPU here."""
         factor = self._factor.get(key, 1.0)
-        if isinstance(factor, Tensor) and self._chunks.states_tier(chunk) is Tier.HOST:
+        if isinstance(factor, Tensor) and self._chunks.placed[chunk].states is Tier.HOST:
             if id(factor) not in self._on_host:
                 self._on_host[id(factor)] = HostNumber(factor)
             return self._on_host[id(factor)]
@@ -250,9 +250,8 @@ class Gradients:
 
     def flat(self, chunk: int) -> Tensor:
         """The gradient at the place where the update reads it."""
-        if self._chunks.is_used_up(chunk):
-            return self._chunks.grad_on_gpu(chunk)
-        return self._chunks.flat(chunk, ChunkKind.GRAD, self._chunks.states_tier(chunk))
+        tier = self._chunks.placed[chunk].grad
+        return self._chunks.grad_on_gpu(chunk) if tier is None else self._chunks.flat(chunk, ChunkKind.GRAD, tier)
 
     def _collect_loose(self, chunk: int) -> None:
         """Plain autograd made the gradients of loose parameters; bring them to their place in the chunk."""

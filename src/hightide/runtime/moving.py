@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Tier
-from hightide.planner.place import has_host_params
+from hightide.planner.placement import Placement
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.gradients import Gradients
 from hightide.stores.arena import ArenaStore
@@ -27,9 +27,9 @@ TILE_BYTES = 2**22  # as much exists twice
 
 def waiting_bytes(plan: Plan) -> int:
     """What will wait in host memory, at most."""
-    chunks = plan.layout.chunks
-    params = sum(chunk.param_bytes for chunk in chunks if not has_host_params(plan, chunk))
-    states = (chunk for chunk in chunks if plan.blocks[chunk.block].states is Tier.GPU)
+    places = Placement(plan).chunks
+    params = sum(place.chunk.param_bytes for place in places if place.home is Tier.GPU)
+    states = (place.chunk for place in places if place.states is Tier.GPU)
     return params + sum(chunk.state_bytes + chunk.grad_bytes for chunk in states)
 
 
@@ -47,9 +47,12 @@ class Luggage:
         capacity_bytes = waiting_bytes(plan) + num_flats * ALIGN_BYTES
         self._waiting = HostArena(capacity_bytes, huge_bytes=capacity_bytes)
         self._flats = {
-            place: arrays if chunks.is_on_host(*place) else [self._taken(flat) for flat in arrays]
-            for place, arrays in flats.items()
+            (chunk, kind): arrays if self._is_on_host(chunk, kind) else [self._taken(flat) for flat in arrays]
+            for (chunk, kind), arrays in flats.items()
         }
+
+    def _is_on_host(self, chunk: int, kind: ChunkKind) -> bool:
+        return self._chunks.placed[chunk].tier_of(kind) is Tier.HOST
 
     def _taken(self, flat: Tensor) -> Tensor:
         region = self._waiting.allocate(flat.nbytes, "waiting")
@@ -74,9 +77,11 @@ class Luggage:
     def hand_over(self, key: str, kind: ChunkKind, targets: Sequence[Tensor]) -> None:
         """What there is of a parameter, to its new place: once."""
         chunk, entry = self._chunks.places[key]
-        store: ArenaStore = self._chunks.host if self._chunks.is_on_host(chunk, kind) else self._waiting
-        for flat, target in zip(self._flats[chunk, kind], targets, strict=True):
-            source = self._chunks.view_of(flat, entry).view(-1)
+        store: ArenaStore = self._chunks.host if self._is_on_host(chunk, kind) else self._waiting
+        states = self._chunks.specs[chunk].states
+        per_numels = [state.per_numel for state in states] if kind is ChunkKind.STATE else [1]
+        for flat, per_numel, target in zip(self._flats[chunk, kind], per_numels, targets, strict=True):
+            source = flat[entry.within(per_numel)]
             tile_numel = TILE_BYTES // source.element_size()
             for old, new in zip(source.split(tile_numel), target.view(-1).split(tile_numel), strict=True):
                 new.copy_(old)

@@ -234,7 +234,7 @@ class Performer:
 
     def update(self, chunk: int) -> Work:
         assert self.updates is not None, "a schedule with updates needs an optimizer"
-        used_up = self.chunks.is_used_up(chunk)
+        used_up = self.chunks.placed[chunk].is_used_up
         if used_up and self.chunks.grad_slots.first(chunk) is None:
             return _nothing
         apply = self.updates.prepare(chunk)
@@ -248,7 +248,7 @@ class Performer:
             home.move(Residency.HELD)
             apply()
             home.move(Residency.CLEAN)
-            self.chunks.stale[chunk] = self.chunks.states_tier(chunk) is Tier.HOST
+            self.chunks.stale[chunk] = self.chunks.placed[chunk].states is Tier.HOST
             if used_up:
                 self.drop_gradient(chunk)
 

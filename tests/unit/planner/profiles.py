@@ -17,17 +17,18 @@ from hightide.planner.cost import StepForecast, forecast
 from hightide.planner.layout import pack, slot_sizes
 from hightide.planner.loss import loss_tile_tokens
 from hightide.planner.lower import lower
-from hightide.planner.place import uses_disk, widest_tick
+from hightide.planner.placement import Placement
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.verify import verify
 
 
 def verify_within(profile: ModelProfile, plan: Plan, schedule: Schedule, gpu_bytes: int, host_bytes: int) -> None:
-    verify(profile, replace(plan, gpu_limit_bytes=gpu_bytes, host_limit_bytes=host_bytes), schedule)
+    verify(profile, Placement(replace(plan, gpu_limit_bytes=gpu_bytes, host_limit_bytes=host_bytes)), schedule)
 
 
 def forecast_of(profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine) -> StepForecast:
-    return forecast(Problem(profile, costs, machine, Terms.of(plan)), plan, lower(profile, plan, Mode.TRAIN))
+    problem = Problem(profile, costs, machine, Terms.of(plan))
+    return forecast(problem, Placement(plan), lower(profile, plan, Mode.TRAIN))
 
 
 @dataclass
@@ -159,8 +160,8 @@ def finish(
         explanation="",
         disk_limit_bytes=2**60,
     )
-    slots, grad_slots = widest_tick(plan, {entry.block for entry in profile.calls})
-    buffers = num_disk_buffers if uses_disk(plan) else 0
+    slots, grad_slots = Placement(plan).widest_tick({entry.block for entry in profile.calls})
+    buffers = num_disk_buffers if Placement(plan).uses_disk else 0
     return replace(plan, num_slots=slots + spare, num_grad_slots=grad_slots + spare_grad, num_disk_buffers=buffers)
 
 

@@ -15,7 +15,7 @@ import models
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
-from hightide.planner.place import widest_tick
+from hightide.planner.placement import Placement
 from hightide.planner.solution import Solution
 from hightide.runtime import moving
 from hightide.runtime.chunks import Chunks
@@ -45,7 +45,7 @@ def placed(plan: Plan, kind: str) -> Plan:
         for block in plan.blocks
     )
     plan = replace(plan, blocks=blocks, loss_kept_tokens=0)
-    slots, grad_slots = widest_tick(plan, {call.block for call in profile_of(plan).calls})
+    slots, grad_slots = Placement(plan).widest_tick({call.block for call in profile_of(plan).calls})
     return replace(plan, num_slots=slots + (slots > 0), num_grad_slots=grad_slots)
 
 

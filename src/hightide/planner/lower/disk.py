@@ -18,13 +18,6 @@ from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower.draft import Draft
-from hightide.planner.place import (
-    grad_on_disk,
-    params_on_disk,
-    read_state_bytes,
-    states_on_disk,
-    written_state_bytes,
-)
 
 
 @dataclass
@@ -78,15 +71,15 @@ def move_through_disk(
 def _away(
     draft: Draft, ring: _Ring, action: Action, updated: dict[int | None, Action], written: Written
 ) -> list[Action]:
-    if action.op is not Op.WRITE_BACK or not states_on_disk(draft.plan, chunk := draft.chunk(action)):
+    if action.op is not Op.WRITE_BACK or (place := draft.place_of(action)).states is not Tier.DISK:
         return [action]
     buffer, before = Place(Tier.HOST, ring.buffer), ring.before
     entry = action.changed(target=buffer, after=(*action.after, *([before.id] if before else [])))
-    if not grad_on_disk(draft.plan, chunk):
-        ring.pass_through(entry, updated[chunk.index])
+    if place.grad is None:
+        ring.pass_through(entry, updated[action.chunk])
         return [entry]
     exit = action.changed(
-        id=ActionKey(Op.WRITE, chunk.index, ChunkKind.GRAD, action.id.at),
+        id=ActionKey(Op.WRITE, place.chunk.index, ChunkKind.GRAD, action.id.at),
         op=Op.WRITE,
         lane=Lane.DISK_WRITE,
         source=buffer,
@@ -101,12 +94,12 @@ def _away(
 
 def _towards(draft: Draft, ring: _Ring, action: Action, written: Written) -> list[Action]:
     """A parameter as its last update has left it, or a sum as this pass or the one before has."""
-    if action.op is not Op.FETCH:
+    if action.op is not Op.FETCH or action.kind is None:
         return [action]
-    chunk = draft.chunk(action)
-    is_param = action.kind is ChunkKind.PARAM
-    if not (params_on_disk(draft.plan, chunk) if is_param else grad_on_disk(draft.plan, chunk)):
+    place = draft.place_of(action)
+    if place.tier_of(action.kind) is not Tier.DISK:
         return [action]
+    chunk, is_param = place.chunk, action.kind is ChunkKind.PARAM
     buffer, after = Place(Tier.HOST, ring.buffer), [ring.before] if ring.before else []
     stored = ActionKey(Op.WRITE, chunk.index, ChunkKind.STATE)
     earlier: tuple[ActionKey, ...] = (stored,) if is_param and chunk.optimised_numel else ()
@@ -131,30 +124,30 @@ def _towards(draft: Draft, ring: _Ring, action: Action, written: Written) -> lis
 
 def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list[Action]:
     """In backward, states are read ahead of their gradient, as soon as a buffer is free."""
-    chunk = draft.chunk(action)
-    if not states_on_disk(draft.plan, chunk):
+    place = draft.place_of(action)
+    if place.states is not Tier.DISK:
         return [action]
     buffer, after = Place(Tier.HOST, ring.buffer), [ring.before] if ring.before else []
-    after += [one for one in written.values() if one.chunk == chunk.index]
+    after += [one for one in written.values() if one.chunk == action.chunk]
     begin = draft.ticks[-1].tick if draft.plan.update is Update.DEFERRED else len(draft.profile.calls) - 1
     read = action.changed(
-        id=ActionKey(Op.READ, chunk.index, ChunkKind.STATE),
+        id=ActionKey(Op.READ, place.chunk.index, ChunkKind.STATE),
         op=Op.READ,
         lane=Lane.DISK_READ,
         opens=max([begin, *(one.opens for one in after)]),
         source=Place(Tier.DISK),
         target=buffer,
-        num_bytes=read_state_bytes(draft.plan, chunk),
+        num_bytes=place.read_bytes,
         after=tuple(one.id for one in after),
-        after_prev=(ActionKey(Op.WRITE, chunk.index, ChunkKind.STATE),),
+        after_prev=(ActionKey(Op.WRITE, place.chunk.index, ChunkKind.STATE),),
     )
     write = action.changed(
-        id=ActionKey(Op.WRITE, chunk.index, ChunkKind.STATE),
+        id=ActionKey(Op.WRITE, place.chunk.index, ChunkKind.STATE),
         op=Op.WRITE,
         lane=Lane.DISK_WRITE,
         source=buffer,
         target=Place(Tier.DISK),
-        num_bytes=written_state_bytes(draft.plan, chunk),
+        num_bytes=place.written_bytes,
         after=(action.id,),
     )
     ring.pass_through(read, write)
