@@ -47,6 +47,7 @@ from hightide.machine import return_freed_memory
 from hightide.planner.cost import forecast, with_peaks
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks, reserved_bytes
+from hightide.planner.placement import Placement
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search import search
 from hightide.rehearsal.rehearse import rehearse
@@ -119,7 +120,7 @@ def predict(names: list[str], machine: Machine, device: torch.device, compile: b
 def tell(profile: ModelProfile, costs: Costs, name: str, machine: Machine, process_bytes: int, cuda: bool) -> Told:
     plan = Plan.load(FOLDER / f"{name}.json")
     schedule = lower(with_peaks(profile, costs), plan, Mode.TRAIN)
-    step = forecast(Problem(profile, costs, machine, Terms.of(plan)), plan, schedule)
+    step = forecast(Problem(profile, costs, machine, Terms.of(plan)), Placement(plan), schedule)
     return Told(
         step_s=step.step_s,
         issue_s=step.issue_s,
@@ -221,7 +222,7 @@ def search_all(names: list[str], machine: Machine) -> None:
         found = search(problem)
         took_s = time.perf_counter() - started_s
         by_hand = Plan.load(FOLDER / f"{name}.json")
-        by_hand_s = forecast(problem, by_hand, lower(profile, by_hand, Mode.TRAIN)).step_s
+        by_hand_s = forecast(problem, Placement(by_hand), lower(profile, by_hand, Mode.TRAIN)).step_s
         chosen, gain = found.candidate, found.step.step_s / by_hand_s - 1
         print(f"{name:26} {by_hand_s:6.3f} s {found.step.step_s:6.3f} s {gain:+7.1%}  {took_s:4.1f} s", end="")
         print(f"  micro-batch {chosen.micro_batch}, {len(chosen.whole)} whole, {len(chosen.keep)} keep", flush=True)

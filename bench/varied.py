@@ -209,9 +209,10 @@ def main() -> int:
         if label != "automatic again" and time.perf_counter() - started_s > options.budget:
             print(f"# {label}: no time left of {options.budget:.0f} s")
             continue
+        solution = Solution.of(problem.profile, plan)
         if rows:
-            run.move_to(Solution.of(problem.profile, plan))
-        told_s = forecast(problem, plan, Solution.of(problem.profile, plan).training).step_s
+            run.move_to(solution)
+        told_s = forecast(problem, solution.placement, solution.training).step_s
         rows.append(Row(label, plan, told_s, measure(run, step, options.steps)))
         print(
             f"# {label}: {rows[-1].found_s:.3f} s, {time.perf_counter() - started_s:.0f} s since the start", flush=True

@@ -15,6 +15,7 @@ from hightide.ir.action import Mode
 from hightide.ir.plan import Forecast
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks, reserved_bytes
+from hightide.planner.solution import Solution
 from hightide.runtime.run import _forecast
 from unit.planner.profiles import plan_with, stack
 
@@ -87,9 +88,9 @@ def test_a_plan_of_another_kind_of_device_is_forecast_in_the_bytes_of_this_one()
     simulated = replace(plan_with(profile), forecast=Forecast(peak_bytes, 6, step_s=0.5))
     real = replace(simulated, forecast=replace(simulated.forecast, gpu_reserved_bytes=reserved))
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
-    for plan in (simulated, real):
-        assert _forecast(plan, schedule, cpu) == simulated.forecast
-        assert _forecast(plan, schedule, cuda) == real.forecast
+    for solution in (Solution.of(profile, plan) for plan in (simulated, real)):
+        assert _forecast(solution, cpu) == simulated.forecast
+        assert _forecast(solution, cuda) == real.forecast
 
 
 def test_a_plan_whose_tensors_fit_is_not_refused_for_what_torch_reserves_but_warned_of(recwarn: Any) -> None:

@@ -19,6 +19,7 @@ from hightide.planner.cost import forecast
 from hightide.planner.layout import pack, slot_sizes
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
+from hightide.planner.placement import Placement
 from hightide.planner.problem import Problem, Terms
 from unit.planner.profiles import Sketch, build, call, finish, param
 
@@ -83,7 +84,7 @@ class SmallProblem:
             schedule = lower(self.profile, plan, Mode.TRAIN)
             peak = peaks(schedule)
             if peak.gpu_peak_bytes <= self.gpu_bytes and peak.host_peak_bytes <= self.host_bytes:
-                best_s = min(best_s, forecast(self.asked, plan, schedule).step_s)
+                best_s = min(best_s, forecast(self.asked, Placement(plan), schedule).step_s)
         return best_s
 
     def with_limits(self, gpu_share: float, host_share: float) -> SmallProblem:

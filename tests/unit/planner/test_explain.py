@@ -19,7 +19,7 @@ from unit.planner.test_why import GPU, REAL
 def text_of(profile, plan, machine=None):
     schedule = lower(profile, plan, Mode.TRAIN)
     plan = replace(plan, forecast=bytes_forecast(schedule, peaks(schedule), machine))
-    return explain(profile, plan, schedule, peaks(schedule))
+    return explain(profile, Placement(plan), schedule, peaks(schedule))
 
 
 def test_equal_consecutive_blocks_are_one_row():

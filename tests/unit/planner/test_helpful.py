@@ -94,7 +94,8 @@ def test_what_is_priced_is_what_the_option_says(
     monkeypatch.setattr(helpful_module, "nearby_step_s", record)
     asked = ASKED.with_terms(gpu_bytes=gpu_bytes, host_bytes=host_bytes)
     full = replace(answer().plan.forecast, host_peak_bytes=host_bytes)
-    found = replace(answer(), problem=asked, plan=replace(answer().plan, forecast=full))
+    placement = answer().placement.of(replace(answer().plan, forecast=full))
+    found = replace(answer(), problem=asked, placement=placement)
     sizes = {"--gpu": "gpu_bytes", "--host": "host_bytes"}
     named = improvements(found, Leeway(gpu_memory_bytes), lambda: True).found
     words = [(one, *one.change.option.split()) for one in named]

@@ -19,6 +19,7 @@ from hightide.planner.cost import seconds_of
 from hightide.planner.estimate import estimate
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
+from hightide.planner.placement import Placement
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search import search
 from hightide.planner.simulate import simulate
@@ -71,7 +72,7 @@ def test_no_plan_is_lastingly_faster_than_its_bound(data: st.DataObject) -> None
     problem = Problem(profile, costs, MACHINE, Terms.of(plan))
     simulated = simulate(lower(profile, plan, Mode.TRAIN), seconds_of(profile, plan, costs), MACHINE, num_passes=12)
     twelve_s = simulated.begin_s + simulated.step_s
-    bound_s = least_step_s(problem, plan)
+    bound_s = least_step_s(problem, Placement(plan))
     assert 10 * bound_s <= twelve_s * 1.000001  # updates of the last ones are not done yet
 
 

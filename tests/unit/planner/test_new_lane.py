@@ -19,6 +19,7 @@ from hightide.planner.compare import compare
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
+from hightide.planner.placement import Placement
 from hightide.planner.precedence import Precedence
 from hightide.planner.simulate import Span, simulate
 from hightide.planner.solution import Solution
@@ -78,10 +79,10 @@ def test_only_a_lane_that_works_in_order_orders_its_actions(network: Lane, plann
 
 
 def test_its_orders_are_verified(network: Lane, planned: Schedule) -> None:
-    verify(PROFILE, PLAN, planned)
+    verify(PROFILE, Placement(PLAN), planned)
     back = next(action for action in planned.actions if action.op is Op.UNSTASH)
     with pytest.raises(InfeasiblePlan, match="may still be running"):
-        verify(PROFILE, PLAN, edited(planned, back.changed(after=())))
+        verify(PROFILE, Placement(PLAN), edited(planned, back.changed(after=())))
 
 
 def test_without_contention_it_runs_at_its_own_speed(network: Lane) -> None:
@@ -115,7 +116,7 @@ def test_what_it_did_is_compared(network: Lane, planned: Schedule) -> None:
 
 def test_a_simulated_step_shows_it(network: Lane, planned: Schedule) -> None:
     made = with_speeds(Speeds((network,), (300.0,)))
-    solution = Solution(PROFILE, PLAN, planned, peaks(planned))
+    solution = Solution(PROFILE, Placement(PLAN), planned, peaks(planned))
     timeline = simulated_timeline(solution, simulate(planned, one_second, made), made)
     assert codec.from_json(Timeline, codec.to_json(timeline)) == timeline
     panel = data_of(timeline_html("a plan", timeline))["panels"][0]

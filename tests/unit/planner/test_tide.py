@@ -15,6 +15,7 @@ from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import Part, Timeline
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
+from hightide.planner.placement import Placement
 from hightide.planner.simulate import simulate
 from hightide.planner.solution import Solution
 from hightide.planner.tide import base_parts, simulated_timeline
@@ -26,7 +27,7 @@ PROFILE = stack(4)
 
 def timeline_of(plan: Plan, profile=PROFILE, speed: float = 4096.0, mode: Mode = Mode.TRAIN) -> Timeline:
     schedule = lower(profile, plan, mode)
-    solution = Solution(profile, plan, schedule, peaks(schedule))
+    solution = Solution(profile, Placement(plan), schedule, peaks(schedule))
     on = machine(alone=speed, shared=0.7)
     return simulated_timeline(solution, simulate(solution.training, one_second, on), on)
 

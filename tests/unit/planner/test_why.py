@@ -15,6 +15,7 @@ from hightide.planner.candidate import Candidate
 from hightide.planner.estimate import estimate
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks, reserved_bytes
+from hightide.planner.placement import Placement
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.solution import Searched
 from hightide.planner.why import Alternative, why
@@ -37,7 +38,7 @@ def solved(plan: Plan, costs: Costs = COSTS, machine: Machine = GPU) -> Searched
     """As if a search had found it."""
     assert plan.profile is not None
     problem = Problem(plan.profile, costs, machine, Terms.of(plan))
-    return Searched.made(problem, Candidate(plan.micro_batch), plan, num_simulated=0)
+    return Searched.made(problem, Candidate(plan.micro_batch), Placement(plan), num_simulated=0)
 
 
 def alternatives(plan: Plan, block: str = "layers.2") -> dict[str, Alternative]:
