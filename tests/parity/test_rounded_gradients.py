@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import hightide
 import models
 from hightide.ir.plan import Activation, BlockPlan, GradientDtype, Plan
-from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.ir.tier import Lane, Tier
 from hightide.planner import place
 from hightide.planner.lower import lower_all
 from hightide.planner.lower.effects import host_base_bytes
@@ -94,7 +94,7 @@ def masters(run: Run) -> dict[str, Tensor]:
     for key, (chunk, entry) in run.chunks.places.items():
         if entry.offset_numel < run.chunks.specs[chunk].optimised_numel:
             master = run.chunks.master_of(key)
-            values[key] = (run.chunks.view_of(run.chunks.home(chunk), entry) if master is None else master).clone()
+            values[key] = (run.chunks.value(key).view if master is None else master).clone()
     return values
 
 
@@ -308,9 +308,9 @@ def test_bytes_are_what_the_plan_says(name, where, gradients):
     assert staging == gpu_staging_bytes(run.plan) and (staging > 0) == (gradients == "param")
     assert run.host.used_bytes == host_base_bytes(run.plan)
     at_home = [
-        run.chunks.flat(spec.index, ChunkKind.GRAD, H)
+        run.chunks.grad(spec.index)
         for spec in run.chunks.specs
-        if spec.trainable_numel and run.chunks.states_tier(spec.index) is H
+        if spec.trainable_numel and not run.chunks.updates_on_gpu(spec.index)
     ]
     assert {value.dtype for value in at_home} <= {BF16 if gradients == "param" else torch.float32}
     moved_before = dict(run.performer.moved_bytes)
@@ -326,7 +326,7 @@ def test_bytes_are_what_the_plan_says(name, where, gradients):
     scheduled = sum(a.num_bytes for a in forecast[hightide.ir.action.Mode.TRAIN].lane(Lane.D2H))  # type: ignore[attr-defined]
     assert run.performer.moved_bytes[Lane.D2H] - moved_before.get(Lane.D2H, 0) == 2 * scheduled
     assert scheduled >= sum(
-        host_grad_bytes(run.plan, spec) for spec in run.chunks.specs if run.chunks.states_tier(spec.index) is H
+        host_grad_bytes(run.plan, spec) for spec in run.chunks.specs if not run.chunks.updates_on_gpu(spec.index)
     )
     hightide.unwrap(model)
 
@@ -370,8 +370,7 @@ def test_gradients_can_be_read_scaled_and_replaced(where):
     key = next(key for key in run.parameters if key.startswith("layers.1."))
     param = run.parameters[key]
     read = param.grad.clone()
-    chunk, entry = run.chunks.places[key]
-    at_rest = run.chunks.view_of(run.gradients.flat(chunk), entry)
+    at_rest = run.gradients.place_of(key).view
     assert torch.equal(at_rest.float(), read.float()), "what is at rest is exactly what is read"
     param.grad.mul_(0.3)
     assert torch.equal(param.grad.clone(), (read.float() * 0.3).to(BF16))
@@ -386,7 +385,7 @@ def test_gradients_can_be_read_scaled_and_replaced(where):
 
 
 def wrapped_moments(optimizer: Any, key: str) -> list[Tensor]:
-    return optimizer._updates.moments.of(key)
+    return [moment.view for moment in optimizer._updates.moments.of(key)]
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -401,7 +400,7 @@ def test_what_rests_is_representable_and_frozen_parameters_have_none(where):
         if spec.trainable_numel:
             if spec.index in run.gradients.exits:
                 run.gradients.exits[spec.index].settle()
-            value = run.gradients.flat(spec.index)
+            value = run.chunks.grad(spec.index).view
             assert torch.equal(value.float(), value.to(BF16).float()) and value.any()
     optimizer.step()
     after = model.state_dict()

@@ -65,6 +65,13 @@ def has_host_params(plan: Plan, chunk: ChunkSpec) -> bool:
     return is_refreshed(plan, chunk) or not (params_on_gpu(plan, chunk) or params_on_disk(plan, chunk))
 
 
+def params_home(plan: Plan, chunk: ChunkSpec) -> Tier:
+    """Where an update leaves them."""
+    if has_host_params(plan, chunk):
+        return Tier.HOST
+    return Tier.DISK if params_on_disk(plan, chunk) else Tier.GPU
+
+
 def states_on_disk(plan: Plan, chunk: ChunkSpec) -> bool:
     return plan.blocks[chunk.block].states is Tier.DISK and chunk.trainable_numel > 0
 

@@ -1,5 +1,5 @@
-"""The bytes of all chunks: homes on host, persistent places and slots on the GPU, and the parameters that are bound
-to them.
+"""The bytes of all chunks: their homes in the stores of all tiers, persistent places and slots on the accelerator, and
+the parameters that are bound to them.
 
 [Note: absent parameters] A parameter that is not in use is a NaN scalar expanded to its shape: shapes stay true, and
 reads and writes raise, see [Note: reading absent parameters]. (What goes round that reads NaN, and writes raise: one
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +27,15 @@ from hightide.planner.place import (
     grad_dtype,
     grad_slot_bytes,
     grad_width,
-    has_host_params,
-    host_grad_bytes,
     in_grad_slot,
     is_used_up,
+    params_home,
     params_on_gpu,
     rounds_gradient,
     rounds_in_place,
     slot_bytes,
     staging_bytes,
+    states_on_gpu,
 )
 from hightide.progress import tell
 from hightide.runtime.absent import absent_class
@@ -43,8 +44,8 @@ from hightide.runtime.remainder import join, split
 from hightide.runtime.residency import Copy, Residency
 from hightide.runtime.slots import SlotTable
 from hightide.runtime.staging import Staging
-from hightide.stores.base import Accelerator, Region, Store
-from hightide.stores.host import HostArena
+from hightide.stores.array import Array
+from hightide.stores.base import Accelerator, Store
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GRAD_DTYPE = torch.float32
@@ -62,25 +63,27 @@ OTHER_DATA = (
 
 
 class Chunks:
-    """Where every chunk's bytes are, on every tier."""
+    """Where every chunk's bytes are. What is not at hand on the accelerator is an Array, of whatever store the plan
+    says."""
 
     def __init__(
         self,
         profile: ModelProfile,
         plan: Plan,
-        gpu: Accelerator,
-        host: HostArena,
+        stores: Mapping[Tier, Store],
         parameters: Mapping[str, nn.Parameter],
     ):
         """Takes all the memory; `load` moves values in."""
         self._plan = plan
         self.layout = plan.layout
         self.specs: tuple[ChunkSpec, ...] = plan.layout.chunks
-        self.gpu, self.host = gpu, host
         self.parameters = parameters
+        gpu = stores[Tier.GPU]
+        assert isinstance(gpu, Accelerator)
+        self.gpu = gpu
         # What the plan says of each chunk: asked for at every turn.
-        self._params_tiers = [Tier.GPU if params_on_gpu(plan, spec) else Tier.HOST for spec in self.specs]
-        self._states_tiers = [plan.blocks[spec.block].states for spec in self.specs]
+        self._is_streamed = [not params_on_gpu(plan, spec) for spec in self.specs]
+        self._updates_on_gpu = [states_on_gpu(plan, spec) for spec in self.specs]
         self._in_grad_slot = [in_grad_slot(plan, spec) for spec in self.specs]
         self._is_used_up = [is_used_up(plan, spec) for spec in self.specs]
         self._grad_dtypes = [DTYPES[grad_dtype(plan, spec)] for spec in self.specs]
@@ -108,12 +111,15 @@ class Chunks:
             for num_bytes in staging_bytes(plan)
         )
 
-        self._regions: dict[tuple[int, ChunkKind, Tier], Region] = {}
+        self._persistent: list[Array | None] = []  # parameters that stay on the accelerator
+        self._homes: list[Array] = []
+        self._grads: list[Array | None] = []
+        self._states: list[list[Array]] = []
         for spec in self.specs:
-            self._allocate(spec)
+            self._allocate(spec, stores)
         self.param_copies = [Copy(f"param {spec.index} on gpu") for spec in self.specs]
         self.grad_copies = [Copy(f"gradient {spec.index} on gpu") for spec in self.specs]
-        self.homes = [Copy(f"param {spec.index} at home", Residency.CLEAN) for spec in self.specs]
+        self.home_copies = [Copy(f"param {spec.index} at home", Residency.CLEAN) for spec in self.specs]
         self.stale = [False] * len(self.specs)  # persistent on the GPU, but updated on host since
         self._scalars = {
             name: torch.full((), math.nan, dtype=param.dtype, device=gpu.device) for name, param in parameters.items()
@@ -124,7 +130,7 @@ class Chunks:
         self._placed: dict[tuple[int, int | None], list[Placement]] = {}
         self._made: dict[tuple[int, int | None, int | None], list[tuple[str, Tensor, set[int]]]] = {}
         self._made_grads: dict[tuple[int, int | None], dict[str, Tensor]] = {}
-        self._flats: dict[tuple[Tier, int, torch.dtype, int, int], Tensor] = {}
+        self._in_slots: dict[tuple[int, ChunkKind, int], Array] = {}
         self._classes: dict[str, type] = {name: type(param) for name, param in parameters.items()}
         loose = {block.index for block in profile.blocks if block.loose}
         self._loose = [spec.index for spec in self.specs if spec.block in loose]
@@ -132,14 +138,12 @@ class Chunks:
 
     # -- places ---------------------------------------------------------------------------------------------------
 
-    def params_tier(self, chunk: int) -> Tier:
-        return self._params_tiers[chunk]
-
-    def states_tier(self, chunk: int) -> Tier:
-        return self._states_tiers[chunk]
-
     def is_streamed(self, chunk: int) -> bool:
-        return self._params_tiers[chunk] is not Tier.GPU
+        return self._is_streamed[chunk]
+
+    def updates_on_gpu(self, chunk: int) -> bool:
+        """Updates run where the states are: on the accelerator, or on the host."""
+        return self._updates_on_gpu[chunk]
 
     def in_grad_slot(self, chunk: int) -> bool:
         """Its gradient is summed in a slot; else at a place of its own on the GPU."""
@@ -152,50 +156,61 @@ class Chunks:
     def rounds_in_place(self, chunk: int) -> bool:
         return self._rounds_in_place[chunk]
 
-    def home(self, chunk: int) -> Tensor:
+    def home(self, chunk: int) -> Array:
         """The chunk's parameters where the update writes them."""
-        tier = Tier.GPU if (chunk, ChunkKind.PARAM, Tier.HOST) not in self._regions else Tier.HOST
-        return self.flat(chunk, ChunkKind.PARAM, tier)
+        return self._homes[chunk]
 
-    def flat(self, chunk: int, kind: ChunkKind, tier: Tier, array: int = 0) -> Tensor:
-        """One flat array of a chunk at its fixed place on a tier. STATE has several arrays."""
-        spec = self.specs[chunk]
-        store = self.gpu if tier is Tier.GPU else self.host
-        region = self._regions[chunk, kind, tier]
-        if kind is ChunkKind.PARAM:
-            return self._at(store, region, DTYPES[spec.dtype], 0, spec.numel)
-        if kind is ChunkKind.GRAD:
-            dtype = GRAD_DTYPE if tier is Tier.GPU else self.grad_dtype(chunk)
-            return self._at(store, region, dtype, 0, spec.trainable_numel)
-        return self._at(store, region, torch.float32, array * spec.optimised_numel * 4, spec.optimised_numel)
+    def value(self, key: str) -> Array:
+        """One parameter, at home."""
+        chunk, entry = self.places[key]
+        return self.part(self._homes[chunk], entry)
 
-    def _at(self, store: Store, region: Region, dtype: torch.dtype, offset_bytes: int, numel: int) -> Tensor:
-        """A view of a place that never moves: made once."""
-        place = (store.tier, region.offset, dtype, offset_bytes, numel)
-        view = self._flats.get(place)
-        if view is None:
-            with torch.inference_mode(False):  # it outlives it
-                view = self._flats[place] = store.view(region, dtype, offset_bytes, numel)
-        return view
+    def grad(self, chunk: int) -> Array:
+        """The chunk's gradient where the update reads it."""
+        home = self._grads[chunk]
+        return self._grad_in_slot(chunk) if home is None else home
 
-    def region(self, chunk: int, kind: ChunkKind, tier: Tier) -> Region:
-        return self._regions[chunk, kind, tier]
+    def states(self, chunk: int) -> list[Array]:
+        """All that an update keeps of a chunk: moments, then the master or what the values lack of it."""
+        return self._states[chunk]
+
+    def states_of(self, key: str) -> list[Array]:
+        """Of one parameter that is optimised, in its shape."""
+        chunk, entry = self.places[key]
+        return [self.part(state, entry) for state in self._states[chunk]]
+
+    def part(self, array: Array, entry: Placement) -> Array:
+        """One parameter's elements of a chunk's array."""
+        return array.part(entry.offset_numel, self.shapes[entry.param])
+
+    def _lives_elsewhere(self, chunk: int) -> bool:
+        """Compute finds its parameters in a copy, which an update makes obsolete."""
+        return self._homes[chunk] is not self._persistent[chunk]
 
     def param_on_gpu(self, chunk: int) -> Tensor:
-        spec = self.specs[chunk]
-        if not self.is_streamed(chunk):
-            return self.flat(chunk, ChunkKind.PARAM, Tier.GPU)
+        persistent = self._persistent[chunk]
+        if persistent is not None:
+            return persistent.view
         first = self.param_slots.first(chunk)
         assert first is not None and self._slots is not None, f"chunk {chunk} is not on the GPU"
-        return self._at(self.gpu, self._slots, DTYPES[spec.dtype], first * self.slot_bytes, spec.numel)
+        place = (chunk, ChunkKind.PARAM, first)
+        if place not in self._in_slots:
+            spec = self.specs[chunk]
+            offset_bytes = first * self.slot_bytes
+            self._in_slots[place] = Array(self.gpu, self._slots, DTYPES[spec.dtype], (spec.numel,), offset_bytes)
+        return self._in_slots[place].view
 
     def grad_on_gpu(self, chunk: int) -> Tensor:
-        spec = self.specs[chunk]
-        if not self.in_grad_slot(chunk):
-            return self.flat(chunk, ChunkKind.GRAD, Tier.GPU)
+        return (self._grad_in_slot(chunk) if self._in_grad_slot[chunk] else self.grad(chunk)).view
+
+    def _grad_in_slot(self, chunk: int) -> Array:
         first = self.grad_slots.first(chunk)
         assert first is not None and self._grad_slots is not None, f"the gradient of chunk {chunk} is not on the GPU"
-        return self._at(self.gpu, self._grad_slots, GRAD_DTYPE, first * self.grad_slot_bytes, spec.trainable_numel)
+        place = (chunk, ChunkKind.GRAD, first)
+        if place not in self._in_slots:
+            numel, offset_bytes = self.specs[chunk].trainable_numel, first * self.grad_slot_bytes
+            self._in_slots[place] = Array(self.gpu, self._grad_slots, GRAD_DTYPE, (numel,), offset_bytes)
+        return self._in_slots[place]
 
     def grad_views(self, chunk: int) -> dict[str, Tensor]:
         """The gradients of a chunk's parameters where it is on the GPU now. There are few such places: made once."""
@@ -210,7 +225,12 @@ class Chunks:
                 }
         return self._made_grads[place]
 
-    # -- gradients on their way -----------------------------------------------------------------------------------
+    # -- on their way ---------------------------------------------------------------------------------------------
+
+    def bring_param(self, chunk: int) -> int:
+        """From home to where compute finds it, on the h2d lane. Returns the bytes moved."""
+        self._homes[chunk].read(self.param_on_gpu(chunk)).wait()
+        return self._homes[chunk].nbytes
 
     def grad_dtype(self, chunk: int) -> torch.dtype:
         """Of a finished gradient. Its sum on the GPU is fp32."""
@@ -218,21 +238,21 @@ class Chunks:
 
     def send_gradient(self, chunk: int) -> int:
         """From its slot home, on the d2h lane. Returns the bytes moved."""
-        region, source = self.region(chunk, ChunkKind.GRAD, Tier.HOST), self.grad_on_gpu(chunk)
+        home, source = self.grad(chunk), self.grad_on_gpu(chunk)
         if self._leaving is not None and self._rounds[chunk]:
-            self._leaving.send(source, self.grad_dtype(chunk), self.host, region)
+            self._leaving.send(source, home)
         else:
-            self.host.write(region, source).wait()
-        return host_grad_bytes(self._plan, self.specs[chunk])
+            home.write(source).wait()
+        return home.nbytes
 
     def bring_gradient(self, chunk: int) -> int:
         """From home into its slot, on the h2d lane. Returns the bytes moved."""
-        region, target = self.region(chunk, ChunkKind.GRAD, Tier.HOST), self.grad_on_gpu(chunk)
+        home, target = self.grad(chunk), self.grad_on_gpu(chunk)
         if self._arriving is not None and self._rounds[chunk]:
-            self._arriving.bring(target, self.grad_dtype(chunk), self.host, region)
+            self._arriving.bring(target, home)
         else:
-            self.host.read(region, target).wait()
-        return host_grad_bytes(self._plan, self.specs[chunk])
+            home.read(target).wait()
+        return home.nbytes
 
     def round_gradient(self, chunk: int) -> None:
         """Where it is on the GPU, on the stream that computes."""
@@ -310,7 +330,7 @@ class Chunks:
         if key in self._version_means_nothing:
             return
         version = self.parameters[key]._version
-        elsewhere = self.specs[chunk].has_master or (chunk, ChunkKind.PARAM, Tier.HOST) in self._regions
+        elsewhere = self.specs[chunk].has_master or self._lives_elsewhere(chunk)
         if self._versions.setdefault(key, version) != version and elsewhere:
             self._versions[key] = version
             raise Refused(WRITTEN_WHILE_ABSENT.format(name=key))
@@ -328,10 +348,10 @@ class Chunks:
         that rounds to these very values stays: it knows more than they do."""
         chunk, entry = self.places[key]
         master = self.master_of(key)
-        self.view_of(self.home(chunk), entry).copy_(value)
+        self.value(key).put(value)
         if master is not None and not rounds_to(master, value):
             self._set_master(key, value)
-        self.stale[chunk] = (chunk, ChunkKind.PARAM, Tier.HOST) in self._regions and not self.is_streamed(chunk)
+        self.stale[chunk] = not self.is_streamed(chunk) and self._lives_elsewhere(chunk)
         self.show(key)
         param = self.parameters[key]
         param.data = self._absent[key] if self.is_streamed(chunk) else self.view_of(self.param_on_gpu(chunk), entry)
@@ -362,7 +382,7 @@ class Chunks:
         """For parameters whose values are not always on the GPU, or not always the newest there. Loose ones are."""
         names = {id(param): name for name, param in self.parameters.items()}
         kinds = {kind: absent_class(kind, names) for kind in set(self._classes.values())}
-        hidden = [spec for spec in self.specs if has_host_params(self._plan, spec) and spec.block not in loose]
+        hidden = [spec for spec in self.specs if self._lives_elsewhere(spec.index) and spec.block not in loose]
         return {entry.param: kinds[self._classes[entry.param]] for spec in hidden for entry in spec.params}
 
     def let_go(self) -> None:
@@ -381,40 +401,54 @@ class Chunks:
         for key in self.parameters:
             self._hide(key)
 
-    def is_on_host(self, chunk: int, kind: ChunkKind) -> bool:
-        return (chunk, kind, Tier.HOST) in self._regions
-
     def refresh(self, chunk: int) -> None:
-        """Persistent parameters whose home is on host get its values; nothing may be under way."""
-        if not self.is_streamed(chunk) and self.is_on_host(chunk, ChunkKind.PARAM):
-            self.flat(chunk, ChunkKind.PARAM, Tier.GPU).copy_(self.home(chunk))
+        """Persistent parameters get the values of their home; nothing may be under way."""
+        persistent = self._persistent[chunk]
+        if persistent is not None and self._lives_elsewhere(chunk):
+            persistent.put(self._homes[chunk].peek())
             self.stale[chunk] = False
 
     def close(self) -> None:
         """Lets go of the stores' memory, which an optimizer that is still around would otherwise hold through here."""
         self._made.clear()
         self._made_grads.clear()
-        self._flats.clear()
+        self._in_slots.clear()
+        for array in (*self._persistent, *self._homes, *self._grads, *chain.from_iterable(self._states)):
+            if array is not None:
+                array.forget_view()
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
     def _chunks_of(self, block: int) -> tuple[int, ...]:
         return tuple(spec.index for spec in self.specs if block in spec.users)
 
-    def _allocate(self, spec: ChunkSpec) -> None:
-        on_gpu = self.params_tier(spec.index) is Tier.GPU
-        states = self.states_tier(spec.index)
-        states_store = self.gpu if states is Tier.GPU else self.host
-        label = "persistent chunks"
-        if on_gpu:
-            self._regions[spec.index, ChunkKind.PARAM, Tier.GPU] = self.gpu.allocate(spec.param_bytes, label)
-        if has_host_params(self._plan, spec):
-            self._regions[spec.index, ChunkKind.PARAM, Tier.HOST] = self.host.allocate(spec.param_bytes, "parameters")
-        if spec.grad_bytes and not self.is_used_up(spec.index):
-            grad_bytes = spec.grad_bytes if states is Tier.GPU else host_grad_bytes(self._plan, spec)
-            self._regions[spec.index, ChunkKind.GRAD, states] = states_store.allocate(grad_bytes, "gradients")
-        if num_bytes := spec.state_bytes:
-            self._regions[spec.index, ChunkKind.STATE, states] = states_store.allocate(num_bytes, "optimizer states")
+    def _allocate(self, spec: ChunkSpec, stores: Mapping[Tier, Store]) -> None:
+        def taken(tier: Tier, label: str, numel: int, *dtypes: torch.dtype) -> list[Array]:
+            """Arrays of equally many elements, one behind the other."""
+            store, offset_bytes, arrays = stores[tier], 0, []
+            region = store.allocate(sum(numel * dtype.itemsize for dtype in dtypes), label)
+            for dtype in dtypes:
+                arrays.append(Array(store, region, dtype, (numel,), offset_bytes))
+                offset_bytes += arrays[-1].nbytes
+            return arrays
+
+        home, states = params_home(self._plan, spec), self._plan.blocks[spec.block].states
+        dtype, grad = DTYPES[spec.dtype], None
+        persistent: list[Array] = []
+        if not self._is_streamed[spec.index]:
+            persistent = taken(self.gpu.tier, "persistent chunks", spec.numel, dtype)
+        is_at_hand = persistent and home is self.gpu.tier
+        self._homes += persistent if is_at_hand else taken(home, "parameters", spec.numel, dtype)
+        self._persistent += persistent or [None]
+        if spec.grad_bytes and not self._is_used_up[spec.index]:
+            grad_dtype = self._grad_dtypes[spec.index] if self._in_grad_slot[spec.index] else GRAD_DTYPE
+            [grad] = taken(states, "gradients", spec.trainable_numel, grad_dtype)
+        self._grads.append(grad)
+        moments = [torch.float32] * (spec.num_states - spec.has_master)
+        master = [torch.int16 if spec.has_remainder else torch.float32] * spec.has_master
+        has_states = spec.state_bytes > 0
+        kept = taken(states, "optimizer states", spec.optimised_numel, *moments, *master) if has_states else []
+        self._states.append(kept)
 
     def load(self, origins: Mapping[str, Origin], begins: bool = True) -> None:
         """Moves the model's values into the chunks, one chunk at a time: the originals are freed on the way. Values
@@ -423,18 +457,22 @@ class Chunks:
         freed_bytes = 0
         for number, spec in enumerate(self.specs):
             tell("moving values to their places", f"chunk {number + 1} of {len(self.specs)}")
-            home = self.home(spec.index)
-            _zero(self.gpu if home.device.type != "cpu" else self.host, home)
+            home = self._homes[spec.index]
+            _zero(home)
             for entry in spec.params:
+                param, place = self.parameters[entry.param], self.part(home, entry)
                 if entry.param in origins:
-                    origins[entry.param].fill(self.view_of(home, entry))
-                elif not self.parameters[entry.param].is_meta:
-                    self.view_of(home, entry).copy_(self.parameters[entry.param].data)
+                    with place.opened(is_new=True) as target:
+                        origins[entry.param].fill(target)
+                elif not param.is_meta:
+                    place.put(param.data)
             for entry in spec.params:
                 self._make_absent(entry.param)
-            self._clear_states(spec)  # moments are zero, and a master begins as the parameter: without a remainder
-            if begins and spec.has_master and (master := self.master(spec.index)) is not None:
-                master.copy_(home[: spec.optimised_numel])
+            states = self._states[spec.index]  # moments are zero, and a master begins as the parameter: no remainder
+            for state in states:
+                _zero(state)
+            if begins and states and spec.has_master and not spec.has_remainder:
+                states[-1].put(home.part(0, states[-1].shape).peek())
             self.refresh(spec.index)
             if not self.is_streamed(spec.index):
                 self.param_copies[spec.index].move(Residency.CLEAN)
@@ -443,12 +481,6 @@ class Chunks:
                 return_freed_memory()
                 freed_bytes = 0
         self.take_hold()
-
-    def _clear_states(self, spec: ChunkSpec) -> None:
-        tier = self.states_tier(spec.index)
-        if (region := self._regions.get((spec.index, ChunkKind.STATE, tier))) is not None:
-            store = self.gpu if tier is Tier.GPU else self.host
-            _zero(store, store.view(region, torch.uint8))
 
     def _make_absent(self, key: str) -> None:
         """A meta parameter refuses other data. Its contents are swapped, so that it stays the object that the optimizer
@@ -459,52 +491,15 @@ class Chunks:
         else:
             param.data = self._absent[key]
 
-    def states(self, chunk: int) -> list[Tensor]:
-        """All that an update keeps of a chunk, as flat arrays: moments, then the master or what the values lack of
-        it."""
-        spec, tier = self.specs[chunk], self.states_tier(chunk)
-        if not spec.state_bytes:
-            return []
-        num_arrays = spec.num_states - spec.has_remainder
-        arrays = [self.flat(chunk, ChunkKind.STATE, tier, array) for array in range(num_arrays)]
-        remainder = self.remainder(chunk)
-        return arrays if remainder is None else [*arrays, remainder]
-
-    def states_of(self, key: str) -> list[Tensor]:
-        """Of one parameter that is optimised, in its shape."""
-        chunk, entry = self.places[key]
-        return [self.view_of(state, entry) for state in self.states(chunk)]
-
-    def remainder(self, chunk: int) -> Tensor | None:
-        """What the parameters lack of their masters, if they are bf16; see [Note: masters in two parts]."""
-        spec, tier = self.specs[chunk], self.states_tier(chunk)
-        if not spec.has_remainder:
-            return None
-        store = self.gpu if tier is Tier.GPU else self.host
-        region = self._regions[chunk, ChunkKind.STATE, tier]
-        return self._at(store, region, torch.int16, spec.moment_bytes, spec.optimised_numel)
-
-    def master(self, chunk: int) -> Tensor | None:
-        """What the update works on, fp32: the home itself, or the master copy (the last STATE array). None: it is in
-        two parts."""
-        spec = self.specs[chunk]
-        if spec.has_remainder:
-            return None
-        if not spec.has_master:
-            return self.home(chunk)[: spec.optimised_numel]
-        return self.flat(chunk, ChunkKind.STATE, self.states_tier(chunk), spec.num_states - 1)
-
     def master_of(self, key: str) -> Tensor | None:
         """The fp32 master copy of one parameter, in its shape and to be read; None where the parameter is its own. One
         in two parts is put together on the host: the GPU has no room for it."""
         if not self._has_own_master(key):
             return None
-        chunk, entry = self.places[key]
-        if (remainder := self.remainder(chunk)) is not None:
-            return join(self.view_of(self.home(chunk), entry).cpu(), self.view_of(remainder, entry).cpu())
-        master = self.master(chunk)
-        assert master is not None
-        return self.view_of(master, entry)
+        master = self.states_of(key)[-1].peek()
+        if self.specs[self.places[key][0]].has_remainder:
+            return join(self.value(key).peek().cpu(), master.cpu())
+        return master
 
     def _has_own_master(self, key: str) -> bool:
         chunk, entry = self.places[key]
@@ -512,22 +507,19 @@ class Chunks:
         return spec.has_master and entry.offset_numel < spec.optimised_numel
 
     def _set_master(self, key: str, value: Tensor) -> None:
-        chunk, entry = self.places[key]
-        if (remainder := self.remainder(chunk)) is not None:
+        master = self.states_of(key)[-1]
+        if self.specs[self.places[key][0]].has_remainder:
             whole = value.to("cpu", torch.float32).contiguous()
             parts = torch.empty_like(whole, dtype=torch.bfloat16), torch.empty_like(whole, dtype=torch.int16)
             split(whole, *parts)
-            for part, place in zip(parts, (self.home(chunk), remainder), strict=True):
-                self.view_of(place, entry).copy_(part)
+            self.value(key).put(parts[0])
+            master.put(parts[1])
         else:
-            master = self.master_of(key)
-            assert master is not None
-            master.copy_(value)
+            master.put(value)
 
     def restore_master(self, key: str, saved: Tensor) -> bool:
         """Takes a saved master copy, if it is one of the parameter's present values."""
-        chunk, entry = self.places[key]
-        value = self.view_of(self.home(chunk), entry)
+        value = self.value(key).peek()
         if not self._has_own_master(key) or saved.shape != value.shape or not rounds_to(saved, value):
             return False
         self._set_master(key, saved)
@@ -539,7 +531,8 @@ def rounds_to(master: Tensor, value: Tensor) -> bool:
     return torch.equal(master.to(value.dtype), value.to(master.device))  # on the master's: the GPU may have no room
 
 
-def _zero(store: Store, fresh: Tensor) -> None:
+def _zero(fresh: Array) -> None:
     """Zeros written over zeros would make memory real before it is needed."""
-    if not store.starts_zeroed:
-        fresh.zero_()
+    if not fresh.store.starts_zeroed:
+        with fresh.opened(is_new=True) as values:
+            values.zero_()

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 
 from hightide.ir.refusal import Refused
-from hightide.ir.tier import Lane, Tier
+from hightide.ir.tier import Lane
 from hightide.runtime.in_flight import InFlight
 from hightide.runtime.performer import Performer, Work
 from hightide.runtime.residency import Residency
@@ -96,7 +96,7 @@ class Demands:
         after = [ticket for ticket in earlier if ticket is not None]
         work = self._performer.update(chunk)
         name = f"update.{chunk}"
-        if self._chunks.states_tier(chunk) is Tier.GPU:
+        if self._chunks.updates_on_gpu(chunk):
             with self._chunks.gpu.meter("updates"):
                 self._flight.lanes.run_inline(name, work)
             return

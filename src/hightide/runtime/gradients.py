@@ -18,11 +18,11 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import Placement
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
-from hightide.ir.tier import ChunkKind, Tier
 from hightide.runtime.absent import Disabled
 from hightide.runtime.chunks import GRAD_DTYPE, Chunks
 from hightide.runtime.lanes import EventFence
 from hightide.runtime.placeholder import GradientPlaceholder
+from hightide.stores.array import Array
 from hightide.stores.ticket import Ticket
 
 IN_BACKWARD_REFUSAL = (
@@ -93,9 +93,8 @@ class Gradients:
     def _take_over(self, key: str, gradient: Tensor) -> None:
         """`p.grad = p.grad * 0.5` has put a plain tensor there: its values go to the gradient's home."""
         self._refuse_in_backward("replaced", "change them")
-        chunk, entry = self._chunks.places[key]
-        self._settle(chunk)
-        self._chunks.view_of(self.flat(chunk), entry).copy_(gradient.to(self._chunks.grad_dtype(chunk)))
+        self._settle(self._chunks.places[key][0])
+        self.place_of(key).put(gradient.to(self._chunks.grad_dtype(self._chunks.places[key][0])))
         self._forget(key)
         self._valid.add(key)
         self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE)
@@ -209,16 +208,17 @@ class Gradients:
 
     def _is_collected(self, key: str) -> bool:
         gradient = self._chunks.parameters[key].grad
-        return gradient is not None and gradient.data_ptr() == self.place_of(key).data_ptr()
+        return gradient is not None and gradient.data_ptr() == self.place_of(key).view.data_ptr()
 
-    def place_of(self, key: str) -> Tensor:
+    def place_of(self, key: str) -> Array:
+        """Where the update reads it."""
         chunk, entry = self._chunks.places[key]
-        return self._chunks.view_of(self.flat(chunk), entry)
+        return self._chunks.part(self._chunks.grad(chunk), entry)
 
     def is_in_place(self, key: str) -> None:
         """Its bytes have moved in."""
         if key in self._loose:
-            self._chunks.parameters[key].grad = self.place_of(key)
+            self._chunks.parameters[key].grad = self.place_of(key).view
 
     # -- for the update -------------------------------------------------------------------------------------------
 
@@ -238,17 +238,11 @@ class Gradients:
     def _factor_at(self, chunk: int, key: str) -> Factor:
         """A factor that was computed on the GPU comes to host updates without anyone waiting for the GPU here."""
         factor = self._factor.get(key, 1.0)
-        if isinstance(factor, Tensor) and self._chunks.states_tier(chunk) is Tier.HOST:
+        if isinstance(factor, Tensor) and not self._chunks.updates_on_gpu(chunk):
             if id(factor) not in self._on_host:
                 self._on_host[id(factor)] = HostNumber(factor)
             return self._on_host[id(factor)]
         return factor
-
-    def flat(self, chunk: int) -> Tensor:
-        """The gradient at the place where the update reads it."""
-        if self._chunks.is_used_up(chunk):
-            return self._chunks.grad_on_gpu(chunk)
-        return self._chunks.flat(chunk, ChunkKind.GRAD, self._chunks.states_tier(chunk))
 
     def _collect_loose(self, chunk: int) -> None:
         """Plain autograd made the gradients of loose parameters; bring them to their place in the chunk."""
@@ -257,7 +251,7 @@ class Gradients:
                 continue
             param = self._chunks.parameters[entry.param]
             if param.grad is not None and not self._is_collected(entry.param):
-                place = self.place_of(entry.param)
+                place = self.place_of(entry.param).view
                 place.copy_(param.grad)
                 param.grad = place if param.dtype == place.dtype else param.grad
 
@@ -279,12 +273,11 @@ class Gradients:
 
     def add(self, key: str, value: Tensor) -> None:
         self._refuse_in_backward("changed", "change them")
-        chunk, entry = self._chunks.places[key]
-        self._settle(chunk)
-        place = self._chunks.view_of(self.flat(chunk), entry)
-        _scale(place, self._factor.pop(key, 1.0))
-        place.add_(value.to(place.device))
-        self._norms[key] = torch.linalg.vector_norm(place, dtype=GRAD_DTYPE).to(self._chunks.gpu.device)
+        self._settle(self._chunks.places[key][0])
+        with self.place_of(key).opened() as gradient:
+            _scale(gradient, self._factor.pop(key, 1.0))
+            gradient.add_(value.to(gradient.device))
+            self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE).to(self._chunks.gpu.device)
 
     def zero(self, key: str) -> None:
         self._factor[key] = 0.0
@@ -292,10 +285,10 @@ class Gradients:
     def read(self, key: str) -> Tensor:
         """A copy of one gradient, as plain PyTorch would show it."""
         self._refuse_in_backward("read", "read them")
-        chunk, entry = self._chunks.places[key]
+        chunk, _ = self._chunks.places[key]
         if chunk in self.exits:
             self.exits[chunk].settle()
-        value = self._chunks.view_of(self.flat(chunk), entry).to(GRAD_DTYPE, copy=True)
+        value = self.place_of(key).peek().to(GRAD_DTYPE, copy=True)
         _scale(value, self._factor.get(key, 1.0))
         return value.to(self._placeholders[key].dtype).to(self._chunks.gpu.device)
 

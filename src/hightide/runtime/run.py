@@ -21,6 +21,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Forecast, Plan, Update
 from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.ir.split import Split
+from hightide.ir.tier import Tier
 from hightide.planner.memory import peaks, reserved_bytes
 from hightide.profiler.caches import Caches
 from hightide.profiler.probe import ProbeResult, probe
@@ -117,7 +118,7 @@ class Run:
     ) -> None:
         self.plan = plan
         self.gpu, self.host = _stores(self.profile, plan, schedules, device)
-        self.chunks = Chunks(self.profile, plan, self.gpu, self.host, self.parameters)
+        self.chunks = Chunks(self.profile, plan, {Tier.GPU: self.gpu, Tier.HOST: self.host}, self.parameters)
         self.chunks.load(first_values.origins)
         if first_values.initialise is not None:
             first_values.initialise(self.chunks)
@@ -157,12 +158,12 @@ class Run:
         self.chunks.let_go()
         self.gpu.vacate()
         try:
-            new_chunks = self._allocate(profile, plan, schedules)
+            taken = self._allocate(profile, plan, schedules)
         except BaseException as error:
             self._stay(luggage, error)
             raise
         try:
-            self._carry_over(luggage, new_chunks, profile, plan, schedules)
+            self._carry_over(luggage, taken, profile, plan, schedules)
         except BaseException as error:  # nothing that is known
             self._is_lost = True
             self.lanes.fail(error)
@@ -171,14 +172,14 @@ class Run:
     def _carry_over(
         self,
         luggage: Luggage,
-        new_chunks: Chunks,
+        taken: tuple[Accelerator, HostArena, Chunks],
         profile: ModelProfile,
         plan: Plan,
         schedules: Mapping[Mode, Schedule],
     ) -> None:
         gpu, host, chunks, performer, executor = self.gpu, self.host, self.chunks, self.performer, self.executor
         self.profile, self.plan = profile, plan
-        self.chunks, self.gpu, self.host = new_chunks, new_chunks.gpu, new_chunks.host
+        self.gpu, self.host, self.chunks = taken
         for param in self.parameters.values():
             increment_version(param)  # what graphs of plain autograd have saved of it is gone: their backward raises
         host.unpin()
@@ -199,13 +200,15 @@ class Run:
             module: BlockRunner(self, runner.index, runner.original) for module, runner in self.runners.items()
         }
 
-    def _allocate(self, profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> Chunks:
+    def _allocate(
+        self, profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]
+    ) -> tuple[Accelerator, HostArena, Chunks]:
         """All memory that another plan needs, or none."""
         gpu, host = _stores(profile, plan, schedules, self.gpu.device)
         try:
             for buffer in self.buffers:
                 gpu.adopt(buffer, "buffers")
-            return Chunks(profile, plan, gpu, host, self.parameters)
+            return gpu, host, Chunks(profile, plan, {Tier.GPU: gpu, Tier.HOST: host}, self.parameters)
         except BaseException:
             gpu.close()
             host.close()
@@ -436,11 +439,10 @@ class Run:
         """A copy of a parameter's present value. With `borrow` it is the very memory where it lies in RAM, to be read
         at once; it looks as if it had a storage of its own, or writers of files would take all parameters for one."""
         self.check_values()
-        chunk, entry = self.chunks.places[key]
-        self.executor.wait_for_update(chunk)
-        value = self.chunks.view_of(self.chunks.home(chunk), entry).detach()
-        has_memory = value.device.type == "cpu" and value.numel() > 0
-        return alone(value) if borrow and has_memory else value.to("cpu", copy=True)
+        self.executor.wait_for_update(self.chunks.places[key][0])
+        place = self.chunks.value(key)
+        lies_in_ram = place.is_memory and place.view.device.type == "cpu" and place.nbytes > 0
+        return alone(place.view) if borrow and lies_in_ram else place.get()
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -469,18 +471,18 @@ class Run:
     def discard(self) -> None:
         """Frees everything; the model is of no use any more."""
         self.lanes.close()
+        if self.performer.updates is not None:
+            self.performer.updates.close()
         self.chunks.close()
         self.gpu.close()
         self.host.close()
 
     def _give_back(self) -> None:
         gradients = self._take_gradients()
-        for spec in self.chunks.specs:
-            home = self.chunks.home(spec.index)
-            for entry in spec.params:
-                value = self.chunks.view_of(home, entry).to(self._device_before, copy=True)
-                self.chunks.show(entry.param)
-                self.parameters[entry.param].data = value
+        for key in self.chunks.places:
+            value = self.chunks.value(key).get(self._device_before)
+            self.chunks.show(key)
+            self.parameters[key].data = value
         for key, gradient in gradients.items():
             self.parameters[key].grad = gradient
         self._move_buffers(back=True)
