@@ -18,7 +18,9 @@ from hightide.ir.chunk import ChunkSpec
 def measure(run: Any, moved_bytes_per_step: dict[str, float], repeats: int = 3) -> dict[str, float]:
     """Seconds per step of each lane alone, and the rates behind them."""
     chunks = run.chunks
-    host_chunks = [spec for spec in chunks.specs if spec.optimised_numel and not chunks.updates_on_gpu(spec.index)]
+    host_chunks = [
+        spec for spec in chunks.specs if spec.optimised_numel and not chunks.placed[spec.index].is_updated_on_gpu
+    ]
     numel = sum(spec.optimised_numel for spec in host_chunks)
     update_s = best_s(lambda: [_update(run, spec) for spec in host_chunks], repeats) if host_chunks else 0.0
     rates = {way: _link_rate(run, way, repeats) for way in ("h2d", "d2h")}
@@ -38,7 +40,7 @@ def _update(run: Any, spec: ChunkSpec) -> None:
 
 def _link_rate(run: Any, way: str, repeats: int) -> float:
     """By copies of a streamed chunk's parameters, from pinned memory and back, as the lanes make them."""
-    streamed = [spec for spec in run.chunks.specs if run.chunks.is_streamed(spec.index)]
+    streamed = [spec for spec in run.chunks.specs if run.chunks.placed[spec.index].is_streamed]
     if not streamed or not torch.cuda.is_available():
         return float("inf")
     home = run.chunks.home(streamed[0].index).view

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from file_store import FileStore
 
+from file_store import FileStore
 from hightide.stores import pinned
 from hightide.stores.base import ALIGN_BYTES, MemoryStore, OutOfMemory, Region, Store
 from hightide.stores.cuda import CudaAccelerator

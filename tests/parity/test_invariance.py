@@ -16,7 +16,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Activation, BlockPlan, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.layout import pack
-from hightide.planner.place import widest_tick
+from hightide.planner.placement import Placement
 from hightide.profiler.model import profile_model
 
 ROOMY = hightide.Limits(gpu="16MiB", host="64MiB")
@@ -42,7 +42,7 @@ def edit(
             inputs = G
         blocks.append(block if spec.loose else BlockPlan(spec.name, params, states, activation, inputs))
     plan = replace(plan, blocks=tuple(blocks))
-    slots, grad_slots = widest_tick(plan, {call.block for call in profile.calls})
+    slots, grad_slots = Placement(plan).widest_tick({call.block for call in profile.calls})
     return replace(
         plan,
         num_slots=slots + spare_slots if slots else 0,

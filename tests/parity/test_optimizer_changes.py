@@ -21,7 +21,7 @@ import models
 from hightide.ir.plan import Activation, BlockPlan, Plan
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Tier
-from hightide.planner.place import widest_tick
+from hightide.planner.placement import Placement
 from hightide.profiler.model import profile_model
 from hightide.runtime.surgery import run_of
 
@@ -94,7 +94,7 @@ def plan_for(kind: str, place: str, update: str, dtype: torch.dtype) -> Plan:
         for spec, block in zip(profile.blocks, plan.blocks, strict=True)
     ]
     plan = replace(plan, blocks=tuple(blocks))
-    slots, grad_slots = widest_tick(plan, {call.block for call in profile.calls})
+    slots, grad_slots = Placement(plan).widest_tick({call.block for call in profile.calls})
     return replace(plan, num_slots=slots + 1 if slots else 0, num_grad_slots=grad_slots + 1 if grad_slots else 0)
 
 

@@ -20,7 +20,7 @@ from hightide.ir.plan import Activation, BlockPlan, Plan
 from hightide.ir.tier import Tier
 from hightide.optim.registry import RULES
 from hightide.planner.memory import peaks
-from hightide.planner.place import widest_tick
+from hightide.planner.placement import Placement
 from hightide.profiler.model import profile_model
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
@@ -89,7 +89,7 @@ def wrap(
         for spec, block in zip(profile.blocks, plan.blocks, strict=True)
     ]
     plan = replace(plan, blocks=tuple(blocks))
-    slots, grad_slots = widest_tick(plan, {call.block for call in profile.calls})
+    slots, grad_slots = Placement(plan).widest_tick({call.block for call in profile.calls})
     plan = replace(plan, num_slots=slots + 1 if slots else 0, num_grad_slots=grad_slots + 1 if grad_slots else 0)
     model, wrapped = hightide.wrap(model, optimizer, batch, plan=plan)
     run = run_of(model)

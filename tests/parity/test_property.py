@@ -30,7 +30,7 @@ from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.layout import pack
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
-from hightide.planner.place import widest_tick
+from hightide.planner.placement import Placement
 from hightide.planner.question import Question
 from hightide.profiler.model import profile_calls
 from hightide.runtime.surgery import run_of
@@ -205,7 +205,7 @@ def random_plan(case: Case, profile: ModelProfile, random: Random) -> hightide.P
         inputs = GPU if activation is Activation.KEEP else random.choice([HOST, GPU])
         blocks.append(block if spec.loose else BlockPlan(spec.name, params, states, activation, inputs))
     plan = replace(base, layout=layout, blocks=tuple(blocks))
-    slots, grad_slots = widest_tick(plan, {call.block for call in profile.calls})
+    slots, grad_slots = Placement(plan).widest_tick({call.block for call in profile.calls})
     plan = replace(plan, num_slots=slots + random.randrange(3), num_grad_slots=grad_slots + random.randrange(3))
     modes = [Mode.TRAIN] + ([Mode.ACCUMULATE] if case.update == "deferred" else [])
     needed = [peaks(lower(profile, plan, mode)) for mode in modes]

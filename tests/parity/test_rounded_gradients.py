@@ -19,10 +19,9 @@ import hightide
 import models
 from hightide.ir.plan import Activation, BlockPlan, GradientDtype, Plan
 from hightide.ir.tier import Lane, Tier
-from hightide.planner import place
+from hightide.planner import placement
 from hightide.planner.lower import lower_all
-from hightide.planner.lower.effects import host_base_bytes
-from hightide.planner.place import gpu_staging_bytes, host_grad_bytes, widest_tick
+from hightide.planner.placement import Placement
 from hightide.profiler.model import profile_model
 from hightide.runtime import lanes
 from hightide.runtime.run import Run
@@ -43,7 +42,7 @@ PLACES: dict[str, Callable[[int], tuple[Tier, Tier]]] = {
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every larger gradient passes through the staging in several tiles, and a tail."""
-    monkeypatch.setattr(place, "STAGING_NUMEL", 640)
+    monkeypatch.setattr(placement, "STAGING_NUMEL", 640)
 
 
 def long(*values: Any) -> Any:
@@ -72,7 +71,7 @@ def plan_for(
         tiers = PLACES[where](spec.index)
         blocks.append(block if spec.loose else BlockPlan(spec.name, *tiers, Activation.RECOMPUTE, G))
     plan = replace(plan, blocks=tuple(blocks))
-    slots, grad_slots = widest_tick(plan, {call.block for call in profile.calls})
+    slots, grad_slots = Placement(plan).widest_tick({call.block for call in profile.calls})
     return replace(plan, num_slots=slots + 1 if slots else 0, num_grad_slots=grad_slots + 1 if grad_slots else 0)
 
 
@@ -288,7 +287,7 @@ def test_an_fp32_model_is_not_touched():
     results = []
     for gradients in ("float32", "param"):
         plan = plan_for(build(), "streamed", gradients=gradients)
-        assert gpu_staging_bytes(plan) == 0
+        assert Placement(plan).staging_bytes == 0
         results.append(train(build(), stream, wrap={"plan": plan}, groups=2, clip="torch"))
     assert_same_bits(*results)
     assert results[0].stats.moved_bytes == results[1].stats.moved_bytes
@@ -305,12 +304,12 @@ def test_bytes_are_what_the_plan_says(name, where, gradients):
     pair = bf16_model(name)
     model, optimizer, run = wrapped(pair, where, gradients=gradients)
     staging = run.gpu.breakdown().get("gradient staging", 0)
-    assert staging == gpu_staging_bytes(run.plan) and (staging > 0) == (gradients == "param")
-    assert run.host.used_bytes == host_base_bytes(run.plan)
+    assert staging == Placement(run.plan).staging_bytes and (staging > 0) == (gradients == "param")
+    assert run.host.used_bytes == Placement(run.plan).base_bytes(run.plan)[H]
     at_home = [
         run.chunks.grad(spec.index)
         for spec in run.chunks.specs
-        if spec.trainable_numel and not run.chunks.updates_on_gpu(spec.index)
+        if spec.trainable_numel and run.chunks.placed[spec.index].states is H
     ]
     assert {value.dtype for value in at_home} <= {BF16 if gradients == "param" else torch.float32}
     moved_before = dict(run.performer.moved_bytes)
@@ -325,9 +324,7 @@ def test_bytes_are_what_the_plan_says(name, where, gradients):
     assert stats.peak_bytes["gpu"] <= gpu_peak
     scheduled = sum(a.num_bytes for a in forecast[hightide.ir.action.Mode.TRAIN].lane(Lane.D2H))  # type: ignore[attr-defined]
     assert run.performer.moved_bytes[Lane.D2H] - moved_before.get(Lane.D2H, 0) == 2 * scheduled
-    assert scheduled >= sum(
-        host_grad_bytes(run.plan, spec) for spec in run.chunks.specs if not run.chunks.updates_on_gpu(spec.index)
-    )
+    assert scheduled >= sum(place.grad_bytes for place in run.chunks.placed if place.states is H)
     hightide.unwrap(model)
 
 

@@ -96,7 +96,7 @@ def test_gradients_that_are_used_up_leave_their_slots_in_order(
             batch = models.vector_batch(num_samples=4)
             model, optimizer = wrapped(update, Reordered().train(), batch, lambda p: partly_streamed(p, num_grad_slots))
             run = run_of(model)
-            used_up = [spec.index for spec in run.chunks.specs if run.chunks.is_used_up(spec.index)]
+            used_up = [place.chunk.index for place in run.chunks.placed if place.is_used_up]
             assert bool(used_up) == (update == "in_backward")
             for order in ORDERS[orders]:
                 model.order = order

@@ -23,7 +23,7 @@ def aligned(numel: int) -> int:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ParamRange:
     """Where one parameter lies inside its chunk."""
 
     param: str
@@ -47,7 +47,7 @@ class ChunkSpec:
     numel: int  # whole chunk, padded
     trainable_numel: int
     optimised_numel: int
-    params: tuple[Placement, ...]
+    params: tuple[ParamRange, ...]
     num_states: int  # of each optimised element: moments, and a master where dtype is not fp32
     num_backwards: int  # how many blocks' backwards add to its gradient in one pass; 0 also where autograd does
 
@@ -89,3 +89,7 @@ class Layout:
 
     def num_slots(self, chunk: ChunkSpec) -> int:
         return max(1, -(-chunk.numel // self.slot_numel))
+
+    def num_grad_slots(self, chunk: ChunkSpec) -> int:
+        """That its gradient takes: only its trainable prefix has one."""
+        return max(1, -(-chunk.trainable_numel // self.slot_numel))

@@ -126,7 +126,7 @@ class ChunkUpdates:
 
     def _apply(self, chunk: int, ranges: list[Range], hypers: dict[int, Any]) -> None:
         whole = self._operands(chunk)
-        update = self._rule.update if self._chunks.updates_on_gpu(chunk) else self._on_host.update
+        update = self._rule.update if self._chunks.placed[chunk].is_updated_on_gpu else self._on_host.update
         for part in ranges:
             operands = whole if (part.start, part.stop) == (0, len(whole)) else whole[part.start : part.stop]
             update(operands, part.step, hypers[part.group], _number(part.factor))

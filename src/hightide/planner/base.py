@@ -6,27 +6,13 @@ so each chunk is asked about each of these homes once, and equal blocks are adde
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from itertools import product
 
 from hightide.ir.chunk import ChunkSpec, Layout
-from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.planner.choice import Choice, Problem, grad_slots_of, slots_of
-from hightide.planner.place import (
-    disk_buffer_bytes,
-    disk_chunk_bytes,
-    gpu_chunk_bytes,
-    grad_slot_bytes,
-    grad_width,
-    host_chunk_bytes,
-    in_grad_slot,
-    is_used_up,
-    params_on_gpu,
-    region_bytes,
-    slot_bytes,
-    staging_bytes,
-)
+from hightide.planner.placement import RINGS, STAGING, Buffer, ChunkPlace
 
 Home = tuple[Tier, Tier]  # of parameters and states
 
@@ -45,8 +31,8 @@ class _Share:
     """Of one block's chunks: what adds up, what all blocks share (the largest counts), and how wide its ticks are.
     Equal blocks have the same one, so that counting them needs no look inside."""
 
-    added: tuple[int, int, int]  # on GPU, host and disk
-    largest: tuple[int, ...]  # a slot, a grad slot, three staging buffers, three buffers of the disk
+    added: tuple[int, ...]  # by tier
+    largest: tuple[int, ...]  # by buffer
     has_leaving: bool  # gradients that leave the GPU
     widths: tuple[int, int]  # in slots and grad slots, of the chunks that it owns and uses
 
@@ -77,7 +63,6 @@ class _LayoutShares:
             self._owned[chunk.block].append(chunk)
         self._shared = [chunk for chunk in layout.chunks if len(chunk.users) > 1]
         self._shares: dict[Home, list[_Share]] = {}
-        self._plans: dict[Home, Plan] = {}
 
     def base(self, choice: Choice) -> Needs:
         problem, profile = self._problem, self._problem.profile
@@ -85,14 +70,17 @@ class _LayoutShares:
         by_home = {home: self._shares_in(home) for home in set(homes)}
         shares = [by_home[home][block] for block, home in enumerate(homes)]
         counts = Counter(shares)
-        gpu, host, disk = (sum(share.added[tier] * count for share, count in counts.items()) for tier in range(3))
-        slot, grad_slot, *rest = (max(sizes) for sizes in zip(*(share.largest for share in counts), strict=True))
-        staging, buffers = sum(rest[:3]), sum(rest[3:])
+        gpu, host, disk = (
+            sum(share.added[tier] * count for share, count in counts.items()) for tier, _ in enumerate(Tier)
+        )
+        largest = (max(sizes) for sizes in zip(*(share.largest for share in counts), strict=True))
+        buffers = dict(zip(Buffer, largest, strict=True))
         slots, grad_slots = self._widest(homes, shares)
         num_slots = slots_of(choice, slots)
         num_grad_slots = grad_slots_of(choice, grad_slots, any(share.has_leaving for share in counts))
-        gpu += num_slots * slot + num_grad_slots * grad_slot + staging + profile.batch_bytes + profile.buffer_bytes
-        return Needs(gpu, host + choice.disk_buffers * buffers, disk)
+        gpu += num_slots * buffers[Buffer.SLOT] + num_grad_slots * buffers[Buffer.GRAD_SLOT]
+        gpu += sum(buffers[one] for one in STAGING) + profile.batch_bytes + profile.buffer_bytes
+        return Needs(gpu, host + choice.disk_buffers * sum(buffers[one] for one in RINGS), disk)
 
     def least_bytes(self) -> int:
         memory = Tier.GPU, Tier.HOST
@@ -100,16 +88,16 @@ class _LayoutShares:
         return sum(min(sum(share.added) for share in shares) for shares in zip(*homes, strict=True))
 
     def _widest(self, homes: list[Home], shares: list[_Share]) -> tuple[int, int]:
-        """As place.widest_tick."""
+        """As Placement.widest_tick."""
         called = self._problem.called
         widths = {share.widths for block, share in enumerate(shares) if block in called}
         slots = max((width[0] for width in widths), default=0)
         grad_slots = max((width[1] for width in widths), default=0)
         for user in {user for chunk in self._shared for user in chunk.users if user in called}:
             used = [chunk for chunk in self._shared if user in chunk.users and chunk.block != user]
-            more = [self._width(homes[chunk.block], chunk) for chunk in used]
-            slots = max(slots, shares[user].widths[0] + sum(width[0] for width in more))
-            grad_slots = max(grad_slots, shares[user].widths[1] + sum(width[1] for width in more))
+            more = [self._place(homes[chunk.block], chunk) for chunk in used]
+            slots = max(slots, shares[user].widths[0] + sum(place.num_slots for place in more))
+            grad_slots = max(grad_slots, shares[user].widths[1] + sum(place.num_grad_slots for place in more))
         return slots, grad_slots
 
     def _shares_in(self, home: Home) -> list[_Share]:
@@ -121,27 +109,14 @@ class _LayoutShares:
         return self._shares[home]
 
     def _made(self, home: Home, block: int, chunks: list[ChunkSpec]) -> _Share:
-        plan = self._plan(home)
-        alone = replace(plan, layout=Layout(self._layout.slot_numel, tuple(chunks)))
-        own = [self._width(home, chunk) for chunk in chunks if block in chunk.users]
-        added = [(gpu_chunk_bytes(plan, c), host_chunk_bytes(plan, c), disk_chunk_bytes(plan, c)) for c in chunks]
-        staging = (region_bytes(num_bytes) for num_bytes in staging_bytes(alone))
+        places = [self._place(home, chunk) for chunk in chunks]
+        own = [place for place in places if block in place.chunk.users]
         return _Share(
-            added=(sum(one[0] for one in added), sum(one[1] for one in added), sum(one[2] for one in added)),
-            largest=(slot_bytes(alone), grad_slot_bytes(alone), *staging, *disk_buffer_bytes(alone)),
-            has_leaving=any(in_grad_slot(plan, chunk) and not is_used_up(plan, chunk) for chunk in chunks),
-            widths=(sum(width[0] for width in own), sum(width[1] for width in own)),
+            added=tuple(sum(place.bytes_on[tier] for place in places) for tier in Tier),
+            largest=tuple(max((place.buffer_bytes.get(b, 0) for place in places), default=0) for b in Buffer),
+            has_leaving=any(place.in_grad_slot and not place.is_used_up for place in places),
+            widths=(sum(place.num_slots for place in own), sum(place.num_grad_slots for place in own)),
         )
 
-    def _width(self, home: Home, chunk: ChunkSpec) -> tuple[int, int]:
-        plan = self._plan(home)
-        slots = 0 if params_on_gpu(plan, chunk) else self._layout.num_slots(chunk)
-        return slots, grad_width(self._layout, chunk) if in_grad_slot(plan, chunk) else 0
-
-    def _plan(self, home: Home) -> Plan:
-        """One in which all blocks live alike."""
-        if home not in self._plans:
-            plan = self._problem.build(Choice(1, slot_numel=self._layout.slot_numel))
-            blocks = tuple(replace(block, params=home[0], states=home[1]) for block in plan.blocks)
-            self._plans[home] = replace(plan, blocks=blocks)
-        return self._plans[home]
+    def _place(self, home: Home, chunk: ChunkSpec) -> ChunkPlace:
+        return self._problem.places(self._layout.slot_numel).at(chunk, *home)

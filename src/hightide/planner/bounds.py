@@ -11,44 +11,37 @@ from hightide.ir.tier import DISK_LANES, Lane, Tier
 from hightide.planner.cost import seconds_of
 from hightide.planner.lower.draft import Draft
 from hightide.planner.lower.ticks import lay_ticks
-from hightide.planner.place import (
-    grad_on_disk,
-    has_host_params,
-    host_grad_bytes,
-    params_on_disk,
-    read_state_bytes,
-    states_on_disk,
-    states_on_gpu,
-    update_bytes,
-    written_state_bytes,
-)
+from hightide.planner.placement import Placement
 
 
-def least_step_s(profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine) -> float:
+def least_step_s(
+    profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine, placement: Placement | None = None
+) -> float:
     """No simulation of this plan is shorter. Chunks that a slot may hold from forward to backward cross the link
     once."""
-    draft = Draft(profile, plan, Mode.TRAIN)
+    draft = Draft(profile, plan, Mode.TRAIN, placement)
     lay_ticks(draft)
-    seconds = seconds_of(profile, plan, costs)
+    seconds = seconds_of(profile, plan, costs, draft.placement)
     compute_s = sum(seconds(tick) for tick in draft.ticks)
     moved = dict.fromkeys((*SHARING, *DISK_LANES), 0)
     backward = {call.block for call in profile.calls if call.needs_backward}
-    for chunk in plan.layout.chunks:
-        if draft.uses.get(chunk.index) and has_host_params(plan, chunk):
-            moved[Lane.H2D] += chunk.param_bytes
-        if draft.uses.get(chunk.index) and params_on_disk(plan, chunk):
-            moved[Lane.H2D] += chunk.param_bytes
-            moved[Lane.DISK_READ] += chunk.param_bytes
-        if not backward.isdisjoint(chunk.users) and not states_on_gpu(plan, chunk):
-            moved[Lane.D2H] += host_grad_bytes(plan, chunk)
-            if chunk.optimised_numel:
-                moved[Lane.CPU] += update_bytes(plan, chunk)
-            if states_on_disk(plan, chunk):
-                gradient = host_grad_bytes(plan, chunk) if grad_on_disk(plan, chunk) else 0
-                moved[Lane.DISK_WRITE] += gradient + (written_state_bytes(plan, chunk) if chunk.optimised_numel else 0)
-                moved[Lane.DISK_READ] += read_state_bytes(plan, chunk) if chunk.optimised_numel else 0
-        elif not backward.isdisjoint(chunk.users) and chunk.optimised_numel:
-            compute_s += update_bytes(plan, chunk) / costs.update_bytes_per_s
+    for place in draft.placement.chunks:
+        chunk = place.chunk
+        if draft.uses.get(chunk.index):
+            moved[Lane.H2D] += chunk.param_bytes if place.home is not Tier.GPU else 0
+            moved[Lane.DISK_READ] += chunk.param_bytes if place.home is Tier.DISK else 0
+        if backward.isdisjoint(chunk.users):
+            continue
+        if place.states is Tier.GPU:
+            compute_s += place.update_bytes / costs.update_bytes_per_s if chunk.optimised_numel else 0.0
+            continue
+        moved[Lane.D2H] += place.grad_bytes
+        moved[Lane.DISK_WRITE] += place.grad_bytes if place.grad is Tier.DISK else 0
+        if chunk.optimised_numel:
+            moved[Lane.CPU] += place.update_bytes
+            if place.states is Tier.DISK:
+                moved[Lane.DISK_WRITE] += place.written_bytes
+                moved[Lane.DISK_READ] += place.read_bytes
     for call in profile.calls:
         if call.needs_backward and plan.blocks[call.block].inputs is Tier.HOST:
             num_bytes = call.saved_inputs.at(plan.num_samples)

@@ -9,7 +9,7 @@ from hightide.ir.plan import PLAN_VERSION, Activation, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.layout import made_again
-from hightide.planner.place import uses_disk, widest_tick
+from hightide.planner.placement import Placement
 
 
 def check_plan(profile: ModelProfile, plan: Plan) -> None:
@@ -120,9 +120,10 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
             f"loss_kept_tokens is {plan.loss_kept_tokens}, but the head ({', '.join(b.kind for b in heads)}) is more "
             "than an nn.Linear, whose logits are made again with a graph in backward; use loss_kept_tokens=0"
         )
-    if uses_disk(plan) and plan.num_disk_buffers < 1:
+    placement = Placement(plan)
+    if placement.uses_disk and plan.num_disk_buffers < 1:
         raise InfeasiblePlan("num_disk_buffers is 0, but blocks live on the disk; it must be at least 1")
-    slots, grad_slots = widest_tick(plan, {call.block for call in profile.calls})
+    slots, grad_slots = placement.widest_tick({call.block for call in profile.calls})
     if plan.num_slots < slots or plan.num_grad_slots < grad_slots:
         raise InfeasiblePlan(
             f"the plan has {plan.num_slots} slots and {plan.num_grad_slots} grad slots; its widest block needs "

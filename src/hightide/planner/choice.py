@@ -12,7 +12,7 @@ from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, Grad
 from hightide.ir.tier import Tier
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss import loss_tile_tokens, num_rows, smaller_tiles
-from hightide.planner.place import grad_slot_bytes, in_grad_slot, is_used_up, slot_bytes, uses_disk, widest_tick
+from hightide.planner.placement import Buffer, ChunkPlaces, Placement
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,23 @@ class Problem:
             disk_limit_bytes=self.disk_bytes,
             profile=self.profile,
         )
-        slots, grad_slots = widest_tick(plan, self.called)
-        has_leaving = any(in_grad_slot(plan, chunk) and not is_used_up(plan, chunk) for chunk in plan.layout.chunks)
+        placement = self.placement(plan)
+        slots, grad_slots = placement.widest_tick(self.called)
         return replace(
             plan,
             num_slots=slots_of(choice, slots),
-            num_grad_slots=grad_slots_of(choice, grad_slots, has_leaving),
-            num_disk_buffers=choice.disk_buffers if uses_disk(plan) else 0,
+            num_grad_slots=grad_slots_of(choice, grad_slots, placement.has_leaving),
+            num_disk_buffers=choice.disk_buffers if placement.uses_disk else 0,
         )
+
+    def placement(self, plan: Plan) -> Placement:
+        """Of a plan that was built here."""
+        return Placement(plan, self.places(plan.layout.slot_numel))
+
+    def places(self, slot_numel: int) -> ChunkPlaces:
+        if slot_numel not in self._places:
+            self._places[slot_numel] = ChunkPlaces(self.layout(slot_numel), self.update, self.gradients)
+        return self._places[slot_numel]
 
     def home(self, block: BlockSpec, choice: Choice) -> tuple[Tier, Tier]:
         """Of a block's parameters and states."""
@@ -118,7 +127,8 @@ class Problem:
 
     def _slots_bytes(self, slot_numel: int) -> int:
         plan = self.build(Choice(1, spare_slots=0, slot_numel=slot_numel))
-        return plan.num_slots * slot_bytes(plan) + plan.num_grad_slots * grad_slot_bytes(plan)
+        sizes = self.placement(plan).buffer_bytes
+        return plan.num_slots * sizes[Buffer.SLOT] + plan.num_grad_slots * sizes[Buffer.GRAD_SLOT]
 
     @cached_property
     def movable(self) -> tuple[int, ...]:
@@ -167,6 +177,10 @@ class Problem:
 
     @cached_property
     def _layouts(self) -> dict[int, Layout]:
+        return {}
+
+    @cached_property
+    def _places(self) -> dict[int, ChunkPlaces]:
         return {}
 
     @cached_property

@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 
 from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.block import Affine, CallSpec, ModelProfile
-from hightide.ir.chunk import ChunkSpec
 from hightide.ir.costs import CallCost, Costs, Curve
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Activation, Plan, Update
-from hightide.ir.tier import Lane
+from hightide.ir.tier import Lane, Tier
 from hightide.planner.loss import num_rows
 from hightide.planner.lower import lower
 from hightide.planner.lower.effects import micro_batch_of
-from hightide.planner.place import chunks_by_block, host_grad_bytes, rounds_gradient, rounds_in_place, states_on_gpu
+from hightide.planner.placement import ChunkPlace, Placement
 from hightide.planner.simulate import NUM_PASSES, Simulated, simulate, simulated_step_s
 
 # Seconds of the thread that runs the model, over what blocks took in a rehearsal: in training it starts copies and
@@ -50,16 +49,23 @@ def forecast(
     num_passes: int = NUM_PASSES,
 ) -> StepForecast:
     """The steady state of training steps under a plan. `schedule`: the plan's, if it has been lowered already."""
-    seconds = seconds_of(profile, plan, costs)
-    schedule = schedule or lower(profile, plan, Mode.TRAIN)
+    placement = Placement(plan)
+    seconds = seconds_of(profile, plan, costs, placement)
+    schedule = schedule or lower(profile, plan, Mode.TRAIN, placement)
     return StepForecast(simulate(schedule, seconds, machine, num_passes), _issue_s(profile, plan, costs))
 
 
 def forecast_step_s(
-    profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine, schedule: Schedule, num_passes: int
+    profile: ModelProfile,
+    plan: Plan,
+    costs: Costs,
+    machine: Machine,
+    schedule: Schedule,
+    num_passes: int,
+    placement: Placement | None = None,
 ) -> float:
     """As `forecast`, for those who compare plans."""
-    step_s = simulated_step_s(schedule, seconds_of(profile, plan, costs), machine, num_passes)
+    step_s = simulated_step_s(schedule, seconds_of(profile, plan, costs, placement), machine, num_passes)
     return max(step_s, _issue_s(profile, plan, costs))
 
 
@@ -100,10 +106,12 @@ def _line(curve: Curve) -> Affine:
     return Affine.through(low.num_samples, int(low.value), high.num_samples, int(high.value))
 
 
-def seconds_of(profile: ModelProfile, plan: Plan, costs: Costs) -> Callable[[Action], float]:
+def seconds_of(
+    profile: ModelProfile, plan: Plan, costs: Costs, placement: Placement | None = None
+) -> Callable[[Action], float]:
     """How long an action of the compute lane takes. See [Note: what the compute lane does]."""
     _check_costs(profile, costs)
-    return _Seconds(profile, plan, costs)
+    return _Seconds(profile, plan, costs, placement or Placement(plan))
 
 
 def _check_costs(profile: ModelProfile, costs: Costs) -> None:
@@ -127,9 +135,8 @@ def _check_costs(profile: ModelProfile, costs: Costs) -> None:
 
 
 class _Seconds:
-    def __init__(self, profile: ModelProfile, plan: Plan, costs: Costs) -> None:
-        self._profile, self._plan, self._costs = profile, plan, costs
-        self._chunks = chunks_by_block(plan.layout, len(profile.blocks))
+    def __init__(self, profile: ModelProfile, plan: Plan, costs: Costs, placement: Placement) -> None:
+        self._profile, self._plan, self._costs, self._placement = profile, plan, costs, placement
         self._known: dict[tuple[Op, int, bool], float] = {}  # of calls of one kind
 
     def __call__(self, action: Action) -> float:
@@ -183,16 +190,15 @@ class _Seconds:
 
     def _finish_gradients(self, action: Action) -> float:
         assert action.block is not None
-        return sum(self._touch(self._finishing_bytes(chunk)) for chunk in self._chunks[action.block])
+        return sum(self._touch(self._finishing_bytes(place)) for place in self._placement.by_block[action.block])
 
-    def _finishing_bytes(self, chunk: ChunkSpec) -> int:
-        """Read and written when a block's backward is done: norms, and rounding to the bytes of `host_grad_bytes`."""
-        norms = chunk.grad_bytes if self._plan.update is Update.DEFERRED else 0
-        if not rounds_gradient(self._plan, chunk):
+    def _finishing_bytes(self, place: ChunkPlace) -> int:
+        """Read and written when a block's backward is done: norms, and rounding of the sum."""
+        norms = place.chunk.grad_bytes if self._plan.update is Update.DEFERRED else 0
+        if not place.rounds:
             return norms
-        there = chunk.grad_bytes + host_grad_bytes(self._plan, chunk)
-        on_gpu = states_on_gpu(self._plan, chunk)
-        return norms + (2 * there if rounds_in_place(self._plan, chunk) else 0) + (0 if on_gpu else there)
+        there = place.chunk.grad_bytes + place.grad_bytes
+        return norms + (2 * there if place.rounds_in_place else 0) + (0 if place.states is Tier.GPU else there)
 
     def _gather(self, num_bytes: int, sizes: list[int]) -> float:
         return self._touch(2 * num_bytes) if len(sizes) > 1 else 0.0

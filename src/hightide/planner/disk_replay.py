@@ -7,7 +7,7 @@ from hightide.ir.action import Action, Mode, Op, Place, Schedule
 from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.place import grad_on_disk, params_on_disk, states_on_disk
+from hightide.planner.placement import ChunkPlace, Placement
 from hightide.planner.precedence import Precedence
 
 
@@ -21,8 +21,8 @@ class _Ring:
 
 
 class DiskReplay:
-    def __init__(self, plan: Plan, schedule: Schedule, precedence: Precedence) -> None:
-        self._plan, self._schedule, self._precedence = plan, schedule, precedence
+    def __init__(self, plan: Plan, placement: Placement, schedule: Schedule, precedence: Precedence) -> None:
+        self._placement, self._schedule, self._precedence = placement, schedule, precedence
         self._up, self._down, self._state = (_Ring(plan.num_disk_buffers) for _ in range(3))
         self._written: dict[int, list[Action]] = {}  # chunk -> WRITEs of its gradient
         self._continued: dict[int, Action] = {}  # chunk -> the READ of its gradient from the pass before
@@ -62,7 +62,7 @@ class DiskReplay:
     def _check_content(self, action: Action) -> None:
         index = _index(action)
         if action.kind is ChunkKind.PARAM:
-            if self._plan.layout.chunks[index].optimised_numel:
+            if self._place(action).chunk.optimised_numel:
                 self._follows(action, f"write.state.{index}", "reads parameters that may not be written yet")
             return
         for write in self._written.get(index, []):
@@ -80,7 +80,7 @@ class DiskReplay:
         self._after(action, entry, "fetches what is not read yet")
 
     def _write_back(self, action: Action) -> None:
-        if not states_on_disk(self._plan, self._plan.layout.chunks[_index(action)]):
+        if self._place(action).states is not Tier.DISK:
             self._has_no_buffer(action, action.target)
             return
         if _index(action) in self._reads and self._lives_on_disk(action):
@@ -101,22 +101,21 @@ class DiskReplay:
         self._stored[index] = action
 
     def _update(self, action: Action) -> None:
-        index = _index(action)
-        chunk = self._plan.layout.chunks[index]
-        if not states_on_disk(self._plan, chunk):
+        index, place = _index(action), self._place(action)
+        if place.states is not Tier.DISK:
             return
         self._after(action, self._reads.get(index), f"updates chunk {index} before its states are read")
         self._updates[index] = action
-        if not grad_on_disk(self._plan, chunk):
+        if place.grad is None:
             buffer = self._buffer_of(self._down, index, ChunkKind.GRAD)
             self._leave(self._down, action, buffer, ChunkKind.GRAD)
 
     def _lives_on_disk(self, action: Action) -> bool:
-        chunk = self._plan.layout.chunks[_index(action)]
-        if action.kind is ChunkKind.PARAM:
-            return params_on_disk(self._plan, chunk)
-        on_disk = grad_on_disk if action.kind is ChunkKind.GRAD else states_on_disk
-        return on_disk(self._plan, chunk)
+        assert action.kind is not None
+        return self._place(action).tier_of(action.kind) is Tier.DISK
+
+    def _place(self, action: Action) -> ChunkPlace:
+        return self._placement.chunks[_index(action)]
 
     def _enter(self, ring: _Ring, action: Action, place: Place | None) -> None:
         buffer = self._number(ring, action, place)

@@ -14,16 +14,7 @@ from hightide.ir.plan import BlockPlan, Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.memory import bytes_forecast, peaks
-from hightide.planner.place import (
-    blocks_in_effect,
-    disk_buffer_bytes,
-    grad_dtype,
-    grad_slot_bytes,
-    is_resident,
-    owners,
-    rounds_gradient,
-    slot_bytes,
-)
+from hightide.planner.placement import RINGS, Buffer, Placement
 
 WIDTH = 80
 _COLUMNS = ("params", "states", "activations", "inputs")
@@ -31,8 +22,9 @@ _COLUMNS = ("params", "states", "activations", "inputs")
 
 def explain(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> str:
     """The plan has its forecast by now."""
-    schedule = schedules[Mode.TRAIN]
-    parts = [_memory(plan, schedule), _batch(profile, plan), _table(profile, plan), _precision(profile, plan)]
+    schedule, placement = schedules[Mode.TRAIN], Placement(plan)
+    parts = [_memory(plan, placement, schedule), _batch(profile, plan, placement), _table(profile, plan, placement)]
+    parts.append(_precision(profile, placement))
     lines = [line for part in [*parts, _timing(plan, schedule), _traffic(schedule)] for line in part]
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
     return "\n".join(lines)
@@ -45,7 +37,7 @@ def described(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedu
     return plan.explained(explain(profile, plan, schedules))
 
 
-def _memory(plan: Plan, schedule: Schedule) -> list[str]:
+def _memory(plan: Plan, placement: Placement, schedule: Schedule) -> list[str]:
     peak, forecast = peaks(schedule), plan.forecast
     rows = [
         (Tier.GPU, forecast.gpu_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
@@ -55,7 +47,7 @@ def _memory(plan: Plan, schedule: Schedule) -> list[str]:
         rows.append((Tier.DISK, forecast.disk_peak_bytes, plan.disk_limit_bytes, ""))
     fits = all(used <= limit for _, used, limit, _ in rows)
     head = "fits the limits" if fits else "DOES NOT FIT the limits"
-    lines = [head + (": everything stays on the GPU" if fits and is_resident(plan) else "")]
+    lines = [head + (": everything stays on the GPU" if fits and placement.is_resident else "")]
     for tier, used, limit, moment in rows:
         margin = f"{format_bytes(abs(limit - used))} {'free' if used <= limit else 'TOO MUCH'}"
         where = f"  at {moment}" if moment else ""
@@ -68,7 +60,7 @@ def _memory(plan: Plan, schedule: Schedule) -> list[str]:
     return lines
 
 
-def _batch(profile: ModelProfile, plan: Plan) -> list[str]:
+def _batch(profile: ModelProfile, plan: Plan, placement: Placement) -> list[str]:
     num_micro = -(-plan.num_samples // plan.micro_batch)
     micro = "one micro-batch" if num_micro == 1 else f"{num_micro} micro-batches of up to {plan.micro_batch}"
     lines = [f"batch: {plan.num_samples} samples in {micro}"]
@@ -79,12 +71,14 @@ def _batch(profile: ModelProfile, plan: Plan) -> list[str]:
     if profile.vocabulary:
         kept = f", those of {plan.loss_kept_tokens} kept" if plan.loss_kept_tokens else ""
         lines.append(f"loss: over slices of {plan.loss_tile_tokens} tokens x {profile.vocabulary} logits{kept}")
-    slots, grad_slots = _slots(plan.num_slots, slot_bytes(plan)), _slots(plan.num_grad_slots, grad_slot_bytes(plan))
+    sizes = placement.buffer_bytes
+    slots = _slots(plan.num_slots, sizes[Buffer.SLOT])
+    grad_slots = _slots(plan.num_grad_slots, sizes[Buffer.GRAD_SLOT])
     lines.append(f"slots: {slots}, {grad_slots} for gradients")
     if plan.num_disk_buffers:
-        sizes = ", ".join(format_bytes(size) for size in disk_buffer_bytes(plan))
+        rings = ", ".join(format_bytes(sizes[ring]) for ring in RINGS)
         buffers = "buffer" if plan.num_disk_buffers == 1 else "buffers"
-        lines.append(f"disk: through {plan.num_disk_buffers} {buffers} on the host of each size: {sizes}")
+        lines.append(f"disk: through {plan.num_disk_buffers} {buffers} on the host of each size: {rings}")
     return lines
 
 
@@ -92,10 +86,10 @@ def _slots(count: int, num_bytes: int) -> str:
     return f"{count} of {format_bytes(num_bytes)}" if count else "none"
 
 
-def _table(profile: ModelProfile, plan: Plan) -> list[str]:
+def _table(profile: ModelProfile, plan: Plan, placement: Placement) -> list[str]:
     """One row per run of consecutive blocks with equal decisions."""
     called = {call.block for call in profile.calls}
-    blocks, homes = blocks_in_effect(plan), owners(plan)
+    blocks, homes = placement.blocks_in_effect, placement.owners
     prefix = _shared_prefix([block.name for block in plan.blocks if block.name])
     rows = []
     for key, run in groupby(range(len(blocks)), lambda i: _decisions(blocks[i], homes[i] is not None, i in called)):
@@ -131,15 +125,15 @@ def _range_of(names: list[str]) -> str:
     return f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
-def precisions(profile: ModelProfile, plan: Plan) -> dict[str, str]:
+def precisions(profile: ModelProfile, placement: Placement) -> dict[str, str]:
     """Of every state, in words."""
-    chunks = plan.layout.chunks
+    chunks = [place.chunk for place in placement.chunks]
     optimised = [chunk for chunk in chunks if chunk.optimised_numel]
     moments = sorted({chunk.num_states - chunk.has_master for chunk in optimised})
     masters = _names(chunk.dtype for chunk in optimised if chunk.has_master)
-    at_rest = _names(grad_dtype(plan, chunk) for chunk in chunks if chunk.trainable_numel)
-    overflows = any(grad_dtype(plan, chunk) == "float16" for chunk in chunks)
-    rounded = any(rounds_gradient(plan, chunk) for chunk in chunks)
+    at_rest = _names(place.grad_dtype for place in placement.chunks if place.chunk.trainable_numel)
+    overflows = any(place.grad_dtype == "float16" for place in placement.chunks)
+    rounded = any(place.rounds for place in placement.chunks)
     in_parts = "; 16 bits beside each" if any(chunk.has_remainder for chunk in optimised) else ""
     return {
         "parameters": _names(chunk.dtype for chunk in chunks) + ", and compute unless under autocast",
@@ -151,8 +145,8 @@ def precisions(profile: ModelProfile, plan: Plan) -> dict[str, str]:
     }
 
 
-def _precision(profile: ModelProfile, plan: Plan) -> list[str]:
-    rows = precisions(profile, plan)
+def _precision(profile: ModelProfile, placement: Placement) -> list[str]:
+    rows = precisions(profile, placement)
     return ["precision:", *(_clip(f"  {name:<14} {text}", WIDTH) for name, text in rows.items())]
 
 

@@ -17,7 +17,7 @@ from hightide.ir.tier import DISK_LANES, Lane, Tier
 from hightide.planner.cost import seconds_of
 from hightide.planner.loss import num_rows
 from hightide.planner.lower import lower
-from hightide.planner.place import widest_tick
+from hightide.planner.placement import Placement
 
 
 def floors(profile: ModelProfile, plan: Plan, costs: Costs, machine: Machine) -> dict[Lane, float]:
@@ -37,7 +37,8 @@ def _compute(profile: ModelProfile, plan: Plan, costs: Costs) -> float:
     )
     kept = num_rows(profile) if all(block.plain_linear for block in profile.blocks if block.lazy_head) else 0
     resident = replace(plan, blocks=blocks, micro_batch=plan.num_samples, num_slots=0, loss_kept_tokens=kept)
-    _, grad_slots = widest_tick(resident, {call.block for call in profile.calls})  # of updates in backward
+    placement = Placement(resident)
+    _, grad_slots = placement.widest_tick({call.block for call in profile.calls})  # of updates in backward
     resident = replace(resident, num_grad_slots=grad_slots)
-    seconds = seconds_of(profile, resident, costs)
-    return sum(seconds(action) for action in lower(profile, resident, Mode.TRAIN).lane(Lane.COMPUTE))
+    seconds = seconds_of(profile, resident, costs, placement)
+    return sum(seconds(action) for action in lower(profile, resident, Mode.TRAIN, placement).lane(Lane.COMPUTE))

@@ -5,16 +5,9 @@ from __future__ import annotations
 
 from hightide.ir.action import TICK_OPS, Action, Op, Place
 from hightide.ir.block import ModelProfile
-from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.planner.place import (
-    host_grad_bytes,
-    read_state_bytes,
-    states_on_gpu,
-    update_bytes,
-    written_state_bytes,
-)
+from hightide.planner.placement import ChunkPlace, Placement
 
 _LANES = {
     Op.FETCH: Lane.H2D,
@@ -45,7 +38,7 @@ _KINDS = {
 }
 
 
-def objection(profile: ModelProfile, plan: Plan, action: Action) -> str | None:
+def objection(profile: ModelProfile, plan: Plan, placement: Placement, action: Action) -> str | None:
     """What is wrong with it, if anything."""
     if action.op in _KINDS and not 0 <= (-1 if action.chunk is None else action.chunk) < len(plan.layout.chunks):
         return f"names the chunk {action.chunk}; the plan has {len(plan.layout.chunks)}"
@@ -55,21 +48,21 @@ def objection(profile: ModelProfile, plan: Plan, action: Action) -> str | None:
         return f"names the call {action.call}; the model has {len(profile.calls)}"
     if action.kind not in _KINDS.get(action.op, (None,)):
         return f"is about {action.kind}, which no {action.op} is"
-    chunk = None if action.chunk is None else plan.layout.chunks[action.chunk]
-    lane = _lane(plan, action.op, chunk)
+    place = None if action.chunk is None else placement.chunks[action.chunk]
+    lane = _lane(action.op, place)
     if action.lane is not lane:
         return f"is on the lane {action.lane}; it belongs on {lane}"
     way = _tier(action.source), _tier(action.target)
     if way != _WAYS.get(action.op, (None, None)):
         return f"goes from {action.source} to {action.target}, which is no way of a {action.op}"
-    num_bytes = _num_bytes(profile, plan, action, chunk)
+    num_bytes = _num_bytes(profile, plan, action, place)
     if action.num_bytes != num_bytes:
         return f"moves {action.num_bytes} bytes; it has {num_bytes} to move"
     return None
 
 
-def _lane(plan: Plan, op: Op, chunk: ChunkSpec | None) -> Lane:
-    if op is Op.UPDATE and chunk is not None and not states_on_gpu(plan, chunk):
+def _lane(op: Op, place: ChunkPlace | None) -> Lane:
+    if op is Op.UPDATE and place is not None and place.states is not Tier.GPU:
         return Lane.CPU
     return _LANES.get(op, Lane.COMPUTE)
 
@@ -78,17 +71,17 @@ def _tier(place: Place | None) -> Tier | None:
     return None if place is None else place.tier
 
 
-def _num_bytes(profile: ModelProfile, plan: Plan, action: Action, chunk: ChunkSpec | None) -> int:
+def _num_bytes(profile: ModelProfile, plan: Plan, action: Action, place: ChunkPlace | None) -> int:
     if action.op in TICK_OPS or action.op is Op.EVICT:
         return 0
     if action.op in (Op.STASH, Op.UNSTASH):
         assert action.call is not None
         return profile.calls[action.call].saved_inputs.at(plan.num_samples)
-    assert chunk is not None
+    assert place is not None
     if action.op is Op.UPDATE:
-        return update_bytes(plan, chunk)
+        return place.update_bytes
     if action.kind is ChunkKind.STATE:
-        return (read_state_bytes if action.op is Op.READ else written_state_bytes)(plan, chunk)
+        return place.read_bytes if action.op is Op.READ else place.written_bytes
     if action.op is Op.CLEAR:
-        return chunk.grad_bytes
-    return chunk.param_bytes if action.kind is ChunkKind.PARAM else host_grad_bytes(plan, chunk)
+        return place.chunk.grad_bytes
+    return place.chunk.param_bytes if action.kind is ChunkKind.PARAM else place.grad_bytes

@@ -16,7 +16,7 @@ from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.nearby import fits, least_disk_bytes, nearby_step_s, why_not
-from hightide.planner.place import is_resident
+from hightide.planner.placement import Placement
 from hightide.planner.question import Question
 from hightide.planner.search import Found
 
@@ -83,7 +83,7 @@ def _faster(question: Question, found: Found, leeway: Leeway) -> list[tuple[Chan
     """What usually helps most comes first: for models that take long to plan there is time for one or two."""
     twice = 2 * question.profile.num_samples
     changes = [(_batch_of(twice, leeway), question.with_samples(twice))]
-    whole = is_resident(found.plan)
+    whole = Placement(found.plan).is_resident
     if question.update is Update.DEFERRED and not leeway.clips and not whole:
         change = Change("in-backward updates, if your loop never clips", "--update in_backward")
         changes.append((change, replace(question, update=Update.IN_BACKWARD)))

@@ -8,7 +8,7 @@ from itertools import groupby
 from statistics import median_high
 
 from hightide.ir.block import ModelProfile, ParamSpec
-from hightide.ir.chunk import ALIGN_NUMEL, ChunkSpec, Layout, Placement, aligned
+from hightide.ir.chunk import ALIGN_NUMEL, ChunkSpec, Layout, ParamRange, aligned
 
 LATENCY_NUMEL = 1024 * 1024  # what one more transfer costs, in elements that the link could have moved instead
 TINY_FRACTION = 1 / 64  # of the median block: smaller blocks are not worth streaming
@@ -166,14 +166,14 @@ def _chunk(
     num_moments: int,
     num_backwards: int,
 ) -> ChunkSpec:
-    placements: list[Placement] = []
+    ranges: list[ParamRange] = []
     ends = [0, 0, 0]  # of the optimised, the trainable and all parameters
     end = 0
     for spec in members:
-        placements.append(Placement(spec.name, end, spec.numel))
-        end = placements[-1].end_numel
+        ranges.append(ParamRange(spec.name, end, spec.numel))
+        end = ranges[-1].end_numel
         for section in range(_section(spec)[0], 3):
             ends[section] = end
     num_states = num_moments + (dtype != "float32")
     numels = ends[2], ends[1], ends[0]
-    return ChunkSpec(index, block, users, dtype, *numels, tuple(placements), num_states, num_backwards)
+    return ChunkSpec(index, block, users, dtype, *numels, tuple(ranges), num_states, num_backwards)

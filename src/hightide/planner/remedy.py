@@ -10,54 +10,57 @@ from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.loss import kept_logits_bytes
-from hightide.planner.place import (
-    disk_buffer_bytes,
-    gpu_chunk_bytes,
-    grad_slot_bytes,
-    host_chunk_bytes,
-    slot_bytes,
-    widest_tick,
-)
+from hightide.planner.placement import Buffer, Placement
 
 NUM_NAMED = 2
 SMALLER_BATCH = "a smaller batch"
 SMALLER_MICRO_BATCH = "a smaller micro_batch"
 
 
-def remedy(profile: ModelProfile, plan: Plan, schedule: Schedule, tier: Tier, peak_bytes: int, moment: str) -> str:
+def remedy(
+    profile: ModelProfile,
+    plan: Plan,
+    placement: Placement,
+    schedule: Schedule,
+    tier: Tier,
+    peak_bytes: int,
+    moment: str,
+) -> str:
     """The changes that would free most, with what they would free at most. `moment`: the action at which the peak is;
     "": it is what is always there."""
     if tier is Tier.DISK:
         return "fewer blocks on the disk"
     if tier is Tier.HOST:
-        shares = _on_host(plan, peak_bytes - schedule.host_base_bytes)
+        shares = _on_host(plan, placement, peak_bytes - schedule.host_base_bytes)
     else:
-        shares = _on_gpu(profile, plan, schedule, peak_bytes, moment)
+        shares = _on_gpu(profile, plan, placement, schedule, peak_bytes, moment)
     found = [(change, num_bytes) for change, num_bytes in shares.most_common(NUM_NAMED) if num_bytes > 0]
     named = [f"{change} (up to {format_bytes(num_bytes)})" for change, num_bytes in found]
     return ", or ".join(named) or SMALLER_BATCH
 
 
-def _on_host(plan: Plan, waiting_bytes: int) -> Counter[str]:
+def _on_host(plan: Plan, placement: Placement, waiting_bytes: int) -> Counter[str]:
     """`waiting_bytes`: block inputs, the only thing that comes and goes there."""
-    buffers = max(0, plan.num_disk_buffers - 1) * sum(disk_buffer_bytes(plan)) if plan.num_disk_buffers else 0
     return Counter(
         {
-            "params and states of more blocks on the gpu": sum(host_chunk_bytes(plan, c) for c in plan.layout.chunks),
+            "params and states of more blocks on the gpu": placement.bytes_on[Tier.HOST],
             "inputs of more blocks on the gpu": waiting_bytes,
-            "a smaller num_disk_buffers": buffers,
+            "a smaller num_disk_buffers": max(0, plan.num_disk_buffers - 1) * placement.ring_bytes,
         }
     )
 
 
-def _on_gpu(profile: ModelProfile, plan: Plan, schedule: Schedule, peak_bytes: int, moment: str) -> Counter[str]:
-    slots, grad_slots = widest_tick(plan, {call.block for call in profile.calls})
-    movable = [chunk for chunk in plan.layout.chunks if not profile.blocks[chunk.block].loose]
+def _on_gpu(
+    profile: ModelProfile, plan: Plan, placement: Placement, schedule: Schedule, peak_bytes: int, moment: str
+) -> Counter[str]:
+    slots, grad_slots = placement.widest_tick({call.block for call in profile.calls})
+    sizes = placement.buffer_bytes
+    movable = [place for place in placement.chunks if not profile.blocks[place.chunk.block].loose]
     shares = Counter(
         {
-            "a smaller num_slots": (plan.num_slots - slots) * slot_bytes(plan),
-            "a smaller num_grad_slots": (plan.num_grad_slots - grad_slots) * grad_slot_bytes(plan),
-            "params and states of more blocks on the host": sum(gpu_chunk_bytes(plan, chunk) for chunk in movable),
+            "a smaller num_slots": (plan.num_slots - slots) * sizes[Buffer.SLOT],
+            "a smaller num_grad_slots": (plan.num_grad_slots - grad_slots) * sizes[Buffer.GRAD_SLOT],
+            "params and states of more blocks on the host": sum(place.bytes_on[Tier.GPU] for place in movable),
         }
     )
     if not moment:

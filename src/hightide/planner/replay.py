@@ -10,19 +10,11 @@ from collections.abc import Callable
 
 from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
 from hightide.ir.block import ModelProfile
-from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.form import objection
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.place import (
-    chunks_by_block,
-    grad_width,
-    in_grad_slot,
-    is_refreshed,
-    is_used_up,
-    params_on_gpu,
-)
+from hightide.planner.placement import ChunkPlace, Placement
 from hightide.planner.precedence import Precedence
 
 
@@ -49,9 +41,11 @@ class _Slots:
 
 
 class Replay:
-    def __init__(self, profile: ModelProfile, plan: Plan, schedule: Schedule, precedence: Precedence) -> None:
-        self.profile, self.plan, self.schedule, self.precedence = profile, plan, schedule, precedence
-        self.chunks_of = chunks_by_block(plan.layout, len(profile.blocks))
+    def __init__(
+        self, profile: ModelProfile, plan: Plan, placement: Placement, schedule: Schedule, precedence: Precedence
+    ) -> None:
+        self.profile, self.plan, self.placement = profile, plan, placement
+        self.schedule, self.precedence = schedule, precedence
         self.slots = _Slots(plan.num_slots)
         self.grad_slots = _Slots(plan.num_grad_slots)
         self.refreshed: dict[int, Action] = {}  # persistent chunk -> the fetch of its new values
@@ -84,7 +78,7 @@ class Replay:
             for name in action.after:
                 if not self.precedence.listed_before(name, action.id):
                     self._fail(action, f"is listed before {name}, for which it waits")
-            if message := objection(self.profile, self.plan, action):
+            if message := objection(self.profile, self.plan, self.placement, action):
                 self._fail(action, message)
             self._check_moment(action, left)
             verbs[action.op](action)
@@ -114,9 +108,9 @@ class Replay:
         if earlier is None or not self.precedence.before(earlier.id, action.id):
             self._fail(action, message + ("" if earlier is None else f" ({earlier.id} may still be running)"))
 
-    def _chunk(self, action: Action) -> ChunkSpec:
+    def _place(self, action: Action) -> ChunkPlace:
         assert action.chunk is not None
-        return self.plan.layout.chunks[action.chunk]
+        return self.placement.chunks[action.chunk]
 
     def _check_ticks(self) -> None:
         calls = self.profile.calls
@@ -133,31 +127,31 @@ class Replay:
 
     def _forward(self, tick: Action) -> None:
         assert tick.block is not None
-        for chunk in self.chunks_of[tick.block]:
-            if not params_on_gpu(self.plan, chunk):
-                entry = self.slots.entry(chunk.index)
-                self._after(tick, entry, f"uses chunk {chunk.index}, which is not in a slot then")
-            elif is_refreshed(self.plan, chunk):
-                fetch = self.refreshed.get(chunk.index)
-                self._after(tick, fetch, f"uses chunk {chunk.index} before its new values are fetched")
+        for place in self.placement.by_block[tick.block]:
+            index = place.chunk.index
+            if place.is_streamed:
+                self._after(tick, self.slots.entry(index), f"uses chunk {index}, which is not in a slot then")
+            elif place.is_refreshed:
+                self._after(tick, self.refreshed.get(index), f"uses chunk {index} before its new values are fetched")
 
     def _backward(self, tick: Action) -> None:
         self._forward(tick)
         assert tick.block is not None and tick.call is not None
-        for chunk in self.chunks_of[tick.block]:
-            if chunk.trainable_numel:
-                self._sum(tick, chunk)
+        for place in self.placement.by_block[tick.block]:
+            if place.chunk.trainable_numel:
+                self._sum(tick, place)
         call = self.profile.calls[tick.call]
         if self.plan.blocks[call.block].inputs is Tier.HOST:
             self._after(
                 tick, self.stashed.get((Op.UNSTASH, tick.call)), "runs before its inputs are back from the host"
             )
 
-    def _sum(self, tick: Action, chunk: ChunkSpec) -> None:
+    def _sum(self, tick: Action, place: ChunkPlace) -> None:
+        chunk = place.chunk
         if chunk.index in self.updated:
             self._fail(tick, f"adds to the gradient of chunk {chunk.index} after its update")
         self.summed.add(chunk.index)
-        if in_grad_slot(self.plan, chunk):
+        if place.in_grad_slot:
             entry = self.grad_slots.entry(chunk.index)
             self._after(tick, entry, f"adds to the gradient of chunk {chunk.index}, which is not in a grad slot then")
             self.dirty[chunk.index] = tick
@@ -167,7 +161,8 @@ class Replay:
             self._fail(tick, f"adds to the gradient of chunk {chunk.index}, which was not cleared")
 
     def _fetch(self, action: Action) -> None:
-        chunk = self._chunk(action)
+        place = self._place(action)
+        chunk = place.chunk
         if action.kind is ChunkKind.GRAD:
             if self.schedule.mode is not Mode.ACCUMULATE and chunk.index not in self.write_backs:
                 self._fail(action, f"fetches a gradient of chunk {chunk.index} that no earlier action has made")
@@ -175,18 +170,18 @@ class Replay:
                 self._after(action, write_back, "fetches a gradient before it is at home")
             if self.schedule.mode is Mode.ACCUMULATE and chunk.index not in self.continued:
                 self.continued[chunk.index] = action
-            self._enter(self.grad_slots, action, grad_width(self.plan.layout, chunk))
+            self._enter(self.grad_slots, action, place.num_grad_slots)
             return
         if chunk.index in self.updated:
             self._fail(action, f"fetches chunk {chunk.index} in the pass that has updated it")
         if chunk.optimised_numel:
             self._follows(action, f"update.{chunk.index}", f"fetches chunk {chunk.index} before it is updated")
-        if params_on_gpu(self.plan, chunk):
+        if not place.is_streamed:
             if chunk.index in self.refreshed:
                 self._fail(action, f"fetches the new values of chunk {chunk.index} again")
             self.refreshed[chunk.index] = action
         else:
-            self._enter(self.slots, action, self.plan.layout.num_slots(chunk))
+            self._enter(self.slots, action, place.num_slots)
 
     def _enter(self, slots: _Slots, action: Action, width: int) -> None:
         start = None if action.target is None else action.target.slot
@@ -211,25 +206,26 @@ class Replay:
         slots.leave(action)
 
     def _evict(self, action: Action) -> None:
-        chunk = self._chunk(action)
+        chunk = self._place(action).chunk
         self._after(action, self.slots.entry(chunk.index), f"drops chunk {chunk.index}, which is not in a slot then")
         self._leave(self.slots, action)
 
     def _clear(self, action: Action) -> None:
-        chunk = self._chunk(action)
+        place = self._place(action)
+        chunk = place.chunk
         if self.schedule.mode is Mode.ACCUMULATE or chunk.index in self.summed:
             self._fail(action, f"clears the gradient of chunk {chunk.index}, which holds sums")
-        if not in_grad_slot(self.plan, chunk):
+        if not place.in_grad_slot:
             if chunk.index in self.cleared:
                 self._fail(action, f"clears the gradient of chunk {chunk.index} again")
             if chunk.optimised_numel:
                 self._follows(action, f"update.{chunk.index}", "clears a gradient that may still be read")
             self.cleared.add(chunk.index)
         else:
-            self._enter(self.grad_slots, action, grad_width(self.plan.layout, chunk))
+            self._enter(self.grad_slots, action, place.num_grad_slots)
 
     def _write_back(self, action: Action) -> None:
-        chunk = self._chunk(action)
+        chunk = self._place(action).chunk
         if chunk.index not in self.dirty:
             self._fail(action, f"writes back the gradient of chunk {chunk.index}, which has nothing new in a grad slot")
         last_sum = self.dirty.pop(chunk.index)
@@ -248,8 +244,9 @@ class Replay:
         self.stashed[action.op, action.call] = action
 
     def _update(self, action: Action) -> None:
-        chunk = self._chunk(action)
-        if is_used_up(self.plan, chunk):
+        place = self._place(action)
+        chunk = place.chunk
+        if place.is_used_up:
             last_sum = self.dirty.pop(chunk.index, None)
             self._after(action, last_sum, f"uses up the gradient of chunk {chunk.index} before it is summed")
             self.grad_slots.leave(action)

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Sequence
 from hightide.ir.action import TICK_OPS, Action, Op, Schedule
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
-from hightide.ir.tier import DISK_LANES, Lane
+from hightide.ir.tier import DISK_LANES, Lane, Tier
 from hightide.ir.timeline import Bar, LaneTime, Level, Part, Timeline
 from hightide.planner.memory import bytes_forecast, peaks
-from hightide.planner.place import gpu_chunk_bytes, gpu_staging_bytes, grad_slot_bytes, slot_bytes
+from hightide.planner.placement import Buffer, Placement
 from hightide.planner.simulate import Simulated, Span
 
 SIMULATED_PARTS = tuple(part for part in Part if part is not Part.REST)
@@ -87,10 +87,12 @@ def tide(plan: Plan, schedule: Schedule, spans: Sequence[Span], begin_s: float) 
 
 def base_parts(plan: Plan, base_bytes: int) -> dict[Part, int]:
     """What is on the GPU during the whole step."""
+    placement = Placement(plan)
+    sizes = placement.buffer_bytes
     parts = {
-        Part.PERSISTENT: sum(gpu_chunk_bytes(plan, chunk) for chunk in plan.layout.chunks),
-        Part.SLOTS: plan.num_slots * slot_bytes(plan),
-        Part.GRADIENTS: plan.num_grad_slots * grad_slot_bytes(plan) + gpu_staging_bytes(plan),
+        Part.PERSISTENT: placement.bytes_on[Tier.GPU],
+        Part.SLOTS: plan.num_slots * sizes[Buffer.SLOT],
+        Part.GRADIENTS: plan.num_grad_slots * sizes[Buffer.GRAD_SLOT] + placement.staging_bytes,
     }
     return {**parts, Part.BATCH: base_bytes - sum(parts.values())}
 

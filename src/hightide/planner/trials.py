@@ -16,6 +16,7 @@ from hightide.planner.choice import Choice, Problem
 from hightide.planner.cost import forecast_step_s
 from hightide.planner.lower import lower
 from hightide.planner.memory import Peaks, is_real, needed_bytes, peaks, reserved_beside
+from hightide.planner.placement import Placement
 from hightide.planner.room import Room
 
 NUM_PASSES = 2  # simulated for a comparison: one that leaves updates behind, one that counts
@@ -77,22 +78,24 @@ class Trials:
         if choice in self._step_s:
             return self._step_s[choice]
         plan = self.problem.build(choice)
-        if least_step_s(self.problem.profile, plan, self.costs, self.machine) >= below_s:
+        placement = self.problem.placement(plan)
+        if least_step_s(self.problem.profile, plan, self.costs, self.machine, placement) >= below_s:
             return math.inf
-        schedule = lower(self.problem.profile, plan, Mode.TRAIN)
+        schedule = lower(self.problem.profile, plan, Mode.TRAIN, placement)
         step_s = math.inf
         if self.within(self._needs(schedule, peaks(schedule))):
-            step_s = self._simulate(plan, schedule)
+            step_s = self._simulate(plan, schedule, placement)
         self._step_s[choice] = step_s
         return step_s
 
     def _lowered(self, choice: Choice) -> Schedule:
         return lower(self.problem.profile, self.problem.build(choice), Mode.TRAIN)
 
-    def _simulate(self, plan: Plan, schedule: Schedule) -> float:
+    def _simulate(self, plan: Plan, schedule: Schedule, placement: Placement) -> float:
         self.num_simulated += 1
         self.num_actions += len(schedule.actions)
-        return forecast_step_s(self.problem.profile, plan, self.costs, self.machine, schedule, NUM_PASSES)
+        profile = self.problem.profile
+        return forecast_step_s(profile, plan, self.costs, self.machine, schedule, NUM_PASSES, placement)
 
     def _always(self, choice: Choice) -> Needs:
         """Chunks and slots, which do not depend on activations."""

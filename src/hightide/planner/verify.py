@@ -12,20 +12,29 @@ from hightide.ir.units import format_bytes
 from hightide.planner.disk_replay import DiskReplay
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.memory import peaks
+from hightide.planner.placement import Placement
 from hightide.planner.precedence import Disorder, Precedence
 from hightide.planner.remedy import remedy
 from hightide.planner.replay import Replay
 
 
-def verify(profile: ModelProfile, plan: Plan, schedule: Schedule, gpu_bytes: int, host_bytes: int) -> None:
+def verify(
+    profile: ModelProfile,
+    plan: Plan,
+    schedule: Schedule,
+    gpu_bytes: int,
+    host_bytes: int,
+    placement: Placement | None = None,
+) -> None:
     """Raises InfeasiblePlan. The capacity of an evaluation pass is left to the stores: its batch and its outputs are
     the user's affair, and a block runs unsplit there."""
     try:
         precedence = Precedence(schedule)
     except Disorder as disorder:
         raise InfeasiblePlan(f"the schedule cannot run: {disorder}", disorder.at) from None
-    Replay(profile, plan, schedule, precedence).run()
-    DiskReplay(plan, schedule, precedence).run()
+    placement = placement or Placement(plan)
+    Replay(profile, plan, placement, schedule, precedence).run()
+    DiskReplay(plan, placement, schedule, precedence).run()
     if schedule.mode is Mode.EVAL:
         return
     peak = peaks(schedule, precedence)
@@ -36,14 +45,15 @@ def verify(profile: ModelProfile, plan: Plan, schedule: Schedule, gpu_bytes: int
     }
     for tier, (peak_bytes, limit_bytes, moment) in limits.items():
         if peak_bytes > limit_bytes:
-            change = remedy(profile, plan, schedule, tier, peak_bytes, moment)
+            change = remedy(profile, plan, placement, schedule, tier, peak_bytes, moment)
             raise _too_many(tier, peak_bytes, limit_bytes, moment, change)
 
 
 def verify_all(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> None:
     """Within the plan's own limits."""
+    placement = Placement(plan)
     for schedule in schedules.values():
-        verify(profile, plan, schedule, plan.gpu_limit_bytes, plan.host_limit_bytes)
+        verify(profile, plan, schedule, plan.gpu_limit_bytes, plan.host_limit_bytes, placement)
 
 
 def _too_many(tier: Tier, peak_bytes: int, limit_bytes: int, moment: str, change: str) -> InfeasiblePlan:

@@ -16,7 +16,7 @@ from hightide.planner.cost import forecast
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.memory import bytes_forecast, peaks
-from hightide.planner.place import blocks_in_effect, owners, widest_tick
+from hightide.planner.placement import Placement
 
 NOISE = 1e-6  # of a step: what sums of floating-point numbers are off
 _PLACES = {
@@ -52,7 +52,8 @@ class Reasons:
 def why(plan: Plan, block: str, costs: Costs, machine: Machine) -> Reasons:
     assert plan.profile is not None, "a planner puts the profile into its plans"
     index = find_block([one.name for one in plan.blocks], block)
-    planned, owner = blocks_in_effect(plan)[index], owners(plan)[index]
+    placement = Placement(plan)
+    planned, owner = placement.blocks_in_effect[index], placement.owners[index]
     step_s = forecast(plan.profile, plan, costs, machine).step_s
     now = _bytes(plan, machine)
     alternatives = []
@@ -126,7 +127,7 @@ def _with_block(plan: Plan, index: int, block: BlockPlan) -> Plan:
 
 def _widest(plan: Plan) -> tuple[int, int]:
     assert plan.profile is not None
-    return widest_tick(plan, {call.block for call in plan.profile.calls})
+    return Placement(plan).widest_tick({call.block for call in plan.profile.calls})
 
 
 def _bytes(plan: Plan, machine: Machine) -> Forecast:

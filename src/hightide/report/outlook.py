@@ -14,7 +14,7 @@ from hightide.planner.helpful import Change, Improvements
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
-from hightide.planner.place import blocks_in_effect
+from hightide.planner.placement import Placement
 from hightide.planner.question import Question
 from hightide.planner.search import Found
 from hightide.planner.why import Reasons
@@ -128,6 +128,7 @@ def subject(name: str, question: Question) -> Subject:
 
 def outlook(question: Question, found: Found) -> Outlook:
     profile, plan, step = question.profile, found.plan, found.step
+    placement = Placement(plan)
     alone = floors(profile, plan, question.costs, question.machine)
     lanes = tuple(
         LaneUse(lane, step.simulated.busy_s[lane], step.simulated.stall_s.get(lane, 0.0), alone[lane]) for lane in Lane
@@ -143,11 +144,11 @@ def outlook(question: Question, found: Found) -> Outlook:
         issue_s=step.issue_s,
         tiers=_tiers(question, plan),
         lanes=lanes,
-        precisions=tuple(Precision(*row) for row in precisions(profile, plan).items()),
+        precisions=tuple(Precision(*row) for row in precisions(profile, placement).items()),
         micro_batch=plan.micro_batch,
         update=plan.update,
         gradients=plan.gradients,
-        blocks=blocks_in_effect(plan),
+        blocks=placement.blocks_in_effect,
     )
 
 

@@ -18,25 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from hightide.ir.block import ModelProfile
-from hightide.ir.chunk import ChunkSpec, Placement
+from hightide.ir.chunk import STATE_BYTES, ChunkSpec, ParamRange
 from hightide.ir.plan import Plan
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.machine import return_freed_memory
-from hightide.planner.place import (
-    grad_dtype,
-    grad_slot_bytes,
-    grad_width,
-    in_grad_slot,
-    is_used_up,
-    params_home,
-    params_on_gpu,
-    rounds_gradient,
-    rounds_in_place,
-    slot_bytes,
-    staging_bytes,
-    states_on_gpu,
-)
+from hightide.planner.placement import STAGING, Buffer, ChunkPlace, Placement
 from hightide.progress import tell
 from hightide.runtime.absent import absent_class
 from hightide.runtime.origin import Origin
@@ -49,6 +36,7 @@ from hightide.stores.base import Accelerator, Store
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GRAD_DTYPE = torch.float32
+_LABELS = {ChunkKind.PARAM: "parameters", ChunkKind.GRAD: "gradients", ChunkKind.STATE: "optimizer states"}
 RETURN_BYTES = 2**27  # of originals, while a model is loaded: as much of it may exist twice
 WRITTEN_WHILE_ABSENT = (
     "the parameter {name!r} was written to while its values were elsewhere; the write is lost. Use "
@@ -74,33 +62,24 @@ class Chunks:
         parameters: Mapping[str, nn.Parameter],
     ):
         """Takes all the memory; `load` moves values in."""
-        self._plan = plan
-        self.layout = plan.layout
+        placement = Placement(plan)
+        self.placed: tuple[ChunkPlace, ...] = placement.chunks  # by the number of the chunk
         self.specs: tuple[ChunkSpec, ...] = plan.layout.chunks
-        self.parameters = parameters
         gpu = stores[Tier.GPU]
         assert isinstance(gpu, Accelerator)
         self.gpu = gpu
-        # What the plan says of each chunk: asked for at every turn.
-        self._is_streamed = [not params_on_gpu(plan, spec) for spec in self.specs]
-        self._updates_on_gpu = [states_on_gpu(plan, spec) for spec in self.specs]
-        self._in_grad_slot = [in_grad_slot(plan, spec) for spec in self.specs]
-        self._is_used_up = [is_used_up(plan, spec) for spec in self.specs]
-        self._grad_dtypes = [DTYPES[grad_dtype(plan, spec)] for spec in self.specs]
-        self._rounds = [rounds_gradient(plan, spec) for spec in self.specs]
-        self._rounds_in_place = [rounds_in_place(plan, spec) for spec in self.specs]
+        self.parameters = parameters
 
         self.shapes = {spec.name: spec.shape for spec in profile.params}
-        self.by_block = [self._chunks_of(block.index) for block in profile.blocks]
+        self.by_block = [tuple(place.chunk.index for place in places) for places in placement.by_block]
         self._params_of_block = [frozenset(block.params) for block in profile.blocks]
 
         self.places = {entry.param: (spec.index, entry) for spec in self.specs for entry in spec.params}
 
-        widths = [self.layout.num_slots(spec) for spec in self.specs]
-        self.param_slots = SlotTable(plan.num_slots, widths)
-        self.grad_slots = SlotTable(plan.num_grad_slots, [grad_width(self.layout, spec) for spec in self.specs])
-        self.slot_bytes = slot_bytes(plan)
-        self.grad_slot_bytes = grad_slot_bytes(plan)
+        self.param_slots = SlotTable(plan.num_slots, [place.num_slots for place in self.placed])
+        self.grad_slots = SlotTable(plan.num_grad_slots, [place.num_grad_slots for place in self.placed])
+        self.slot_bytes = placement.buffer_bytes[Buffer.SLOT]
+        self.grad_slot_bytes = placement.buffer_bytes[Buffer.GRAD_SLOT]
         pool_bytes, grad_pool_bytes = plan.num_slots * self.slot_bytes, plan.num_grad_slots * self.grad_slot_bytes
         self._slots = gpu.allocate(pool_bytes, "slots") if pool_bytes else None
         self._slots_address = 0
@@ -108,15 +87,15 @@ class Chunks:
 
         self._leaving, self._arriving, self._rounding = (
             Staging(gpu, gpu.allocate(num_bytes, "gradient staging")) if num_bytes else None
-            for num_bytes in staging_bytes(plan)
+            for num_bytes in (placement.buffer_bytes[buffer] for buffer in STAGING)
         )
 
         self._persistent: list[Array | None] = []  # parameters that stay on the accelerator
         self._homes: list[Array] = []
         self._grads: list[Array | None] = []
         self._states: list[list[Array]] = []
-        for spec in self.specs:
-            self._allocate(spec, stores)
+        for place in self.placed:
+            self._allocate(place, stores)
         self.param_copies = [Copy(f"param {spec.index} on gpu") for spec in self.specs]
         self.grad_copies = [Copy(f"gradient {spec.index} on gpu") for spec in self.specs]
         self.home_copies = [Copy(f"param {spec.index} at home", Residency.CLEAN) for spec in self.specs]
@@ -127,7 +106,7 @@ class Chunks:
         self._absent = {name: self._scalars[name].expand(param.shape) for name, param in parameters.items()}
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self._version_means_nothing: set[str] = set()
-        self._placed: dict[tuple[int, int | None], list[Placement]] = {}
+        self._placed: dict[tuple[int, int | None], list[ParamRange]] = {}
         self._made: dict[tuple[int, int | None, int | None], list[tuple[str, Tensor, set[int]]]] = {}
         self._made_grads: dict[tuple[int, int | None], dict[str, Tensor]] = {}
         self._in_slots: dict[tuple[int, ChunkKind, int], Array] = {}
@@ -137,24 +116,6 @@ class Chunks:
         self._hidden = self._hiding_classes(loose)
 
     # -- places ---------------------------------------------------------------------------------------------------
-
-    def is_streamed(self, chunk: int) -> bool:
-        return self._is_streamed[chunk]
-
-    def updates_on_gpu(self, chunk: int) -> bool:
-        """Updates run where the states are: on the accelerator, or on the host."""
-        return self._updates_on_gpu[chunk]
-
-    def in_grad_slot(self, chunk: int) -> bool:
-        """Its gradient is summed in a slot; else at a place of its own on the GPU."""
-        return self._in_grad_slot[chunk]
-
-    def is_used_up(self, chunk: int) -> bool:
-        """Its gradient leaves its slot with the update, and has no home."""
-        return self._is_used_up[chunk]
-
-    def rounds_in_place(self, chunk: int) -> bool:
-        return self._rounds_in_place[chunk]
 
     def home(self, chunk: int) -> Array:
         """The chunk's parameters where the update writes them."""
@@ -179,7 +140,7 @@ class Chunks:
         chunk, entry = self.places[key]
         return [self.part(state, entry) for state in self._states[chunk]]
 
-    def part(self, array: Array, entry: Placement) -> Array:
+    def part(self, array: Array, entry: ParamRange) -> Array:
         """One parameter's elements of a chunk's array."""
         return array.part(entry.offset_numel, self.shapes[entry.param])
 
@@ -201,7 +162,7 @@ class Chunks:
         return self._in_slots[place].view
 
     def grad_on_gpu(self, chunk: int) -> Tensor:
-        return (self._grad_in_slot(chunk) if self._in_grad_slot[chunk] else self.grad(chunk)).view
+        return (self._grad_in_slot(chunk) if self.placed[chunk].in_grad_slot else self.grad(chunk)).view
 
     def _grad_in_slot(self, chunk: int) -> Array:
         first = self.grad_slots.first(chunk)
@@ -234,12 +195,12 @@ class Chunks:
 
     def grad_dtype(self, chunk: int) -> torch.dtype:
         """Of a finished gradient. Its sum on the GPU is fp32."""
-        return self._grad_dtypes[chunk]
+        return DTYPES[self.placed[chunk].grad_dtype]
 
     def send_gradient(self, chunk: int) -> int:
         """From its slot home, on the d2h lane. Returns the bytes moved."""
         home, source = self.grad(chunk), self.grad_on_gpu(chunk)
-        if self._leaving is not None and self._rounds[chunk]:
+        if self._leaving is not None and self.placed[chunk].rounds:
             self._leaving.send(source, home)
         else:
             home.write(source).wait()
@@ -248,7 +209,7 @@ class Chunks:
     def bring_gradient(self, chunk: int) -> int:
         """From home into its slot, on the h2d lane. Returns the bytes moved."""
         home, target = self.grad(chunk), self.grad_on_gpu(chunk)
-        if self._arriving is not None and self._rounds[chunk]:
+        if self._arriving is not None and self.placed[chunk].rounds:
             self._arriving.bring(target, home)
         else:
             home.read(target).wait()
@@ -256,7 +217,7 @@ class Chunks:
 
     def round_gradient(self, chunk: int) -> None:
         """Where it is on the GPU, on the stream that computes."""
-        if self._rounding is not None and self._rounds[chunk]:
+        if self._rounding is not None and self.placed[chunk].rounds:
             self._rounding.round(self.grad_on_gpu(chunk), self.grad_dtype(chunk))
 
     def slot_offset(self, tensor: Tensor) -> tuple[int, int] | None:
@@ -276,7 +237,7 @@ class Chunks:
 
     # -- parameters -----------------------------------------------------------------------------------------------
 
-    def placements(self, chunk: int, block: int | None = None) -> list[Placement]:
+    def placements(self, chunk: int, block: int | None = None) -> list[ParamRange]:
         """The parameters of a chunk; with `block`, only those that this block uses."""
         if (chunk, block) not in self._placed:
             self._placed[chunk, block] = [
@@ -286,7 +247,7 @@ class Chunks:
             ]
         return self._placed[chunk, block]
 
-    def view_of(self, flat: Tensor, entry: Placement) -> Tensor:
+    def view_of(self, flat: Tensor, entry: ParamRange) -> Tensor:
         return flat[entry.offset_numel : entry.offset_numel + entry.numel].view(self.shapes[entry.param])
 
     def bind(self, chunk: int, block: int | None = None) -> None:
@@ -316,7 +277,7 @@ class Chunks:
 
     def _views(self, chunk: int, block: int | None) -> list[tuple[str, Tensor, set[int]]]:
         """The parameters of a chunk where it is now. A slot is always at the same place, so they are made once."""
-        place = (chunk, block, self.param_slots.first(chunk) if self.is_streamed(chunk) else None)
+        place = (chunk, block, self.param_slots.first(chunk) if self.placed[chunk].is_streamed else None)
         if place not in self._made:
             entries = self.placements(chunk, block)
             with torch.inference_mode(False):  # they outlive it
@@ -351,15 +312,17 @@ class Chunks:
         self.value(key).put(value)
         if master is not None and not rounds_to(master, value):
             self._set_master(key, value)
-        self.stale[chunk] = not self.is_streamed(chunk) and self._lives_elsewhere(chunk)
+        self.stale[chunk] = not self.placed[chunk].is_streamed and self._lives_elsewhere(chunk)
         self.show(key)
         param = self.parameters[key]
-        param.data = self._absent[key] if self.is_streamed(chunk) else self.view_of(self.param_on_gpu(chunk), entry)
+        param.data = (
+            self._absent[key] if self.placed[chunk].is_streamed else self.view_of(self.param_on_gpu(chunk), entry)
+        )
         self._versions[key] = param._version
         self._hide(key)
 
     def unbind(self, chunk: int, block: int | None = None) -> None:
-        streamed = self.is_streamed(chunk)
+        streamed = self.placed[chunk].is_streamed
         for entry in self.placements(chunk, block):
             if streamed:
                 self.show(entry.param)  # after an exception in `bind` it may not have been bound at all
@@ -396,7 +359,7 @@ class Chunks:
         if self._slots is not None:
             self._slots_address = self.gpu.view(self._slots, torch.uint8).data_ptr()
         for spec in self.specs:
-            if not self.is_streamed(spec.index):
+            if not self.placed[spec.index].is_streamed:
                 self.bind(spec.index)
         for key in self.parameters:
             self._hide(key)
@@ -419,36 +382,34 @@ class Chunks:
 
     # -- set-up ---------------------------------------------------------------------------------------------------
 
-    def _chunks_of(self, block: int) -> tuple[int, ...]:
-        return tuple(spec.index for spec in self.specs if block in spec.users)
+    def _allocate(self, place: ChunkPlace, stores: Mapping[Tier, Store]) -> None:
+        spec = place.chunk
+        regions = {at: stores[at[1]].allocate(num_bytes, _LABELS[at[0]]) for at, num_bytes in place.copies.items()}
 
-    def _allocate(self, spec: ChunkSpec, stores: Mapping[Tier, Store]) -> None:
-        def taken(tier: Tier, label: str, numel: int, *dtypes: torch.dtype) -> list[Array]:
-            """Arrays of equally many elements, one behind the other."""
-            store, offset_bytes, arrays = stores[tier], 0, []
-            region = store.allocate(sum(numel * dtype.itemsize for dtype in dtypes), label)
-            for dtype in dtypes:
-                arrays.append(Array(store, region, dtype, (numel,), offset_bytes))
-                offset_bytes += arrays[-1].nbytes
-            return arrays
+        def array(kind: ChunkKind, tier: Tier, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> Array:
+            return Array(stores[tier], regions[kind, tier], dtype, (numel,), offset_bytes)
 
-        home, states = params_home(self._plan, spec), self._plan.blocks[spec.block].states
-        dtype, grad = DTYPES[spec.dtype], None
-        persistent: list[Array] = []
-        if not self._is_streamed[spec.index]:
-            persistent = taken(self.gpu.tier, "persistent chunks", spec.numel, dtype)
-        is_at_hand = persistent and home is self.gpu.tier
-        self._homes += persistent if is_at_hand else taken(home, "parameters", spec.numel, dtype)
-        self._persistent += persistent or [None]
-        if spec.grad_bytes and not self._is_used_up[spec.index]:
-            grad_dtype = self._grad_dtypes[spec.index] if self._in_grad_slot[spec.index] else GRAD_DTYPE
-            [grad] = taken(states, "gradients", spec.trainable_numel, grad_dtype)
+        home = array(ChunkKind.PARAM, place.home, DTYPES[spec.dtype], spec.numel)
+        self._homes.append(home)
+        if place.is_streamed or place.params is place.home:
+            self._persistent.append(None if place.is_streamed else home)
+        else:
+            self._persistent.append(array(ChunkKind.PARAM, place.params, DTYPES[spec.dtype], spec.numel))
+        grad = None
+        if place.grad is not None:
+            dtype = DTYPES[place.grad_dtype] if place.in_grad_slot else GRAD_DTYPE
+            grad = array(ChunkKind.GRAD, place.grad, dtype, spec.trainable_numel)
         self._grads.append(grad)
-        moments = [torch.float32] * (spec.num_states - spec.has_master)
-        master = [torch.int16 if spec.has_remainder else torch.float32] * spec.has_master
-        has_states = spec.state_bytes > 0
-        kept = taken(states, "optimizer states", spec.optimised_numel, *moments, *master) if has_states else []
-        self._states.append(kept)
+        dtypes = [torch.float32] * (spec.num_states if spec.state_bytes else 0)
+        if dtypes and spec.has_remainder:
+            dtypes[-1] = torch.int16
+        starts = range(0, spec.state_bytes, spec.optimised_numel * STATE_BYTES or 1)
+        self._states.append(
+            [
+                array(ChunkKind.STATE, place.states, dtype, spec.optimised_numel, start)
+                for dtype, start in zip(dtypes, starts, strict=True)
+            ]
+        )
 
     def load(self, origins: Mapping[str, Origin], begins: bool = True) -> None:
         """Moves the model's values into the chunks, one chunk at a time: the originals are freed on the way. Values
@@ -474,7 +435,7 @@ class Chunks:
             if begins and states and spec.has_master and not spec.has_remainder:
                 states[-1].put(home.part(0, states[-1].shape).peek())
             self.refresh(spec.index)
-            if not self.is_streamed(spec.index):
+            if not self.placed[spec.index].is_streamed:
                 self.param_copies[spec.index].move(Residency.CLEAN)
             freed_bytes += spec.param_bytes
             if freed_bytes >= RETURN_BYTES or spec is self.specs[-1]:

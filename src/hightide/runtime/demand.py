@@ -81,7 +81,7 @@ class Demands:
 
     def send_away(self, chunk: int) -> None:
         """A gradient without a home is used up: its update is due anyway."""
-        if self._chunks.is_used_up(chunk):
+        if self._chunks.placed[chunk].is_used_up:
             self.update(chunk)
         else:
             self.write_back(chunk)
@@ -96,7 +96,7 @@ class Demands:
         after = [ticket for ticket in earlier if ticket is not None]
         work = self._performer.update(chunk)
         name = f"update.{chunk}"
-        if self._chunks.updates_on_gpu(chunk):
+        if self._chunks.placed[chunk].is_updated_on_gpu:
             with self._chunks.gpu.meter("updates"):
                 self._flight.lanes.run_inline(name, work)
             return
@@ -113,4 +113,4 @@ class Demands:
         return ticket
 
     def _num_slots(self, chunk: int) -> int:
-        return self._chunks.layout.num_slots(self._chunks.specs[chunk])
+        return self._chunks.placed[chunk].num_slots

@@ -292,7 +292,7 @@ class Executor:
         for chunk, copy in enumerate(self.chunks.grad_copies):
             if copy.state is Residency.HELD:
                 self.gradients.harvest(chunk, None)
-                copy.move(Residency.DIRTY if self.chunks.in_grad_slot(chunk) else Residency.CLEAN)
+                copy.move(Residency.DIRTY if self.chunks.placed[chunk].in_grad_slot else Residency.CLEAN)
         self._pass = self._suspended = None
 
     def _zeroing(self) -> str:
@@ -427,7 +427,7 @@ class Executor:
             self._flight.wait(self._flight.fetches[chunk], Lane.H2D)
         if copy.state is Residency.ABSENT:
             self._demands.fetch(chunk, self._next_use, lambda other: self._last_use.get(other, -1))
-        elif not self.chunks.is_streamed(chunk):
+        elif not self.chunks.placed[chunk].is_streamed:
             self.wait_for_update(chunk)  # the lane says with `stale` that there are newer values at home
             if self.chunks.stale[chunk]:
                 self._demands.refresh(chunk)
@@ -449,7 +449,7 @@ class Executor:
                 f"block {self._names[block]!r} ran backward again after its update, but this model was wrapped with "
                 "update='in_backward': the promise of one backward per step. Wrap with update='deferred' (the default)."
             )
-        if not self.chunks.in_grad_slot(chunk):
+        if not self.chunks.placed[chunk].in_grad_slot:
             if copy.state is Residency.ABSENT:
                 copy.move(Residency.CLEAN)  # its own place; the ledger clears what is not valid
         else:
@@ -463,5 +463,5 @@ class Executor:
 
     def _release_gradient(self, chunk: int, block: int) -> None:
         self.gradients.harvest(chunk, block)
-        in_slot = self.chunks.in_grad_slot(chunk)
+        in_slot = self.chunks.placed[chunk].in_grad_slot
         self.chunks.grad_copies[chunk].move(Residency.DIRTY if in_slot else Residency.CLEAN)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hightide.ir.block import ModelProfile
-from hightide.ir.chunk import Placement
+from hightide.ir.chunk import ParamRange
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.runtime.absent import Disabled
@@ -144,7 +144,7 @@ class Gradients:
             if received:
                 norms = torch._foreach_norm(list(received.values()))
                 self._norms.update(zip(received, norms, strict=True))
-        if self._chunks.rounds_in_place(chunk):  # see [Note: rounded gradients]
+        if self._chunks.placed[chunk].rounds_in_place:  # see [Note: rounded gradients]
             self._chunks.round_gradient(chunk)
         with Disabled():
             for key in mine:
@@ -186,7 +186,7 @@ class Gradients:
     def move_to(self, chunks: Chunks) -> None:
         """Gradients are the same, at other places, and nothing is under way: what users keep of `p.grad` stays good."""
         self._chunks = chunks
-        self._entries: list[list[Placement]] = [
+        self._entries: list[list[ParamRange]] = [
             [entry for entry in spec.params if entry.param in self._placeholders] for spec in chunks.specs
         ]
         self._used: dict[tuple[int, int | None], list[str]] = {}
@@ -222,7 +222,7 @@ class Gradients:
 
     # -- for the update -------------------------------------------------------------------------------------------
 
-    def ready(self, chunk: int) -> list[tuple[Placement, Factor]]:
+    def ready(self, chunk: int) -> list[tuple[ParamRange, Factor]]:
         """The parameters of a chunk that have a gradient, with the factor that the update must apply."""
         self._collect_loose(chunk)
         placed = self._chunks.specs[chunk].params
@@ -238,7 +238,7 @@ class Gradients:
     def _factor_at(self, chunk: int, key: str) -> Factor:
         """A factor that was computed on the GPU comes to host updates without anyone waiting for the GPU here."""
         factor = self._factor.get(key, 1.0)
-        if isinstance(factor, Tensor) and not self._chunks.updates_on_gpu(chunk):
+        if isinstance(factor, Tensor) and not self._chunks.placed[chunk].is_updated_on_gpu:
             if id(factor) not in self._on_host:
                 self._on_host[id(factor)] = HostNumber(factor)
             return self._on_host[id(factor)]

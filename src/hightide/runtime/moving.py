@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Tier
-from hightide.planner.place import has_host_params
+from hightide.planner.placement import Placement
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.gradients import Gradients
 from hightide.stores.array import Array
@@ -30,9 +30,9 @@ TILE_BYTES = 2**22  # as much exists twice
 
 def waiting_bytes(plan: Plan) -> int:
     """What will wait in host memory, at most."""
-    chunks = plan.layout.chunks
-    params = sum(chunk.param_bytes for chunk in chunks if not has_host_params(plan, chunk))
-    states = (chunk for chunk in chunks if plan.blocks[chunk.block].states is Tier.GPU)
+    places = Placement(plan).chunks
+    params = sum(place.chunk.param_bytes for place in places if place.home is Tier.GPU)
+    states = (place.chunk for place in places if place.states is Tier.GPU)
     return params + sum(chunk.state_bytes + chunk.grad_bytes for chunk in states)
 
 

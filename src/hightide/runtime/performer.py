@@ -235,7 +235,7 @@ class Performer:
 
     def update(self, chunk: int) -> Work:
         assert self.updates is not None, "a schedule with updates needs an optimizer"
-        used_up = self.chunks.is_used_up(chunk)
+        used_up = self.chunks.placed[chunk].is_used_up
         if used_up and self.chunks.grad_slots.first(chunk) is None:
             return _nothing
         apply = self.updates.prepare(chunk)
@@ -249,7 +249,7 @@ class Performer:
             home.move(Residency.HELD)
             apply()
             home.move(Residency.CLEAN)
-            self.chunks.stale[chunk] = not self.chunks.updates_on_gpu(chunk)
+            self.chunks.stale[chunk] = not self.chunks.placed[chunk].is_updated_on_gpu
             if used_up:
                 self.drop_gradient(chunk)
 

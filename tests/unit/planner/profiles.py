@@ -12,7 +12,7 @@ from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, Grad
 from hightide.ir.tier import Tier
 from hightide.planner.layout import pack, slot_sizes
 from hightide.planner.loss import loss_tile_tokens
-from hightide.planner.place import uses_disk, widest_tick
+from hightide.planner.placement import Placement
 
 
 @dataclass
@@ -144,8 +144,8 @@ def finish(
         explanation="",
         disk_limit_bytes=2**60,
     )
-    slots, grad_slots = widest_tick(plan, {entry.block for entry in profile.calls})
-    buffers = num_disk_buffers if uses_disk(plan) else 0
+    slots, grad_slots = Placement(plan).widest_tick({entry.block for entry in profile.calls})
+    buffers = num_disk_buffers if Placement(plan).uses_disk else 0
     return replace(plan, num_slots=slots + spare, num_grad_slots=grad_slots + spare_grad, num_disk_buffers=buffers)
 
 

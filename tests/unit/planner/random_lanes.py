@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hightide.ir.action import TICK_OPS, Action, Op, Schedule
 from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import LANE_RULES, ChunkKind, Lane, Rule
-from hightide.planner.place import grad_width, is_used_up
+from hightide.planner.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Done:
 class RandomLanes:
     def __init__(self, plan: Plan, schedule: Schedule, seed: int) -> None:
         self.plan = plan
+        self.placement = Placement(plan)
         self.schedule = schedule
         self.slots: dict[tuple[ChunkKind, int], int] = {}  # (param or grad slots, slot) -> chunk
         self.buffers: dict[tuple[str, int], str] = {}  # (ring, buffer) -> what is in it; "": it is being filled
@@ -153,7 +154,7 @@ class RandomLanes:
         if action.op is Op.UPDATE or (action.op is Op.FETCH and action.kind is ChunkKind.GRAD):
             assert (ChunkKind.GRAD, action.chunk) not in moving, f"{action.id}: its gradient is on its way home"
         if action.op is Op.UPDATE:
-            used_up = is_used_up(self.plan, self.plan.layout.chunks[action.chunk or 0])
+            used_up = self.placement.chunks[action.chunk or 0].is_used_up
             assert (action.chunk in on_gpu) == used_up, f"{action.id}: its gradient is not where it looks for it"
             if action.lane is Lane.CPU and self.plan.update is Update.DEFERRED:
                 assert "step" in self.done, f"{action.id}: before step()"
@@ -166,7 +167,7 @@ class RandomLanes:
         self.gpu_bytes -= action.gpu_gives
         self.host_bytes -= action.host_gives
         self._pass_buffers(action, starts=False)
-        used_up = action.op is Op.UPDATE and is_used_up(self.plan, self.plan.layout.chunks[action.chunk or 0])
+        used_up = action.op is Op.UPDATE and self.placement.chunks[action.chunk or 0].is_used_up
         if action.op in (Op.EVICT, Op.WRITE_BACK) or used_up:
             kind = ChunkKind.GRAD if used_up else action.kind
             held = [place for place, chunk in self.slots.items() if place[0] is kind and chunk == action.chunk]
@@ -180,7 +181,7 @@ class RandomLanes:
         if action.target.slot is None:
             return []
         layout, chunk = self.plan.layout, self.plan.layout.chunks[action.chunk]
-        width = layout.num_slots(chunk) if action.kind is ChunkKind.PARAM else grad_width(layout, chunk)
+        width = layout.num_slots(chunk) if action.kind is ChunkKind.PARAM else layout.num_grad_slots(chunk)
         return [(action.kind, action.target.slot + step) for step in range(width)]
 
     def _check_residents(self, tick: Action) -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hightide.ir.plan import GradientDtype, Update
 from hightide.planner.base import Bases, Needs
 from hightide.planner.choice import Choice, Problem
-from hightide.planner.lower.effects import disk_base_bytes, gpu_base_bytes, host_base_bytes
+from hightide.planner.lower.effects import base_bytes
+from hightide.planner.placement import Placement
 from unit.planner.profiles import UNLIMITED, profiles
 
 
@@ -46,5 +47,5 @@ def test_bases_are_those_of_the_plan(data: st.DataObject) -> None:
         choice = data.draw(choices(problem))
         plan = problem.build(choice)
         plan = replace(plan, num_disk_buffers=choice.disk_buffers)
-        expected = Needs(gpu_base_bytes(profile, plan), host_base_bytes(plan), disk_base_bytes(plan))
+        expected = Needs(*base_bytes(profile, plan, Placement(plan)).values())
         assert bases.of(choice) == expected

@@ -10,7 +10,7 @@ from hightide.ir.units import format_bytes
 from hightide.planner.explain import described, explain
 from hightide.planner.lower import lower, lower_all
 from hightide.planner.memory import bytes_forecast, peaks, reserved_bytes
-from hightide.planner.place import blocks_in_effect
+from hightide.planner.placement import Placement
 from unit.planner.profiles import plan_with, stack
 from unit.planner.test_why import GPU, REAL
 
@@ -44,10 +44,13 @@ def test_a_tied_head_is_where_its_owner_is():
     plan = replace(on_gpu, blocks=(*on_gpu.blocks[:-1], head))
     assert lower(profile, plan, Mode.TRAIN) == lower(profile, on_gpu, Mode.TRAIN), "what is said of it means nothing"
     assert text_of(profile, plan) == text_of(profile, on_gpu)
-    assert [block.params for block in blocks_in_effect(plan)] == [Tier.GPU] * len(plan.blocks)
+    assert [block.params for block in Placement(plan).blocks_in_effect] == [Tier.GPU] * len(plan.blocks)
     first = replace(on_gpu.blocks[0], states=Tier.HOST)
     moved = replace(on_gpu, blocks=(first, *on_gpu.blocks[1:]))
-    assert (blocks_in_effect(moved)[-1].params, blocks_in_effect(moved)[-1].states) == (Tier.GPU, Tier.HOST)
+    assert (Placement(moved).blocks_in_effect[-1].params, Placement(moved).blocks_in_effect[-1].states) == (
+        Tier.GPU,
+        Tier.HOST,
+    )
     assert re.search(r"\nhead +gpu +host +", text_of(profile, moved))
 
 

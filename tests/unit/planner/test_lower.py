@@ -8,7 +8,7 @@ from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.check import check_plan
 from hightide.planner.lower import lower
 from hightide.planner.memory import peaks
-from hightide.planner.place import params_on_gpu
+from hightide.planner.placement import Placement
 from hightide.planner.verify import verify
 from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, plan_with, plans, profiles, stack
 from unit.planner.random_lanes import RandomLanes
@@ -219,5 +219,5 @@ def test_fetches_have_the_right_bytes():
     schedule = lower(profile, plan, Mode.TRAIN)
     for action in of(schedule, Op.FETCH):
         chunk = plan.layout.chunks[action.chunk]
-        assert not params_on_gpu(plan, chunk) and action.num_bytes == chunk.numel * 2
+        assert Placement(plan).chunks[chunk.index].is_streamed and action.num_bytes == chunk.numel * 2
     assert all(a.num_bytes == plan.layout.chunks[a.chunk].trainable_numel * 4 for a in of(schedule, Op.WRITE_BACK))

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from file_store import FileStore
 from torch import nn
 
 import hightide
 import models
+from file_store import FileStore
 from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
-from hightide.planner.place import widest_tick
+from hightide.planner.placement import Placement
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.gradients import Gradients
 from hightide.runtime.moving import Luggage
@@ -40,7 +40,7 @@ class Subject:
         blocks = tuple(replace(block, params=tier, states=tier) if block.name else block for block in self.plan.blocks)
         plan = replace(self.plan, blocks=blocks, gradients=GradientDtype.PARAM)
         assert plan.profile is not None
-        slots, grad_slots = widest_tick(plan, {call.block for call in plan.profile.calls})
+        slots, grad_slots = Placement(plan).widest_tick({call.block for call in plan.profile.calls})
         self.plan = replace(plan, num_slots=slots, num_grad_slots=grad_slots)
         return Chunks(plan.profile, self.plan, self.stores, dict(self.model.named_parameters()))
 
@@ -63,7 +63,7 @@ def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
 
 
 def streamed_keys(chunks: Chunks) -> list[str]:
-    keys = [key for key, (chunk, _) in chunks.places.items() if chunks.is_streamed(chunk)]
+    keys = [key for key, (chunk, _) in chunks.places.items() if chunks.placed[chunk].is_streamed]
     assert keys
     return keys
 

@@ -12,11 +12,10 @@ import torch
 
 import hightide
 import models
-from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.lower import lower_all
-from hightide.planner.place import widest_tick
+from hightide.planner.placement import ChunkPlace, Placement
 from hightide.runtime import moving
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.lazy_logits import LazyLogits
@@ -45,7 +44,7 @@ def placed(plan: Plan, kind: str) -> Plan:
         for block in plan.blocks
     )
     plan = replace(plan, blocks=blocks, loss_kept_tokens=0)
-    slots, grad_slots = widest_tick(plan, {call.block for call in profile_of(plan).calls})
+    slots, grad_slots = Placement(plan).widest_tick({call.block for call in profile_of(plan).calls})
     return replace(plan, num_slots=slots + (slots > 0), num_grad_slots=grad_slots)
 
 
@@ -265,10 +264,10 @@ def no_first_region(plan: Plan, patch: pytest.MonkeyPatch) -> Plan:
 
 
 def no_last_region(plan: Plan, patch: pytest.MonkeyPatch) -> Plan:
-    def refuse(chunks: Chunks, spec: ChunkSpec, *rest: Any) -> None:
-        if spec is chunks.specs[-1]:
+    def refuse(chunks: Chunks, place: ChunkPlace, stores: Any) -> None:
+        if place is chunks.placed[-1]:
             chunks.gpu.allocate(TOO_MUCH, "planted")
-        allocate(chunks, spec, *rest)
+        allocate(chunks, place, stores)
 
     allocate = Chunks._allocate
     patch.setattr(Chunks, "_allocate", refuse)

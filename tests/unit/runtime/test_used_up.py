@@ -27,7 +27,7 @@ def wrapped(model: nn.Module, batch: Tensor, where: str, params: list[nn.Paramet
         plan = replace(plan, blocks=blocks, num_slots=6, num_grad_slots=6)
     wrapped_model, wrapped_optimizer = hightide.wrap(model, optimizer, batch, plan=plan, **options)
     chunks = run_of(wrapped_model).chunks
-    assert any(chunks.is_used_up(spec.index) for spec in chunks.specs) == (where == "gpu")
+    assert any(place.is_used_up for place in chunks.placed) == (where == "gpu")
     return wrapped_model, wrapped_optimizer
 
 

@@ -5,24 +5,27 @@ from __future__ import annotations
 from hightide.ir.action import Action, Mode, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan, Update
+from hightide.ir.tier import Tier
 from hightide.planner.lower.draft import Draft
-from hightide.planner.lower.effects import add_effects, disk_base_bytes, gpu_base_bytes, host_base_bytes
+from hightide.planner.lower.effects import add_effects, base_bytes
 from hightide.planner.lower.gradients import move_gradients
 from hightide.planner.lower.inputs import move_inputs
 from hightide.planner.lower.order import order_actions
 from hightide.planner.lower.params import fetch_params
 from hightide.planner.lower.ticks import lay_ticks
 from hightide.planner.lower.updates import add_updates
+from hightide.planner.placement import Placement
 
 
-def lower(profile: ModelProfile, plan: Plan, mode: Mode) -> Schedule:
-    """The schedule of one pass over the model in this mode. Pure; the same arguments give the same text."""
+def lower(profile: ModelProfile, plan: Plan, mode: Mode, placement: Placement | None = None) -> Schedule:
+    """The schedule of one pass over the model in this mode. Pure; the same arguments give the same text. `placement`:
+    the plan's, if it is known already."""
     if mode is Mode.ACCUMULATE and plan.update is Update.IN_BACKWARD:
         raise ValueError(
             "update='in_backward' has updated the parameters when a second backward begins, so gradients cannot be "
             "accumulated; wrap with update='deferred', or call step() after each backward"
         )
-    draft = Draft(profile, plan, mode)
+    draft = Draft(profile, plan, mode, placement)
     lay_ticks(draft)
     fetch_params(draft)
     if mode is not Mode.EVAL:
@@ -30,8 +33,8 @@ def lower(profile: ModelProfile, plan: Plan, mode: Mode) -> Schedule:
         move_inputs(draft)
         add_updates(draft)
     actions = add_effects(draft, order_actions(draft))
-    bases = gpu_base_bytes(profile, plan), host_base_bytes(plan), disk_base_bytes(plan)
-    return Schedule(mode, *bases[:2], tuple(actions), bases[2])
+    base = base_bytes(profile, plan, draft.placement)
+    return Schedule(mode, base[Tier.GPU], base[Tier.HOST], tuple(actions), base[Tier.DISK])
 
 
 def lower_ticks(profile: ModelProfile, plan: Plan) -> tuple[Action, ...]:
@@ -41,10 +44,11 @@ def lower_ticks(profile: ModelProfile, plan: Plan) -> tuple[Action, ...]:
     return tuple(add_effects(draft, draft.ticks))
 
 
-def lower_all(profile: ModelProfile, plan: Plan) -> dict[Mode, Schedule]:
+def lower_all(profile: ModelProfile, plan: Plan, placement: Placement | None = None) -> dict[Mode, Schedule]:
     """In every mode in which the plan may run."""
     modes = [Mode.TRAIN, Mode.EVAL] + ([Mode.ACCUMULATE] if plan.update is Update.DEFERRED else [])
-    return {mode: lower(profile, plan, mode) for mode in modes}
+    placement = placement or Placement(plan)
+    return {mode: lower(profile, plan, mode, placement) for mode in modes}
 
 
 __all__ = ["lower", "lower_all", "lower_ticks"]

@@ -15,17 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hightide.ir.action import Action, Op, Place
-from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower.draft import Draft
-from hightide.planner.place import (
-    grad_on_disk,
-    params_on_disk,
-    read_state_bytes,
-    states_on_disk,
-    written_state_bytes,
-)
 
 
 @dataclass
@@ -79,13 +71,12 @@ def move_through_disk(
 def _away(
     draft: Draft, ring: _Ring, action: Action, updated: dict[int | None, Action], written: Written
 ) -> list[Action]:
-    chunk = _chunk(draft, action)
-    if action.op is not Op.WRITE_BACK or chunk is None or not states_on_disk(draft.plan, chunk):
+    if action.op is not Op.WRITE_BACK or (place := draft.place_of(action)).states is not Tier.DISK:
         return [action]
     buffer, before = Place(Tier.HOST, ring.buffer), ring.before
     entry = action.changed(target=buffer, after=(*action.after, *([before.id] if before else [])))
-    if not grad_on_disk(draft.plan, chunk):
-        ring.pass_through(entry, updated[chunk.index])
+    if place.grad is None:
+        ring.pass_through(entry, updated[action.chunk])
         return [entry]
     exit = action.changed(
         id=action.id.replace("write_back.", "write.grad.", 1),
@@ -103,12 +94,12 @@ def _away(
 
 def _towards(draft: Draft, ring: _Ring, action: Action, written: Written) -> list[Action]:
     """A parameter as its last update has left it, or a sum as this pass or the one before has."""
-    chunk = _chunk(draft, action)
-    if action.op is not Op.FETCH or chunk is None:
+    if action.op is not Op.FETCH or action.kind is None:
         return [action]
-    is_param = action.kind is ChunkKind.PARAM
-    if not (params_on_disk(draft.plan, chunk) if is_param else grad_on_disk(draft.plan, chunk)):
+    place = draft.place_of(action)
+    if place.tier_of(action.kind) is not Tier.DISK:
         return [action]
+    chunk, is_param = place.chunk, action.kind is ChunkKind.PARAM
     buffer, after = Place(Tier.HOST, ring.buffer), [ring.before] if ring.before else []
     earlier: tuple[str, ...] = (f"write.state.{chunk.index}",) if is_param and chunk.optimised_numel else ()
     if not is_param:
@@ -132,13 +123,13 @@ def _towards(draft: Draft, ring: _Ring, action: Action, written: Written) -> lis
 
 def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list[Action]:
     """In backward, states are read ahead of their gradient, as soon as a buffer is free."""
-    chunk = _chunk(draft, action)
-    if chunk is None or not states_on_disk(draft.plan, chunk):
+    place = draft.place_of(action)
+    if place.states is not Tier.DISK:
         return [action]
     buffer, after = Place(Tier.HOST, ring.buffer), [ring.before] if ring.before else []
-    after += [one for one in written.values() if one.chunk == chunk.index]
+    after += [one for one in written.values() if one.chunk == action.chunk]
     begin = draft.ticks[-1].tick if draft.plan.update is Update.DEFERRED else len(draft.profile.calls) - 1
-    name = f"state.{chunk.index}"
+    name = f"state.{action.chunk}"
     read = action.changed(
         id=f"read.{name}",
         op=Op.READ,
@@ -146,7 +137,7 @@ def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list
         opens=max([begin, *(one.opens for one in after)]),
         source=Place(Tier.DISK),
         target=buffer,
-        num_bytes=read_state_bytes(draft.plan, chunk),
+        num_bytes=place.read_bytes,
         after=tuple(one.id for one in after),
         after_prev=(f"write.{name}",),
     )
@@ -156,12 +147,8 @@ def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list
         lane=Lane.DISK_WRITE,
         source=buffer,
         target=Place(Tier.DISK),
-        num_bytes=written_state_bytes(draft.plan, chunk),
+        num_bytes=place.written_bytes,
         after=(action.id,),
     )
     ring.pass_through(read, write)
     return [read, action.changed(after=(*action.after, read.id)), write]
-
-
-def _chunk(draft: Draft, action: Action) -> ChunkSpec | None:
-    return None if action.chunk is None else draft.plan.layout.chunks[action.chunk]

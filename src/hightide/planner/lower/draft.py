@@ -7,32 +7,35 @@ from functools import cached_property
 
 from hightide.ir.action import Action, Mode, Op
 from hightide.ir.block import ModelProfile
-from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Plan
-from hightide.planner.place import chunks_by_block
+from hightide.planner.placement import ChunkPlace, Placement
 
 
 class Draft:
-    def __init__(self, profile: ModelProfile, plan: Plan, mode: Mode) -> None:
+    def __init__(self, profile: ModelProfile, plan: Plan, mode: Mode, placement: Placement | None = None) -> None:
         self.profile = profile
         self.plan = plan
+        self.placement = placement or Placement(plan)
         self.mode = mode
         self.ticks: list[Action] = []
         self.actions: list[Action] = []  # all but the ticks
         self.awaited: dict[int, list[str]] = defaultdict(list)  # tick -> ids that it waits for
         self.last_write_back: dict[int, Action] = {}  # chunk -> its final one in this pass
-        self.chunks_of = chunks_by_block(plan.layout, len(profile.blocks))
 
-    def chunks_at(self, tick: Action) -> tuple[ChunkSpec, ...]:
-        return () if tick.block is None else self.chunks_of[tick.block]
+    def chunks_at(self, tick: Action) -> tuple[ChunkPlace, ...]:
+        return () if tick.block is None else self.placement.by_block[tick.block]
+
+    def place_of(self, action: Action) -> ChunkPlace:
+        assert action.chunk is not None
+        return self.placement.chunks[action.chunk]
 
     @cached_property
     def uses(self) -> dict[int, list[int]]:
         """chunk -> ticks that use it, ascending. Only for use after the ticks are laid."""
         uses: dict[int, list[int]] = defaultdict(list)
         for tick in self.ticks:
-            for chunk in self.chunks_at(tick):
-                uses[chunk.index].append(tick.tick)
+            for place in self.chunks_at(tick):
+                uses[place.chunk.index].append(tick.tick)
         return uses
 
     @cached_property

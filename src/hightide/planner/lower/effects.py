@@ -19,33 +19,16 @@ from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner import loss
 from hightide.planner.lower.draft import Draft
-from hightide.planner.place import (
-    disk_buffer_bytes,
-    disk_chunk_bytes,
-    gpu_chunk_bytes,
-    gpu_staging_bytes,
-    grad_slot_bytes,
-    host_chunk_bytes,
-    region_bytes,
-    slot_bytes,
-)
+from hightide.planner.placement import Placement, region_bytes
 
 Effects = dict[str, Counter[str]]
 
 
-def gpu_base_bytes(profile: ModelProfile, plan: Plan) -> int:
-    chunks = sum(gpu_chunk_bytes(plan, chunk) for chunk in plan.layout.chunks)
-    slots = plan.num_slots * slot_bytes(plan) + plan.num_grad_slots * grad_slot_bytes(plan)
-    return chunks + slots + gpu_staging_bytes(plan) + profile.batch_bytes + profile.buffer_bytes
-
-
-def host_base_bytes(plan: Plan) -> int:
-    chunks = sum(host_chunk_bytes(plan, chunk) for chunk in plan.layout.chunks)
-    return chunks + (plan.num_disk_buffers * sum(disk_buffer_bytes(plan)) if plan.num_disk_buffers else 0)
-
-
-def disk_base_bytes(plan: Plan) -> int:
-    return sum(disk_chunk_bytes(plan, chunk) for chunk in plan.layout.chunks)
+def base_bytes(profile: ModelProfile, plan: Plan, placement: Placement) -> dict[Tier, int]:
+    """What is on each tier during the whole pass."""
+    found = placement.base_bytes(plan)
+    found[Tier.GPU] += profile.batch_bytes + profile.buffer_bytes
+    return found
 
 
 def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
@@ -184,8 +167,7 @@ def _count_output_gradients(draft: Draft, effects: Effects) -> None:
 def _count_updates(draft: Draft, effects: Effects) -> None:
     for action in draft.actions:
         if action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
-            assert action.chunk is not None
-            chunk = draft.plan.layout.chunks[action.chunk]
+            chunk = draft.place_of(action).chunk
             arrays = 1 + chunk.has_remainder  # the gradient scaled or widened, and the master
             effects[action.id]["gpu_transient"] += STATE_BYTES * (
                 arrays * min(chunk.optimised_numel, UPDATE_TILE_NUMEL) + 1  # and the number of the step

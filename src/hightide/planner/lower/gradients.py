@@ -15,7 +15,7 @@ from hightide.ir.chunk import ChunkSpec
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower.draft import Draft
 from hightide.planner.lower.updates import update_on_gpu
-from hightide.planner.place import grad_width, host_grad_bytes, in_grad_slot, is_used_up
+from hightide.planner.placement import ChunkPlace
 from hightide.planner.slots import choose_windows
 
 
@@ -33,13 +33,12 @@ def move_gradients(draft: Draft) -> None:
         if tick.op is not Op.BACKWARD:
             continue
         needed: dict[int, int] = {}
-        for chunk in draft.chunks_at(tick):
-            if chunk.trainable_numel == 0:
-                continue
-            if in_grad_slot(draft.plan, chunk):
-                needed[chunk.index] = grad_width(draft.plan.layout, chunk)
-            elif draft.mode is Mode.TRAIN and draft.backward_uses[chunk.index][0] == tick.tick:
-                _clear(draft, chunk, tick, None, [])
+        for place in draft.chunks_at(tick):
+            index = place.chunk.index
+            if place.in_grad_slot:
+                needed[index] = place.num_grad_slots
+            elif place.grad is not None and draft.mode is Mode.TRAIN and draft.backward_uses[index][0] == tick.tick:
+                _clear(draft, place.chunk, tick, None, [])
         _exit_all(draft, slots, {chunk for chunk in slots.last_tick if chunk not in needed})
         _enter_all(draft, slots, tick, needed)
     _exit_all(draft, slots, set(slots.last_tick))
@@ -55,7 +54,7 @@ def _enter_all(draft: Draft, slots: _GradSlots, tick: Action, needed: dict[int, 
     _exit_all(draft, slots, windows.keys() & slots.last_tick.keys())
     for index, start in windows.items():
         window = range(start, start + needed[index])
-        entry = _enter(draft, slots, draft.plan.layout.chunks[index], tick, window)
+        entry = _enter(draft, slots, draft.placement.chunks[index], tick, window)
         for slot in window:
             slots.occupants[slot] = index
             slots.first_entries.setdefault(slot, entry)
@@ -68,7 +67,8 @@ def _ghost(slot: int) -> int:
     return -1 - slot
 
 
-def _enter(draft: Draft, slots: _GradSlots, chunk: ChunkSpec, tick: Action, window: range) -> str:
+def _enter(draft: Draft, slots: _GradSlots, place: ChunkPlace, tick: Action, window: range) -> str:
+    chunk = place.chunk
     before = [slots.exits[slot] for slot in window if slot in slots.exits]
     earlier = draft.last_write_back.get(chunk.index)
     if earlier is None and draft.mode is Mode.TRAIN:
@@ -84,7 +84,7 @@ def _enter(draft: Draft, slots: _GradSlots, chunk: ChunkSpec, tick: Action, wind
         kind=ChunkKind.GRAD,
         source=Place(Tier.HOST),
         target=Place(Tier.GPU, window.start),
-        num_bytes=host_grad_bytes(draft.plan, chunk),
+        num_bytes=place.grad_bytes,
         after=tuple(dict.fromkeys(exit.id for exit in [*before, *([earlier] if earlier else [])])),
     )
     draft.actions.append(action)
@@ -114,23 +114,24 @@ def _clear(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int | None, befor
 
 def _exit_all(draft: Draft, slots: _GradSlots, chunks: set[int]) -> None:
     for index in sorted(chunks):
-        _exit(draft, slots, draft.plan.layout.chunks[index], slots.last_tick.pop(index))
+        _exit(draft, slots, draft.placement.chunks[index], slots.last_tick.pop(index))
 
 
-def _exit(draft: Draft, slots: _GradSlots, chunk: ChunkSpec, last_tick: int) -> None:
-    places = [slot for slot, occupant in enumerate(slots.occupants) if occupant == chunk.index]
-    if is_used_up(draft.plan, chunk):
-        action = update_on_gpu(draft, chunk)
+def _exit(draft: Draft, slots: _GradSlots, place: ChunkPlace, last_tick: int) -> None:
+    index = place.chunk.index
+    left = [slot for slot, occupant in enumerate(slots.occupants) if occupant == index]
+    if place.is_used_up:
+        action = update_on_gpu(draft, place)
     else:
-        action = _write_back(draft, chunk, draft.ticks[last_tick], places[0])
-        draft.last_write_back[chunk.index] = action
+        action = draft.last_write_back[index] = _write_back(draft, place, draft.ticks[last_tick], left[0])
     draft.actions.append(action)
-    for slot in places:
+    for slot in left:
         slots.occupants[slot] = None
         slots.exits[slot] = action
 
 
-def _write_back(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int) -> Action:
+def _write_back(draft: Draft, place: ChunkPlace, tick: Action, slot: int) -> Action:
+    chunk = place.chunk
     return Action(
         id=f"write_back.{chunk.index}@{tick.id}",
         op=Op.WRITE_BACK,
@@ -142,7 +143,7 @@ def _write_back(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int) -> Acti
         kind=ChunkKind.GRAD,
         source=Place(Tier.GPU, slot),
         target=Place(Tier.HOST),
-        num_bytes=host_grad_bytes(draft.plan, chunk),
+        num_bytes=place.grad_bytes,
         after=(tick.id,),
         after_prev=(f"update.{chunk.index}",) if chunk.optimised_numel else (),
     )

@@ -9,7 +9,6 @@ from hightide.ir.action import Action, Op, Place
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower.draft import Draft
-from hightide.planner.place import is_refreshed, params_on_gpu
 from hightide.planner.slots import Use, choose_windows
 
 
@@ -18,11 +17,12 @@ def fetch_params(draft: Draft) -> None:
     slots: list[int | None] = [None] * draft.plan.num_slots
     for tick in draft.ticks:
         needed = {}
-        for chunk in draft.chunks_at(tick):
-            if not params_on_gpu(draft.plan, chunk):
-                needed[chunk.index] = draft.plan.layout.num_slots(chunk)
-            elif is_refreshed(draft.plan, chunk) and draft.uses[chunk.index][0] == tick.tick:
-                _fetch(draft, chunk, tick, None, [])
+        for place in draft.chunks_at(tick):
+            index = place.chunk.index
+            if place.is_streamed:
+                needed[index] = place.num_slots
+            elif place.is_refreshed and draft.uses[index][0] == tick.tick:
+                _fetch(draft, place.chunk, tick, None, [])
         windows = choose_windows(slots, needed, _next_use(draft, tick.tick), _last_use(draft, tick.tick))
         gone = _make_room(draft, tick, slots, windows, needed)
         for index, start in windows.items():

@@ -3,49 +3,48 @@
 from __future__ import annotations
 
 from hightide.ir.action import Action, Op
-from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Update
-from hightide.ir.tier import ChunkKind, Lane
+from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower.draft import Draft
-from hightide.planner.place import is_used_up, states_on_gpu, update_bytes
+from hightide.planner.placement import ChunkPlace
 
 
 def add_updates(draft: Draft) -> None:
-    for chunk in draft.plan.layout.chunks:
-        if chunk.optimised_numel == 0:
+    for place in draft.placement.chunks:
+        if place.chunk.optimised_numel == 0:
             continue
-        if draft.profile.blocks[chunk.block].loose:
-            draft.actions.append(_at_step(draft, chunk, _last_backward(draft)))
-        elif draft.backward_uses.get(chunk.index) and not is_used_up(draft.plan, chunk):  # those left grad slots by it
-            on_gpu = states_on_gpu(draft.plan, chunk)
-            draft.actions.append(update_on_gpu(draft, chunk) if on_gpu else _on_host(draft, chunk))
+        if draft.profile.blocks[place.chunk.block].loose:
+            draft.actions.append(_at_step(draft, place, _last_backward(draft)))
+        elif draft.backward_uses.get(place.chunk.index) and not place.is_used_up:  # those left grad slots by it
+            on_gpu = place.states is Tier.GPU
+            draft.actions.append(update_on_gpu(draft, place) if on_gpu else _on_host(draft, place))
 
 
-def update_on_gpu(draft: Draft, chunk: ChunkSpec) -> Action:
-    last = draft.ticks[draft.backward_uses[chunk.index][-1]]
+def update_on_gpu(draft: Draft, place: ChunkPlace) -> Action:
+    last = draft.ticks[draft.backward_uses[place.chunk.index][-1]]
     if draft.plan.update is Update.DEFERRED:
-        return _at_step(draft, chunk, last)
-    return _action(draft, chunk, Lane.COMPUTE, tick=_due(draft, chunk), opens=last.tick, after=(last.id,))
+        return _at_step(draft, place, last)
+    return _action(place, Lane.COMPUTE, tick=_due(draft, place), opens=last.tick, after=(last.id,))
 
 
-def _on_host(draft: Draft, chunk: ChunkSpec) -> Action:
-    due = _due(draft, chunk)
-    home = draft.last_write_back[chunk.index]
+def _on_host(draft: Draft, place: ChunkPlace) -> Action:
+    due = _due(draft, place)
+    home = draft.last_write_back[place.chunk.index]
     if draft.plan.update is Update.IN_BACKWARD:
-        return _action(draft, chunk, Lane.CPU, tick=due, opens=home.opens, after=(home.id,))
+        return _action(place, Lane.CPU, tick=due, opens=home.opens, after=(home.id,))
     step = draft.ticks[-1]
-    return _action(draft, chunk, Lane.CPU, tick=due, opens=step.tick, after=(step.id, home.id))
+    return _action(place, Lane.CPU, tick=due, opens=step.tick, after=(step.id, home.id))
 
 
-def _due(draft: Draft, chunk: ChunkSpec) -> int:
+def _due(draft: Draft, place: ChunkPlace) -> int:
     """When the next pass uses the chunk first: that is the order in which the cpu lane takes updates."""
-    return len(draft.ticks) + draft.uses[chunk.index][0]
+    return len(draft.ticks) + draft.uses[place.chunk.index][0]
 
 
-def _at_step(draft: Draft, chunk: ChunkSpec, last: Action | None) -> Action:
+def _at_step(draft: Draft, place: ChunkPlace, last: Action | None) -> Action:
     """Inline on entry of the STEP tick, in the user's thread."""
     step = draft.ticks[-1]
-    return _action(draft, chunk, Lane.COMPUTE, tick=step.tick, opens=step.tick - 1, after=(last.id,) if last else ())
+    return _action(place, Lane.COMPUTE, tick=step.tick, opens=step.tick - 1, after=(last.id,) if last else ())
 
 
 def _last_backward(draft: Draft) -> Action | None:
@@ -53,16 +52,16 @@ def _last_backward(draft: Draft) -> Action | None:
     return last if last is not None and last.op is Op.BACKWARD else None
 
 
-def _action(draft: Draft, chunk: ChunkSpec, lane: Lane, tick: int, opens: int, after: tuple[str, ...]) -> Action:
+def _action(place: ChunkPlace, lane: Lane, tick: int, opens: int, after: tuple[str, ...]) -> Action:
     return Action(
-        id=f"update.{chunk.index}",
+        id=f"update.{place.chunk.index}",
         op=Op.UPDATE,
         lane=lane,
         tick=tick,
         opens=opens,
-        block=chunk.block,
-        chunk=chunk.index,
+        block=place.chunk.block,
+        chunk=place.chunk.index,
         kind=ChunkKind.STATE,
-        num_bytes=update_bytes(draft.plan, chunk),
+        num_bytes=place.update_bytes,
         after=after,
     )

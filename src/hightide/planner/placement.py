@@ -1,0 +1,272 @@
+"""Where the bytes of each chunk live under a plan. It is worked out once per plan, chunk by chunk, and read by all: the
+runtime allocates by these records, the passes count and move by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+
+from hightide.ir.block import DTYPE_BYTES
+from hightide.ir.chunk import GRAD_BYTES, LEAVING_NUMEL, REGION_BYTES, STAGING_NUMEL, ChunkSpec, Layout
+from hightide.ir.plan import BlockPlan, GradientDtype, Plan, Update
+from hightide.ir.tier import ChunkKind, Tier
+
+
+class Buffer(StrEnum):
+    """Space that chunks share, one after the other: each is as large as the largest of them needs."""
+
+    SLOT = "slot"  # of streamed parameters, whatever their dtype
+    GRAD_SLOT = "grad slot"  # of gradients while they are summed: where most is frozen, far less than a slot
+    LEAVING = "leaving"  # rounded gradients on the GPU: those that leave,
+    ARRIVING = "arriving"  # that come back,
+    ROUNDING = "rounding"  # and that are rounded where they are. Each belongs to one stream, whose order is enough
+    READ = "read"  # what lives on disk, on the host: parameters and gradients on their way to the GPU,
+    WRITTEN = "written"  # gradients on their way back,
+    UPDATED = "updated"  # and what an update works on. See [Note: rings of buffers] in lower/disk.py
+
+
+STAGING = (Buffer.LEAVING, Buffer.ARRIVING, Buffer.ROUNDING)
+RINGS = (Buffer.READ, Buffer.WRITTEN, Buffer.UPDATED)
+BUFFER_TIERS = {buffer: Tier.HOST if buffer in RINGS else Tier.GPU for buffer in Buffer}
+
+
+def num_buffers(plan: Plan) -> dict[Buffer, int]:
+    """How many of each there are."""
+    slots = {Buffer.SLOT: plan.num_slots, Buffer.GRAD_SLOT: plan.num_grad_slots}
+    return slots | dict.fromkeys(STAGING, 1) | dict.fromkeys(RINGS, plan.num_disk_buffers)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ChunkPlace:
+    """Where one chunk's parameters, gradient and states are, and through which buffers they pass."""
+
+    chunk: ChunkSpec
+    params: Tier  # where compute finds the values. GPU: persistent. Else they are fetched from there into slots
+    home: Tier  # where an update leaves the values. Not `params` where a persistent chunk is updated elsewhere
+    grad: Tier | None  # where a finished gradient waits. None: the update reads it from its slot or buffer, or none is
+    states: Tier
+    grad_dtype: str  # of a finished gradient, wherever it is. Its sum on the GPU is fp32
+    grad_bytes: int  # of a finished gradient, on the link and beyond
+    rounds: bool
+    rounds_in_place: bool  # where it is summed: nobody else would do it, or more is added later
+    update_bytes: int  # that an update touches, each array once
+    num_slots: int  # that its parameters take at once
+    num_grad_slots: int  # 0: there is no gradient, or it is summed at a place of its own on the GPU
+    copies: Mapping[tuple[ChunkKind, Tier], int]  # what is there for the whole run, in bytes
+    bytes_on: Mapping[Tier, int]  # that stores set aside for these
+    buffer_bytes: Mapping[Buffer, int]
+    read_bytes: int  # from disk, before an update
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.params is not Tier.GPU
+
+    @property
+    def is_refreshed(self) -> bool:
+        """Used on the GPU, updated elsewhere: each pass begins by fetching the new values into the persistent place."""
+        return self.params is Tier.GPU is not self.home
+
+    @property
+    def in_grad_slot(self) -> bool:
+        """Its gradient is summed in a slot."""
+        return self.num_grad_slots > 0
+
+    @property
+    def is_used_up(self) -> bool:
+        """Its gradient is summed in a grad slot, and its update, right afterwards on the GPU, is the last to read it:
+        so it needs no place of its own."""
+        return self.num_grad_slots > 0 and self.states is Tier.GPU
+
+    @property
+    def is_updated_on_gpu(self) -> bool:
+        """By compute, in its turn. Else on the host, by a lane of its own."""
+        return self.states is Tier.GPU
+
+    def tier_of(self, kind: ChunkKind) -> Tier | None:
+        """Between its uses."""
+        return {ChunkKind.PARAM: self.home, ChunkKind.GRAD: self.grad, ChunkKind.STATE: self.states}[kind]
+
+    @property
+    def written_bytes(self) -> int:
+        """To disk, after an update: its parameters too, where they live there."""
+        return self.read_bytes - self.copies.get((ChunkKind.GRAD, Tier.DISK), 0)
+
+
+class ChunkPlaces:
+    """The records of one layout's chunks, each made once. Searches ask about thousands of plans, but a chunk's record
+    depends on nothing but where its block's parameters and states live."""
+
+    def __init__(self, layout: Layout, update: Update, gradients: GradientDtype) -> None:
+        self._layout, self._update, self._gradients = layout, update, gradients
+        self._made: dict[tuple[int, Tier, Tier], ChunkPlace] = {}
+
+    def at(self, chunk: ChunkSpec, params: Tier, states: Tier) -> ChunkPlace:
+        key = (chunk.index, params, states)
+        if key not in self._made:
+            self._made[key] = self._place(chunk, params, states)
+        return self._made[key]
+
+    def _place(self, chunk: ChunkSpec, params: Tier, states: Tier) -> ChunkPlace:
+        trained, layout = chunk.trainable_numel > 0, self._layout
+        if states is Tier.GPU and trained:  # what is frozen in the block may stream
+            params = Tier.GPU
+        is_updated_elsewhere = params is Tier.GPU is not states and chunk.optimised_numel > 0
+        home = Tier.HOST if is_updated_elsewhere else params
+        # One backward makes the gradient, and one update reads all of it right away. On the host it has a home anyway.
+        summed_once = chunk.num_backwards == 1 and chunk.optimised_numel == chunk.trainable_numel
+        is_read_at_once = self._update is Update.IN_BACKWARD and summed_once and states is not Tier.HOST
+        grad = states if trained and not is_read_at_once else None
+        # A dtype that is wider than the sum would only repeat zeros.
+        narrow = self._gradients is GradientDtype.PARAM and DTYPE_BYTES[chunk.dtype] < GRAD_BYTES
+        grad_dtype = chunk.dtype if narrow else "float32"
+        grad_bytes = chunk.trainable_numel * DTYPE_BYTES[grad_dtype]
+
+        copies = {(ChunkKind.PARAM, tier): chunk.param_bytes for tier in dict.fromkeys((params, home))}
+        if grad is not None:
+            copies[ChunkKind.GRAD, grad] = chunk.grad_bytes if grad is Tier.GPU else grad_bytes
+        if chunk.state_bytes:
+            copies[ChunkKind.STATE, states] = chunk.state_bytes
+        bytes_on = dict.fromkeys(Tier, 0)
+        for (_, tier), num_bytes in copies.items():
+            bytes_on[tier] += region_bytes(num_bytes)
+
+        num_slots = 0 if params is Tier.GPU else layout.num_slots(chunk)
+        num_grad_slots = layout.num_grad_slots(chunk) if trained and grad is not Tier.GPU else 0
+        rounds, leaves = narrow and trained, states is not Tier.GPU
+        on_disk = sum(num_bytes for (_, tier), num_bytes in copies.items() if tier is Tier.DISK)
+        buffers = {
+            Buffer.SLOT: -(-chunk.param_bytes // num_slots) if num_slots else 0,
+            Buffer.GRAD_SLOT: -(-chunk.grad_bytes // num_grad_slots) if num_grad_slots else 0,
+            Buffer.LEAVING: _staged_bytes(chunk, LEAVING_NUMEL) if rounds and leaves else 0,
+            Buffer.ARRIVING: _staged_bytes(chunk, STAGING_NUMEL) if rounds and leaves else 0,
+            Buffer.ROUNDING: _staged_bytes(chunk, STAGING_NUMEL) if rounds else 0,
+            # Sums go on, in tied chunks and where gradients are accumulated: those on disk come back too.
+            Buffer.READ: max(copies.get((kind, Tier.DISK), 0) for kind in (ChunkKind.PARAM, ChunkKind.GRAD)),
+            Buffer.WRITTEN: grad_bytes if states is Tier.DISK else 0,
+            Buffer.UPDATED: on_disk if states is Tier.DISK and trained else 0,
+        }
+        read_grad_bytes = DTYPE_BYTES[grad_dtype] if leaves else GRAD_BYTES
+        return ChunkPlace(
+            chunk,
+            params,
+            home,
+            grad,
+            states,
+            grad_dtype,
+            grad_bytes,
+            rounds=rounds,
+            rounds_in_place=rounds and (not leaves or chunk.num_backwards > 1),
+            update_bytes=chunk.optimised_numel * (read_grad_bytes + DTYPE_BYTES[chunk.dtype]) + chunk.state_bytes,
+            num_slots=num_slots,
+            num_grad_slots=num_grad_slots,
+            copies=copies,
+            bytes_on=bytes_on,
+            buffer_bytes={buffer: region_bytes(num_bytes) for buffer, num_bytes in buffers.items() if num_bytes},
+            read_bytes=on_disk,
+        )
+
+
+class Placement:
+    """Of all chunks under one plan. It follows from the plan's layout, tiers, update and gradients, not from how many
+    slots and buffers there are."""
+
+    def __init__(self, plan: Plan, places: ChunkPlaces | None = None) -> None:
+        """`places`: those of the plan's layout, for those who ask about many plans."""
+        places = places or ChunkPlaces(plan.layout, plan.update, plan.gradients)
+        self._blocks = blocks = plan.blocks
+        self.chunks = tuple(
+            places.at(chunk, blocks[chunk.block].params, blocks[chunk.block].states) for chunk in plan.layout.chunks
+        )
+
+    @cached_property
+    def by_block(self) -> tuple[tuple[ChunkPlace, ...], ...]:
+        """For each block all chunks that it uses, its own and those it shares."""
+        uses: list[list[ChunkPlace]] = [[] for _ in self._blocks]
+        for place in self.chunks:
+            for user in place.chunk.users:
+                uses[user].append(place)
+        return tuple(map(tuple, uses))
+
+    @cached_property
+    def owners(self) -> tuple[int | None, ...]:
+        """By block, the one whose decisions say where its parameters are: itself, or for one that has only tied
+        parameters (the head of many language models) the first block that uses them. None: it has no parameters."""
+        found: dict[int, int] = {}
+        for place in self.chunks:
+            for user in place.chunk.users:
+                found.setdefault(user, place.chunk.block)
+        found.update({place.chunk.block: place.chunk.block for place in self.chunks})
+        return tuple(found.get(block) for block in range(len(self._blocks)))
+
+    @cached_property
+    def blocks_in_effect(self) -> tuple[BlockPlan, ...]:
+        """What is decided about each block, with the tiers of its owner: its own mean nothing."""
+        homes = [self._blocks[block if owner is None else owner] for block, owner in enumerate(self.owners)]
+        return tuple(
+            replace(block, params=home.params, states=home.states)
+            for block, home in zip(self._blocks, homes, strict=True)
+        )
+
+    @cached_property
+    def bytes_on(self) -> Mapping[Tier, int]:
+        """Of all chunks, for the whole run; buffers come to it."""
+        return {tier: sum(place.bytes_on[tier] for place in self.chunks) for tier in Tier}
+
+    @cached_property
+    def buffer_bytes(self) -> Mapping[Buffer, int]:
+        """Of one of each."""
+        largest = dict.fromkeys(Buffer, 0)
+        for place in self.chunks:
+            for buffer, num_bytes in place.buffer_bytes.items():
+                largest[buffer] = max(largest[buffer], num_bytes)
+        return largest
+
+    @property
+    def staging_bytes(self) -> int:
+        return sum(self.buffer_bytes[buffer] for buffer in STAGING)
+
+    @property
+    def ring_bytes(self) -> int:
+        """Of one buffer of each ring."""
+        return sum(self.buffer_bytes[buffer] for buffer in RINGS)
+
+    @property
+    def is_resident(self) -> bool:
+        """All parameters and states stay on the GPU."""
+        return all(place.params is place.states is Tier.GPU for place in self.chunks)
+
+    @property
+    def uses_disk(self) -> bool:
+        return any(self.buffer_bytes[ring] for ring in RINGS)
+
+    @property
+    def has_leaving(self) -> bool:
+        """Gradients go from grad slots to another tier."""
+        return any(place.in_grad_slot and not place.is_used_up for place in self.chunks)
+
+    def widest_tick(self, called: set[int]) -> tuple[int, int]:
+        """Slots and grad slots that the most demanding of the called blocks needs at once."""
+        needed = [
+            (sum(place.num_slots for place in places), sum(place.num_grad_slots for place in places))
+            for block, places in enumerate(self.by_block)
+            if block in called
+        ]
+        return max((slots for slots, _ in needed), default=0), max((grads for _, grads in needed), default=0)
+
+    def base_bytes(self, plan: Plan) -> dict[Tier, int]:
+        """Of all chunks and buffers, which are there for the whole run."""
+        found = dict(self.bytes_on)
+        for buffer, count in num_buffers(plan).items():
+            found[BUFFER_TIERS[buffer]] += count * self.buffer_bytes[buffer]
+        return found
+
+
+def _staged_bytes(chunk: ChunkSpec, most_numel: int) -> int:
+    return min(chunk.trainable_numel, most_numel) * DTYPE_BYTES[chunk.dtype]
+
+
+def region_bytes(num_bytes: int) -> int:
+    """What a store sets aside for so many bytes."""
+    return -(-num_bytes // REGION_BYTES) * REGION_BYTES
