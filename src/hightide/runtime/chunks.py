@@ -10,7 +10,6 @@ Nothing is stored on the parameter itself.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from itertools import chain
 
@@ -25,7 +24,7 @@ from hightide.ir.tier import ChunkKind, Tier
 from hightide.machine import return_freed_memory
 from hightide.planner.placement import STAGING, Buffer, ChunkPlace, Placement
 from hightide.progress import tell
-from hightide.runtime.absent import absent_class
+from hightide.runtime.absent import Nans, absent_class
 from hightide.runtime.origin import Origin
 from hightide.runtime.remainder import join, split
 from hightide.runtime.residency import Copy, Residency
@@ -100,14 +99,17 @@ class Chunks:
         self.grad_copies = [Copy(f"gradient {spec.index} on gpu") for spec in self.specs]
         self.home_copies = [Copy(f"param {spec.index} at home", Residency.CLEAN) for spec in self.specs]
         self.stale = [False] * len(self.specs)  # persistent on the GPU, but updated on host since
-        self._scalars = {
-            name: torch.full((), math.nan, dtype=param.dtype, device=gpu.device) for name, param in parameters.items()
-        }
-        self._absent = {name: self._scalars[name].expand(param.shape) for name, param in parameters.items()}
+        self._nans = Nans({name: param.dtype for name, param in parameters.items()}, gpu.device)
+        self._absent = {name: self._nans.of(name).expand(param.shape) for name, param in parameters.items()}
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self._version_means_nothing: set[str] = set()
         self._placed: dict[tuple[int, int | None], list[ParamRange]] = {}
-        self._made: dict[tuple[int, int | None, int | None], list[tuple[str, Tensor, set[int]]]] = {}
+        self._made: dict[
+            tuple[int, int | None, int | None], list[tuple[str, nn.Parameter, type, Tensor, set[int]]]
+        ] = {}
+        self._left: dict[
+            tuple[int, int | None], list[tuple[nn.Parameter, type, Tensor | None, type | None]]
+        ] = {}  # what `unbind` leaves
         self._made_grads: dict[tuple[int, int | None], dict[str, Tensor]] = {}
         self._in_slots: dict[tuple[int, ChunkKind, int], Array] = {}
         self._classes: dict[str, type] = {name: type(param) for name, param in parameters.items()}
@@ -251,16 +253,20 @@ class Chunks:
         return flat[entry.offset_numel : entry.offset_numel + entry.numel].view(self.shapes[entry.param])
 
     def bind(self, chunk: int, block: int | None = None) -> None:
-        on_cpu = self.gpu.device.type == "cpu"
-        for key, view, addresses in self._views(chunk, block):
-            if on_cpu and not math.isnan(self._scalars[key].item()):  # no sync on a GPU
-                self._scalars[key].fill_(math.nan)
+        elsewhere = self.specs[chunk].has_master or self._lives_elsewhere(chunk)
+        versions = self._versions
+        for key, param, shown, view, addresses in self._views(chunk, block):
+            if self._nans.are_written(key):
                 raise Refused(WRITTEN_WHILE_ABSENT.format(name=key))
-            self.show(key)
-            self._check_unwritten(chunk, key)
-            if self.parameters[key].data_ptr() not in addresses:
+            param.__class__ = shown
+            # Persistent parameters can be written in place, which is right only where nobody keeps another copy.
+            version = param._version
+            if versions.setdefault(key, version) != version and elsewhere and key not in self._version_means_nothing:
+                versions[key] = version
+                raise Refused(WRITTEN_WHILE_ABSENT.format(name=key))
+            if param.data_ptr() not in addresses:
                 self._refuse_other_data(key, view)
-            self.parameters[key].data = view
+            param.data = view
 
     def _refuse_other_data(self, key: str, view: Tensor) -> None:
         """Somebody gave the parameter other memory (`p.data = ...`), unless it is still in another slot of ours."""
@@ -271,30 +277,22 @@ class Chunks:
     def check_loose(self) -> None:
         """Parameters that nobody binds, because they are always there."""
         for chunk in self._loose:
-            for key, view, addresses in self._views(chunk, None):
-                if self.parameters[key].data_ptr() not in addresses:
+            for key, param, _, view, addresses in self._views(chunk, None):
+                if param.data_ptr() not in addresses:
                     self._refuse_other_data(key, view)
 
-    def _views(self, chunk: int, block: int | None) -> list[tuple[str, Tensor, set[int]]]:
+    def _views(self, chunk: int, block: int | None) -> list[tuple[str, nn.Parameter, type, Tensor, set[int]]]:
         """The parameters of a chunk where it is now. A slot is always at the same place, so they are made once."""
-        place = (chunk, block, self.param_slots.first(chunk) if self.placed[chunk].is_streamed else None)
+        place = (chunk, block, self.param_slots.first(chunk))
         if place not in self._made:
-            entries = self.placements(chunk, block)
+            self._made[place] = made = []
             with torch.inference_mode(False):  # they outlive it
                 flat = self.param_on_gpu(chunk)
-                views = [(entry.param, self.view_of(flat, entry)) for entry in entries]
-            self._made[place] = [(key, view, {view.data_ptr(), self._absent[key].data_ptr()}) for key, view in views]
+                for entry in self.placements(chunk, block):
+                    key, view = entry.param, self.view_of(flat, entry)
+                    addresses = {view.data_ptr(), self._absent[key].data_ptr()}
+                    made.append((key, self.parameters[key], self._classes[key], view, addresses))
         return self._made[place]
-
-    def _check_unwritten(self, chunk: int, key: str) -> None:
-        """Persistent parameters can be written in place, which is right only where nobody keeps another copy."""
-        if key in self._version_means_nothing:
-            return
-        version = self.parameters[key]._version
-        elsewhere = self.specs[chunk].has_master or self._lives_elsewhere(chunk)
-        if self._versions.setdefault(key, version) != version and elsewhere:
-            self._versions[key] = version
-            raise Refused(WRITTEN_WHILE_ABSENT.format(name=key))
 
     def ignore_version(self, key: str) -> None:
         """The code of its block makes the parameter's version grow without a write, which is not to be refused."""
@@ -312,7 +310,7 @@ class Chunks:
         self.value(key).put(value)
         if master is not None and not rounds_to(master, value):
             self._set_master(key, value)
-        self.stale[chunk] = not self.placed[chunk].is_streamed and self._lives_elsewhere(chunk)
+        self.stale[chunk] = self.placed[chunk].is_refreshed
         self.show(key)
         param = self.parameters[key]
         param.data = (
@@ -322,12 +320,24 @@ class Chunks:
         self._hide(key)
 
     def unbind(self, chunk: int, block: int | None = None) -> None:
-        streamed = self.placed[chunk].is_streamed
-        for entry in self.placements(chunk, block):
-            if streamed:
-                self.show(entry.param)  # after an exception in `bind` it may not have been bound at all
-                self.parameters[entry.param].data = self._absent[entry.param]
-            self._hide(entry.param)
+        if (chunk, block) not in self._left:
+            is_streamed = self.placed[chunk].is_streamed
+            keys = [entry.param for entry in self.placements(chunk, block)]
+            self._left[chunk, block] = [
+                (
+                    self.parameters[key],
+                    self._classes[key],
+                    self._absent[key] if is_streamed else None,
+                    self._hidden.get(key),
+                )
+                for key in keys
+            ]
+        for param, shown, absent, hidden in self._left[chunk, block]:
+            if absent is not None:
+                param.__class__ = shown  # after an exception in `bind` it may not have been bound at all
+                param.data = absent
+            if hidden is not None:
+                param.__class__ = hidden
 
     def show(self, key: str) -> None:
         """From now on the parameter is what it was before wrapping: somebody has bound it, or will."""
@@ -358,6 +368,7 @@ class Chunks:
         """Of the parameters, once the values are in their places. The GPU's memory may be another one than before."""
         if self._slots is not None:
             self._slots_address = self.gpu.view(self._slots, torch.uint8).data_ptr()
+        self._made.clear()  # its addresses may be others now
         for spec in self.specs:
             if not self.placed[spec.index].is_streamed:
                 self.bind(spec.index)

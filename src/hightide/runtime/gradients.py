@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ParamRange
@@ -126,35 +127,37 @@ class Gradients:
         if chunk not in self._opened:
             self._freshen(chunk, flat)
         views = self._chunks.grad_views(chunk)
-        for key in self._used_by(chunk, block):
-            self._chunks.parameters[key].grad = views[key].data
+        for key, param in self._used_by(chunk, block):
+            param.grad = views[key].data
 
     def harvest(self, chunk: int, block: int | None) -> None:
         """After a block's backward: which parameters received a gradient, and its norm while it is on the GPU: that of
         the fp32 sum, before any rounding. But fp16 may overflow in rounding, and the norm must show it."""
-        parameters, mine = self._chunks.parameters, self._used_by(chunk, block)
-        gradients = self._found(mine)
-        self._valid.update(key for key, gradient in gradients.items() if gradient is not None and gradient._version > 0)
+        mine, valid = self._used_by(chunk, block), self._valid
+        received: dict[str, Tensor] = {}
+        with Disabled():
+            for key, param in mine:
+                gradient = param.grad
+                if gradient is not None and (gradient._version > 0 or key in valid):
+                    received[key] = gradient
+        valid.update([key for key, gradient in received.items() if gradient._version > 0])
         if self._chunks.grad_dtype(chunk) == torch.float16:
             self._chunks.round_gradient(chunk)
-        if self._update is Update.DEFERRED:
-            received = {
-                key: gradient for key, gradient in gradients.items() if key in self._valid and gradient is not None
-            }
-            if received:
-                norms = torch._foreach_norm(list(received.values()))
-                self._norms.update(zip(received, norms, strict=True))
+        if received and self._update is Update.DEFERRED:
+            norms = torch._foreach_norm(list(received.values()))
+            self._norms.update(zip(received, norms, strict=True))
         if self._chunks.placed[chunk].rounds_in_place:  # see [Note: rounded gradients]
             self._chunks.round_gradient(chunk)
         with Disabled():
-            for key in mine:
-                parameters[key].grad = self._placeholders[key] if key in self._valid else None
+            for key, param in mine:
+                param.grad = self._placeholders[key] if key in valid else None
 
-    def _used_by(self, chunk: int, block: int | None) -> list[str]:
+    def _used_by(self, chunk: int, block: int | None) -> list[tuple[str, Parameter]]:
         """Parameters of a chunk that have gradients; with `block`, only those that this block uses."""
         if (chunk, block) not in self._used:
             users = {entry.param for entry in self._chunks.placements(chunk, block)}
-            self._used[chunk, block] = [entry.param for entry in self._entries[chunk] if entry.param in users]
+            keys = [entry.param for entry in self._entries[chunk] if entry.param in users]
+            self._used[chunk, block] = [(key, self._chunks.parameters[key]) for key in keys]
         return self._used[chunk, block]
 
     def _freshen(self, chunk: int, flat: Tensor) -> None:
@@ -189,7 +192,7 @@ class Gradients:
         self._entries: list[list[ParamRange]] = [
             [entry for entry in spec.params if entry.param in self._placeholders] for spec in chunks.specs
         ]
-        self._used: dict[tuple[int, int | None], list[str]] = {}
+        self._used: dict[tuple[int, int | None], list[tuple[str, Parameter]]] = {}
         for tickets in (self.exits, self.updates):
             tickets.clear()
         self.of_parameters_here = [chunks.parameters[key] for key in self._placeholders if not chunks.is_hidden(key)]
@@ -321,7 +324,7 @@ def _scale(value: Tensor, factor: float | Tensor) -> None:
         value.mul_(factor)
 
 
-def _allow_fp32_gradient(param: torch.nn.Parameter) -> None:
+def _allow_fp32_gradient(param: Parameter) -> None:
     """Lets autograd add a low-precision gradient to an fp32 `.grad` in one pass."""
     if param.dtype != torch.float32:
         param.grad_dtype = None
