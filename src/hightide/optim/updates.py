@@ -125,10 +125,10 @@ class ChunkUpdates:
         return self._on_host.kernel
 
     def _apply(self, chunk: int, ranges: list[Range], hypers: dict[int, Any]) -> None:
-        whole = self._operands(chunk)
+        whole, numel = self._operands(chunk), self._chunks.specs[chunk].optimised_numel
         update = self._rule.update if self._chunks.placed[chunk].is_updated_on_gpu else self._on_host.update
         for part in ranges:
-            operands = whole if (part.start, part.stop) == (0, len(whole)) else whole[part.start : part.stop]
+            operands = whole if (part.start, part.stop) == (0, numel) else whole[part.start : part.stop]
             update(operands, part.step, hypers[part.group], _number(part.factor))
 
     def _operands(self, chunk: int) -> Operands:

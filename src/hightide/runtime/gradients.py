@@ -192,6 +192,7 @@ class Gradients:
         self._entries: list[list[ParamRange]] = [
             [entry for entry in spec.params if entry.param in self._placeholders] for spec in chunks.specs
         ]
+        self._loose_in = [[entry.param for entry in spec.params if entry.param in self._loose] for spec in chunks.specs]
         self._used: dict[tuple[int, int | None], list[tuple[str, Parameter]]] = {}
         for tickets in (self.exits, self.updates):
             tickets.clear()
@@ -228,15 +229,19 @@ class Gradients:
     def ready(self, chunk: int) -> list[tuple[ParamRange, Factor]]:
         """The parameters of a chunk that have a gradient, with the factor that the update must apply."""
         self._collect_loose(chunk)
-        placed = self._chunks.specs[chunk].params
-        found = self._found(entry.param for entry in placed)
-        present = [
-            entry
-            for entry in placed
-            if (entry.param in self._loose and found[entry.param] is not None)
-            or (entry.param in self._placeholders and self._look_at(entry.param, found[entry.param]))
-        ]
-        return [(entry, self._factor_at(chunk, entry.param)) for entry in present]
+        placed, factors = self._chunks.specs[chunk].params, self._factor
+        with Disabled():
+            found = [self._chunks.parameters[entry.param].grad for entry in placed]
+        ready: list[tuple[ParamRange, Factor]] = []
+        for entry, gradient in zip(placed, found, strict=True):
+            key = entry.param
+            if key in self._loose:
+                has_gradient = gradient is not None
+            else:
+                has_gradient = key in self._placeholders and self._look_at(key, gradient)
+            if has_gradient:
+                ready.append((entry, self._factor_at(chunk, key) if key in factors else 1.0))
+        return ready
 
     def _factor_at(self, chunk: int, key: str) -> Factor:
         """A factor that was computed on the GPU comes to host updates without anyone waiting for the GPU here."""
@@ -249,12 +254,10 @@ class Gradients:
 
     def _collect_loose(self, chunk: int) -> None:
         """Plain autograd made the gradients of loose parameters; bring them to their place in the chunk."""
-        for entry in self._chunks.specs[chunk].params:
-            if entry.param not in self._loose:
-                continue
-            param = self._chunks.parameters[entry.param]
-            if param.grad is not None and not self._is_collected(entry.param):
-                place = self.place_of(entry.param).view
+        for key in self._loose_in[chunk]:
+            param = self._chunks.parameters[key]
+            if param.grad is not None and not self._is_collected(key):
+                place = self.place_of(key).view
                 place.copy_(param.grad)
                 param.grad = place if param.dtype == place.dtype else param.grad
 

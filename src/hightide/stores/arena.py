@@ -49,9 +49,8 @@ class ArenaStore(MemoryStore):
         assert storage is not None
         # set_() and not a slice of one base tensor: slices share a version counter, so that filling one slot would
         # invalidate what autograd saved of all others.
-        with torch.no_grad():
-            start = (region.offset + offset_bytes) // dtype.itemsize
-            return torch.empty(0, dtype=dtype).set_(storage, start, (numel,), (1,))
+        start = (region.offset + offset_bytes) // dtype.itemsize
+        return torch.empty(0, dtype=dtype).set_(storage, start, (numel,), (1,))
 
     def give_back(self, region: Region, offset_bytes: int, num_bytes: int) -> None:
         """The pages that lie inside: they read as zero."""
