@@ -103,7 +103,7 @@ class Chunks:
         self._absent = {name: self._nans.of(name).expand(param.shape) for name, param in parameters.items()}
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self._version_means_nothing: set[str] = set()
-        self._placed: dict[tuple[int, int | None], list[ParamRange]] = {}
+        self._ranges: dict[tuple[int, int | None], list[ParamRange]] = {}
         self._made: dict[
             tuple[int, int | None, int | None], list[tuple[str, nn.Parameter, type, Tensor, set[int]]]
         ] = {}
@@ -241,13 +241,13 @@ class Chunks:
 
     def placements(self, chunk: int, block: int | None = None) -> list[ParamRange]:
         """The parameters of a chunk; with `block`, only those that this block uses."""
-        if (chunk, block) not in self._placed:
-            self._placed[chunk, block] = [
+        if (chunk, block) not in self._ranges:
+            self._ranges[chunk, block] = [
                 entry
                 for entry in self.specs[chunk].params
                 if block is None or entry.param in self._params_of_block[block]
             ]
-        return self._placed[chunk, block]
+        return self._ranges[chunk, block]
 
     def view_of(self, flat: Tensor, entry: ParamRange) -> Tensor:
         return flat[entry.offset_numel : entry.offset_numel + entry.numel].view(self.shapes[entry.param])
