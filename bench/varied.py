@@ -115,7 +115,7 @@ def _plan(question: Question, choice: Choice) -> Plan | None:
             choice,
             *limits,
             question.update,
-            question.num_moments,
+            question.states,
             question.gradients,
             question.machine,
         )
@@ -127,7 +127,7 @@ def _plan(question: Question, choice: Choice) -> Plan | None:
 
 def _problem(question: Question) -> Problem:
     limits = question.gpu_bytes, question.host_bytes
-    return Problem(question.profile, *limits, question.update, question.num_moments, question.gradients)
+    return Problem(question.profile, *limits, question.update, question.states, question.gradients)
 
 
 def _tiny(problem: Problem) -> set[int]:

@@ -24,7 +24,7 @@ from hightide.machine import free_host_bytes
 from hightide.measured import Stats, read_stats
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.registry import rule_for
-from hightide.planner.check import check_executable, check_moments, check_plan
+from hightide.planner.check import check_executable, check_plan, check_states
 from hightide.planner.explain import described
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower_all
@@ -94,7 +94,7 @@ def wrap(
         searched: tuple[Question, Found] | None = None
         if plan is None:
             gpu_bytes, host_bytes = _resolve(limits or Limits(), place, model, optimizer)
-            asked = Asked(gpu_bytes, host_bytes, timing, micro_batch, rule.num_moments, rounding)
+            asked = Asked(gpu_bytes, host_bytes, timing, micro_batch, rule.states, rounding)
             question = question_about(profiled, optimizer, place, compile, asked)
             tell("searching for a plan")
             searched = question, question.answer()
@@ -103,7 +103,7 @@ def wrap(
         else:
             check_executable(plan)
             check_plan(profile, plan)
-            check_moments(plan, rule.num_moments)
+            check_states(plan, rule.states)
             rehearsed = partial(rehearsed_profile, profiled, optimizer, place, compile, plan.gpu_limit_bytes)
             profile, schedules = _verified(profile, plan, rehearsed)
             if plan.is_edited:
@@ -149,7 +149,7 @@ def plan(
     with shown("hightide.plan"), checkpointing.off(model):
         profiled = _profile(model, optimizer, batch, blocks, place)
         gpu_bytes, host_bytes = _resolve(limits or Limits(), place, model, optimizer)
-        asked = Asked(gpu_bytes, host_bytes, timing, micro_batch, rule.num_moments, rounding)
+        asked = Asked(gpu_bytes, host_bytes, timing, micro_batch, rule.states, rounding)
         question = question_about(profiled, optimizer, place, compile, asked)
         tell("searching for a plan")
         made = question.answer().plan

@@ -32,6 +32,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import SIMULATED, Machine
 from hightide.ir.plan import GradientDtype, Update
+from hightide.ir.state_spec import StateSpecs
 from hightide.ir.units import format_bytes
 from hightide.planner.choice import check_micro_batch
 from hightide.planner.cost import with_peaks
@@ -59,7 +60,7 @@ class Asked:
     host_bytes: int
     update: Update
     micro_batch: int | None
-    num_moments: int
+    states: StateSpecs
     gradients: GradientDtype
 
 
@@ -112,7 +113,7 @@ def question_about(
         asked.host_bytes,
         asked.update,
         asked.micro_batch,
-        asked.num_moments,
+        asked.states,
         asked.gradients,
         quick=_is_small(profile),
     )

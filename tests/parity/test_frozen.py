@@ -193,9 +193,9 @@ def test_a_frozen_backbone_streams_forward_only_and_has_no_gradient_and_no_state
     assert stats is not None and stats.deviations == 0 and stats.evictions > 0
     frozen = [chunk for chunk in stats.plan.layout.chunks if not chunk.trainable_numel]
     (head,) = (chunk for chunk in stats.plan.layout.chunks if chunk.trainable_numel)
-    assert all(chunk.grad_bytes == chunk.moment_bytes == 0 for chunk in frozen)
+    assert all(chunk.grad_bytes == chunk.state_bytes == 0 for chunk in frozen)
     numel = models.VOCABULARY * models.HIDDEN
-    assert (head.param_bytes, head.grad_bytes, head.moment_bytes) == (4 * numel, 4 * numel, 8 * numel)
+    assert (head.param_bytes, head.grad_bytes, head.state_bytes) == (4 * numel, 4 * numel, 8 * numel)
     assert len(wrapped.optimizer.state_dict()["state"]) == 1
     # Without backward nothing is fetched a second time, and nothing but the head's gradient and input leaves the GPU.
     all_bytes = sum(chunk.param_bytes for chunk in stats.plan.layout.chunks)

@@ -94,9 +94,9 @@ def test_frozen_chunks_have_no_gradient_and_no_state(room: float) -> None:
     frozen, adapters = frozen_and_adapters(plan)
     trained = [param for param in model.parameters() if param.requires_grad]
     trained_bytes = sum(-(-param.numel() // 128) * 128 for param in trained) * 4  # each starts at a multiple of 128
-    assert sum(chunk.grad_bytes for chunk in frozen) == sum(chunk.moment_bytes for chunk in frozen) == 0
+    assert sum(chunk.grad_bytes for chunk in frozen) == sum(chunk.state_bytes for chunk in frozen) == 0
     assert sum(chunk.param_bytes for chunk in adapters) == sum(chunk.grad_bytes for chunk in adapters) == trained_bytes
-    assert sum(chunk.moment_bytes for chunk in adapters) == 2 * trained_bytes
+    assert sum(chunk.state_bytes for chunk in adapters) == 2 * trained_bytes
     run = run_of(model)
     assert run is not None
     used = run.gpu.breakdown(), run.host.breakdown()

@@ -209,7 +209,7 @@ def test_states_take_the_bytes_of_their_moments(optimizer: type, name: str, dtyp
     model, wrapped, run = wrap(pair, make(optimizer, name, list(pair[0].parameters())), "streamed")
     num_arrays = NUM_MOMENTS[name] + (dtype is not torch.float32)
     for spec in run.chunks.specs:
-        assert spec.num_states == num_arrays and spec.moment_bytes == 4 * NUM_MOMENTS[name] * spec.optimised_numel
+        assert len(spec.states) == num_arrays
         master_bytes = 2 * (dtype is not torch.float32)
         assert spec.state_bytes == (4 * NUM_MOMENTS[name] + master_bytes) * spec.optimised_numel
     step(model, wrapped, pair[1])
@@ -376,6 +376,6 @@ def test_a_plan_for_another_number_of_moments_is_refused() -> None:
     model, batch = build(torch.float32)
     params = list(model.parameters())
     plan: Plan = hightide.plan(model, make(torch.optim.AdamW, "adamw", params), batch, limits=LIMITS)
-    with pytest.raises(ValueError, match="2 moments of each element, this optimizer has 1"):
+    with pytest.raises(ValueError, match=r"exp_avg_sq \(float32\) of each parameter, this one keeps momentum_buffer"):
         hightide.wrap(model, make(torch.optim.SGD, "sgd momentum", params), batch, plan=plan)
     hightide.unwrap(hightide.wrap(model, make(torch.optim.Adam, "adam", params), batch, plan=plan)[0])

@@ -305,7 +305,7 @@ def test_bytes_are_what_the_plan_says(name, where, gradients):
     model, optimizer, run = wrapped(pair, where, gradients=gradients)
     staging = run.gpu.breakdown().get("gradient staging", 0)
     assert staging == Placement(run.plan).staging_bytes and (staging > 0) == (gradients == "param")
-    assert run.host.used_bytes == Placement(run.plan).base_bytes(run.plan)[H]
+    assert run.host.used_bytes == Placement(run.plan).base_bytes()[H]
     at_home = [
         run.chunks.grad(spec.index)
         for spec in run.chunks.specs

@@ -287,11 +287,11 @@ def test_a_plan_file_of_an_older_version(tmp_path: Path, planned: Any, refused: 
     path = tmp_path / "plan.json"
     planned[2].save(path)
     data = json.loads(path.read_text())
-    data["version"] = 2
+    data["version"] = 3
     for chunk in data["layout"]["chunks"]:
-        del chunk["num_backwards"]  # a key that files of before may lack
+        chunk["num_states"] = len(chunk.pop("states"))  # as it was in files of before
     path.write_text(json.dumps(data))
-    with refused(str(path), "made by version 2, this is version 3", "make a new plan"):
+    with refused(str(path), "made by version 3, this is version 4", "make a new plan"):
         Plan.load(path)
 
 

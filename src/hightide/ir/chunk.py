@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from hightide.ir.block import DTYPE_BYTES
+from hightide.ir.state_spec import MASTER, REMAINDER, StateSpec, StateSpecs
 
 ALIGN_NUMEL = 128  # every parameter starts at a multiple of this many elements: 256 bytes in bf16, 512 in fp32
 GRAD_BYTES = 4  # gradients are summed in fp32
@@ -14,8 +16,7 @@ LEAVING_NUMEL = 128 * 1024**2
 STAGING_NUMEL = 4 * 1024**2
 UPDATE_TILE_NUMEL = 32 * 1024**2  # an update on the GPU works in tiles of so many elements, of which it may copy one
 REGION_BYTES = 512  # stores give space in multiples of this
-STATE_BYTES = 4  # master copies and moments are fp32
-REMAINDER_BYTES = 2  # what a bf16 parameter lacks of its master
+STATE_ALIGN_BYTES = 256  # in a chunk's states each array starts at a multiple of this
 
 
 def aligned(numel: int) -> int:
@@ -34,6 +35,11 @@ class ParamRange:
     def end_numel(self) -> int:
         return self.offset_numel + aligned(self.numel)
 
+    def within(self, per_numel: int = 1) -> slice:
+        """Its part of an array that has one element for so many of the chunk."""
+        start = self.offset_numel // per_numel
+        return slice(start, start + -(-self.numel // per_numel))
+
 
 @dataclass(frozen=True)
 class ChunkSpec:
@@ -48,8 +54,16 @@ class ChunkSpec:
     trainable_numel: int
     optimised_numel: int
     params: tuple[ParamRange, ...]
-    num_states: int  # of each optimised element: moments, and a master where dtype is not fp32
+    states: StateSpecs  # of the optimised elements: the update rule's own, then a master where dtype is not fp32
     num_backwards: int  # how many blocks' backwards add to its gradient in one pass; 0 also where autograd does
+
+    def __post_init__(self) -> None:
+        for state in self.states:
+            if ALIGN_NUMEL % state.per_numel:
+                raise ValueError(
+                    f"{state}: parameters are packed, and updates cut, at multiples of {ALIGN_NUMEL} elements; "
+                    f"{state.per_numel} must divide that"
+                )
 
     @property
     def param_bytes(self) -> int:
@@ -60,24 +74,35 @@ class ChunkSpec:
         """Of the fp32 sum on the GPU."""
         return self.trainable_numel * GRAD_BYTES
 
-    @property
-    def moment_bytes(self) -> int:
-        return self.optimised_numel * STATE_BYTES * (self.num_states - self.has_master)
+    @cached_property
+    def state_offsets(self) -> dict[StateSpec, int]:
+        """In bytes. The arrays lie one after the other."""
+        offsets, end = {}, 0
+        for state in self.states:
+            offsets[state] = end
+            end += -(-state.num_bytes(self.optimised_numel) // STATE_ALIGN_BYTES) * STATE_ALIGN_BYTES
+        return offsets
+
+    @cached_property
+    def state_bytes(self) -> int:
+        if not self.states:
+            return 0
+        last = self.states[-1]
+        return self.state_offsets[last] + last.num_bytes(self.optimised_numel)
 
     @property
-    def state_bytes(self) -> int:
-        """Moments, then the master or what the parameter lacks of it."""
-        master = REMAINDER_BYTES if self.has_remainder else STATE_BYTES
-        return self.moment_bytes + (self.optimised_numel * master if self.has_master else 0)
+    def rule_states(self) -> StateSpecs:
+        """Without what is kept for the sake of the dtype."""
+        return tuple(state for state in self.states if state not in (MASTER, REMAINDER))
 
     @property
     def has_remainder(self) -> bool:
         """Its master is the parameter plus 16 more bits. See [Note: masters in two parts] in runtime/remainder.py."""
-        return self.dtype == "bfloat16"
+        return REMAINDER in self.states
 
     @property
     def has_master(self) -> bool:
-        return self.dtype != "float32"
+        return self.has_remainder or MASTER in self.states
 
 
 @dataclass(frozen=True)

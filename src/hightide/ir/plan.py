@@ -18,7 +18,7 @@ EDITED = (
     "EDITED since it was made; the lines below are about the plan as it was then.\n"
     "wrap verifies it as it is, and stats(model).plan.explain() is about that.\n\n"
 )
-PLAN_VERSION = 3  # raised whenever a file of before cannot be read, or would mean other bytes
+PLAN_VERSION = 4  # raised whenever a file of before cannot be read, or would mean other bytes
 
 
 class Update(StrEnum):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hightide.ir.state_spec import ADAM_STATES, StateSpecs
 from hightide.optim import c_kernel
 from hightide.optim.rule import Kernel, Rule
 
@@ -44,8 +45,8 @@ class AdamRule(Rule):
     }
 
     @property
-    def moment_names(self) -> tuple[str, ...]:
-        return "exp_avg", "exp_avg_sq"
+    def states(self) -> StateSpecs:
+        return ADAM_STATES
 
     def read(self, group: Mapping[str, Any]) -> AdamHyper:
         beta1, beta2 = group["betas"]
@@ -59,8 +60,8 @@ class AdamRule(Rule):
             decoupled=bool(group.get("decoupled_weight_decay", self.hyper.decoupled)),
         )
 
-    def apply(self, master: Tensor, grad: Tensor, moments: tuple[Tensor, ...], step: int, hyper: AdamHyper) -> None:
-        first, second = moments
+    def apply(self, master: Tensor, grad: Tensor, states: tuple[Tensor, ...], step: int, hyper: AdamHyper) -> None:
+        first, second = states
         update = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
         update(
             [master],

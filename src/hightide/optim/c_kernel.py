@@ -39,7 +39,7 @@ def load(name: str, numbers: Numbers) -> CKernel | None:
 
 
 class CKernel:
-    """Rules with up to two moments; a missing one is a null pointer."""
+    """Rules with up to two fp32 states; a missing one is a null pointer."""
 
     def __init__(self, library: ctypes.CDLL, function: str, numbers: Numbers) -> None:
         self._library, self._numbers = library, numbers
@@ -53,7 +53,7 @@ class CKernel:
         return param in (torch.bfloat16, torch.float16) and grad in (torch.float32, param)
 
     def share(self, operands: Operands, step: int, hyper: Any, scale: float, tile_numel: int) -> WorkInC:
-        first, second = (*operands.moments, None, None)[:2]
+        first, second = (*operands.states, None, None)[:2]
         param = operands.param
         assert self.supports(operands.grad.dtype, None if param is None else param.dtype)
         assert operands.grad.device.type == "cpu"

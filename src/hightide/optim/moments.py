@@ -68,7 +68,7 @@ class Moments:
 
     def of(self, key: str) -> list[Array]:
         """Where one parameter's moments are."""
-        return self._chunks.states_of(key)[: self._rule.num_moments]
+        return [self._chunks.state_of(key, state) for state in self._rule.states]
 
     def lend(self, key: str, index: int) -> Tensor:
         """One moment, for the user: its very memory, for as long as the parameter keeps this state."""

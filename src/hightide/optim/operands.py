@@ -19,18 +19,20 @@ class Operands:
 
     master: Tensor | None  # fp32
     grad: Tensor  # of any floating dtype; it is only read
-    moments: tuple[Tensor, ...]  # fp32
+    states: tuple[Tensor, ...]  # of the dtypes that the rule has declared
     param: Tensor | None = None  # gets the master's new values, rounded. None: the master is the parameter
     remainder: Tensor | None = None  # int16
+    per_numel: tuple[int, ...] = ()  # elements of the range for each element of a state, where that is not 1 for all
 
     def __post_init__(self) -> None:
-        for tensor in (*([] if self.master is None else [self.master]), *self.moments):
-            assert tensor.dtype == torch.float32, tensor.dtype
+        assert self.master is None or self.master.dtype == torch.float32, self.master.dtype
+        assert len(self.per_numel) in (0, len(self.states))
         assert (self.master is None) == (self.remainder is not None)
         if self.remainder is not None:
             assert self.param is not None and self.param.dtype == torch.bfloat16 and self.remainder.dtype == torch.int16
-        numel = self.grad.numel()
+        shares = {id(state): per_numel for state, per_numel in self._shares()}
         for tensor in self._arrays():
+            numel = -(-len(self) // shares.get(id(tensor), 1))
             assert tensor.dim() == 1 and tensor.is_contiguous() and tensor.numel() == numel, tensor.shape
 
     def master_values(self) -> Tensor:
@@ -46,8 +48,11 @@ class Operands:
         return sum(tensor.nbytes for tensor in self._arrays())
 
     def _arrays(self) -> Iterator[Tensor]:
-        every = (self.master, self.grad, *self.moments, self.param, self.remainder)
+        every = (self.master, self.grad, *self.states, self.param, self.remainder)
         return (tensor for tensor in every if tensor is not None)
+
+    def _shares(self) -> Iterator[tuple[Tensor, int]]:
+        return zip(self.states, self.per_numel or (1,) * len(self.states), strict=True)
 
     def __len__(self) -> int:
         return self.grad.numel()
@@ -56,4 +61,6 @@ class Operands:
         master, param, remainder = (
             None if tensor is None else tensor[at] for tensor in (self.master, self.param, self.remainder)
         )
-        return Operands(master, self.grad[at], tuple(moment[at] for moment in self.moments), param, remainder)
+        start, stop, _ = at.indices(len(self))
+        states = tuple(state[start // per_numel : -(-stop // per_numel)] for state, per_numel in self._shares())
+        return Operands(master, self.grad[at], states, param, remainder, self.per_numel)

@@ -14,9 +14,9 @@ from torch import Tensor
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.machine import return_freed_memory
+from hightide.optim.accelerate import asks_to_place, is_nothing_to_place, nothing_to_place
 from hightide.optim.groups import Groups
 from hightide.optim.masters import add_masters, take_masters
-from hightide.optim.placement import asks_to_place, is_nothing_to_place, nothing_to_place
 from hightide.optim.registry import rule_for
 from hightide.optim.rule import Rule
 from hightide.optim.states import States

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hightide.ir.chunk import ALIGN_NUMEL, UPDATE_TILE_NUMEL
+from hightide.ir.state_spec import StateSpecs
 from hightide.optim.operands import Operands
 from hightide.runtime.remainder import join, split
 
@@ -36,27 +37,22 @@ class Rule(ABC):
 
     @property
     @abstractmethod
-    def moment_names(self) -> tuple[str, ...]:
-        """What the plain optimizer calls its states, in the order in which `apply` takes them. fp32, of the
-        parameter's shape, and zero at first."""
+    def states(self) -> StateSpecs:
+        """What it keeps of each parameter, in the order in which `apply` takes them."""
 
     @abstractmethod
     def read(self, group: Mapping[str, Any]) -> Any:
         """The group's hyper-parameters of this moment, by value."""
 
     @abstractmethod
-    def apply(self, master: Tensor, grad: Tensor, moments: tuple[Tensor, ...], step: int, hyper: Any) -> None:
-        """Updates ranges in place, on any device. All are fp32; `grad` is only read. `step` counts from 1."""
+    def apply(self, master: Tensor, grad: Tensor, states: tuple[Tensor, ...], step: int, hyper: Any) -> None:
+        """Updates ranges in place, on any device. Master and gradient are fp32; `grad` is only read. `step` counts
+        from 1. Of ranges on the GPU it may copy each state that is not fp32 to fp32, and nothing else of that size."""
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> Rule:
-        """The rule for this optimizer. Its moments may depend on the options of all groups."""
+        """The rule for this optimizer. Its states may depend on the options of all groups."""
         return cls()
-
-    @property
-    def num_moments(self) -> int:
-        """fp32 arrays per element beside the parameter."""
-        return len(self.moment_names)
 
     def complaint(self, group: Mapping[str, Any]) -> str | None:
         """What is wrong with the group's options for this rule, and what to do; None if nothing is."""
@@ -74,7 +70,7 @@ class Rule(ABC):
             raise ValueError(complaint)
 
     def keeps_states(self, hyper: Any) -> bool:
-        """Whether an update with these hyper-parameters uses the moments: only such updates are counted."""
+        """Whether an update with these hyper-parameters uses the states: only such updates are counted."""
         return True
 
     def kernel(self) -> Kernel | None:
@@ -92,7 +88,8 @@ class Rule(ABC):
         """Updates ranges in place with `grad * scale`. `scratch`: fp32 elements to work in, two for each element of a
         master in two parts, else one; without it they are allocated."""
         as_it_is = operands.grad.dtype == torch.float32 and isinstance(scale, float) and scale == 1.0
-        if as_it_is and operands.master is not None:
+        widens = any(state.dtype != torch.float32 for state in operands.states)
+        if as_it_is and operands.master is not None and not widens:
             self._apply(operands, operands.master, operands.grad, step, hyper)
             return
         num_arrays = 1 if operands.remainder is None else 2
@@ -114,7 +111,7 @@ class Rule(ABC):
 
     def _apply(self, operands: Operands, master: Tensor, grad: Tensor, step: int, hyper: Any) -> None:
         with torch.no_grad():
-            self.apply(master, grad, operands.moments, step, hyper)
+            self.apply(master, grad, operands.states, step, hyper)
             if operands.param is not None:
                 operands.param.copy_(master)
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hightide.ir.state_spec import StateSpec, StateSpecs
 from hightide.optim import c_kernel
 from hightide.optim.rule import Kernel, Rule
 
@@ -42,8 +43,8 @@ class SGDRule(Rule):
         return cls(any(momenta) or any(buffer is not None for buffer in buffers))
 
     @property
-    def moment_names(self) -> tuple[str, ...]:
-        return ("momentum_buffer",) if self.has_momentum else ()
+    def states(self) -> StateSpecs:
+        return (StateSpec("momentum_buffer", "float32"),) if self.has_momentum else ()
 
     def complaint(self, group: Mapping[str, Any]) -> str | None:
         if group["momentum"] != 0 and not self.has_momentum:
@@ -66,11 +67,11 @@ class SGDRule(Rule):
     def keeps_states(self, hyper: SGDHyper) -> bool:
         return hyper.momentum != 0
 
-    def apply(self, master: Tensor, grad: Tensor, moments: tuple[Tensor, ...], step: int, hyper: SGDHyper) -> None:
+    def apply(self, master: Tensor, grad: Tensor, states: tuple[Tensor, ...], step: int, hyper: SGDHyper) -> None:
         torch._fused_sgd_(
             [master],
             [grad],
-            list(moments) if hyper.momentum else [],
+            list(states) if hyper.momentum else [],
             weight_decay=hyper.weight_decay,
             momentum=hyper.momentum,
             lr=hyper.lr,

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from hightide.ir.refusal import Refused
+from hightide.ir.state_spec import StateSpec
 from hightide.machine import return_freed_memory
 from hightide.optim.rule import Rule
 from hightide.optim.updates import ChunkUpdates
-from hightide.runtime.chunks import RETURN_BYTES
+from hightide.runtime.chunks import DTYPES, RETURN_BYTES
 from hightide.runtime.run import Run
 
 GONE = (
@@ -34,7 +35,7 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
     def __init__(self, run: Run, rule: Rule, updates: ChunkUpdates, params: Iterable[Tensor]) -> None:
         """`params`: those of the optimizer's groups, each time it is iterated over."""
         self._run, self._rule, self._updates, self._params = run, rule, updates, params
-        self._names = (*([] if rule.step_name is None else [rule.step_name]), *rule.moment_names)
+        self._names = (*([] if rule.step_name is None else [rule.step_name]), *(state.name for state in rule.states))
         self._shown: dict[str, StateOf] = {}
         # What users have put beside the optimizer's own, and all of a parameter that has no room for states (frozen).
         self._others: dict[str, dict[str, Any]] = {}
@@ -157,15 +158,22 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
                     f"{', '.join(map(repr, sorted(self._names))) or 'none'}: it was saved by another optimizer, or "
                     "with other options"
                 )
-            for name in self._rule.moment_names:
-                self._check_moment(key, name, state[name])
+            for spec in self._rule.states:
+                self._check_moment(key, spec, state[spec.name])
 
-    def _check_moment(self, key: str, name: str, value: Tensor) -> None:
-        shape = tuple(self._run.chunks.shapes[key])
+    def _check_moment(self, key: str, spec: StateSpec, value: Tensor) -> None:
+        chunks = self._run.chunks
+        shape = spec.shape(tuple(chunks.shapes[key]), chunks.places[key][1].numel)
         if tuple(value.shape) != shape:
             raise ValueError(
-                f"the state {name!r} of {key!r} has the shape {tuple(value.shape)}, the parameter {shape}; it was "
+                f"the state {spec.name!r} of {key!r} has the shape {tuple(value.shape)}, the parameter {shape}; it was "
                 "saved by the optimizer of another model, or of other groups"
+            )
+        dtype = DTYPES[spec.dtype]
+        if not dtype.is_floating_point and value.dtype != dtype:
+            raise ValueError(
+                f"the state {spec.name!r} of {key!r} is {value.dtype}, this optimizer keeps codes in {dtype}: load "
+                "a state that was saved as it is"
             )
 
     def fill(self, given: dict[str, Any]) -> None:
@@ -180,8 +188,8 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
                 self._others[key] = dict(state)
                 continue
             moments.set_count(key, 1 if self._rule.step_name is None else float(state[self._rule.step_name]))
-            for place, name in zip(moments.of(key), self._rule.moment_names, strict=True):
-                place.put(state[name])
+            for place, spec in zip(moments.of(key), self._rule.states, strict=True):
+                place.put(state[spec.name])
                 freed_bytes += place.nbytes
             if others := {name: value for name, value in state.items() if name not in self._names}:
                 self._others[key] = others
@@ -192,6 +200,9 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
 
     def _has(self, key: str | None) -> bool:
         return key is not None and (key in self._updates.moments or key in self._others)
+
+    def _index(self, name: str) -> int:
+        return [state.name for state in self._rule.states].index(name)
 
     def _has_room(self, key: str) -> bool:
         chunk, entry = self._run.chunks.places[key]
@@ -213,8 +224,8 @@ class StateOf(MutableMapping[str, Any]):
         moments, rule = states._updates.moments, states._rule
         if self.key in moments and name == rule.step_name:
             return moments.counter(self.key)
-        if self.key in moments and name in rule.moment_names:
-            return moments.lend(self.key, rule.moment_names.index(name))
+        if self.key in moments and name in states._names:
+            return moments.lend(self.key, states._index(name))
         return states._others.get(self.key, {})[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -228,9 +239,9 @@ class StateOf(MutableMapping[str, Any]):
         elif value is None:
             del self[name]
         else:
-            states._check_moment(self.key, name, value)
+            states._check_moment(self.key, rule.states[states._index(name)], value)
             moments.set_count(self.key, max(moments.count(self.key), int(rule.step_name is None)))
-            index = rule.moment_names.index(name)
+            index = states._index(name)
             if value is not moments.lend(self.key, index):
                 moments.of(self.key)[index].put(value)
 
@@ -269,8 +280,8 @@ class StateOf(MutableMapping[str, Any]):
         if self.key in moments:
             if states._rule.step_name is not None:
                 found[states._rule.step_name] = torch.tensor(float(moments.count(self.key)))
-            for name, moment in zip(states._rule.moment_names, moments.of(self.key), strict=True):
-                found[name] = moment.get()
+            for spec, moment in zip(states._rule.states, moments.of(self.key), strict=True):
+                found[spec.name] = moment.get()
         return {**found, **states._others.get(self.key, {})}
 
     def __deepcopy__(self, memo: Any) -> dict[str, Any]:

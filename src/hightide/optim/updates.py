@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hightide.ir.refusal import Refused
+from hightide.ir.state_spec import MASTER, REMAINDER
 from hightide.optim.groups import Groups
 from hightide.optim.host import HostUpdate
 from hightide.optim.moments import Moments
@@ -135,15 +136,16 @@ class ChunkUpdates:
         """Of a whole chunk. Only a gradient may be at another place than last time."""
         gradient = self._chunks.grad(chunk).view
         if chunk not in self._wholes or self._wholes[chunk][0] is not gradient:
-            spec, states = self._chunks.specs[chunk], [state.view for state in self._chunks.states(chunk)]
-            numel, moments = spec.optimised_numel, states[: self._rule.num_moments]
-            param = self._chunks.home(chunk).view[:numel]
-            if not spec.has_master:
-                whole = Operands(param, gradient[:numel], tuple(moments))
-            elif spec.has_remainder:
-                whole = Operands(None, gradient[:numel], tuple(moments), param, remainder=states[-1])
-            else:
-                whole = Operands(states[-1], gradient[:numel], tuple(moments), param)
+            spec, kept = self._chunks.specs[chunk], self._chunks.states(chunk)
+            param, grad = (values[: spec.optimised_numel] for values in (self._chunks.home(chunk).view, gradient))
+            whole = Operands(
+                kept[MASTER].view if MASTER in kept else None if spec.has_master else param,
+                grad,
+                tuple(kept[state].view for state in self._rule.states),
+                param if spec.has_master else None,
+                kept[REMAINDER].view if REMAINDER in kept else None,
+                tuple(state.per_numel for state in self._rule.states),
+            )
             self._wholes[chunk] = (gradient, whole)
         return self._wholes[chunk][1]
 

@@ -8,6 +8,7 @@ from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.machine import Machine
 from hightide.ir.plan import GradientDtype, Plan, Update
+from hightide.ir.state_spec import ADAM_STATES, StateSpecs
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.choice import Choice, Problem
@@ -23,12 +24,12 @@ def plan_by_hand(
     gpu_bytes: int,
     host_bytes: int,
     update: Update,
-    num_moments: int = 2,
+    states: StateSpecs = ADAM_STATES,
     gradients: GradientDtype = GradientDtype.FLOAT32,
     machine: Machine | None = None,
 ) -> Plan:
     """`machine`: the plan must fit what torch reserves there. None: it must fit by its tensors, whatever the GPU."""
-    plan = Problem(profile, gpu_bytes, host_bytes, update, num_moments, gradients).build(choice)
+    plan = Problem(profile, gpu_bytes, host_bytes, update, states, gradients).build(choice)
     schedule = lower(profile, plan, Mode.TRAIN)
     peak = peaks(schedule)
     plan = replace(plan, forecast=bytes_forecast(schedule, peak, machine))

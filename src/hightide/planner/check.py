@@ -6,6 +6,7 @@ from dataclasses import fields
 
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import PLAN_VERSION, Activation, Plan
+from hightide.ir.state_spec import StateSpecs
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.layout import made_again
@@ -33,14 +34,14 @@ def check_plan(profile: ModelProfile, plan: Plan) -> None:
     _check_numbers(profile, plan)
 
 
-def check_moments(plan: Plan, num_moments: int) -> None:
-    """Whether a plan was made for an optimizer with as many states."""
+def check_states(plan: Plan, states: StateSpecs) -> None:
+    """Whether a plan was made for an optimizer that keeps the same states."""
     for chunk in plan.layout.chunks:
-        planned = chunk.num_states - chunk.has_master
-        if chunk.optimised_numel and planned != num_moments:
+        if chunk.optimised_numel and chunk.rule_states != states:
+            planned, has = (", ".join(map(str, one)) or "no states" for one in (chunk.rule_states, states))
             raise InfeasiblePlan(
-                f"the plan keeps {planned} moments of each element, this optimizer has {num_moments}; make a new plan "
-                "with hightide.plan(model, optimizer, batch)"
+                f"the plan was made for an optimizer that keeps {planned} of each parameter, this one keeps {has}; "
+                "make a new plan with hightide.plan(model, optimizer, batch)"
             )
 
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from hightide.ir.block import BlockSpec, ModelProfile
 from hightide.ir.chunk import Layout
 from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
+from hightide.ir.state_spec import ADAM_STATES, StateSpecs
 from hightide.ir.tier import Tier
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss import loss_tile_tokens, num_rows, smaller_tiles
@@ -45,7 +46,7 @@ class Problem:
     gpu_bytes: int
     host_bytes: int
     update: Update
-    num_moments: int = 2
+    states: StateSpecs = ADAM_STATES
     gradients: GradientDtype = GradientDtype.FLOAT32
     disk_bytes: int = 0
 
@@ -86,7 +87,8 @@ class Problem:
 
     def places(self, slot_numel: int) -> ChunkPlaces:
         if slot_numel not in self._places:
-            self._places[slot_numel] = ChunkPlaces(self.layout(slot_numel), self.update, self.gradients)
+            layout = pack(self.profile, slot_numel, self.states)
+            self._places[slot_numel] = ChunkPlaces(layout, self.update, self.gradients)
         return self._places[slot_numel]
 
     def home(self, block: BlockSpec, choice: Choice) -> tuple[Tier, Tier]:
@@ -106,10 +108,7 @@ class Problem:
         return BlockPlan(block.name, params, states, activation, Tier.GPU if near else choice.inputs)
 
     def layout(self, slot_numel: int | None = None) -> Layout:
-        slot_numel = slot_numel or self.slot_numel
-        if slot_numel not in self._layouts:
-            self._layouts[slot_numel] = pack(self.profile, slot_numel, self.num_moments)
-        return self._layouts[slot_numel]
+        return self.places(slot_numel or self.slot_numel).layout
 
     @property
     def slot_numel(self) -> int:
@@ -174,10 +173,6 @@ class Problem:
         for chunk in self.layout().chunks:
             numels[chunk.block] += chunk.numel
         return numels
-
-    @cached_property
-    def _layouts(self) -> dict[int, Layout]:
-        return {}
 
     @cached_property
     def _places(self) -> dict[int, ChunkPlaces]:

@@ -56,17 +56,12 @@ def forecast(
 
 
 def forecast_step_s(
-    profile: ModelProfile,
-    plan: Plan,
-    costs: Costs,
-    machine: Machine,
-    schedule: Schedule,
-    num_passes: int,
-    placement: Placement | None = None,
+    profile: ModelProfile, placement: Placement, costs: Costs, machine: Machine, schedule: Schedule, num_passes: int
 ) -> float:
     """As `forecast`, for those who compare plans."""
-    step_s = simulated_step_s(schedule, seconds_of(profile, plan, costs, placement), machine, num_passes)
-    return max(step_s, _issue_s(profile, plan, costs))
+    seconds = seconds_of(profile, placement.plan, costs, placement)
+    step_s = simulated_step_s(schedule, seconds, machine, num_passes)
+    return max(step_s, _issue_s(profile, placement.plan, costs))
 
 
 def _issue_s(profile: ModelProfile, plan: Plan, costs: Costs) -> float:
@@ -111,7 +106,7 @@ def seconds_of(
 ) -> Callable[[Action], float]:
     """How long an action of the compute lane takes. See [Note: what the compute lane does]."""
     _check_costs(profile, costs)
-    return _Seconds(profile, plan, costs, placement or Placement(plan))
+    return _Seconds(profile, placement or Placement(plan), costs)
 
 
 def _check_costs(profile: ModelProfile, costs: Costs) -> None:
@@ -135,8 +130,8 @@ def _check_costs(profile: ModelProfile, costs: Costs) -> None:
 
 
 class _Seconds:
-    def __init__(self, profile: ModelProfile, plan: Plan, costs: Costs, placement: Placement) -> None:
-        self._profile, self._plan, self._costs, self._placement = profile, plan, costs, placement
+    def __init__(self, profile: ModelProfile, placement: Placement, costs: Costs) -> None:
+        self._profile, self._plan, self._placement, self._costs = profile, placement.plan, placement, costs
         self._known: dict[tuple[Op, int, bool], float] = {}  # of calls of one kind
 
     def __call__(self, action: Action) -> float:

@@ -4,7 +4,6 @@ enforced by a dependency, a lane or a tick. See [Note: rings of buffers] in lowe
 from __future__ import annotations
 
 from hightide.ir.action import Action, Mode, Op, Place, Schedule
-from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.placement import ChunkPlace, Placement
@@ -21,9 +20,9 @@ class _Ring:
 
 
 class DiskReplay:
-    def __init__(self, plan: Plan, placement: Placement, schedule: Schedule, precedence: Precedence) -> None:
+    def __init__(self, placement: Placement, schedule: Schedule, precedence: Precedence) -> None:
         self._placement, self._schedule, self._precedence = placement, schedule, precedence
-        self._up, self._down, self._state = (_Ring(plan.num_disk_buffers) for _ in range(3))
+        self._up, self._down, self._state = (_Ring(placement.plan.num_disk_buffers) for _ in range(3))
         self._written: dict[int, list[Action]] = {}  # chunk -> WRITEs of its gradient
         self._continued: dict[int, Action] = {}  # chunk -> the READ of its gradient from the pass before
         self._reads: dict[int, Action] = {}  # chunk -> the READ of its states

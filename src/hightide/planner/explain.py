@@ -11,6 +11,7 @@ from itertools import groupby, takewhile
 from hightide.ir.action import Mode, Op, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, Plan, Update
+from hightide.ir.state_spec import summary
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.memory import bytes_forecast, peaks
@@ -23,7 +24,7 @@ _COLUMNS = ("params", "states", "activations", "inputs")
 def explain(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedule]) -> str:
     """The plan has its forecast by now."""
     schedule, placement = schedules[Mode.TRAIN], Placement(plan)
-    parts = [_memory(plan, placement, schedule), _batch(profile, plan, placement), _table(profile, plan, placement)]
+    parts = [_memory(placement, schedule), _batch(profile, placement), _table(profile, placement)]
     parts.append(_precision(profile, placement))
     lines = [line for part in [*parts, _timing(plan, schedule), _traffic(schedule)] for line in part]
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
@@ -37,8 +38,8 @@ def described(profile: ModelProfile, plan: Plan, schedules: Mapping[Mode, Schedu
     return plan.explained(explain(profile, plan, schedules))
 
 
-def _memory(plan: Plan, placement: Placement, schedule: Schedule) -> list[str]:
-    peak, forecast = peaks(schedule), plan.forecast
+def _memory(placement: Placement, schedule: Schedule) -> list[str]:
+    plan, peak, forecast = placement.plan, peaks(schedule), placement.plan.forecast
     rows = [
         (Tier.GPU, forecast.gpu_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
         (Tier.HOST, forecast.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),
@@ -60,7 +61,8 @@ def _memory(plan: Plan, placement: Placement, schedule: Schedule) -> list[str]:
     return lines
 
 
-def _batch(profile: ModelProfile, plan: Plan, placement: Placement) -> list[str]:
+def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
+    plan, sizes = placement.plan, placement.buffer_bytes
     num_micro = -(-plan.num_samples // plan.micro_batch)
     micro = "one micro-batch" if num_micro == 1 else f"{num_micro} micro-batches of up to {plan.micro_batch}"
     lines = [f"batch: {plan.num_samples} samples in {micro}"]
@@ -71,7 +73,6 @@ def _batch(profile: ModelProfile, plan: Plan, placement: Placement) -> list[str]
     if profile.vocabulary:
         kept = f", those of {plan.loss_kept_tokens} kept" if plan.loss_kept_tokens else ""
         lines.append(f"loss: over slices of {plan.loss_tile_tokens} tokens x {profile.vocabulary} logits{kept}")
-    sizes = placement.buffer_bytes
     slots = _slots(plan.num_slots, sizes[Buffer.SLOT])
     grad_slots = _slots(plan.num_grad_slots, sizes[Buffer.GRAD_SLOT])
     lines.append(f"slots: {slots}, {grad_slots} for gradients")
@@ -86,14 +87,14 @@ def _slots(count: int, num_bytes: int) -> str:
     return f"{count} of {format_bytes(num_bytes)}" if count else "none"
 
 
-def _table(profile: ModelProfile, plan: Plan, placement: Placement) -> list[str]:
+def _table(profile: ModelProfile, placement: Placement) -> list[str]:
     """One row per run of consecutive blocks with equal decisions."""
     called = {call.block for call in profile.calls}
     blocks, homes = placement.blocks_in_effect, placement.owners
-    prefix = _shared_prefix([block.name for block in plan.blocks if block.name])
+    prefix = _shared_prefix([block.name for block in blocks if block.name])
     rows = []
     for key, run in groupby(range(len(blocks)), lambda i: _decisions(blocks[i], homes[i] is not None, i in called)):
-        names = [plan.blocks[index].name.removeprefix(prefix) or "(loose parameters)" for index in run]
+        names = [blocks[index].name.removeprefix(prefix) or "(loose parameters)" for index in run]
         rows.append((_range_of(names), *key))
     widths = [10, 6, 6, 11, 6]
     name_width = WIDTH - sum(widths[1:]) - 2 * 4
@@ -129,7 +130,6 @@ def precisions(profile: ModelProfile, placement: Placement) -> dict[str, str]:
     """Of every state, in words."""
     chunks = [place.chunk for place in placement.chunks]
     optimised = [chunk for chunk in chunks if chunk.optimised_numel]
-    moments = sorted({chunk.num_states - chunk.has_master for chunk in optimised})
     masters = _names(chunk.dtype for chunk in optimised if chunk.has_master)
     at_rest = _names(place.grad_dtype for place in placement.chunks if place.chunk.trainable_numel)
     overflows = any(place.grad_dtype == "float16" for place in placement.chunks)
@@ -140,7 +140,7 @@ def precisions(profile: ModelProfile, placement: Placement) -> dict[str, str]:
         "gradient sums": "float32; norms are " + ("of what is kept" if overflows else "of the sums"),
         "gradients": at_rest + (": the sum, rounded after each backward" if rounded else ""),
         "master copies": f"float32, of {masters} parameters{in_parts}" if masters else "none: all trained is float32",
-        "moments": f"{'/'.join(map(str, moments))} in float32" if any(moments) else "none",
+        "moments": summary(optimised[0].rule_states if optimised else ()),
         "loss": "float32, fused with the head" if profile.vocabulary else "as the model computes it",
     }
 

@@ -37,8 +37,8 @@ def _compute(profile: ModelProfile, plan: Plan, costs: Costs) -> float:
     )
     kept = num_rows(profile) if all(block.plain_linear for block in profile.blocks if block.lazy_head) else 0
     resident = replace(plan, blocks=blocks, micro_batch=plan.num_samples, num_slots=0, loss_kept_tokens=kept)
-    placement = Placement(resident)
-    _, grad_slots = placement.widest_tick({call.block for call in profile.calls})  # of updates in backward
+    called = {call.block for call in profile.calls}
+    _, grad_slots = Placement(resident).widest_tick(called)  # of updates in backward
     resident = replace(resident, num_grad_slots=grad_slots)
-    seconds = seconds_of(profile, resident, costs, placement)
-    return sum(seconds(action) for action in lower(profile, resident, Mode.TRAIN, placement).lane(Lane.COMPUTE))
+    seconds = seconds_of(profile, resident, costs)
+    return sum(seconds(action) for action in lower(profile, resident, Mode.TRAIN).lane(Lane.COMPUTE))

@@ -38,10 +38,10 @@ _KINDS = {
 }
 
 
-def objection(profile: ModelProfile, plan: Plan, placement: Placement, action: Action) -> str | None:
+def objection(profile: ModelProfile, placement: Placement, action: Action) -> str | None:
     """What is wrong with it, if anything."""
-    if action.op in _KINDS and not 0 <= (-1 if action.chunk is None else action.chunk) < len(plan.layout.chunks):
-        return f"names the chunk {action.chunk}; the plan has {len(plan.layout.chunks)}"
+    if action.op in _KINDS and not 0 <= (-1 if action.chunk is None else action.chunk) < len(placement.chunks):
+        return f"names the chunk {action.chunk}; the plan has {len(placement.chunks)}"
     if action.op in (Op.STASH, Op.UNSTASH) and not 0 <= (-1 if action.call is None else action.call) < len(
         profile.calls
     ):
@@ -55,7 +55,7 @@ def objection(profile: ModelProfile, plan: Plan, placement: Placement, action: A
     way = _tier(action.source), _tier(action.target)
     if way != _WAYS.get(action.op, (None, None)):
         return f"goes from {action.source} to {action.target}, which is no way of a {action.op}"
-    num_bytes = _num_bytes(profile, plan, action, place)
+    num_bytes = _num_bytes(profile, placement.plan, action, place)
     if action.num_bytes != num_bytes:
         return f"moves {action.num_bytes} bytes; it has {num_bytes} to move"
     return None

@@ -9,13 +9,14 @@ from statistics import median_high
 
 from hightide.ir.block import ModelProfile, ParamSpec
 from hightide.ir.chunk import ALIGN_NUMEL, ChunkSpec, Layout, ParamRange, aligned
+from hightide.ir.state_spec import ADAM_STATES, StateSpecs, with_master
 
 LATENCY_NUMEL = 1024 * 1024  # what one more transfer costs, in elements that the link could have moved instead
 TINY_FRACTION = 1 / 64  # of the median block: smaller blocks are not worth streaming
 ADAPTER_FRACTION = 1 / 4  # of a block: if less of it is trained, this lies apart from what is frozen
 
 
-def pack(profile: ModelProfile, slot_numel: int, num_moments: int = 2) -> Layout:
+def pack(profile: ModelProfile, slot_numel: int, states: StateSpecs = ADAM_STATES) -> Layout:
     """Chunks in execution order, block by block and dtype by dtype; adapters apart from what is frozen.
 
     Shared parameters go to the first block that uses them (to the loose pseudo-block, if that is one of them: plain
@@ -26,7 +27,7 @@ def pack(profile: ModelProfile, slot_numel: int, num_moments: int = 2) -> Layout
         num_backwards = 0 if profile.blocks[block].loose else sum(backwards[user] for user in users)
         specs = list(params)
         for part in _cut(_sizes(specs), slot_numel):
-            chunks.append(_chunk(len(chunks), block, users, dtype, specs[part], num_moments, num_backwards))
+            chunks.append(_chunk(len(chunks), block, users, dtype, specs[part], states, num_backwards))
     return Layout(slot_numel, tuple(chunks))
 
 
@@ -37,8 +38,7 @@ def made_again(profile: ModelProfile, layout: Layout) -> Iterator[ChunkSpec]:
     for chunk in layout.chunks:
         specs = sorted((profile.param(place.param) for place in chunk.params), key=_section)
         block, users, dtype, _ = bundles[specs[0].name]
-        num_moments = chunk.num_states - chunk.has_master
-        yield _chunk(chunk.index, block, users, dtype, specs, num_moments, chunk.num_backwards)
+        yield _chunk(chunk.index, block, users, dtype, specs, chunk.rule_states, chunk.num_backwards)
 
 
 def slot_sizes(profile: ModelProfile) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ def _chunk(
     users: tuple[int, ...],
     dtype: str,
     members: Sequence[ParamSpec],
-    num_moments: int,
+    states: StateSpecs,
     num_backwards: int,
 ) -> ChunkSpec:
     ranges: list[ParamRange] = []
@@ -174,6 +174,5 @@ def _chunk(
         end = ranges[-1].end_numel
         for section in range(_section(spec)[0], 3):
             ends[section] = end
-    num_states = num_moments + (dtype != "float32")
     numels = ends[2], ends[1], ends[0]
-    return ChunkSpec(index, block, users, dtype, *numels, tuple(ranges), num_states, num_backwards)
+    return ChunkSpec(index, block, users, dtype, *numels, tuple(ranges), with_master(states, dtype), num_backwards)

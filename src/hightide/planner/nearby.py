@@ -89,7 +89,7 @@ def _trials(question: Question) -> Trials:
         question.gpu_bytes,
         question.host_bytes,
         question.update,
-        question.num_moments,
+        question.states,
         question.gradients,
         question.disk_bytes,
     )

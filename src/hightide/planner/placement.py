@@ -32,12 +32,6 @@ RINGS = (Buffer.READ, Buffer.WRITTEN, Buffer.UPDATED)
 BUFFER_TIERS = {buffer: Tier.HOST if buffer in RINGS else Tier.GPU for buffer in Buffer}
 
 
-def num_buffers(plan: Plan) -> dict[Buffer, int]:
-    """How many of each there are."""
-    slots = {Buffer.SLOT: plan.num_slots, Buffer.GRAD_SLOT: plan.num_grad_slots}
-    return slots | dict.fromkeys(STAGING, 1) | dict.fromkeys(RINGS, plan.num_disk_buffers)
-
-
 @dataclass(frozen=True, eq=False, slots=True)
 class ChunkPlace:
     """Where one chunk's parameters, gradient and states are, and through which buffers they pass."""
@@ -99,7 +93,7 @@ class ChunkPlaces:
     depends on nothing but where its block's parameters and states live."""
 
     def __init__(self, layout: Layout, update: Update, gradients: GradientDtype) -> None:
-        self._layout, self._update, self._gradients = layout, update, gradients
+        self.layout, self._update, self._gradients = layout, update, gradients
         self._made: dict[tuple[int, Tier, Tier], ChunkPlace] = {}
 
     def at(self, chunk: ChunkSpec, params: Tier, states: Tier) -> ChunkPlace:
@@ -109,7 +103,7 @@ class ChunkPlaces:
         return self._made[key]
 
     def _place(self, chunk: ChunkSpec, params: Tier, states: Tier) -> ChunkPlace:
-        trained, layout = chunk.trainable_numel > 0, self._layout
+        trained, layout = chunk.trainable_numel > 0, self.layout
         if states is Tier.GPU and trained:  # what is frozen in the block may stream
             params = Tier.GPU
         is_updated_elsewhere = params is Tier.GPU is not states and chunk.optimised_numel > 0
@@ -169,13 +163,12 @@ class ChunkPlaces:
 
 
 class Placement:
-    """Of all chunks under one plan. It follows from the plan's layout, tiers, update and gradients, not from how many
-    slots and buffers there are."""
+    """Of all chunks under one plan."""
 
     def __init__(self, plan: Plan, places: ChunkPlaces | None = None) -> None:
         """`places`: those of the plan's layout, for those who ask about many plans."""
         places = places or ChunkPlaces(plan.layout, plan.update, plan.gradients)
-        self._blocks = blocks = plan.blocks
+        self.plan, blocks = plan, plan.blocks
         self.chunks = tuple(
             places.at(chunk, blocks[chunk.block].params, blocks[chunk.block].states) for chunk in plan.layout.chunks
         )
@@ -183,7 +176,7 @@ class Placement:
     @cached_property
     def by_block(self) -> tuple[tuple[ChunkPlace, ...], ...]:
         """For each block all chunks that it uses, its own and those it shares."""
-        uses: list[list[ChunkPlace]] = [[] for _ in self._blocks]
+        uses: list[list[ChunkPlace]] = [[] for _ in self.plan.blocks]
         for place in self.chunks:
             for user in place.chunk.users:
                 uses[user].append(place)
@@ -193,21 +186,16 @@ class Placement:
     def owners(self) -> tuple[int | None, ...]:
         """By block, the one whose decisions say where its parameters are: itself, or for one that has only tied
         parameters (the head of many language models) the first block that uses them. None: it has no parameters."""
-        found: dict[int, int] = {}
-        for place in self.chunks:
-            for user in place.chunk.users:
-                found.setdefault(user, place.chunk.block)
-        found.update({place.chunk.block: place.chunk.block for place in self.chunks})
-        return tuple(found.get(block) for block in range(len(self._blocks)))
+        owners = [[place.chunk.block for place in places] for places in self.by_block]
+        return tuple(block if block in found else next(iter(found), None) for block, found in enumerate(owners))
 
     @cached_property
     def blocks_in_effect(self) -> tuple[BlockPlan, ...]:
         """What is decided about each block, with the tiers of its owner: its own mean nothing."""
-        homes = [self._blocks[block if owner is None else owner] for block, owner in enumerate(self.owners)]
-        return tuple(
-            replace(block, params=home.params, states=home.states)
-            for block, home in zip(self._blocks, homes, strict=True)
-        )
+        blocks = self.plan.blocks
+        homes = [blocks[index if owner is None else owner] for index, owner in enumerate(self.owners)]
+        found = zip(blocks, homes, strict=True)
+        return tuple(replace(block, params=home.params, states=home.states) for block, home in found)
 
     @cached_property
     def bytes_on(self) -> Mapping[Tier, int]:
@@ -255,10 +243,12 @@ class Placement:
         ]
         return max((slots for slots, _ in needed), default=0), max((grads for _, grads in needed), default=0)
 
-    def base_bytes(self, plan: Plan) -> dict[Tier, int]:
+    def base_bytes(self) -> dict[Tier, int]:
         """Of all chunks and buffers, which are there for the whole run."""
+        counts = dict.fromkeys(STAGING, 1) | dict.fromkeys(RINGS, self.plan.num_disk_buffers)
+        counts |= {Buffer.SLOT: self.plan.num_slots, Buffer.GRAD_SLOT: self.plan.num_grad_slots}
         found = dict(self.bytes_on)
-        for buffer, count in num_buffers(plan).items():
+        for buffer, count in counts.items():
             found[BUFFER_TIERS[buffer]] += count * self.buffer_bytes[buffer]
         return found
 

@@ -8,6 +8,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
 from hightide.ir.plan import GradientDtype, Update
+from hightide.ir.state_spec import ADAM_STATES, StateSpecs
 from hightide.ir.tier import Tier
 from hightide.planner.search import Found, search
 
@@ -21,7 +22,7 @@ class Question:
     host_bytes: int
     update: Update = Update.DEFERRED
     micro_batch: int | None = None  # None: the planner decides
-    num_moments: int = 2
+    states: StateSpecs = ADAM_STATES
     gradients: GradientDtype = GradientDtype.FLOAT32
     disk_bytes: int = 0
     quick: bool = False  # see search
@@ -36,7 +37,7 @@ class Question:
             self.host_bytes,
             self.update,
             self.micro_batch,
-            self.num_moments,
+            self.states,
             self.gradients,
             self.disk_bytes,
             self.quick,

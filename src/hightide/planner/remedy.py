@@ -18,43 +18,37 @@ SMALLER_MICRO_BATCH = "a smaller micro_batch"
 
 
 def remedy(
-    profile: ModelProfile,
-    plan: Plan,
-    placement: Placement,
-    schedule: Schedule,
-    tier: Tier,
-    peak_bytes: int,
-    moment: str,
+    profile: ModelProfile, placement: Placement, schedule: Schedule, tier: Tier, peak_bytes: int, moment: str
 ) -> str:
     """The changes that would free most, with what they would free at most. `moment`: the action at which the peak is;
     "": it is what is always there."""
     if tier is Tier.DISK:
         return "fewer blocks on the disk"
     if tier is Tier.HOST:
-        shares = _on_host(plan, placement, peak_bytes - schedule.host_base_bytes)
+        shares = _on_host(placement, peak_bytes - schedule.host_base_bytes)
     else:
-        shares = _on_gpu(profile, plan, placement, schedule, peak_bytes, moment)
+        shares = _on_gpu(profile, placement, schedule, peak_bytes, moment)
     found = [(change, num_bytes) for change, num_bytes in shares.most_common(NUM_NAMED) if num_bytes > 0]
     named = [f"{change} (up to {format_bytes(num_bytes)})" for change, num_bytes in found]
     return ", or ".join(named) or SMALLER_BATCH
 
 
-def _on_host(plan: Plan, placement: Placement, waiting_bytes: int) -> Counter[str]:
+def _on_host(placement: Placement, waiting_bytes: int) -> Counter[str]:
     """`waiting_bytes`: block inputs, the only thing that comes and goes there."""
     return Counter(
         {
             "params and states of more blocks on the gpu": placement.bytes_on[Tier.HOST],
             "inputs of more blocks on the gpu": waiting_bytes,
-            "a smaller num_disk_buffers": max(0, plan.num_disk_buffers - 1) * placement.ring_bytes,
+            "a smaller num_disk_buffers": max(0, placement.plan.num_disk_buffers - 1) * placement.ring_bytes,
         }
     )
 
 
 def _on_gpu(
-    profile: ModelProfile, plan: Plan, placement: Placement, schedule: Schedule, peak_bytes: int, moment: str
+    profile: ModelProfile, placement: Placement, schedule: Schedule, peak_bytes: int, moment: str
 ) -> Counter[str]:
     slots, grad_slots = placement.widest_tick({call.block for call in profile.calls})
-    sizes = placement.buffer_bytes
+    plan, sizes = placement.plan, placement.buffer_bytes
     movable = [place for place in placement.chunks if not profile.blocks[place.chunk.block].loose]
     shares = Counter(
         {

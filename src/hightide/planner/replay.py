@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
 from hightide.ir.block import ModelProfile
-from hightide.ir.plan import Plan, Update
+from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.form import objection
 from hightide.planner.infeasible import InfeasiblePlan
@@ -41,11 +41,9 @@ class _Slots:
 
 
 class Replay:
-    def __init__(
-        self, profile: ModelProfile, plan: Plan, placement: Placement, schedule: Schedule, precedence: Precedence
-    ) -> None:
-        self.profile, self.plan, self.placement = profile, plan, placement
-        self.schedule, self.precedence = schedule, precedence
+    def __init__(self, profile: ModelProfile, placement: Placement, schedule: Schedule, precedence: Precedence) -> None:
+        self.profile, self.placement, self.schedule, self.precedence = profile, placement, schedule, precedence
+        self.plan = plan = placement.plan
         self.slots = _Slots(plan.num_slots)
         self.grad_slots = _Slots(plan.num_grad_slots)
         self.refreshed: dict[int, Action] = {}  # persistent chunk -> the fetch of its new values
@@ -78,7 +76,7 @@ class Replay:
             for name in action.after:
                 if not self.precedence.listed_before(name, action.id):
                     self._fail(action, f"is listed before {name}, for which it waits")
-            if message := objection(self.profile, self.plan, self.placement, action):
+            if message := objection(self.profile, self.placement, action):
                 self._fail(action, message)
             self._check_moment(action, left)
             verbs[action.op](action)

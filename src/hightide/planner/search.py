@@ -22,6 +22,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
 from hightide.ir.plan import GradientDtype, Plan, Update
+from hightide.ir.state_spec import ADAM_STATES, StateSpecs
 from hightide.ir.tier import Tier
 from hightide.planner.choice import Choice, Problem, check_micro_batch
 from hightide.planner.cost import StepForecast, forecast
@@ -58,7 +59,7 @@ def search(
     host_bytes: int,
     update: Update,
     micro_batch: int | None = None,
-    num_moments: int = 2,
+    states: StateSpecs = ADAM_STATES,
     gradients: GradientDtype = GradientDtype.FLOAT32,
     disk_bytes: int = 0,
     quick: bool = False,
@@ -66,7 +67,7 @@ def search(
     """Raises InfeasiblePlan, with the least that is missing, if nothing fits. `quick`: only a few fillings, for models
     whose step takes less time than a search."""
     check_micro_batch(profile, micro_batch)
-    problem = Problem(profile, gpu_bytes, host_bytes, update, num_moments, gradients, disk_bytes)
+    problem = Problem(profile, gpu_bytes, host_bytes, update, states, gradients, disk_bytes)
     trials = Trials(problem, costs, machine)
     sizes = equal_parts(profile.num_samples) if micro_batch is None else (micro_batch,)
     may_fill = _with_room_left(trials) if quick else trials.may_fit

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
-from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.planner.base import Bases, Needs
 from hightide.planner.bounds import least_step_s
@@ -84,18 +83,17 @@ class Trials:
         schedule = lower(self.problem.profile, plan, Mode.TRAIN, placement)
         step_s = math.inf
         if self.within(self._needs(schedule, peaks(schedule))):
-            step_s = self._simulate(plan, schedule, placement)
+            step_s = self._simulate(placement, schedule)
         self._step_s[choice] = step_s
         return step_s
 
     def _lowered(self, choice: Choice) -> Schedule:
         return lower(self.problem.profile, self.problem.build(choice), Mode.TRAIN)
 
-    def _simulate(self, plan: Plan, schedule: Schedule, placement: Placement) -> float:
+    def _simulate(self, placement: Placement, schedule: Schedule) -> float:
         self.num_simulated += 1
         self.num_actions += len(schedule.actions)
-        profile = self.problem.profile
-        return forecast_step_s(profile, plan, self.costs, self.machine, schedule, NUM_PASSES, placement)
+        return forecast_step_s(self.problem.profile, placement, self.costs, self.machine, schedule, NUM_PASSES)
 
     def _always(self, choice: Choice) -> Needs:
         """Chunks and slots, which do not depend on activations."""

@@ -33,8 +33,8 @@ def verify(
     except Disorder as disorder:
         raise InfeasiblePlan(f"the schedule cannot run: {disorder}", disorder.at) from None
     placement = placement or Placement(plan)
-    Replay(profile, plan, placement, schedule, precedence).run()
-    DiskReplay(plan, placement, schedule, precedence).run()
+    Replay(profile, placement, schedule, precedence).run()
+    DiskReplay(placement, schedule, precedence).run()
     if schedule.mode is Mode.EVAL:
         return
     peak = peaks(schedule, precedence)
@@ -45,7 +45,7 @@ def verify(
     }
     for tier, (peak_bytes, limit_bytes, moment) in limits.items():
         if peak_bytes > limit_bytes:
-            change = remedy(profile, plan, placement, schedule, tier, peak_bytes, moment)
+            change = remedy(profile, placement, schedule, tier, peak_bytes, moment)
             raise _too_many(tier, peak_bytes, limit_bytes, moment, change)
 
 

@@ -9,6 +9,7 @@ from hightide.ir.block import ModelProfile
 from hightide.optim.operands import Operands
 from hightide.optim.registry import rule_for
 from hightide.rehearsal.stopwatch import Lap, time_laps
+from hightide.runtime.chunks import DTYPES
 
 COPIED_BYTES = {"cuda": 1 << 28, "cpu": 1 << 24}  # beyond any cache of a GPU
 UPDATED_NUMEL = {"cuda": 1 << 25, "cpu": 1 << 18}
@@ -34,15 +35,16 @@ def update_rate(optimizer: torch.optim.Optimizer, profile: ModelProfile, device:
     dtype = getattr(torch, max(profile.params, key=lambda spec: spec.numel).dtype)
     in_parts = dtype == torch.bfloat16
 
-    def array(kind: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=kind, device=device)
+    def array(kind: torch.dtype, per_numel: int = 1) -> Tensor:
+        return torch.zeros(-(-numel // per_numel), dtype=kind, device=device)
 
     operands = Operands(
         None if in_parts else array(torch.float32),
         array(torch.float32),
-        tuple(array(torch.float32) for _ in range(rule.num_moments)),
+        tuple(array(DTYPES[state.dtype], state.per_numel) for state in rule.states),
         None if dtype == torch.float32 else array(dtype),
         array(torch.int16) if in_parts else None,
+        tuple(state.per_numel for state in rule.states),
     )
 
     def once(lap: Lap) -> None:

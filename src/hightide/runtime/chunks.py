@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from hightide.ir.block import ModelProfile
-from hightide.ir.chunk import STATE_BYTES, ChunkSpec, ParamRange
+from hightide.ir.chunk import ChunkSpec, ParamRange
 from hightide.ir.plan import Plan
 from hightide.ir.refusal import Refused
+from hightide.ir.state_spec import MASTER, REMAINDER, STATE_DTYPE_BYTES, StateSpec
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.machine import return_freed_memory
 from hightide.planner.placement import STAGING, Buffer, ChunkPlace, Placement
@@ -33,9 +34,8 @@ from hightide.runtime.staging import Staging
 from hightide.stores.array import Array
 from hightide.stores.base import Accelerator, Store
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in STATE_DTYPE_BYTES}
 GRAD_DTYPE = torch.float32
-_LABELS = {ChunkKind.PARAM: "parameters", ChunkKind.GRAD: "gradients", ChunkKind.STATE: "optimizer states"}
 RETURN_BYTES = 2**27  # of originals, while a model is loaded: as much of it may exist twice
 WRITTEN_WHILE_ABSENT = (
     "the parameter {name!r} was written to while its values were elsewhere; the write is lost. Use "
@@ -92,7 +92,7 @@ class Chunks:
         self._persistent: list[Array | None] = []  # parameters that stay on the accelerator
         self._homes: list[Array] = []
         self._grads: list[Array | None] = []
-        self._states: list[list[Array]] = []
+        self._states: list[dict[StateSpec, Array]] = []
         for place in self.placed:
             self._allocate(place, stores)
         self.param_copies = [Copy(f"param {spec.index} on gpu") for spec in self.specs]
@@ -101,6 +101,7 @@ class Chunks:
         self.stale = [False] * len(self.specs)  # persistent on the GPU, but updated on host since
         self._nans = Nans({name: param.dtype for name, param in parameters.items()}, gpu.device)
         self._absent = {name: self._nans.of(name).expand(param.shape) for name, param in parameters.items()}
+        self._has_other_copy = [spec.has_master or self._lives_elsewhere(spec.index) for spec in self.specs]
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self._version_means_nothing: set[str] = set()
         self._ranges: dict[tuple[int, int | None], list[ParamRange]] = {}
@@ -133,14 +134,18 @@ class Chunks:
         home = self._grads[chunk]
         return self._grad_in_slot(chunk) if home is None else home
 
-    def states(self, chunk: int) -> list[Array]:
-        """All that an update keeps of a chunk: moments, then the master or what the values lack of it."""
+    def states(self, chunk: int) -> dict[StateSpec, Array]:
+        """All that updates keep of a chunk."""
         return self._states[chunk]
 
-    def states_of(self, key: str) -> list[Array]:
-        """Of one parameter that is optimised, in its shape."""
+    def state_of(self, key: str, state: StateSpec) -> Array:
+        """One array of what updates keep of a parameter that is optimised, in its shape in a state dict."""
         chunk, entry = self.places[key]
-        return [self.part(state, entry) for state in self._states[chunk]]
+        start = entry.within(state.per_numel).start
+        return self._states[chunk][state].part(start, state.shape(self.shapes[key], entry.numel))
+
+    def states_of(self, key: str) -> list[Array]:
+        return [self.state_of(key, state) for state in self.specs[self.places[key][0]].states]
 
     def part(self, array: Array, entry: ParamRange) -> Array:
         """One parameter's elements of a chunk's array."""
@@ -250,11 +255,10 @@ class Chunks:
         return self._ranges[chunk, block]
 
     def view_of(self, flat: Tensor, entry: ParamRange) -> Tensor:
-        return flat[entry.offset_numel : entry.offset_numel + entry.numel].view(self.shapes[entry.param])
+        return flat[entry.within()].view(self.shapes[entry.param])
 
     def bind(self, chunk: int, block: int | None = None) -> None:
-        elsewhere = self.specs[chunk].has_master or self._lives_elsewhere(chunk)
-        versions = self._versions
+        elsewhere, versions = self._has_other_copy[chunk], self._versions
         for key, param, shown, view, addresses in self._views(chunk, block):
             if self._nans.are_written(key):
                 raise Refused(WRITTEN_WHILE_ABSENT.format(name=key))
@@ -387,7 +391,12 @@ class Chunks:
         self._made.clear()
         self._made_grads.clear()
         self._in_slots.clear()
-        for array in (*self._persistent, *self._homes, *self._grads, *chain.from_iterable(self._states)):
+        for array in (
+            *self._persistent,
+            *self._homes,
+            *self._grads,
+            *chain.from_iterable(kept.values() for kept in self._states),
+        ):
             if array is not None:
                 array.forget_view()
 
@@ -395,7 +404,10 @@ class Chunks:
 
     def _allocate(self, place: ChunkPlace, stores: Mapping[Tier, Store]) -> None:
         spec = place.chunk
-        regions = {at: stores[at[1]].allocate(num_bytes, _LABELS[at[0]]) for at, num_bytes in place.copies.items()}
+        regions = {
+            (kind, tier): stores[tier].allocate(num_bytes, _label(kind, tier))
+            for (kind, tier), num_bytes in place.copies.items()
+        }
 
         def array(kind: ChunkKind, tier: Tier, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> Array:
             return Array(stores[tier], regions[kind, tier], dtype, (numel,), offset_bytes)
@@ -411,15 +423,13 @@ class Chunks:
             dtype = DTYPES[place.grad_dtype] if place.in_grad_slot else GRAD_DTYPE
             grad = array(ChunkKind.GRAD, place.grad, dtype, spec.trainable_numel)
         self._grads.append(grad)
-        dtypes = [torch.float32] * (spec.num_states if spec.state_bytes else 0)
-        if dtypes and spec.has_remainder:
-            dtypes[-1] = torch.int16
-        starts = range(0, spec.state_bytes, spec.optimised_numel * STATE_BYTES or 1)
         self._states.append(
-            [
-                array(ChunkKind.STATE, place.states, dtype, spec.optimised_numel, start)
-                for dtype, start in zip(dtypes, starts, strict=True)
-            ]
+            {
+                state: array(
+                    ChunkKind.STATE, place.states, DTYPES[state.dtype], state.numel(spec.optimised_numel), start
+                )
+                for state, start in (spec.state_offsets if spec.state_bytes else {}).items()
+            }
         )
 
     def load(self, origins: Mapping[str, Origin], begins: bool = True) -> None:
@@ -440,11 +450,11 @@ class Chunks:
                     place.put(param.data)
             for entry in spec.params:
                 self._make_absent(entry.param)
-            states = self._states[spec.index]  # moments are zero, and a master begins as the parameter: no remainder
-            for state in states:
+            states = self._states[spec.index]  # they begin as zero, and a master as the parameter: no remainder
+            for state in states.values():
                 _zero(state)
-            if begins and states and spec.has_master and not spec.has_remainder:
-                states[-1].put(home.part(0, states[-1].shape).peek())
+            if begins and MASTER in states:
+                states[MASTER].put(home.part(0, states[MASTER].shape).peek())
             self.refresh(spec.index)
             if not self.placed[spec.index].is_streamed:
                 self.param_copies[spec.index].move(Residency.CLEAN)
@@ -468,10 +478,9 @@ class Chunks:
         in two parts is put together on the host: the GPU has no room for it."""
         if not self._has_own_master(key):
             return None
-        master = self.states_of(key)[-1].peek()
         if self.specs[self.places[key][0]].has_remainder:
-            return join(self.value(key).peek().cpu(), master.cpu())
-        return master
+            return join(self.value(key).peek().cpu(), self.state_of(key, REMAINDER).peek().cpu())
+        return self.state_of(key, MASTER).peek()
 
     def _has_own_master(self, key: str) -> bool:
         chunk, entry = self.places[key]
@@ -479,15 +488,14 @@ class Chunks:
         return spec.has_master and entry.offset_numel < spec.optimised_numel
 
     def _set_master(self, key: str, value: Tensor) -> None:
-        master = self.states_of(key)[-1]
         if self.specs[self.places[key][0]].has_remainder:
             whole = value.to("cpu", torch.float32).contiguous()
             parts = torch.empty_like(whole, dtype=torch.bfloat16), torch.empty_like(whole, dtype=torch.int16)
             split(whole, *parts)
             self.value(key).put(parts[0])
-            master.put(parts[1])
+            self.state_of(key, REMAINDER).put(parts[1])
         else:
-            master.put(value)
+            self.state_of(key, MASTER).put(value)
 
     def restore_master(self, key: str, saved: Tensor) -> bool:
         """Takes a saved master copy, if it is one of the parameter's present values."""
@@ -501,6 +509,11 @@ class Chunks:
 def rounds_to(master: Tensor, value: Tensor) -> bool:
     """Whether these are the values of which `master` is the exact original."""
     return torch.equal(master.to(value.dtype), value.to(master.device))  # on the master's: the GPU may have no room
+
+
+def _label(kind: ChunkKind, tier: Tier) -> str:
+    labels = {ChunkKind.PARAM: "parameters", ChunkKind.GRAD: "gradients", ChunkKind.STATE: "optimizer states"}
+    return "persistent chunks" if (kind, tier) == (ChunkKind.PARAM, Tier.GPU) else labels[kind]
 
 
 def _zero(fresh: Array) -> None:

@@ -65,7 +65,7 @@ class Luggage:
         self._left: list[tuple[Array, Array]] = []  # where it lay on the GPU, and where it waits
         self._of_use = {spec.index: gradients.of_use(spec.index) for spec in chunks.specs}
         found = {(spec.index, ChunkKind.PARAM): [chunks.home(spec.index)] for spec in chunks.specs}
-        found |= {(spec.index, ChunkKind.STATE): chunks.states(spec.index) for spec in chunks.specs}
+        found |= {(spec.index, ChunkKind.STATE): [*chunks.states(spec.index).values()] for spec in chunks.specs}
         found |= {(index, ChunkKind.GRAD): [chunks.grad(index)] for index, keys in self._of_use.items() if keys}
         num_arrays = sum(len(arrays) for arrays in found.values())
         capacity_bytes = waiting_bytes(plan) + num_arrays * ALIGN_BYTES
@@ -99,8 +99,10 @@ class Luggage:
     def hand_over(self, key: str, kind: ChunkKind, targets: Sequence[Tensor]) -> None:
         """What there is of a parameter, to its new place: once."""
         chunk, entry = self._chunks.places[key]
-        for array, target in zip(self._arrays[chunk, kind], targets, strict=True):
-            start, tile_numel = entry.offset_numel, TILE_BYTES // array.dtype.itemsize
+        states = self._chunks.specs[chunk].states
+        per_numels = [state.per_numel for state in states] if kind is ChunkKind.STATE else [1]
+        for array, per_numel, target in zip(self._arrays[chunk, kind], per_numels, targets, strict=True):
+            start, tile_numel = entry.within(per_numel).start, TILE_BYTES // array.dtype.itemsize
             for new in target.view(-1).split(tile_numel):
                 old = array.part(start, new.shape)
                 new.copy_(old.peek())

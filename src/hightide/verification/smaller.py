@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hightide.integrations.pretrained import build_without_values
 from hightide.ir.block import DTYPE_BYTES, ModelProfile
+from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.ir.units import format_bytes
 from hightide.loading.unloaded import Unloaded
 from hightide.optim.registry import rule_for
@@ -109,19 +110,20 @@ def fitted(
 
 def need_of(task: Task, steps: int) -> Need:
     """Copies are in fp32, and whatever a 16-bit model computes is then twice as large."""
-    profile, moments = task.profile, rule_for(task.optimizer).num_moments
+    profile, states = task.profile, rule_for(task.optimizer).states
     size = profile.num_samples
     sizes = [(spec, spec.numel * max(WIDE_BYTES, DTYPE_BYTES[spec.dtype])) for spec in profile.params]
     all_bytes = sum(num_bytes for _, num_bytes in sizes)
     trained_bytes = sum(num_bytes for spec, num_bytes in sizes if spec.trainable)
+    states_bytes = trained_bytes * sum(state.num_bytes(ALIGN_NUMEL) for state in states) // (WIDE_BYTES * ALIGN_NUMEL)
     growth = max(1, *(WIDE_BYTES // DTYPE_BYTES[spec.dtype] for spec in profile.params))
     outputs_bytes = growth * sum(call.outputs.at(size) for call in profile.calls)
     inside_bytes = growth * sum(call.kept.at(size) + call.new_inputs.at(size) for call in profile.calls)
     logits_bytes = WIDE_BYTES * profile.vocabulary * profile.tokens_per_sample * size
     return Need(
-        weights_bytes=all_bytes + (1 + moments) * trained_bytes,
+        weights_bytes=all_bytes + trained_bytes + states_bytes,
         activations_bytes=outputs_bytes + inside_bytes + OF_LOGITS * logits_bytes + profile.buffer_bytes,
-        kept_bytes=2 * all_bytes + (steps + moments) * trained_bytes + (steps + 1) * outputs_bytes,
+        kept_bytes=2 * all_bytes + steps * trained_bytes + states_bytes + (steps + 1) * outputs_bytes,
     )
 
 

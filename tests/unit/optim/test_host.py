@@ -57,7 +57,7 @@ def operands(kind: str, numel: int, seed: int = 0) -> Operands:
 
 
 def written(ops: Operands) -> list[Tensor]:
-    every = (ops.master, *ops.moments, ops.param, ops.remainder)
+    every = (ops.master, *ops.states, ops.param, ops.remainder)
     return [tensor for tensor in every if tensor is not None]
 
 
@@ -104,8 +104,8 @@ def test_twenty_steps_equal_torch_optim(lanes):
         optimizer.step()
         update.update(ops, step, HYPER)
     torch.testing.assert_close(ops.master, reference.detach(), rtol=3e-7, atol=2e-7)
-    torch.testing.assert_close(ops.moments[0], optimizer.state[reference]["exp_avg"], rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(ops.moments[1], optimizer.state[reference]["exp_avg_sq"], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(ops.states[0], optimizer.state[reference]["exp_avg"], rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(ops.states[1], optimizer.state[reference]["exp_avg_sq"], rtol=1e-6, atol=1e-7)
 
 
 @needs_compiler
@@ -165,7 +165,7 @@ def test_conversions_of_every_half_and_of_the_halves_between():
         # And as gradients: the first moment of a first step is (1 - beta1) times the gradient.
         read = Operands(torch.zeros(len(every)), every, tuple(torch.zeros(2, len(every))), torch.zeros_like(every))
         kernel.share(read, 1, idle, 1.0, 4096)(0)
-        torch.testing.assert_close(read.moments[0], torch.zeros(len(every)).lerp(exact, 0.1), equal_nan=True)
+        torch.testing.assert_close(read.states[0], torch.zeros(len(every)).lerp(exact, 0.1), equal_nan=True)
 
 
 @pytest.mark.parametrize("kernel", ["torch", pytest.param("c", marks=needs_compiler)])

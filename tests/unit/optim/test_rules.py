@@ -69,11 +69,11 @@ def operands(rule: Rule, dtypes: str, numel: int, seed: int = 0) -> Operands:
     master = torch.randn(numel, generator=generator)
     gradient = torch.randn(numel, generator=generator).mul_(0.1).to(grad)
     out = None if param is None else torch.zeros(numel, dtype=param)
-    return Operands(master, gradient, tuple(torch.zeros(numel) for _ in range(rule.num_moments)), out)
+    return Operands(master, gradient, tuple(torch.zeros(numel) for _ in rule.states), out)
 
 
 def written(ops: Operands) -> list[Tensor]:
-    return [ops.master, *ops.moments, *([] if ops.param is None else [ops.param])]
+    return [ops.master, *ops.states, *([] if ops.param is None else [ops.param])]
 
 
 def test_every_rule_is_tested() -> None:
@@ -105,7 +105,7 @@ def test_ten_steps_equal_torch(lanes: Lanes, kind: type[Rule], name: str, numel:
         update.update(ops, step, hyper, 0.5)
         assert torch.equal(ops.grad, kept)
         torch.testing.assert_close(ops.master, reference.detach(), rtol=3e-7, atol=2e-7)
-    for moment, name_there in zip(ops.moments, rule.moment_names, strict=True):
+    for moment, name_there in zip(ops.states, [state.name for state in rule.states], strict=True):
         torch.testing.assert_close(moment, optimizer.state[reference][name_there], rtol=1e-6, atol=1e-7)
 
 
@@ -187,12 +187,12 @@ def test_other_optimizers_are_refused_with_the_list_and_the_way_to_add_one() -> 
 def test_sgd_has_a_moment_only_with_momentum() -> None:
     params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))]
     one_of_two = torch.optim.SGD([{"params": params[:1]}, {"params": params[1:], "momentum": 0.9}], lr=0.1)
-    assert rule_for(torch.optim.SGD(params, lr=0.1)).moment_names == ()
-    assert rule_for(one_of_two).moment_names == ("momentum_buffer",)
+    assert rule_for(torch.optim.SGD(params, lr=0.1)).states == ()
+    assert [state.name for state in rule_for(one_of_two).states] == ["momentum_buffer"]
     params[1].grad = torch.ones(2)
     one_of_two.step()
     one_of_two.param_groups[1]["momentum"] = 0
-    assert rule_for(one_of_two).num_moments == 1, "its buffer is still a state"
+    assert len(rule_for(one_of_two).states) == 1, "its buffer is still a state"
 
 
 def test_momentum_that_comes_later_is_refused() -> None:
@@ -210,8 +210,8 @@ def test_the_decay_of_adam_is_part_of_the_gradient_and_that_of_adamw_is_not() ->
     rule, ops = AdamRule(), operands(AdamRule(), "fp32", 8)
     ops.grad.zero_()
     rule.update(ops, 1, AdamHyper(*numbers))
-    assert (ops.moments[0] != 0).all()
+    assert (ops.states[0] != 0).all()
     ops = operands(AdamRule(), "fp32", 8)
     ops.grad.zero_()
     rule.update(ops, 1, AdamWHyper(*numbers))
-    assert (ops.moments[0] == 0).all()
+    assert (ops.states[0] == 0).all()

@@ -47,5 +47,5 @@ def test_bases_are_those_of_the_plan(data: st.DataObject) -> None:
         choice = data.draw(choices(problem))
         plan = problem.build(choice)
         plan = replace(plan, num_disk_buffers=choice.disk_buffers)
-        expected = Needs(*base_bytes(profile, plan, Placement(plan)).values())
+        expected = Needs(*base_bytes(profile, Placement(plan)).values())
         assert bases.of(choice) == expected

@@ -3,6 +3,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 
 from hightide.ir.chunk import ALIGN_NUMEL, aligned
+from hightide.ir.state_spec import ADAM_STATES, REMAINDER
 from hightide.planner.layout import LATENCY_NUMEL, pack, slot_candidates, slot_cost, slot_sizes
 from unit.planner.profiles import Sketch, build, call, param, profiles, stack
 
@@ -62,8 +63,9 @@ def test_dtypes_do_not_mix_and_low_precision_has_a_master():
     specs = [param("a", 100, "bfloat16"), param("b", 100, "float32")]
     profile = build(specs, [Sketch("x", ["a", "b"])], [call(0)])
     low, full = pack(profile, 4096).chunks
-    assert (low.dtype, low.num_states, full.dtype, full.num_states) == ("bfloat16", 3, "float32", 2)
-    assert pack(profile, 4096, num_moments=1).chunks[0].num_states == 2
+    assert (low.dtype, full.dtype) == ("bfloat16", "float32")
+    assert (low.states, full.states) == ((*ADAM_STATES, REMAINDER), ADAM_STATES)
+    assert len(pack(profile, 4096, ADAM_STATES[:1]).chunks[0].states) == 2
 
 
 def test_blocks_never_called_have_chunks_too():

@@ -33,7 +33,7 @@ def lower(profile: ModelProfile, plan: Plan, mode: Mode, placement: Placement | 
         move_inputs(draft)
         add_updates(draft)
     actions = add_effects(draft, order_actions(draft))
-    base = base_bytes(profile, plan, draft.placement)
+    base = base_bytes(profile, draft.placement)
     return Schedule(mode, base[Tier.GPU], base[Tier.HOST], tuple(actions), base[Tier.DISK])
 
 

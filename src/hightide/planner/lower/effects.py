@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 
 from hightide.ir.action import Action, Mode, Op
 from hightide.ir.block import Affine, CallSpec, Glue, ModelProfile
-from hightide.ir.chunk import REGION_BYTES, STATE_BYTES, UPDATE_TILE_NUMEL
+from hightide.ir.chunk import GRAD_BYTES, REGION_BYTES, UPDATE_TILE_NUMEL
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner import loss
@@ -24,9 +24,9 @@ from hightide.planner.placement import Placement, region_bytes
 Effects = dict[str, Counter[str]]
 
 
-def base_bytes(profile: ModelProfile, plan: Plan, placement: Placement) -> dict[Tier, int]:
+def base_bytes(profile: ModelProfile, placement: Placement) -> dict[Tier, int]:
     """What is on each tier during the whole pass."""
-    found = placement.base_bytes(plan)
+    found = placement.base_bytes()
     found[Tier.GPU] += profile.batch_bytes + profile.buffer_bytes
     return found
 
@@ -168,8 +168,9 @@ def _count_updates(draft: Draft, effects: Effects) -> None:
     for action in draft.actions:
         if action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
             chunk = draft.place_of(action).chunk
-            arrays = 1 + chunk.has_remainder  # the gradient scaled or widened, and the master
-            effects[action.id]["gpu_transient"] += STATE_BYTES * (
+            narrow = sum(state.dtype != "float32" for state in chunk.rule_states)
+            arrays = 1 + chunk.has_remainder + narrow  # fp32: the gradient scaled or widened, the master, and states
+            effects[action.id]["gpu_transient"] += GRAD_BYTES * (
                 arrays * min(chunk.optimised_numel, UPDATE_TILE_NUMEL) + 1  # and the number of the step
             )
             if action.runs_when_open:  # at the end of a backward that still holds its inputs and their gradients
