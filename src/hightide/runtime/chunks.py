@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,7 @@ from hightide.runtime.residency import Copy, Residency
 from hightide.runtime.slots import SlotTable
 from hightide.runtime.staging import Staging
 from hightide.stores.array import Array
-from hightide.stores.base import Accelerator, Store
+from hightide.stores.base import Accelerator, Region, Store
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in STATE_DTYPE_BYTES}
 GRAD_DTYPE = torch.float32
@@ -47,6 +48,18 @@ OTHER_DATA = (
     "hightide would not follow: its values live in chunks. Write values with model.load_state_dict(), or call "
     "hightide.unwrap(model) first"
 )
+
+
+class _Bound(NamedTuple):
+    """A parameter at one of the places where its block finds it."""
+
+    key: str
+    param: nn.Parameter
+    shown: type
+    view: Tensor
+    addresses: set[int]  # where its data may be before it is bound: there, or absent
+    absent: Tensor | None  # what it is afterwards; None: it stays
+    hidden: type | None  # None: it may be used outside of its block
 
 
 class Chunks:
@@ -105,12 +118,7 @@ class Chunks:
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self._version_means_nothing: set[str] = set()
         self._ranges: dict[tuple[int, int | None], list[ParamRange]] = {}
-        self._made: dict[
-            tuple[int, int | None, int | None], list[tuple[str, nn.Parameter, type, Tensor, set[int]]]
-        ] = {}
-        self._left: dict[
-            tuple[int, int | None], list[tuple[nn.Parameter, type, Tensor | None, type | None]]
-        ] = {}  # what `unbind` leaves
+        self._made: dict[tuple[int, int | None, int | None], list[_Bound]] = {}
         self._made_grads: dict[tuple[int, int | None], dict[str, Tensor]] = {}
         self._in_slots: dict[tuple[int, ChunkKind, int], Array] = {}
         self._classes: dict[str, type] = {name: type(param) for name, param in parameters.items()}
@@ -159,14 +167,12 @@ class Chunks:
         persistent = self._persistent[chunk]
         if persistent is not None:
             return persistent.view
+        spec, slots = self.specs[chunk], self._slots
         first = self.param_slots.first(chunk)
-        assert first is not None and self._slots is not None, f"chunk {chunk} is not on the GPU"
-        place = (chunk, ChunkKind.PARAM, first)
-        if place not in self._in_slots:
-            spec = self.specs[chunk]
-            offset_bytes = first * self.slot_bytes
-            self._in_slots[place] = Array(self.gpu, self._slots, DTYPES[spec.dtype], (spec.numel,), offset_bytes)
-        return self._in_slots[place].view
+        assert first is not None and slots is not None, f"chunk {chunk} is not on the GPU"
+        return self._in_slot(
+            chunk, ChunkKind.PARAM, slots, first * self.slot_bytes, DTYPES[spec.dtype], spec.numel
+        ).view
 
     def grad_on_gpu(self, chunk: int) -> Tensor:
         return (self._grad_in_slot(chunk) if self.placed[chunk].in_grad_slot else self.grad(chunk)).view
@@ -174,11 +180,17 @@ class Chunks:
     def _grad_in_slot(self, chunk: int) -> Array:
         first = self.grad_slots.first(chunk)
         assert first is not None and self._grad_slots is not None, f"the gradient of chunk {chunk} is not on the GPU"
-        place = (chunk, ChunkKind.GRAD, first)
-        if place not in self._in_slots:
-            numel, offset_bytes = self.specs[chunk].trainable_numel, first * self.grad_slot_bytes
-            self._in_slots[place] = Array(self.gpu, self._grad_slots, GRAD_DTYPE, (numel,), offset_bytes)
-        return self._in_slots[place]
+        start, numel = first * self.grad_slot_bytes, self.specs[chunk].trainable_numel
+        return self._in_slot(chunk, ChunkKind.GRAD, self._grad_slots, start, GRAD_DTYPE, numel)
+
+    def _in_slot(
+        self, chunk: int, kind: ChunkKind, slots: Region, offset_bytes: int, dtype: torch.dtype, numel: int
+    ) -> Array:
+        """Slots are few and never move: made once."""
+        array = self._in_slots.get((chunk, kind, offset_bytes))
+        if array is None:
+            array = self._in_slots[chunk, kind, offset_bytes] = Array(self.gpu, slots, dtype, (numel,), offset_bytes)
+        return array
 
     def grad_views(self, chunk: int) -> dict[str, Tensor]:
         """The gradients of a chunk's parameters where it is on the GPU now. There are few such places: made once."""
@@ -259,7 +271,7 @@ class Chunks:
 
     def bind(self, chunk: int, block: int | None = None) -> None:
         elsewhere, versions = self._has_other_copy[chunk], self._versions
-        for key, param, shown, view, addresses in self._views(chunk, block):
+        for key, param, shown, view, addresses, _, _ in self._views(chunk, block):
             if self._nans.are_written(key):
                 raise Refused(WRITTEN_WHILE_ABSENT.format(name=key))
             param.__class__ = shown
@@ -281,22 +293,25 @@ class Chunks:
     def check_loose(self) -> None:
         """Parameters that nobody binds, because they are always there."""
         for chunk in self._loose:
-            for key, param, _, view, addresses in self._views(chunk, None):
-                if param.data_ptr() not in addresses:
-                    self._refuse_other_data(key, view)
+            for bound in self._views(chunk, None):
+                if bound.param.data_ptr() not in bound.addresses:
+                    self._refuse_other_data(bound.key, bound.view)
 
-    def _views(self, chunk: int, block: int | None) -> list[tuple[str, nn.Parameter, type, Tensor, set[int]]]:
+    def _views(self, chunk: int, block: int | None) -> list[_Bound]:
         """The parameters of a chunk where it is now. A slot is always at the same place, so they are made once."""
         place = (chunk, block, self.param_slots.first(chunk))
-        if place not in self._made:
-            self._made[place] = made = []
+        made = self._made.get(place)
+        if made is None:
             with torch.inference_mode(False):  # they outlive it
                 flat = self.param_on_gpu(chunk)
-                for entry in self.placements(chunk, block):
-                    key, view = entry.param, self.view_of(flat, entry)
-                    addresses = {view.data_ptr(), self._absent[key].data_ptr()}
-                    made.append((key, self.parameters[key], self._classes[key], view, addresses))
-        return self._made[place]
+                made = self._made[place] = [self._bound(flat, entry) for entry in self.placements(chunk, block)]
+        return made
+
+    def _bound(self, flat: Tensor, entry: ParamRange) -> _Bound:
+        key, view, absent = entry.param, self.view_of(flat, entry), self._absent[entry.param]
+        leaves = absent if self.placed[self.places[key][0]].is_streamed else None
+        addresses = {view.data_ptr(), absent.data_ptr()}
+        return _Bound(key, self.parameters[key], self._classes[key], view, addresses, leaves, self._hidden.get(key))
 
     def ignore_version(self, key: str) -> None:
         """The code of its block makes the parameter's version grow without a write, which is not to be refused."""
@@ -324,19 +339,7 @@ class Chunks:
         self._hide(key)
 
     def unbind(self, chunk: int, block: int | None = None) -> None:
-        if (chunk, block) not in self._left:
-            is_streamed = self.placed[chunk].is_streamed
-            keys = [entry.param for entry in self.placements(chunk, block)]
-            self._left[chunk, block] = [
-                (
-                    self.parameters[key],
-                    self._classes[key],
-                    self._absent[key] if is_streamed else None,
-                    self._hidden.get(key),
-                )
-                for key in keys
-            ]
-        for param, shown, absent, hidden in self._left[chunk, block]:
+        for _, param, shown, _, _, absent, hidden in self._views(chunk, block):
             if absent is not None:
                 param.__class__ = shown  # after an exception in `bind` it may not have been bound at all
                 param.data = absent
@@ -423,12 +426,11 @@ class Chunks:
             dtype = DTYPES[place.grad_dtype] if place.in_grad_slot else GRAD_DTYPE
             grad = array(ChunkKind.GRAD, place.grad, dtype, spec.trainable_numel)
         self._grads.append(grad)
+        offsets, numel = spec.state_offsets if spec.state_bytes else {}, spec.optimised_numel
         self._states.append(
             {
-                state: array(
-                    ChunkKind.STATE, place.states, DTYPES[state.dtype], state.numel(spec.optimised_numel), start
-                )
-                for state, start in (spec.state_offsets if spec.state_bytes else {}).items()
+                state: array(ChunkKind.STATE, place.states, DTYPES[state.dtype], state.numel(numel), offset_bytes)
+                for state, offset_bytes in offsets.items()
             }
         )
 
