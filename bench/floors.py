@@ -13,13 +13,14 @@ import torch
 
 from hightide.doctor.rates import best_s
 from hightide.ir.chunk import ChunkSpec
-from hightide.ir.tier import ChunkKind, Tier
-from hightide.optim.operands import Operands
 
 
 def measure(run: Any, moved_bytes_per_step: dict[str, float], repeats: int = 3) -> dict[str, float]:
     """Seconds per step of each lane alone, and the rates behind them."""
-    host_chunks = [spec for spec in run.chunks.specs if spec.optimised_numel and _on_host(run, spec)]
+    chunks = run.chunks
+    host_chunks = [
+        spec for spec in chunks.specs if spec.optimised_numel and not chunks.placed[spec.index].is_updated_on_gpu
+    ]
     numel = sum(spec.optimised_numel for spec in host_chunks)
     update_s = best_s(lambda: [_update(run, spec) for spec in host_chunks], repeats) if host_chunks else 0.0
     rates = {way: _link_rate(run, way, repeats) for way in ("h2d", "d2h")}
@@ -31,27 +32,18 @@ def measure(run: Any, moved_bytes_per_step: dict[str, float], repeats: int = 3) 
     }
 
 
-def _on_host(run: Any, spec: ChunkSpec) -> bool:
-    return run.chunks.placed[spec.index].states is Tier.HOST
-
-
 def _update(run: Any, spec: ChunkSpec) -> None:
     updates = run.performer.updates
     hyper = replace(updates._groups.hyper(0), lr=0.0, weight_decay=0.0)
-    numel = spec.optimised_numel
-    param = run.chunks.home(spec.index)[:numel] if spec.has_master else None
-    grad = run.gradients.flat(spec.index)[:numel]
-    moments, remainder = tuple(updates.moments.at(spec.index)), run.chunks.remainder(spec.index)
-    operands = Operands(run.chunks.master(spec.index), grad, moments, param, remainder)
-    updates._on_host.update(operands, 1, hyper)
+    updates._on_host.update(updates._operands(spec.index), 1, hyper)
 
 
 def _link_rate(run: Any, way: str, repeats: int) -> float:
     """By copies of a streamed chunk's parameters, from pinned memory and back, as the lanes make them."""
-    streamed = [place.chunk for place in run.chunks.placed if place.is_streamed]
+    streamed = [spec for spec in run.chunks.specs if run.chunks.placed[spec.index].is_streamed]
     if not streamed or not torch.cuda.is_available():
         return float("inf")
-    home = run.chunks.flat(streamed[0].index, ChunkKind.PARAM, Tier.HOST)
+    home = run.chunks.home(streamed[0].index).view
     there = home.to(run.gpu.device)
     count = max(1, 2**30 // home.nbytes)
     source, target = (home, there) if way == "h2d" else (there, home)

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from file_store import FileStore
 from hightide.stores import pinned
-from hightide.stores.base import ALIGN_BYTES, OutOfMemory, Region, Store
+from hightide.stores.base import ALIGN_BYTES, MemoryStore, OutOfMemory, Region, Store
 from hightide.stores.cuda import CudaAccelerator
 from hightide.stores.host import HostArena
 from hightide.stores.pinned import PinnedArena
@@ -48,11 +49,14 @@ FACTORIES: dict[str, Callable[[int], Store]] = {
     "host": HostArena,
     "not yet pinned": PinnedArena,
     "pinning refused": refused,
+    "file": FileStore,
     "cuda": cuda,
     "pinned": registered,
 }
+NO_MEMORY = ("file",)
 NEED_CUDA = ("cuda", "pinned")
 ALL = [pytest.param(name, marks=[pytest.mark.gpu] if name in NEED_CUDA else []) for name in FACTORIES]
+WITH_VIEWS = [param for param in ALL if param.values[0] not in NO_MEMORY]
 
 
 @pytest.fixture(params=ALL)
@@ -67,6 +71,24 @@ def store(factory: Callable[[int], Store]) -> Iterator[Store]:
     store.close()
 
 
+@pytest.fixture(params=WITH_VIEWS)
+def memory(request: pytest.FixtureRequest) -> Iterator[MemoryStore]:
+    store = FACTORIES[request.param](64 * KIB)
+    assert isinstance(store, MemoryStore)
+    yield store
+    store.close()
+
+
+def filled(store: Store, region: Region, value: int) -> None:
+    store.write(region, torch.full((region.num_bytes,), value, dtype=torch.uint8)).wait(timeout_s=5)
+
+
+def values(store: Store, region: Region) -> torch.Tensor:
+    into = torch.zeros(region.num_bytes, dtype=torch.uint8)
+    store.read(region, into).wait(timeout_s=5)
+    return into
+
+
 def test_allocations_are_aligned_apart_and_counted(store: Store) -> None:
     regions = [store.allocate(size, f"r{size}") for size in (1, 511, 512, 513, 4000)]
     ends = [region.offset + region.num_bytes for region in regions]
@@ -75,14 +97,6 @@ def test_allocations_are_aligned_apart_and_counted(store: Store) -> None:
     assert [region.num_bytes for region in regions] == [1, 511, 512, 513, 4000]
     assert store.used_bytes == (1 + 1 + 1 + 2 + 8) * ALIGN_BYTES
     assert store.breakdown()["r513"] == 2 * ALIGN_BYTES
-
-
-def test_addresses_of_views_are_aligned_and_stable(store: Store) -> None:
-    first, second = store.allocate(600, "a"), store.allocate(600, "b")
-    addresses = [store.view(region, torch.uint8).data_ptr() for region in (first, second)]
-    assert all(address % ALIGN_BYTES == 0 for address in addresses)
-    assert addresses[1] - addresses[0] == second.offset - first.offset
-    assert store.view(first, torch.uint8).data_ptr() == addresses[0]
 
 
 @pytest.mark.parametrize("num_bytes", [0, -1])
@@ -98,7 +112,7 @@ def test_a_store_needs_a_capacity(factory: Callable[[int], Store]) -> None:
 
 def test_exhaustion_says_the_numbers_and_harms_nothing(store: Store) -> None:
     kept = store.allocate(40 * KIB, "weights")
-    store.view(kept, torch.uint8).fill_(7)
+    filled(store, kept, 7)
     with pytest.raises(OutOfMemory) as caught:
         store.allocate(25 * KIB, "too much")
     error = caught.value
@@ -108,7 +122,7 @@ def test_exhaustion_says_the_numbers_and_harms_nothing(store: Store) -> None:
     for words in ("too much", str(25 * KIB), str(40 * KIB), str(64 * KIB), "weights 40.0 KiB", f"Limits({store.tier}"):
         assert words in str(error)
     assert store.used_bytes == store.peak_bytes == 40 * KIB
-    assert bool((store.view(kept, torch.uint8) == 7).all())
+    assert bool((values(store, kept) == 7).all())
     store.allocate(24 * KIB, "just right")
     assert store.used_bytes == store.capacity_bytes
 
@@ -150,7 +164,7 @@ def test_double_free_and_foreign_regions_are_refused(store: Store, factory: Call
         store.free(Region(again.offset, KIB, "mine"))
     other = factory(64 * KIB)
     with pytest.raises(ValueError, match="another store"):
-        other.view(again, torch.uint8)
+        other.read(again, torch.zeros(1))
     other.close()
     assert store.used_bytes == KIB
 
@@ -191,8 +205,6 @@ def test_offsets_address_parts(store: Store) -> None:
     into = torch.zeros(4)
     store.read(region, into, offset_bytes=16).wait(timeout_s=5)
     assert into.tolist() == [4.0, 50.0, 60.0, 7.0]
-    assert store.view(region, torch.float32, offset_bytes=24, numel=2).tolist() == [60.0, 7.0]
-    assert store.view(region, torch.float32, offset_bytes=56).tolist() == [14.0, 15.0]
 
 
 def test_bounds_are_checked_at_once(store: Store) -> None:
@@ -202,8 +214,6 @@ def test_bounds_are_checked_at_once(store: Store) -> None:
         lambda: store.read(region, torch.zeros(16), offset_bytes=4),
         lambda: store.read(region, torch.zeros(1), offset_bytes=-4),
         lambda: store.write(region, torch.zeros(1), offset_bytes=2),
-        lambda: store.view(region, torch.float64, offset_bytes=64, numel=1),
-        lambda: store.view(region, torch.uint8, numel=-1),
     ]
     for call in calls:
         with pytest.raises(ValueError, match="data"):
@@ -213,11 +223,7 @@ def test_bounds_are_checked_at_once(store: Store) -> None:
 def test_a_freed_region_has_no_bytes(store: Store) -> None:
     region = store.allocate(64, "data")
     store.free(region)
-    for call in (
-        lambda: store.view(region, torch.uint8),
-        lambda: store.read(region, torch.zeros(1)),
-        lambda: store.write(region, torch.zeros(1)),
-    ):
+    for call in (lambda: store.read(region, torch.zeros(1)), lambda: store.write(region, torch.zeros(1))):
         with pytest.raises(ValueError, match="freed"):
             call()
 
@@ -226,10 +232,10 @@ def test_an_error_in_flight_is_raised_by_the_ticket(store: Store, monkeypatch: p
     region = store.allocate(64, "data")
     broken = OSError("the cable fell out")
 
-    def fail(target: torch.Tensor, source: torch.Tensor) -> None:
+    def fail(*_: object) -> None:
         raise broken
 
-    monkeypatch.setattr(store, "_copy", fail)
+    monkeypatch.setattr(store, "_copy" if isinstance(store, MemoryStore) else "_transfer", fail)
     for ticket in (store.read(region, torch.zeros(4)), store.write(region, torch.zeros(4))):
         assert ticket.done and ticket.error is broken
         with pytest.raises(OSError) as caught:
@@ -237,26 +243,6 @@ def test_an_error_in_flight_is_raised_by_the_ticket(store: Store, monkeypatch: p
         assert caught.value is broken
     monkeypatch.undo()
     store.write(region, torch.ones(4)).wait(timeout_s=5)  # the store itself is well
-
-
-def test_views_alias_the_region(store: Store) -> None:
-    region = store.allocate(64, "data")
-    view = store.view(region, torch.float32)
-    view.fill_(3.0)
-    into = torch.zeros(16)
-    store.read(region, into).wait(timeout_s=5)
-    assert bool((into == 3.0).all())
-    assert store.view(region, torch.float32)[0] == 3.0
-
-
-def test_writing_one_region_does_not_invalidate_what_autograd_saved_of_another(store: Store) -> None:
-    weight, other = (store.view(store.allocate(64, name), torch.float32) for name in ("weight", "other"))
-    weight.fill_(2.0)
-    x = torch.ones(16, device=weight.device, requires_grad=True)
-    y = (x * weight).sum()
-    other.fill_(1.0)
-    y.backward()
-    assert x.grad is not None and bool((x.grad == 2.0).all())
 
 
 def test_peak_is_the_most_in_use_and_knows_its_parts(store: Store) -> None:
@@ -273,19 +259,15 @@ def test_peak_is_the_most_in_use_and_knows_its_parts(store: Store) -> None:
     assert store.breakdown() == {"c": 8 * KIB}
 
 
-def test_close_is_final_idempotent_and_leaves_views_alone(store: Store) -> None:
+def test_close_is_final_and_idempotent(store: Store) -> None:
     region = store.allocate(64, "data")
-    view = store.view(region, torch.float32)
-    view.fill_(1.5)
     store.close()
     store.close()
-    assert view.sum() == 24.0  # no crash: whoever has a view has its memory
     assert store.used_bytes == 0
     for call in (
         lambda: store.allocate(64, "more"),
         lambda: store.read(region, torch.zeros(4)),
         lambda: store.write(region, torch.zeros(4)),
-        lambda: store.view(region, torch.uint8),
     ):
         with pytest.raises(RuntimeError, match="closed"):
             call()
@@ -330,17 +312,72 @@ def test_many_threads_never_share_bytes(store: Store) -> None:
     assert store.allocate(64 * KIB, "all").offset == 0
 
 
+# -- stores that are memory ---------------------------------------------------------------------------------------
+
+
+def test_addresses_of_views_are_aligned_and_stable(memory: MemoryStore) -> None:
+    first, second = memory.allocate(600, "a"), memory.allocate(600, "b")
+    addresses = [memory.view(region, torch.uint8).data_ptr() for region in (first, second)]
+    assert all(address % ALIGN_BYTES == 0 for address in addresses)
+    assert addresses[1] - addresses[0] == second.offset - first.offset
+    assert memory.view(first, torch.uint8).data_ptr() == addresses[0]
+
+
+def test_views_alias_the_region(memory: MemoryStore) -> None:
+    region = memory.allocate(64, "data")
+    view = memory.view(region, torch.float32)
+    view.fill_(3.0)
+    into = torch.zeros(16)
+    memory.read(region, into).wait(timeout_s=5)
+    assert bool((into == 3.0).all())
+    assert memory.view(region, torch.float32)[0] == 3.0
+
+
+def test_writing_one_region_does_not_invalidate_what_autograd_saved_of_another(memory: MemoryStore) -> None:
+    weight, other = (memory.view(memory.allocate(64, name), torch.float32) for name in ("weight", "other"))
+    weight.fill_(2.0)
+    x = torch.ones(16, device=weight.device, requires_grad=True)
+    y = (x * weight).sum()
+    other.fill_(1.0)
+    y.backward()
+    assert x.grad is not None and bool((x.grad == 2.0).all())
+
+
+def test_views_have_bounds_too(memory: MemoryStore) -> None:
+    region = memory.allocate(64, "data")
+    memory.write(region, torch.arange(16, dtype=torch.float32)).wait(timeout_s=5)
+    assert memory.view(region, torch.float32, offset_bytes=24, numel=2).tolist() == [6.0, 7.0]
+    assert memory.view(region, torch.float32, offset_bytes=56).tolist() == [14.0, 15.0]
+    for options in ({"dtype": torch.float64, "offset_bytes": 64, "numel": 1}, {"dtype": torch.uint8, "numel": -1}):
+        with pytest.raises(ValueError, match="data"):
+            memory.view(region, **options)
+    memory.free(region)
+    with pytest.raises(ValueError, match="freed"):
+        memory.view(region, torch.uint8)
+
+
+def test_close_leaves_views_alone_and_gives_no_more(memory: MemoryStore) -> None:
+    region = memory.allocate(64, "data")
+    view = memory.view(region, torch.float32)
+    view.fill_(1.5)
+    memory.close()
+    assert view.sum() == 24.0  # no crash: whoever has a view has its memory
+    with pytest.raises(RuntimeError, match="closed"):
+        memory.view(region, torch.uint8)
+
+
 def resident_bytes() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * resource.getpagesize()
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads resident memory from /proc")
-@pytest.mark.parametrize("name", [name for name in FACTORIES if name not in NEED_CUDA])
+@pytest.mark.parametrize("name", [name for name in FACTORIES if name not in (*NEED_CUDA, *NO_MEMORY)])
 def test_memory_becomes_real_when_touched_and_goes_back_at_close(name: str) -> None:
     factory, mib = FACTORIES[name], 1024 * KIB
     before = resident_bytes()
     store = factory(4096 * mib)
+    assert isinstance(store, MemoryStore)
     region = store.allocate(2048 * mib, "mostly untouched")
     view = store.view(region, torch.uint8, numel=64 * mib)
     assert resident_bytes() - before < 32 * mib

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hightide.ir.tier import ChunkKind, Tier
 from hightide.runtime.lanes import WORKERS, Streams
 from hightide.runtime.run import Run
 from hightide.stores.base import Region
@@ -79,9 +78,10 @@ class Detector:
             return noted
 
         homes: dict[int, Place] = {
-            id(region): (f"home of {'parameter' if kind is ChunkKind.PARAM else 'gradient'}", chunk)
-            for (chunk, kind, tier), region in chunks._regions.items()
-            if tier is Tier.HOST and kind is not ChunkKind.STATE
+            id(array.region): (f"home of {kind}", chunk)
+            for kind, arrays in (("parameter", chunks._homes), ("gradient", chunks._grads))
+            for chunk, array in enumerate(arrays)
+            if array is not None and array.store is run.host
         }
 
         def at_home(method: Any, writes: bool) -> Any:
@@ -92,23 +92,26 @@ class Detector:
 
             return noted
 
-        def update_reads(chunk: int) -> Tensor:
-            if self.stream() == "cpu":
-                self.use([("home of gradient", chunk)], f"update of {chunk}", writes=False)
-            return flat(chunk)
+        def updating(prepare: Any) -> Any:
+            def noted(chunk: int) -> Any:
+                work = prepare(chunk)
 
-        def update_writes(chunk: int) -> Tensor:
-            if self.stream() == "cpu":
-                self.use([("home of parameter", chunk)], f"update of {chunk}")
-            return home(chunk)
+                def update() -> None:
+                    if self.stream() == "cpu":
+                        self.use([("home of gradient", chunk)], f"update of {chunk}", writes=False)
+                        self.use([("home of parameter", chunk)], f"update of {chunk}")
+                    work()
 
-        home, chunks.home = chunks.home, update_writes
+                return update
+
+            return noted
+
+        run.performer.update = updating(run.performer.update)
         chunks.param_on_gpu = noting(chunks.param_on_gpu, params, "slot")
         chunks.unbind = noting(chunks.unbind, params, "slot")
         chunks.grad_on_gpu = noting(chunks.grad_on_gpu, grads, "gradient slot")
         run.gradients.harvest = noting(run.gradients.harvest, grads, "gradient slot")
         run.host.read, run.host.write = at_home(run.host.read, False), at_home(run.host.write, True)
-        flat, run.gradients.flat = run.gradients.flat, update_reads
 
 
 class FakeFence:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import hightide
 import models
 from hightide.ir.plan import Activation, BlockPlan, GradientDtype, Plan
-from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.ir.tier import Lane, Tier
 from hightide.planner import placement
 from hightide.planner.placement import Placement
 from hightide.planner.solution import Solution
@@ -93,7 +93,7 @@ def masters(run: Run) -> dict[str, Tensor]:
     for key, (chunk, entry) in run.chunks.places.items():
         if entry.offset_numel < run.chunks.specs[chunk].optimised_numel:
             master = run.chunks.master_of(key)
-            values[key] = (run.chunks.view_of(run.chunks.home(chunk), entry) if master is None else master).clone()
+            values[key] = (run.chunks.value(key).view if master is None else master).clone()
     return values
 
 
@@ -307,7 +307,7 @@ def test_bytes_are_what_the_plan_says(name, where, gradients):
     assert staging == Placement(run.plan).staging_bytes and (staging > 0) == (gradients == "param")
     assert run.host.used_bytes == Placement(run.plan).base_bytes()[H]
     at_home = [
-        run.chunks.flat(spec.index, ChunkKind.GRAD, H)
+        run.chunks.grad(spec.index)
         for spec in run.chunks.specs
         if spec.trainable_numel and run.chunks.placed[spec.index].states is H
     ]
@@ -367,8 +367,7 @@ def test_gradients_can_be_read_scaled_and_replaced(where):
     key = next(key for key in run.parameters if key.startswith("layers.1."))
     param = run.parameters[key]
     read = param.grad.clone()
-    chunk, entry = run.chunks.places[key]
-    at_rest = run.chunks.view_of(run.gradients.flat(chunk), entry)
+    at_rest = run.gradients.place_of(key).view
     assert torch.equal(at_rest.float(), read.float()), "what is at rest is exactly what is read"
     param.grad.mul_(0.3)
     assert torch.equal(param.grad.clone(), (read.float() * 0.3).to(BF16))
@@ -383,7 +382,7 @@ def test_gradients_can_be_read_scaled_and_replaced(where):
 
 
 def wrapped_moments(optimizer: Any, key: str) -> list[Tensor]:
-    return optimizer._updates.moments.of(key)
+    return [moment.view for moment in optimizer._updates.moments.of(key)]
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -398,7 +397,7 @@ def test_what_rests_is_representable_and_frozen_parameters_have_none(where):
         if spec.trainable_numel:
             if spec.index in run.gradients.exits:
                 run.gradients.exits[spec.index].settle()
-            value = run.gradients.flat(spec.index)
+            value = run.chunks.grad(spec.index).view
             assert torch.equal(value.float(), value.to(BF16).float()) and value.any()
     optimizer.step()
     after = model.state_dict()

@@ -126,8 +126,7 @@ class _Real(TorchFunctionMode):
     def _value(self, key: str) -> Tensor:
         if key in self._held:
             return self._held[key].data.clone()
-        chunk, entry = self._chunks.places[key]
-        return self._chunks.view_of(self._chunks.home(chunk), entry).to("cpu", copy=True)
+        return self._chunks.value(key).get()
 
     def _move(self, key: str) -> None:
         value = self._held.pop(key).data

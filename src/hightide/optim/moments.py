@@ -11,6 +11,7 @@ from torch import Tensor
 from hightide.ir.refusal import Refused
 from hightide.optim.rule import Rule
 from hightide.runtime.chunks import Chunks
+from hightide.stores.array import Array
 
 
 class Moments:
@@ -65,18 +66,14 @@ class Moments:
 
     # -- where they are -------------------------------------------------------------------------------------------
 
-    def at(self, chunk: int) -> list[Tensor]:
-        """Of a whole chunk, flat."""
-        return [self._chunks.state(chunk, state) for state in self._rule.states]
-
-    def of(self, key: str) -> list[Tensor]:
-        """Views of one parameter's moments."""
+    def of(self, key: str) -> list[Array]:
+        """Where one parameter's moments are."""
         return [self._chunks.state_of(key, state) for state in self._rule.states]
 
     def lend(self, key: str, index: int) -> Tensor:
         """One moment, for the user: its very memory, for as long as the parameter keeps this state."""
         if (lent := self._lent.get((key, index))) is None:
-            lent = self._lent[key, index] = self.of(key)[index]
+            lent = self._lent[key, index] = self.of(key)[index].view
         return lent
 
     def reset(self, key: str) -> None:
@@ -88,10 +85,11 @@ class Moments:
         for index, moment in enumerate(self.of(key)):
             if (lent := self._lent.pop((key, index), None)) is not None:
                 lent.data = lent.to("cpu", copy=True)
-            moment.zero_()
+            with moment.opened(is_new=True) as values:
+                values.zero_()
 
     def move_to(self, chunks: Chunks) -> None:
         """Where the moments are now."""
         self._chunks = chunks
         for (key, index), lent in self._lent.items():
-            lent.data = self.of(key)[index]
+            lent.data = self.of(key)[index].view

@@ -197,7 +197,7 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
                 continue
             moments.set_count(key, 1 if self._rule.step_name is None else float(state[self._rule.step_name]))
             for place, spec in zip(moments.of(key), self._rule.states, strict=True):
-                place.copy_(state[spec.name].detach())
+                place.put(state[spec.name])
                 freed_bytes += place.nbytes
             if others := {name: value for name, value in state.items() if name not in self._names}:
                 self._others[key] = others
@@ -249,8 +249,9 @@ class StateOf(MutableMapping[str, Any]):
         else:
             states._check_moment(self.key, rule.states[states._index(name)], value)
             moments.set_count(self.key, max(moments.count(self.key), int(rule.step_name is None)))
-            if value is not (place := moments.lend(self.key, states._index(name))):
-                place.copy_(value.detach())
+            index = states._index(name)
+            if value is not moments.lend(self.key, index):
+                moments.of(self.key)[index].put(value)
 
     def __delitem__(self, name: str) -> None:
         states = self._settled()
@@ -288,7 +289,7 @@ class StateOf(MutableMapping[str, Any]):
             if states._rule.step_name is not None:
                 found[states._rule.step_name] = torch.tensor(float(moments.count(self.key)))
             for spec, moment in zip(states._rule.states, moments.of(self.key), strict=True):
-                found[spec.name] = moment.to("cpu", copy=True)
+                found[spec.name] = moment.get()
         return {**found, **states._others.get(self.key, {})}
 
     def __deepcopy__(self, memo: Any) -> dict[str, Any]:

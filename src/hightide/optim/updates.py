@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hightide.ir.refusal import Refused
-from hightide.ir.tier import Tier
+from hightide.ir.state_spec import MASTER, REMAINDER
 from hightide.optim.groups import Groups
 from hightide.optim.host import HostUpdate
 from hightide.optim.moments import Moments
@@ -50,6 +50,7 @@ class ChunkUpdates:
         self.moments = Moments(rule, chunks)
         self.masters_differ = False  # from the parameters' values: there was an update, or masters were loaded
         self._on_host = HostUpdate(rule, sharers)
+        self._wholes: dict[int, tuple[Tensor, Operands]] = {}  # by chunk, with the gradient that it was made for
         # Of the updates issued since the last step(). Groups are looked at once, so that all updates see the same.
         self._group_of: dict[str, int] | None = None
         self._used: dict[str, Any] = {}  # hyper-parameters of each parameter
@@ -125,25 +126,37 @@ class ChunkUpdates:
         return self._on_host.kernel
 
     def _apply(self, chunk: int, ranges: list[Range], hypers: dict[int, Any]) -> None:
-        spec, on_host = self._chunks.specs[chunk], self._chunks.placed[chunk].states is Tier.HOST
-        numel = spec.optimised_numel
-        whole = Operands(
-            self._chunks.master(chunk),
-            self._gradients.flat(chunk)[:numel],
-            tuple(self.moments.at(chunk)),
-            self._chunks.home(chunk)[:numel] if spec.has_master else None,
-            self._chunks.remainder(chunk),
-            tuple(state.per_numel for state in self._rule.states),
-        )
-        update = self._on_host.update if on_host else self._rule.update
+        whole, numel = self._operands(chunk), self._chunks.specs[chunk].optimised_numel
+        update = self._rule.update if self._chunks.placed[chunk].is_updated_on_gpu else self._on_host.update
         for part in ranges:
             operands = whole if (part.start, part.stop) == (0, numel) else whole[part.start : part.stop]
             update(operands, part.step, hypers[part.group], _number(part.factor))
 
+    def _operands(self, chunk: int) -> Operands:
+        """Of a whole chunk. Only a gradient may be at another place than last time."""
+        gradient = self._chunks.grad(chunk).view
+        if chunk not in self._wholes or self._wholes[chunk][0] is not gradient:
+            spec, kept = self._chunks.specs[chunk], self._chunks.states(chunk)
+            param, grad = (values[: spec.optimised_numel] for values in (self._chunks.home(chunk).view, gradient))
+            whole = Operands(
+                kept[MASTER].view if MASTER in kept else None if spec.has_master else param,
+                grad,
+                tuple(kept[state].view for state in self._rule.states),
+                param if spec.has_master else None,
+                kept[REMAINDER].view if REMAINDER in kept else None,
+                tuple(state.per_numel for state in self._rule.states),
+            )
+            self._wholes[chunk] = (gradient, whole)
+        return self._wholes[chunk][1]
+
     def move_to(self, chunks: Chunks) -> None:
         """Where the states are now."""
+        self.close()
         self._chunks = chunks
         self.moments.move_to(chunks)
+
+    def close(self) -> None:
+        self._wholes.clear()
 
 
 def _number(factor: Factor) -> float | Tensor:

@@ -74,6 +74,11 @@ class ChunkPlace:
         so it needs no place of its own."""
         return self.num_grad_slots > 0 and self.states is Tier.GPU
 
+    @property
+    def is_updated_on_gpu(self) -> bool:
+        """By compute, in its turn. Else on the host, by a lane of its own."""
+        return self.states is Tier.GPU
+
     def tier_of(self, kind: ChunkKind) -> Tier | None:
         """Between its uses."""
         return {ChunkKind.PARAM: self.home, ChunkKind.GRAD: self.grad, ChunkKind.STATE: self.states}[kind]

@@ -9,6 +9,7 @@ its parameters have their own class, so that blocks and torch.compile see nothin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -46,6 +47,8 @@ _DESCRIBE = {getattr(Tensor, name) for name in METHODS}
 _DESCRIBE |= {torch.is_complex, torch.is_floating_point, torch.numel, torch._has_compatible_shallow_copy_type}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _OF_VALUES = {getattr(Tensor, name).__get__ for name in VALUES} | {_SET_DATA}
+
+_NAN_BYTES = 8  # room for any dtype
 
 REFUSAL = (
     "{what} of the parameter {name!r}, whose values are elsewhere: hightide brings them in while its block runs. Read "
@@ -107,3 +110,33 @@ def _absent(values: Any) -> Iterator[AbsentParameter]:
 def _spoken(func: Callable[..., Any]) -> str:
     name = resolve_name(func) or f"{getattr(func, '__module__', '')}.{getattr(func, '__name__', func)}"
     return str(name).removesuffix(".__get__").replace(".__set__", " = ...")
+
+
+class Nans:
+    """One NaN per parameter: what its absent values are. On the host it is seen when somebody writes one; looking at
+    one that is on a GPU would wait for it."""
+
+    def __init__(self, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
+        self._numbers: dict[str, Tensor] = {}
+        self._memory: bytearray | None = bytearray(_NAN_BYTES * len(dtypes)) if device.type == "cpu" else None
+        self._untouched: dict[str, tuple[slice, bytes]] = {}
+        for index, (name, dtype) in enumerate(dtypes.items()):
+            at = slice(index * _NAN_BYTES, (index + 1) * _NAN_BYTES)
+            if self._memory is None:
+                self._numbers[name] = torch.full((), math.nan, dtype=dtype, device=device)
+                continue
+            number = torch.frombuffer(self._memory, dtype=dtype, count=1, offset=at.start).view(()).fill_(math.nan)
+            self._numbers[name], self._untouched[name] = number, (at, bytes(self._memory[at]))
+
+    def of(self, name: str) -> Tensor:
+        return self._numbers[name]
+
+    def are_written(self, name: str) -> bool:
+        """Once: it is NaN again afterwards. By bytes: a tensor's `item()` would let go of Python's lock."""
+        if self._memory is None:
+            return False
+        at, nan = self._untouched[name]
+        if self._memory[at] == nan or math.isnan(self._numbers[name].item()):
+            return False
+        self._numbers[name].fill_(math.nan)
+        return True

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hightide.ir.tier import Tier
 from hightide.profiler.state import GlobalRandom
 from hightide.runtime.chunks import Chunks
 
@@ -22,9 +21,8 @@ class Before:
         self._random = GlobalRandom(device)  # initialisers draw
 
     def restore(self, chunks: Chunks | None) -> None:
-        """`chunks`: where values are by now. They must not be under way."""
+        """`chunks`: where values are by now, in memory that is not pinned. They must not be under way."""
         if chunks is not None:
-            chunks.host.unpin()  # else pages cannot be given back
             for key in reversed(chunks.taken):
                 self._params[key].take_back(key, chunks)
         for former in self._params.values():
@@ -56,11 +54,9 @@ class _Former:
             torch.utils.swap_tensors(param, nn.Parameter(empty, requires_grad=param.requires_grad))
             param.__dict__.update(self._attributes)
             return
-        chunk, entry = chunks.places[key]
-        home = chunks.view_of(chunks.home(chunk), entry)
-        param.data = home.to(self._device, copy=True)
-        if chunks.placed[chunk].home is Tier.HOST:
-            chunks.host.give_back(home)
+        home = chunks.value(key)
+        param.data = home.get(self._device)
+        home.store.give_back(home.region, home.offset_bytes, home.nbytes)
 
     def restore_options(self) -> None:
         if self._param.grad_dtype != self._grad_dtype:

@@ -8,7 +8,7 @@ from functools import partial
 
 from hightide.ir.action import ActionKey, Op
 from hightide.ir.refusal import Refused
-from hightide.ir.tier import Lane, Tier
+from hightide.ir.tier import Lane
 from hightide.runtime.in_flight import InFlight
 from hightide.runtime.performer import Performer, Work
 from hightide.runtime.residency import Residency
@@ -101,7 +101,7 @@ class Demands:
         after = [ticket for ticket in earlier if ticket is not None]
         work = self._performer.update(chunk)
         name = ActionKey(Op.UPDATE, chunk)
-        if self._chunks.placed[chunk].states is Tier.GPU:
+        if self._chunks.placed[chunk].is_updated_on_gpu:
             with self._chunks.gpu.meter("updates"):
                 self._flight.lanes.run_inline(name, work)
             return

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from hightide.forks import Birthplace
 from hightide.interrupts import held
@@ -20,11 +21,11 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ParamRange
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
-from hightide.ir.tier import ChunkKind, Tier
 from hightide.runtime.absent import Disabled
 from hightide.runtime.chunks import GRAD_DTYPE, Chunks
 from hightide.runtime.lanes import EventFence
 from hightide.runtime.placeholder import GradientPlaceholder
+from hightide.stores.array import Array
 from hightide.stores.ticket import Ticket
 
 IN_BACKWARD_REFUSAL = (
@@ -96,10 +97,10 @@ class Gradients:
     def _take_over(self, key: str, gradient: Tensor) -> None:
         """`p.grad = p.grad * 0.5` has put a plain tensor there: its values go to the gradient's home."""
         self._refuse_in_backward("replaced", "change them")
-        chunk, entry = self._chunks.places[key]
+        chunk = self._chunks.places[key][0]
         self._settle(chunk)
         with held:
-            self._chunks.view_of(self.flat(chunk), entry).copy_(gradient.to(self._chunks.grad_dtype(chunk)))
+            self.place_of(key).put(gradient.to(self._chunks.grad_dtype(chunk)))
             self._forget(key)
             self._valid.add(key)
             self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE)
@@ -131,35 +132,37 @@ class Gradients:
         if chunk not in self._opened:
             self._freshen(chunk, flat)
         views = self._chunks.grad_views(chunk)
-        for key in self._used_by(chunk, block):
-            self._chunks.parameters[key].grad = views[key].data
+        for key, param in self._used_by(chunk, block):
+            param.grad = views[key].data
 
     def harvest(self, chunk: int, block: int | None) -> None:
         """After a block's backward: which parameters received a gradient, and its norm while it is on the GPU: that of
         the fp32 sum, before any rounding. But fp16 may overflow in rounding, and the norm must show it."""
-        parameters, mine = self._chunks.parameters, self._used_by(chunk, block)
-        gradients = self._found(mine)
-        self._valid.update(key for key, gradient in gradients.items() if gradient is not None and gradient._version > 0)
+        mine, valid = self._used_by(chunk, block), self._valid
+        received: dict[str, Tensor] = {}
+        with Disabled():
+            for key, param in mine:
+                gradient = param.grad
+                if gradient is not None and (gradient._version > 0 or key in valid):
+                    received[key] = gradient
+        valid.update([key for key, gradient in received.items() if gradient._version > 0])
         if self._chunks.grad_dtype(chunk) == torch.float16:
             self._chunks.round_gradient(chunk)
-        if self._update is Update.DEFERRED:
-            received = {
-                key: gradient for key, gradient in gradients.items() if key in self._valid and gradient is not None
-            }
-            if received:
-                norms = torch._foreach_norm(list(received.values()))
-                self._norms.update(zip(received, norms, strict=True))
+        if received and self._update is Update.DEFERRED:
+            norms = torch._foreach_norm(list(received.values()))
+            self._norms.update(zip(received, norms, strict=True))
         if self._chunks.placed[chunk].rounds_in_place:  # see [Note: rounded gradients]
             self._chunks.round_gradient(chunk)
         with Disabled():
-            for key in mine:
-                parameters[key].grad = self._placeholders[key] if key in self._valid else None
+            for key, param in mine:
+                param.grad = self._placeholders[key] if key in valid else None
 
-    def _used_by(self, chunk: int, block: int | None) -> list[str]:
+    def _used_by(self, chunk: int, block: int | None) -> list[tuple[str, Parameter]]:
         """Parameters of a chunk that have gradients; with `block`, only those that this block uses."""
         if (chunk, block) not in self._used:
             users = {entry.param for entry in self._chunks.placements(chunk, block)}
-            self._used[chunk, block] = [entry.param for entry in self._entries[chunk] if entry.param in users]
+            keys = [entry.param for entry in self._entries[chunk] if entry.param in users]
+            self._used[chunk, block] = [(key, self._chunks.parameters[key]) for key in keys]
         return self._used[chunk, block]
 
     def _freshen(self, chunk: int, flat: Tensor) -> None:
@@ -194,7 +197,8 @@ class Gradients:
         self._entries: list[list[ParamRange]] = [
             [entry for entry in spec.params if entry.param in self._placeholders] for spec in chunks.specs
         ]
-        self._used: dict[tuple[int, int | None], list[str]] = {}
+        self._loose_in = [[entry.param for entry in spec.params if entry.param in self._loose] for spec in chunks.specs]
+        self._used: dict[tuple[int, int | None], list[tuple[str, Parameter]]] = {}
         for tickets in (self.exits, self.updates):
             tickets.clear()
         self.of_parameters_here = [chunks.parameters[key] for key in self._placeholders if not chunks.is_hidden(key)]
@@ -213,54 +217,52 @@ class Gradients:
 
     def _is_collected(self, key: str) -> bool:
         gradient = self._chunks.parameters[key].grad
-        return gradient is not None and gradient.data_ptr() == self.place_of(key).data_ptr()
+        return gradient is not None and gradient.data_ptr() == self.place_of(key).view.data_ptr()
 
-    def place_of(self, key: str) -> Tensor:
+    def place_of(self, key: str) -> Array:
+        """Where the update reads it."""
         chunk, entry = self._chunks.places[key]
-        return self._chunks.view_of(self.flat(chunk), entry)
+        return self._chunks.part(self._chunks.grad(chunk), entry)
 
     def is_in_place(self, key: str) -> None:
         """Its bytes have moved in."""
         if key in self._loose:
-            self._chunks.parameters[key].grad = self.place_of(key)
+            self._chunks.parameters[key].grad = self.place_of(key).view
 
     # -- for the update -------------------------------------------------------------------------------------------
 
     def ready(self, chunk: int) -> list[tuple[ParamRange, Factor]]:
         """The parameters of a chunk that have a gradient, with the factor that the update must apply."""
         self._collect_loose(chunk)
-        placed = self._chunks.specs[chunk].params
-        found = self._found(entry.param for entry in placed)
-        present = [
-            entry
-            for entry in placed
-            if (entry.param in self._loose and found[entry.param] is not None)
-            or (entry.param in self._placeholders and self._look_at(entry.param, found[entry.param]))
-        ]
-        return [(entry, self._factor_at(chunk, entry.param)) for entry in present]
+        placed, factors = self._chunks.specs[chunk].params, self._factor
+        with Disabled():
+            found = [self._chunks.parameters[entry.param].grad for entry in placed]
+        ready: list[tuple[ParamRange, Factor]] = []
+        for entry, gradient in zip(placed, found, strict=True):
+            key = entry.param
+            if key in self._loose:
+                has_gradient = gradient is not None
+            else:
+                has_gradient = key in self._placeholders and self._look_at(key, gradient)
+            if has_gradient:
+                ready.append((entry, self._factor_at(chunk, key) if key in factors else 1.0))
+        return ready
 
     def _factor_at(self, chunk: int, key: str) -> Factor:
         """A factor that was computed on the GPU comes to host updates without anyone waiting for the GPU here."""
         factor = self._factor.get(key, 1.0)
-        if isinstance(factor, Tensor) and self._chunks.placed[chunk].states is Tier.HOST:
+        if isinstance(factor, Tensor) and not self._chunks.placed[chunk].is_updated_on_gpu:
             if id(factor) not in self._on_host:
                 self._on_host[id(factor)] = HostNumber(factor)
             return self._on_host[id(factor)]
         return factor
 
-    def flat(self, chunk: int) -> Tensor:
-        """The gradient at the place where the update reads it."""
-        tier = self._chunks.placed[chunk].grad
-        return self._chunks.grad_on_gpu(chunk) if tier is None else self._chunks.flat(chunk, ChunkKind.GRAD, tier)
-
     def _collect_loose(self, chunk: int) -> None:
         """Plain autograd made the gradients of loose parameters; bring them to their place in the chunk."""
-        for entry in self._chunks.specs[chunk].params:
-            if entry.param not in self._loose:
-                continue
-            param = self._chunks.parameters[entry.param]
-            if param.grad is not None and not self._is_collected(entry.param):
-                place = self.place_of(entry.param)
+        for key in self._loose_in[chunk]:
+            param = self._chunks.parameters[key]
+            if param.grad is not None and not self._is_collected(key):
+                place = self.place_of(key).view
                 place.copy_(param.grad)
                 param.grad = place if param.dtype == place.dtype else param.grad
 
@@ -282,13 +284,11 @@ class Gradients:
 
     def add(self, key: str, value: Tensor) -> None:
         self._refuse_in_backward("changed", "change them")
-        chunk, entry = self._chunks.places[key]
-        self._settle(chunk)
-        with held:
-            place = self._chunks.view_of(self.flat(chunk), entry)
-            _scale(place, self._factor.pop(key, 1.0))
-            place.add_(value.to(place.device))
-            self._norms[key] = torch.linalg.vector_norm(place, dtype=GRAD_DTYPE).to(self._chunks.gpu.device)
+        self._settle(self._chunks.places[key][0])
+        with held, self.place_of(key).opened() as gradient:
+            _scale(gradient, self._factor.pop(key, 1.0))
+            gradient.add_(value.to(gradient.device))
+            self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE).to(self._chunks.gpu.device)
 
     def zero(self, key: str) -> None:
         self._factor[key] = 0.0
@@ -296,10 +296,10 @@ class Gradients:
     def read(self, key: str) -> Tensor:
         """A copy of one gradient, as plain PyTorch would show it."""
         self._refuse_in_backward("read", "read them")
-        chunk, entry = self._chunks.places[key]
+        chunk, _ = self._chunks.places[key]
         if chunk in self.exits:
             self.exits[chunk].settle()
-        value = self._chunks.view_of(self.flat(chunk), entry).to(GRAD_DTYPE, copy=True)
+        value = self.place_of(key).peek().to(GRAD_DTYPE, copy=True)
         _scale(value, self._factor.get(key, 1.0))
         return value.to(self._placeholders[key].dtype).to(self._chunks.gpu.device)
 
@@ -333,7 +333,7 @@ def _scale(value: Tensor, factor: float | Tensor) -> None:
         value.mul_(factor)
 
 
-def _allow_fp32_gradient(param: torch.nn.Parameter) -> None:
+def _allow_fp32_gradient(param: Parameter) -> None:
     """Lets autograd add a low-precision gradient to an fp32 `.grad` in one pass."""
     if param.dtype != torch.float32:
         param.grad_dtype = None

@@ -9,6 +9,7 @@ what waits, or than the new plan takes, but for parts of huge pages: the kernel 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner.placement import Placement
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.gradients import Gradients
-from hightide.stores.arena import ArenaStore
+from hightide.stores.array import Array
 from hightide.stores.base import ALIGN_BYTES
 from hightide.stores.host import HostArena
 
@@ -38,33 +39,31 @@ class Luggage:
         """Copies what lies on the GPU, out of chunks that nobody uses. Raises MemoryError if the host has no room."""
         self._chunks, self._gradients = chunks, gradients
         gradients.any_valid()  # what the user did to `p.grad` since
-        self._left: list[tuple[Tensor, Tensor]] = []  # where it lay on the GPU, and where it waits
+        self._left: list[tuple[Array, Array]] = []  # where it lay on the GPU, and where it waits
         self._of_use = {spec.index: gradients.of_use(spec.index) for spec in chunks.specs}
-        flats = {(spec.index, ChunkKind.PARAM): [chunks.home(spec.index)] for spec in chunks.specs}
-        flats |= {(spec.index, ChunkKind.STATE): chunks.states(spec.index) for spec in chunks.specs}
-        flats |= {(index, ChunkKind.GRAD): [gradients.flat(index)] for index, keys in self._of_use.items() if keys}
-        num_flats = sum(len(arrays) for arrays in flats.values())
-        capacity_bytes = waiting_bytes(plan) + num_flats * ALIGN_BYTES
+        found = {(spec.index, ChunkKind.PARAM): [chunks.home(spec.index)] for spec in chunks.specs}
+        found |= {(spec.index, ChunkKind.STATE): [*chunks.states(spec.index).values()] for spec in chunks.specs}
+        found |= {(index, ChunkKind.GRAD): [chunks.grad(index)] for index, keys in self._of_use.items() if keys}
+        num_arrays = sum(len(arrays) for arrays in found.values())
+        capacity_bytes = waiting_bytes(plan) + num_arrays * ALIGN_BYTES
         self._waiting = HostArena(capacity_bytes, huge_bytes=capacity_bytes)
-        self._flats = {
-            (chunk, kind): arrays if self._is_on_host(chunk, kind) else [self._taken(flat) for flat in arrays]
-            for (chunk, kind), arrays in flats.items()
-        }
+        self._arrays = {place: [self._taken(array) for array in arrays] for place, arrays in found.items()}
 
-    def _is_on_host(self, chunk: int, kind: ChunkKind) -> bool:
-        return self._chunks.placed[chunk].tier_of(kind) is Tier.HOST
-
-    def _taken(self, flat: Tensor) -> Tensor:
-        region = self._waiting.allocate(flat.nbytes, "waiting")
-        copy = self._waiting.view(region, flat.dtype).copy_(flat)
-        self._left.append((flat, copy))
+    def _taken(self, array: Array) -> Array:
+        """What lies somewhere else than on the GPU stays there for now."""
+        if array.store is not self._chunks.gpu:
+            return array
+        region = self._waiting.allocate(array.nbytes, "waiting")
+        copy = Array(self._waiting, region, array.dtype, array.shape)
+        copy.put(array.view)
+        self._left.append((array, copy))
         return copy
 
     def put_back(self) -> None:
         """Everything is as it was, if the GPU's memory can be had again; else raises OutOfMemory."""
         self._chunks.gpu.reoccupy()
-        for flat, copy in self._left:
-            flat.copy_(copy)
+        for array, copy in self._left:
+            array.put(copy.view)
         for spec in self._chunks.specs:
             self._chunks.refresh(spec.index)
         self._chunks.take_hold()
@@ -77,25 +76,29 @@ class Luggage:
     def hand_over(self, key: str, kind: ChunkKind, targets: Sequence[Tensor]) -> None:
         """What there is of a parameter, to its new place: once."""
         chunk, entry = self._chunks.places[key]
-        store: ArenaStore = self._chunks.host if self._is_on_host(chunk, kind) else self._waiting
         states = self._chunks.specs[chunk].states
         per_numels = [state.per_numel for state in states] if kind is ChunkKind.STATE else [1]
-        for flat, per_numel, target in zip(self._flats[chunk, kind], per_numels, targets, strict=True):
-            source = flat[entry.within(per_numel)]
-            tile_numel = TILE_BYTES // source.element_size()
-            for old, new in zip(source.split(tile_numel), target.view(-1).split(tile_numel), strict=True):
-                new.copy_(old)
-                store.give_back(old)
+        for array, per_numel, target in zip(self._arrays[chunk, kind], per_numels, targets, strict=True):
+            start, tile_numel = entry.within(per_numel).start, TILE_BYTES // array.dtype.itemsize
+            for new in target.view(-1).split(tile_numel):
+                old = array.part(start, new.shape)
+                new.copy_(old.peek())
+                old.store.give_back(old.region, old.offset_bytes, old.nbytes)
+                start += new.numel()
 
     def unpack(self, chunks: Chunks, gradients: Gradients) -> None:
         """States and gradients, once the values are in their places and the gradients know of them."""
         for spec in self._chunks.specs:
             for entry in spec.params:
                 if entry.offset_numel < spec.optimised_numel:
-                    self.hand_over(entry.param, ChunkKind.STATE, chunks.states_of(entry.param))
+                    self._unpack(entry.param, ChunkKind.STATE, chunks.states_of(entry.param))
             for key in self._of_use[spec.index]:
-                self.hand_over(key, ChunkKind.GRAD, [gradients.place_of(key)])
+                self._unpack(key, ChunkKind.GRAD, [gradients.place_of(key)])
                 gradients.is_in_place(key)
+
+    def _unpack(self, key: str, kind: ChunkKind, places: Sequence[Array]) -> None:
+        with ExitStack() as stack:
+            self.hand_over(key, kind, [stack.enter_context(place.opened(is_new=True)) for place in places])
 
 
 @dataclass(frozen=True)

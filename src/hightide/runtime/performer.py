@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hightide.ir.action import Action, Op
-from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.activations import Stashes
 from hightide.runtime.chunks import Chunks
 from hightide.runtime.gradients import Gradients
@@ -31,6 +31,9 @@ class Updates(Protocol):
 
     def move_to(self, chunks: Chunks) -> None:
         """Where the states are now."""
+
+    def close(self) -> None:
+        """Lets go of the stores' memory: the optimizer may be around for longer."""
 
 
 class Performer:
@@ -113,10 +116,8 @@ class Performer:
         return work
 
     def _copy_home_to_gpu(self, chunk: int) -> None:
-        assert self.chunks.homes[chunk].state is Residency.CLEAN, f"chunk {chunk} was fetched during its update"
-        region = self.chunks.region(chunk, ChunkKind.PARAM, Tier.HOST)
-        self.chunks.host.read(region, self.chunks.param_on_gpu(chunk)).wait()
-        self.moved_bytes[Lane.H2D] += self.chunks.specs[chunk].param_bytes
+        assert self.chunks.home_copies[chunk].state is Residency.CLEAN, f"chunk {chunk} was fetched during its update"
+        self.moved_bytes[Lane.H2D] += self.chunks.bring_param(chunk)
 
     def _evict(self, action: Action) -> Work:
         assert action.chunk is not None
@@ -242,13 +243,13 @@ class Performer:
             return (lambda: self.drop_gradient(chunk)) if used_up else _nothing
         self.updated.add(chunk)
         self.num_updates[chunk] += 1
-        home = self.chunks.homes[chunk]
+        home = self.chunks.home_copies[chunk]
 
         def work() -> None:
             home.move(Residency.HELD)
             apply()
             home.move(Residency.CLEAN)
-            self.chunks.stale[chunk] = self.chunks.placed[chunk].states is Tier.HOST
+            self.chunks.stale[chunk] = not self.chunks.placed[chunk].is_updated_on_gpu
             if used_up:
                 self.drop_gradient(chunk)
 

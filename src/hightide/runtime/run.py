@@ -23,6 +23,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Forecast, Update
 from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.ir.split import Split
+from hightide.ir.tier import Tier
 from hightide.planner.memory import peaks, reserved_bytes
 from hightide.planner.solution import Solution
 from hightide.profiler.caches import Caches
@@ -124,7 +125,9 @@ class Run:
     def _set_up(self, solution: Solution, device: torch.device, first_values: FirstValues) -> None:
         self.plan = plan = solution.plan
         self.gpu, self.host = _stores(solution, device)
-        self.chunks = Chunks(self.profile, plan, self.gpu, self.host, self.parameters)
+        self.chunks = Chunks(
+            self.profile, solution.placement, {Tier.GPU: self.gpu, Tier.HOST: self.host}, self.parameters
+        )
         self.chunks.load(first_values.origins)
         if first_values.initialise is not None:
             first_values.initialise(self.chunks)
@@ -139,6 +142,8 @@ class Run:
         with held:
             if "lanes" in there:
                 self.lanes.close()
+            if "host" in there:
+                self.host.unpin()  # else its pages cannot be given back
             self._before.restore(there.get("chunks"))
             for part in ("chunks", "gpu", "host"):
                 if part in there:
@@ -176,21 +181,21 @@ class Run:
         self.chunks.let_go()
         self.gpu.vacate()
         try:
-            new_chunks = self._allocate(solution)
+            taken = self._allocate(solution)
         except BaseException as error:
             self._stay(luggage, error)
             raise
         try:
-            self._carry_over(luggage, new_chunks, solution)
+            self._carry_over(luggage, taken, solution)
         except BaseException as error:  # nothing that is known
             self._is_lost = True
             self.lanes.fail(error)
             raise RuntimeError(LOST) from error
 
-    def _carry_over(self, luggage: Luggage, new_chunks: Chunks, solution: Solution) -> None:
+    def _carry_over(self, luggage: Luggage, taken: tuple[Accelerator, HostArena, Chunks], solution: Solution) -> None:
         gpu, host, chunks, performer, executor = self.gpu, self.host, self.chunks, self.performer, self.executor
         self.profile, self.plan = solution.profile, solution.plan
-        self.chunks, self.gpu, self.host = new_chunks, new_chunks.gpu, new_chunks.host
+        self.gpu, self.host, self.chunks = taken
         for param in self.parameters.values():
             increment_version(param)  # what graphs of plain autograd have saved of it is gone: their backward raises
         host.unpin()
@@ -211,13 +216,14 @@ class Run:
             module: BlockRunner(self, runner.index, runner.original) for module, runner in self.runners.items()
         }
 
-    def _allocate(self, solution: Solution) -> Chunks:
+    def _allocate(self, solution: Solution) -> tuple[Accelerator, HostArena, Chunks]:
         """All memory that another plan needs, or none."""
         gpu, host = _stores(solution, self.gpu.device)
         try:
             for buffer in self.buffers:
                 gpu.adopt(buffer, "buffers")
-            return Chunks(solution.profile, solution.plan, gpu, host, self.parameters)
+            stores = {Tier.GPU: gpu, Tier.HOST: host}
+            return gpu, host, Chunks(solution.profile, solution.placement, stores, self.parameters)
         except BaseException:
             gpu.close()
             host.close()
@@ -467,11 +473,10 @@ class Run:
         at once; it looks as if it had a storage of its own, or writers of files would take all parameters for one."""
         self.check_values()
         safe_point()
-        chunk, entry = self.chunks.places[key]
-        self.executor.wait_for_update(chunk)
-        value = self.chunks.view_of(self.chunks.home(chunk), entry).detach()
-        has_memory = value.device.type == "cpu" and value.numel() > 0
-        return alone(value) if borrow and has_memory else value.to("cpu", copy=True)
+        self.executor.wait_for_update(self.chunks.places[key][0])
+        place = self.chunks.value(key)
+        lies_in_ram = place.is_memory and place.view.device.type == "cpu" and place.nbytes > 0
+        return alone(place.view) if borrow and lies_in_ram else place.get()
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -506,17 +511,17 @@ class Run:
     def discard(self) -> None:
         """Frees everything; the model is of no use any more."""
         self.lanes.close()
+        if self.performer.updates is not None:
+            self.performer.updates.close()
         self.chunks.close()
         self.gpu.close()
         self.host.close()
 
     def _plain_values(self) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
-        for spec in self.chunks.specs:
+        for key in self.chunks.places:
             safe_point()
-            home = self.chunks.home(spec.index)
-            for entry in spec.params:
-                values[entry.param] = self.chunks.view_of(home, entry).to(self._device_before, copy=True)
+            values[key] = self.chunks.value(key).get(self._device_before)
         return values
 
     def _give_back(self, values: Mapping[str, Tensor]) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from hightide.stores.base import Accelerator, Region, Store
+from hightide.stores.array import Array
+from hightide.stores.base import Accelerator, Region
 
 
 class Staging:
@@ -23,14 +24,14 @@ class Staging:
     def __init__(self, gpu: Accelerator, region: Region) -> None:
         self._gpu, self._region = gpu, region
 
-    def send(self, source: Tensor, dtype: torch.dtype, store: Store, home: Region) -> None:
-        for start, tile, buffer in self._tiles(source, dtype):
+    def send(self, source: Tensor, home: Array) -> None:
+        for start, tile, buffer in self._tiles(source, home.dtype):
             buffer.copy_(tile)
-            store.write(home, buffer, start * dtype.itemsize).wait()
+            home.write(buffer, start).wait()
 
-    def bring(self, target: Tensor, dtype: torch.dtype, store: Store, home: Region) -> None:
-        for start, tile, buffer in self._tiles(target, dtype):
-            store.read(home, buffer, start * dtype.itemsize).wait()
+    def bring(self, target: Tensor, home: Array) -> None:
+        for start, tile, buffer in self._tiles(target, home.dtype):
+            home.read(buffer, start).wait()
             tile.copy_(buffer)
 
     def round(self, values: Tensor, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 
 from hightide.ir.tier import Tier
-from hightide.stores.base import Region, Store
+from hightide.stores.base import MemoryStore, Region
 
 # A capacity is a limit, not a need: do not ask the system to set it aside. Python names the flag from 3.13 on.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -19,7 +19,7 @@ class CannotMap(ValueError, MemoryError):
     """The system refuses a mapping of the size that a limit asks for."""
 
 
-class ArenaStore(Store):
+class ArenaStore(MemoryStore):
     starts_zeroed = True
 
     def __init__(self, tier: Tier, capacity_bytes: int, huge_bytes: int = 0, in_forks: bool = False) -> None:
@@ -49,14 +49,13 @@ class ArenaStore(Store):
         assert storage is not None
         # set_() and not a slice of one base tensor: slices share a version counter, so that filling one slot would
         # invalidate what autograd saved of all others.
-        with torch.no_grad():
-            start = (region.offset + offset_bytes) // dtype.itemsize
-            return torch.empty(0, dtype=dtype).set_(storage, start, (numel,), (1,))
+        start = (region.offset + offset_bytes) // dtype.itemsize
+        return torch.empty(0, dtype=dtype).set_(storage, start, (numel,), (1,))
 
-    def give_back(self, values: torch.Tensor) -> None:
-        """The pages that lie inside of a contiguous view whose values nobody needs any more: they read as zero."""
-        offset = values.data_ptr() - self._base
-        self._give_back(-(-offset // mmap.PAGESIZE) * mmap.PAGESIZE, offset + values.nbytes)
+    def give_back(self, region: Region, offset_bytes: int, num_bytes: int) -> None:
+        """The pages that lie inside: they read as zero."""
+        offset = region.offset + offset_bytes
+        self._give_back(-(-offset // mmap.PAGESIZE) * mmap.PAGESIZE, offset + num_bytes)
 
     def vacate(self) -> None:
         """Gives all memory back, whoever still has views of it. Regions stay, and read as zero."""

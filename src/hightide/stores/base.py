@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -132,32 +133,15 @@ class Store(ABC):
     # ---- bytes
 
     @abstractmethod
-    def view(self, region: Region, dtype: torch.dtype, offset_bytes: int = 0, numel: int | None = None) -> torch.Tensor:
-        """A flat tensor on the region's own bytes; to the region's end if `numel` is None."""
-
     def read(self, region: Region, into: torch.Tensor, offset_bytes: int = 0) -> Ticket:
         """Fills `into` from the region. Raises at once on bad bounds; a failure on the way is in the ticket."""
-        source = self.view(region, into.dtype, offset_bytes, into.numel()).view(into.shape)
-        return self._copy_by_ticket(f"read {region.label}", into, source)
 
+    @abstractmethod
     def write(self, region: Region, source: torch.Tensor, offset_bytes: int = 0) -> Ticket:
         """Copies `source` into the region. Raises at once on bad bounds; a failure on the way is in the ticket."""
-        target = self.view(region, source.dtype, offset_bytes, source.numel()).view(source.shape)
-        return self._copy_by_ticket(f"write {region.label}", target, source)
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.no_grad():
-            target.copy_(source)
-
-    def _copy_by_ticket(self, label: str, target: torch.Tensor, source: torch.Tensor) -> Ticket:
-        ticket = Ticket(f"{label} on {self.tier}")
-        try:
-            self._copy(target, source)
-        except Exception as error:
-            ticket.set_error(error)
-        else:
-            ticket.set_result(None)
-        return ticket
+    def give_back(self, region: Region, offset_bytes: int, num_bytes: int) -> None:  # noqa: B027 (few stores can)
+        """Nobody needs these values any more. The region stays; a store that can returns what is behind them."""
 
     # ---- accounts
 
@@ -201,6 +185,17 @@ class Store(ABC):
 
     # ---- for subclasses
 
+    def _in_ticket(self, label: str, copy: Callable[[], None]) -> Ticket:
+        """Copies here and now; a failure is the ticket's."""
+        ticket = Ticket(f"{label} on {self.tier}")
+        try:
+            copy()
+        except Exception as error:
+            ticket.set_error(error)
+        else:
+            ticket.set_result(None)
+        return ticket
+
     def _settle(self) -> None:
         """Applies what has ended since the last look."""
         while self._to_free:
@@ -234,7 +229,7 @@ class Store(ABC):
             raise ValueError(f"{region} is not allocated on {self.tier}: it was freed, or belongs to another store")
 
     def _check_bounds(self, region: Region, dtype: torch.dtype, offset_bytes: int, numel: int | None) -> int:
-        """The number of elements of a view, if such a view is legal."""
+        """The number of elements, if there may be so many."""
         self._check_open()
         self._check_owned(region)
         if offset_bytes < 0 or offset_bytes % dtype.itemsize:
@@ -247,6 +242,26 @@ class Store(ABC):
         return numel
 
 
+class MemoryStore(Store):
+    """A store whose bytes a processor can address, its own or the accelerator's: they can be used where they are."""
+
+    @abstractmethod
+    def view(self, region: Region, dtype: torch.dtype, offset_bytes: int = 0, numel: int | None = None) -> torch.Tensor:
+        """A flat tensor on the region's own bytes; to the region's end if `numel` is None."""
+
+    def read(self, region: Region, into: torch.Tensor, offset_bytes: int = 0) -> Ticket:
+        source = self.view(region, into.dtype, offset_bytes, into.numel()).view(into.shape)
+        return self._in_ticket(f"read {region.label}", lambda: self._copy(into, source))
+
+    def write(self, region: Region, source: torch.Tensor, offset_bytes: int = 0) -> Ticket:
+        target = self.view(region, source.dtype, offset_bytes, source.numel()).view(source.shape)
+        return self._in_ticket(f"write {region.label}", lambda: self._copy(target, source))
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(source)
+
+
 @dataclass(frozen=True)
 class LapPeak:
     """The most that an accelerator held for a while."""
@@ -255,7 +270,7 @@ class LapPeak:
     reserved_bytes: int | None  # that torch had from the driver; None: there is no driver
 
 
-class Accelerator(Store):
+class Accelerator(MemoryStore):
     """The GPU tier: a store that also holds what blocks allocate while they run."""
 
     device: torch.device

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import re
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -81,9 +80,8 @@ class CudaAccelerator(Accelerator):
             apart = self._apart.get(region.offset)
             storage, start = (self._slab, region.offset) if apart is None else (apart, 0)
         assert storage is not None
-        with torch.no_grad():  # set_() and not a slice: see ArenaStore.view
-            start = (start + offset_bytes) // dtype.itemsize
-            return torch.empty(0, dtype=dtype, device=self.device).set_(storage, start, (numel,), (1,))
+        start = (start + offset_bytes) // dtype.itemsize
+        return torch.empty(0, dtype=dtype, device=self.device).set_(storage, start, (numel,), (1,))  # as in ArenaStore
 
     def _memory(self, num_bytes: int, label: str) -> torch.UntypedStorage:
         with self.meter(label):
@@ -148,17 +146,10 @@ class CudaAccelerator(Accelerator):
         self._reserved_before_bytes = 0
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    @contextmanager
-    def meter(self, label: str = "activations") -> Iterator[None]:
-        """The device counts by itself. A refusal of its allocator is said in the words of all stores."""
-        try:
-            yield
-        except OutOfMemory:  # of a meter inside of this one, or of another tier
-            raise
-        except torch.OutOfMemoryError as error:
-            raise self._refused(label, str(error)) from error
+    def meter(self, label: str = "activations") -> AbstractContextManager[None]:
+        return _InOurWords(self, label)
 
-    def _refused(self, label: str, message: str) -> OutOfMemory:
+    def refused(self, label: str, message: str) -> OutOfMemory:
         found = re.search(r"Tried to allocate ([\d.]+) (B|K|M|G)", message.replace("bytes", "B"))
         requested_bytes = parse_bytes(f"{found[1]}{found[2]}iB".replace("BiB", "B"), "requested") if found else 0
         reserved_bytes = torch.cuda.memory_reserved(self.device)
@@ -185,6 +176,24 @@ class CudaAccelerator(Accelerator):
         self._slab = None
         self._apart.clear()
         torch.cuda.empty_cache()  # what stays cached is room above another run's limit
+
+
+class _InOurWords:
+    """The device counts by itself. A refusal of its allocator is said in the words of all stores. No generator: there
+    are several around every block."""
+
+    __slots__ = ("_gpu", "_label")
+
+    def __init__(self, gpu: CudaAccelerator, label: str) -> None:
+        self._gpu, self._label = gpu, label
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        ours = isinstance(error, OutOfMemory)  # of a meter inside of this one, or of another tier
+        if isinstance(error, torch.OutOfMemoryError) and not ours:
+            raise self._gpu.refused(self._label, str(error)) from error
 
 
 def _let_go(index: int, limit: device_limit.Limit) -> None:

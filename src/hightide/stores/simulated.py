@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -43,23 +44,9 @@ class SimulatedAccelerator(ArenaStore, Accelerator):
         if self._used_bytes <= self.capacity_bytes:  # what was refused does not count
             self._lap_peak_bytes = max(self._lap_peak_bytes, self._used_bytes)
 
-    @contextmanager
-    def meter(self, label: str = DEFAULT_LABEL) -> Iterator[None]:
+    def meter(self, label: str = DEFAULT_LABEL) -> AbstractContextManager[None]:
         """Counts what the calling thread allocates inside. Nested meters count once, under the inner label."""
-        active: AllocationMeter | None = getattr(self._active, "meter", None)
-        if active is not None:
-            outer, active.label = active.label, label
-            try:
-                yield
-            finally:
-                active.label = outer
-            return
-        self._active.meter = AllocationMeter(label=label, ledger=self._ledger)
-        try:
-            with self._active.meter:
-                yield
-        finally:
-            self._active.meter = None
+        return _Metered(self._active, self._ledger, label)
 
     @contextmanager
     def unmetered(self) -> Iterator[None]:
@@ -97,3 +84,29 @@ class SimulatedAccelerator(ArenaStore, Accelerator):
         self._account(delta_bytes, label)
         if error is not None:
             raise error
+
+
+class _Metered:
+    """No generator: there are several around every block."""
+
+    __slots__ = ("_active", "_label", "_ledger", "_outer")
+
+    def __init__(self, active: threading.local, ledger: StorageLedger, label: str) -> None:
+        self._active, self._ledger, self._label = active, ledger, label
+        self._outer: str | None = None  # the label of the meter around this one
+
+    def __enter__(self) -> None:
+        meter: AllocationMeter | None = getattr(self._active, "meter", None)
+        if meter is None:
+            self._active.meter = AllocationMeter(label=self._label, ledger=self._ledger)
+            self._active.meter.__enter__()
+        else:
+            self._outer, meter.label = meter.label, self._label
+
+    def __exit__(self, *error: Any) -> None:
+        meter: AllocationMeter = self._active.meter
+        if self._outer is not None:
+            meter.label = self._outer
+            return
+        self._active.meter = None
+        meter.__exit__(*error)

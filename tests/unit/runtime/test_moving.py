@@ -12,10 +12,9 @@ import torch
 
 import hightide
 import models
-from hightide.ir.chunk import ChunkSpec
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
-from hightide.planner.placement import Placement
+from hightide.planner.placement import ChunkPlace, Placement
 from hightide.planner.solution import Solution
 from hightide.runtime import moving
 from hightide.runtime.chunks import Chunks
@@ -188,7 +187,7 @@ def test_what_was_kept_of_a_gradient_stays_good() -> None:
 def test_a_graph_of_before_says_that_its_plan_is_gone_and_holds_no_memory() -> None:
     model, _, run, batch = wrapped("resident", torch.float32)
     loss = models.loss_of(model, batch)
-    flats = [run.chunks.home(spec.index) for spec in run.chunks.specs]
+    flats = [run.chunks.home(spec.index).view for spec in run.chunks.specs]
     assert all(flat.count_nonzero() > 0 for flat in flats)
     move(run, placed(run.plan, "streamed"))
     assert all(flat.count_nonzero() == 0 for flat in flats), "given back, though somebody still has views of it"
@@ -265,10 +264,10 @@ def no_first_region(plan: Plan, patch: pytest.MonkeyPatch) -> Plan:
 
 
 def no_last_region(plan: Plan, patch: pytest.MonkeyPatch) -> Plan:
-    def refuse(chunks: Chunks, spec: ChunkSpec) -> None:
-        if spec is chunks.specs[-1]:
+    def refuse(chunks: Chunks, place: ChunkPlace, stores: Any) -> None:
+        if place is chunks.placed[-1]:
             chunks.gpu.allocate(TOO_MUCH, "planted")
-        allocate(chunks, spec)
+        allocate(chunks, place, stores)
 
     allocate = Chunks._allocate
     patch.setattr(Chunks, "_allocate", refuse)
