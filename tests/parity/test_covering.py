@@ -307,6 +307,10 @@ def test_a_covering_set_of_few_features() -> None:
 
 # -- dropout ----------------------------------------------------------------------------------------------------------
 
+# Qwen3, Mistral and Gemma 3 drop where Llama does, OPT where GPT-2 and BERT do, by the same calls of torch.
+SAME_DROPOUT = ("qwen3", "mistral", "gemma3", "opt")
+WITH_DROPOUT = [pytest.param(name, marks=pytest.mark.long) if name in SAME_DROPOUT else name for name in ARCHITECTURES]
+
 
 def train_with_dropout(
     model: str, activation: Activation | None, micro_batch: int = MICRO_BATCH, dropout: float = 0.2
@@ -319,7 +323,7 @@ def train_with_dropout(
     return train(pair, batches(model, odd=True), wrap=plan and {"plan": plan}, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("model", ARCHITECTURES)
+@pytest.mark.parametrize("model", WITH_DROPOUT)
 def test_dropout_with_one_micro_batch_equals_plain_pytorch(model: str) -> None:
     """Then blocks draw from the global generator, in plain PyTorch's order."""
     plain = train_with_dropout(model, None)
@@ -329,7 +333,7 @@ def test_dropout_with_one_micro_batch_equals_plain_pytorch(model: str) -> None:
     assert train_with_dropout(model, None, dropout=0.0).losses[0] != plain.losses[0], "nothing is dropped"
 
 
-@pytest.mark.parametrize("model", ARCHITECTURES)
+@pytest.mark.parametrize("model", WITH_DROPOUT)
 def test_dropout_with_several_micro_batches_does_not_depend_on_the_plan(model: str) -> None:
     kept, recomputed = (train_with_dropout(model, activation) for activation in Activation)
     assert_everything_streams(recomputed)

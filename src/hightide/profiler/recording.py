@@ -3,14 +3,13 @@ what was taken out of blocks by another way than their results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hightide.ir.refusal import Refused
@@ -19,6 +18,7 @@ from hightide.profiler.hooks import HookWatch
 from hightide.profiler.split import Tree, flatten, flatten_call, mode_of, signature_of, tensors, unflatten, way_of
 from hightide.profiler.tap_search import Opening, Taps, TapSearch
 from hightide.profiler.taps import Taken, Tapped, hand_out, tapping
+from hightide.stores.meter import device_asked
 
 Forward = Callable[..., object]  # called like the model
 
@@ -270,12 +270,22 @@ class _ParameterWatch(TorchDispatchMode):
                     self._owners.setdefault(names[id(param)], set()).add(index)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in pytree.arg_tree_leaves(*args, **(kwargs or {})):
-            if isinstance(leaf, torch.Tensor):
-                self._see(self._names.get(storage_of(leaf)))
+        self._see_all(args)
+        if (device := device_asked(func, args)) is not None:
+            return device
+        kwargs = kwargs or {}
+        if kwargs:
+            self._see_all(kwargs.values())
         if func._schema.is_mutable:
-            self._see_writes(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+            self._see_writes(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _see_all(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self._see(self._names.get(storage_of(value)))
+            elif isinstance(value, list | tuple):
+                self._see_all(value)
 
     def _see_writes(self, func: Any, args: Any, kwargs: Any) -> None:
         for place, argument in enumerate(func._schema.arguments):

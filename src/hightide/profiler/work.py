@@ -11,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from hightide.stores.meter import device_asked
+
 aten = torch.ops.aten
 
 
@@ -44,6 +46,8 @@ class WorkMeter(TorchDispatchMode):
         return Counted(self._flop, self._touched_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := device_asked(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if isinstance(func, torch._ops.OpOverload) and not func.is_view and func is not aten._unsafe_view.default:

@@ -18,11 +18,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 DEFAULT_LABEL = "activations"
 
 OnChange = Callable[[int, str], object]  # (delta_bytes, label)
+
+
+_DEVICE = torch.ops.prim.device.default
+
+
+def device_asked(func: Any, args: Any) -> torch.device | None:
+    """The answer, where an operation is no more than autograd's question where a fake tensor lives. There are more of
+    these than of all others together, and each would pass through every mode."""
+    if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+        return args[0].fake_device
+    return None
 
 
 class _StorageRef(weakref.ref):
@@ -151,6 +163,8 @@ class AllocationMeter(TorchDispatchMode):
             self.ledger.ignore(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (device := device_asked(func, args)) is not None:
+            return device
         out = func(*args, **kwargs) if kwargs else func(*args)
         look = _look_of.get(func)
         if look is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
 import os
 import signal
 import subprocess
@@ -18,6 +20,8 @@ import pytest
 from hightide.doctor import disk, scratch_file
 from hightide.doctor.disk import MIN_FILE_BYTES, DiskTest, filesystem_of, measure_disk
 from hightide.doctor.scratch_file import LARGE_BYTES, Done, in_order, rate, scattered
+
+PAGE = os.sysconf("SC_PAGESIZE")
 
 
 def small(folder: Path) -> DiskTest:
@@ -35,19 +39,38 @@ def test_all_rates_and_nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     rates += [value for one in found.small for value in (one.read_bytes_per_s, one.write_bytes_per_s)]
     assert len(rates) == 11 and min(rates) > 0
     assert found.written_bytes == MIN_FILE_BYTES
-    assert sum(written) <= small(tmp_path).most_written_bytes + os.sysconf("SC_PAGESIZE")  # which tries O_DIRECT
-    assert direct or not found.is_direct
+    assert sum(size for _, size in written) <= small(tmp_path).most_written_bytes + PAGE  # which tries O_DIRECT
+    assert found.is_direct == (direct and goes_past_the_cache(tmp_path))
+    assert {is_direct for is_direct, size in written if size > PAGE} == {found.is_direct}
     assert len(stages) == 7
     assert list(tmp_path.iterdir()) == []
 
 
-def _count_writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    counted: list[int] = []
+def goes_past_the_cache(folder: Path) -> bool:
+    """Whether the file system of these tests does: written here without the code under test."""
+    name = folder / "direct"
+    try:
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    except OSError:
+        return False
+    try:
+        return os.pwritev(descriptor, [mmap.mmap(-1, PAGE)], 0) == PAGE
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+        name.unlink()
+
+
+def _count_writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
+    """Whether each went past the cache, and its bytes."""
+    counted: list[tuple[bool, int]] = []
     real = os.pwritev
 
     def pwritev(descriptor: int, buffers: Any, offset: int) -> int:
-        counted.append(real(descriptor, buffers, offset))
-        return counted[-1]
+        size = real(descriptor, buffers, offset)
+        counted.append((bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT), size))
+        return size
 
     monkeypatch.setattr(os, "pwritev", pwritev)
     return counted

@@ -109,15 +109,20 @@ def test_a_refusal_names_the_smallest_limit_that_would_do(tier: Tier) -> None:
     def run(gpu_bytes: int, host_bytes: int) -> Found:
         return search(profile, costs, machine, gpu_bytes, host_bytes, Update.DEFERRED)
 
+    def given(num_bytes: int) -> tuple[int, int]:
+        return (num_bytes, UNLIMITED) if tier is Tier.GPU else (200_000, num_bytes)
+
     generous = run(200_000, UNLIMITED).plan.forecast
-    limits = (20_000, UNLIMITED) if tier is Tier.GPU else (200_000, generous.host_peak_bytes // 4)
-    with pytest.raises(InfeasiblePlan, match=r"no plan fits .* bytes .* missing on the .*Limits\(") as caught:
-        run(*limits)
-    needed = caught.value.num_bytes
-    assert caught.value.tier is tier or limits[1] < UNLIMITED
-    limits = (needed, limits[1]) if caught.value.tier is Tier.GPU else (limits[0], needed)
-    found_plan = run(*limits).plan
-    assert found_plan.forecast.gpu_peak_bytes <= limits[0] and found_plan.forecast.host_peak_bytes <= limits[1]
+    short = 20_000 if tier is Tier.GPU else generous.host_peak_bytes // 2  # with less, more GPU is the nearer remedy
+    missing = rf"no plan fits .* bytes .* missing on the {tier}.*Limits\({tier}="
+    with pytest.raises(InfeasiblePlan, match=missing) as caught:
+        run(*given(short))
+    assert caught.value.tier is tier
+    limits = given(caught.value.num_bytes)
+    fits = run(*limits).plan.forecast
+    assert fits.gpu_peak_bytes <= limits[0] and fits.host_peak_bytes <= limits[1]
+    with pytest.raises(InfeasiblePlan, match=rf"1 bytes \(1 B\) are missing on the {tier}"):
+        run(*given(caught.value.num_bytes - 1))
 
 
 def test_the_same_problem_has_the_same_answer() -> None:

@@ -41,7 +41,7 @@ def test_slots_of_another_size_are_tried_before_it_is_refused() -> None:
     assert plan.forecast.gpu_bytes <= 5 * GIB
 
 
-@pytest.mark.parametrize("num_samples", [5, 6, 7, 8])
+@pytest.mark.parametrize("num_samples", [5, *(pytest.param(size, marks=pytest.mark.long) for size in (6, 7)), 8])
 def test_a_loss_in_smaller_tiles_is_tried_before_it_is_refused(num_samples: int) -> None:
     question = limited(asked("llama-3.2-1b", "rtx-3090", num_samples), gpu=3, host=64)
     plan = question.answer().plan
@@ -57,13 +57,21 @@ def test_a_disk_makes_no_plan_slower(gpu: float, host: float) -> None:
     assert step_s(replace(without, disk_bytes=1000 * GIB)) <= 1.001 * step_s(without)
 
 
-@pytest.mark.parametrize("update", Update)
-def test_more_memory_makes_no_plan_much_slower(update: Update) -> None:
+@pytest.mark.parametrize(
+    ("update", "tier"),
+    [
+        (Update.DEFERRED, Tier.HOST),
+        (Update.IN_BACKWARD, Tier.GPU),
+        pytest.param(Update.DEFERRED, Tier.GPU, marks=pytest.mark.long),
+        pytest.param(Update.IN_BACKWARD, Tier.HOST, marks=pytest.mark.long),
+    ],
+)
+def test_more_memory_makes_no_plan_much_slower(update: Update, tier: Tier) -> None:
     """Not at all would be better: see "Is it near the best?" in docs/planning.md."""
     question = replace(asked("llama-3.1-8b", "h200", 4), gradients=GradientDtype.PARAM, update=update)
-    for tier, sizes in ((Tier.HOST, (92, 106, 118)), (Tier.GPU, (16, 24, 48))):
-        found = [step_s(question.with_limit(tier, size * GIB)) for size in sizes]
-        assert all(later <= 1.03 * min(found[: at + 1]) for at, later in enumerate(found)), (tier, found)
+    sizes = (92, 106, 118) if tier is Tier.HOST else (16, 24, 48)
+    found = [step_s(question.with_limit(tier, size * GIB)) for size in sizes]
+    assert all(later <= 1.03 * min(found[: at + 1]) for at, later in enumerate(found)), found
 
 
 @pytest.mark.parametrize(("gpu", "host", "disk"), [(6.0, 4.0, 10.0), (3.2, 3.0, 1000.0)])

@@ -15,7 +15,7 @@ from torch import nn
 
 import hightide
 import models
-from hightide.ir.block import CallSpec
+from hightide.ir.block import CallSpec, ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine, Speeds, subsets
 from hightide.planner.cost import forecast
@@ -31,21 +31,37 @@ FAST = Machine("fast", "made up", tuple(Speeds(busy, (1e12,) * len(busy)) for bu
 
 
 def rehearsed(model: nn.Module, batch: Any, **options: Any) -> tuple[list[CallSpec], Costs]:
-    optimizer = torch.optim.AdamW(model.parameters())
-    profile, costs = rehearse(model, optimizer, batch, device=CPU, **options)
+    profile, costs = _rehearsed(model, batch, **options)
+    return _kinds(profile), costs
+
+
+def _rehearsed(model: nn.Module, batch: Any, **options: Any) -> tuple[ModelProfile, Costs]:
+    return rehearse(model, torch.optim.AdamW(model.parameters()), batch, device=CPU, **options)
+
+
+def _kinds(profile: ModelProfile) -> list[CallSpec]:
     first = {call.kind: call for call in reversed(profile.calls)}
-    return [first[kind] for kind in range(len(first))], costs
+    return [first[kind] for kind in range(len(first))]
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "sequential"])
-def test_every_kind_of_call_is_measured_and_its_bytes_are_the_profiles(name: str) -> None:
-    """The profile's bytes come from tensors without values, by another way."""
+def _heads(profile: ModelProfile) -> list[int]:
+    """The kinds of call that are measured with the fused loss, and not for themselves."""
+    return [call.kind for call in _kinds(profile) if profile.blocks[call.block].lazy_head]
+
+
+@pytest.mark.parametrize("name, num_heads", [("llama_tied", 1), ("gpt2", 1), ("sequential", 0)])
+def test_every_kind_of_call_is_measured_and_its_bytes_are_the_profiles(name: str, num_heads: int) -> None:
+    """The profile's bytes come from tensors without values, by another way. A head is measured with the fused loss."""
     model, batch = models.ZOO[name]()
-    calls, costs = rehearsed(model, batch, micro_batches=[2, 6])
+    profile, costs = _rehearsed(model, batch, micro_batches=[2, 6])
+    calls, heads = _kinds(profile), _heads(profile)
     assert len(costs.calls) == len(costs.peaks) == len(calls)
+    assert len(heads) == num_heads and (costs.loss is not None) == bool(heads)
+    if costs.loss is not None:
+        assert costs.loss.forward_s > 0 and costs.loss.backward_s > 0
     for call, cost, peaks in zip(calls, costs.calls, costs.peaks, strict=True):
-        if not cost.forward_s.points:
-            assert costs.loss is not None and costs.loss.forward_s > 0 and costs.loss.backward_s > 0
+        if call.kind in heads:
+            assert not cost.forward_s.points
             continue
         assert [point.num_samples for point in cost.forward_s.points] == ([2, 6] if call.splittable else [6])
         assert min(cost.forward_s.values) > 0
@@ -61,10 +77,12 @@ def test_every_kind_of_call_is_measured_and_its_bytes_are_the_profiles(name: str
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(models.ZOO))
 def test_every_model_is_rehearsed(name: str) -> None:
-    calls, costs = rehearsed(*models.ZOO[name]())
-    for call, cost in zip(calls, costs.calls, strict=True):
-        assert cost.forward_s.points or costs.loss is not None
-        assert not cost.forward_s.points or bool(cost.backward_s.points) == call.needs_backward
+    profile, costs = _rehearsed(*models.ZOO[name]())
+    heads = _heads(profile)
+    assert (costs.loss is not None) == bool(heads)
+    for call, cost in zip(_kinds(profile), costs.calls, strict=True):
+        assert bool(cost.forward_s.points) == (call.kind not in heads)
+        assert bool(cost.backward_s.points) == (call.needs_backward and call.kind not in heads)
 
 
 def test_the_forecast_of_a_step_is_near_the_step() -> None:
