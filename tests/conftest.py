@@ -34,7 +34,14 @@ def _simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(hightide.api, "has_cuda", lambda: False)
 
 
-PROFILED_ONCE = ("faults", "loading", "parity", "runtime", "verification")  # folders of tests that train what they wrap
+PROFILED_ONCE = (
+    "faults",
+    "loading",
+    "parity",
+    "runtime",
+    "unit",
+    "verification",
+)  # folders of tests that wrap to train
 _known_profiles = KnownProfiles(hightide.profiler.model.profile_calls)
 
 

@@ -68,7 +68,7 @@ def check(name: str, wrap: dict[str, Any], **options: Any) -> hightide.Stats:
     ("name", "update", "activation", "inputs"),
     [
         ("llama_tied", "deferred", Activation.RECOMPUTE, Tier.HOST),
-        ("llama_tied", "in_backward", Activation.RECOMPUTE, Tier.GPU),
+        pytest.param("llama_tied", "in_backward", Activation.RECOMPUTE, Tier.GPU, marks=pytest.mark.long),
         ("gpt2", "in_backward", Activation.RECOMPUTE, Tier.HOST),
         ("plain_tied", "deferred", Activation.KEEP, Tier.GPU),
     ],

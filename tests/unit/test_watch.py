@@ -399,7 +399,7 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch, factors: dict[Lane, float], step
 def test_a_slow_link_is_explained_and_planned_around(promised: None, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_steps(monkeypatch, {Lane.H2D: 3000.0, Lane.D2H: 3000.0}, step=30.0)
     monkeypatch.setattr(hightide.decision, "SMALL_NUMEL", 0)  # a thorough search
-    model, batch = models.hand_written()
+    model, batch = models.hand_written(num_layers=2)
     gpu = int(0.6 * whole_bytes(model, batch))
     model, watch, told = trained(model, batch, gpu)
     assert watch.num_replans == 1 and len(told) == 1

@@ -207,9 +207,7 @@ def cases(draw):
     return profile, plan, draw(st.sampled_from(modes)), draw(st.integers(0, 2**16))
 
 
-@given(cases())
-@settings(max_examples=250, deadline=None)
-def test_any_plan_lowers_to_a_schedule_that_is_right_at_any_speed_of_the_lanes(case):
+def _check(case) -> None:
     profile, plan, mode, seed = case
     check_plan(profile, plan)
     schedule = lower(profile, plan, mode)
@@ -221,6 +219,20 @@ def test_any_plan_lowers_to_a_schedule_that_is_right_at_any_speed_of_the_lanes(c
     for lane in (Lane.H2D, Lane.D2H):
         opens = [action.opens for action in schedule.lane(lane)]
         assert opens == sorted(opens)
+
+
+@given(cases())
+@settings(max_examples=120, deadline=None)
+def test_any_plan_lowers_to_a_schedule_that_is_right_at_any_speed_of_the_lanes(case):
+    _check(case)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@given(cases())
+@settings(max_examples=2000, deadline=None, derandomize=False, print_blob=True)
+def test_any_plan_lowers_to_a_right_schedule_at_length(case):
+    _check(case)
 
 
 def test_fetches_have_the_right_bytes():

@@ -147,9 +147,17 @@ def test_loose_parameters_keep_their_gradients() -> None:
     assert all(torch.equal(plain, moved) for plain, moved in zip(*outcomes, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("way", [("resident", "streamed", "resident"), ("streamed", "updated on host", "streamed")])
+@pytest.mark.parametrize(  # every pair of a way, a timing and a dtype
+    ("way", "update", "dtype"),
+    [
+        (("resident", "streamed", "resident"), "deferred", torch.float32),
+        (("resident", "streamed", "resident"), "in_backward", torch.bfloat16),
+        (("resident", "streamed", "resident"), "deferred", torch.float16),
+        (("streamed", "updated on host", "streamed"), "in_backward", torch.float32),
+        (("streamed", "updated on host", "streamed"), "deferred", torch.bfloat16),
+        (("streamed", "updated on host", "streamed"), "in_backward", torch.float16),
+    ],
+)
 def test_there_and_back_between_backward_and_step(way: tuple[str, ...], update: str, dtype: torch.dtype) -> None:
     outcomes = []
     for moves in (False, True):
