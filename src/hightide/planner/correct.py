@@ -14,7 +14,7 @@ from hightide.ir.costs import CallCost, Costs, Curve, Point
 from hightide.ir.machine import Machine, Speeds
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane
-from hightide.planner.lower import lower, lower_ticks
+from hightide.planner.lower import lower
 from hightide.planner.memory import needed_bytes, peaks
 from hightide.planner.problem import Problem
 from hightide.planner.solution import Solution
@@ -116,9 +116,9 @@ class Widths:
 def forward_needs(solution: Solution) -> dict[int, ForwardNeed]:
     """By call."""
     profile = solution.profile
-    empty = lower_ticks(_scaled_profile(profile, _nothing(profile)), solution.plan)
+    empty = lower(_scaled_profile(profile, _nothing(profile)), solution.plan, Mode.TRAIN, solution.placement)
     ticks, without = (
-        {tick.call: tick for tick in some if tick.op is Op.FORWARD} for some in (solution.training.ticks, empty)
+        {tick.call: tick for tick in schedule.ticks if tick.op is Op.FORWARD} for schedule in (solution.training, empty)
     )
     needs: dict[int, ForwardNeed] = {}
     for call, tick in ticks.items():

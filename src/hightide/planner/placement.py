@@ -174,6 +174,12 @@ class Placement:
             places.at(chunk, blocks[chunk.block].params, blocks[chunk.block].states) for chunk in plan.layout.chunks
         )
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Placement) and self.plan == other.plan
+
+    def __hash__(self) -> int:
+        return hash(self.plan.fingerprint)
+
     def of(self, plan: Plan) -> Placement:
         """The same decisions under another description."""
         other = copy(self)

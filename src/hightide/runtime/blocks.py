@@ -42,7 +42,7 @@ from hightide.profiler.split import flatten, flatten_call, mode_of, narrow, sign
 from hightide.profiler.state import Snapshot
 from hightide.profiler.taps import Tap, hand_out, tapping
 from hightide.runtime.activations import FREED, Stash, outlive_slots
-from hightide.runtime.compiled import NotCompiled, checkpointed
+from hightide.runtime.compiled import NotCompiled, checkpointed_eagerly
 from hightide.runtime.transforms import once
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ class BlockCall:
                 with outlive_slots(run.chunks, back=lambda: again().nothing_away):
                     return self.run(inputs)
             with set_checkpoint_early_stop(self.runner.index not in run.probed.replays_whole):
-                recomputed: list[Tensor] = checkpointed(lambda: again().run_or_replay())
+                recomputed: list[Tensor] = checkpointed_eagerly(lambda: again().run_or_replay())
             return recomputed
 
     def _from_its_graph(self) -> Callable[[], BlockCall]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint
 
 Forward = Callable[..., Any]
 Shapes = tuple[torch.Size, ...]
@@ -91,7 +92,19 @@ class NotCompiled(Exception):
 def checkpointed(function: Forward, *args: Any, **kwargs: Any) -> Any:
     """Its graph keeps only its inputs, and recomputes the rest as far as backward needs it. Random numbers and their
     replay are the caller's."""
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def checkpointed_eagerly(function: Callable[[], Any]) -> Any:
+    """Torch before 2.13 leaves its hooks on all tensors of the thread when a forward fails, for as long as somebody
+    keeps the exception: they are in a generator that nobody closes."""
+    try:
+        return checkpointed(function)
+    except BaseException as error:
+        for frame, _ in walk_tb(error.__traceback__):
+            if frame.f_globals is vars(checkpoint) and isinstance(hooks := frame.f_locals.get("gen"), Generator):
+                hooks.close()
+        raise
 
 
 def _named(function: Forward) -> Forward:

@@ -106,9 +106,6 @@ def test_a_refusal_names_the_smallest_limit_that_would_do(tier: Tier) -> None:
     def given(num_bytes: int) -> tuple[int, int]:
         return (num_bytes, UNLIMITED) if tier is Tier.GPU else (200_000, num_bytes)
 
-    def given(num_bytes: int) -> tuple[int, int]:
-        return (num_bytes, UNLIMITED) if tier is Tier.GPU else (200_000, num_bytes)
-
     generous = run(200_000, UNLIMITED).plan.forecast
     short = 20_000 if tier is Tier.GPU else generous.host_peak_bytes // 2  # with less, more GPU is the nearer remedy
     missing = rf"no plan fits .* bytes .* missing on the {tier}.*Limits\({tier}="
