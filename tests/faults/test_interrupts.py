@@ -124,7 +124,8 @@ def test_training_goes_on_long(where: str) -> None:
 
 def wraps_interrupted(call: str, num: int) -> None:
     at_call = AtCall()
-    bench.in_wrap(1, at_call, call)  # counted
+    for _ in range(2):  # counted; the first one does what is done once
+        bench.in_wrap(1, at_call, call)
     num_caught = 0
     for number, share in enumerate(shares(num)):
         at_call.share = share
