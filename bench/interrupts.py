@@ -194,13 +194,13 @@ def in_forward(subject: Subject, interrupted: Interrupted) -> bool:
 def in_backward(subject: Subject, interrupted: Interrupted) -> bool:
     loss = subject.model(subject.x)
     caught = interrupted("backward", loss.backward)
-    if hightide.stats(subject.model).plan.update == "in_backward":  # it is done whatever came, and with it the step
-        finish_in_backward(subject)
+    finish_in_backward(subject)
     subject.optimizer.zero_grad()
     return caught
 
 
 def finish_in_backward(subject: Subject) -> None:
+    """With updates in backward: the step has happened, whatever came, and has to be told."""
     run = run_of(subject.model)
     assert run is not None
     if run.executor._owes_step:
@@ -215,6 +215,7 @@ def in_step(subject: Subject, interrupted: Interrupted) -> bool:
     caught = interrupted("step", subject.optimizer.step)
     if hightide.stats(subject.model).num_steps > before:
         train(subject.plain, subject.plain_optimizer, subject.x)
+    finish_in_backward(subject)
     subject.optimizer.zero_grad()
     return caught
 
