@@ -6,7 +6,7 @@ so each chunk is asked about each of these homes once, and equal blocks are adde
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import product
 
 from hightide.ir.chunk import ChunkSpec, Layout
@@ -106,7 +106,10 @@ class _LayoutShares:
         if home not in self._shares:
             same: dict[object, _Share] = {}
             shares = [self._made(home, index, chunks) for index, chunks in enumerate(self._owned)]
-            self._shares[home] = [same.setdefault(astuple(share), share) for share in shares]
+            self._shares[home] = [
+                same.setdefault((share.added, share.largest, share.has_leaving, share.widths), share)
+                for share in shares
+            ]
         return self._shares[home]
 
     def _made(self, home: Home, block: int, chunks: list[ChunkSpec]) -> _Share:

@@ -46,7 +46,7 @@ class SimulatedAccelerator(ArenaStore, Accelerator):
 
     def meter(self, label: str = DEFAULT_LABEL) -> AbstractContextManager[None]:
         """Counts what the calling thread allocates inside. Nested meters count once, under the inner label."""
-        return _Metered(self._active, self._ledger, label)
+        return _Counted(self._active, self._ledger, label)
 
     @contextmanager
     def unmetered(self) -> Iterator[None]:
@@ -86,7 +86,7 @@ class SimulatedAccelerator(ArenaStore, Accelerator):
             raise error
 
 
-class _Metered:
+class _Counted:
     """No generator: there are several around every block."""
 
     __slots__ = ("_active", "_label", "_ledger", "_outer")

@@ -77,7 +77,8 @@ def written_bytes(model):
     # Parameters wherever they have a place, and their master copies. Moments and gradients are zero: pages that nobody
     # wrote to are not there yet.
     chunks = run_of(model).chunks
-    places = sum(chunks.specs[chunk].param_bytes for chunk, kind, _ in chunks._regions if kind == ChunkKind.PARAM)
+    copies = [place.copies.items() for place in chunks.placed]
+    places = sum(size for copy in copies for (kind, _), size in copy if kind == ChunkKind.PARAM)
     masters = [spec for spec in chunks.specs if spec.has_master and not spec.has_remainder]
     return places + sum(4 * spec.optimised_numel for spec in masters)
 
