@@ -208,7 +208,8 @@ def _processor() -> bytes:
 
 
 def _run(command: list[str], timeout_s: float, name: str = "") -> bytes:
-    """What it prints; `name` is what it is called where it fails, else the command. OSError: it failed, printed without end or took too long; whatever it has started is ended."""
+    """What it prints. OSError: it failed, printed without end or took too long; whatever it has started is ended.
+    `name` is what it is called then, else the command."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
