@@ -49,7 +49,14 @@ COMPILE_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 10.0  # to say its version, to open a library
 MOST_OUTPUT_BYTES = 1 << 20
 _CREW = ("serve", "share", "dismiss", "bytes", "make")  # what each library has beside its update
-_OPENING = "import ctypes, sys; library = ctypes.CDLL(sys.argv[1]); [library[name] for name in sys.argv[2:]]"
+_OPENING = """
+import ctypes, sys
+try:
+    library = ctypes.CDLL(sys.argv[1])
+    [library[name] for name in sys.argv[2:]]
+except (OSError, AttributeError) as error:
+    sys.exit(str(error))
+"""
 
 
 @functools.cache
@@ -103,7 +110,7 @@ def _compiled(name: str, source: bytes, compiler: list[str], folder: Path, funct
     if not made.is_file():
         raise OSError(f"{compiler[0]} has made no library")
     if sys.executable:
-        _run([sys.executable, "-I", "-S", "-c", _OPENING, str(made), *functions], ANSWER_TIMEOUT_S)
+        _run([sys.executable, "-I", "-S", "-c", _OPENING, str(made), *functions], ANSWER_TIMEOUT_S, "the new library")
     return made
 
 
@@ -200,8 +207,9 @@ def _processor() -> bytes:
     return b"\n".join(line for line in lines if line.startswith(names))
 
 
-def _run(command: list[str], timeout_s: float) -> bytes:
-    """What it prints. OSError: it failed, printed without end or took too long; whatever it has started is ended."""
+def _run(command: list[str], timeout_s: float, name: str = "") -> bytes:
+    """What it prints. OSError: it failed, printed without end or took too long; whatever it has started is ended.
+    `name` is what it is called then, else the command."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -216,11 +224,11 @@ def _run(command: list[str], timeout_s: float) -> bytes:
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
-                raise TimeoutError(f"{command[0]} took longer than {timeout_s:.0f} s") from None
+                raise TimeoutError(f"{name or command[0]} took longer than {timeout_s:.0f} s") from None
             raise
     if process.returncode:
         text = printed.decode(errors="replace").strip()[-400:]
-        raise OSError(f"{command[0]} failed with exit code {process.returncode}: {text}")
+        raise OSError(f"{name or command[0]} failed with exit code {process.returncode}: {text}")
     return printed
 
 
@@ -239,7 +247,7 @@ def _printed(process: subprocess.Popen[bytes], end_s: float) -> bytes:
             chunk = os.read(process.stdout.fileno(), 1 << 16)
             is_open, printed = bool(chunk), printed + chunk
             if len(printed) > MOST_OUTPUT_BYTES:
-                raise OSError(f"{process.args!r} prints without end")
+                raise OSError("the compiler prints without end")
         elif process.poll() is not None:
             break
     return printed
