@@ -23,7 +23,7 @@ from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
 from hightide.runtime.surgery import run_of
 from hightide.stores.base import OutOfMemory
-from unit.runtime.test_fp16 import check_scaled_training, streamed
+from whole.test_fp16 import check_scaled_training, streamed
 
 pytestmark = pytest.mark.gpu
 

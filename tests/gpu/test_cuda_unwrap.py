@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hightide
-from unit.runtime.test_unwrap import check_unwrapped
+from whole.test_unwrap import check_unwrapped
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hightide
 import models
 from unit.runtime.steps import Twins, assert_equal_weights, twins
-from unit.runtime.test_review import PLANS, REFRESHED, RESIDENT, STREAMED, assert_equal_gradients, both
+from whole.test_review import PLANS, REFRESHED, RESIDENT, STREAMED, assert_equal_gradients, both
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 

@@ -24,7 +24,7 @@ from hightide.runtime.surgery import run_of
 from hightide.stores.base import OutOfMemory
 from hightide.stores.simulated import SimulatedAccelerator
 from unit.runtime.steps import adamw, train_step
-from unit.runtime.test_unwrap import WithBuffers
+from whole.test_unwrap import WithBuffers
 
 ROOMY = hightide.Limits(gpu="64MiB", host="64MiB")
 LIMITS = {"cpu": ROOMY, "cuda": hightide.Limits(gpu="1GiB", host="512MiB")}

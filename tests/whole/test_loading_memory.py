@@ -128,7 +128,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
         pytest.skip("reads the peak of resident memory from /proc")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("folders"))],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
         capture_output=True,
         text=True,
         timeout=110,

@@ -69,7 +69,7 @@ print(json.dumps({
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads the peak of resident memory from /proc")
 def test_a_model_does_not_exist_twice_while_it_is_wrapped() -> None:
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(root / "src"), str(root / "tests")))},

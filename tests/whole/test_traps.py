@@ -40,7 +40,7 @@ class Layer(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-HERE = "unit/runtime/test_traps.py"
+HERE = "whole/test_traps.py"
 TRAPS = {
     # the block function
     "a deep copy computes with the original's weights": (
@@ -137,12 +137,12 @@ TRAPS = {
         "test_an_unsplit_embedding_counts_its_dense_gradient",
     ),
     # head and loss
-    "all logits at once": ("unit/runtime/test_capacity.py", "test_logits_are_counted_by_slice_and_never_exist_at_once"),
+    "all logits at once": ("whole/test_capacity.py", "test_logits_are_counted_by_slice_and_never_exist_at_once"),
     "losses of many models": ("unit/runtime/test_loss.py", "test_hugging_face_losses_are_fused_unchanged"),
     "other uses of logits": ("unit/runtime/test_loss.py", "test_other_operations_see_whole_logits_with_one_warning"),
     # optimizer and loop
     "clipping does nothing": (HERE, "test_trap_placeholder_clipping_is_not_silent"),
-    "a GradScaler": ("unit/runtime/test_review.py", "test_a_grad_scaler_with_a_fused_optimizer"),
+    "a GradScaler": ("whole/test_review.py", "test_a_grad_scaler_with_a_fused_optimizer"),
     "hyper-parameters of pending updates": (
         HERE,
         "test_trap_hyper_parameters_a_scheduler_right_after_step_does_not_reach_pending_updates",
@@ -154,13 +154,13 @@ TRAPS = {
     "state_dict of views": ("parity/test_state_dict.py", "test_its_tensors_own_their_storage"),
     # the schedule
     "an order that the plan did not foresee": ("parity/test_layer_drop.py", "test_layers_in_another_order_each_step"),
-    "a batch larger than planned": ("unit/test_bad_input.py", "test_a_larger_batch_than_planned"),
+    "a batch larger than planned": ("whole/test_bad_input.py", "test_a_larger_batch_than_planned"),
     "a forward without backward": ("parity/test_loops.py", "test_a_forward_without_backward_leaves_no_trace"),
 }
 
 
 def test_every_trap_has_its_test() -> None:
-    tests = Path(__file__).parents[2]
+    tests = Path(__file__).parents[1]
     for trap, (file, name) in TRAPS.items():
         assert f"def {name}(" in (tests / file).read_text(), f"{trap}: {file} has no {name}"
 
