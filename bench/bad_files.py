@@ -43,7 +43,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import hightide
-from hightide.cli import plan as plan_command
+from hightide.cli import plan_command
 from hightide.cli.config import Overrides, TrainConfig, load_config
 from hightide.cli.main import app
 from hightide.doctor.known import load_machine

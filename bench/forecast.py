@@ -35,7 +35,6 @@ from plans import FOLDER, FORECASTS, HOST, PLANS, HandWritten, profile_of
 from shapes import batches, build
 from throughput import rss_bytes
 
-from hightide import files
 from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.codec import from_json, to_json
@@ -43,13 +42,14 @@ from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.units import format_bytes, parse_bytes
-from hightide.machine import return_freed_memory
-from hightide.planner.cost import forecast, with_peaks
-from hightide.planner.lower import lower
-from hightide.planner.memory import peaks, reserved_bytes
-from hightide.planner.placement import Placement
-from hightide.planner.problem import Problem, Terms
-from hightide.planner.search import search
+from hightide.plan.lower import lower
+from hightide.plan.placement import Placement
+from hightide.plan.predict.peaks import peaks, reserved_bytes
+from hightide.plan.predict.step_seconds import forecast, with_peaks
+from hightide.plan.problem import Problem, Terms
+from hightide.plan.search.search import search
+from hightide.process import files
+from hightide.process.system import return_freed_memory
 from hightide.rehearsal.rehearse import rehearse
 
 HERE = Path(__file__).parent

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from hightide import files
+from hightide.process import files
 
 GAP_US = 20.0  # kernels closer than this are one bar: launch gaps are not what this trace is for
 

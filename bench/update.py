@@ -29,11 +29,11 @@ from torch import Tensor
 from hightide.doctor.links import NUM_BUFFERS, Link
 from hightide.doctor.pace import Work, measure_together
 from hightide.doctor.rates import dram_rates
-from hightide.doctor.update import HYPER, UpdateArrays, UpdateWork
+from hightide.doctor.update_speed import HYPER, UpdateArrays, UpdateWork
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.ir.machine import UPDATE_TRAFFIC_BYTES
 from hightide.ir.tier import Lane
-from hightide.runtime.lanes import Lanes
+from hightide.runtime.lanes.lanes import Lanes
 from hightide.stores.cuda import CudaAccelerator
 from hightide.stores.pinned import PinnedArena
 

@@ -8,7 +8,7 @@ import tempfile
 import torch
 
 from hightide.ir.tier import Tier
-from hightide.stores.base import Region, Store
+from hightide.stores.store import Region, Store
 from hightide.stores.ticket import Ticket
 
 

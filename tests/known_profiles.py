@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hightide.profiler.blocks import FoundBlock
-from hightide.profiler.probe import ProbeResult
-from hightide.profiler.split import Batch, call_arguments, flatten_call
+from hightide.profile.model.block_finder import FoundBlock
+from hightide.profile.model.call_tree import Batch, call_arguments, flatten_call
+from hightide.profile.model.probe import ProbeResult
 
 _INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 
@@ -28,7 +28,8 @@ class _Unknown(Exception):
 
 
 class KnownProfiles:
-    """Stands for `hightide.profiler.model.profile_calls`, without the recorded calls, which `profile_model` leaves."""
+    """Stands for `hightide.profile.model.model_profile.profile_calls`, without the recorded calls, which
+    `profile_model` leaves."""
 
     def __init__(self, profile_calls: Callable[..., tuple[Any, ...]]) -> None:
         self._profile_calls = profile_calls

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from hightide.ir.limits import Limits
     from hightide.ir.plan import Plan
     from hightide.ir.refusal import Refused
-    from hightide.measured import Stats
+    from hightide.observe.stats import Stats
     from hightide.verification.verdict import Verdict
-    from hightide.verification.verify import verify
+    from hightide.verification.verify_training import verify
 
 __all__ = [
     "Limits",
@@ -35,10 +35,10 @@ _HOMES = {
     "Limits": "hightide.ir.limits",
     "Plan": "hightide.ir.plan",
     "Refused": "hightide.ir.refusal",
-    "Stats": "hightide.measured",
+    "Stats": "hightide.observe.stats",
     "Verdict": "hightide.verification.verdict",
     "from_pretrained": "hightide.integrations.pretrained",
-    "verify": "hightide.verification.verify",
+    "verify": "hightide.verification.verify_training",
     **dict.fromkeys(("plan", "record", "stats", "unwrap", "wrap"), "hightide.api"),
 }
 

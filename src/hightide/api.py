@@ -10,9 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from hightide.decision import GpuRoom, Profiled, problem_of, rehearsed_profile, room_on
 from hightide.integrations import lora, transformers
-from hightide.interrupts import deferred, held, safe_point
 from hightide.ir.block import ModelProfile
 from hightide.ir.limits import Limits
 from hightide.ir.plan import Forecast, GradientDtype, Plan, Update
@@ -20,27 +18,29 @@ from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.loading.unloaded import forget
 from hightide.loading.values import first_values
-from hightide.machine import free_host_bytes
-from hightide.measured import Stats, read_stats
+from hightide.observe.recorder import Recording
+from hightide.observe.recorder import record as record_run
+from hightide.observe.stats import Stats, read_stats
+from hightide.observe.watch import Watch
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.registry import rule_for
-from hightide.planner.check import check_executable, check_plan, check_states
-from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.problem import Terms
-from hightide.planner.search import search
-from hightide.planner.solution import Searched, Solution
-from hightide.profiler import checkpointing
-from hightide.profiler.blocks import Choice
-from hightide.profiler.model import profile_calls
-from hightide.profiler.probe import ProbeResult
-from hightide.profiler.recording import Record
-from hightide.profiler.split import Batch
-from hightide.progress import shown, tell
-from hightide.recording import Recording
-from hightide.recording import record as record_run
+from hightide.plan.infeasible import InfeasiblePlan
+from hightide.plan.problem import Terms
+from hightide.plan.search.search import search
+from hightide.plan.solution import Searched, Solution
+from hightide.plan.verify.check_plan import check_executable, check_plan, check_states
+from hightide.posing import GpuRoom, Profiled, problem_of, rehearsed_profile, room_on
+from hightide.process.interrupts import deferred, held, safe_point
+from hightide.process.progress import shown, tell
+from hightide.process.system import free_host_bytes
+from hightide.profile.model.block_finder import BlockChoice
+from hightide.profile.model.call_tree import Batch
+from hightide.profile.model.model_profile import profile_calls
+from hightide.profile.model.probe import ProbeResult
+from hightide.profile.model.probe_record import CallRecord
+from hightide.profile.switches import checkpointing
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import check_modules, run_of, unwrap_modules, wrap_modules
-from hightide.watch import Watch
 
 GPU_HEADROOM = 0.95  # of the GPU's free memory: the allocator's fragments and libraries' workspaces need some
 
@@ -57,7 +57,7 @@ def wrap(
     gradients: str = "float32",
     compile: bool = False,
     device: str | torch.device | None = None,
-    blocks: Choice | None = None,
+    blocks: BlockChoice | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Makes a model and its optimizer train within limits; the training loop stays as it is. Returns the same model,
     and a new optimizer with the same groups and states: use it from now on in place of the one that was given.
@@ -155,7 +155,7 @@ def plan(
     gradients: str = "float32",
     compile: bool = False,
     device: str | torch.device | None = None,
-    blocks: Choice | None = None,
+    blocks: BlockChoice | None = None,
 ) -> Plan:
     """The plan that `wrap` would use, without touching the model."""
     rule, place = rule_for(check_fresh(model, optimizer)), chosen_device(device)
@@ -263,9 +263,9 @@ def _profile(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
-    blocks: Choice | None,
+    blocks: BlockChoice | None,
     device: torch.device,
-) -> tuple[ModelProfile, ProbeResult, tuple[Record, ...]]:
+) -> tuple[ModelProfile, ProbeResult, tuple[CallRecord, ...]]:
     tell("profiling the model")
     return profile_calls(model, optimizer, batch, blocks, device=device)
 

@@ -13,11 +13,11 @@ import torch
 
 from file_store import FileStore
 from hightide.stores import pinned
-from hightide.stores.base import ALIGN_BYTES, MemoryStore, OutOfMemory, Region, Store
 from hightide.stores.cuda import CudaAccelerator
-from hightide.stores.host import HostArena
+from hightide.stores.host_arena import HostArena
 from hightide.stores.pinned import PinnedArena
 from hightide.stores.simulated import SimulatedAccelerator
+from hightide.stores.store import ALIGN_BYTES, MemoryStore, OutOfMemory, Region, Store
 from hightide.stores.ticket import Ticket
 
 KIB = 1024

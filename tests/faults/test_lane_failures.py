@@ -17,7 +17,7 @@ import models
 from forked import run_forked
 from hightide.ir.plan import Activation
 from hightide.ir.tier import Tier
-from hightide.optim.host import HostUpdate
+from hightide.optim.host_update import HostUpdate
 from unit.runtime.steps import Twins, twins
 
 

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import hightide
-import hightide.decision
+import hightide.posing
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
 
@@ -59,5 +59,5 @@ def rehearsed_llama(width: int = 512, num_layers: int = 8) -> tuple[nn.Module, d
     )
     tokens = torch.randint(0, 8192, (16, 512))
     model = transformers.LlamaForCausalLM(config).train()
-    assert sum(param.numel() for param in model.parameters()) > hightide.decision.SMALL_NUMEL
+    assert sum(param.numel() for param in model.parameters()) > hightide.posing.SMALL_NUMEL
     return model, {"input_ids": tokens, "labels": tokens}

@@ -22,7 +22,7 @@ from gpu.streamed import everything_moves, silence_transformers, wrap
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
 from hightide.runtime.surgery import run_of
-from hightide.stores.base import OutOfMemory
+from hightide.stores.store import OutOfMemory
 from whole.test_fp16 import check_scaled_training, streamed
 
 pytestmark = pytest.mark.gpu

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hightide.machine import KERNELS_SWITCH
-from hightide.runtime import row_kernels
-from hightide.runtime.cross_entropy import (
+from hightide.process.system import KERNELS_SWITCH
+from hightide.runtime.head import row_kernels
+from hightide.runtime.head.cross_entropy import (
     CrossEntropy,
     Labels,
     RowGradients,
@@ -21,9 +21,9 @@ from hightide.runtime.cross_entropy import (
     measure,
     write_gradient,
 )
-from hightide.runtime.lazy_logits import LazyLogits
-from hightide.runtime.linear import add_product, sums_in_fp32
-from unit.runtime.test_loss import LinearHead
+from hightide.runtime.head.lazy_logits import LazyLogits
+from hightide.runtime.head.linear import add_product, sums_in_fp32
+from unit.runtime.head.test_fused_loss import LinearHead
 
 pytestmark = pytest.mark.gpu
 

@@ -10,11 +10,11 @@ import torch
 
 import hightide
 import models
-from hightide.planner.solution import Solution
+from hightide.plan.solution import Solution
 from hightide.stores import device_limit
-from hightide.stores.base import OutOfMemory
+from hightide.stores.store import OutOfMemory
+from unit.runtime.chunks.test_moving import KINDS, ScaledLast, move, placed, states, wrapped
 from unit.runtime.steps import train_step
-from unit.runtime.test_moving import KINDS, ScaledLast, move, placed, states, wrapped
 
 pytestmark = pytest.mark.gpu
 

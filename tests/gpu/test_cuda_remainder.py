@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hightide.runtime import remainder
-from unit.runtime.test_remainder import neighbours_of_every_parameter, parts_of
+from hightide.runtime.chunks import remainder
+from unit.runtime.chunks.test_remainder import neighbours_of_every_parameter, parts_of
 
 pytestmark = pytest.mark.gpu
 

@@ -12,9 +12,9 @@ import hightide
 import models
 from gpu.streamed import wrap
 from hightide.ir.chunk import ALIGN_NUMEL
-from hightide.optim import host
+from hightide.optim import host_update as host
 from hightide.optim.adam import AdamWRule
-from hightide.runtime.lanes import SHARER
+from hightide.runtime.lanes.lanes import SHARER
 
 pytestmark = pytest.mark.gpu
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hightide.stores import device_limit
-from hightide.stores.base import OutOfMemory
 from hightide.stores.cuda import CudaAccelerator
 from hightide.stores.pinned import PinnedArena
+from hightide.stores.store import OutOfMemory
 
 pytestmark = pytest.mark.gpu
 

@@ -19,11 +19,11 @@ import hightide
 from gpu.streamed import silence_transformers, wrap
 from hightide.cli.config import DataConfig, LimitsConfig, ModelConfig, OptimizerConfig, TrainConfig
 from hightide.cli.data import batches, read_text
+from hightide.cli.demo_model import build_model
 from hightide.cli.main import app
-from hightide.cli.model import build_model
 from hightide.cli.readings import Readings
 from hightide.cli.run_folder import RunFolder
-from hightide.cli.train import TrainingRun, prepare
+from hightide.cli.train_command import TrainingRun, prepare
 from hightide.ir.plan import Update
 
 pytestmark = pytest.mark.gpu

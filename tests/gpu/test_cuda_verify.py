@@ -11,7 +11,7 @@ from torch import nn
 
 import hightide
 import models
-from hightide.runtime.gradients import Gradients
+from hightide.runtime.gradients.gradients import Gradients
 
 pytestmark = pytest.mark.gpu
 

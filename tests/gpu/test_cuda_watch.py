@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import hightide
-import hightide.decision
+import hightide.posing
 import models
 from gpu.streamed import rehearsed_llama, silence_transformers
 from hightide.ir.machine import Machine
 from hightide.ir.tier import Lane
-from hightide.planner.correct import _scaled_machine
+from hightide.observe.timing import Measured
+from hightide.observe.watch import Watch
+from hightide.plan.advice.correct import _scaled_machine
 from hightide.stores import device_limit
-from hightide.timing import Measured
-from hightide.watch import Watch
+from unit.observe.test_watch import forecasts, halve, parts
 from unit.runtime.steps import train_step
-from unit.test_watch import forecasts, halve, parts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # the machine may have to be measured first
 
@@ -90,12 +90,12 @@ class Frozen(nn.Module):
 
 @pytest.mark.alone
 def test_a_link_that_is_slower_than_forecast_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = hightide.decision.machine_of
+    honest = hightide.posing.machine_of
 
     def too_fast(device: torch.device, is_small: bool) -> Machine:
         return _scaled_machine(honest(device, is_small), {Lane.H2D: 0.1, Lane.D2H: 0.1})
 
-    monkeypatch.setattr(hightide.decision, "machine_of", too_fast)
+    monkeypatch.setattr(hightide.posing, "machine_of", too_fast)
     model, batch = Frozen(), torch.randn(32, 4096)
     optimizer = torch.optim.AdamW([layer.bias for layer in model.layers], lr=1e-3)
     limits = hightide.Limits(gpu=512 * MIB, host=16 * GIB)
@@ -133,7 +133,7 @@ def test_an_honest_forecast_is_not_spoken_about(share: float | None) -> None:
 def test_the_watch_does_not_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where it looks at memory, nor where it times steps."""
     silence_transformers(monkeypatch)
-    monkeypatch.setattr(hightide.decision, "SMALL_NUMEL", 0)
+    monkeypatch.setattr(hightide.posing, "SMALL_NUMEL", 0)
     compared: list[Measured] = []
     monkeypatch.setattr(Watch, "_compare", lambda self, measured: compared.append(measured))  # no replanning
     model, batch = models.llama(mask=False)  # transformers asks the GPU about a mask

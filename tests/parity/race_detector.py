@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hightide.runtime.lanes import WORKERS, Streams
+from hightide.runtime.lanes.lanes import WORKERS, Streams
 from hightide.runtime.run import Run
-from hightide.stores.base import Region
+from hightide.stores.store import Region
 from hightide.stores.ticket import Ticket
 
 STREAMS = {name: str(lane) for lane, name in WORKERS.items()}

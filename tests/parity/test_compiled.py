@@ -23,7 +23,7 @@ import hightide
 import models
 from hightide.ir.plan import Activation
 from hightide.ir.tier import Tier
-from hightide.runtime import compiled
+from hightide.runtime.blocks import compiled
 
 MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 

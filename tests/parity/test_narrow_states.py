@@ -19,12 +19,12 @@ from hightide.ir.state_spec import StateSpec, StateSpecs
 from hightide.ir.tier import Tier
 from hightide.optim import registry
 from hightide.optim.rule import Rule
-from hightide.planner.check import check_plan
-from hightide.planner.layout import pack
-from hightide.planner.placement import Placement
-from hightide.planner.solution import Solution
+from hightide.plan.layout import pack
+from hightide.plan.placement import Placement
+from hightide.plan.solution import Solution
+from hightide.plan.verify.check_plan import check_plan
 from hightide.runtime.surgery import run_of
-from unit.planner.profiles import Sketch, build, call, param
+from unit.plan.profiles import Sketch, build, call, param
 
 TILE = 128  # elements with one scale
 STEPS = 4

@@ -19,9 +19,9 @@ from hightide.ir.action import Mode
 from hightide.ir.plan import Activation, BlockPlan, Plan
 from hightide.ir.tier import Tier
 from hightide.optim.registry import RULES
-from hightide.planner.memory import peaks
-from hightide.planner.placement import Placement
-from hightide.profiler.model import profile_model
+from hightide.plan.placement import Placement
+from hightide.plan.predict.peaks import peaks
+from hightide.profile.model.model_profile import profile_model
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 

@@ -20,20 +20,20 @@ from random_models import Layer, Sketch, sketches
 from torch import Tensor
 
 import hightide.api
-from hightide.decision import simulated_machine
 from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Activation, BlockPlan, Forecast, GradientDtype, Update
 from hightide.ir.tier import Tier
-from hightide.planner.estimate import estimate
-from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.layout import pack
-from hightide.planner.lower import lower
-from hightide.planner.memory import peaks
-from hightide.planner.placement import Placement
-from hightide.planner.problem import Problem, Terms
-from hightide.planner.search import search
-from hightide.profiler.model import profile_calls
+from hightide.plan.infeasible import InfeasiblePlan
+from hightide.plan.layout import pack
+from hightide.plan.lower import lower
+from hightide.plan.placement import Placement
+from hightide.plan.predict.estimate import estimate
+from hightide.plan.predict.peaks import peaks
+from hightide.plan.problem import Problem, Terms
+from hightide.plan.search.search import search
+from hightide.posing import simulated_machine
+from hightide.profile.model.model_profile import profile_calls
 from hightide.runtime.surgery import run_of
 
 NUM_STEPS = 3

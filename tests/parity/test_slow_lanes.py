@@ -15,7 +15,7 @@ import hightide
 import models
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Lane, Tier
-from hightide.runtime import lanes
+from hightide.runtime.lanes import lanes
 
 NUM_STEPS = 3
 DELAYS_S = (0.0, 0.0, 0.001, 0.004, 0.015)

@@ -19,7 +19,7 @@ import hightide
 import models
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Lane, Tier
-from hightide.runtime import lanes
+from hightide.runtime.lanes import lanes
 from hightide.runtime.surgery import run_of
 
 ORDER = [0, 1, 2, 3, 4]

@@ -16,7 +16,7 @@ import json
 import torch
 from torch import nn
 import hightide
-from hightide.runtime.chunks import RETURN_BYTES
+from hightide.runtime.chunks.chunks import RETURN_BYTES
 from hightide.runtime.surgery import run_of
 from unit.runtime.real_pages import pin_for_real
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hightide.loading.initial import REAL_BYTES
-from hightide.runtime.chunks import RETURN_BYTES
+from hightide.runtime.chunks.chunks import RETURN_BYTES
 
 SLACK_BYTES = 64 * 2**20
 

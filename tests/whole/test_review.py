@@ -17,8 +17,8 @@ import hightide
 import models
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
-from hightide.planner.memory import peaks
-from hightide.runtime.absent import Disabled
+from hightide.plan.predict.peaks import peaks
+from hightide.runtime.chunks.absent import Disabled
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 from unit.runtime.steps import Twins, adamw, assert_equal_weights, train_step, twins

@@ -12,9 +12,9 @@ import models
 from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.planner.compare import compare
-from hightide.runtime.program import Program
-from hightide.runtime.queues import Record
+from hightide.plan.verify.compare_records import compare
+from hightide.runtime.lanes.queues import LaneRecord
+from hightide.runtime.schedule.program import Program
 from unit.runtime.steps import Twins, train_step, twins
 
 
@@ -49,7 +49,7 @@ def schedule(pair: Twins, mode: Mode = Mode.TRAIN) -> Schedule:
     return pair.run.executor.programs[mode].schedule
 
 
-def records(pair: Twins, back: int = 0) -> list[Record]:
+def records(pair: Twins, back: int = 0) -> list[LaneRecord]:
     """Of the last pass, with what it left for the next; of the pass before it with `back=1`."""
     pair.run.executor.wait_for_updates()
     return pair.run.lanes.records_of(pair.run.lanes.pass_index - back)
@@ -216,7 +216,7 @@ def test_a_reordering_in_the_execution_is_found() -> None:
 
 def test_a_pick_against_the_rule_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cpu lane is made to take what is due last. Updates all become ready at step(), so it has a choice."""
-    from hightide.runtime import queues
+    from hightide.runtime.lanes import queues
 
     pair = wrapped()
     pair.step()

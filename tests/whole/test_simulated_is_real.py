@@ -14,12 +14,12 @@ import models
 from hightide.ir.action import Action, Mode, Schedule
 from hightide.ir.plan import Activation, Plan, Update
 from hightide.ir.tier import Lane, Tier
-from hightide.ir.timeline import Part, Timeline
-from hightide.planner.compare import compare
-from hightide.planner.memory import peaks
-from hightide.planner.simulate import Simulated, simulate
-from hightide.runtime.queues import KEPT_PASSES
-from unit.planner.test_simulate import machine
+from hightide.ir.timeline import MemoryPart, Timeline
+from hightide.plan.predict.peaks import peaks
+from hightide.plan.predict.simulator import Simulated, simulate
+from hightide.plan.verify.compare_records import compare
+from hightide.runtime.lanes.queues import KEPT_PASSES
+from unit.plan.predict.test_simulator import machine
 from unit.runtime.steps import Twins, train_step, twins
 
 NUM_STEPS = 2
@@ -176,7 +176,7 @@ def test_a_recording_knows_what_the_accelerator_held() -> None:
     schedule = pair.run.executor.programs[Mode.TRAIN].schedule
     assert len(totals) == 2 * len(schedule.ticks)
     assert max(totals) <= timeline.gpu_peak_bytes <= peaks(schedule).gpu_peak_bytes
-    rest = timeline.parts.index(Part.REST)
+    rest = timeline.parts.index(MemoryPart.REST)
     middle = timeline.levels[len(totals) // 2].num_bytes[rest]
     assert middle > 2 * timeline.levels[0].num_bytes[rest], "kept activations pile up until backward"
     pair.close()

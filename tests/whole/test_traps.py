@@ -59,17 +59,17 @@ TRAPS = {
     "a double backward": (HERE, "test_trap_save_for_backward_double_backward_raises"),
     "an input changed in place": (HERE, "test_trap_save_for_backward_a_changed_block_input_raises"),
     "an inner graph that leaks": (
-        "unit/runtime/test_activations.py",
+        "unit/runtime/blocks/test_activations.py",
         "test_graphs_that_are_dropped_leave_nothing_behind",
     ),
     "a kept graph after its backward": (
-        "unit/runtime/test_activations.py",
+        "unit/runtime/blocks/test_activations.py",
         "test_a_kept_graph_is_gone_after_its_backward",
     ),
     "non-batch inputs and outputs": (HERE, "test_trap_non_batch_inputs_are_summed_and_non_batch_outputs_count_once"),
     "T5's position bias": (HERE, "test_trap_non_batch_inputs_position_bias_of_t5"),
     "inputs shared by blocks": (
-        "unit/runtime/test_activations.py",
+        "unit/runtime/blocks/test_activations.py",
         "test_a_shared_input_is_whole_for_each_of_its_readers_over_a_slow_link",
     ),
     "splitting breaks the cache of generate": (
@@ -79,21 +79,24 @@ TRAPS = {
     "a cache in training": (HERE, "test_trap_use_cache_is_off_in_training_and_on_in_generation"),
     "the model's own gradient checkpointing": (HERE, "test_trap_gradient_checkpointing_of_the_model_is_switched_off"),
     "autocast is off inside backward": (
-        "unit/runtime/test_autocast.py",
+        "unit/runtime/blocks/test_autocast.py",
         "test_autocast_was_really_on_in_recomputation",
     ),
     "autocast's cast cache": (
-        "unit/runtime/test_autocast.py",
+        "unit/runtime/blocks/test_autocast.py",
         "test_recomputation_and_keeping_are_the_same_bits_under_autocast",
     ),
     "dropout depends on the plan": ("parity/test_invariance.py", "test_every_plan_gives_the_same_bits"),
     "draws repeat": ("parity/test_invariance.py", "test_dropout_draws_differ_between_steps_blocks_and_micro_batches"),
     "a block that mutates its input": (
-        "unit/profiler/test_probe.py",
+        "unit/profile/model/test_probe.py",
         "test_a_block_that_changes_its_input_is_not_split",
     ),
-    "BatchNorm": ("unit/profiler/test_probe.py", "test_batch_normalisation_is_not_split_in_training"),
-    "tensors captured inside a block": ("unit/profiler/test_probe.py", "test_an_auxiliary_loss_keeps_a_block_whole"),
+    "BatchNorm": ("unit/profile/model/test_probe.py", "test_batch_normalisation_is_not_split_in_training"),
+    "tensors captured inside a block": (
+        "unit/profile/model/test_probe.py",
+        "test_an_auxiliary_loss_keeps_a_block_whole",
+    ),
     "when a gradient is final: repeated blocks": ("parity/test_layer_drop.py", "test_a_block_twice_in_some_steps"),
     "no gradient is not a zero gradient": (
         "parity/test_frozen.py",
@@ -101,26 +104,29 @@ TRAPS = {
     ),
     "backward on another thread": (HERE, "test_trap_backward_in_another_thread_as_on_cuda"),
     # the batch dimension
-    "rows per sample": ("unit/profiler/test_probe.py", "test_rows_per_sample_and_another_batch_dimension_are_found"),
-    "masks depend on data": ("unit/profiler/test_probe.py", "test_a_mask_is_an_input_of_padded_batches_only"),
+    "rows per sample": (
+        "unit/profile/model/test_probe.py",
+        "test_rows_per_sample_and_another_batch_dimension_are_found",
+    ),
+    "masks depend on data": ("unit/profile/model/test_probe.py", "test_a_mask_is_an_input_of_padded_batches_only"),
     "a path that was never probed": ("parity/test_batches.py", "test_padded_batches_after_unpadded_ones"),
     "a probe that fails": (
-        "unit/profiler/test_model.py",
+        "unit/profile/model/test_model_profile.py",
         "test_a_model_that_cannot_be_probed_is_profiled_unsplit_with_a_warning",
     ),
     # parameters that come and go
     "the optimizer's reference": ("unit/runtime/test_surgery.py", "test_parameters_stay_the_same_objects"),
-    "values of absent parameters": ("unit/runtime/test_absent.py", "test_values_are_refused_with_a_remedy"),
+    "values of absent parameters": ("unit/runtime/chunks/test_absent.py", "test_values_are_refused_with_a_remedy"),
     "a loss of absent parameters": (
-        "unit/runtime/test_absent.py",
+        "unit/runtime/chunks/test_absent.py",
         "test_a_regulariser_over_absent_parameters_is_refused_and_names_weight_decay",
     ),
     "graphs that save views of a slot": (
-        "unit/runtime/test_activations.py",
+        "unit/runtime/blocks/test_activations.py",
         "test_a_kept_graph_finds_its_weights_in_another_slot",
     ),
     "slots that are read after release": (
-        "unit/runtime/test_activations.py",
+        "unit/runtime/blocks/test_activations.py",
         "test_slots_poisoned_on_release_change_nothing",
     ),
     "recompilation": ("parity/test_compiled.py", "test_twenty_steps_equal_plain_pytorch"),
@@ -133,13 +139,16 @@ TRAPS = {
         "test_bf16_training_equals_plain_pytorch_with_fp32_masters",
     ),
     "the embedding's dense gradient": (
-        "unit/profiler/test_needs.py",
+        "unit/profile/model/test_needs.py",
         "test_an_unsplit_embedding_counts_its_dense_gradient",
     ),
     # head and loss
     "all logits at once": ("whole/test_capacity.py", "test_logits_are_counted_by_slice_and_never_exist_at_once"),
-    "losses of many models": ("unit/runtime/test_loss.py", "test_hugging_face_losses_are_fused_unchanged"),
-    "other uses of logits": ("unit/runtime/test_loss.py", "test_other_operations_see_whole_logits_with_one_warning"),
+    "losses of many models": ("unit/runtime/head/test_fused_loss.py", "test_hugging_face_losses_are_fused_unchanged"),
+    "other uses of logits": (
+        "unit/runtime/head/test_fused_loss.py",
+        "test_other_operations_see_whole_logits_with_one_warning",
+    ),
     # optimizer and loop
     "clipping does nothing": (HERE, "test_trap_placeholder_clipping_is_not_silent"),
     "a GradScaler": ("whole/test_review.py", "test_a_grad_scaler_with_a_fused_optimizer"),

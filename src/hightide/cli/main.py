@@ -17,15 +17,15 @@ from rich.console import Console
 
 from hightide import api
 from hightide.cli.config import Overrides, load_config
-from hightide.cli.doctor import DoctorOptions, doctor
-from hightide.cli.plan import PlanOptions, plan
-from hightide.cli.simulate import SimulateOptions, simulate
-from hightide.cli.train import train
-from hightide.cli.verify import VerifyOptions, verify
+from hightide.cli.doctor_command import DoctorOptions, doctor
+from hightide.cli.plan_command import PlanOptions, plan
+from hightide.cli.simulate_command import SimulateOptions, simulate
+from hightide.cli.train_command import train
+from hightide.cli.verify_command import VerifyOptions, verify
 from hightide.cli.workload import LENGTH, SEQUENCES, Dtype
 from hightide.ir.foreign import shown
 from hightide.ir.plan import GradientDtype, Update
-from hightide.stores.base import OutOfMemory
+from hightide.stores.store import OutOfMemory
 
 LONGEST = 4000  # characters of a message
 EXIT_OUT_OF_MEMORY = 1

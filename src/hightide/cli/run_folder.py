@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hightide import files
 from hightide.cli.config import TrainConfig
+from hightide.process import files
 
 PLAN, TIMELINE = "plan.json", "timeline.json"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from hightide.doctor.disk import Filesystem
+from hightide.doctor.disk_speed import Filesystem
 from hightide.ir.units import format_bytes
-from hightide.machine import (
+from hightide.process.system import (
     KERNELS_SWITCH,
     cgroup_limit_bytes,
     own_kernels_allowed,

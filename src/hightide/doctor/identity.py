@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from hightide.ir.machine import SIMULATED, Fingerprint
-from hightide.machine import host_bytes, usable_cores
+from hightide.process.system import host_bytes, usable_cores
 
 
 def fingerprint(device: torch.device) -> Fingerprint:

@@ -16,7 +16,7 @@ from hightide.doctor.identity import fingerprint
 from hightide.ir import codec
 from hightide.ir.codec import from_json
 from hightide.ir.machine import Machine
-from hightide.machine import cache_folder, make_private
+from hightide.process.system import cache_folder, make_private
 
 STALE_DAYS = 30
 

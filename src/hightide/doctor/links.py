@@ -9,9 +9,9 @@ import time
 import torch
 
 from hightide.ir.tier import Lane
-from hightide.runtime.lanes import Streams
-from hightide.stores.base import Accelerator
-from hightide.stores.host import HostArena
+from hightide.runtime.lanes.lanes import Streams
+from hightide.stores.host_arena import HostArena
+from hightide.stores.store import Accelerator
 from hightide.stores.ticket import Fence
 
 NUM_BUFFERS = 4  # on the host, per direction: a single one could stay in the processor's cache

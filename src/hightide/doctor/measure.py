@@ -11,23 +11,23 @@ from datetime import UTC, datetime
 import torch
 
 from hightide.doctor.conditions import Conditions, OtherProcesses, Warned, host_conditions, read_pci_link, warnings_of
-from hightide.doctor.disk import DiskTest, filesystem_of, measure_disk
+from hightide.doctor.disk_speed import DiskTest, filesystem_of, measure_disk
 from hightide.doctor.findings import findings_of
 from hightide.doctor.identity import fingerprint, gpu_name, processor_name
 from hightide.doctor.links import NUM_BUFFERS, Link
 from hightide.doctor.pace import Work, measure_together
 from hightide.doctor.rates import dram_rates, gpu_memory_rate, matmul_rates
-from hightide.doctor.update import UpdateArrays, UpdateWork
+from hightide.doctor.update_speed import UpdateArrays, UpdateWork
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.ir.machine import UPDATE_BYTES, Gpu, Host, Machine, Speeds, Unpinned, subsets
 from hightide.ir.tier import Lane
-from hightide.machine import available_bytes, cgroup_limit_bytes, free_host_bytes, host_bytes, usable_cores
-from hightide.runtime.lanes import Lanes
-from hightide.stores.base import ALIGN_BYTES, Accelerator
+from hightide.process.system import available_bytes, cgroup_limit_bytes, free_host_bytes, host_bytes, usable_cores
+from hightide.runtime.lanes.lanes import Lanes
 from hightide.stores.cuda import CudaAccelerator
-from hightide.stores.host import HostArena
+from hightide.stores.host_arena import HostArena
 from hightide.stores.pinned import PinnedArena
 from hightide.stores.simulated import SimulatedAccelerator
+from hightide.stores.store import ALIGN_BYTES, Accelerator
 
 Tell = Callable[[str], None]  # what is being measured now
 

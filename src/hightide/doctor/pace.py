@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hightide.ir.tier import Lane
-from hightide.runtime.lanes import Lanes
+from hightide.runtime.lanes.lanes import Lanes
 
 Work = Callable[[], int]  # one piece, to its end; returns the bytes that it moved or touched
 

@@ -31,7 +31,7 @@ from hightide.integrations.folder import (
 from hightide.ir.foreign import read_json, shown
 from hightide.loading.tensor_file import StoredTensor, same_values
 from hightide.loading.unloaded import parameters_on_meta, remember
-from hightide.runtime.origin import Origin
+from hightide.runtime.chunks.origin import Origin
 
 HALVES = (torch.bfloat16, torch.float16)
 

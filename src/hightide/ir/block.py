@@ -42,7 +42,7 @@ class BlockSpec:
         str, ...
     ]  # keys of the parameters it uses, first use in execution order; shared ones appear in each user
     loose: bool = False
-    lazy_head: bool = False  # projection and loss are fused over slices of tokens (see runtime/loss.py)
+    lazy_head: bool = False  # projection and loss are fused over slices of tokens (see runtime/head/fused_loss.py)
     plain_linear: bool = False  # an nn.Linear and nothing more: its gradient is two matrix products
 
 

@@ -98,7 +98,8 @@ class ChunkSpec:
 
     @property
     def has_remainder(self) -> bool:
-        """Its master is the parameter plus 16 more bits. See [Note: masters in two parts] in runtime/remainder.py."""
+        """Its master is the parameter plus 16 more bits. See [Note: masters in two parts] in
+        runtime/chunks/remainder.py."""
         return REMAINDER in self.states
 
     @property

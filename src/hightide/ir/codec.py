@@ -12,9 +12,9 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-from hightide import files
 from hightide.ir.foreign import MAX_COUNT, QUOTED, has_controls, parse_json, quoted, read_json, shown
 from hightide.ir.tier import Lane
+from hightide.process import files
 
 T = TypeVar("T")
 

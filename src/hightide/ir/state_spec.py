@@ -47,7 +47,7 @@ class StateSpec:
 StateSpecs = tuple[StateSpec, ...]
 ADAM_STATES: StateSpecs = (StateSpec("exp_avg", "float32"), StateSpec("exp_avg_sq", "float32"))
 # Beside a rule's own, for parameters that are not fp32: the fp32 master copy, or what a bf16 parameter lacks of it. See
-# [Note: masters in two parts] in runtime/remainder.py.
+# [Note: masters in two parts] in runtime/chunks/remainder.py.
 MASTER = StateSpec("master", "float32")
 REMAINDER = StateSpec("remainder", "int16")
 

@@ -13,7 +13,7 @@ from hightide.ir.foreign import MAX_COUNT, shown
 from hightide.ir.tier import ChunkKind, Lane
 
 
-class Part(StrEnum):
+class MemoryPart(StrEnum):
     """What GPU memory is used for. What lives longest comes first, and is drawn at the bottom."""
 
     PERSISTENT = "persistent chunks"  # parameters, gradients and states that stay
@@ -66,7 +66,7 @@ class Timeline:
     gpu_reserved_bytes: int | None  # by torch from the driver, at most; None: on the simulated accelerator
     gpu_limit_bytes: int
     lanes: tuple[LaneTime, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[MemoryPart, ...]
     levels: tuple[Level, ...]  # by time; several may have one time
     bars: tuple[Bar, ...]  # by start
 

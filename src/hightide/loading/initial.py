@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from hightide.runtime.chunks import Chunks
+from hightide.runtime.chunks.chunks import Chunks
 
 REAL_BYTES = 64 * 1024**2  # of parameters at a time
 RESETS = ("reset_parameters", "_reset_parameters")  # the second: nn.MultiheadAttention and nn.Transformer

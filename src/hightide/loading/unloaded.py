@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from hightide.runtime.origin import Origin
+from hightide.runtime.chunks.origin import Origin
 
 MAX_PARAMETERS = 1_000_000
 MAX_VALUE_BYTES = 2 * 1024**3

@@ -8,7 +8,7 @@ from torch import nn
 
 from hightide.loading.initial import NAMED, check_initialisers, initialise, initialised_modules
 from hightide.loading.unloaded import origins_in
-from hightide.runtime.origin import FirstValues
+from hightide.runtime.chunks.origin import FirstValues
 
 
 def first_values(model: nn.Module) -> FirstValues:

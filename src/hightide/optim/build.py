@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from hightide import files
-from hightide.machine import KERNELS_SWITCH, cache_folder, is_private, make_private, own_kernels_allowed
+from hightide.process import files
+from hightide.process.system import KERNELS_SWITCH, cache_folder, is_private, make_private, own_kernels_allowed
 
 # Never -ffast-math: infinities and NaN must come out as they do in torch. The last two only let loops become vectors.
 FLAGS = (

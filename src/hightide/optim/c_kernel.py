@@ -10,7 +10,7 @@ import torch
 
 from hightide.optim import build
 from hightide.optim.operands import Operands
-from hightide.runtime.crew import WorkInC
+from hightide.runtime.lanes.kernel_threads import WorkInC
 
 _NONE = 0
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}

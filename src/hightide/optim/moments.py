@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hightide.ir.refusal import Refused
 from hightide.optim.rule import Rule
-from hightide.runtime.chunks import Chunks
+from hightide.runtime.chunks.chunks import Chunks
 from hightide.stores.array import Array
 
 

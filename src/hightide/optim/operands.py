@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hightide.runtime.remainder import join
+from hightide.runtime.chunks.remainder import join
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from hightide.ir.chunk import ALIGN_NUMEL, UPDATE_TILE_NUMEL
 from hightide.ir.state_spec import StateSpecs
 from hightide.optim.operands import Operands
-from hightide.runtime.remainder import join, split
+from hightide.runtime.chunks.remainder import join, split
 
 TILE_NUMEL = UPDATE_TILE_NUMEL  # without a given scratch, an fp32 copy of so many gradients exists at a time
 assert TILE_NUMEL % ALIGN_NUMEL == 0

@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from hightide.ir.block import ModelProfile, Work
 from hightide.ir.costs import CallCost, CallPeaks, Costs, Curve, LossCost, Point
 from hightide.ir.plan import Activation
-from hightide.planner.estimate import GLUE_S
-from hightide.planner.loss import loss_tile_tokens
-from hightide.profiler.blocks import Choice
-from hightide.profiler.hooks import no_global_hooks
-from hightide.profiler.model import profile_calls
-from hightide.profiler.probe import ProbeResult
-from hightide.profiler.recording import Record
-from hightide.profiler.split import Batch
-from hightide.progress import doing
+from hightide.plan.loss_tiles import loss_tile_tokens
+from hightide.plan.predict.estimate import GLUE_S
+from hightide.process.progress import doing
+from hightide.profile.model.block_finder import BlockChoice
+from hightide.profile.model.call_tree import Batch
+from hightide.profile.model.hooks import no_global_hooks
+from hightide.profile.model.model_profile import profile_calls
+from hightide.profile.model.probe import ProbeResult
+from hightide.profile.model.probe_record import CallRecord
 from hightide.rehearsal.device import memory_rate, update_rate
-from hightide.rehearsal.stage import Part, Stage, Tile
+from hightide.rehearsal.stage import RehearsedCall, Stage, Tile
 from hightide.rehearsal.stopwatch import Lap, MemoryReading, time_laps
-from hightide.runtime.compiled import MAX_SHAPES
+from hightide.runtime.blocks.compiled import MAX_SHAPES
 
 NONE = Curve(())
 
@@ -40,7 +40,7 @@ def rehearse(
     device: torch.device,
     compile: bool = False,
     micro_batches: Sequence[int] | None = None,
-    blocks: Choice | None = None,
+    blocks: BlockChoice | None = None,
 ) -> tuple[ModelProfile, Costs]:
     """The model may be on the meta device, and is not touched. `micro_batches`: sizes to measure; None: one sample, a
     quarter of the batch, and all of it. Needs memory for one block with its activations. Which blocks may be split is
@@ -52,7 +52,7 @@ def rehearse(
 def measure_costs(
     profile: ModelProfile,
     probed: ProbeResult,
-    records: Sequence[Record],
+    records: Sequence[CallRecord],
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     compile: bool,
@@ -114,15 +114,15 @@ def _sizes(num_samples: int, micro_batches: Sequence[int] | None, compile: bool)
     return sizes
 
 
-def _parts(profile: ModelProfile, probed: ProbeResult, records: Sequence[Record]) -> list[Part]:
+def _parts(profile: ModelProfile, probed: ProbeResult, records: Sequence[CallRecord]) -> list[RehearsedCall]:
     """One of each kind, by kind."""
     classes = Counter(type(block.module).forward for block in probed.blocks)
-    found: dict[int, Part] = {}
+    found: dict[int, RehearsedCall] = {}
     for call, probed_call, record in zip(profile.calls, probed.calls, records, strict=True):
         module = probed.blocks[call.block].module
         found.setdefault(
             call.kind,
-            Part(
+            RehearsedCall(
                 spec=profile.blocks[call.block],
                 call=call,
                 probed=probed_call,
@@ -155,8 +155,8 @@ class _Rehearsal:
     compile: bool
     memory_bytes_per_s: float
 
-    def call(self, part: Part) -> tuple[CallCost, CallPeaks]:
-        if part.spec.lazy_head:  # costs go by tiles, and bytes by arithmetic: see planner/loss.py
+    def call(self, part: RehearsedCall) -> tuple[CallCost, CallPeaks]:
+        if part.spec.lazy_head:  # costs go by tiles, and bytes by arithmetic: see plan/loss_tiles.py
             return CallCost(NONE, NONE, NONE, NONE), CallPeaks(NONE, NONE, NONE)
         again = kept = self._run(part, Activation.RECOMPUTE)
         if part.call.recompute != Work():
@@ -175,7 +175,7 @@ class _Rehearsal:
         )
         return cost, CallPeaks(_curve(again.forward_bytes), _curve(kept.kept_bytes), _curve(backward_bytes))
 
-    def _run(self, part: Part, activation: Activation) -> _Found:
+    def _run(self, part: RehearsedCall, activation: Activation) -> _Found:
         sizes = self.sizes if part.call.splittable else [self.profile.num_samples]
         found = _Found()
         with self._on_stage(part, max(sizes), activation) as stage:
@@ -217,7 +217,7 @@ class _Rehearsal:
             found.backward_bytes[size] = memory.peak_bytes - before
         stage.end_step(*call)
 
-    def loss(self, parts: Sequence[Part]) -> LossCost | None:
+    def loss(self, parts: Sequence[RehearsedCall]) -> LossCost | None:
         part = next((part for part in parts if part.spec.lazy_head), None)
         if part is None:
             return None
@@ -228,7 +228,7 @@ class _Rehearsal:
             _, kept_s = self._tile_seconds(part, Tile(tile, tile))
         return LossCost(tile, forward_s, kept_s, max(0.0, again_s - kept_s))
 
-    def _tile_seconds(self, part: Part, tile: Tile) -> tuple[float, float]:
+    def _tile_seconds(self, part: RehearsedCall, tile: Tile) -> tuple[float, float]:
         """Forward and backward."""
         hidden = part.record.inputs[0]
         with self._on_stage(part, tile.num_tokens, Activation.RECOMPUTE, tile) as stage:
@@ -254,7 +254,7 @@ class _Rehearsal:
 
     @contextmanager
     def _on_stage(
-        self, part: Part, num_samples: int, activation: Activation, tile: Tile | None = None
+        self, part: RehearsedCall, num_samples: int, activation: Activation, tile: Tile | None = None
     ) -> Iterator[Stage]:
         stage = Stage(part, self.profile, num_samples, activation, self.device, self.compile, tile)
         try:

@@ -23,17 +23,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hightide.ir.block import BlockSpec, CallSpec, ModelProfile, ParamSpec
 from hightide.ir.plan import Activation, Plan, Update
 from hightide.ir.split import Split
-from hightide.planner.by_hand import plan_by_hand
-from hightide.planner.candidate import Candidate
-from hightide.planner.problem import Terms
-from hightide.planner.solution import Solution
-from hightide.profiler.blocks import FoundBlock
-from hightide.profiler.hooks import HOOKS, is_part_of_computation
-from hightide.profiler.probe import ProbedCall, ProbeResult
-from hightide.profiler.recording import Record
-from hightide.profiler.split import flatten, narrow, tensors, unflatten
-from hightide.profiler.taps import Tap
-from hightide.runtime.origin import FirstValues
+from hightide.plan.problem import Terms
+from hightide.plan.search.by_hand import plan_by_hand
+from hightide.plan.search.candidate import Candidate
+from hightide.plan.solution import Solution
+from hightide.profile.model.block_finder import FoundBlock
+from hightide.profile.model.call_tree import flatten, narrow, tensors, unflatten
+from hightide.profile.model.hooks import HOOKS, is_part_of_computation
+from hightide.profile.model.probe import ProbedCall, ProbeResult
+from hightide.profile.model.probe_record import CallRecord
+from hightide.profile.model.taps import Tap
+from hightide.runtime.chunks.origin import FirstValues
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import unwrap_modules, wrap_modules
 
@@ -45,13 +45,13 @@ ROOM = 4  # times what the plan needs: a rehearsal looks for the truth, it must 
 
 
 @dataclass(frozen=True)
-class Part:
+class RehearsedCall:
     """One kind of call, as the profile knows it, and what it takes to run it again."""
 
     spec: BlockSpec
     call: CallSpec
     probed: ProbedCall
-    record: Record
+    record: CallRecord
     module: nn.Module  # the user's; only to be copied
     num_equal: int  # blocks of this class in the model
     taps: tuple[Tap, ...]
@@ -82,7 +82,7 @@ class Stage:
 
     def __init__(
         self,
-        part: Part,
+        part: RehearsedCall,
         profile: ModelProfile,
         num_samples: int,
         activation: Activation,
@@ -192,7 +192,7 @@ def _real(tensor: Tensor, requires_grad: bool, device: torch.device) -> Tensor:
     return real.requires_grad_(requires_grad)
 
 
-def _profile(part: Part, root: nn.Module, profile: ModelProfile, num_samples: int) -> ModelProfile:
+def _profile(part: RehearsedCall, root: nn.Module, profile: ModelProfile, num_samples: int) -> ModelProfile:
     params = tuple(
         ParamSpec((name,), tuple(param.shape), str(param.dtype).removeprefix("torch."), param.requires_grad, None)
         for name, param in root.named_parameters()

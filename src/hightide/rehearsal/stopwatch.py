@@ -19,7 +19,7 @@ Pass = Callable[[Lap], None]
 
 
 @dataclass(frozen=True)
-class Effort:
+class TimingEffort:
     """How long to measure. Under load without a pause a GPU is slower than at first: its clock falls."""
 
     num_warm: int  # passes before: compilation, workspaces
@@ -28,8 +28,8 @@ class Effort:
     max_passes: int
 
 
-GPU_EFFORT = Effort(num_warm=2, num_ahead=5, sustained_s=0.2, max_passes=200)
-CPU_EFFORT = Effort(num_warm=1, num_ahead=1, sustained_s=0.0, max_passes=3)
+GPU_EFFORT = TimingEffort(num_warm=2, num_ahead=5, sustained_s=0.2, max_passes=200)
+CPU_EFFORT = TimingEffort(num_warm=1, num_ahead=1, sustained_s=0.0, max_passes=3)
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, GradientDtype, Update
 from hightide.ir.tier import Lane, Tier
-from hightide.planner.explain import precisions
-from hightide.planner.floor import floors
-from hightide.planner.helpful import Change, Improvements
-from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.problem import Problem
-from hightide.planner.solution import Searched
-from hightide.planner.why import Reasons
+from hightide.plan.advice.explain import precisions
+from hightide.plan.advice.helpful import Change, Improvements
+from hightide.plan.advice.why import Reasons
+from hightide.plan.infeasible import InfeasiblePlan
+from hightide.plan.predict.floor import floors
+from hightide.plan.problem import Problem
+from hightide.plan.solution import Searched
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Outlook:
 
 
 @dataclass(frozen=True)
-class Shortage:
+class TierShortage:
     tier: Tier
     needed_bytes: int
     missing_bytes: int
@@ -91,7 +91,7 @@ class Refusal:
     needed_bytes: int
     moment: str  # the action of the schedule; "": always
     when: str  # the same in words
-    shortages: tuple[Shortage, ...]  # of all tiers that are short at once
+    shortages: tuple[TierShortage, ...]  # of all tiers that are short at once
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def outlook(found: Searched) -> Outlook:
 
 def refusal(error: InfeasiblePlan, problem: Problem) -> Refusal:
     limits = problem.terms.limits
-    short = tuple(Shortage(tier, size, size - limits[tier]) for tier, size in error.enough[0].items())
+    short = tuple(TierShortage(tier, size, size - limits[tier]) for tier, size in error.enough[0].items())
     return Refusal(
         str(error), error.tier, error.num_bytes, error.moment, _in_words(error.moment, problem.profile), short
     )

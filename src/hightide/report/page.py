@@ -9,20 +9,20 @@ from importlib import resources
 
 from hightide.ir.action import Op
 from hightide.ir.tier import ChunkKind
-from hightide.ir.timeline import Bar, Part, Timeline
+from hightide.ir.timeline import Bar, MemoryPart, Timeline
 from hightide.ir.units import format_seconds
 from hightide.report.summary import gpu_room, rows, worst_waits
 
 # One colour stands for one thing, in memory and on the lanes. Its value for light and dark is in page.css.
 PART_COLOURS = {
-    Part.PERSISTENT: "states",
-    Part.SLOTS: "params",
-    Part.GRADIENTS: "grads",
-    Part.BATCH: "other",
-    Part.INPUTS: "inputs",
-    Part.ACTIVATIONS: "forward",
-    Part.TRANSIENTS: "backward",
-    Part.REST: "inputs",
+    MemoryPart.PERSISTENT: "states",
+    MemoryPart.SLOTS: "params",
+    MemoryPart.GRADIENTS: "grads",
+    MemoryPart.BATCH: "other",
+    MemoryPart.INPUTS: "inputs",
+    MemoryPart.ACTIVATIONS: "forward",
+    MemoryPart.TRANSIENTS: "backward",
+    MemoryPart.REST: "inputs",
 }
 BAR_COLOURS = {
     "forward": "forward",

@@ -15,13 +15,13 @@ MAX_LINKS = 3  # of a chain of waits that are shown
 
 
 @dataclass(frozen=True)
-class Row:
+class SummaryRow:
     name: str
     cells: tuple[str, ...]  # one for each timeline
     difference: str = ""  # of the second against the first
 
 
-def rows(timelines: list[Timeline]) -> list[Row]:
+def rows(timelines: list[Timeline]) -> list[SummaryRow]:
     found = [_row("step time", [one.step_s for one in timelines], format_seconds)]
     reserved = [one.gpu_reserved_bytes for one in timelines if one.gpu_reserved_bytes is not None]
     if len(reserved) == len(timelines):
@@ -82,17 +82,17 @@ def _chain(name: str, causes: Mapping[str, str]) -> str:
     return ", after ".join(links)
 
 
-def _row(name: str, values: Sequence[float], text: Callable[[float], str]) -> Row:
+def _row(name: str, values: Sequence[float], text: Callable[[float], str]) -> SummaryRow:
     difference = ""
     if len(values) == 2 and values[0]:
         difference = f"{values[1] / values[0] - 1:+.1%}"
-    return Row(name, tuple(text(value) for value in values), difference)
+    return SummaryRow(name, tuple(text(value) for value in values), difference)
 
 
 def _bytes_text(value: float) -> str:
     return format_bytes(int(value))
 
 
-def _share_row(name: str, shares: list[float]) -> Row:
+def _share_row(name: str, shares: list[float]) -> SummaryRow:
     difference = f"{100 * (shares[1] - shares[0]):+.1f} points" if len(shares) == 2 else ""
-    return Row(name, tuple(f"{share:.1%}" for share in shares), difference)
+    return SummaryRow(name, tuple(f"{share:.1%}" for share in shares), difference)

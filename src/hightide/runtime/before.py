@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hightide.profiler.state import GlobalRandom
-from hightide.runtime.chunks import Chunks
+from hightide.profile.trial.state import GlobalRandom
+from hightide.runtime.chunks.chunks import Chunks
 
 
 class Before:

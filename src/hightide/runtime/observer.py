@@ -12,7 +12,7 @@ import torch
 
 from hightide.ir.action import Mode, Op
 from hightide.ir.tier import Tier
-from hightide.stores.base import OutOfMemory
+from hightide.stores.store import OutOfMemory
 
 if TYPE_CHECKING:
     from hightide.runtime.run import Run

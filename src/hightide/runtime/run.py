@@ -16,47 +16,47 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from hightide.forks import Birthplace
-from hightide.interrupts import Hold, deferred, held, safe_point
 from hightide.ir.action import Mode, Op
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Forecast, Update
 from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.ir.split import Split
 from hightide.ir.tier import Tier
-from hightide.planner.memory import peaks, reserved_bytes
-from hightide.planner.solution import Solution
-from hightide.profiler.caches import Caches
-from hightide.profiler.probe import ProbeResult, probe
-from hightide.profiler.samples import num_samples as samples_in
-from hightide.profiler.split import Arguments, flatten_call, tensors
-from hightide.progress import tell
-from hightide.runtime import rng
-from hightide.runtime.activations import Stashes
-from hightide.runtime.anchor import Anchor
-from hightide.runtime.autocast import Autocast
-from hightide.runtime.batch import copy_to, map_tensors
+from hightide.plan.predict.peaks import peaks, reserved_bytes
+from hightide.plan.solution import Solution
+from hightide.process.forks import Birthplace
+from hightide.process.interrupts import Hold, deferred, held, safe_point
+from hightide.process.progress import tell
+from hightide.profile.model.call_tree import Arguments, flatten_call, tensors
+from hightide.profile.model.probe import ProbeResult, probe
+from hightide.profile.model.samples import num_samples as samples_in
+from hightide.profile.switches.caches import Caches
 from hightide.runtime.before import Before
-from hightide.runtime.blocks import BlockRunner
-from hightide.runtime.chunks import Chunks
-from hightide.runtime.compiled import CompiledForwards
-from hightide.runtime.executor import Executor, Tick
-from hightide.runtime.first_look import FirstLooks
-from hightide.runtime.gradients import Gradients
-from hightide.runtime.inner_hooks import InnerHooks
-from hightide.runtime.lanes import Lanes
-from hightide.runtime.moving import Luggage
+from hightide.runtime.blocks import rng
+from hightide.runtime.blocks.activations import Stashes
+from hightide.runtime.blocks.autocast import Autocast
+from hightide.runtime.blocks.batch import copy_to, map_tensors
+from hightide.runtime.blocks.block_function import BlockRunner
+from hightide.runtime.blocks.compiled import CompiledForwards
+from hightide.runtime.chunks.chunks import Chunks
+from hightide.runtime.chunks.moving import StatesOnTheMove
+from hightide.runtime.chunks.origin import FirstValues
+from hightide.runtime.gradients.gradient_placeholder import GradientPlaceholder
+from hightide.runtime.gradients.gradients import Gradients
+from hightide.runtime.guards.anchor import Anchor
+from hightide.runtime.guards.first_look import FirstLooks
+from hightide.runtime.guards.inner_hooks import InnerHooks
+from hightide.runtime.guards.transforms import refuse_transforms
+from hightide.runtime.guards.unchanged import Unchanged
+from hightide.runtime.lanes.lanes import Lanes
 from hightide.runtime.observer import Observer, watched_pass
-from hightide.runtime.origin import FirstValues
-from hightide.runtime.performer import Performer
-from hightide.runtime.placeholder import GradientPlaceholder
-from hightide.runtime.transforms import refuse_transforms
-from hightide.runtime.unchanged import Unchanged
-from hightide.stores.base import ALIGN_BYTES, Accelerator, OutOfMemory
+from hightide.runtime.schedule.executor import Executor, Tick
+from hightide.runtime.schedule.performer import Performer
 from hightide.stores.cuda import CudaAccelerator
-from hightide.stores.host import HostArena
+from hightide.stores.host_arena import HostArena
 from hightide.stores.pinned import PinnedArena
 from hightide.stores.simulated import SimulatedAccelerator
+from hightide.stores.store import ALIGN_BYTES, Accelerator, OutOfMemory
 
 LOST = (
     "the model was being moved to another plan when that failed, and its values are lost; the run ends here, go on "
@@ -170,13 +170,13 @@ class Run:
             if self.gpu.device.type == "cuda":
                 torch.cuda.synchronize(self.gpu.device)  # what was enqueued reads and writes what moves now
             try:
-                self._go_over(Luggage(self.plan, self.chunks, self.gradients), solution)
+                self._go_over(StatesOnTheMove(self.plan, self.chunks, self.gradients), solution)
             except (torch.OutOfMemoryError, MemoryError) as error:
                 error.add_note("This was asked for by a move to another plan, which was given up: the old plan stays.")
                 raise
             self.settle()  # by now nothing of the old plan's memory is left: that of the new one may become real
 
-    def _go_over(self, luggage: Luggage, solution: Solution) -> None:
+    def _go_over(self, luggage: StatesOnTheMove, solution: Solution) -> None:
         """See [Note: moving]."""
         self.chunks.let_go()
         self.gpu.vacate()
@@ -192,7 +192,9 @@ class Run:
             self.lanes.fail(error)
             raise RuntimeError(LOST) from error
 
-    def _carry_over(self, luggage: Luggage, taken: tuple[Accelerator, HostArena, Chunks], solution: Solution) -> None:
+    def _carry_over(
+        self, luggage: StatesOnTheMove, taken: tuple[Accelerator, HostArena, Chunks], solution: Solution
+    ) -> None:
         gpu, host, chunks, performer, executor = self.gpu, self.host, self.chunks, self.performer, self.executor
         self.profile, self.plan = solution.profile, solution.plan
         self.gpu, self.host, self.chunks = taken
@@ -229,7 +231,7 @@ class Run:
             host.close()
             raise
 
-    def _stay(self, luggage: Luggage, error: BaseException) -> None:
+    def _stay(self, luggage: StatesOnTheMove, error: BaseException) -> None:
         """Under the old plan."""
         try:
             luggage.put_back()

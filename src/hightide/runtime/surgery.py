@@ -16,17 +16,17 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from hightide.interrupts import deferred, held
 from hightide.ir.block import ModelProfile
 from hightide.ir.refusal import Refused, RefusedArgument
-from hightide.profiler.probe import MUTATES_INPUT, ProbeResult
-from hightide.runtime.absent import Disabled
-from hightide.runtime.blocks import BlockRunner
-from hightide.runtime.head import HeadCall
-from hightide.runtime.inner_hooks import InnerHooks
-from hightide.runtime.lazy_logits import LazyLogits
+from hightide.process.interrupts import deferred, held
+from hightide.profile.model.probe import MUTATES_INPUT, ProbeResult
+from hightide.runtime.blocks.block_function import BlockRunner
+from hightide.runtime.chunks.absent import Disabled
+from hightide.runtime.guards.inner_hooks import InnerHooks
+from hightide.runtime.guards.unchanged import HOOKED, Unchanged
+from hightide.runtime.head.head import HeadCall
+from hightide.runtime.head.lazy_logits import LazyLogits
 from hightide.runtime.run import Run
-from hightide.runtime.unchanged import HOOKED, Unchanged
 
 
 class Wrapped:

@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 
 from hightide.ir.tier import Tier
-from hightide.stores.base import MemoryStore, Region
+from hightide.stores.store import MemoryStore, Region
 
 # A capacity is a limit, not a need: do not ask the system to set it aside. Python names the flag from 3.13 on.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)

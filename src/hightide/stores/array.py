@@ -9,7 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hightide.stores.base import MemoryStore, Region, Store
+from hightide.stores.store import MemoryStore, Region, Store
 from hightide.stores.ticket import Ticket
 
 

@@ -12,7 +12,7 @@ import torch
 from hightide.ir.tier import Tier
 from hightide.ir.units import parse_bytes
 from hightide.stores import device_limit
-from hightide.stores.base import Accelerator, LapPeak, OutOfMemory, Region
+from hightide.stores.store import Accelerator, LapPeak, OutOfMemory, Region
 
 
 def use_expandable_segments() -> None:

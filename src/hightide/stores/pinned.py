@@ -13,10 +13,10 @@ from contextlib import suppress
 
 import torch
 
-from hightide.forks import Birthplace
 from hightide.ir.units import format_bytes
-from hightide.stores.base import ALIGN_BYTES
-from hightide.stores.host import HostArena
+from hightide.process.forks import Birthplace
+from hightide.stores.host_arena import HostArena
+from hightide.stores.store import ALIGN_BYTES
 
 
 class PinnedArena(HostArena):

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from hightide.ir.tier import Tier
 from hightide.stores.arena import ArenaStore
-from hightide.stores.base import Accelerator, LapPeak
 from hightide.stores.meter import DEFAULT_LABEL, AllocationMeter, StorageLedger
+from hightide.stores.store import Accelerator, LapPeak
 
 
 class SimulatedAccelerator(ArenaStore, Accelerator):

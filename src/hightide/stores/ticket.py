@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from hightide.interrupts import safe_point
+from hightide.process.interrupts import safe_point
 
 DEFAULT_TIMEOUT_S = 120.0
 LOOK_S = 0.1  # who waits looks this often whether the user wants to interrupt it

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from hightide.ir.plan import Update
-from hightide.profiler.split import Arguments
-from hightide.runtime.batch import map_tensors
-from hightide.runtime.lazy_logits import LazyLogits
+from hightide.profile.model.call_tree import Arguments
+from hightide.runtime.blocks.batch import map_tensors
+from hightide.runtime.head.lazy_logits import LazyLogits
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 from hightide.verification.copies import random_states, seed_all
@@ -56,7 +56,7 @@ class Loop:
     params: tuple[str, ...]  # names, in the order in which backward is through with them
 
 
-class Subject(ABC):
+class ObservedTraining(ABC):
     """A model that can be trained, and looked at."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, begin: Mapping[str, Tensor]) -> None:
@@ -87,7 +87,7 @@ class Subject(ABC):
         return False
 
 
-class Plain(Subject):
+class Plain(ObservedTraining):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model, optimizer, values_of(model))
 
@@ -105,7 +105,7 @@ class Plain(Subject):
         return next(self.model.parameters()).device
 
 
-class Streamed(Subject):
+class Streamed(ObservedTraining):
     """One that `hightide.wrap` has returned."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, begin: Mapping[str, Tensor]) -> None:
@@ -143,7 +143,7 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().to("cpu", copy=True) for name, param in model.named_parameters()}
 
 
-def train(subject: Subject, loop: Loop, note: Note) -> None:
+def train(subject: ObservedTraining, loop: Loop, note: Note) -> None:
     """Trains as a user's loop does, then evaluates; tells `note` what is to be seen."""
     seed_all()
     with _watched(subject, loop.blocks, note) as begin:
@@ -163,7 +163,7 @@ def train(subject: Subject, loop: Loop, note: Note) -> None:
             note(Key("result", name), tensor, 0.0)
 
 
-def _step(subject: Subject, loop: Loop, step: int, batch: Arguments, note: Note) -> None:
+def _step(subject: ObservedTraining, loop: Loop, step: int, batch: Arguments, note: Note) -> None:
     result = call(subject.model, batch)
     loss = loop.loss(result)
     note(Key("loss", "", step), loss, 0.0)
@@ -187,7 +187,7 @@ def _mapped(batch: Arguments, change: Callable[[Tensor], Tensor]) -> Arguments:
 
 
 @contextmanager
-def _watched(subject: Subject, blocks: tuple[str, ...], note: Note) -> Iterator[Callable[[int], None]]:
+def _watched(subject: ObservedTraining, blocks: tuple[str, ...], note: Note) -> Iterator[Callable[[int], None]]:
     """Sees what blocks return, as a forward hook on them does. Call what it yields before each step."""
     now = AFTER
     calls: Counter[str] = Counter()
@@ -218,7 +218,7 @@ def _watched(subject: Subject, blocks: tuple[str, ...], note: Note) -> Iterator[
             handle.remove()
 
 
-def _look_at_gradients(subject: Subject, loop: Loop, step: int, note: Note) -> None:
+def _look_at_gradients(subject: ObservedTraining, loop: Loop, step: int, note: Note) -> None:
     gradients = {name: subject.model.get_parameter(name).grad for name in loop.params}
     present = [dense(gradient) for gradient in gradients.values() if gradient is not None]
     norm = torch.nn.utils.get_total_norm(present)
@@ -233,7 +233,7 @@ def dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
-def _look_at_weights(subject: Subject, loop: Loop, note: Note) -> None:
+def _look_at_weights(subject: ObservedTraining, loop: Loop, note: Note) -> None:
     last = len(loop.batches)
     optimised = {id(param) for group in subject.optimizer.param_groups for param in group["params"]}
     for name in loop.params:
@@ -249,7 +249,7 @@ def _look_at_weights(subject: Subject, loop: Loop, note: Note) -> None:
                 note(Key(state, name, last), torch.as_tensor(value), 0.0)
 
 
-def _look_at_modules(subject: Subject, note: Note) -> None:
+def _look_at_modules(subject: ObservedTraining, note: Note) -> None:
     """Buffers, and attributes that are numbers and have changed: counters."""
     for name, buffer in subject.model.named_buffers():
         note(Key("buffer", name), buffer, 0.0)

@@ -1,5 +1,5 @@
 """Dropout. In several micro-batches a block draws other masks than plain PyTorch would for the whole batch, which is no
-error (read [Note: dropout and plans] in runtime/rng.py), and nothing can be compared while it is on."""
+error (read [Note: dropout and plans] in runtime/blocks/rng.py), and nothing can be compared while it is on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hightide.profiler.split import Arguments
+from hightide.profile.model.call_tree import Arguments
 from hightide.verification.copies import random_states
 from hightide.verification.observe import call
 

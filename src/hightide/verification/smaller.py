@@ -20,10 +20,10 @@ from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.ir.units import format_bytes
 from hightide.loading.unloaded import Unloaded
 from hightide.optim.registry import rule_for
-from hightide.profiler.blocks import Choice
-from hightide.profiler.model import profile_model
-from hightide.profiler.samples import samples_along_first
-from hightide.profiler.split import Arguments, flatten_call, tensors, unflatten
+from hightide.profile.model.block_finder import BlockChoice
+from hightide.profile.model.call_tree import Arguments, flatten_call, tensors, unflatten
+from hightide.profile.model.model_profile import profile_model
+from hightide.profile.model.samples import samples_along_first
 from hightide.verification.copies import copied_optimizer, lacks_values, twins_of
 
 LEAST_SAMPLES = 3  # for as many micro-batches
@@ -47,7 +47,7 @@ class TooLarge(ValueError):
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """Bytes that may be taken. Without a GPU the device is the host."""
 
     device_bytes: int
@@ -55,7 +55,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Task:
+class SmallerTask:
     """What will be trained."""
 
     model: nn.Module
@@ -71,7 +71,7 @@ class Need:
     activations_bytes: int
     kept_bytes: int  # of the plain run, for the comparison
 
-    def exceeds(self, room: Room, device: torch.device) -> bool:
+    def exceeds(self, room: MemoryBudget, device: torch.device) -> bool:
         on_device = self.weights_bytes + self.activations_bytes
         if device.type != "cuda":
             return on_device + self.kept_bytes > room.host_bytes
@@ -88,13 +88,13 @@ def fitted(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     batch: Arguments,
-    blocks: Choice | None,
+    blocks: BlockChoice | None,
     steps: int,
-    room: Room,
+    room: MemoryBudget,
     device: torch.device,
-) -> Task:
+) -> SmallerTask:
     """The same, or as much of it as there is memory for. TooLarge where even that is too much."""
-    task = Task(model, optimizer, batch, _profile(model, optimizer, batch, blocks))
+    task = SmallerTask(model, optimizer, batch, _profile(model, optimizer, batch, blocks))
     first = need = need_of(task, steps)
     while need.exceeds(room, device):
         weights_alone = replace(need, activations_bytes=0, kept_bytes=0).exceeds(room, device)
@@ -108,7 +108,7 @@ def fitted(
     return task
 
 
-def need_of(task: Task, steps: int) -> Need:
+def need_of(task: SmallerTask, steps: int) -> Need:
     """Copies are in fp32, and whatever a 16-bit model computes is then twice as large."""
     profile, states = task.profile, rule_for(task.optimizer).states
     size = profile.num_samples
@@ -128,12 +128,12 @@ def need_of(task: Task, steps: int) -> Need:
 
 
 def _profile(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Arguments, blocks: Choice | None
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Arguments, blocks: BlockChoice | None
 ) -> ModelProfile:
     return profile_model(model, optimizer, batch, blocks)[0]
 
 
-def _too_large(first: Need, need: Need, task: Task, room: Room, device: torch.device) -> str:
+def _too_large(first: Need, need: Need, task: SmallerTask, room: MemoryBudget, device: torch.device) -> str:
     there = format_bytes(room.host_bytes) + " may be taken"
     if device.type == "cuda":
         there = f"{format_bytes(room.device_bytes)} of the GPU and {there} of the host"
@@ -144,7 +144,7 @@ def _too_large(first: Need, need: Need, task: Task, room: Room, device: torch.de
     )
 
 
-def _smaller(task: Task, blocks: Choice | None, only_layers: bool) -> Iterator[Task]:
+def _smaller(task: SmallerTask, blocks: BlockChoice | None, only_layers: bool) -> Iterator[SmallerTask]:
     """Ways to make it smaller, the mildest first."""
     num_samples = samples_along_first(task.batch)
     if not only_layers:
@@ -208,7 +208,7 @@ def changed_batch(batch: Arguments, change: Any) -> Arguments:
 # -- fewer layers --------------------------------------------------------------------------------------------------
 
 
-def _with_fewer_layers(task: Task) -> Task | None:
+def _with_fewer_layers(task: SmallerTask) -> SmallerTask | None:
     """The same class with a smaller configuration, still without values. None: it has no configuration that says how
     many layers there are, or only a few of them."""
     model = task.model

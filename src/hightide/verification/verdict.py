@@ -18,7 +18,7 @@ _COLUMNS = (38, 10, 10, 9, 9)  # with one space between them: 80
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedRow:
     """One number or tensor of both runs. `plain` and `hightide` are its entries where they differ most."""
 
     what: str  # "output" of a block, "loss", "result" of the model, "gradient", "gradient norm", "update", ...
@@ -54,7 +54,7 @@ class Verdict:
     """`print` it: a table of at most 80 columns."""
 
     equal: bool
-    rows: tuple[Row, ...]  # of every run, in the order in which it was computed
+    rows: tuple[ComparedRow, ...]  # of every run, in the order in which it was computed
     runs: tuple[str, ...]  # how the model was trained in hightide
     changed: tuple[str, ...]  # in what the copies differ from the model, optimizer and batch that were given
     unsplit: tuple[tuple[str, str], ...]  # blocks that run the whole batch at once, and why
@@ -65,7 +65,7 @@ class Verdict:
     seconds: float
 
     @property
-    def first(self) -> Row | None:
+    def first(self) -> ComparedRow | None:
         """The earliest place where something differs."""
         return next((row for row in self.rows if not row.equal), None)
 
@@ -95,7 +95,7 @@ class Verdict:
         runs = "1 run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
         return f"equal to plain PyTorch: {len(self.rows)} numbers and tensors in {runs} ({kinds})"
 
-    def _hint(self, first: Row) -> str:
+    def _hint(self, first: ComparedRow) -> str:
         """Weights are read at the end only: an update that is wrong or late shows in the next step's forward."""
         if first.what != "output" or first.step < 2:
             return ""
@@ -143,7 +143,7 @@ def _cells(name: str, *cells: str) -> str:
     return f"{clipped:<{_COLUMNS[0]}}" + "".join(f" {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
-def _short(row: Row) -> str:
+def _short(row: ComparedRow) -> str:
     """Names of parameters are long, and their ends tell them apart."""
     when = str(row.step) if row.step else "end"
     head = f"{when} {row.what}"

@@ -8,8 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
+from hightide.cli.demo_model import printable
 from hightide.cli.display import StepDisplay, StepRecord, TierPeak, show_peaks, show_sample
-from hightide.cli.model import printable
 
 
 def record(step: int) -> StepRecord:

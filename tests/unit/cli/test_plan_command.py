@@ -18,8 +18,8 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, T5Config, Vi
 from typer.testing import CliRunner, Result
 
 import hightide
-from hightide.cli import machine as machine_module
-from hightide.cli import plan as plan_module
+from hightide.cli import chosen_machine as machine_module
+from hightide.cli import plan_command as plan_module
 from hightide.cli.main import app
 from hightide.cli.workload import load_workload
 from hightide.doctor.known import Known, load_machine
@@ -30,7 +30,7 @@ from hightide.ir.machine import SIMULATED
 from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
-from hightide.planner.infeasible import InfeasiblePlan
+from hightide.plan.infeasible import InfeasiblePlan
 from hightide.report.outlook import PlanReport
 
 TINY = ("tiny", "--sequences", 4, "--length", 32)

@@ -20,7 +20,7 @@ from hightide.doctor.conditions import (
     pci_link_at,
     warnings_of,
 )
-from hightide.doctor.disk import Filesystem
+from hightide.doctor.disk_speed import Filesystem
 
 GIB = 1 << 30
 WELL = Conditions(

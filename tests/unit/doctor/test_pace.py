@@ -10,7 +10,7 @@ import pytest
 
 from hightide.doctor.pace import MIN_PIECES, Work, measure_together
 from hightide.ir.tier import Lane
-from hightide.runtime.lanes import Lanes
+from hightide.runtime.lanes.lanes import Lanes
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hightide.runtime.lanes import Lanes
+from hightide.runtime.lanes.lanes import Lanes
 
 
 @pytest.fixture(scope="package")

@@ -164,7 +164,7 @@ def test_a_cache_that_is_not_ours_alone_is_not_used(
     elif spoilt == "no home":
         monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     else:
-        monkeypatch.setattr("hightide.machine.os.geteuid", lambda: 4321)
+        monkeypatch.setattr("hightide.process.system.os.geteuid", lambda: 4321)
     assert build._cache() is None
     assert build.load("adam") is not None
     assert list(folder.iterdir()) == []

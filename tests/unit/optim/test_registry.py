@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.optim.adam import AdamHyper, AdamRule, AdamWHyper
-from hightide.optim.host import HostUpdate
+from hightide.optim.host_update import HostUpdate
 from hightide.optim.operands import Operands
 from hightide.optim.registry import RULES, rule_for
 from hightide.optim.rule import Rule
 from hightide.optim.sgd import SGDRule
-from hightide.runtime.lanes import Lanes
+from hightide.runtime.lanes.lanes import Lanes
 
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "adamw": {

@@ -18,12 +18,12 @@ import models
 from hightide.ir.block import CallSpec, ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine, Speeds, subsets
-from hightide.profiler.model import profile_calls
+from hightide.profile.model.model_profile import profile_calls
 from hightide.rehearsal.rehearse import rehearse
 from hightide.rehearsal.stage import Stage
-from hightide.runtime import compiled
+from hightide.runtime.blocks import compiled
 from hightide.runtime.run import Run
-from unit.planner.profiles import forecast_of
+from unit.plan.profiles import forecast_of
 
 CPU = torch.device("cpu")
 

@@ -10,16 +10,16 @@ from html.parser import HTMLParser
 import pytest
 
 from hightide.ir.tier import Lane, Tier
-from hightide.ir.timeline import Part, Timeline
+from hightide.ir.timeline import MemoryPart, Timeline
 from hightide.ir.units import format_bytes, format_seconds
-from hightide.planner.simulate import simulate
-from hightide.planner.solution import Solution
-from hightide.planner.tide import simulated_timeline
+from hightide.plan.predict.simulator import simulate
+from hightide.plan.predict.tide import simulated_timeline
+from hightide.plan.solution import Solution
 from hightide.report.page import PART_COLOURS, timeline_html
 from hightide.report.summary import gpu_room, limiting, rows, worst_waits
-from unit.planner.profiles import plan_with, stack
-from unit.planner.test_simulate import machine, one_second
-from unit.planner.test_why import REAL
+from unit.plan.advice.test_why import REAL
+from unit.plan.predict.test_simulator import machine, one_second
+from unit.plan.profiles import plan_with, stack
 
 VOID = {"meta"}
 
@@ -94,7 +94,7 @@ def test_the_data_are_the_timelines() -> None:
 
 
 def test_every_part_and_lane_has_a_colour_and_a_row() -> None:
-    assert PART_COLOURS.keys() == set(Part)
+    assert PART_COLOURS.keys() == set(MemoryPart)
     css = timeline_html("a plan", timeline())
     for colour in PART_COLOURS.values():
         assert css.count(f"--{colour}: #") == 2, "one for light, one for dark"

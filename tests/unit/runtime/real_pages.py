@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hightide.stores.host import HostArena
+from hightide.stores.host_arena import HostArena
 
 
 def pin_for_real() -> None:

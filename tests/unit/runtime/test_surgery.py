@@ -17,7 +17,7 @@ import hightide
 import models
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
-from hightide.runtime.absent import Disabled
+from hightide.runtime.chunks.absent import Disabled
 from hightide.runtime.surgery import Wrapped, run_of
 from unit.runtime.steps import Twins, assert_equal_weights, train_step, twins
 

@@ -10,10 +10,10 @@ import sys
 import pytest
 import torch
 
-from hightide.stores.base import OutOfMemory
-from hightide.stores.host import HostArena
+from hightide.stores.host_arena import HostArena
 from hightide.stores.pinned import PinnedArena
 from hightide.stores.simulated import SimulatedAccelerator
+from hightide.stores.store import OutOfMemory
 
 KIB = 1024
 
@@ -21,7 +21,7 @@ KIB = 1024
 FORKING = """
 import os
 import torch
-from hightide.stores.host import HostArena
+from hightide.stores.host_arena import HostArena
 from hightide.stores.pinned import PinnedArena
 
 

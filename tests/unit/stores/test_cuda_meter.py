@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hightide.ir.tier import Tier
-from hightide.stores.base import OutOfMemory
 from hightide.stores.cuda import CudaAccelerator
+from hightide.stores.store import OutOfMemory
 
 
 @pytest.mark.parametrize("tier", [Tier.GPU, Tier.HOST])

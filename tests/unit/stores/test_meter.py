@@ -11,9 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from hightide.stores.base import OutOfMemory
 from hightide.stores.meter import AllocationMeter
 from hightide.stores.simulated import SimulatedAccelerator
+from hightide.stores.store import OutOfMemory
 
 ROWS, WIDTH, HIDDEN = 8, 16, 64
 KIB = 1024

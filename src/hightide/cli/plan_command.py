@@ -1,0 +1,223 @@
+"""`hightide plan`: whether and how fast a model would train, before anything is there: no weights, no GPU."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from hightide.api import GPU_HEADROOM
+from hightide.cli.chosen_machine import chosen_machine
+from hightide.cli.plan_text import show
+from hightide.cli.target import check_target, writing
+from hightide.cli.tide_page import save_page
+from hightide.cli.workload import Dtype, Workload, load_workload
+from hightide.integrations.lora import Lora
+from hightide.ir.block import ModelProfile
+from hightide.ir.codec import to_json
+from hightide.ir.limits import parse_disks
+from hightide.ir.machine import Machine
+from hightide.ir.plan import GradientDtype, Update
+from hightide.ir.units import parse_bytes
+from hightide.plan.advice.helpful import Circumstances, fitting, improvements
+from hightide.plan.advice.why import find_block, why
+from hightide.plan.infeasible import InfeasiblePlan
+from hightide.plan.predict.estimate import estimate
+from hightide.plan.predict.tide import simulated_timeline
+from hightide.plan.problem import Problem, Terms
+from hightide.plan.search.search import search
+from hightide.plan.solution import Searched
+from hightide.process.system import HEADROOM
+from hightide.report.outlook import PlanReport, outlook, refusal, subject
+
+# Seconds of the process's own time: what else the machine does matters less to it.
+ANSWER_S = 7.5  # what is left of it when a plan is found goes into what would help
+TRY_SHARE = 0.6  # of the time of the search: so long takes one change that might help
+LEAST_TRIES = 2  # however late it is; but none for
+LARGE_STEP = 2000  # actions or more, as gpt-175b has them with a disk: it would take longer than 10 s
+HELP_S = 2.0  # at least, for what would make a model fit that does not
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    model: str
+    sequences: int | None = None
+    length: int | None = None
+    gpu: str | None = None
+    host: str | None = None
+    disk: tuple[str, ...] = ()
+    machine: str | None = None
+    dtype: Dtype | None = None
+    lora: str | None = None
+    update: Update = Update.DEFERRED
+    clip: bool = False
+    gradients: GradientDtype = GradientDtype.FLOAT32
+    micro_batch: int | None = None
+    look: float = 0.0  # seconds, at least, for changes that would help
+    why: str | None = None
+    save: Path | None = None
+    html: Path | None = None
+    as_json: bool = False
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Torch and the model are many objects, and to look through them for garbage, at the end of the process too, takes
+    longer than it is worth: what is left behind are a few megabytes."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+@_uncollected()
+def plan(options: PlanOptions, device: torch.device, console: Console, notes: Console) -> bool:
+    """Whether it fits. Results go to `console`, everything else to `notes`."""
+    _check(options)
+    machine = chosen_machine(options.machine, device, notes)
+    limits, disk_bytes = _limits(options, machine), _disk_bytes(options, machine)
+    lora = Lora.parse(options.lora) if options.lora is not None else None
+    with notes.status("profiling the model, without its values") as status:
+        workload = load_workload(options.model, options.sequences, options.length, options.dtype, lora)
+        with _quiet("transformers"):
+            profile = workload.profile()
+        _check_against(profile, options)
+        costs = estimate(profile, machine)
+        micro_batch, gradients = options.micro_batch, options.gradients
+        terms = Terms(*limits, options.update, micro_batch, gradients=gradients, disk_bytes=disk_bytes)
+        problem = Problem(profile, costs, machine, terms)
+        status.update("searching a plan")
+        before_s = time.process_time()
+        try:
+            found = search(problem)
+        except InfeasiblePlan as refused:
+            if refused.tier is None:
+                raise
+            status.update("searching what would fit")
+            may_go_on = _clock(ANSWER_S - HELP_S, max(HELP_S, options.look), 0)
+            fits = fitting(problem, refused, _leeway(options, workload, problem), may_go_on)
+            report = PlanReport(subject(workload.name, problem), False, None, refusal(refused, problem), would_fit=fits)
+        else:
+            status.update("searching what would help")
+            may_go_on = _help_clock(found, time.process_time() - before_s, options.look)
+            report = _report(options, workload, found, may_go_on)
+            _write(options, workload.name, found)
+    if options.as_json:
+        console.print(to_json(report), markup=False, soft_wrap=True)
+    else:
+        show(console, report, found.plan.explain() if report.fits else "")
+    if options.why is not None and not report.fits:
+        notes.print(f"no answer to --why {options.why}: there is no plan", markup=False, soft_wrap=True)
+    for path in (options.save, options.html):
+        if path is not None:
+            notes.print(f"written: {path}" if report.fits else f"not written: {path}", markup=False, soft_wrap=True)
+    return report.fits
+
+
+def _check(options: PlanOptions) -> None:
+    if options.clip and options.update is Update.IN_BACKWARD:
+        raise ValueError("--clip needs all gradients before the first update; use --update deferred with it")
+    if not options.look >= 0:
+        raise ValueError(f"--look {options.look:g} is no number of seconds; write 0 or more, such as --look 30")
+    check_target("--save", options.save)
+    check_target("--html", options.html)
+
+
+def _check_against(profile: ModelProfile, options: PlanOptions) -> None:
+    """Before the search, and in the words of the command."""
+    size, num_samples = options.micro_batch, profile.num_samples
+    if size is not None and not 1 <= size <= num_samples:
+        raise ValueError(
+            f"--micro-batch {size} does not fit the batch of {num_samples} samples; choose a number from 1 to "
+            f"{num_samples}, or leave it out"
+        )
+    if options.why is not None:
+        find_block([block.name for block in profile.blocks], options.why)
+
+
+def _limits(options: PlanOptions, machine: Machine) -> tuple[int, int]:
+    """By default what the machine has, less what `wrap` leaves to others."""
+    if (options.gpu is None and machine.gpu is None) or (options.host is None and machine.host is None):
+        raise ValueError(f"the machine {machine.name!r} does not say how much memory it has; give --gpu and --host")
+    gpu_bytes = parse_bytes(options.gpu, "--gpu") if options.gpu is not None else _gpu_memory_bytes(machine)
+    if options.host is not None:
+        return gpu_bytes, parse_bytes(options.host, "--host")
+    assert machine.host is not None
+    return gpu_bytes, int(machine.host.memory_bytes * HEADROOM)
+
+
+def _disk_bytes(options: PlanOptions, machine: Machine) -> int:
+    """Nothing is written there yet. Folders of another machine need not be here."""
+    disks = parse_disks(options.disk, "--disk")
+    for path in (Path(disk.path) for disk in disks):
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"--disk {path} is no folder; name one, such as --disk {path.absolute().parent}:200GiB")
+        if not path.exists() and options.machine is None:
+            raise ValueError(f"--disk {path}: there is no such folder on this machine; make it, or name another")
+    if disks and machine.disk is None:
+        raise ValueError(
+            f"--disk {disks[0].path}: the machine {machine.name!r} says nothing about its disk (0 known rates); "
+            "measure it with `hightide doctor --disk FOLDER`, or name a preset"
+        )
+    return sum(disk.num_bytes for disk in disks)
+
+
+def _gpu_memory_bytes(machine: Machine) -> int:
+    return int(machine.gpu.memory_bytes * GPU_HEADROOM) if machine.gpu is not None else 0
+
+
+def _leeway(options: PlanOptions, workload: Workload, problem: Problem) -> Circumstances:
+    return Circumstances(_gpu_memory_bytes(problem.machine), options.clip, workload.has_own_batch)
+
+
+def _report(options: PlanOptions, workload: Workload, found: Searched, may_go_on: Callable[[], bool]) -> PlanReport:
+    reasons = why(found, options.why) if options.why is not None else None
+    helpful = improvements(found, _leeway(options, workload, found.problem), may_go_on)
+    about = subject(workload.name, found.problem)
+    return PlanReport(about, True, outlook(found), None, would_help=helpful, why=reasons)
+
+
+def _write(options: PlanOptions, name: str, found: Searched) -> None:
+    if options.save is not None:
+        with writing("--save", options.save):
+            found.plan.save(options.save)
+    if options.html is not None:
+        timeline = simulated_timeline(found, found.step.simulated, found.problem.machine)
+        with writing("--html", options.html):
+            save_page(options.html, name, found, timeline, found.problem)
+
+
+def _help_clock(found: Searched, search_s: float, look_s: float) -> Callable[[], bool]:
+    num_least = LEAST_TRIES if len(found.step.simulated.spans) < LARGE_STEP else 0
+    return _clock(ANSWER_S - TRY_SHARE * search_s, look_s, num_least)
+
+
+def _clock(end_s: float, least_s: float, num_least: int) -> Callable[[], bool]:
+    """Whether there is time for one more: until the process is so old, for `least_s` from now, for the first few."""
+    end_s = max(end_s, time.process_time() + least_s)
+    numbers = itertools.count()
+    return lambda: next(numbers) < num_least or time.process_time() < end_s
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """A model on zeros makes its library give advice about training that nobody asked for."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

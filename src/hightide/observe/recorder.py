@@ -1,0 +1,154 @@
+"""A measured step as a timeline: the same form as a simulated one.
+
+[Note: the time of a GPU] While a recording is on, the lanes set events around what they put on their streams, and each
+tick notes what the GPU holds; nothing waits for them. When it ends, the GPU is waited for, one more event is set at a
+moment that the host's clock knows, and all others are counted back from there. The host sees an event a little late,
+and much later while other processes use the GPU: of several tries the one that was seen soonest counts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hightide.ir.action import Op, Schedule
+from hightide.ir.tier import Lane
+from hightide.ir.timeline import Level, MemoryPart, Timeline
+from hightide.plan.predict.simulator import Span
+from hightide.plan.predict.tide import base_parts, step_timeline
+from hightide.plan.verify.compare_records import compare
+from hightide.runtime.lanes.queues import LaneRecord
+from hightide.runtime.run import Run
+
+NUM_CLOCK_TRIES = 16
+PARTS = (MemoryPart.PERSISTENT, MemoryPart.SLOTS, MemoryPart.GRADIENTS, MemoryPart.REST)
+
+
+class Recording:
+    """What was recorded, once the recording has ended."""
+
+    def __init__(self) -> None:
+        self._timeline: Timeline | None = None
+        self._missing = "nothing is recorded yet; read the timeline after the `with` block"
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of the last step."""
+        if self._timeline is None:
+            raise ValueError(self._missing)
+        return self._timeline
+
+
+@contextmanager
+def record(run: Run) -> Iterator[Recording]:
+    """Steps inside are recorded; at the end it waits for the GPU and for what is left of the updates."""
+    if run.between_passes is not None:
+        raise ValueError("this model is being recorded already, and by one recording at a time; end that one first")
+    recording, watch = Recording(), _Watch(run)
+    run.between_passes = watch.end_pass
+    run.lanes.streams.recording = True
+    try:
+        yield recording
+        watch.end_pass()
+        run.lanes.streams.recording = False
+        run.executor.wait_for_updates()
+        if watch.last_pass > watch.first_pass:
+            recording._timeline = _last_step(run, watch, _clock(run.gpu.device))
+        else:
+            recording._missing = (
+                f"a recording shows a step that follows another; this one has {watch.num_steps}, do at least 2"
+            )
+    finally:
+        run.lanes.streams.recording = False
+        run.between_passes = None
+        run.lanes.keep_pass(None)
+
+
+class _Watch:
+    """Which pass stepped last, however many others (evaluations) follow, and what the GPU held in it at most."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._steps = {
+            tick.id for program in run.executor.programs.values() for tick in program.ticks if tick.op is Op.STEP
+        }
+        self.first_pass = run.lanes.pass_index + 1
+        self.last_pass = 0  # that stepped
+        self.num_steps = 0
+        self.peak = run.gpu.lap()
+
+    def end_pass(self) -> None:
+        lanes, peak = self._run.lanes, self._run.gpu.lap()
+        index = lanes.pass_index
+        if index >= self.first_pass and any(record.id in self._steps for record in lanes.records_of(index)):
+            self.last_pass, self.num_steps, self.peak = index, self.num_steps + 1, peak
+            lanes.keep_pass(index)
+
+
+def _clock(device: torch.device) -> Callable[[torch.cuda.Event], float]:
+    """What the host's clock showed when the GPU passed an event. See [Note: the time of a GPU]."""
+    if device.type != "cuda":
+        return lambda event: 0.0  # without a GPU there are no events
+    torch.cuda.synchronize(device)
+    _, now_s, now = min((_marked(device) for _ in range(NUM_CLOCK_TRIES)), key=lambda mark: mark[0])
+    return lambda event: now_s - event.elapsed_time(now) / 1e3
+
+
+def _marked(device: torch.device) -> tuple[float, float, torch.cuda.Event]:
+    """An event of now, what the host's clock shows then, and by how much that may be late."""
+    event = torch.cuda.Event(enable_timing=True)
+    began_s = time.perf_counter()
+    event.record(torch.cuda.current_stream(device))
+    event.synchronize()
+    seen_s = time.perf_counter()
+    return seen_s - began_s, seen_s, event
+
+
+def _last_step(run: Run, watch: _Watch, clock: Callable[[torch.cuda.Event], float]) -> Timeline:
+    schedules = [program.schedule for program in run.executor.programs.values()]
+    last = watch.last_pass
+    records = [record for record in run.lanes.records if watch.first_pass <= record.pass_index <= last]
+    spans = [_span(record, clock) for record in records]
+    ended_s = [
+        max(span.end_s for span in spans if span.pass_index == index and span.lane is Lane.COMPUTE)
+        for index in (last - 1, last)
+    ]
+    done = [record for record in records if record.pass_index == last]
+    schedule = min(schedules, key=lambda one: len(compare(one, done)))  # a pass may change it in the middle
+    return step_timeline(
+        run.plan,
+        schedule,
+        spans,
+        (ended_s[0], ended_s[1]),
+        PARTS,
+        _levels(run, schedule, [(_span(record, clock), record.gpu_bytes) for record in done], ended_s[0]),
+        (watch.peak.tensor_bytes, watch.peak.reserved_bytes),
+        f"measured on {_name(run.gpu.device)}",
+    )
+
+
+def _span(record: LaneRecord, clock: Callable[[torch.cuda.Event], float]) -> Span:
+    begin_s, end_s = (record.started_s, record.ended_s) if record.events is None else map(clock, record.events)
+    return Span(record.pass_index, record.lane, record.id, begin_s, end_s)
+
+
+def _levels(
+    run: Run, schedule: Schedule, done: list[tuple[Span, tuple[int, int] | None]], begin_s: float
+) -> tuple[Level, ...]:
+    """What the GPU holds is known at both ends of each tick, and drawn as if nothing happened in between."""
+    base = base_parts(run.plan, schedule.gpu_base_bytes)
+    fixed = tuple(base[part] for part in PARTS if part is not MemoryPart.REST)
+    samples = [
+        sample
+        for span, held in done
+        if held is not None
+        for sample in zip((span.start_s, span.end_s), held, strict=True)
+    ]
+    rests = [(at_s, max(0, num_bytes - sum(fixed))) for at_s, num_bytes in sorted(samples)]
+    return tuple(Level(at_s - begin_s, (*fixed, rest)) for at_s, rest in rests)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the simulated accelerator"

@@ -1,0 +1,165 @@
+"""The optimizer's update of one chunk: a few contiguous ranges, with the hyper-parameters of the moment in which it
+was issued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from hightide.ir.refusal import Refused
+from hightide.ir.state_spec import MASTER, REMAINDER
+from hightide.optim.groups import Groups
+from hightide.optim.host_update import HostUpdate
+from hightide.optim.moments import Moments
+from hightide.optim.operands import Operands
+from hightide.optim.rule import Rule
+from hightide.runtime.chunks.chunks import Chunks
+from hightide.runtime.gradients.gradients import Factor, Gradients, HostNumber
+from hightide.runtime.lanes.update_threads import UpdateThreads
+
+BROKEN_PROMISE = (
+    "{what} between backward and step(), but this model was wrapped with update='in_backward': the updates have run "
+    "already, {how}. Change that after step(), or wrap with update='deferred' (the default)."
+)
+
+
+@dataclass(slots=True)
+class Range:
+    """Neighbouring parameters that update alike, as one range of elements."""
+
+    start: int
+    stop: int
+    group: int
+    step: int
+    factor: Factor
+
+    def goes_on(self, start: int, group: int, step: int, factor: Factor) -> bool:
+        """Whether a parameter that begins there belongs to it."""
+        # Factors from the GPU are compared by identity: one clipping gives all parameters the same tensor.
+        same_factor = self.factor is factor or (isinstance(self.factor, float) and self.factor == factor)
+        return self.stop == start and self.group == group and self.step == step and same_factor
+
+
+class ChunkUpdates:
+    def __init__(
+        self, rule: Rule, groups: Groups, chunks: Chunks, gradients: Gradients, sharers: UpdateThreads
+    ) -> None:
+        self._rule, self._groups = rule, groups
+        self._chunks, self._gradients = chunks, gradients
+        self.moments = Moments(rule, chunks)
+        self.masters_differ = False  # from the parameters' values: there was an update, or masters were loaded
+        self._on_host = HostUpdate(rule, sharers)
+        self._wholes: dict[int, tuple[Tensor, Operands]] = {}  # by chunk, with the gradient that it was made for
+        # Of the updates issued since the last step(). Groups are looked at once, so that all updates see the same.
+        self._group_of: dict[str, int] | None = None
+        self._used: dict[str, Any] = {}  # hyper-parameters of each parameter
+
+    def follow(self) -> None:
+        """From now until `end_step` each parameter is in the group in which it is now. What cannot be followed is
+        refused before any update is issued."""
+        if self._group_of is None:
+            groups = self._groups.now()
+            self.moments.read_counters()
+            self._group_of = groups
+            self._gradients.optimised = frozenset(self._group_of)
+
+    def prepare(self, chunk: int) -> Callable[[], None] | None:
+        self.follow()
+        hypers: dict[int, Any] = {}
+        ranges = self._ranges(chunk, hypers)
+        if not ranges:
+            return None
+        self.masters_differ = True
+        return lambda: self._apply(chunk, ranges, hypers)
+
+    def _ranges(self, chunk: int, hypers: dict[int, Any]) -> list[Range]:
+        """What is to be updated; the hyper-parameters of its groups go to `hypers`."""
+        assert self._group_of is not None
+        ranges: list[Range] = []
+        for entry, factor in self._gradients.ready(chunk):
+            group = self._group_of.get(entry.param)
+            if group is None:
+                continue
+            if group not in hypers:
+                hypers[group] = self._groups.hyper(group)
+            hyper = self._used[entry.param] = hypers[group]
+            keeps = self._rule.keeps_states(hyper)
+            step = self.moments.advance(entry.param) if keeps else self.moments.count(entry.param)
+            if ranges and ranges[-1].goes_on(entry.offset_numel, group, step, factor):
+                ranges[-1].stop = entry.end_numel
+            else:
+                ranges.append(Range(entry.offset_numel, entry.end_numel, group, step, factor))
+        return ranges
+
+    def end_step(self) -> None:
+        self._group_of = None
+        self._used.clear()
+
+    # -- the promise of update="in_backward" ----------------------------------------------------------------------
+
+    def check_promise(self) -> None:
+        """Refuses a step() whose updates have run in backward with other hyper-parameters, or other parameters."""
+        if self._group_of is None:
+            return
+        now = self._groups.now()
+        hypers = {group: self._groups.hyper(group) for group in set(now.values())}
+        for key in sorted(now.keys() ^ self._group_of.keys()):
+            moved = "put into a group" if key in now else "taken out of its group"
+            raise Refused(BROKEN_PROMISE.format(what=f"{key!r} was {moved}", how="without regard to that"))
+        for key, used in self._used.items():
+            if (hyper := hypers[now[key]]) != used:
+                what = f"the hyper-parameters of {key!r}, now in group {now[key]}, changed (from {used} to {hyper})"
+                raise Refused(BROKEN_PROMISE.format(what=what, how="with the old ones"))
+
+    def refuse_if_issued(self, what: str) -> None:
+        """Between backward and step(), of updates that have run in backward."""
+        if self._used:
+            raise Refused(
+                f"{what} between backward and step(), but this model was wrapped with update='in_backward': the "
+                "updates have run already. Do that after step(), or wrap with update='deferred' (the default)."
+            )
+
+    @property
+    def kernel(self) -> str:
+        """What computes updates on the host: "c" or "torch"."""
+        return self._on_host.kernel
+
+    def _apply(self, chunk: int, ranges: list[Range], hypers: dict[int, Any]) -> None:
+        whole, numel = self._operands(chunk), self._chunks.specs[chunk].optimised_numel
+        update = self._rule.update if self._chunks.placed[chunk].is_updated_on_gpu else self._on_host.update
+        for part in ranges:
+            operands = whole if (part.start, part.stop) == (0, numel) else whole[part.start : part.stop]
+            update(operands, part.step, hypers[part.group], _number(part.factor))
+
+    def _operands(self, chunk: int) -> Operands:
+        """Of a whole chunk. Only a gradient may be at another place than last time."""
+        gradient = self._chunks.grad(chunk).view
+        if chunk not in self._wholes or self._wholes[chunk][0] is not gradient:
+            spec, kept = self._chunks.specs[chunk], self._chunks.states(chunk)
+            param, grad = (values[: spec.optimised_numel] for values in (self._chunks.home(chunk).view, gradient))
+            whole = Operands(
+                kept[MASTER].view if MASTER in kept else None if spec.has_master else param,
+                grad,
+                tuple(kept[state].view for state in self._rule.states),
+                param if spec.has_master else None,
+                kept[REMAINDER].view if REMAINDER in kept else None,
+                tuple(state.per_numel for state in self._rule.states),
+            )
+            self._wholes[chunk] = (gradient, whole)
+        return self._wholes[chunk][1]
+
+    def move_to(self, chunks: Chunks) -> None:
+        """Where the states are now."""
+        self.close()
+        self._chunks = chunks
+        self.moments.move_to(chunks)
+
+    def close(self) -> None:
+        self._wholes.clear()
+
+
+def _number(factor: Factor) -> float | Tensor:
+    return float(factor) if isinstance(factor, HostNumber) else factor

@@ -1,0 +1,185 @@
+"""The problem that `wrap` has solved: the machine that it runs on, what is free there, and what a step costs.
+
+[Note: small models] Measuring a machine and a model, and a thorough search, take seconds: too much for a model whose
+step takes milliseconds. Those are planned with assumed speeds and by a quick search. Speeds are assumed on the
+simulated accelerator too, where plans must not depend on how busy the machine is. Assumed speeds may make a plan slower
+than another, never larger.
+
+[Note: what is free on a GPU] A limit counts what a run takes, so everything that others hold makes less of it
+available: other programs, and tensors of this process outside of the model. Three things are free although somebody has
+them now. What torch keeps for later is given back before the slab is allocated, unless a wrapped model will use it
+again. The model's parameters and its optimizer's states move into the run's own memory. While they move, they exist
+beside the slab: a plan that is filled to the brim may be refused then.
+
+Nothing like it is said of the host. Pages of files count as used by a control group, and those of a model that was
+mapped from files as free: both are most of the memory, right after a model was loaded. A limit of the user's that is
+lowered by such a number would refuse models that fit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import nn
+
+from hightide.doctor.known import known_machine, load_machine, remember
+from hightide.doctor.measure import examine
+from hightide.ir.block import ModelProfile
+from hightide.ir.costs import Costs
+from hightide.ir.machine import SIMULATED, Machine
+from hightide.ir.units import format_bytes
+from hightide.plan.predict.estimate import estimate
+from hightide.plan.predict.step_seconds import with_peaks
+from hightide.plan.problem import Problem, Terms
+from hightide.process.interrupts import is_interrupt
+from hightide.process.progress import tell
+from hightide.profile.model.probe import ProbeResult
+from hightide.profile.model.probe_record import CallRecord
+from hightide.rehearsal.rehearse import let_go, measure_costs
+from hightide.stores import device_limit
+
+SMALL_NUMEL = 2**24  # parameters
+ASSUMED = "rtx-3090"  # a preset
+
+_disturbed: dict[torch.device, Machine] = {}  # measured by this process, and not kept for others
+
+Profiled = tuple[ModelProfile, ProbeResult, Sequence[CallRecord]]
+
+
+@dataclass(frozen=True)
+class GpuRoom:
+    """What a run could take of a GPU now, and who has the rest. See [Note: what is free on a GPU]."""
+
+    device: torch.device
+    free_bytes: int
+    here_bytes: int  # of this process, outside of the model
+    elsewhere_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"only {format_bytes(self.free_bytes)} of {self.device} are free (other programs and CUDA itself hold "
+            f"{format_bytes(self.elsewhere_bytes)}, other tensors of this process {format_bytes(self.here_bytes)})"
+        )
+
+
+def room_on(device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer) -> GpuRoom:
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    reserved_bytes = torch.cuda.memory_reserved(device)
+    held_bytes = reserved_bytes if device_limit.num_limits(device.index) else torch.cuda.memory_allocated(device)
+    here_bytes = max(0, held_bytes - _moving_bytes(device, model, optimizer))
+    elsewhere_bytes = max(0, total_bytes - free_bytes - reserved_bytes)
+    return GpuRoom(device, free_bytes + reserved_bytes - here_bytes, here_bytes, elsewhere_bytes)
+
+
+def _moving_bytes(device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """What `wrap` will move out of the device's memory, into the run's own. Views of one storage hold it once."""
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *states) if tensor.device == device]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def problem_of(
+    profiled: Profiled, optimizer: torch.optim.Optimizer, device: torch.device, compile: bool, terms: Terms
+) -> Problem:
+    """On a GPU the model is rehearsed."""
+    profile = profiled[0]
+    terms.check_micro_batch(profile.num_samples)
+    machine = machine_of(device, _is_small(profile))
+    fallback = "the plan follows from estimated times: it fits, and may be slower than another"
+    costs = _rehearsed(profiled, optimizer, device, compile, terms.gpu_bytes, fallback) or estimate(profile, machine)
+    return Problem(with_peaks(profile, costs), costs, machine, terms, quick=_is_small(profile))
+
+
+def rehearsed_profile(
+    profiled: Profiled, optimizer: torch.optim.Optimizer, device: torch.device, compile: bool, gpu_bytes: int
+) -> ModelProfile | None:
+    """With the bytes that blocks really take, where a rehearsal can tell them."""
+    costs = _rehearsed(profiled, optimizer, device, compile, gpu_bytes, "the plan is refused")
+    return None if costs is None else with_peaks(profiled[0], costs)
+
+
+def _is_small(profile: ModelProfile) -> bool:
+    return sum(spec.numel for spec in profile.params) < SMALL_NUMEL
+
+
+def _rehearsed(
+    profiled: Profiled,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    compile: bool,
+    gpu_bytes: int,
+    fallback: str,
+) -> Costs | None:
+    profile, probed, records = profiled
+    if device.type != "cuda" or _is_small(profile) or probed.failure:
+        return None
+    sizes = rehearsed_sizes(profile, gpu_bytes)
+    try:
+        return measure_costs(profile, probed, records, optimizer, device, compile, sizes)
+    except Exception as error:  # whatever a block raises alone, or memory that others hold
+        if is_interrupt(error):
+            raise
+        let_go(device)
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        warnings.warn(f"blocks cannot be timed alone ({reason}); {fallback}", stacklevel=4)
+        return None
+
+
+def machine_of(device: torch.device, is_small: bool) -> Machine:
+    if device.type != "cuda":
+        return simulated_machine()
+    known = known_machine(device)
+    if known.machine is not None:
+        return known.machine
+    if is_small:
+        return load_machine(ASSUMED)
+    if device in _disturbed:
+        return _disturbed[device]
+    warnings.warn(f"{known.problem}: `hightide doctor` runs now, once, for about 10 s", stacklevel=4)
+    report = examine(device, tell=lambda detail: tell("measuring this machine", detail))
+    if report.is_undisturbed:
+        with suppress(OSError):  # nowhere to keep it: the next run measures again, and says so
+            remember(report.machine)
+    else:
+        warnings.warn(
+            "other programs used the machine while it was measured (its cores, or memory of its GPU), so forecasts may "
+            "be too slow. The next process measures again; `hightide doctor` says what was in use, and keeps what it "
+            "measures",
+            stacklevel=4,
+        )
+        _disturbed[device] = report.machine
+    return report.machine
+
+
+@cache
+def simulated_machine() -> Machine:
+    """The simulated accelerator is taken for a small GPU that nobody has."""
+    machine = load_machine(ASSUMED)
+    assert machine.gpu is not None
+    return replace(machine, name=SIMULATED, gpu=replace(machine.gpu, name=SIMULATED))
+
+
+def rehearsed_sizes(profile: ModelProfile, gpu_bytes: int) -> list[int]:
+    """One sample, a quarter of the batch, and all of it; less where a block would not fit alone."""
+    num_samples = profile.num_samples
+    sizes = sorted({1, -(-num_samples // 4), num_samples})
+    return [size for size in sizes if size == 1 or _largest_block_bytes(profile, size) <= gpu_bytes]
+
+
+def _largest_block_bytes(profile: ModelProfile, num_samples: int) -> int:
+    """Parameters and gradient; activations, and what enters and leaves, forward and backward. The logits of a head that
+    is fused with the loss never exist."""
+    params = {spec.name: spec for spec in profile.params}
+    largest = 0
+    for call in profile.calls:
+        if profile.blocks[call.block].lazy_head:
+            continue
+        numel = sum(params[key].numel for key in profile.blocks[call.block].params)
+        beside = call.new_inputs.at(num_samples) + call.saved_inputs.at(num_samples) + call.outputs.at(num_samples)
+        inside = call.kept.at(num_samples) + call.backward_peak.at(num_samples)
+        largest = max(largest, 8 * numel + 2 * beside + inside)
+    return largest

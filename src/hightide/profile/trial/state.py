@@ -1,0 +1,420 @@
+"""What modules keep between calls besides their parameters: buffers, attributes, and the state of random generators.
+
+A forward that runs once more than in plain PyTorch (a probe, a recomputation, a micro-batch) must not leave a trace of
+it. `Snapshot` remembers what a module has, says what has changed since, and puts it back. It follows attributes into
+lists, dicts, sets and plain objects. What a forward keeps elsewhere (a global, a closure, a file) nobody sees.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sized
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
+MAX_DEPTH = 6  # of objects in objects
+MANY = 10_000  # entries: data, and no state
+CLONED_NUMEL = 1 << 20  # a larger tensor in an attribute is replaced as a whole, or it is a buffer
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), type, FunctionType, MethodType, BuiltinFunctionType)
+_OPAQUE = (*_PLAIN, ModuleType, nn.Module, nn.Parameter, torch.dtype, torch.device, torch.Size)
+
+
+class GlobalRandom:
+    """The state of the generators that a whole process shares: torch's, Python's and numpy's."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._states = self._read()
+
+    def _read(self) -> dict[str, Any]:
+        numpy_random: Any = sys.modules.get("numpy.random")  # not there: nobody has drawn from it
+        states = {"torch": torch.get_rng_state(), "Python": random.getstate()}
+        if numpy_random is not None:
+            states["numpy"] = numpy_random.get_state()
+        if self._device is not None:
+            states["CUDA"] = torch.cuda.get_rng_state(self._device)
+        return states
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._states["torch"])
+        random.setstate(self._states["Python"])
+        if "numpy" in self._states:
+            sys.modules["numpy.random"].set_state(self._states["numpy"])
+        if self._device is not None:
+            torch.cuda.set_rng_state(self._states["CUDA"], self._device)
+
+    def seed(self, number: int) -> None:
+        """Of torch's."""
+        torch.default_generator.manual_seed(number)
+        if self._device is not None:
+            torch.cuda.default_generators[self._device.index or 0].manual_seed(number)
+
+    def state(self, whose: str) -> Any:
+        return self._states.get(whose)
+
+    def drawn(self) -> set[str]:
+        """Whose numbers were drawn since."""
+        now = self._read()
+        return {name for name, state in now.items() if name in self._states and not _same(self._states[name], state)}
+
+
+class Snapshot:
+    """What a module and the modules inside of it have now. `buffers=False`: attributes only."""
+
+    def __init__(
+        self, module: nn.Module, *, buffers: bool = True, shared_random: bool = False, hooks: bool = False
+    ) -> None:
+        """`shared_random`: Python's and numpy's generators too. Torch's are not among it: see runtime/blocks/rng.py.
+        `hooks`: what forward hooks inside remember in closures or in the objects whose methods they are."""
+        seen: dict[int, Any] = {}
+        self._hooks = list(_closures(module, seen)) if hooks else []
+        self._kept: list[tuple[str, _Attributes]] = []
+        self._buffers: list[tuple[str, nn.Module, dict[str, _KeptBuffer]]] = []
+        for name, inside in module.named_modules():
+            self._kept.append((name, _Attributes(inside.__dict__, INTERNAL, seen, 0)))
+            if buffers:
+                self._buffers.append(
+                    (name, inside, {key: _KeptBuffer(value) for key, value in inside._buffers.items()})
+                )
+        self._random = GlobalRandom() if shared_random else None
+
+    def changes(self) -> list[str]:
+        """What is different now, by name."""
+        changed = [_joined(name, key) for name, kept in self._kept for key in kept.changes()]
+        for name, inside, kept_buffers in self._buffers:
+            names = {*kept_buffers, *inside._buffers}
+            changed += [
+                _joined(name, key)
+                for key in sorted(names)
+                if key not in kept_buffers or not kept_buffers[key].is_same(inside._buffers.get(key))
+            ]
+        if self._random is not None:
+            changed += [f"{whose}'s random numbers" for whose in sorted(self._random.drawn() - {"torch"})]
+        return changed
+
+    def restore(self) -> None:
+        for _, kept in self._kept:
+            kept.restore()
+        for hook in self._hooks:
+            hook.restore()
+        for _, inside, buffers in self._buffers:
+            inside._buffers.clear()
+            for key, buffer in buffers.items():
+                inside._buffers[key] = buffer.value
+                buffer.restore()
+        if self._random is not None:
+            on_torch = torch.get_rng_state()
+            self._random.restore()
+            torch.set_rng_state(on_torch)
+
+
+def _closures(module: nn.Module, seen: dict[int, Any]) -> Iterator[_Kept]:
+    for inside in module.modules():
+        for hook in (*inside._forward_hooks.values(), *inside._forward_pre_hooks.values()):
+            if isinstance(hook, MethodType):
+                yield _keep(hook.__self__, seen, 0)
+            for cell in getattr(hook, "__closure__", None) or ():
+                yield _KeptCell(cell, seen)
+
+
+def contents(module: nn.Module) -> dict[str, Any]:
+    """All that a `Snapshot` sees, by value and by name, to be compared with `same_contents`."""
+    seen: set[int] = set()
+    found: dict[str, Any] = {}
+    for name, inside in module.named_modules():
+        kept = {key: value for key, value in inside.__dict__.items() if key not in INTERNAL}
+        found[name] = {
+            **_content(kept, seen, 0),
+            **{key: _content(value, seen, 0) for key, value in inside._buffers.items()},
+        }
+    shared = GlobalRandom()
+    return {**found, "Python's random numbers": shared.state("Python"), "numpy's random numbers": shared.state("numpy")}
+
+
+def same_contents(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    return _same(one, two)
+
+
+def _content(value: Any, seen: set[int], depth: int) -> Any:
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, _OPAQUE) or id(value) in seen or depth > MAX_DEPTH:
+        return None
+    seen.add(id(value))
+    if (state := _state_of(value)) is not None:
+        return state[0](value)
+    if isinstance(value, dict):
+        return {key: _content(part, seen, depth + 1) for key, part in value.items()}
+    if isinstance(value, list | deque | tuple):
+        return [_content(part, seen, depth + 1) for part in value]
+    if isinstance(value, set):
+        return len(value)
+    there = getattr(value, "__dict__", None)
+    return _content(there or {name: getattr(value, name) for name in _slots(value)}, seen, depth + 1)
+
+
+def _joined(name: str, key: str) -> str:
+    return f"{name}.{key}" if name else key
+
+
+def _same_values(one: Tensor, two: Tensor) -> bool:
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    if torch.equal(one, two):
+        return True
+    return one.is_floating_point() and bool(torch.allclose(one, two, rtol=0, atol=0, equal_nan=True))
+
+
+def _write(target: Tensor, values: Tensor) -> None:
+    """By `.data`: to graphs that have saved it, the tensor is what it was."""
+    if target.shape == values.shape:
+        target.data.copy_(values)
+    else:  # it was resized
+        target.data = values.clone()
+
+
+class _Attributes:
+    """The entries of a dict of attributes, or of any dict."""
+
+    def __init__(self, there: dict[Any, Any], without: frozenset[str], seen: dict[int, Any], depth: int) -> None:
+        self._there = there
+        self._without = without
+        self._entries = {key: _keep(value, seen, depth) for key, value in there.items() if key not in without}
+
+    def changes(self) -> Iterator[str]:
+        for key in self._entries.keys() | (self._there.keys() - self._without):
+            if key not in self._entries or key not in self._there or not self._entries[key].is_same(self._there[key]):
+                yield str(key)
+
+    def restore(self) -> None:
+        for key in [key for key in self._there if key not in self._entries and key not in self._without]:
+            del self._there[key]
+        for key, kept in self._entries.items():
+            kept.restore()
+            if self._there.get(key, self) is not kept.value:
+                self._there[key] = kept.value
+
+
+class _Kept:
+    """A value that does not change itself: only another can take its place."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def is_same(self, now: Any) -> bool:
+        if now is self.value:
+            return True
+        return type(now) is type(self.value) and isinstance(now, _PLAIN) and bool(now == self.value)
+
+    def restore(self) -> None:
+        """Nothing to do inside of it."""
+
+
+class _KeptTensor(_Kept):
+    def __init__(self, value: Tensor) -> None:
+        super().__init__(value)
+        self._version = 0 if value.is_inference() else value._version
+        is_small = value.numel() <= CLONED_NUMEL and not value.is_meta and not isinstance(value, FakeTensor)
+        self._values = value.detach().clone() if is_small else None
+
+    def is_same(self, now: Any) -> bool:
+        if now is not self.value:
+            return False
+        return now._version == self._version if self._values is None else _same_values(self._values, now)
+
+    def restore(self) -> None:
+        if self._values is not None:  # its version does not tell: what `_write` writes has none
+            _write(self.value, self._values)
+
+
+class _KeptBuffer(_Kept):
+    """Written to is changed, also with what was there: another call may write something else. But batch normalisation
+    writes its statistics past the count of writes."""
+
+    def __init__(self, value: Tensor | None) -> None:
+        super().__init__(value)
+        has_values = value is not None and not value.is_meta and not isinstance(value, FakeTensor)
+        self._values = value.detach().clone() if value is not None and has_values else None
+        self._version = 0 if value is None or value.is_inference() else value._version
+
+    def is_same(self, now: Any) -> bool:
+        if now is not self.value or self._values is None:
+            return now is self.value
+        return (now.is_inference() or now._version == self._version) and _same_values(self._values, now)
+
+    def restore(self) -> None:
+        if self._values is not None:
+            _write(self.value, self._values)
+
+
+class _KeptCell(_Kept):
+    """A variable of a closure."""
+
+    def __init__(self, cell: CellType, seen: dict[int, Any]) -> None:
+        super().__init__(cell)
+        self._inside = _keep(cell.cell_contents, seen, 0)
+
+    def restore(self) -> None:
+        self._inside.restore()
+        self.value.cell_contents = self._inside.value
+
+
+class _KeptState(_Kept):
+    """An object whose state can be read and set as a whole: a random generator, an array."""
+
+    def __init__(self, value: Any, read: Callable[[Any], Any], write: Callable[[Any, Any], None]) -> None:
+        super().__init__(value)
+        self._read, self._write = read, write
+        self._state = read(value)
+
+    def is_same(self, now: Any) -> bool:
+        return now is self.value and _same(self._state, self._read(now))
+
+    def restore(self) -> None:
+        self._write(self.value, self._state)
+
+
+class _KeptContainer(_Kept):
+    """A list, deque or set: what is in it, in its order."""
+
+    def __init__(self, value: Any, seen: dict[int, Any], depth: int) -> None:
+        super().__init__(value)
+        self._parts: list[_Kept] = []
+        self._parts += [_keep(part, seen, depth) for part in value]
+
+    def is_same(self, now: Any) -> bool:
+        if now is not self.value or len(now) != len(self._parts):
+            return False
+        if isinstance(now, set):
+            return all(kept.value in now for kept in self._parts)
+        return all(kept.is_same(part) for kept, part in zip(self._parts, now, strict=True))
+
+    def restore(self) -> None:
+        for kept in self._parts:
+            kept.restore()
+        if len(self.value) == len(self._parts) and all(
+            part is kept.value for part, kept in zip(self.value, self._parts, strict=True)
+        ):
+            return
+        self.value.clear()
+        values = [kept.value for kept in self._parts]
+        self.value.update(values) if isinstance(self.value, set) else self.value.extend(values)
+
+
+class _KeptObject(_Kept):
+    """An object with attributes, or a dict."""
+
+    def __init__(self, value: Any, there: dict[Any, Any], seen: dict[int, Any], depth: int) -> None:
+        super().__init__(value)
+        self._inside = _Attributes(there, frozenset(), seen, depth)
+
+    def is_same(self, now: Any) -> bool:
+        return now is self.value and next(self._inside.changes(), None) is None
+
+    def restore(self) -> None:
+        self._inside.restore()
+
+
+def _keep(value: Any, seen: dict[int, Any], depth: int) -> _Kept:
+    """`seen` has each object once: attributes may lead in circles."""
+    if isinstance(value, _OPAQUE):
+        return _Kept(value)
+    if id(value) in seen:
+        return _Kept(value)
+    seen[id(value)] = value  # it must live: another object could get its id
+    if isinstance(value, Tensor):
+        return _KeptTensor(value)
+    if (state := _state_of(value)) is not None:
+        return _KeptState(value, *state)
+    if depth >= MAX_DEPTH or (isinstance(value, Sized) and len(value) > MANY):
+        return _Kept(value)
+    if isinstance(value, list | deque | set):
+        return _KeptContainer(value, seen, depth + 1)
+    if isinstance(value, tuple):
+        return _KeptTuple(value, seen, depth + 1)
+    if isinstance(value, dict):
+        return _KeptObject(value, value, seen, depth + 1)
+    there = getattr(value, "__dict__", None)
+    if isinstance(there, dict):
+        return _KeptObject(value, there, seen, depth + 1)
+    return _KeptSlots(value, seen, depth + 1) if _slots(value) else _Kept(value)
+
+
+def _slots(value: Any) -> list[str]:
+    """Names of the attributes of an object without a dict."""
+    names = [name for cls in type(value).__mro__ for name in vars(cls).get("__slots__", ())]
+    return [name for name in names if hasattr(value, name)] if type(value).__module__ != "builtins" else []
+
+
+class _KeptSlots(_Kept):
+    def __init__(self, value: Any, seen: dict[int, Any], depth: int) -> None:
+        super().__init__(value)
+        self._parts = {name: _keep(getattr(value, name), seen, depth) for name in _slots(value)}
+
+    def is_same(self, now: Any) -> bool:
+        return now is self.value and all(kept.is_same(getattr(now, name, None)) for name, kept in self._parts.items())
+
+    def restore(self) -> None:
+        for name, kept in self._parts.items():
+            kept.restore()
+            if getattr(self.value, name, None) is not kept.value:
+                object.__setattr__(self.value, name, kept.value)
+
+
+class _KeptTuple(_Kept):
+    def __init__(self, value: tuple[Any, ...], seen: dict[int, Any], depth: int) -> None:
+        super().__init__(value)
+        self._parts = [_keep(part, seen, depth) for part in value]
+
+    def is_same(self, now: Any) -> bool:
+        return (
+            type(now) is type(self.value)
+            and len(now) == len(self._parts)
+            and all(kept.is_same(part) for kept, part in zip(self._parts, now, strict=True))
+        )
+
+    def restore(self) -> None:
+        for kept in self._parts:
+            kept.restore()
+
+
+def _state_of(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]] | None:
+    """How to read and to set the state of something that has one as a whole."""
+    if isinstance(value, torch.Generator):
+        return lambda one: one.get_state(), lambda one, state: one.set_state(state)
+    if isinstance(value, random.Random):
+        return lambda one: one.getstate(), lambda one, state: one.setstate(state)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(value, numpy.ndarray):
+        return lambda one: one.copy(), lambda one, state: one.__setitem__(..., state)
+    if isinstance(value, numpy.random.RandomState):
+        return lambda one: one.get_state(), lambda one, state: one.set_state(state)
+    if isinstance(value, numpy.random.Generator):
+        return lambda one: one.bit_generator.state, lambda one, state: setattr(one.bit_generator, "state", state)
+    return None
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Of states of generators and arrays, which hold tensors and arrays inside."""
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, Tensor):
+        return _same_values(one, two)
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in one)
+    if isinstance(one, tuple | list):
+        return len(one) == len(two) and all(_same(a, b) for a, b in zip(one, two, strict=True))
+    if hasattr(one, "dtype"):
+        return one.shape == two.shape and one.dtype == two.dtype and one.tobytes() == two.tobytes()
+    return bool(one == two)

@@ -1,0 +1,339 @@
+"""The ledger of gradients: which parameters have one, where it is, by what it was scaled, and its norm.
+
+[Note: gradients that come and go] While a block runs backward, `param.grad` is a view of its gradient chunk on the
+GPU, so that autograd adds every micro-batch in place, in fp32. Each view is taken through `.data`, which gives it a
+version counter of its own: a counter above zero says that the parameter received a gradient (torch.optim skips
+parameters that did not, and so do we). Afterwards `param.grad` is a placeholder that answers norms, takes scalings
+and can be read; `None` still means that there is no gradient, whoever set it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hightide.ir.block import ModelProfile
+from hightide.ir.chunk import ParamRange
+from hightide.ir.plan import Update
+from hightide.ir.refusal import Refused
+from hightide.process.forks import Birthplace
+from hightide.process.interrupts import held
+from hightide.runtime.chunks.absent import Disabled
+from hightide.runtime.chunks.chunks import GRAD_DTYPE, Chunks
+from hightide.runtime.gradients.gradient_placeholder import GradientPlaceholder
+from hightide.runtime.lanes.lanes import EventFence
+from hightide.stores.array import Array
+from hightide.stores.ticket import Ticket
+
+IN_BACKWARD_REFUSAL = (
+    "this model was wrapped with update='in_backward': updates run during backward, so gradients can no longer be "
+    "{what} afterwards. Wrap with update='deferred' (the default) to {what_for}."
+)
+
+
+class Gradients:
+    def __init__(self, profile: ModelProfile, chunks: Chunks, update: Update) -> None:
+        self._update = update
+        self._birthplace = Birthplace()
+        trainable = {spec.name for spec in profile.params if spec.trainable}
+        self.optimised = frozenset(spec.name for spec in profile.params if spec.group is not None)
+        self._loose = {name for block in profile.blocks if block.loose for name in block.params} & trainable
+        self._placeholders = {
+            spec.name: GradientPlaceholder(chunks.parameters[spec.name], self, spec.name)
+            for spec in profile.params
+            if spec.name in trainable and spec.name not in self._loose
+        }
+        self._valid: set[str] = set()  # parameters whose chunk holds a gradient
+        self._factor: dict[str, float | Tensor] = {}  # what it still has to be multiplied by; absent: 1
+        self._norms: dict[str, Tensor] = {}
+        self._on_host: dict[int, HostNumber] = {}  # factors of this step, by the id of their tensor
+        self._opened: set[int] = set()  # chunks whose gradient was opened in this pass
+        self.exits: dict[int, Ticket] = {}  # the latest write-back of each chunk
+        self.updates: dict[int, Ticket] = {}  # the latest update of each chunk
+        self.move_to(chunks)
+        for name in self._placeholders:
+            _allow_fp32_gradient(chunks.parameters[name])
+        for name in self._loose:
+            if chunks.parameters[name].dtype == torch.float16:  # a GradScaler refuses gradients in fp16
+                chunks.parameters[name].grad_dtype = torch.float32
+
+    # -- life of a gradient ---------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        self._opened.clear()
+        self._on_host.clear()
+
+    def end_backward(self) -> None:
+        """The user may scale or drop gradients now; the next backward looks again, also one of the same pass."""
+        self._opened.clear()
+
+    def any_valid(self) -> bool:
+        """Whether gradients exist that a backward would add to. What the user did to `p.grad` is the truth."""
+        for key, gradient in self._found(self._placeholders).items():
+            self._look_at(key, gradient)
+        return bool(self._valid)
+
+    def _found(self, keys: Iterable[str]) -> dict[str, Tensor | None]:
+        """What is at `p.grad` now. An absent parameter would ask Python each time."""
+        with Disabled():
+            return {key: self._chunks.parameters[key].grad for key in keys}
+
+    def valid_unowned(self) -> str | None:
+        """A parameter that has a gradient and is in no group of the optimizer."""
+        return next((key for key in self._placeholders if key in self._valid and key not in self.optimised), None)
+
+    def _look_at(self, key: str, gradient: Tensor | None) -> bool:
+        """Whether a parameter has a gradient now. The user may have set `p.grad` to None, or to a tensor of their
+        own."""
+        if gradient is None:
+            self._forget(key)
+        elif gradient is not self._placeholders[key]:
+            self._take_over(key, gradient)
+        return key in self._valid
+
+    def _take_over(self, key: str, gradient: Tensor) -> None:
+        """`p.grad = p.grad * 0.5` has put a plain tensor there: its values go to the gradient's home."""
+        self._refuse_in_backward("replaced", "change them")
+        chunk = self._chunks.places[key][0]
+        self._settle(chunk)
+        with held:
+            self.place_of(key).put(gradient.to(self._chunks.grad_dtype(chunk)))
+            self._forget(key)
+            self._valid.add(key)
+            self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE)
+            self._chunks.parameters[key].grad = self._placeholders[key]
+
+    def _settle(self, chunk: int) -> None:
+        """Until nobody moves or reads the gradient at its home."""
+        for ticket in (self.exits.get(chunk), self.updates.get(chunk)):
+            if ticket is not None:
+                ticket.settle()
+
+    def has_gradient(self, chunk: int) -> bool:
+        return any(entry.param in self._valid for entry in self._entries[chunk])
+
+    def is_trainable(self, chunk: int) -> bool:
+        return bool(self._entries[chunk])
+
+    def is_open(self, chunk: int) -> bool:
+        """Whether the chunk's gradient was opened in this pass."""
+        return chunk in self._opened
+
+    def cleared(self, chunk: int) -> None:
+        """The chunk's gradient on the GPU is all zero now."""
+        self._opened.add(chunk)
+
+    def bind(self, chunk: int, block: int) -> None:
+        """Points `param.grad` at the gradient chunk on the GPU, where autograd adds to it."""
+        flat = self._chunks.grad_on_gpu(chunk)
+        if chunk not in self._opened:
+            self._freshen(chunk, flat)
+        views = self._chunks.grad_views(chunk)
+        for key, param in self._used_by(chunk, block):
+            param.grad = views[key].data
+
+    def harvest(self, chunk: int, block: int | None) -> None:
+        """After a block's backward: which parameters received a gradient, and its norm while it is on the GPU: that of
+        the fp32 sum, before any rounding. But fp16 may overflow in rounding, and the norm must show it."""
+        mine, valid = self._used_by(chunk, block), self._valid
+        received: dict[str, Tensor] = {}
+        with Disabled():
+            for key, param in mine:
+                gradient = param.grad
+                if gradient is not None and (gradient._version > 0 or key in valid):
+                    received[key] = gradient
+        valid.update([key for key, gradient in received.items() if gradient._version > 0])
+        if self._chunks.grad_dtype(chunk) == torch.float16:
+            self._chunks.round_gradient(chunk)
+        if received and self._update is Update.DEFERRED:
+            norms = torch._foreach_norm(list(received.values()))
+            self._norms.update(zip(received, norms, strict=True))
+        if self._chunks.placed[chunk].rounds_in_place:  # see [Note: rounded gradients]
+            self._chunks.round_gradient(chunk)
+        with Disabled():
+            for key, param in mine:
+                param.grad = self._placeholders[key] if key in valid else None
+
+    def _used_by(self, chunk: int, block: int | None) -> list[tuple[str, Parameter]]:
+        """Parameters of a chunk that have gradients; with `block`, only those that this block uses."""
+        if (chunk, block) not in self._used:
+            users = {entry.param for entry in self._chunks.placements(chunk, block)}
+            keys = [entry.param for entry in self._entries[chunk] if entry.param in users]
+            self._used[chunk, block] = [(key, self._chunks.parameters[key]) for key in keys]
+        return self._used[chunk, block]
+
+    def _freshen(self, chunk: int, flat: Tensor) -> None:
+        """Before adding to a gradient from an earlier backward: apply its scaling, and clear what has none."""
+        for entry in self._entries[chunk]:
+            if entry.param not in self._valid:
+                self._chunks.view_of(flat, entry).zero_()
+            elif entry.param in self._factor:
+                _scale(self._chunks.view_of(flat, entry), self._factor.pop(entry.param))
+        self._opened.add(chunk)
+
+    def drop(self, keys: Iterable[str]) -> None:
+        """As `zero_grad(set_to_none=True)`: the bytes stay for updates that still read them."""
+        with Disabled():
+            for key in keys:
+                self._chunks.parameters[key].grad = None
+                self._forget(key)
+
+    def drop_chunk(self, chunk: int) -> None:
+        self.drop(entry.param for entry in self._entries[chunk])
+
+    def _forget(self, key: str) -> None:
+        self._valid.discard(key)
+        self._factor.pop(key, None)
+        self._norms.pop(key, None)
+
+    # -- from one plan to another ----------------------------------------------------------------------------------
+
+    def move_to(self, chunks: Chunks) -> None:
+        """Gradients are the same, at other places, and nothing is under way: what users keep of `p.grad` stays good."""
+        self._chunks = chunks
+        self._entries: list[list[ParamRange]] = [
+            [entry for entry in spec.params if entry.param in self._placeholders] for spec in chunks.specs
+        ]
+        self._loose_in = [[entry.param for entry in spec.params if entry.param in self._loose] for spec in chunks.specs]
+        self._used: dict[tuple[int, int | None], list[tuple[str, Parameter]]] = {}
+        for tickets in (self.exits, self.updates):
+            tickets.clear()
+        self.of_parameters_here = [chunks.parameters[key] for key in self._placeholders if not chunks.is_hidden(key)]
+        self.begin_pass()
+
+    def of_use(self, chunk: int) -> list[str]:
+        """Whose gradients lie in the chunk and will be read again. An update in backward has used them up; but a loose
+        parameter's own `.grad` lies there, once an update has collected it."""
+        is_kept = self._update is Update.DEFERRED
+        return [
+            entry.param
+            for entry in self._chunks.specs[chunk].params
+            if (entry.param in self._valid and is_kept)
+            or (entry.param in self._loose and self._is_collected(entry.param))
+        ]
+
+    def _is_collected(self, key: str) -> bool:
+        gradient = self._chunks.parameters[key].grad
+        return gradient is not None and gradient.data_ptr() == self.place_of(key).view.data_ptr()
+
+    def place_of(self, key: str) -> Array:
+        """Where the update reads it."""
+        chunk, entry = self._chunks.places[key]
+        return self._chunks.part(self._chunks.grad(chunk), entry)
+
+    def is_in_place(self, key: str) -> None:
+        """Its bytes have moved in."""
+        if key in self._loose:
+            self._chunks.parameters[key].grad = self.place_of(key).view
+
+    # -- for the update -------------------------------------------------------------------------------------------
+
+    def ready(self, chunk: int) -> list[tuple[ParamRange, Factor]]:
+        """The parameters of a chunk that have a gradient, with the factor that the update must apply."""
+        self._collect_loose(chunk)
+        placed, factors = self._chunks.specs[chunk].params, self._factor
+        with Disabled():
+            found = [self._chunks.parameters[entry.param].grad for entry in placed]
+        ready: list[tuple[ParamRange, Factor]] = []
+        for entry, gradient in zip(placed, found, strict=True):
+            key = entry.param
+            if key in self._loose:
+                has_gradient = gradient is not None
+            else:
+                has_gradient = key in self._placeholders and self._look_at(key, gradient)
+            if has_gradient:
+                ready.append((entry, self._factor_at(chunk, key) if key in factors else 1.0))
+        return ready
+
+    def _factor_at(self, chunk: int, key: str) -> Factor:
+        """A factor that was computed on the GPU comes to host updates without anyone waiting for the GPU here."""
+        factor = self._factor.get(key, 1.0)
+        if isinstance(factor, Tensor) and not self._chunks.placed[chunk].is_updated_on_gpu:
+            if id(factor) not in self._on_host:
+                self._on_host[id(factor)] = HostNumber(factor)
+            return self._on_host[id(factor)]
+        return factor
+
+    def _collect_loose(self, chunk: int) -> None:
+        """Plain autograd made the gradients of loose parameters; bring them to their place in the chunk."""
+        for key in self._loose_in[chunk]:
+            param = self._chunks.parameters[key]
+            if param.grad is not None and not self._is_collected(key):
+                place = self.place_of(key).view
+                place.copy_(param.grad)
+                param.grad = place if param.dtype == place.dtype else param.grad
+
+    # -- what a placeholder answers (GradientOwner) ---------------------------------------------------------------
+
+    def norm(self, key: str, norm_type: float) -> Tensor:
+        self._refuse_in_backward("measured", "clip or inspect them")
+        if norm_type == 2.0 and key in self._norms:
+            factor = self._factor.get(key, 1.0)
+            return self._norms[key] * (factor.abs() if isinstance(factor, Tensor) else abs(factor))
+        return torch.linalg.vector_norm(self.read(key), norm_type)
+
+    def scale(self, key: str, factor: float | Tensor) -> None:
+        self._refuse_in_backward("scaled", "clip or scale them")
+        if isinstance(factor, Tensor) and factor.device.type == "cpu":
+            factor = float(factor)
+        earlier = self._factor.get(key)
+        self._factor[key] = factor if earlier is None else earlier * factor
+
+    def add(self, key: str, value: Tensor) -> None:
+        self._refuse_in_backward("changed", "change them")
+        self._settle(self._chunks.places[key][0])
+        with held, self.place_of(key).opened() as gradient:
+            _scale(gradient, self._factor.pop(key, 1.0))
+            gradient.add_(value.to(gradient.device))
+            self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE).to(self._chunks.gpu.device)
+
+    def zero(self, key: str) -> None:
+        self._factor[key] = 0.0
+
+    def read(self, key: str) -> Tensor:
+        """A copy of one gradient, as plain PyTorch would show it."""
+        self._refuse_in_backward("read", "read them")
+        chunk, _ = self._chunks.places[key]
+        if chunk in self.exits:
+            self.exits[chunk].settle()
+        value = self.place_of(key).peek().to(GRAD_DTYPE, copy=True)
+        _scale(value, self._factor.get(key, 1.0))
+        return value.to(self._placeholders[key].dtype).to(self._chunks.gpu.device)
+
+    def _refuse_in_backward(self, what: str, what_for: str) -> None:
+        self._birthplace.check()
+        if self._update is Update.IN_BACKWARD:
+            raise Refused(IN_BACKWARD_REFUSAL.format(what=what, what_for=what_for))
+
+
+class HostNumber:
+    """A number on its way from the GPU. `float` waits until it is there."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._of = value  # its id is the key under which this is found: it must live as long
+        self._number = torch.empty((), dtype=value.dtype, pin_memory=True)
+        self._number.copy_(value, non_blocking=True)
+        self._arrived = EventFence(torch.cuda.current_stream(value.device))
+
+    def __float__(self) -> float:
+        self._arrived.synchronize()
+        return self._number.item()
+
+
+Factor = float | Tensor | HostNumber
+
+
+def _scale(value: Tensor, factor: float | Tensor) -> None:
+    if isinstance(factor, float) and factor == 0.0:
+        value.zero_()  # not a product: zero times infinity is NaN, and the user asked for zero
+    else:
+        value.mul_(factor)
+
+
+def _allow_fp32_gradient(param: Parameter) -> None:
+    """Lets autograd add a low-precision gradient to an fp32 `.grad` in one pass."""
+    if param.dtype != torch.float32:
+        param.grad_dtype = None

@@ -1,0 +1,365 @@
+"""Lanes: serial queues of work that overlap each other. The only file that creates threads.
+
+[Note: failure in a lane] The first exception of any lane is kept as `failure`. From then on every submission and
+every wait of the user's thread raises that very object, and the lanes give it to every task that is still queued
+instead of running it. So nothing hangs, nothing runs on half-moved data, and the user sees the cause and not a
+consequence.
+
+[Note: enqueued and through] A copying lane is done with an action when it is enqueued on its stream; its fence says
+when the GPU is through with it, which may be hundreds of milliseconds later, because the user's thread runs ahead.
+Lanes with a stream go on at once, behind the fence. The cpu lane must not choose what is only enqueued (it would then
+wait, while finished gradients lie there): its tasks become ready when a fence has passed, of which a thread tells.
+
+[Note: threads of torch] Torch's own threads (OpenMP) would divide every operation of an update among all cores, and
+each operation would wait for the slowest; how many there are depends on OMP_NUM_THREADS. So the threads that update
+run torch single-threaded and share an update tile by tile. `torch.set_num_threads` counts for the thread that calls
+it, but threads that are born later inherit the last call: the thread that makes the lanes therefore repeats its own
+number afterwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from hightide.ir.refusal import Refused
+from hightide.ir.tier import Lane
+from hightide.process.system import usable_cores
+from hightide.runtime.lanes.queues import LaneRecord, Queue, State, Task, Watcher, queue_for
+from hightide.runtime.lanes.update_threads import TileQueue, UpdateThreads
+from hightide.stores.ticket import DEFAULT_TIMEOUT_S, Ticket
+
+T = TypeVar("T")
+
+JOIN_TIMEOUT_S = 10.0
+
+WORKERS: dict[Lane, str] = {
+    Lane.H2D: "hightide-h2d",  # fetches the next blocks' chunks and inputs while this block computes and others leave
+    Lane.D2H: "hightide-d2h",  # takes gradients and block inputs away while the next block computes and others arrive
+    Lane.CPU: "hightide-cpu",  # updates chunks on the host while the accelerator computes and both copies run
+}
+WATCHER = "hightide-fences"  # waits for copies to host, so that the cpu lane can take what is finished
+SHARER = "hightide-update"  # works on the same update as the cpu lane, other tiles of it
+CORES_FOR_OTHERS = (
+    2  # Python's and autograd's threads with what they start, and the two copying lanes, which mostly wait
+)
+
+
+def default_update_threads() -> int:
+    """One for each core this process may use, less what the others need."""
+    return max(1, usable_cores() - CORES_FOR_OTHERS)
+
+
+class EventFence:
+    """A point in one CUDA stream."""
+
+    __slots__ = ("_device", "_event", "number")
+    _numbers = itertools.count()
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._device = stream.device
+        self.number = next(self._numbers)
+        self._event = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
+        self._event.record(stream)
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The begin of a COMPUTE action."""
+
+    at_s: float  # a perf_counter
+    event: torch.cuda.Event | None
+    gpu_bytes: int | None
+
+
+class Streams:
+    """The CUDA streams, one for each copying lane. Compute runs on the stream that is current in the user's thread, and
+    on which everything is allocated. Without a GPU there are none: work is through when it returns."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.recording = False  # see mark(); what the GPU holds is asked for, too
+        self.timing = False  # see mark()
+        self._device = device
+        self._streams: dict[Lane, torch.cuda.Stream] = {}
+        if device is not None:
+            # Their few short kernels (conversions) go before those of compute, which would hold up the copies behind
+            # them.
+            self._streams[Lane.H2D] = torch.cuda.Stream(device, priority=-1)  # chunks and inputs arrive
+            self._streams[Lane.D2H] = torch.cuda.Stream(device, priority=-1)  # gradients and inputs leave meanwhile
+
+    def fence(self) -> EventFence | None:
+        """This moment in the caller's stream."""
+        return None if self._device is None else EventFence(torch.cuda.current_stream(self._device))
+
+    def mark(self, lane: Lane) -> torch.cuda.Event | None:
+        """This moment in the caller's stream, whose time can be read when the GPU has passed it. None unless a
+        recording is on or steps are timed, and for a lane that works on the host."""
+        if not (self.recording or self.timing) or self._device is None or lane.on_host:
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @contextmanager
+    def lane(self, lane: Lane, after: Sequence[Ticket]) -> Iterator[None]:
+        """Inside it, work is enqueued on the lane's stream behind everything that it depends on. The lane without a
+        stream works on the host, and waits there."""
+        fences = [ticket.fence for ticket in after if ticket.fence is not None]
+        if lane not in self._streams:
+            for fence in fences:
+                fence.synchronize()
+            yield
+            return
+        with torch.cuda.stream(self._streams[lane]):
+            for fence in fences:
+                fence.join()
+            yield
+
+
+class Lanes:
+    """One worker thread each for H2D, D2H and CPU, and those that share the CPU lane's updates. COMPUTE is the caller's
+    own thread."""
+
+    def __init__(
+        self,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        device: torch.device | None = None,
+        update_threads: int | None = None,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.streams = Streams(device)
+        begun = threading.Semaphore(0)
+        num_sharing = default_update_threads() if update_threads is None else update_threads
+        self.sharers = UpdateThreads(num_sharing, timeout_s)
+        self._state = State()
+        self._queues = {lane: queue_for(lane, self._state, timeout_s) for lane in WORKERS}
+        watcher = self._queues[Lane.CPU].watcher = Watcher(self._state)
+        # Threads hold the queues and never this object, so that forgotten lanes are collected and their threads end.
+        self._threads = [
+            threading.Thread(
+                target=_work, args=(self._queues[lane], lane, timeout_s, self.streams, begun), name=name, daemon=True
+            )
+            for lane, name in WORKERS.items()
+        ]
+        self._threads.append(threading.Thread(target=_watch, args=(watcher, begun), name=WATCHER, daemon=True))
+        self._threads += [
+            threading.Thread(
+                target=_share, args=(self.sharers.desk, number, begun), name=f"{SHARER}-{number}", daemon=True
+            )
+            for number in range(1, num_sharing)
+        ]
+        # At exit too, and joined: a thread that Python ends in the middle of a torch operation aborts the process.
+        ends = (self._state, self.sharers.desk, self._threads)
+        self._finalizer = weakref.finalize(self, _end, *ends, JOIN_TIMEOUT_S)
+        _start(self._threads, begun)
+
+    def submit(self, id: str, lane: Lane, due: int, after: Sequence[Ticket], run: Callable[[], object]) -> Ticket:
+        """Queues an action and returns at once. If `run` returns a Ticket, the action is done when that is."""
+        self.check()
+        assert lane in self._queues, f"{id!r}: the lane {lane} has no thread; use run_inline"
+        task = Task(id, lane, due, self._state.next_order(), self._state.pass_index, Ticket(id), run)
+        self._queues[lane].add(task, after)
+        return task.ticket
+
+    def run_inline(self, id: str, fn: Callable[[], T]) -> T:
+        """Runs a COMPUTE action in the caller's thread. Its exception goes to the caller, who may `fail` the lanes."""
+        self.check()
+        began = self.begin_inline()
+        result = fn()
+        self.record_inline(id, began)
+        return result
+
+    def begin_inline(self, gpu_bytes: int | None = None) -> Begun:
+        """The begin of a COMPUTE action that cannot be run as one call, and what the GPU holds then."""
+        return Begun(time.perf_counter(), self.streams.mark(Lane.COMPUTE), gpu_bytes)
+
+    def record_inline(self, id: str, began: Begun, gpu_bytes: int | None = None) -> None:
+        """Records a COMPUTE action that ends now."""
+        ended = self.streams.mark(Lane.COMPUTE)
+        events = (began.event, ended) if began.event is not None and ended is not None else None
+        held = (began.gpu_bytes, gpu_bytes) if began.gpu_bytes is not None and gpu_bytes is not None else None
+        span = (began.at_s, time.perf_counter())
+        pass_index = self._state.pass_index
+        self._state.record(LaneRecord(pass_index, Lane.COMPUTE, id, *span, events=events, gpu_bytes=held))
+
+    def wait(self, ticket: Ticket, lane: Lane) -> float:
+        """Waits for something that `lane` owes. Returns the seconds stalled; raises the original exception."""
+        self.check()
+        if ticket.done and ticket.error is None:
+            _join(ticket)
+            return 0.0
+        started_s = time.perf_counter()
+        try:
+            ticket.wait(self.timeout_s)
+        except BaseException as error:
+            if ticket.error is not None:
+                self.fail(ticket.error)
+            elif isinstance(error, TimeoutError):
+                waited = f"waited {self.timeout_s:g} s for {ticket.label!r} on the lane {lane}"
+                self.fail(TimeoutError(f"{waited}; {self._describe()}"))
+            else:  # Ctrl-C while waiting: the lanes are well
+                raise
+        self.check()
+        _join(ticket)
+        return time.perf_counter() - started_s
+
+    def drain(self) -> None:
+        """Waits until the copying lanes have done what they were given."""
+        for lane in (lane for lane in WORKERS if not lane.on_host):
+            self.wait(self.submit("drain", lane, 0, [], lambda: None), lane)
+
+    def fail(self, error: BaseException) -> None:
+        """Stops all work with this error, unless there is an earlier one. See [Note: failure in a lane]."""
+        self._state.fail(error)
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._state.failure
+
+    def check(self) -> None:
+        self._state.birthplace.check()
+        if self._state.failure is not None:
+            raise self._state.failure
+        if self._state.closing:
+            raise Refused("these lanes are closed; wrap the model again to go on")
+
+    def begin_pass(self) -> int:
+        return self._state.begin_pass()
+
+    @property
+    def pass_index(self) -> int:
+        return self._state.pass_index
+
+    def keep_pass(self, pass_index: int | None) -> None:
+        """Its records, and of the few passes before it, stay until another pass is named. None: no longer."""
+        with self._state.lock:
+            self._state.kept_pass = pass_index
+
+    @property
+    def records(self) -> list[LaneRecord]:
+        """What was done in the last few passes, and in kept ones, by pass; within a pass in order of completion."""
+        with self._state.lock:
+            return [record for records in self._state.records.values() for record in records]
+
+    def records_of(self, pass_index: int) -> list[LaneRecord]:
+        with self._state.lock:
+            return list(self._state.records.get(pass_index, ()))
+
+    def close(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+        """Ends the threads. What runs is finished; what is queued fails. Wait for what matters before closing."""
+        _end(self._state, self.sharers.desk, self._threads, timeout_s)
+        stuck = [thread.name for thread in self._threads if thread.is_alive()]
+        if stuck:
+            warnings.warn(f"{', '.join(stuck)} still busy {timeout_s:g} s after close()", RuntimeWarning, stacklevel=2)
+
+    def _describe(self) -> str:
+        with self._state.lock:
+            return "queued: " + ", ".join(f"{lane} {len(queue)}" for lane, queue in self._queues.items())
+
+
+def _start(threads: list[threading.Thread], begun: threading.Semaphore) -> None:
+    """See [Note: threads of torch]."""
+    num_threads = torch.get_num_threads()
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        begun.acquire(timeout=JOIN_TIMEOUT_S)
+    torch.set_num_threads(num_threads)
+
+
+def _end(state: State, desk: TileQueue, threads: list[threading.Thread], timeout_s: float) -> None:
+    """An update that runs is finished by all who share it. A fork has none of the threads, and perhaps their locks."""
+    if not state.birthplace.is_here:
+        return
+    state.stop()
+    desk.close()
+    deadline_s = time.monotonic() + timeout_s
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+
+def _join(ticket: Ticket) -> None:
+    if ticket.fence is not None:
+        ticket.fence.join()
+
+
+def _share(desk: TileQueue, number: int, begun: threading.Semaphore) -> None:
+    """The life of a thread that shares updates."""
+    torch.set_num_threads(1)
+    begun.release()
+    with torch.no_grad():
+        while (job := desk.join()) is not None:
+            try:
+                job.work(number)
+            except BaseException as error:  # it belongs to whoever brought the work
+                job.fail(error)
+            desk.leave(job)
+            del job  # an idle thread must not keep an update's tensors alive
+
+
+def _work(queue: Queue, lane: Lane, timeout_s: float, streams: Streams, begun: threading.Semaphore) -> None:
+    """The life of a lane's thread."""
+    if lane.on_host:
+        torch.set_num_threads(1)
+    begun.release()
+    with torch.no_grad():  # copies and updates are no part of anyone's graph
+        while (taken := queue.take()) is not None:
+            task, error = taken
+            if error is None:
+                _run(task, queue.state, timeout_s, streams)
+            else:
+                task.ticket.set_error(error)
+            del taken, task, error  # an idle thread must not keep a task's tensors alive
+
+
+def _watch(watcher: Watcher, begun: threading.Semaphore) -> None:
+    """The life of the watching thread."""
+    begun.release()
+    while (taken := watcher.take()) is not None:
+        ticket, then = taken
+        try:
+            assert ticket.fence is not None
+            ticket.fence.synchronize()
+        except BaseException as error:  # whatever it is, it belongs to the user's thread
+            watcher.state.fail(error)
+        else:
+            then()
+        del taken, ticket, then
+
+
+def _run(task: Task, state: State, timeout_s: float, streams: Streams) -> None:
+    started_s = time.perf_counter()
+    try:
+        with streams.lane(task.lane, task.after):
+            began = streams.mark(task.lane)
+            result = task.run()
+            if isinstance(result, Ticket):
+                result = result.wait(timeout_s)
+            ended = streams.mark(task.lane)
+            task.ticket.fence = streams.fence() if not task.lane.on_host else None
+    except BaseException as error:  # whatever it is, it belongs to the user's thread
+        state.fail(error)
+        task.ticket.set_error(error)
+        return
+    ended_s = time.perf_counter()
+    # The record comes before the ticket: who has waited for an action finds its record.
+    span = (started_s, ended_s)
+    events = (began, ended) if began is not None and ended is not None else None
+    state.record(LaneRecord(task.pass_index, task.lane, task.id, *span, task.ready, task.ready_dues, task.due, events))
+    task.ticket.set_result(result)

@@ -1,0 +1,306 @@
+"""What waits in front of the lanes: tasks, which of them is next, and the records of what was done."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hightide.ir.tier import Lane
+from hightide.process.forks import Birthplace
+from hightide.stores.ticket import Ticket
+
+KEPT_PASSES = 4  # records of older passes are dropped, unless `State.kept_pass` keeps them
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRecord:
+    """One action that was completed. `ready` names what a DUE_FIRST lane could choose from, itself included."""
+
+    pass_index: int  # the pass that submitted it, even if it ended in the next
+    lane: Lane
+    id: str
+    started_s: float
+    ended_s: float
+    ready: tuple[str, ...] = ()
+    ready_dues: tuple[int, ...] = ()  # of the actions in `ready`, in the same order
+    due: int = 0
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # its begin and end on the GPU, while recording
+    gpu_bytes: tuple[int, int] | None = None  # in use at its begin and end, of a tick, while recording
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    id: str
+    lane: Lane
+    due: int
+    order: int
+    pass_index: int
+    ticket: Ticket
+    run: Callable[[], object]
+    after: tuple[Ticket, ...] = ()
+    waits_for: tuple[Ticket, ...] = ()
+    num_pending: int = 0
+    ready: tuple[str, ...] = ()
+    ready_dues: tuple[int, ...] = ()
+
+
+class State:
+    """What the lanes share. One lock: a lane's work takes far longer than any of its bookkeeping."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.conditions: list[threading.Condition] = []
+        self.failure: BaseException | None = None
+        self.closing = False
+        self.birthplace = Birthplace()
+        self.pass_index = 0
+        self.records: dict[int, list[LaneRecord]] = {0: []}
+        self.kept_pass: int | None = None  # it and those shortly before it stay, whatever follows
+        self._orders = itertools.count()
+
+    def next_order(self) -> int:
+        return next(self._orders)
+
+    def begin_pass(self) -> int:
+        with self.lock:
+            self.pass_index += 1
+            self.records[self.pass_index] = []
+            recent = [end for end in (self.pass_index, self.kept_pass) if end is not None]
+            self.records = {
+                index: records
+                for index, records in self.records.items()
+                if any(end - KEPT_PASSES < index <= end for end in recent)
+            }
+            return self.pass_index
+
+    def record(self, record: LaneRecord) -> None:
+        with self.lock:
+            if record.pass_index in self.records:
+                self.records[record.pass_index].append(record)
+
+    def fail(self, error: BaseException) -> None:
+        with self.lock:
+            if self.failure is None:
+                self.failure = error
+            self._wake_all()
+
+    def stop(self) -> None:
+        with self.lock:
+            self.closing = True
+            self._wake_all()
+
+    def end(self, task: Task) -> BaseException | None:
+        """The error with which a queued task must end unrun, if any."""
+        if self.failure is not None:
+            return self.failure
+        if self.closing:
+            return RuntimeError(f"{task.id!r} was queued on the lane {task.lane} when the lanes were closed")
+        return None
+
+    def _wake_all(self) -> None:
+        for condition in self.conditions:
+            condition.notify_all()
+
+
+class Watcher:
+    """Fences that something on the host waits for, in the order in which they were set: so they pass."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self._condition = threading.Condition(state.lock)
+        state.conditions.append(self._condition)
+        self._watched: list[tuple[int, int, Ticket, Callable[[], object]]] = []
+        self._orders = itertools.count()
+
+    def watch(self, ticket: Ticket, then: Callable[[], object]) -> None:
+        with self.state.lock:
+            number = ticket.fence.number if ticket.fence is not None else 0
+            heapq.heappush(self._watched, (number, next(self._orders), ticket, then))
+            self._condition.notify()
+
+    def take(self) -> tuple[Ticket, Callable[[], object]] | None:
+        """Blocks for the next one. None: closed."""
+        with self.state.lock:
+            while not self._watched:
+                if self.state.closing:
+                    return None
+                self._condition.wait()  # idle: nobody waits for it; watch and close wake it
+            return heapq.heappop(self._watched)[2:]
+
+
+class Queue:
+    """Tasks of one lane. Subclasses say which one is next."""
+
+    def __init__(self, state: State, timeout_s: float) -> None:
+        self.state = state
+        self.timeout_s = timeout_s
+        self.watcher: Watcher | None = None  # for a lane that works on the host
+        self.condition = threading.Condition(state.lock)
+        state.conditions.append(self.condition)
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def _push(self, task: Task) -> None:
+        raise NotImplementedError
+
+    def _became_ready(self, task: Task) -> None:
+        raise NotImplementedError
+
+    def _has_ready(self) -> bool:
+        """Whether there is a task to run now."""
+        raise NotImplementedError
+
+    def _pop_ready(self) -> Task | None:
+        """The task to run now, if there is one."""
+        raise NotImplementedError
+
+    def _pop_first(self) -> Task:
+        """The task that has to go first when nothing is ready."""
+        raise NotImplementedError
+
+    def add(self, task: Task, after: Sequence[Ticket]) -> None:
+        waits_for = tuple(ticket for ticket in after if self._is_pending(ticket))
+        with self.state.lock:
+            task.after = tuple(
+                ticket for ticket in after if not ticket.done or ticket.fence is not None
+            )  # in this order
+            task.waits_for, task.num_pending = waits_for, len(waits_for)
+            self._push(task)
+            if not waits_for:
+                self._became_ready(task)
+                self._wake()
+        for ticket in waits_for:  # outside the lock: a callback may be called at once
+            ticket.add_done_callback(lambda done: self._when_through(task, done))
+
+    def _wake(self) -> None:
+        """Only if there is something to do: each wake takes Python's lock from the thread that issues work."""
+        if self._has_ready():
+            self.condition.notify()
+
+    def _is_pending(self, ticket: Ticket) -> bool:
+        return not ticket.done or ticket.error is not None or (self.watcher is not None and ticket.fence is not None)
+
+    def _when_through(self, task: Task, ticket: Ticket) -> None:
+        """See [Note: enqueued and through]."""
+        if self.watcher is None or ticket.fence is None or ticket.error is not None:
+            self._dependency_done(task, ticket)
+        else:
+            self.watcher.watch(ticket, lambda: self._dependency_done(task, ticket))
+
+    def take(self) -> tuple[Task, BaseException | None] | None:
+        """Blocks for the next task, and the error with which it must end instead of running. None: closed and empty."""
+        waiting_since_s: float | None = None
+        with self.state.lock:
+            while True:
+                if not len(self):
+                    if self.state.closing:
+                        return None
+                    waiting_since_s = None
+                    # Idle: nobody waits for this lane; what is ready wakes it, and close. What never gets ready has its
+                    # time from the next look on.
+                    self.condition.wait(self.timeout_s)
+                    continue
+                if self.state.failure is not None or self.state.closing:
+                    task = self._pop_first()
+                    return task, self.state.end(task)
+                ready = self._pop_ready()
+                if ready is not None:
+                    return ready, None
+                now_s = time.monotonic()
+                waiting_since_s = now_s if waiting_since_s is None else waiting_since_s
+                left_s = waiting_since_s + self.timeout_s - now_s
+                if left_s <= 0:
+                    task = self._pop_first()
+                    error = self._timeout(task)
+                    self.state.fail(error)
+                    return task, error
+                self.condition.wait(left_s)
+
+    def _dependency_done(self, task: Task, ticket: Ticket) -> None:
+        if ticket.error is not None:
+            self.state.fail(ticket.error)
+            return
+        with self.state.lock:
+            task.num_pending -= 1
+            if task.num_pending == 0:
+                self._became_ready(task)
+                self._wake()
+
+    def _timeout(self, task: Task) -> TimeoutError:
+        missing = ", ".join(
+            repr(ticket.label) for ticket in task.waits_for if not ticket.done or ticket.fence is not None
+        )
+        return TimeoutError(f"{task.id!r} on the lane {task.lane} waited {self.timeout_s:g} s for {missing}")
+
+
+class InOrder(Queue):
+    def __init__(self, state: State, timeout_s: float) -> None:
+        super().__init__(state, timeout_s)
+        self._tasks: deque[Task] = deque()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def _push(self, task: Task) -> None:
+        self._tasks.append(task)
+
+    def _became_ready(self, task: Task) -> None:
+        pass  # only the head counts, and the head is looked at on every wake
+
+    def _has_ready(self) -> bool:
+        return bool(self._tasks) and self._tasks[0].num_pending == 0
+
+    def _pop_ready(self) -> Task | None:
+        return self._tasks.popleft() if self._has_ready() else None
+
+    def _pop_first(self) -> Task:
+        return self._tasks.popleft()
+
+
+class DueFirst(Queue):
+    def __init__(self, state: State, timeout_s: float) -> None:
+        super().__init__(state, timeout_s)
+        self._tasks: dict[int, Task] = {}  # by order of submission
+        self._heap: list[tuple[int, int]] = []  # (due, order) of the ready ones
+        # The ready ones again, as dicts whose values are copied into a record at C speed: 1,000 may be ready at a time.
+        self._ready_ids: dict[int, str] = {}
+        self._ready_dues: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def _push(self, task: Task) -> None:
+        self._tasks[task.order] = task
+
+    def _became_ready(self, task: Task) -> None:
+        if task.order in self._tasks:  # else it ended with an error already
+            heapq.heappush(self._heap, (task.due, task.order))
+            self._ready_ids[task.order] = task.id
+            self._ready_dues[task.order] = task.due
+
+    def _has_ready(self) -> bool:
+        return bool(self._heap)
+
+    def _pop_ready(self) -> Task | None:
+        if not self._heap:
+            return None
+        task = self._tasks.pop(heapq.heappop(self._heap)[1])
+        task.ready, task.ready_dues = tuple(self._ready_ids.values()), tuple(self._ready_dues.values())
+        del self._ready_ids[task.order], self._ready_dues[task.order]
+        return task
+
+    def _pop_first(self) -> Task:
+        """Only on the way to an end with an error: nothing is picked from the heap after it."""
+        return self._tasks.pop(next(iter(self._tasks)))
+
+
+def queue_for(lane: Lane, state: State, timeout_s: float) -> Queue:
+    return (InOrder if lane.is_in_order else DueFirst)(state, timeout_s)

@@ -1,0 +1,260 @@
+"""What each kind of action does to the bytes. Bookkeeping happens in the user's thread when an action is issued
+(`prepare`); the work that it returns runs on the action's lane."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
+
+from hightide.ir.action import Action, Op
+from hightide.ir.tier import ChunkKind, Lane
+from hightide.runtime.blocks.activations import Stashes
+from hightide.runtime.chunks.chunks import Chunks
+from hightide.runtime.chunks.residency import Residency
+from hightide.runtime.gradients.gradients import Gradients
+from hightide.stores.ticket import Fence
+
+LaneWork = Callable[[], object]
+
+
+class Updates(Protocol):
+    """The optimizer's side of an UPDATE."""
+
+    @property
+    def kernel(self) -> str:
+        """What computes updates on the host: "c" or "torch"."""
+
+    def prepare(self, chunk: int) -> LaneWork | None:
+        """Called in the user's thread when the update is issued: copies hyper-parameters by value. None: nothing to
+        do."""
+
+    def move_to(self, chunks: Chunks) -> None:
+        """Where the states are now."""
+
+    def close(self) -> None:
+        """Lets go of the stores' memory: the optimizer may be around for longer."""
+
+
+class Performer:
+    def __init__(
+        self,
+        chunks: Chunks,
+        gradients: Gradients,
+        stashes: Stashes,
+        fence: Callable[[], Fence | None] = lambda: None,
+    ) -> None:
+        """`fence`: this moment in the caller's stream."""
+        self._fence = fence
+        self._left: dict[int, Fence] = {}  # when the latest gradient of each chunk has reached home
+        self.chunks = chunks
+        self.gradients = gradients
+        self.stashes = stashes
+        self.updates: Updates | None = None  # set by the optimizer
+        self.moved_bytes: Counter[Lane] = Counter()
+        self.num_evictions = 0
+        self.num_updates: Counter[int] = Counter()  # issued, per chunk
+        self.updated: set[int] = set()  # chunks whose update was issued since the last backward began, or step
+        self._prepare: dict[Op, Callable[[Action], LaneWork]] = {
+            Op.FETCH: self._fetch,
+            Op.EVICT: self._evict,
+            Op.CLEAR: self._clear,
+            Op.WRITE_BACK: self._write_back,
+            Op.STASH: self._stash,
+            Op.UNSTASH: self._unstash,
+            Op.UPDATE: self._update,
+        }
+
+    def go_on(self, before: Performer) -> None:
+        """With the counters of the plan before, and its updates."""
+        self.updates = before.updates
+        self.moved_bytes, self.num_evictions = before.moved_bytes, before.num_evictions
+
+    def prepare(self, action: Action) -> LaneWork:
+        return self._prepare[action.op](action)
+
+    # -- parameters -----------------------------------------------------------------------------------------------
+
+    def _fetch(self, action: Action) -> LaneWork:
+        assert action.chunk is not None and action.target is not None
+        if action.kind is ChunkKind.GRAD:
+            return lambda: self.fetch_gradient(action.chunk, action.target.slot)  # type: ignore[arg-type,union-attr]
+        if action.target.slot is None:
+            return self.refresh(action.chunk)
+        return self.fetch_param(action.chunk, action.target.slot)
+
+    def fetch_param(self, chunk: int, slot: int) -> LaneWork:
+        """Reserves the slots now; nothing to do if the chunk is there already or the slots are in use (off the
+        plan)."""
+        copy, table = self.chunks.param_copies[chunk], self.chunks.param_slots
+        if copy.state is not Residency.ABSENT or not table.fits(slot, chunk):
+            return _nothing
+        others = table.occupants(slot, chunk)
+        if any(self.chunks.param_copies[other].state is not Residency.CLEAN for other in others):
+            return _nothing
+        for other in others:
+            self.evict(other)
+        table.take(slot, chunk)
+        copy.move(Residency.ARRIVING)
+
+        def work() -> None:
+            self._copy_home_to_gpu(chunk)
+            copy.move(Residency.CLEAN)
+
+        return work
+
+    def refresh(self, chunk: int) -> LaneWork:
+        """A persistent chunk whose update runs on host gets its new values."""
+
+        def work() -> None:
+            if self.chunks.stale[chunk]:
+                self.chunks.param_copies[chunk].move(Residency.ARRIVING)
+                self._copy_home_to_gpu(chunk)
+                self.chunks.param_copies[chunk].move(Residency.CLEAN)
+                self.chunks.stale[chunk] = False
+
+        return work
+
+    def _copy_home_to_gpu(self, chunk: int) -> None:
+        assert self.chunks.home_copies[chunk].state is Residency.CLEAN, f"chunk {chunk} was fetched during its update"
+        self.moved_bytes[Lane.H2D] += self.chunks.bring_param(chunk)
+
+    def _evict(self, action: Action) -> LaneWork:
+        assert action.chunk is not None
+        chunk = action.chunk
+
+        def work() -> None:
+            if self.chunks.param_copies[chunk].state is Residency.CLEAN:
+                self.evict(chunk)
+
+        return work
+
+    def evict(self, chunk: int) -> None:
+        self.chunks.param_copies[chunk].move(Residency.ABSENT)
+        self.chunks.param_slots.drop(chunk)
+        self.num_evictions += 1
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def _clear(self, action: Action) -> LaneWork:
+        assert action.chunk is not None and action.target is not None
+        chunk, slot = action.chunk, action.target.slot
+        return lambda: self.clear(chunk, slot)
+
+    def clear(self, chunk: int, slot: int | None) -> None:
+        """Opens a gradient at zero: at its own place on the GPU, or in a slot. Not if a call that the plan did not
+        foresee has added to it in this pass already: then the block's hold brings that sum back."""
+        if self.gradients.is_open(chunk):
+            return
+        copy = self.chunks.grad_copies[chunk]
+        if slot is not None and not self._take_gradient_slot(chunk, slot):
+            return
+        self.chunks.grad_on_gpu(chunk).zero_()
+        self.gradients.cleared(chunk)
+        if copy.state is Residency.ABSENT:
+            copy.move(Residency.CLEAN)
+
+    def fetch_gradient(self, chunk: int, slot: int) -> None:
+        """Brings the sum so far back to the GPU, so that the GPU always sees the whole sum."""
+        if not self._take_gradient_slot(chunk, slot):
+            return
+        copy = self.chunks.grad_copies[chunk]
+        copy.move(Residency.ARRIVING)
+        if self.gradients.has_gradient(chunk):
+            if chunk in self._left:
+                self._left[chunk].join()
+            self.moved_bytes[Lane.H2D] += self.chunks.bring_gradient(chunk)
+        else:
+            self.chunks.grad_on_gpu(chunk).zero_()
+        self.chunks.grad_slots.used_until(chunk, self._fence())
+        copy.move(Residency.CLEAN)
+
+    def _take_gradient_slot(self, chunk: int, slot: int) -> bool:
+        table = self.chunks.grad_slots
+        if table.first(chunk) is not None or not table.fits(slot, chunk) or table.occupants(slot, chunk):
+            return False
+        for fence in table.take(slot, chunk):
+            fence.join()
+        return True
+
+    def _write_back(self, action: Action) -> LaneWork:
+        assert action.chunk is not None
+        return self.write_back(action.chunk)
+
+    def write_back(self, chunk: int) -> LaneWork:
+        """Sends a finished sum home and frees its slot. A gradient that nobody touched just leaves."""
+        copy = self.chunks.grad_copies[chunk]
+        if copy.state is Residency.CLEAN:  # opened, then its block was skipped
+            self.drop_gradient(chunk)
+        if copy.state is not Residency.DIRTY:
+            return _nothing
+        copy.move(Residency.LEAVING)
+
+        def work() -> None:
+            self.moved_bytes[Lane.D2H] += self.chunks.send_gradient(chunk)
+            if (fence := self._fence()) is not None:
+                self._left[chunk] = fence
+                self.chunks.grad_slots.used_until(chunk, fence)
+            copy.move(Residency.ABSENT)
+            self.chunks.grad_slots.drop(chunk)
+
+        return work
+
+    def drop_gradient(self, chunk: int) -> None:
+        """Frees the slot of a gradient that nobody needs any more."""
+        copy = self.chunks.grad_copies[chunk]
+        if copy.state is Residency.DIRTY:
+            copy.move(Residency.LEAVING)
+        copy.move(Residency.ABSENT)
+        self.chunks.grad_slots.used_until(chunk, self._fence())
+        self.chunks.grad_slots.drop(chunk)
+
+    # -- block inputs ---------------------------------------------------------------------------------------------
+
+    def _stash(self, action: Action) -> LaneWork:
+        assert action.call is not None
+        stash = self.stashes.of(action.call)
+        return _nothing if stash is None else self._counted(Lane.D2H, self.stashes.prepare_store(stash))
+
+    def _unstash(self, action: Action) -> LaneWork:
+        assert action.call is not None
+        stash = self.stashes.of(action.call)
+        return _nothing if stash is None else self._counted(Lane.H2D, self.stashes.prepare_restore(stash))
+
+    def _counted(self, lane: Lane, copy: Callable[[], int]) -> LaneWork:
+        def work() -> None:
+            self.moved_bytes[lane] += copy()
+
+        return work
+
+    # -- updates --------------------------------------------------------------------------------------------------
+
+    def _update(self, action: Action) -> LaneWork:
+        assert action.chunk is not None
+        return self.update(action.chunk)
+
+    def update(self, chunk: int) -> LaneWork:
+        assert self.updates is not None, "a schedule with updates needs an optimizer"
+        used_up = self.chunks.placed[chunk].is_used_up
+        if used_up and self.chunks.grad_slots.first(chunk) is None:
+            return _nothing
+        apply = self.updates.prepare(chunk)
+        if apply is None:
+            return (lambda: self.drop_gradient(chunk)) if used_up else _nothing
+        self.updated.add(chunk)
+        self.num_updates[chunk] += 1
+        home = self.chunks.home_copies[chunk]
+
+        def work() -> None:
+            home.move(Residency.HELD)
+            apply()
+            home.move(Residency.CLEAN)
+            self.chunks.stale[chunk] = not self.chunks.placed[chunk].is_updated_on_gpu
+            if used_up:
+                self.drop_gradient(chunk)
+
+        return work
+
+
+def _nothing() -> None:
+    """An action that the model's path through this pass made unnecessary."""

@@ -1,0 +1,439 @@
+"""`hightide.verify`: a few steps plain and a few steps wrapped, on copies, and whether the two agree."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hightide import api
+from hightide.ir.limits import Limits
+from hightide.ir.plan import Activation, Plan
+from hightide.ir.refusal import Refused
+from hightide.ir.tier import Tier
+from hightide.ir.units import parse_bytes
+from hightide.loading.values import first_values
+from hightide.optim.registry import rule_for
+from hightide.plan.infeasible import InfeasiblePlan
+from hightide.process.progress import shown, tell
+from hightide.process.system import free_host_bytes
+from hightide.profile.model.block_finder import BlockChoice
+from hightide.profile.model.call_tree import Arguments, Batch, call_arguments, flatten_call
+from hightide.profile.model.samples import samples_along_first
+from hightide.verification.copies import (
+    HALF,
+    as_before,
+    copied_model,
+    copied_optimizer,
+    hooked_parameters,
+    lacks_values,
+    nudge,
+    seed_all,
+    steady,
+    twins_of,
+)
+from hightide.verification.observe import (
+    OF_GRADIENT,
+    Loop,
+    LossOf,
+    Plain,
+    Streamed,
+    call,
+    dense,
+    recorded_warnings,
+    train,
+    usual_loss,
+    values_of,
+)
+from hightide.verification.randomness import drawing_blocks, switch_off
+from hightide.verification.smaller import MemoryBudget, SmallerTask, TooLarge, changed_batch, fitted
+from hightide.verification.tolerances import Comparison, Reference
+from hightide.verification.verdict import ComparedRow, Verdict, few
+
+TOLERANCE = 1e-5  # of the largest entry of a tensor, in fp32
+MUCH_BYTES = 2**28  # of parameters: to look for garbage takes as long as to train a small model
+OWN_ERROR = "raised by the plain model, in PyTorch alone: hightide has no part in it"
+
+
+def verify(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    *,
+    loss: LossOf | None = None,
+    limits: Limits | None = None,
+    micro_batch: int | None = None,
+    update: str = "deferred",
+    gradients: str = "float32",
+    compile: bool = False,
+    device: str | torch.device | None = None,
+    blocks: BlockChoice | None = None,
+    steps: int = 2,
+    tolerance: float = TOLERANCE,
+    memory: int | str | None = None,
+) -> Verdict:
+    """Trains copies of the model plain and wrapped, and says whether, and else where first, the two differ.
+
+    Everything but these is as for `wrap`: `loss` is a function of what the model returns; by default `.loss`,
+    `["loss"]`, the first number of a tuple or the number itself. `steps`: with the batch, then with its samples in
+    another order. `tolerance`: of the largest entry of each tensor; what rounding does to this model is measured, and
+    allowed too. `memory`: what may be taken of the device; by default what is free. A model that does not fit there
+    plain is made smaller, and a `ValueError` says so where that is not possible.
+
+    Model, optimizer and random states are not touched. A model that hightide refuses is no exception: the verdict says
+    so. What the model itself raises in plain PyTorch is raised as it is.
+    """
+    began_s = time.perf_counter()
+    api.check_fresh(model, optimizer)
+    if steps < 1:
+        raise ValueError(f"steps={steps}; at least 1 is needed, and 2 to see what an update leads to")
+    if not tolerance > 0:
+        raise ValueError(f"tolerance={tolerance}; it must be above 0: sums are taken in another order")
+    place = api.chosen_device(device)
+    options = _Options(limits, micro_batch, update, gradients, compile, place, blocks)
+    given = Arguments(*call_arguments(batch))
+    findings = _Findings()
+    with shown("hightide.verify"), as_before(place), recorded_warnings() as said:
+        try:
+            trial = _Trial(model, optimizer, given, options, loss or usual_loss, steps, _room(place, memory), findings)
+            trial.run(tolerance)
+        except _NotTrained as refusal:
+            findings.refusal = str(refusal)
+    return Verdict(
+        equal=not findings.refusal and not findings.failure and all(row.equal for row in findings.rows),
+        rows=tuple(findings.rows),
+        runs=tuple(findings.runs),
+        changed=tuple(findings.changed),
+        unsplit=tuple(findings.unsplit),
+        warnings=tuple(said),
+        refusal=findings.refusal,
+        failure=findings.failure,
+        tolerance=tolerance,
+        seconds=time.perf_counter() - began_s,
+    )
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Of `wrap`."""
+
+    limits: Limits | None
+    micro_batch: int | None
+    update: str
+    gradients: str
+    compile: bool
+    device: torch.device
+    blocks: BlockChoice | None
+
+
+@dataclass
+class _Findings:
+    rows: list[ComparedRow] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    unsplit: list[tuple[str, str]] = field(default_factory=list)
+    refusal: str = ""
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One way to train it in hightide."""
+
+    micro_batch: int | None  # None: the plan decides
+    streams: bool  # everything that can move does; else as the user's limits have it
+    asks_more: str = ""  # why it may need more than what the user will train
+
+
+class _NotTrained(Exception):
+    """hightide refuses the model."""
+
+
+class _Trial:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Arguments,
+        options: _Options,
+        loss: LossOf,
+        steps: int,
+        room: MemoryBudget,
+        findings: _Findings,
+    ) -> None:
+        self._options, self._findings = options, findings
+        with _refusals(ValueError):
+            rule_for(optimizer)
+            first_values(model)
+            tell("profiling the model")
+            task = fitted(model, optimizer, batch, options.blocks, steps, room, options.device)
+        self._task = task
+        self._hooked = hooked_parameters(model)
+        findings.changed += [*task.changed, *_conversions(task), *_unhooked(self._hooked)]
+        findings.unsplit += _unsplit(task)
+        example = changed_batch(task.batch, _widened)
+        batches = tuple(_rolled(example, step) for step in range(steps))
+        names = [block.name for block in task.profile.blocks if not block.loose]
+        self._loop = Loop(batches, loss, tuple(names), _in_backward_order(task))
+        self._num_samples = samples_along_first(task.batch)
+        self._largest_gradient = 0.0
+        self._has_dropout = False
+
+    def run(self, tolerance: float) -> None:
+        tell("plain steps")
+        self._try_plain()
+        size, asked = self._num_samples, self._options.micro_batch
+        several = min(asked, size) if asked is not None else max(1, size // 3)
+        drawing, left = self._random_blocks() if size > 1 else ([], [])
+        if not left:
+            more = "too small for a copy in fp32" if _is_half(self._task.model) else ""
+            cases = [_Case(several, streams=True), _Case(asked and several, streams=False, asks_more=more)]
+            self._compare(tolerance, cases, with_dropout=not drawing)
+        if drawing:
+            as_planned = [_Case(size, streams=False, asks_more="too small for one micro-batch")] if left else []
+            self._compare(tolerance, [_Case(size, streams=True), *as_planned], with_dropout=True)
+
+    def _copies(self, with_dropout: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = copied_model(self._task.model)
+        if not with_dropout:
+            switch_off(model)
+        optimizer = copied_optimizer(self._task.optimizer, twins_of(self._task.model, model))
+        changes = steady(optimizer, self._largest_gradient)
+        self._findings.changed += [text for text in changes if text not in self._findings.changed]
+        return model, optimizer
+
+    def _plain(self, with_dropout: bool = True, change: Callable[[nn.Module], None] | None = None) -> Plain:
+        model, optimizer = self._copies(with_dropout)
+        model.to(self._options.device)  # the optimizer's references stay good
+        if change is not None:
+            change(model)
+        return Plain(model, optimizer)
+
+    def _try_plain(self) -> None:
+        """One forward and backward: whether it works at all, and how large gradients are."""
+        subject = self._plain()
+        with _own_errors():
+            seed_all()
+            loss = self._loop.loss(call(subject.model, subject.placed(self._loop.batches[0])))
+            if not loss.requires_grad:
+                raise ValueError("the loss does not depend on any parameter that requires a gradient")
+            if not bool(loss.isfinite()):
+                raise ValueError(f"the loss is {float(loss)}: nothing can be compared")
+            loss.backward()
+        gradients = [dense(param.grad) for param in subject.model.parameters() if param.grad is not None]
+        largest = [float(gradient.abs().max()) for gradient in gradients if gradient.numel()]
+        self._largest_gradient = max(largest, default=0.0)
+
+    def _random_blocks(self) -> tuple[list[str], list[str]]:
+        """Those that draw random numbers, and those that do without dropout too."""
+        blocks, batch = self._loop.blocks, self._loop.batches[0]
+        subject = self._plain()
+        drawing = drawing_blocks(subject.model, blocks, subject.placed(batch))
+        if not drawing:
+            return [], []
+        self._has_dropout = True
+        switch_off(subject.model)
+        left = drawing_blocks(subject.model, blocks, subject.placed(batch))
+        text = "dropout switched off, except in the run with one micro-batch: in several, masks differ by design"
+        if left:
+            text = (
+                f"only one micro-batch: {few(left)} draw random numbers that cannot be switched off, and in several "
+                "micro-batches these differ by design"
+            )
+        self._findings.changed.append(text)
+        return drawing, left
+
+    def _compare(self, tolerance: float, cases: list[_Case], with_dropout: bool) -> None:
+        reference = Reference(tolerance)
+        with _own_errors():
+            train(self._plain(with_dropout), self._loop, reference.keep)
+            self._let_go()
+            train(self._plain(with_dropout, nudge), self._loop, reference.feel)
+            self._let_go()
+        for case in cases:
+            if not self._findings.failure:
+                self._train_wrapped(case, with_dropout, reference)
+
+    def _train_wrapped(self, case: _Case, with_dropout: bool, reference: Reference) -> None:
+        tell("steps in hightide", self._spoken(case))
+        with self._failures(), _refusals(ValueError, Refused):
+            subject = self._wrapped(case, with_dropout)
+        if self._findings.failure or subject is None:
+            return
+        text = f"{_steps(self._loop)}, {_micro_batches(subject.run.plan)}, {self._spoken(case)}"
+        if self._has_dropout:
+            text += ", random as it is" if with_dropout else ", without dropout"
+        self._findings.runs.append(text)
+        comparison = Comparison(reference, text)
+        unread = () if subject.shows_gradients else OF_GRADIENT
+        is_complete = False
+        try:
+            with self._failures(), _refusals(Refused):
+                train(subject, self._loop, comparison.note)
+                is_complete = True
+        finally:
+            subject.run.discard()
+            self._findings.rows += comparison.rows(unread, is_complete)
+            del subject
+            self._let_go()
+
+    @contextmanager
+    def _failures(self) -> Iterator[None]:
+        """Whatever it is: plain PyTorch has run the same without it."""
+        try:
+            yield
+        except _NotTrained:
+            raise
+        except Exception as error:
+            self._findings.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+    def _check_limits(self, shared: dict[str, Any]) -> None:
+        """InfeasiblePlan where they are too small for the user's own model too."""
+        task, options = self._task, self._options
+        size = min(options.micro_batch, self._num_samples) if options.micro_batch is not None else None
+        api.plan(task.model, task.optimizer, task.batch, limits=options.limits, micro_batch=size, **shared)
+
+    def _let_go(self) -> None:
+        """Of what a copy's own cycles of references keep."""
+        if sum(param.nbytes for param in self._task.model.parameters()) > MUCH_BYTES:
+            gc.collect()
+
+    def _spoken(self, case: _Case) -> str:
+        if case.streams:
+            return "everything streamed"
+        return "as wrap plans it" if self._options.limits is None else "within your limits"
+
+    def _wrapped(self, case: _Case, with_dropout: bool) -> Streamed | None:
+        """None: there is no plan for the user's limits, where verify itself asks for more than the user would."""
+        options = self._options
+        model, optimizer = self._copies(with_dropout)
+        for name, param in model.named_parameters():
+            if name in self._hooked:
+                param.register_hook(lambda gradient: None)  # so that wrap says what it thinks of them
+        begin = values_of(model)
+        shared: dict[str, Any] = {
+            "update": options.update,
+            "gradients": options.gradients,
+            "compile": options.compile,
+            "device": options.device,
+            "blocks": options.blocks,
+        }
+        example = self._loop.batches[0]
+        if case.streams:
+            made = api.plan(model, optimizer, example, micro_batch=case.micro_batch, **shared)
+            return Streamed(*api.wrap(model, optimizer, example, plan=_all_streamed(made), **shared), begin)
+        try:
+            limits, micro_batch = options.limits, case.micro_batch
+            wrapped = api.wrap(model, optimizer, example, limits=limits, micro_batch=micro_batch, **shared)
+        except InfeasiblePlan as error:
+            if not case.asks_more:
+                raise
+            self._check_limits(shared)
+            self._findings.changed.append(f"not run within your limits, {case.asks_more}: {error}")
+            return None
+        return Streamed(*wrapped, begin)
+
+
+def _all_streamed(plan: Plan) -> Plan:
+    """Every block moves, through slots for two of the widest, and is computed again for backward, whatever fits."""
+    away: dict[str, Any] = {
+        "params": Tier.HOST,
+        "states": Tier.HOST,
+        "inputs": Tier.HOST,
+        "activation": Activation.RECOMPUTE,
+    }
+    blocks = tuple(replace(block, **away) if block.name else block for block in plan.blocks)
+    widest = max(plan.layout.num_slots(chunk) for chunk in plan.layout.chunks)
+    return replace(plan, blocks=blocks, num_slots=2 * widest + 1, num_grad_slots=2 * widest + 1, loss_kept_tokens=0)
+
+
+def _steps(loop: Loop) -> str:
+    return "1 step" if len(loop.batches) == 1 else f"{len(loop.batches)} steps"
+
+
+def _micro_batches(plan: Plan) -> str:
+    num_micro = -(-plan.num_samples // plan.micro_batch)
+    return "1 micro-batch" if num_micro == 1 else f"{num_micro} micro-batches"
+
+
+def _room(device: torch.device, memory: int | str | None) -> MemoryBudget:
+    host_bytes = free_host_bytes()
+    asked = parse_bytes(memory, "memory") if memory is not None else None
+    if device.type != "cuda":
+        return MemoryBudget(0, host_bytes if asked is None else asked)
+    free_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    usable_bytes = int((free_bytes - torch.cuda.memory_allocated(device)) * api.GPU_HEADROOM)
+    return MemoryBudget(usable_bytes if asked is None else asked, host_bytes)
+
+
+@contextmanager
+def _refusals(*kinds: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except TooLarge:
+        raise
+    except kinds as error:
+        raise _NotTrained(str(error)) from error
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    try:
+        with recorded_warnings():  # those of plain PyTorch tell nothing about hightide
+            yield
+    except Exception as error:
+        error.add_note(OWN_ERROR)
+        raise
+
+
+def _is_half(model: nn.Module) -> bool:
+    return any(param.dtype in HALF for param in model.parameters())
+
+
+def _conversions(task: SmallerTask) -> Iterator[str]:
+    if lacks_values(task.model):
+        yield "parameters without values have some of the model's own initialisers, or random ones"
+    if _is_half(task.model):
+        yield "16-bit parameters as fp32: their own rounding would hide errors"
+
+
+def _unhooked(names: list[str]) -> Iterator[str]:
+    if names:
+        yield f"gradient hooks were not run: of {few(names)}"
+
+
+def _unsplit(task: SmallerTask) -> list[tuple[str, str]]:
+    names = [block.name for block in task.profile.blocks]
+    calls = [(names[call.block], call.note) for call in task.profile.calls if not call.splittable]
+    return list(dict.fromkeys(calls))
+
+
+def _in_backward_order(task: SmallerTask) -> tuple[str, ...]:
+    """Backward is through with a parameter when the first block that uses it is. Blocks are in the order of calls."""
+    found: dict[str, None] = {}
+    for block in sorted(task.profile.blocks, key=lambda block: not block.loose):
+        found.update({name: None for name in block.params if name not in found})
+    found.update({spec.name: None for spec in task.profile.params if spec.name not in found})
+    return tuple(reversed(found))
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    wide = tensor.detach().float() if tensor.dtype in HALF else tensor.detach()
+    return wide.requires_grad_(tensor.requires_grad)
+
+
+def _rolled(batch: Arguments, by: int) -> Arguments:
+    """The same samples in another order, so that each is in another micro-batch. What is in a dataclass may have no
+    samples: then it is the same batch."""
+    size = samples_along_first(batch)
+    if flatten_call(batch.args, batch.kwargs)[1].records:
+        return batch
+    return changed_batch(
+        batch, lambda tensor: tensor.roll(by, 0) if tensor.ndim and tensor.shape[0] == size else tensor
+    )

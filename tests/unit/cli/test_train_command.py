@@ -1,0 +1,322 @@
+"""The command from the outside: real runs of a tiny model, its exit codes and what it leaves behind."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import hightide
+from hightide.cli import train_command as train_module
+from hightide.cli.config import OptimizerConfig, Overrides, TrainConfig, load_config
+from hightide.cli.main import app
+from hightide.cli.readings import HostMoment, Readings
+from hightide.cli.run_folder import RunFolder
+from hightide.cli.train_command import TrainingRun, lr_factor, prepare
+from hightide.ir.plan import Plan
+
+pytest.importorskip("transformers")
+
+TINY = """
+name: tiny
+device: cpu
+steps: {steps}
+log_every: 1
+limits: {{gpu: 4MiB, host: 1GiB}}
+micro_batch: 1
+model: {{hidden: 32, layers: 3, heads: 2, feed_forward: 64}}
+data: {{sequences: 3, sequence_bytes: 16, text_bytes: 50_000}}
+sample: {{num_bytes: 8}}
+"""
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY.format(steps=3))
+    return path
+
+
+def metrics(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_tiny(tiny: Path, *options: str) -> Path:
+    """Runs the command in this process; returns the run folder."""
+    result = CliRunner().invoke(app, ["train", str(tiny), "--out", str(tiny.parent / "runs"), *options])
+    assert result.exit_code == 0, result.output
+    return sorted((tiny.parent / "runs").iterdir())[-1]
+
+
+def test_three_steps_leave_settings_plan_metrics_and_summary(tiny: Path) -> None:
+    result = CliRunner().invoke(app, ["train", str(tiny), "--out", str(tiny.parent / "runs")], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    folder = tiny.parent / "runs" / "tiny-001"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.yaml",
+        "metrics.jsonl",
+        "plan.json",
+        "summary.json",
+    ]
+    plan = Plan.load(folder / "plan.json")
+    assert plan.micro_batch == 1 and plan.gpu_limit_bytes == 4 * 2**20
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["peak_bytes"]["gpu"] <= 4 * 2**20 for line in lines)  # type: ignore[index]
+    assert 5.0 < lines[0]["loss"] < 6.0  # type: ignore[operator]
+    assert plan.explain().splitlines()[0] in result.output
+    assert "device: simulated accelerator" in result.output
+    for state in ("parameters", "gradient sums", "gradients", "master copies", "moments", "loss"):
+        assert any(line.split("  ")[1] == state for line in result.output.splitlines() if line.startswith("  ")), state
+    assert "what the model writes" in result.output
+    assert "forecast" in result.output
+    assert all(len(line) <= 80 for line in result.output.splitlines() if not line.startswith("run folder"))
+
+
+def test_the_same_seed_gives_the_same_losses_and_another_seed_others(tiny: Path) -> None:
+    first, again, other = (run_tiny(tiny, "--seed", seed) for seed in ("1", "1", "2"))
+    losses = [[line["loss"] for line in metrics(folder)] for folder in (first, again, other)]
+    assert losses[0] == losses[1]
+    assert losses[0] != losses[2]
+
+
+def test_updates_in_backward_run_without_clipping(tiny: Path) -> None:
+    folder = run_tiny(tiny, "--update", "in_backward", "--clip-norm", "0")
+    assert Plan.load(folder / "plan.json").update == "in_backward"
+    assert all(line["grad_norm"] is None for line in metrics(folder))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--gpu", "24QiB"), "Limits(gpu)='24QiB' is not a size"),
+        (("--gpu", "1KiB"), "1.0 KiB"),
+        (("--steps", "0"), "steps=0"),
+        (("--device", "cuda"), "0 usable CUDA devices"),
+        (("--device", "tpu"), "device='tpu' is not supported"),
+        (("--config", "other.yaml"), "two settings files"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(tiny: Path, options: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(app, ["train", str(tiny), "--out", str(tiny.parent / "runs"), *options])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert "Traceback" not in result.output
+    assert not (tiny.parent / "runs").exists()
+
+
+def test_an_unknown_key_is_exit_code_2_and_names_the_nearest(tiny: Path) -> None:
+    tiny.write_text("stpes: 3")
+    result = CliRunner().invoke(app, ["train", str(tiny)])
+    assert result.exit_code == 2
+    assert "unknown key 'stpes'; did you mean 'steps'?" in result.stderr
+
+
+def test_ctrl_c_ends_in_order_and_says_where_the_metrics_are(tmp_path: Path) -> None:
+    settings = tmp_path / "tiny.yaml"
+    settings.write_text(TINY.format(steps=100_000))
+    command = [sys.executable, "-m", "hightide", "train", str(settings), "--out", str(tmp_path / "runs")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment())
+    try:
+        folder = tmp_path / "runs" / "tiny-001"
+        _wait_for_metrics(process, folder / "metrics.jsonl")
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    num_lines = len(metrics(folder))
+    assert f"interrupted after step {num_lines} of 100000" in output
+    assert str(folder) in output
+
+
+@pytest.mark.parametrize("record", [False, True], ids=["plain", "recorded"])
+@pytest.mark.parametrize(("step", "num_signals"), [(1, 1), (1, 2), (2, 1)], ids=["once", "at once", "later"])
+def test_an_interrupt_ends_a_recorded_run_like_any_other(
+    tiny: Path, record: bool, step: int, num_signals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_step = TrainingRun.step
+
+    def interrupted(self: TrainingRun, number: int, *rest: Any) -> None:
+        run_step(self, number, *rest)
+        for _ in range(num_signals if number == step else 0):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(TrainingRun, "step", interrupted)
+    options = [
+        "train",
+        str(tiny),
+        "--out",
+        str(tiny.parent / "runs"),
+        "--steps",
+        "9",
+        *(["--record"] if record else []),
+    ]
+    result = CliRunner().invoke(app, options)
+    assert result.exit_code == 130
+    assert f"interrupted after step {step} of 9" in result.stdout and "run folder: " in result.stdout
+    is_recorded = record and step > 1
+    assert (tiny.parent / "runs" / "tiny-001" / "timeline.json").exists() is is_recorded
+    assert ("no recording: " in result.stdout) is (record and not is_recorded)
+
+
+def _environment() -> dict[str, str]:
+    source = str(Path(__file__).parents[3] / "src")
+    return {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+
+
+def _wait_for_metrics(process: subprocess.Popen[str], path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() or not path.read_text():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "no step was finished within a minute"
+        time.sleep(0.05)
+
+
+# -- losses that arrive late, as those of a GPU do ---------------------------------------------------------------------
+
+
+class LateMoment(HostMoment):
+    """Passes when it was asked for a third time: one or two steps later, or when somebody waits for it."""
+
+    num_asked = 0
+
+    def passed(self) -> bool:
+        self.num_asked += 1
+        return self.num_asked >= 3
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_module, "Readings", lambda device: Readings(device, LateMoment))
+
+
+def test_late_losses_are_logged_and_shown_for_every_step_in_order(tiny: Path, late: None) -> None:
+    folder = run_tiny(tiny, "--steps", "6")
+    lines = metrics(folder)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert len({line["loss"] for line in lines}) == 6
+    assert all(line["step_s"] > 0 and line["grad_norm"] > 0 for line in lines)  # type: ignore[operator]
+    at_once = run_tiny(tiny, "--steps", "6")
+    for key in ("loss", "grad_norm", "lr", "peak_bytes", "moved_bytes"):
+        assert [line[key] for line in metrics(at_once)] == [line[key] for line in lines], key
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 6
+
+
+@pytest.mark.parametrize("timing", ["at once", "late"])
+def test_a_loss_that_is_not_finite_ends_the_run_and_names_its_step(
+    tiny: Path, timing: str, request: pytest.FixtureRequest
+) -> None:
+    tiny.write_text(TINY.format(steps=10) + "optimizer: {lr: 1e+30, warmup_steps: 0}\n")
+    if timing == "late":
+        request.getfixturevalue("late")
+    result = CliRunner().invoke(app, ["train", str(tiny), "--out", str(tiny.parent / "runs")])
+    assert result.exit_code == 2
+    assert "the loss is nan at step 3; lower optimizer.lr or clip gradients" in result.stderr
+    steps = [line["step"] for line in metrics(tiny.parent / "runs" / "tiny-001")]
+    last = {"at once": 3, "late": 5}[timing]  # what had run by then is logged too
+    assert steps == list(range(1, last + 1))
+
+
+def test_a_loss_that_is_not_finite_in_the_last_step_is_found(tiny: Path, late: None) -> None:
+    tiny.write_text(TINY.format(steps=3) + "optimizer: {lr: 1e+30, warmup_steps: 0}\n")
+    result = CliRunner().invoke(app, ["train", str(tiny), "--out", str(tiny.parent / "runs")])
+    assert result.exit_code == 2
+    assert "the loss is nan at step 3;" in result.stderr
+
+
+def run_with(tiny: Path, before_step_3: Callable[[], None]) -> tuple[bool | type[BaseException], list[object]]:
+    """Trains; something happens when the third batch is asked for. How the loop ended, and the steps in the metrics."""
+    config = load_config(tiny, Overrides(out=str(tiny.parent / "runs"), steps=9))
+    run, stream = prepare(config, Console(file=io.StringIO()))
+
+    def disturbed() -> Iterator[dict[str, torch.Tensor]]:
+        for step, batch in enumerate(stream, 1):
+            if step == 3:
+                before_step_3()
+            yield batch
+
+    ended: bool | type[BaseException]
+    with RunFolder(config) as folder:
+        try:
+            ended = run.steps(disturbed(), folder)
+        except BaseException as error:
+            ended = type(error)
+    assert len(run.losses) == len(metrics(folder.path))
+    return ended, [line["step"] for line in metrics(folder.path)]
+
+
+def _fail() -> None:
+    raise ConnectionError("the data are gone")
+
+
+def _interrupt_twice() -> None:
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("event", "ended", "steps"),
+    [
+        (lambda: signal.raise_signal(signal.SIGINT), False, [1, 2, 3]),
+        (_interrupt_twice, KeyboardInterrupt, [1, 2]),
+        (_fail, ConnectionError, [1, 2]),
+    ],
+    ids=["interrupt", "interrupt at once", "failure"],
+)
+def test_however_a_run_ends_every_finished_step_is_in_the_metrics(
+    tiny: Path, late: None, event: Callable[[], None], ended: object, steps: list[int]
+) -> None:
+    assert run_with(tiny, event) == (ended, steps)
+
+
+# -- settings that go to wrap ------------------------------------------------------------------------------------------
+
+
+class Wrapped(Exception):
+    """Ends the command where it calls wrap."""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {"compile": False, "device": None, "gradients": "float32", "update": "deferred"}),
+        ("compile: true\ndevice: cpu\ngradients: param", {"compile": True, "device": "cpu", "gradients": "param"}),
+    ],
+)
+def test_settings_reach_wrap(
+    tmp_path: Path, text: str, expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrap(*_: Any, **options: Any) -> Any:
+        raise Wrapped(options)
+
+    monkeypatch.setattr(hightide, "wrap", wrap)
+    (tmp_path / "settings.yaml").write_text(text)
+    config: TrainConfig = load_config(tmp_path / "settings.yaml", Overrides())
+    with pytest.raises(Wrapped) as caught:
+        prepare(config, Console())
+    assert caught.value.args[0].items() >= expected.items()
+
+
+def test_learning_rate_warms_up_then_falls_to_its_final_share() -> None:
+    config = OptimizerConfig(warmup_steps=4, final_lr_fraction=0.1)
+    factors = [lr_factor(step, 20, config) for step in range(21)]
+    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert factors[4] == 1.0
+    assert all(later <= earlier for earlier, later in itertools.pairwise(factors[4:]))
+    assert factors[20] == pytest.approx(0.1)

@@ -1,0 +1,102 @@
+"""`print(hightide.stats(model))` is a table that people can read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import hightide
+import models
+from hightide.api import _warn_of_reserve
+from hightide.ir.action import Mode
+from hightide.ir.plan import Forecast
+from hightide.plan.lower import lower
+from hightide.plan.predict.peaks import peaks, reserved_bytes
+from hightide.plan.solution import Solution
+from hightide.runtime.run import _forecast
+from unit.plan.profiles import plan_with, stack
+
+GIB = 2**30
+
+
+def test_a_run_is_printed_with_its_measured_numbers() -> None:
+    model, batch = models.llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    limits = hightide.Limits(gpu="320KiB", host="1GiB")
+    model, optimizer = hightide.wrap(model, optimizer, batch, limits=limits, micro_batch=1)
+    assert str(hightide.stats(model)).startswith("0 steps\n")
+    for _ in range(2):
+        models.loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = hightide.stats(model)
+    text = str(stats)
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()}
+    assert text.startswith(f"2 steps, the last took {stats.step_s:.3f} s\n")
+    assert rows["tier"] == ["limit", "forecast", "peak", "in", "use", "now"]
+    assert rows["gpu"][:2] == ["320", "KiB"] and rows["host"][:2] == ["1.0", "GiB"]
+    assert set(stats.moved_bytes) == {"h2d", "d2h"} <= set(rows)
+    assert f"deviations from the plan {stats.deviations}" in text
+    assert f"updates on the host: {stats.update_kernel} kernel" in text
+    hightide.unwrap(model)
+
+
+def test_large_numbers_keep_the_columns_and_80_characters() -> None:
+    model, batch = models.llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = hightide.wrap(model, optimizer, batch, limits=hightide.Limits(gpu="64MiB", host="1GiB"))
+    sizes = {"gpu": 1023 * GIB, "host": 1023 * GIB}
+    lanes = {"h2d": 10**15, "d2h": 10**15}
+    stats = replace(
+        hightide.stats(model),
+        num_steps=1_000_000,
+        step_s=12345.678,
+        peak_bytes=sizes,
+        used_bytes=sizes,
+        moved_bytes=lanes,
+        stall_s={"h2d": 123456.789, "cpu": 1.0, "compute": 0.0},
+        evictions=10**9,
+    )
+    lines = str(stats).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if line.endswith(" s") and "steps" not in line] == ["cpu", "d2h", "h2d"]
+    hightide.unwrap(model)
+
+
+def test_of_a_real_gpu_what_torch_reserves_is_forecast_beside_what_it_reserved() -> None:
+    model, batch = models.llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = hightide.wrap(model, optimizer, batch, limits=hightide.Limits(gpu="64MiB", host="1GiB"))
+    stats = hightide.stats(model)
+    assert stats.forecast.gpu_reserved_bytes is None and "reserved" not in str(stats)
+    forecast = replace(stats.forecast, gpu_peak_bytes=1000 * 2**20, gpu_reserved_bytes=1020 * 2**20)
+    lines = str(replace(stats, forecast=forecast, peak_bytes={"gpu": 1010 * 2**20, "host": 1})).splitlines()
+    gpu = next(line for line in lines if line.startswith("gpu "))
+    assert gpu.split()[3:7] == ["1020", "MiB", "1010", "MiB"]
+    assert "gpu forecast and peak: reserved by torch; 1000 MiB of the forecast are tensors" in lines
+    assert max(map(len, lines)) <= 80
+    hightide.unwrap(model)
+
+
+def test_a_plan_of_another_kind_of_device_is_forecast_in_the_bytes_of_this_one() -> None:
+    profile = stack()
+    schedule = lower(profile, plan_with(profile), Mode.TRAIN)
+    peak_bytes, reserved = peaks(schedule).gpu_peak_bytes, reserved_bytes(schedule)
+    simulated = replace(plan_with(profile), forecast=Forecast(peak_bytes, 6, step_s=0.5))
+    real = replace(simulated, forecast=replace(simulated.forecast, gpu_reserved_bytes=reserved))
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    for solution in (Solution.of(profile, plan) for plan in (simulated, real)):
+        assert _forecast(solution, cpu) == simulated.forecast
+        assert _forecast(solution, cuda) == real.forecast
+
+
+def test_a_plan_whose_tensors_fit_is_not_refused_for_what_torch_reserves_but_warned_of(recwarn: Any) -> None:
+    forecast = Forecast(1000 * 2**20, 6, gpu_reserved_bytes=1020 * 2**20)
+    _warn_of_reserve(forecast, 1020 * 2**20)
+    _warn_of_reserve(replace(forecast, gpu_reserved_bytes=None), 1000 * 2**20)
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=r"expected to reserve 1020 MiB.* a limit that is 10.0 MiB lower"):
+        _warn_of_reserve(forecast, 1010 * 2**20)

@@ -1,0 +1,274 @@
+"""What `wrap` plans with: limits, machine and costs."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import hightide
+import hightide.api
+import models
+from hightide import posing as decision
+from hightide.doctor.known import Known, load_machine
+from hightide.ir.action import Mode
+from hightide.ir.block import Affine, ModelProfile
+from hightide.ir.machine import Machine
+from hightide.ir.tier import Tier
+from hightide.plan.infeasible import InfeasiblePlan
+from hightide.plan.lower import lower
+from hightide.plan.predict.peaks import peaks
+from hightide.plan.predict.step_seconds import with_peaks
+from hightide.plan.problem import Terms
+from hightide.plan.search.search import search
+from hightide.plan.solution import Solution
+from hightide.profile.model.model_profile import profile_calls
+from unit.plan.profiles import stack
+from unit.runtime.steps import adamw
+
+GIB = 2**30
+CUDA = torch.device("cuda", 0)
+
+
+class Gpu:
+    """What torch says of a GPU that is not there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free_bytes: int, reserved_bytes: int = 0, used_bytes: int = 0):
+        self.asked: list[torch.device] = []
+        self.free_bytes = free_bytes
+        monkeypatch.setattr(torch.cuda, "mem_get_info", self._mem_get_info)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved_bytes)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: used_bytes)
+
+    def _mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        self.asked.append(device)
+        return self.free_bytes, 141 * GIB
+
+
+def resolve(limits: hightide.Limits) -> tuple[int, int]:
+    model, _ = models.hand_written()
+    return hightide.api._resolve(limits, CUDA, model, adamw(model))
+
+
+@pytest.mark.parametrize("free_bytes", [100 * GIB, 7 * GIB])  # 7: another process has the rest
+def test_the_gpu_limit_is_what_the_driver_has_free_now(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
+    gpu = Gpu(monkeypatch, free_bytes)
+    gpu_bytes, host_bytes = resolve(hightide.Limits())
+    assert gpu_bytes == int(hightide.api.GPU_HEADROOM * free_bytes) < free_bytes and gpu.asked == [CUDA]
+    assert host_bytes > 0
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("gpu", ["2GiB", "7GiB"])  # 7: all of it is the user's wish
+def test_a_limit_within_what_is_free_is_kept(monkeypatch: pytest.MonkeyPatch, gpu: str) -> None:
+    Gpu(monkeypatch, 7 * GIB)
+    assert resolve(hightide.Limits(gpu=gpu, host="1GiB")) == (hightide.Limits(gpu=gpu).gpu, GIB)
+
+
+def test_a_limit_above_what_is_free_is_lowered_and_says_who_has_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpu(monkeypatch, 7 * GIB, reserved_bytes=4 * GIB, used_bytes=3 * GIB)
+    with pytest.warns(UserWarning) as caught:
+        gpu_bytes, host_bytes = resolve(hightide.Limits(gpu="24GiB", host="1000TiB"))
+    assert gpu_bytes == int(8 * GIB * hightide.api.GPU_HEADROOM), "1 GiB is only kept by torch for later"
+    assert host_bytes == 1000 * 2**40, "what is free on the host cannot be told"
+    assert [str(warning.message) for warning in caught] == [
+        "Limits(gpu) is 24.0 GiB, but only 8.0 GiB of cuda:0 are free (other programs and CUDA itself hold 130 GiB, "
+        "other tensors of this process 3.0 GiB): planned for 7.6 GiB"
+    ]
+    assert caught[0].filename == __file__
+
+
+def test_what_wrap_will_move_is_free_and_what_another_run_keeps_for_later_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The simulated accelerator's model stands for one on the GPU."""
+    Gpu(monkeypatch, 7 * GIB, reserved_bytes=4 * GIB, used_bytes=3 * GIB)
+    monkeypatch.setattr(decision.device_limit, "num_limits", lambda index: 0)
+    here = torch.device("cpu")
+    shared = torch.nn.Linear(16, 16, bias=False)
+    model = torch.nn.Sequential(shared, torch.nn.Linear(16, 16, bias=False))
+    model.append(torch.nn.Linear(16, 16, bias=False, device="meta"))
+    model[1].weight.data = shared.weight.data.t()  # the same storage
+    optimizer = torch.optim.SGD(shared.parameters(), momentum=0.9)
+    optimizer.state[shared.weight] = {"momentum_buffer": torch.zeros(16, 16)}
+    room = decision.room_on(here, model, optimizer)
+    assert room.here_bytes == 3 * GIB - 2 * 4 * 16 * 16
+    assert room.free_bytes == 8 * GIB + 2 * 4 * 16 * 16
+    monkeypatch.setattr(decision.device_limit, "num_limits", lambda index: 1)
+    assert decision.room_on(here, model, optimizer).free_bytes == room.free_bytes - GIB
+
+
+def test_a_plan_with_a_limit_above_what_is_free_is_kept_and_warned_of() -> None:
+    model, batch = models.hand_written()
+    plan = hightide.plan(model, adamw(model), batch, limits=hightide.Limits(gpu="24MiB", host="1MiB"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hightide.api._warn_of_room(decision.GpuRoom(CUDA, plan.gpu_limit_bytes, 0, 0), plan)
+    words = r"may take 24.0 MiB .* but only 1.0 MiB of cuda:0 are free .* with limits=Limits\(gpu=996147\)"
+    with pytest.warns(UserWarning, match=words):
+        hightide.api._warn_of_room(decision.GpuRoom(CUDA, 2**20, 0, 140 * GIB), plan)
+
+
+def no_measuring(*_: Any) -> Any:
+    raise AssertionError("this is no moment to measure a machine")
+
+
+def test_the_simulated_accelerator_is_never_measured_and_plans_are_the_same_every_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decision, "examine", no_measuring)
+    monkeypatch.setattr(decision, "known_machine", no_measuring)
+    model, batch = models.hand_written()
+    limits = hightide.Limits(gpu="128KiB", host="1MiB")
+    first, second = (hightide.plan(model, adamw(model), batch, limits=limits) for _ in range(2))
+    assert first == second and first.forecast.step_s > 0
+    machine = decision.simulated_machine()
+    assert machine.is_simulated and not machine.is_measured
+
+
+def test_a_machine_that_was_measured_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = replace(load_machine("h200"), name="here")
+    monkeypatch.setattr(decision, "known_machine", lambda device: Known(here))
+    monkeypatch.setattr(decision, "examine", no_measuring)
+    assert decision.machine_of(CUDA, is_small=False) is here
+
+
+def test_an_unknown_machine_is_measured_once_for_a_large_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, kept = replace(load_machine("h200"), name="here"), []
+    monkeypatch.setattr(decision, "known_machine", lambda device: Known(None, "this machine was never measured"))
+    monkeypatch.setattr(decision, "examine", lambda device, tell: SimpleNamespace(machine=here, is_undisturbed=True))
+
+    def remember(machine: Machine) -> None:
+        kept.append(machine)
+        raise OSError("a home folder that cannot be written")
+
+    monkeypatch.setattr(decision, "remember", remember)
+    assumed = decision.machine_of(CUDA, is_small=True)
+    assert not kept and assumed.gpu is not None and not assumed.is_simulated
+    with pytest.warns(UserWarning, match="never measured: `hightide doctor` runs now, once"):
+        assert decision.machine_of(CUDA, is_small=False) is here
+    assert kept == [here]
+
+
+def test_what_was_measured_beside_other_programs_is_used_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = replace(load_machine("h200"), name="here")
+    monkeypatch.setattr(decision, "known_machine", lambda device: Known(None, "this machine was never measured"))
+    monkeypatch.setattr(decision, "examine", lambda device, tell: SimpleNamespace(machine=here, is_undisturbed=False))
+    monkeypatch.setattr(decision, "remember", no_measuring)
+    monkeypatch.setattr(decision, "_disturbed", {})
+    with pytest.warns(UserWarning, match="other programs used the machine while it was measured"):
+        assert decision.machine_of(CUDA, is_small=False) is here
+    monkeypatch.setattr(decision, "examine", no_measuring)
+    assert decision.machine_of(CUDA, is_small=False) is here, "once in a process"
+
+
+def test_on_a_gpu_a_large_model_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the simulated accelerator, in a GPU's place."""
+    sizes, measure = [], decision.measure_costs
+
+    def measured(*args: Any) -> Any:
+        profile, probed, records, optimizer, device, compile, micro_batches = args
+        assert device is CUDA
+        sizes.append(micro_batches)
+        return measure(profile, probed, records, optimizer, torch.device("cpu"), compile, micro_batches)
+
+    monkeypatch.setattr(decision, "measure_costs", measured)
+    monkeypatch.setattr(decision, "SMALL_NUMEL", 0)
+    monkeypatch.setattr(decision, "machine_of", lambda device, is_small: decision.simulated_machine())
+    model, batch = models.hand_written()
+    optimizer = adamw(model)
+    profiled = profile_calls(model, optimizer, batch)
+    terms = Terms(2**26, 2**26)
+    problem = decision.problem_of(profiled, optimizer, CUDA, False, terms)
+    assert sizes == [[1, 2, 6]] and problem.costs.source.startswith("measured") and not problem.quick
+    assert problem.profile == with_peaks(profiled[0], problem.costs) != profiled[0]
+    assert search(problem).plan.micro_batch == models.NUM_SAMPLES
+
+
+def test_a_plan_for_rehearsed_blocks_is_verified_by_what_they_take() -> None:
+    """One that the user has saved: compiled blocks take half of what tensors without values say."""
+    model, batch = models.llama()
+    profile = profile_calls(model, adamw(model), batch)[0]
+    calls = [replace(call, backward_peak=_half(call.backward_peak), kept=_half(call.kept)) for call in profile.calls]
+    lean, num_rehearsals = replace(profile, calls=tuple(calls)), 0
+
+    def rehearsed() -> ModelProfile:
+        nonlocal num_rehearsals
+        num_rehearsals += 1
+        return lean
+
+    roomy = hightide.plan(model, adamw(model), batch, limits=hightide.Limits(gpu="64MiB", host="64MiB"))
+    half, whole = (peaks(lower(one, roomy, Mode.TRAIN)).gpu_peak_bytes for one in (lean, profile))
+    assert half < whole
+    for gpu_bytes, expected, number in ((whole, profile, 0), (whole - 1, lean, 1), (half, lean, 2)):
+        limited = Solution.of(profile, replace(roomy, gpu_limit_bytes=gpu_bytes))
+        verified = hightide.api._verified(limited, rehearsed)
+        assert verified.profile is expected and num_rehearsals == number
+        assert verified.peaks.gpu_peak_bytes <= gpu_bytes
+    with pytest.raises(InfeasiblePlan):
+        hightide.api._verified(Solution.of(profile, replace(roomy, gpu_limit_bytes=half - 1)), rehearsed)
+    assert num_rehearsals == 3, "once for each"
+    with pytest.raises(InfeasiblePlan):
+        hightide.api._verified(Solution.of(profile, replace(roomy, gpu_limit_bytes=half)), lambda: None)
+    streamed = hightide.plan(model, adamw(model), batch, limits=hightide.Limits(gpu="400KiB", host="64MiB"))
+    with pytest.raises(InfeasiblePlan, match="host"):  # a rehearsal would not help
+        hightide.api._verified(Solution.of(profile, replace(streamed, host_limit_bytes=1)), rehearsed)
+    assert num_rehearsals == 3
+
+
+def test_only_a_large_model_on_a_gpu_is_rehearsed_for_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = models.hand_written()
+    optimizer = adamw(model)
+    profiled = profile_calls(model, optimizer, batch)
+    measure = decision.measure_costs
+
+    def measured(*args: Any) -> Any:
+        profile, probed, records, optimizer, device, compile, micro_batches = args
+        assert device is CUDA
+        return measure(profile, probed, records, optimizer, torch.device("cpu"), compile, micro_batches)
+
+    monkeypatch.setattr(decision, "measure_costs", measured)
+    assert decision.rehearsed_profile(profiled, optimizer, CUDA, False, GIB) is None
+    monkeypatch.setattr(decision, "SMALL_NUMEL", 0)
+    assert decision.rehearsed_profile(profiled, optimizer, torch.device("cpu"), False, GIB) is None
+    found = decision.rehearsed_profile(profiled, optimizer, CUDA, False, GIB)
+    assert found is not None and found.fingerprint == profiled[0].fingerprint and found != profiled[0]
+
+
+def _half(size: Affine) -> Affine:
+    return Affine(size.fixed // 2, size.per_sample // 2)
+
+
+def test_a_block_that_cannot_run_alone_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> Any:
+        raise TypeError("it reads what its parent sets")
+
+    monkeypatch.setattr(decision, "measure_costs", fails)
+    monkeypatch.setattr(decision, "let_go", lambda device: None)
+    monkeypatch.setattr(decision, "SMALL_NUMEL", 0)
+    monkeypatch.setattr(decision, "machine_of", lambda device, is_small: decision.simulated_machine())
+    model, batch = models.hand_written()
+    optimizer = adamw(model)
+    terms = Terms(2**26, 2**26)
+    with pytest.warns(UserWarning, match=r"cannot be timed alone \(TypeError: it reads what its parent sets\)"):
+        problem = decision.problem_of(profile_calls(model, optimizer, batch), optimizer, CUDA, False, terms)
+    assert problem.costs.source.startswith("estimated") and search(problem).plan.micro_batch == models.NUM_SAMPLES
+
+
+def test_rehearsals_keep_to_the_limit() -> None:
+    profile = stack(12, num_samples=16)
+    assert decision.rehearsed_sizes(profile, 2**40) == [1, 4, 16]
+    assert decision.rehearsed_sizes(profile, 1) == [1]  # whatever it takes
+    wide = tuple(replace(call, backward_peak=Affine(0, 2**20)) for call in profile.calls)
+    assert decision.rehearsed_sizes(replace(profile, calls=wide), 10 * 2**20) == [1, 4]
+
+
+def test_everything_fits_so_nothing_moves() -> None:
+    model, batch = models.llama()
+    plan = hightide.plan(model, adamw(model), batch, limits=hightide.Limits(gpu="1GiB", host="1GiB"))
+    assert all(block.params is block.states is Tier.GPU for block in plan.blocks)
+    assert plan.micro_batch == models.NUM_SAMPLES and "everything stays on the GPU" in plan.explain()
