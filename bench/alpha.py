@@ -15,11 +15,11 @@ from hightide.doctor.known import load_machine
 from hightide.ir.action import Action, Op, Schedule
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Lane
-from hightide.plan.predict.estimate import estimate
-from hightide.plan.predict.simulator import NUM_PASSES, simulated_step_s
-from hightide.plan.predict.step_seconds import seconds_of
-from hightide.plan.problem import Problem, Terms
-from hightide.plan.search.search import search
+from hightide.planner.predict.estimate import estimate
+from hightide.planner.predict.simulator import NUM_PASSES, simulated_step_s
+from hightide.planner.predict.step_seconds import seconds_of
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.search.search import search
 
 GIB = 2**30
 PROBLEMS = (("llama-3.2-3b", 16, 24), ("llama-3.2-3b", 16, 8), ("llama-3.2-3b", 4, 24), ("llama-3.1-8b", 4, 24))

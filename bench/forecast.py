@@ -42,12 +42,12 @@ from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.units import format_bytes, parse_bytes
-from hightide.plan.lower import lower
-from hightide.plan.placement import Placement
-from hightide.plan.predict.peaks import peaks, reserved_bytes
-from hightide.plan.predict.step_seconds import forecast, with_peaks
-from hightide.plan.problem import Problem, Terms
-from hightide.plan.search.search import search
+from hightide.planner.lower import lower
+from hightide.planner.placement import Placement
+from hightide.planner.predict.peaks import peaks, reserved_bytes
+from hightide.planner.predict.step_seconds import forecast, with_peaks
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.search.search import search
 from hightide.process import files
 from hightide.process.system import return_freed_memory
 from hightide.rehearsal.rehearse import rehearse

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 import hightide
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
-from hightide.plan.solution import Solution
+from hightide.planner.solution import Solution
 from hightide.runtime.surgery import run_of
 
 HUNG_S = 60.0

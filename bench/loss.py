@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hightide.plan.loss_tiles import LOSS_SCRATCH_BYTES, LOSS_TILE_BYTES, TILE_ALIGN_TOKENS
+from hightide.planner.loss_tiles import LOSS_SCRATCH_BYTES, LOSS_TILE_BYTES, TILE_ALIGN_TOKENS
 from hightide.runtime.head.cross_entropy import tiles
 from hightide.runtime.head.lazy_logits import LazyLogits
 from hightide.runtime.head.linear import add_product, sums_in_fp32

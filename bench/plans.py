@@ -18,10 +18,10 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
-from hightide.plan.problem import Terms
-from hightide.plan.search.by_hand import plan_by_hand
-from hightide.plan.search.candidate import Candidate
-from hightide.profile.model.model_profile import profile_model
+from hightide.planner.problem import Terms
+from hightide.planner.search.by_hand import plan_by_hand
+from hightide.planner.search.candidate import Candidate
+from hightide.profiler.model.model_profile import profile_model
 
 FOLDER = Path(__file__).parent / "plans"
 HOST = "112GiB"

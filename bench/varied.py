@@ -29,15 +29,15 @@ from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
 from hightide.observe.watch import Watch
-from hightide.plan.infeasible import InfeasiblePlan
-from hightide.plan.predict.step_seconds import forecast
-from hightide.plan.problem import Problem
-from hightide.plan.search.by_hand import plan_by_hand
-from hightide.plan.search.candidate import Candidate
-from hightide.plan.search.search import search
-from hightide.plan.search.space import Space
-from hightide.plan.solution import Solution
-from hightide.plan.verify.check_plan import check_plan
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.predict.step_seconds import forecast
+from hightide.planner.problem import Problem
+from hightide.planner.search.by_hand import plan_by_hand
+from hightide.planner.search.candidate import Candidate
+from hightide.planner.search.search import search
+from hightide.planner.search.space import Space
+from hightide.planner.solution import Solution
+from hightide.planner.verify.check_plan import check_plan
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 
 import hightide.api
-import hightide.profile.model.model_profile
+import hightide.profiler.model.model_profile
 from known_profiles import KnownProfiles
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
@@ -42,13 +42,13 @@ PROFILED_ONCE = (
     "unit",
     "verification",
 )  # folders of tests that wrap to train
-_known_profiles = KnownProfiles(hightide.profile.model.model_profile.profile_calls)
+_known_profiles = KnownProfiles(hightide.profiler.model.model_profile.profile_calls)
 
 
 @pytest.fixture(autouse=True)
 def _profiled_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.path.parent.name in PROFILED_ONCE:
-        for module in (hightide.profile.model.model_profile, hightide.api):
+        for module in (hightide.profiler.model.model_profile, hightide.api):
             monkeypatch.setattr(module, "profile_calls", _known_profiles)
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hightide.profile.model.block_finder import FoundBlock
-from hightide.profile.model.call_tree import Batch, call_arguments, flatten_call
-from hightide.profile.model.probe import ProbeResult
+from hightide.profiler.model.block_finder import FoundBlock
+from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_call
+from hightide.profiler.model.probe import ProbeResult
 
 _INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 
@@ -28,7 +28,7 @@ class _Unknown(Exception):
 
 
 class KnownProfiles:
-    """Stands for `hightide.profile.model.model_profile.profile_calls`, without the recorded calls, which
+    """Stands for `hightide.profiler.model.model_profile.profile_calls`, without the recorded calls, which
     `profile_model` leaves."""
 
     def __init__(self, profile_calls: Callable[..., tuple[Any, ...]]) -> None:

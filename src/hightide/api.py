@@ -24,21 +24,21 @@ from hightide.observe.stats import Stats, read_stats
 from hightide.observe.watch import Watch
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.registry import rule_for
-from hightide.plan.infeasible import InfeasiblePlan
-from hightide.plan.problem import Terms
-from hightide.plan.search.search import search
-from hightide.plan.solution import Searched, Solution
-from hightide.plan.verify.check_plan import check_executable, check_plan, check_states
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.problem import Terms
+from hightide.planner.search.search import search
+from hightide.planner.solution import Searched, Solution
+from hightide.planner.verify.check_plan import check_executable, check_plan, check_states
 from hightide.posing import GpuRoom, Profiled, problem_of, rehearsed_profile, room_on
 from hightide.process.interrupts import deferred, held, safe_point
 from hightide.process.progress import shown, tell
 from hightide.process.system import free_host_bytes
-from hightide.profile.model.block_finder import BlockChoice
-from hightide.profile.model.call_tree import Batch
-from hightide.profile.model.model_profile import profile_calls
-from hightide.profile.model.probe import ProbeResult
-from hightide.profile.model.probe_record import CallRecord
-from hightide.profile.switches import checkpointing
+from hightide.profiler.model.block_finder import BlockChoice
+from hightide.profiler.model.call_tree import Batch
+from hightide.profiler.model.model_profile import profile_calls
+from hightide.profiler.model.probe import ProbeResult
+from hightide.profiler.model.probe_record import CallRecord
+from hightide.profiler.switches import checkpointing
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import check_modules, run_of, unwrap_modules, wrap_modules
 
@@ -161,7 +161,7 @@ def plan(
     rule, place = rule_for(check_fresh(model, optimizer)), chosen_device(device)
     timing, rounding = _timing(update), _gradients(gradients)
     _check_limits(limits)
-    with deferred, shown("hightide.plan"), checkpointing.off(model):
+    with deferred, shown("hightide.planner"), checkpointing.off(model):
         profiled = _profile(model, optimizer, batch, blocks, place)
         terms = Terms(*_resolve(limits or Limits(), place, model, optimizer), timing, micro_batch,
                       rule.states, rounding)  # fmt: skip

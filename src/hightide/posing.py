@@ -32,13 +32,13 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import SIMULATED, Machine
 from hightide.ir.units import format_bytes
-from hightide.plan.predict.estimate import estimate
-from hightide.plan.predict.step_seconds import with_peaks
-from hightide.plan.problem import Problem, Terms
+from hightide.planner.predict.estimate import estimate
+from hightide.planner.predict.step_seconds import with_peaks
+from hightide.planner.problem import Problem, Terms
 from hightide.process.interrupts import is_interrupt
 from hightide.process.progress import tell
-from hightide.profile.model.probe import ProbeResult
-from hightide.profile.model.probe_record import CallRecord
+from hightide.profiler.model.probe import ProbeResult
+from hightide.profiler.model.probe_record import CallRecord
 from hightide.rehearsal.rehearse import let_go, measure_costs
 from hightide.stores import device_limit
 

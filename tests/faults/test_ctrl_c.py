@@ -20,10 +20,10 @@ from torch import nn
 
 import hightide
 import hightide.api
-import hightide.profile.model.model_profile
+import hightide.profiler.model.model_profile
 import models
 from hightide.process import interrupts
-from hightide.profile.model.model_profile import profile_calls
+from hightide.profiler.model.model_profile import profile_calls
 from hightide.runtime.surgery import run_of
 
 PATH = Path(__file__).resolve().parents[2] / "bench" / "interrupts.py"
@@ -54,7 +54,7 @@ def _handler() -> Iterator[None]:
 
 @pytest.fixture
 def profiled_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (hightide.profile.model.model_profile, hightide.api):
+    for module in (hightide.profiler.model.model_profile, hightide.api):
         monkeypatch.setattr(module, "profile_calls", profile_calls)
 
 

@@ -16,7 +16,7 @@ SCRIPT = """
     import gc, os, sys
     import torch, hightide, interrupts
     from hightide.runtime.surgery import run_of
-    from hightide.plan.solution import Solution
+    from hightide.planner.solution import Solution
 
     torch.set_num_threads(1)
     subject = interrupts.Subject("deferred")

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hightide
-from hightide.plan.infeasible import InfeasiblePlan
-from hightide.plan.predict.peaks import WORKSPACE_BYTES
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.predict.peaks import WORKSPACE_BYTES
 from unit.runtime.steps import train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]  # the machine may have to be measured first

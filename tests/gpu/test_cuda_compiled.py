@@ -19,9 +19,9 @@ from gpu.streamed import rehearsed_llama
 from hightide.ir.action import Mode
 from hightide.ir.plan import Activation
 from hightide.ir.tier import Tier
-from hightide.plan.lower import lower
-from hightide.plan.predict.peaks import peaks
-from hightide.profile.model.model_profile import profile_calls
+from hightide.planner.lower import lower
+from hightide.planner.predict.peaks import peaks
+from hightide.profiler.model.model_profile import profile_calls
 from parity.harness import SUBJECTS, Loop, assert_parity, streamed, train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

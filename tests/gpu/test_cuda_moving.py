@@ -10,7 +10,7 @@ import torch
 
 import hightide
 import models
-from hightide.plan.solution import Solution
+from hightide.planner.solution import Solution
 from hightide.stores import device_limit
 from hightide.stores.store import OutOfMemory
 from unit.runtime.chunks.test_moving import KINDS, ScaledLast, move, placed, states, wrapped

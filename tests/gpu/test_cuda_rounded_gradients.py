@@ -12,7 +12,7 @@ import hightide
 import models
 from hightide.ir.plan import Activation
 from hightide.ir.tier import Lane, Tier
-from hightide.plan import placement
+from hightide.planner import placement
 from hightide.runtime.surgery import run_of
 
 pytestmark = pytest.mark.gpu

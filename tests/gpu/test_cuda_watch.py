@@ -19,7 +19,7 @@ from hightide.ir.machine import Machine
 from hightide.ir.tier import Lane
 from hightide.observe.timing import Measured
 from hightide.observe.watch import Watch
-from hightide.plan.advice.correct import _scaled_machine
+from hightide.planner.advice.correct import _scaled_machine
 from hightide.stores import device_limit
 from unit.observe.test_watch import forecasts, halve, parts
 from unit.runtime.steps import train_step

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 import hightide
 from hightide.ir.refusal import Refused
-from hightide.plan.infeasible import InfeasiblePlan
+from hightide.planner.infeasible import InfeasiblePlan
 
 NUM_SAMPLES = 6
 NUM_TOKENS = 5

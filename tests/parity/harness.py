@@ -17,7 +17,7 @@ import hightide
 import models
 from hightide.ir.plan import Activation
 from hightide.ir.tier import Tier
-from hightide.plan.infeasible import InfeasiblePlan
+from hightide.planner.infeasible import InfeasiblePlan
 
 EPS = 1e-4  # with AdamW's default of 1e-8, biases whose true gradient is zero random-walk on rounding
 HOST = "64MiB"

@@ -15,9 +15,9 @@ import hightide
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Activation, BlockPlan, Plan, Update
 from hightide.ir.tier import Tier
-from hightide.plan.layout import pack
-from hightide.plan.placement import Placement
-from hightide.profile.model.model_profile import profile_model
+from hightide.planner.layout import pack
+from hightide.planner.placement import Placement
+from hightide.profiler.model.model_profile import profile_model
 
 ROOMY = hightide.Limits(gpu="16MiB", host="64MiB")
 NUM_STEPS = 4

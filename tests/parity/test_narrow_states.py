@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from unit.plan.profiles import Sketch, build, call, param
 
 import hightide
 from hightide.ir.chunk import ALIGN_NUMEL
@@ -19,12 +20,11 @@ from hightide.ir.state_spec import StateSpec, StateSpecs
 from hightide.ir.tier import Tier
 from hightide.optim import registry
 from hightide.optim.rule import Rule
-from hightide.plan.layout import pack
-from hightide.plan.placement import Placement
-from hightide.plan.solution import Solution
-from hightide.plan.verify.check_plan import check_plan
+from hightide.planner.layout import pack
+from hightide.planner.placement import Placement
+from hightide.planner.solution import Solution
+from hightide.planner.verify.check_plan import check_plan
 from hightide.runtime.surgery import run_of
-from unit.plan.profiles import Sketch, build, call, param
 
 TILE = 128  # elements with one scale
 STEPS = 4

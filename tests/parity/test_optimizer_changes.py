@@ -21,8 +21,8 @@ import models
 from hightide.ir.plan import Activation, BlockPlan, Plan
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Tier
-from hightide.plan.placement import Placement
-from hightide.profile.model.model_profile import profile_model
+from hightide.planner.placement import Placement
+from hightide.profiler.model.model_profile import profile_model
 from hightide.runtime.surgery import run_of
 
 LIMITS = hightide.Limits(gpu="16MiB", host="64MiB")

@@ -19,9 +19,9 @@ from hightide.ir.action import Mode
 from hightide.ir.plan import Activation, BlockPlan, Plan
 from hightide.ir.tier import Tier
 from hightide.optim.registry import RULES
-from hightide.plan.placement import Placement
-from hightide.plan.predict.peaks import peaks
-from hightide.profile.model.model_profile import profile_model
+from hightide.planner.placement import Placement
+from hightide.planner.predict.peaks import peaks
+from hightide.profiler.model.model_profile import profile_model
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 

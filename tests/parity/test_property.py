@@ -24,16 +24,16 @@ from hightide.ir.action import Mode
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Activation, BlockPlan, Forecast, GradientDtype, Update
 from hightide.ir.tier import Tier
-from hightide.plan.infeasible import InfeasiblePlan
-from hightide.plan.layout import pack
-from hightide.plan.lower import lower
-from hightide.plan.placement import Placement
-from hightide.plan.predict.estimate import estimate
-from hightide.plan.predict.peaks import peaks
-from hightide.plan.problem import Problem, Terms
-from hightide.plan.search.search import search
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.layout import pack
+from hightide.planner.lower import lower
+from hightide.planner.placement import Placement
+from hightide.planner.predict.estimate import estimate
+from hightide.planner.predict.peaks import peaks
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.search.search import search
 from hightide.posing import simulated_machine
-from hightide.profile.model.model_profile import profile_calls
+from hightide.profiler.model.model_profile import profile_calls
 from hightide.runtime.surgery import run_of
 
 NUM_STEPS = 3

@@ -19,10 +19,10 @@ import hightide
 import models
 from hightide.ir.plan import Activation, BlockPlan, GradientDtype, Plan
 from hightide.ir.tier import Lane, Tier
-from hightide.plan import placement
-from hightide.plan.placement import Placement
-from hightide.plan.solution import Solution
-from hightide.profile.model.model_profile import profile_model
+from hightide.planner import placement
+from hightide.planner.placement import Placement
+from hightide.planner.solution import Solution
+from hightide.profiler.model.model_profile import profile_model
 from hightide.runtime.lanes import lanes
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
@@ -329,7 +329,7 @@ def test_bytes_are_what_the_plan_says(name, where, gradients):
 
 
 def place_peaks(schedule: Any) -> int:
-    return hightide.plan.predict.peaks.peaks(schedule).gpu_peak_bytes  # type: ignore[attr-defined]
+    return hightide.planner.predict.peaks.peaks(schedule).gpu_peak_bytes  # type: ignore[attr-defined]
 
 
 def test_the_rule_plans_within_limits_and_forecasts_the_peak():

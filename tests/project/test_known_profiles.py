@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import models
-from hightide.profile.model.model_profile import profile_calls
+from hightide.profiler.model.model_profile import profile_calls
 from known_profiles import KnownProfiles, key_of
 
 

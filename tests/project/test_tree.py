@@ -29,8 +29,8 @@ def test_unit_tests_mirror_the_sources() -> None:
 
 
 def test_what_has_no_source_is_found() -> None:
-    assert is_of_a_source(TESTS / "unit" / "plan" / "search" / "test_search_quick.py")
-    assert not is_of_a_source(TESTS / "unit" / "plan" / "search" / "test_quick_search.py")
+    assert is_of_a_source(TESTS / "unit" / "planner" / "search" / "test_search_quick.py")
+    assert not is_of_a_source(TESTS / "unit" / "planner" / "search" / "test_quick_search.py")
     assert not is_of_a_source(TESTS / "unit" / "runtime" / "test_search.py")
 
 

@@ -9,25 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+from unit.plan.profiles import stack
 
 import hightide
 import hightide.api
 import models
-from hightide import posing as decision
+from hightide import posing
 from hightide.doctor.known import Known, load_machine
 from hightide.ir.action import Mode
 from hightide.ir.block import Affine, ModelProfile
 from hightide.ir.machine import Machine
 from hightide.ir.tier import Tier
-from hightide.plan.infeasible import InfeasiblePlan
-from hightide.plan.lower import lower
-from hightide.plan.predict.peaks import peaks
-from hightide.plan.predict.step_seconds import with_peaks
-from hightide.plan.problem import Terms
-from hightide.plan.search.search import search
-from hightide.plan.solution import Solution
-from hightide.profile.model.model_profile import profile_calls
-from unit.plan.profiles import stack
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.lower import lower
+from hightide.planner.predict.peaks import peaks
+from hightide.planner.predict.step_seconds import with_peaks
+from hightide.planner.problem import Terms
+from hightide.planner.search.search import search
+from hightide.planner.solution import Solution
+from hightide.profiler.model.model_profile import profile_calls
 from unit.runtime.steps import adamw
 
 GIB = 2**30
@@ -87,7 +87,7 @@ def test_what_wrap_will_move_is_free_and_what_another_run_keeps_for_later_is_not
 ) -> None:
     """The simulated accelerator's model stands for one on the GPU."""
     Gpu(monkeypatch, 7 * GIB, reserved_bytes=4 * GIB, used_bytes=3 * GIB)
-    monkeypatch.setattr(decision.device_limit, "num_limits", lambda index: 0)
+    monkeypatch.setattr(posing.device_limit, "num_limits", lambda index: 0)
     here = torch.device("cpu")
     shared = torch.nn.Linear(16, 16, bias=False)
     model = torch.nn.Sequential(shared, torch.nn.Linear(16, 16, bias=False))
@@ -95,11 +95,11 @@ def test_what_wrap_will_move_is_free_and_what_another_run_keeps_for_later_is_not
     model[1].weight.data = shared.weight.data.t()  # the same storage
     optimizer = torch.optim.SGD(shared.parameters(), momentum=0.9)
     optimizer.state[shared.weight] = {"momentum_buffer": torch.zeros(16, 16)}
-    room = decision.room_on(here, model, optimizer)
+    room = posing.room_on(here, model, optimizer)
     assert room.here_bytes == 3 * GIB - 2 * 4 * 16 * 16
     assert room.free_bytes == 8 * GIB + 2 * 4 * 16 * 16
-    monkeypatch.setattr(decision.device_limit, "num_limits", lambda index: 1)
-    assert decision.room_on(here, model, optimizer).free_bytes == room.free_bytes - GIB
+    monkeypatch.setattr(posing.device_limit, "num_limits", lambda index: 1)
+    assert posing.room_on(here, model, optimizer).free_bytes == room.free_bytes - GIB
 
 
 def test_a_plan_with_a_limit_above_what_is_free_is_kept_and_warned_of() -> None:
@@ -107,10 +107,10 @@ def test_a_plan_with_a_limit_above_what_is_free_is_kept_and_warned_of() -> None:
     plan = hightide.plan(model, adamw(model), batch, limits=hightide.Limits(gpu="24MiB", host="1MiB"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hightide.api._warn_of_room(decision.GpuRoom(CUDA, plan.gpu_limit_bytes, 0, 0), plan)
+        hightide.api._warn_of_room(posing.GpuRoom(CUDA, plan.gpu_limit_bytes, 0, 0), plan)
     words = r"may take 24.0 MiB .* but only 1.0 MiB of cuda:0 are free .* with limits=Limits\(gpu=996147\)"
     with pytest.warns(UserWarning, match=words):
-        hightide.api._warn_of_room(decision.GpuRoom(CUDA, 2**20, 0, 140 * GIB), plan)
+        hightide.api._warn_of_room(posing.GpuRoom(CUDA, 2**20, 0, 140 * GIB), plan)
 
 
 def no_measuring(*_: Any) -> Any:
@@ -120,55 +120,55 @@ def no_measuring(*_: Any) -> Any:
 def test_the_simulated_accelerator_is_never_measured_and_plans_are_the_same_every_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(decision, "examine", no_measuring)
-    monkeypatch.setattr(decision, "known_machine", no_measuring)
+    monkeypatch.setattr(posing, "examine", no_measuring)
+    monkeypatch.setattr(posing, "known_machine", no_measuring)
     model, batch = models.hand_written()
     limits = hightide.Limits(gpu="128KiB", host="1MiB")
     first, second = (hightide.plan(model, adamw(model), batch, limits=limits) for _ in range(2))
     assert first == second and first.forecast.step_s > 0
-    machine = decision.simulated_machine()
+    machine = posing.simulated_machine()
     assert machine.is_simulated and not machine.is_measured
 
 
 def test_a_machine_that_was_measured_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     here = replace(load_machine("h200"), name="here")
-    monkeypatch.setattr(decision, "known_machine", lambda device: Known(here))
-    monkeypatch.setattr(decision, "examine", no_measuring)
-    assert decision.machine_of(CUDA, is_small=False) is here
+    monkeypatch.setattr(posing, "known_machine", lambda device: Known(here))
+    monkeypatch.setattr(posing, "examine", no_measuring)
+    assert posing.machine_of(CUDA, is_small=False) is here
 
 
 def test_an_unknown_machine_is_measured_once_for_a_large_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
     here, kept = replace(load_machine("h200"), name="here"), []
-    monkeypatch.setattr(decision, "known_machine", lambda device: Known(None, "this machine was never measured"))
-    monkeypatch.setattr(decision, "examine", lambda device, tell: SimpleNamespace(machine=here, is_undisturbed=True))
+    monkeypatch.setattr(posing, "known_machine", lambda device: Known(None, "this machine was never measured"))
+    monkeypatch.setattr(posing, "examine", lambda device, tell: SimpleNamespace(machine=here, is_undisturbed=True))
 
     def remember(machine: Machine) -> None:
         kept.append(machine)
         raise OSError("a home folder that cannot be written")
 
-    monkeypatch.setattr(decision, "remember", remember)
-    assumed = decision.machine_of(CUDA, is_small=True)
+    monkeypatch.setattr(posing, "remember", remember)
+    assumed = posing.machine_of(CUDA, is_small=True)
     assert not kept and assumed.gpu is not None and not assumed.is_simulated
     with pytest.warns(UserWarning, match="never measured: `hightide doctor` runs now, once"):
-        assert decision.machine_of(CUDA, is_small=False) is here
+        assert posing.machine_of(CUDA, is_small=False) is here
     assert kept == [here]
 
 
 def test_what_was_measured_beside_other_programs_is_used_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     here = replace(load_machine("h200"), name="here")
-    monkeypatch.setattr(decision, "known_machine", lambda device: Known(None, "this machine was never measured"))
-    monkeypatch.setattr(decision, "examine", lambda device, tell: SimpleNamespace(machine=here, is_undisturbed=False))
-    monkeypatch.setattr(decision, "remember", no_measuring)
-    monkeypatch.setattr(decision, "_disturbed", {})
+    monkeypatch.setattr(posing, "known_machine", lambda device: Known(None, "this machine was never measured"))
+    monkeypatch.setattr(posing, "examine", lambda device, tell: SimpleNamespace(machine=here, is_undisturbed=False))
+    monkeypatch.setattr(posing, "remember", no_measuring)
+    monkeypatch.setattr(posing, "_disturbed", {})
     with pytest.warns(UserWarning, match="other programs used the machine while it was measured"):
-        assert decision.machine_of(CUDA, is_small=False) is here
-    monkeypatch.setattr(decision, "examine", no_measuring)
-    assert decision.machine_of(CUDA, is_small=False) is here, "once in a process"
+        assert posing.machine_of(CUDA, is_small=False) is here
+    monkeypatch.setattr(posing, "examine", no_measuring)
+    assert posing.machine_of(CUDA, is_small=False) is here, "once in a process"
 
 
 def test_on_a_gpu_a_large_model_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the simulated accelerator, in a GPU's place."""
-    sizes, measure = [], decision.measure_costs
+    sizes, measure = [], posing.measure_costs
 
     def measured(*args: Any) -> Any:
         profile, probed, records, optimizer, device, compile, micro_batches = args
@@ -176,14 +176,14 @@ def test_on_a_gpu_a_large_model_is_rehearsed(monkeypatch: pytest.MonkeyPatch) ->
         sizes.append(micro_batches)
         return measure(profile, probed, records, optimizer, torch.device("cpu"), compile, micro_batches)
 
-    monkeypatch.setattr(decision, "measure_costs", measured)
-    monkeypatch.setattr(decision, "SMALL_NUMEL", 0)
-    monkeypatch.setattr(decision, "machine_of", lambda device, is_small: decision.simulated_machine())
+    monkeypatch.setattr(posing, "measure_costs", measured)
+    monkeypatch.setattr(posing, "SMALL_NUMEL", 0)
+    monkeypatch.setattr(posing, "machine_of", lambda device, is_small: posing.simulated_machine())
     model, batch = models.hand_written()
     optimizer = adamw(model)
     profiled = profile_calls(model, optimizer, batch)
     terms = Terms(2**26, 2**26)
-    problem = decision.problem_of(profiled, optimizer, CUDA, False, terms)
+    problem = posing.problem_of(profiled, optimizer, CUDA, False, terms)
     assert sizes == [[1, 2, 6]] and problem.costs.source.startswith("measured") and not problem.quick
     assert problem.profile == with_peaks(profiled[0], problem.costs) != profiled[0]
     assert search(problem).plan.micro_batch == models.NUM_SAMPLES
@@ -224,18 +224,18 @@ def test_only_a_large_model_on_a_gpu_is_rehearsed_for_its_bytes(monkeypatch: pyt
     model, batch = models.hand_written()
     optimizer = adamw(model)
     profiled = profile_calls(model, optimizer, batch)
-    measure = decision.measure_costs
+    measure = posing.measure_costs
 
     def measured(*args: Any) -> Any:
         profile, probed, records, optimizer, device, compile, micro_batches = args
         assert device is CUDA
         return measure(profile, probed, records, optimizer, torch.device("cpu"), compile, micro_batches)
 
-    monkeypatch.setattr(decision, "measure_costs", measured)
-    assert decision.rehearsed_profile(profiled, optimizer, CUDA, False, GIB) is None
-    monkeypatch.setattr(decision, "SMALL_NUMEL", 0)
-    assert decision.rehearsed_profile(profiled, optimizer, torch.device("cpu"), False, GIB) is None
-    found = decision.rehearsed_profile(profiled, optimizer, CUDA, False, GIB)
+    monkeypatch.setattr(posing, "measure_costs", measured)
+    assert posing.rehearsed_profile(profiled, optimizer, CUDA, False, GIB) is None
+    monkeypatch.setattr(posing, "SMALL_NUMEL", 0)
+    assert posing.rehearsed_profile(profiled, optimizer, torch.device("cpu"), False, GIB) is None
+    found = posing.rehearsed_profile(profiled, optimizer, CUDA, False, GIB)
     assert found is not None and found.fingerprint == profiled[0].fingerprint and found != profiled[0]
 
 
@@ -247,24 +247,24 @@ def test_a_block_that_cannot_run_alone_is_estimated(monkeypatch: pytest.MonkeyPa
     def fails(*_: Any) -> Any:
         raise TypeError("it reads what its parent sets")
 
-    monkeypatch.setattr(decision, "measure_costs", fails)
-    monkeypatch.setattr(decision, "let_go", lambda device: None)
-    monkeypatch.setattr(decision, "SMALL_NUMEL", 0)
-    monkeypatch.setattr(decision, "machine_of", lambda device, is_small: decision.simulated_machine())
+    monkeypatch.setattr(posing, "measure_costs", fails)
+    monkeypatch.setattr(posing, "let_go", lambda device: None)
+    monkeypatch.setattr(posing, "SMALL_NUMEL", 0)
+    monkeypatch.setattr(posing, "machine_of", lambda device, is_small: posing.simulated_machine())
     model, batch = models.hand_written()
     optimizer = adamw(model)
     terms = Terms(2**26, 2**26)
     with pytest.warns(UserWarning, match=r"cannot be timed alone \(TypeError: it reads what its parent sets\)"):
-        problem = decision.problem_of(profile_calls(model, optimizer, batch), optimizer, CUDA, False, terms)
+        problem = posing.problem_of(profile_calls(model, optimizer, batch), optimizer, CUDA, False, terms)
     assert problem.costs.source.startswith("estimated") and search(problem).plan.micro_batch == models.NUM_SAMPLES
 
 
 def test_rehearsals_keep_to_the_limit() -> None:
     profile = stack(12, num_samples=16)
-    assert decision.rehearsed_sizes(profile, 2**40) == [1, 4, 16]
-    assert decision.rehearsed_sizes(profile, 1) == [1]  # whatever it takes
+    assert posing.rehearsed_sizes(profile, 2**40) == [1, 4, 16]
+    assert posing.rehearsed_sizes(profile, 1) == [1]  # whatever it takes
     wide = tuple(replace(call, backward_peak=Affine(0, 2**20)) for call in profile.calls)
-    assert decision.rehearsed_sizes(replace(profile, calls=wide), 10 * 2**20) == [1, 4]
+    assert posing.rehearsed_sizes(replace(profile, calls=wide), 10 * 2**20) == [1, 4]
 
 
 def test_everything_fits_so_nothing_moves() -> None:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hightide
 import models
 from hightide.ir.tier import Tier
-from hightide.plan.solution import Solution
+from hightide.planner.solution import Solution
 from hightide.stores.store import OutOfMemory
 from unit.runtime.steps import Twins, adamw, train_step, twins
 

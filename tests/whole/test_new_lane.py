@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from unit.plan.predict.test_simulator import copy, machine, one_second, schedule, tick
+from unit.plan.profiles import plan_with, stack
+from unit.plan.random_lanes import RandomLanes
 
 from hightide.ir import codec
 from hightide.ir.action import Action, Mode, Op, Schedule
@@ -15,23 +18,20 @@ from hightide.ir.machine import Machine, Speeds
 from hightide.ir.tier import Lane, Picking, Tier
 from hightide.ir.timeline import Timeline
 from hightide.observe.timing import measure
-from hightide.plan.infeasible import InfeasiblePlan
-from hightide.plan.lower import lower
-from hightide.plan.placement import Placement
-from hightide.plan.predict.peaks import peaks
-from hightide.plan.predict.simulator import Span, simulate
-from hightide.plan.predict.tide import SIMULATED_PARTS, simulated_timeline, step_timeline, tide
-from hightide.plan.solution import Solution
-from hightide.plan.verify import action_form as form
-from hightide.plan.verify.compare_records import compare
-from hightide.plan.verify.precedence import Precedence
-from hightide.plan.verify.verify_schedule import verify
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.lower import lower
+from hightide.planner.placement import Placement
+from hightide.planner.predict.peaks import peaks
+from hightide.planner.predict.simulator import Span, simulate
+from hightide.planner.predict.tide import SIMULATED_PARTS, simulated_timeline, step_timeline, tide
+from hightide.planner.solution import Solution
+from hightide.planner.verify import action_form as form
+from hightide.planner.verify.compare_records import compare
+from hightide.planner.verify.precedence import Precedence
+from hightide.planner.verify.verify_schedule import verify
 from hightide.report.page import timeline_html
 from hightide.report.summary import rows
 from hightide.runtime.lanes import lanes as runtime_lanes
-from unit.plan.predict.test_simulator import copy, machine, one_second, schedule, tick
-from unit.plan.profiles import plan_with, stack
-from unit.plan.random_lanes import RandomLanes
 from unit.report.test_page import data_of
 
 PROFILE = stack(4)

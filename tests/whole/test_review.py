@@ -17,7 +17,7 @@ import hightide
 import models
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
-from hightide.plan.predict.peaks import peaks
+from hightide.planner.predict.peaks import peaks
 from hightide.runtime.chunks.absent import Disabled
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of

@@ -12,7 +12,7 @@ import models
 from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.plan.verify.compare_records import compare
+from hightide.planner.verify.compare_records import compare
 from hightide.runtime.lanes.queues import LaneRecord
 from hightide.runtime.schedule.program import Program
 from unit.runtime.steps import Twins, train_step, twins

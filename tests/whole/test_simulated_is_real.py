@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from unit.plan.predict.test_simulator import machine
 
 import hightide
 import models
@@ -15,11 +16,10 @@ from hightide.ir.action import Action, Mode, Schedule
 from hightide.ir.plan import Activation, Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import MemoryPart, Timeline
-from hightide.plan.predict.peaks import peaks
-from hightide.plan.predict.simulator import Simulated, simulate
-from hightide.plan.verify.compare_records import compare
+from hightide.planner.predict.peaks import peaks
+from hightide.planner.predict.simulator import Simulated, simulate
+from hightide.planner.verify.compare_records import compare
 from hightide.runtime.lanes.queues import KEPT_PASSES
-from unit.plan.predict.test_simulator import machine
 from unit.runtime.steps import Twins, train_step, twins
 
 NUM_STEPS = 2

@@ -27,14 +27,14 @@ from hightide.ir.limits import parse_disks
 from hightide.ir.machine import Machine
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.units import parse_bytes
-from hightide.plan.advice.helpful import Circumstances, fitting, improvements
-from hightide.plan.advice.why import find_block, why
-from hightide.plan.infeasible import InfeasiblePlan
-from hightide.plan.predict.estimate import estimate
-from hightide.plan.predict.tide import simulated_timeline
-from hightide.plan.problem import Problem, Terms
-from hightide.plan.search.search import search
-from hightide.plan.solution import Searched
+from hightide.planner.advice.helpful import Circumstances, fitting, improvements
+from hightide.planner.advice.why import find_block, why
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.predict.estimate import estimate
+from hightide.planner.predict.tide import simulated_timeline
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.search.search import search
+from hightide.planner.solution import Searched
 from hightide.process.system import HEADROOM
 from hightide.report.outlook import PlanReport, outlook, refusal, subject
 

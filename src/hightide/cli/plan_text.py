@@ -12,9 +12,9 @@ from rich.text import Text
 from hightide.cli.tide_page import count
 from hightide.ir.tier import Lane
 from hightide.ir.units import format_bytes, format_seconds
-from hightide.plan.advice.explain import WIDTH
-from hightide.plan.advice.helpful import Change, Improvements
-from hightide.plan.advice.why import NOISE, Reasons
+from hightide.planner.advice.explain import WIDTH
+from hightide.planner.advice.helpful import Change, Improvements
+from hightide.planner.advice.why import NOISE, Reasons
 from hightide.report.outlook import Outlook, PlanReport, Refusal, Subject
 
 

@@ -18,13 +18,13 @@ from hightide.ir.costs import Costs
 from hightide.ir.plan import Plan
 from hightide.ir.timeline import Timeline
 from hightide.ir.units import format_seconds
-from hightide.plan.predict.estimate import estimate
-from hightide.plan.predict.step_seconds import StepForecast, forecast
-from hightide.plan.predict.tide import simulated_timeline
-from hightide.plan.problem import Problem, Terms
-from hightide.plan.solution import Solution
-from hightide.plan.verify.check_plan import check_costs, check_plan, check_profile
-from hightide.plan.verify.verify_schedule import verify
+from hightide.planner.predict.estimate import estimate
+from hightide.planner.predict.step_seconds import StepForecast, forecast
+from hightide.planner.predict.tide import simulated_timeline
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.solution import Solution
+from hightide.planner.verify.check_plan import check_costs, check_plan, check_profile
+from hightide.planner.verify.verify_schedule import verify
 from hightide.report.summary import gpu_room, limiting, rows
 
 

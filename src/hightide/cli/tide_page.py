@@ -7,8 +7,8 @@ from pathlib import Path
 from hightide.ir.tier import Lane
 from hightide.ir.timeline import Timeline
 from hightide.ir.units import format_bytes
-from hightide.plan.problem import Problem
-from hightide.plan.solution import Solution
+from hightide.planner.problem import Problem
+from hightide.planner.solution import Solution
 from hightide.process import files
 from hightide.report.page import timeline_html
 

@@ -13,8 +13,8 @@ from hightide.cli.workload import Dtype, blamed, find_function, load_workload, s
 from hightide.integrations.lora import Lora, with_adapters
 from hightide.ir.foreign import KEPT, shown
 from hightide.ir.limits import Limits
-from hightide.profile.model.call_tree import Batch
-from hightide.profile.model.repeated import FEW_LAYERS
+from hightide.profiler.model.call_tree import Batch
+from hightide.profiler.model.repeated import FEW_LAYERS
 from hightide.verification.verify_training import OWN_ERROR
 from hightide.verification.verify_training import verify as verify_model
 

@@ -32,9 +32,9 @@ from hightide.integrations.shapes import (
 )
 from hightide.ir.block import ModelProfile
 from hightide.ir.foreign import KEPT, quoted, shown
-from hightide.profile.model.call_tree import Batch
-from hightide.profile.model.model_profile import profile_model
-from hightide.profile.model.repeated import FEW_LAYERS, stack_of, with_layers
+from hightide.profiler.model.call_tree import Batch
+from hightide.profiler.model.model_profile import profile_model
+from hightide.profiler.model.repeated import FEW_LAYERS, stack_of, with_layers
 
 SEQUENCES, LENGTH = 8, 2048  # where the command does not say
 MAX_TOKENS = 2**28  # per step: so many are made, to plan with

@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from hightide.ir.refusal import Refused, RefusedArgument
-from hightide.profile.model.call_tree import Batch, call_arguments
-from hightide.profile.switches import checkpointing
-from hightide.profile.switches.caches import PRETRAINED
-from hightide.profile.switches.packing import plain_positions
+from hightide.profiler.model.call_tree import Batch, call_arguments
+from hightide.profiler.switches import checkpointing
+from hightide.profiler.switches.caches import PRETRAINED
+from hightide.profiler.switches.packing import plain_positions
 
 # Arguments of a call that say nothing about positions.
 OF_TOKENS = {"input_ids", "inputs_embeds", "labels", "logits_to_keep", "num_items_in_batch", "return_dict", "use_cache"}

@@ -16,9 +16,9 @@ import torch
 from hightide.ir.action import Op, Schedule
 from hightide.ir.tier import Lane
 from hightide.ir.timeline import Level, MemoryPart, Timeline
-from hightide.plan.predict.simulator import Span
-from hightide.plan.predict.tide import base_parts, step_timeline
-from hightide.plan.verify.compare_records import compare
+from hightide.planner.predict.simulator import Span
+from hightide.planner.predict.tide import base_parts, step_timeline
+from hightide.planner.verify.compare_records import compare
 from hightide.runtime.lanes.queues import LaneRecord
 from hightide.runtime.run import Run
 

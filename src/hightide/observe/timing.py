@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 
 from hightide.ir.tier import Lane
-from hightide.plan.predict.step_seconds import StepForecast
+from hightide.planner.predict.step_seconds import StepForecast
 from hightide.runtime.lanes.queues import LaneRecord
 from hightide.runtime.run import Run
 

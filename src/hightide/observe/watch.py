@@ -21,7 +21,7 @@ from hightide.ir.action import Mode, Op
 from hightide.ir.plan import Update
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.observe.timing import WARM_STEPS, Measured, StepTimes, lane_seconds, lanes_off
-from hightide.plan.advice.correct import (
+from hightide.planner.advice.correct import (
     Factors,
     MemoryShortage,
     Widths,
@@ -30,12 +30,12 @@ from hightide.plan.advice.correct import (
     with_more_memory,
     with_slower_lanes,
 )
-from hightide.plan.infeasible import InfeasiblePlan
-from hightide.plan.predict.peaks import WORKSPACE_BYTES
-from hightide.plan.predict.step_seconds import forecast
-from hightide.plan.problem import Problem
-from hightide.plan.search.search import search
-from hightide.plan.solution import Searched
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.predict.peaks import WORKSPACE_BYTES
+from hightide.planner.predict.step_seconds import forecast
+from hightide.planner.problem import Problem
+from hightide.planner.search.search import search
+from hightide.planner.solution import Searched
 from hightide.process.progress import shown
 from hightide.process.system import free_host_bytes
 from hightide.runtime.chunks.moving import waiting_bytes

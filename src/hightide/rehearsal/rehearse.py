@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from hightide.ir.block import ModelProfile, Work
 from hightide.ir.costs import CallCost, CallPeaks, Costs, Curve, LossCost, Point
 from hightide.ir.plan import Activation
-from hightide.plan.loss_tiles import loss_tile_tokens
-from hightide.plan.predict.estimate import GLUE_S
+from hightide.planner.loss_tiles import loss_tile_tokens
+from hightide.planner.predict.estimate import GLUE_S
 from hightide.process.progress import doing
-from hightide.profile.model.block_finder import BlockChoice
-from hightide.profile.model.call_tree import Batch
-from hightide.profile.model.hooks import no_global_hooks
-from hightide.profile.model.model_profile import profile_calls
-from hightide.profile.model.probe import ProbeResult
-from hightide.profile.model.probe_record import CallRecord
+from hightide.profiler.model.block_finder import BlockChoice
+from hightide.profiler.model.call_tree import Batch
+from hightide.profiler.model.hooks import no_global_hooks
+from hightide.profiler.model.model_profile import profile_calls
+from hightide.profiler.model.probe import ProbeResult
+from hightide.profiler.model.probe_record import CallRecord
 from hightide.rehearsal.device import memory_rate, update_rate
 from hightide.rehearsal.stage import RehearsedCall, Stage, Tile
 from hightide.rehearsal.stopwatch import Lap, MemoryReading, time_laps
@@ -156,7 +156,7 @@ class _Rehearsal:
     memory_bytes_per_s: float
 
     def call(self, part: RehearsedCall) -> tuple[CallCost, CallPeaks]:
-        if part.spec.lazy_head:  # costs go by tiles, and bytes by arithmetic: see plan/loss_tiles.py
+        if part.spec.lazy_head:  # costs go by tiles, and bytes by arithmetic: see planner/loss_tiles.py
             return CallCost(NONE, NONE, NONE, NONE), CallPeaks(NONE, NONE, NONE)
         again = kept = self._run(part, Activation.RECOMPUTE)
         if part.call.recompute != Work():

@@ -23,16 +23,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hightide.ir.block import BlockSpec, CallSpec, ModelProfile, ParamSpec
 from hightide.ir.plan import Activation, Plan, Update
 from hightide.ir.split import Split
-from hightide.plan.problem import Terms
-from hightide.plan.search.by_hand import plan_by_hand
-from hightide.plan.search.candidate import Candidate
-from hightide.plan.solution import Solution
-from hightide.profile.model.block_finder import FoundBlock
-from hightide.profile.model.call_tree import flatten, narrow, tensors, unflatten
-from hightide.profile.model.hooks import HOOKS, is_part_of_computation
-from hightide.profile.model.probe import ProbedCall, ProbeResult
-from hightide.profile.model.probe_record import CallRecord
-from hightide.profile.model.taps import Tap
+from hightide.planner.problem import Terms
+from hightide.planner.search.by_hand import plan_by_hand
+from hightide.planner.search.candidate import Candidate
+from hightide.planner.solution import Solution
+from hightide.profiler.model.block_finder import FoundBlock
+from hightide.profiler.model.call_tree import flatten, narrow, tensors, unflatten
+from hightide.profiler.model.hooks import HOOKS, is_part_of_computation
+from hightide.profiler.model.probe import ProbedCall, ProbeResult
+from hightide.profiler.model.probe_record import CallRecord
+from hightide.profiler.model.taps import Tap
 from hightide.runtime.chunks.origin import FirstValues
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import unwrap_modules, wrap_modules

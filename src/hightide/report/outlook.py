@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, GradientDtype, Update
 from hightide.ir.tier import Lane, Tier
-from hightide.plan.advice.explain import precisions
-from hightide.plan.advice.helpful import Change, Improvements
-from hightide.plan.advice.why import Reasons
-from hightide.plan.infeasible import InfeasiblePlan
-from hightide.plan.predict.floor import floors
-from hightide.plan.problem import Problem
-from hightide.plan.solution import Searched
+from hightide.planner.advice.explain import precisions
+from hightide.planner.advice.helpful import Change, Improvements
+from hightide.planner.advice.why import Reasons
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.predict.floor import floors
+from hightide.planner.problem import Problem
+from hightide.planner.solution import Searched
 
 
 @dataclass(frozen=True)

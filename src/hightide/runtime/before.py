@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hightide.profile.trial.state import GlobalRandom
+from hightide.profiler.trial.state import GlobalRandom
 from hightide.runtime.chunks.chunks import Chunks
 
 

@@ -22,15 +22,15 @@ from hightide.ir.plan import Forecast, Update
 from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.ir.split import Split
 from hightide.ir.tier import Tier
-from hightide.plan.predict.peaks import peaks, reserved_bytes
-from hightide.plan.solution import Solution
+from hightide.planner.predict.peaks import peaks, reserved_bytes
+from hightide.planner.solution import Solution
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import Hold, deferred, held, safe_point
 from hightide.process.progress import tell
-from hightide.profile.model.call_tree import Arguments, flatten_call, tensors
-from hightide.profile.model.probe import ProbeResult, probe
-from hightide.profile.model.samples import num_samples as samples_in
-from hightide.profile.switches.caches import Caches
+from hightide.profiler.model.call_tree import Arguments, flatten_call, tensors
+from hightide.profiler.model.probe import ProbeResult, probe
+from hightide.profiler.model.samples import num_samples as samples_in
+from hightide.profiler.switches.caches import Caches
 from hightide.runtime.before import Before
 from hightide.runtime.blocks import rng
 from hightide.runtime.blocks.activations import Stashes

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hightide.ir.block import ModelProfile
 from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.process.interrupts import deferred, held
-from hightide.profile.model.probe import MUTATES_INPUT, ProbeResult
+from hightide.profiler.model.probe import MUTATES_INPUT, ProbeResult
 from hightide.runtime.blocks.block_function import BlockRunner
 from hightide.runtime.chunks.absent import Disabled
 from hightide.runtime.guards.inner_hooks import InnerHooks

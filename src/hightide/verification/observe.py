@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hightide.ir.plan import Update
-from hightide.profile.model.call_tree import Arguments
+from hightide.profiler.model.call_tree import Arguments
 from hightide.runtime.blocks.batch import map_tensors
 from hightide.runtime.head.lazy_logits import LazyLogits
 from hightide.runtime.run import Run

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hightide.profile.model.call_tree import Arguments
+from hightide.profiler.model.call_tree import Arguments
 from hightide.verification.copies import random_states
 from hightide.verification.observe import call
 

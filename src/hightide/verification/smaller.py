@@ -20,10 +20,10 @@ from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.ir.units import format_bytes
 from hightide.loading.unloaded import Unloaded
 from hightide.optim.registry import rule_for
-from hightide.profile.model.block_finder import BlockChoice
-from hightide.profile.model.call_tree import Arguments, flatten_call, tensors, unflatten
-from hightide.profile.model.model_profile import profile_model
-from hightide.profile.model.samples import samples_along_first
+from hightide.profiler.model.block_finder import BlockChoice
+from hightide.profiler.model.call_tree import Arguments, flatten_call, tensors, unflatten
+from hightide.profiler.model.model_profile import profile_model
+from hightide.profiler.model.samples import samples_along_first
 from hightide.verification.copies import copied_optimizer, lacks_values, twins_of
 
 LEAST_SAMPLES = 3  # for as many micro-batches

@@ -20,12 +20,12 @@ from hightide.ir.tier import Tier
 from hightide.ir.units import parse_bytes
 from hightide.loading.values import first_values
 from hightide.optim.registry import rule_for
-from hightide.plan.infeasible import InfeasiblePlan
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.process.progress import shown, tell
 from hightide.process.system import free_host_bytes
-from hightide.profile.model.block_finder import BlockChoice
-from hightide.profile.model.call_tree import Arguments, Batch, call_arguments, flatten_call
-from hightide.profile.model.samples import samples_along_first
+from hightide.profiler.model.block_finder import BlockChoice
+from hightide.profiler.model.call_tree import Arguments, Batch, call_arguments, flatten_call
+from hightide.profiler.model.samples import samples_along_first
 from hightide.verification.copies import (
     HALF,
     as_before,

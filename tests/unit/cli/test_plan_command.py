@@ -30,7 +30,7 @@ from hightide.ir.machine import SIMULATED
 from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
-from hightide.plan.infeasible import InfeasiblePlan
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.report.outlook import PlanReport
 
 TINY = ("tiny", "--sequences", 4, "--length", 32)

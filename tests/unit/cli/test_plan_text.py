@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from hightide.cli.plan_text import show
-from hightide.plan.advice.helpful import Change, Improvement, Improvements
+from hightide.planner.advice.helpful import Change, Improvement, Improvements
 from hightide.report.outlook import PlanReport, Subject
 
 SUBJECT = Subject("tiny", 10**6, 10**6, 8, 1, "h200", False, "estimated", 2**20, 2**30, 0)

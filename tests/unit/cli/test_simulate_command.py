@@ -14,7 +14,7 @@ from hightide.cli.main import app
 from hightide.doctor.known import load_machine
 from hightide.ir.plan import Plan
 from hightide.ir.timeline import Timeline
-from hightide.plan.predict.estimate import estimate
+from hightide.planner.predict.estimate import estimate
 from unit.runtime.steps import adamw
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from unit.plan.profiles import plan_with, stack
 
 from hightide.doctor import measure
 from hightide.doctor.measure import Effort, Report, examine
@@ -16,10 +17,9 @@ from hightide.ir.action import Mode
 from hightide.ir.codec import from_json, to_json
 from hightide.ir.machine import UPDATE_BYTES, Machine, subsets
 from hightide.ir.tier import Lane
-from hightide.plan.lower import lower
-from hightide.plan.predict.simulator import simulate
+from hightide.planner.lower import lower
+from hightide.planner.predict.simulator import simulate
 from hightide.stores.host_arena import HostArena
-from unit.plan.profiles import plan_with, stack
 
 CPU = torch.device("cpu")
 SMALL = Effort(buffer_bytes=1 << 20, update_numel=1 << 18, dram_numel=1 << 18, window_s=0.01)

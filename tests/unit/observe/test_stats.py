@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from unit.plan.profiles import plan_with, stack
 
 import hightide
 import models
 from hightide.api import _warn_of_reserve
 from hightide.ir.action import Mode
 from hightide.ir.plan import Forecast
-from hightide.plan.lower import lower
-from hightide.plan.predict.peaks import peaks, reserved_bytes
-from hightide.plan.solution import Solution
+from hightide.planner.lower import lower
+from hightide.planner.predict.peaks import peaks, reserved_bytes
+from hightide.planner.solution import Solution
 from hightide.runtime.run import _forecast
-from unit.plan.profiles import plan_with, stack
 
 GIB = 2**30
 

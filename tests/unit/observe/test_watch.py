@@ -24,8 +24,8 @@ from hightide.ir.costs import Costs
 from hightide.ir.tier import Lane, Tier
 from hightide.observe.timing import Measured, StepTimes, lane_seconds
 from hightide.observe.watch import Watch
-from hightide.plan.advice.correct import MemoryShortage
-from hightide.plan.infeasible import InfeasiblePlan
+from hightide.planner.advice.correct import MemoryShortage
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 from hightide.stores.simulated import SimulatedAccelerator

@@ -111,7 +111,10 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "out.txt"])
 def test_standard_output_in_a_file_stays_the_file_that_the_shell_has_opened(name: str, tmp_path: Path) -> None:
-    script = f"import sys; sys.path.insert(0, {str(SOURCE)!r}); from hightide.process import files; files.write_text({name!r}, 'x')"
+    script = (
+        f"import sys; sys.path.insert(0, {str(SOURCE)!r}); from hightide.process import files; "
+        f"files.write_text({name!r}, 'x')"
+    )
     with (tmp_path / "out.txt").open("w") as out:
         inode = os.fstat(out.fileno()).st_ino
         subprocess.run([sys.executable, "-c", script], stdout=out, cwd=tmp_path, check=True, timeout=30)

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from unit.plan.profiles import forecast_of
 
 import hightide
 import models
 from hightide.ir.block import CallSpec, ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine, Speeds, subsets
-from hightide.profile.model.model_profile import profile_calls
+from hightide.profiler.model.model_profile import profile_calls
 from hightide.rehearsal.rehearse import rehearse
 from hightide.rehearsal.stage import Stage
 from hightide.runtime.blocks import compiled
 from hightide.runtime.run import Run
-from unit.plan.profiles import forecast_of
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import hightide
 import models
-from hightide.plan.infeasible import InfeasiblePlan
+from hightide.planner.infeasible import InfeasiblePlan
 
 
 def small(**options: Any) -> tuple[nn.Module, Any, torch.optim.Optimizer]:

@@ -9,7 +9,7 @@ from torch import nn
 
 import hightide
 import models
-from hightide.profile.model.call_tree import Arguments
+from hightide.profiler.model.call_tree import Arguments
 from hightide.verification.smaller import MemoryBudget, fitted, need_of
 
 CPU = torch.device("cpu")

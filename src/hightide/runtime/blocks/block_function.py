@@ -37,10 +37,10 @@ from hightide.ir.refusal import Refused
 from hightide.ir.split import BatchDim, Split, micro_batches
 from hightide.ir.tier import Tier
 from hightide.process.interrupts import deferred, safe_point
-from hightide.profile.model.call_tree import flatten, flatten_call, mode_of, narrow, signature_of, unflatten
-from hightide.profile.model.probe_record import is_changed
-from hightide.profile.model.taps import Tap, hand_out, tapping
-from hightide.profile.trial.state import Snapshot
+from hightide.profiler.model.call_tree import flatten, flatten_call, mode_of, narrow, signature_of, unflatten
+from hightide.profiler.model.probe_record import is_changed
+from hightide.profiler.model.taps import Tap, hand_out, tapping
+from hightide.profiler.trial.state import Snapshot
 from hightide.runtime.blocks.activations import FREED, Stash, outlive_slots
 from hightide.runtime.blocks.compiled import NotCompiled, checkpointed_eagerly
 from hightide.runtime.guards.transforms import once

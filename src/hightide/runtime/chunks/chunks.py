@@ -22,7 +22,7 @@ from hightide.ir.chunk import ChunkSpec, ParamRange
 from hightide.ir.refusal import Refused
 from hightide.ir.state_spec import MASTER, REMAINDER, STATE_DTYPE_BYTES, StateSpec
 from hightide.ir.tier import ChunkKind, Tier
-from hightide.plan.placement import STAGING, Buffer, ChunkPlace, Placement
+from hightide.planner.placement import STAGING, Buffer, ChunkPlace, Placement
 from hightide.process.progress import tell
 from hightide.process.system import return_freed_memory
 from hightide.runtime.chunks.absent import Nans, absent_class

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Tier
-from hightide.plan.placement import Placement
+from hightide.planner.placement import Placement
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.gradients.gradients import Gradients
 from hightide.stores.array import Array

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from hightide.plan.slot_choice import choose_window
+from hightide.planner.slot_choice import choose_window
 from hightide.stores.ticket import Fence
 
 

@@ -4,7 +4,7 @@
 not happen twice, and must be done from where the first forward began: a counter counts once, a power iteration does not
 go a step further, a generator of the block's own draws the same numbers. So the first call of each block in each way
 looks whether a forward changes what the block keeps (its buffers and attributes, Python's and numpy's generators:
-profile/trial/state.py). If not, nothing is done about it any more. If so, the block runs unsplit and eagerly; what it
+profiler/trial/state.py). If not, nothing is done about it any more. If so, the block runs unsplit and eagerly; what it
 keeps is remembered before each forward, put back for its replay, and afterwards is what it was before that.
 
 [Note: split against whole] Samples were tried for independence a few at a time (see [Note: trying a block alone]).
@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from hightide.ir.split import BatchDim
-from hightide.profile.model.call_tree import narrow
-from hightide.profile.model.hooks import HookWatch, num_hooks, users_hooks_aside
-from hightide.profile.model.probe import HOOKED
-from hightide.profile.trial.quiet import Quiet
-from hightide.profile.trial.state import GlobalRandom, Snapshot, contents, same_contents
+from hightide.profiler.model.call_tree import narrow
+from hightide.profiler.model.hooks import HookWatch, num_hooks, users_hooks_aside
+from hightide.profiler.model.probe import HOOKED
+from hightide.profiler.trial.quiet import Quiet
+from hightide.profiler.trial.state import GlobalRandom, Snapshot, contents, same_contents
 from hightide.stores.store import OutOfMemory
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Look:
 
     def __init__(self, looks: FirstLooks, key: tuple[int, str, int], call: BlockCall) -> None:
         self._looks, self._key, self._call, self._gpu = looks, key, call, call.runner.run.gpu
-        with self._gpu.unmetered():  # it is in the plan: see examined() in profile/model/probe.py
+        with self._gpu.unmetered():  # it is in the plan: see examined() in profiler/model/probe.py
             self.before = Snapshot(call.module, shared_random=True, hooks=key[2] > 0)
         self._hooks = HookWatch(call.module) if key[2] else None
         if self._hooks is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from hightide.profile.model.hooks import HookWatch
+from hightide.profiler.model.hooks import HookWatch
 
 
 class InnerHooks:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hightide.ir.action import Op
-from hightide.plan.loss_tiles import loss_scratch_bytes
+from hightide.planner.loss_tiles import loss_scratch_bytes
 from hightide.runtime.blocks.block_function import BlockRunner
 
 

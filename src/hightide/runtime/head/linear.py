@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from hightide.plan.loss_tiles import LOSS_SLICE_BYTES
+from hightide.planner.loss_tiles import LOSS_SLICE_BYTES
 from hightide.runtime.head.cross_entropy import tiles
 
 

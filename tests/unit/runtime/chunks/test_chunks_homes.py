@@ -15,7 +15,7 @@ import models
 from file_store import FileStore
 from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
-from hightide.plan.placement import Placement
+from hightide.planner.placement import Placement
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.moving import StatesOnTheMove
 from hightide.runtime.gradients.gradients import Gradients

@@ -14,8 +14,8 @@ import hightide
 import models
 from hightide.ir.plan import Activation, Plan
 from hightide.ir.tier import Tier
-from hightide.plan.placement import ChunkPlace, Placement
-from hightide.plan.solution import Solution
+from hightide.planner.placement import ChunkPlace, Placement
+from hightide.planner.solution import Solution
 from hightide.runtime.chunks import moving
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.head.lazy_logits import LazyLogits

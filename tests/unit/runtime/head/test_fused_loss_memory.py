@@ -14,9 +14,9 @@ import hightide
 import models
 from hightide.ir.action import Mode
 from hightide.ir.plan import Plan
-from hightide.plan.infeasible import InfeasiblePlan
-from hightide.plan.predict.peaks import peaks
-from hightide.profile.model.model_profile import is_plain_linear
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.predict.peaks import peaks
+from hightide.profiler.model.model_profile import is_plain_linear
 from hightide.runtime.surgery import run_of
 
 VOCABULARY, NUM_SAMPLES, NUM_TOKENS = 3000, 6, 40

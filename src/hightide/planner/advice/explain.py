@@ -1,0 +1,169 @@
+"""A plan in words, 80 columns wide."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Iterable
+from itertools import groupby, takewhile
+
+from hightide.ir.action import Op, Schedule
+from hightide.ir.block import ModelProfile
+from hightide.ir.plan import BlockPlan, Plan, Update
+from hightide.ir.state_spec import summary
+from hightide.ir.tier import Lane, Tier
+from hightide.ir.units import format_bytes
+from hightide.planner.placement import RINGS, Buffer, Placement
+from hightide.planner.predict.peaks import Peaks
+
+WIDTH = 80
+_COLUMNS = ("params", "states", "activations", "inputs")
+
+
+def explain(profile: ModelProfile, placement: Placement, schedule: Schedule, peak: Peaks) -> str:
+    """The plan has its forecast by now. `schedule`: of a training step."""
+    plan = placement.plan
+    parts = [_memory(placement, peak), _batch(profile, placement), _table(profile, placement)]
+    parts.append(_precision(profile, placement))
+    lines = [line for part in [*parts, _timing(plan, schedule), _traffic(schedule)] for line in part]
+    assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
+    return "\n".join(lines)
+
+
+def _memory(placement: Placement, peak: Peaks) -> list[str]:
+    plan, forecast = placement.plan, placement.plan.forecast
+    rows = [
+        (Tier.GPU, forecast.gpu_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
+        (Tier.HOST, forecast.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),
+    ]
+    if plan.disk_limit_bytes or forecast.disk_peak_bytes:
+        rows.append((Tier.DISK, forecast.disk_peak_bytes, plan.disk_limit_bytes, ""))
+    fits = all(used <= limit for _, used, limit, _ in rows)
+    head = "fits the limits" if fits else "DOES NOT FIT the limits"
+    lines = [head + (": everything stays on the GPU" if fits and placement.is_resident else "")]
+    for tier, used, limit, moment in rows:
+        margin = f"{format_bytes(abs(limit - used))} {'free' if used <= limit else 'TOO MUCH'}"
+        where = f"  at {moment}" if moment else ""
+        row = f"  {tier:<5} peak {format_bytes(used):>10} of {format_bytes(limit):>10}  {margin:>18}{where}"
+        lines.append(_clip(row, WIDTH))
+        if tier is Tier.GPU and forecast.gpu_reserved_bytes is not None:
+            beside = format_bytes(forecast.gpu_reserved_bytes - forecast.gpu_peak_bytes)
+            tensors = format_bytes(forecast.gpu_peak_bytes)
+            lines.append(f"        of it {tensors} tensors, {beside} reserved by torch beside them")
+    return lines
+
+
+def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
+    plan, sizes = placement.plan, placement.buffer_bytes
+    num_micro = -(-plan.num_samples // plan.micro_batch)
+    micro = "one micro-batch" if num_micro == 1 else f"{num_micro} micro-batches of up to {plan.micro_batch}"
+    lines = [f"batch: {plan.num_samples} samples in {micro}"]
+    unsplit = Counter(call.note or "?" for call in profile.calls if not call.splittable)
+    for note, count in unsplit.items():
+        text = f"  {count} call{'s' if count > 1 else ''} unsplit: {note}"
+        lines += textwrap.wrap(text, WIDTH, subsequent_indent="    ")
+    if profile.vocabulary:
+        kept = f", those of {plan.loss_kept_tokens} kept" if plan.loss_kept_tokens else ""
+        lines.append(f"loss: over slices of {plan.loss_tile_tokens} tokens x {profile.vocabulary} logits{kept}")
+    slots = _slots(plan.num_slots, sizes[Buffer.SLOT])
+    grad_slots = _slots(plan.num_grad_slots, sizes[Buffer.GRAD_SLOT])
+    lines.append(f"slots: {slots}, {grad_slots} for gradients")
+    if plan.num_disk_buffers:
+        rings = ", ".join(format_bytes(sizes[ring]) for ring in RINGS)
+        buffers = "buffer" if plan.num_disk_buffers == 1 else "buffers"
+        lines.append(f"disk: through {plan.num_disk_buffers} {buffers} on the host of each size: {rings}")
+    return lines
+
+
+def _slots(count: int, num_bytes: int) -> str:
+    return f"{count} of {format_bytes(num_bytes)}" if count else "none"
+
+
+def _table(profile: ModelProfile, placement: Placement) -> list[str]:
+    """One row per run of consecutive blocks with equal decisions."""
+    called = {call.block for call in profile.calls}
+    blocks, homes = placement.blocks_in_effect, placement.owners
+    prefix = _shared_prefix([block.name for block in blocks if block.name])
+    rows = []
+    for key, run in groupby(range(len(blocks)), lambda i: _decisions(blocks[i], homes[i] is not None, i in called)):
+        names = [blocks[index].name.removeprefix(prefix) or "(loose parameters)" for index in run]
+        rows.append((_range_of(names), *key))
+    widths = [10, 6, 6, 11, 6]
+    name_width = WIDTH - sum(widths[1:]) - 2 * 4
+    head = _clip(f"block in {prefix.removesuffix('.')}" if prefix else "block", name_width)
+    lines = [f"{head:<{name_width}}" + "".join(f"  {n:<{w}}" for n, w in zip(_COLUMNS, widths[1:], strict=True))]
+    for name, *cells in rows:
+        cell_text = "".join(f"  {cell:<{w}}" for cell, w in zip(cells, widths[1:], strict=True))
+        lines.append(f"{_clip(name, name_width):<{name_width}}{cell_text}".rstrip())
+    return lines
+
+
+def _shared_prefix(names: list[str]) -> str:
+    """Containers around all of the model: "base_model.model." of one with adapters."""
+    first, last = (name.split(".")[:-1] for name in (min(names, default=""), max(names, default="")))
+    shared = [part for part, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False))]
+    return ".".join([*shared, ""]) if shared else ""
+
+
+def _decisions(block: BlockPlan, has_params: bool, is_called: bool) -> tuple[str, str, str, str]:
+    """One that is never called, or loose, has no activations of its own."""
+    params, states = (str(block.params), str(block.states)) if has_params else ("-", "-")
+    activation, inputs = (str(block.activation), str(block.inputs)) if is_called else ("-", "-")
+    return params, states, activation, inputs
+
+
+def _range_of(names: list[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} .. {names[-1]} ({len(names)})"
+
+
+def precisions(profile: ModelProfile, placement: Placement) -> dict[str, str]:
+    """Of every state, in words."""
+    chunks = [place.chunk for place in placement.chunks]
+    optimised = [chunk for chunk in chunks if chunk.optimised_numel]
+    masters = _names(chunk.dtype for chunk in optimised if chunk.has_master)
+    at_rest = _names(place.grad_dtype for place in placement.chunks if place.chunk.trainable_numel)
+    overflows = any(place.grad_dtype == "float16" for place in placement.chunks)
+    rounded = any(place.rounds for place in placement.chunks)
+    in_parts = "; 16 bits beside each" if any(chunk.has_remainder for chunk in optimised) else ""
+    return {
+        "parameters": _names(chunk.dtype for chunk in chunks) + ", and compute unless under autocast",
+        "gradient sums": "float32; norms are " + ("of what is kept" if overflows else "of the sums"),
+        "gradients": at_rest + (": the sum, rounded after each backward" if rounded else ""),
+        "master copies": f"float32, of {masters} parameters{in_parts}" if masters else "none: all trained is float32",
+        "moments": summary(optimised[0].rule_states if optimised else ()),
+        "loss": "float32, fused with the head" if profile.vocabulary else "as the model computes it",
+    }
+
+
+def _precision(profile: ModelProfile, placement: Placement) -> list[str]:
+    rows = precisions(profile, placement)
+    return ["precision:", *(_clip(f"  {name:<14} {text}", WIDTH) for name, text in rows.items())]
+
+
+def _names(dtypes: Iterable[str]) -> str:
+    return ", ".join(sorted(set(dtypes)))
+
+
+def _timing(plan: Plan, schedule: Schedule) -> list[str]:
+    on_host = any(action.op is Op.UPDATE for action in schedule.lane(Lane.CPU))
+    text = {
+        (Update.DEFERRED, True): "begins at step(), runs beside the next forward",
+        (Update.DEFERRED, False): "on the GPU, at step()",
+        (Update.IN_BACKWARD, True): "as soon as a gradient is final",
+        (Update.IN_BACKWARD, False): "on the GPU, as soon as a gradient is final",
+    }
+    return [f"update: {plan.update}, {text[plan.update, on_host]}"]
+
+
+def _traffic(schedule: Schedule) -> list[str]:
+    moved = {lane: format_bytes(sum(action.num_bytes for action in schedule.lane(lane))) for lane in Lane}
+    lines = [f"traffic per step: {moved[Lane.H2D]} to the GPU, {moved[Lane.D2H]} from it"]
+    if schedule.lane(Lane.DISK_READ):
+        lines.append(f"disk per step: {moved[Lane.DISK_READ]} read, {moved[Lane.DISK_WRITE]} written")
+    return lines
+
+
+def _clip(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"

@@ -1,0 +1,227 @@
+"""Changes that would help: the same problem with one thing changed, by a quick look (nearby.py). What makes a step
+faster was planned and simulated before it is named: a search may find still more. Where nothing fits, the smallest
+changes that would fit: for each the bytes of the leanest plans were counted, and how fast those are is not known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from hightide.ir.block import DTYPE_BYTES
+from hightide.ir.chunk import GRAD_BYTES
+from hightide.ir.plan import GradientDtype, Update
+from hightide.ir.tier import Tier
+from hightide.ir.units import format_bytes, parse_bytes
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.problem import Problem
+from hightide.planner.search.nearby import fits, least_disk_bytes, nearby_step_s, why_not
+from hightide.planner.solution import Searched
+
+LEAST_SPEEDUP = 1.05  # less is within the error of a forecast
+MAX_RAISES = 4  # of limits, until it fits
+FULL = 0.9  # of the host: beyond, more of it may help
+NEARLY_ALL = 0.9  # of the GPU: beyond, all of it is the better advice
+LOOK_LONGER = "--look 30"  # seconds: enough for the largest shapes
+_NAMES = {Tier.GPU: "GPU memory", Tier.HOST: "host memory", Tier.DISK: "disk"}
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What else there is to know about what could be changed."""
+
+    gpu_memory_bytes: int  # as much as the GPU has to give; 0: nobody knows
+    clips: bool = False  # in-backward updates are out of the problem
+    has_own_batch: bool = False  # --sequences does not decide about it
+
+
+@dataclass(frozen=True)
+class Change:
+    text: str  # what to change, in words
+    option: str  # of the command; "": there is none
+
+
+_ANY_MICRO_BATCH = Change("micro-batches of another size: leave out --micro-batch", "")
+
+
+@dataclass(frozen=True)
+class Improvement:
+    change: Change
+    step_s: float
+    speedup: float  # of samples per second; at least
+
+
+@dataclass(frozen=True)
+class Improvements:
+    found: tuple[Improvement, ...]  # the most helpful first
+    untried: tuple[Change, ...]  # for want of time
+    num_tried: int
+    look_longer: str = ""  # the option that gives it more time; "": nothing is untried
+
+
+def improvements(found: Searched, leeway: Circumstances, may_go_on: Callable[[], bool]) -> Improvements:
+    """`may_go_on` is asked before each new plan."""
+    before = found.profile.num_samples / found.step.step_s
+    changes = _faster(found, leeway)
+    helpful, untried = [], []
+    for change, changed in changes:
+        if not may_go_on():
+            untried.append(change)
+            continue
+        num_samples = changed.profile.num_samples
+        step_s = nearby_step_s(changed, found.candidate, below_s=num_samples / (before * LEAST_SPEEDUP))
+        if step_s < math.inf:
+            helpful.append(Improvement(change, step_s, num_samples / step_s / before))
+    helpful.sort(key=lambda one: -one.speedup)
+    longer = LOOK_LONGER if untried else ""
+    return Improvements(tuple(helpful), tuple(untried), len(changes) - len(untried), longer)
+
+
+def _faster(found: Searched, leeway: Circumstances) -> list[tuple[Change, Problem]]:
+    """What usually helps most comes first: for models that take long to plan there is time for one or two."""
+    problem = found.problem
+    twice = 2 * problem.profile.num_samples
+    changes = [(_batch_of(twice, leeway), problem.with_samples(twice))]
+    whole = found.placement.is_resident
+    if problem.terms.update is Update.DEFERRED and not leeway.clips and not whole:
+        change = Change("in-backward updates, if your loop never clips", "--update in_backward")
+        changes.append((change, problem.with_terms(update=Update.IN_BACKWARD)))
+    changes += _more_gpu(problem, leeway)
+    if problem.terms.gradients is GradientDtype.FLOAT32 and _has_short_params(problem) and not whole:
+        change = Change("gradients rounded to their parameter's dtype", "--gradients param")
+        changes.append((change, problem.with_terms(gradients=GradientDtype.PARAM)))
+    if problem.terms.micro_batch is not None:
+        changes.append((_ANY_MICRO_BATCH, _unpinned(problem)))
+    if found.plan.forecast.host_peak_bytes > FULL * problem.terms.host_bytes:
+        changes.append(_more(problem, Tier.HOST))
+    return changes
+
+
+def fitting(
+    problem: Problem, refused: InfeasiblePlan, leeway: Circumstances, may_go_on: Callable[[], bool]
+) -> tuple[Change, ...]:
+    """Changes that make it fit, each for itself: more memory, then what needs no other machine."""
+    found: list[Change] = []
+    options: list[Callable[[], Change | None]] = [
+        *_memories(problem, refused, leeway),
+        lambda: _with_disk(problem),
+        lambda: _rounded(problem),
+        lambda: _any_micro_batch(problem),
+        lambda: _fewer(problem, leeway),
+    ]
+    for option in options:
+        if may_go_on() and (change := option()) is not None:
+            found.append(change)
+    return tuple(found)
+
+
+def _memories(problem: Problem, refused: InfeasiblePlan, leeway: Circumstances) -> list[Callable[[], Change | None]]:
+    """Beyond what the GPU has only where nothing else would do."""
+    possible = [limits for limits in refused.enough if limits.get(Tier.GPU, 0) <= leeway.gpu_memory_bytes]
+    return [partial(_enough, problem, limits) for limits in possible or refused.enough]
+
+
+def _enough(problem: Problem, limits: Mapping[Tier, int]) -> Change | None:
+    """Raises limits to what is needed; then, perhaps, that of another tier too."""
+    raised: dict[Tier, int] = {}
+    for _ in range(MAX_RAISES):
+        if all(num_bytes <= raised.get(tier, 0) for tier, num_bytes in limits.items()):
+            return None
+        for tier, num_bytes in limits.items():
+            raised[tier] = parse_bytes(size_option(num_bytes), tier)  # as it will be asked for
+            problem = problem.with_limit(tier, raised[tier])
+        if fits(problem):
+            sizes = {tier: size_option(num_bytes) for tier, num_bytes in raised.items()}
+            text = " and ".join(f"{size} of {_NAMES[tier]}" for tier, size in sizes.items())
+            return Change(text, " ".join(_option(tier, size) for tier, size in sizes.items()))
+        limits = why_not(problem).enough[0]
+    return None
+
+
+def _with_disk(problem: Problem) -> Change | None:
+    """Only where its speed is known."""
+    if problem.terms.disk_bytes or problem.machine.disk is None:
+        return None
+    num_bytes = least_disk_bytes(problem)
+    if num_bytes is None:
+        return None
+    size = size_option(num_bytes)
+    return Change(f"a disk of {size} (only planned yet)", _option(Tier.DISK, size))
+
+
+def _option(tier: Tier, size: str) -> str:
+    return f"--{tier} {'FOLDER:' if tier is Tier.DISK else ''}{size}"
+
+
+def _rounded(problem: Problem) -> Change | None:
+    if problem.terms.gradients is GradientDtype.PARAM or not _has_short_params(problem):
+        return None
+    change = Change("gradients rounded to their parameter's dtype", "--gradients param")
+    return change if fits(problem.with_terms(gradients=GradientDtype.PARAM)) else None
+
+
+def _any_micro_batch(problem: Problem) -> Change | None:
+    return _ANY_MICRO_BATCH if problem.terms.micro_batch is not None and fits(_unpinned(problem)) else None
+
+
+def _fewer(problem: Problem, leeway: Circumstances) -> Change | None:
+    num_samples = problem.profile.num_samples
+    if num_samples == 1 or not fits(problem.with_samples(1)):
+        return None
+    while not fits(problem.with_samples(num_samples := num_samples // 2)):
+        pass
+    return _batch_of(num_samples, leeway, problem.terms.micro_batch)
+
+
+def _batch_of(num_samples: int, leeway: Circumstances, micro_batch: int | None = None) -> Change:
+    text = f"{num_samples} sample{'s' if num_samples > 1 else ''} per step"
+    smaller = f" --micro-batch {num_samples}" if micro_batch is not None and micro_batch > num_samples else ""
+    return Change(text, "" if leeway.has_own_batch else f"--sequences {num_samples}{smaller}")
+
+
+def _more_gpu(problem: Problem, leeway: Circumstances) -> list[tuple[Change, Problem]]:
+    """A part of what this GPU has left, and all of it; only all of it where that is nearly the same."""
+    some = _more(problem, Tier.GPU)
+    if not leeway.gpu_memory_bytes:
+        return [some]
+    everything = _with_size(problem, Tier.GPU, size_option(leeway.gpu_memory_bytes, up=False), "all of this GPU")
+    most_bytes = everything[1].terms.gpu_bytes
+    if problem.terms.gpu_bytes >= most_bytes:
+        return []
+    return [some, everything] if some[1].terms.gpu_bytes < NEARLY_ALL * most_bytes else [everything]
+
+
+def _more(problem: Problem, tier: Tier) -> tuple[Change, Problem]:
+    """By a third to a half, a power of two: 8 GiB for 24, 32 GiB for 80."""
+    limit_bytes = problem.terms.gpu_bytes if tier is Tier.GPU else problem.terms.host_bytes
+    more_bytes = 1 << max(0, (limit_bytes // 2).bit_length() - 1)
+    text = f"{format_bytes(more_bytes)} more {_NAMES[tier]}"
+    return _with_size(problem, tier, size_option(limit_bytes + more_bytes), text)
+
+
+def _with_size(problem: Problem, tier: Tier, size: str, text: str) -> tuple[Change, Problem]:
+    """Asked with what the option says, which is rounded."""
+    return Change(text, _option(tier, size)), problem.with_limit(tier, parse_bytes(size, tier))
+
+
+def _unpinned(problem: Problem) -> Problem:
+    return problem.with_terms(micro_batch=None)
+
+
+def _has_short_params(problem: Problem) -> bool:
+    return any(spec.trainable and DTYPE_BYTES[spec.dtype] < GRAD_BYTES for spec in problem.profile.params)
+
+
+def size_option(num_bytes: int, up: bool = True) -> str:
+    """As the command's options have it, with one decimal: 26038108160 -> 24.3GiB."""
+    unit_bytes, unit = _unit(num_bytes)
+    tenths = -(-10 * num_bytes // unit_bytes) if up else 10 * num_bytes // unit_bytes
+    return f"{tenths // 10}{f'.{tenths % 10}' if tenths % 10 else ''}{unit}"
+
+
+def _unit(num_bytes: int) -> tuple[int, str]:
+    for power, unit in ((30, "GiB"), (20, "MiB")):
+        if num_bytes >= 1 << power:
+            return 1 << power, unit
+    return 1 << 10, "KiB"

@@ -1,0 +1,93 @@
+"""Why nothing fits, and the smallest change that would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from hightide.ir.tier import Tier
+from hightide.ir.units import format_bytes
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.search.candidate import Candidate
+from hightide.planner.search.standing_bytes import Needs
+from hightide.planner.search.trials import Trials
+
+
+def refusal(trials: Trials, leanest: Iterable[Candidate]) -> InfeasiblePlan:
+    """Says how much more of one tier would do with the others as they are, first of the one that grows least by it; or,
+    where several lack, how much more of each. What it names is enough: these candidates were lowered, and not only
+    added up."""
+    limits = trials.problem.terms.limits
+    needs = {candidate: _by_tier(trials.guess(candidate)) for candidate in leanest}
+    exact: set[Candidate] = set()
+    while True:
+        found = _least(needs, limits)
+        guessed = [candidate for _, candidate in found if candidate not in exact]
+        if not guessed:
+            break
+        for candidate in guessed:  # a search asks for both, what was added up and what is exact
+            lowered = _by_tier(trials.needs(candidate))
+            needs[candidate] = {tier: max(size, lowered[tier]) for tier, size in needs[candidate].items()}
+        exact.update(guessed)
+    needed, candidate = found[0]
+    assert needed, f"this fits, and the search has not found it: {candidate}"
+    tier = next(iter(needed))
+    moment = _moment(trials, candidate, tier)
+    missing = " and ".join(f"{_bytes(size - limits[one])} are missing on the {one}" for one, size in needed.items())
+    others = "".join(f", or {_limits(other)}" for other, _ in found[1:])
+    return InfeasiblePlan(
+        f"no plan fits {_given(limits)}: {missing}{f', the most during {moment}' if moment else ''}; "
+        f"give it {_limits(needed)}{others}",
+        moment,
+        tier,
+        needed[tier],
+        tuple(short for short, _ in found),
+    )
+
+
+def _least(
+    needs: Mapping[Candidate, Mapping[Tier, int]], limits: Mapping[Tier, int]
+) -> list[tuple[dict[Tier, int], Candidate]]:
+    """For each set of tiers that lack, the candidate that takes least; that first which grows least. Of more tiers than
+    it takes only where the others would have to grow far more."""
+    best: dict[tuple[Tier, ...], tuple[dict[Tier, int], Candidate]] = {}
+    for candidate, need in needs.items():
+        short = {tier: need[tier] for tier in limits if need[tier] > limits[tier]}
+        if tuple(short) not in best or tuple(short.values()) < tuple(best[tuple(short)][0].values()):
+            best[tuple(short)] = short, candidate
+    found = [one for one in best.values() if not any(_does_with_less(other[0], one[0]) for other in best.values())]
+
+    def growth(one: tuple[dict[Tier, int], Candidate]) -> float:
+        return len(one[0]) * max((size / max(1, limits[tier]) for tier, size in one[0].items()), default=0)
+
+    fewest = min(len(short) for short, _ in found)
+    most = min(growth(one) for one in found if len(one[0]) == fewest)
+    return sorted((one for one in found if len(one[0]) == fewest or growth(one) < most), key=growth)
+
+
+def _does_with_less(one: Mapping[Tier, int], other: Mapping[Tier, int]) -> bool:
+    """One raises only limits that the other raises too, and none further."""
+    return one != other and all(size <= other.get(tier, -1) for tier, size in one.items())
+
+
+def _moment(trials: Trials, candidate: Candidate, tier: Tier) -> str:
+    """At which the tier needs most."""
+    peak = trials.peaks(candidate)
+    return {Tier.GPU: peak.gpu_peak_at, Tier.HOST: peak.host_peak_at, Tier.DISK: ""}[tier]
+
+
+def _by_tier(needs: Needs) -> dict[Tier, int]:
+    return {Tier.GPU: needs.gpu_bytes, Tier.HOST: needs.host_bytes, Tier.DISK: needs.disk_bytes}
+
+
+def _given(limits: dict[Tier, int]) -> str:
+    memory = f"{_bytes(limits[Tier.GPU])} of GPU and {_bytes(limits[Tier.HOST])} of host memory"
+    return memory + (f" and {_bytes(limits[Tier.DISK])} of disk" if limits[Tier.DISK] else "")
+
+
+def _limits(sizes: dict[Tier, int]) -> str:
+    texts = {tier: f"'FOLDER:{size}'" if tier is Tier.DISK else str(size) for tier, size in sizes.items()}
+    return f"Limits({', '.join(f'{tier}={text}' for tier, text in texts.items())})"
+
+
+def _bytes(num_bytes: int) -> str:
+    return f"{num_bytes} bytes ({format_bytes(num_bytes)})"

@@ -1,0 +1,143 @@
+"""Why a block is planned as it is: every other way to plan this one block, simulated, with the rest left alone."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hightide.ir.action import Mode
+from hightide.ir.block import ModelProfile
+from hightide.ir.plan import Activation, BlockPlan, Plan
+from hightide.ir.tier import Tier
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.lower import lower
+from hightide.planner.placement import Placement
+from hightide.planner.predict.peaks import bytes_forecast, peaks
+from hightide.planner.predict.step_seconds import forecast
+from hightide.planner.solution import Searched
+from hightide.planner.verify.check_plan import check_plan
+
+NOISE = 1e-6  # of a step: what sums of floating-point numbers are off
+_PLACES = {
+    (Tier.GPU, Tier.GPU): "params and states on the GPU",
+    (Tier.GPU, Tier.HOST): "params on the GPU, states on host",
+    (Tier.HOST, Tier.GPU): "frozen streamed, trained on the GPU",
+    (Tier.HOST, Tier.HOST): "params streamed, states on host",
+    (Tier.GPU, Tier.DISK): "params on the GPU, states on disk",
+    (Tier.HOST, Tier.DISK): "params streamed, states on disk",
+    (Tier.DISK, Tier.DISK): "params and states on disk",
+}
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Differences are against the plan: what it would be, less what it is."""
+
+    text: str
+    step_s: float
+    step_difference_s: float
+    gpu_difference_bytes: int  # of the peak: on a real GPU, of what torch reserves
+    host_difference_bytes: int
+    too_many_bytes: int  # above a tier's limit, where most is missing; 0: it fits
+
+
+@dataclass(frozen=True)
+class Reasons:
+    block: str
+    planned: str  # in words
+    alternatives: tuple[Alternative, ...]  # the fastest first; without those that would change neither time nor bytes
+
+
+def why(solution: Searched, block: str) -> Reasons:
+    problem, profile, plan = solution.problem, solution.profile, solution.plan
+    index = find_block([one.name for one in plan.blocks], block)
+    placement = solution.placement
+    planned, owner = placement.blocks_in_effect[index], placement.owners[index]
+    step_s = solution.step.step_s
+    now = bytes_forecast(solution.training, solution.peaks, problem.machine)
+    alternatives = []
+    for text, other in _others(planned, owner == index, plan.num_disk_buffers > 0):
+        changed = _with_block(profile, plan, index, other)
+        try:
+            check_plan(profile, changed)
+        except InfeasiblePlan:  # not a way to plan this block
+            continue
+        changed_placement = Placement(changed)
+        schedule = lower(profile, changed, Mode.TRAIN, changed_placement)
+        other_s = forecast(problem, changed_placement, schedule).step_s
+        then = bytes_forecast(schedule, peaks(schedule), problem.machine)
+        gpu, host, disk = then.gpu_bytes, then.host_peak_bytes, then.disk_peak_bytes
+        above = gpu - plan.gpu_limit_bytes, host - plan.host_limit_bytes, disk - plan.disk_limit_bytes
+        if then == now and abs(other_s - step_s) <= NOISE * step_s:  # it is the same in other words
+            continue
+        alternatives.append(
+            Alternative(
+                text=text,
+                step_s=other_s,
+                step_difference_s=other_s - step_s,
+                gpu_difference_bytes=gpu - now.gpu_bytes,
+                host_difference_bytes=host - now.host_peak_bytes,
+                too_many_bytes=max(0, *above),
+            )
+        )
+    places = _PLACES[planned.params, planned.states] if owner is not None else "no parameters"
+    if owner not in (None, index):
+        places += f", with {plan.blocks[owner].name}"
+    kept = "kept" if planned.activation is Activation.KEEP else "recomputed"
+    words = f"{places}; {kept}; {_inputs(planned.inputs)}"
+    return Reasons(planned.name, words, tuple(sorted(alternatives, key=lambda one: one.step_s)))
+
+
+_ACTIVATIONS = {Activation.KEEP: "activations kept", Activation.RECOMPUTE: "activations recomputed"}
+
+
+def _inputs(tier: Tier) -> str:
+    return "inputs on the GPU" if tier is Tier.GPU else f"inputs on {tier}"
+
+
+def _others(planned: BlockPlan, owns: bool, disk: bool) -> list[tuple[str, BlockPlan]]:
+    """`owns`: whether it decides where its parameters are. `disk`: whether the plan uses one anyway."""
+    others = [
+        (text, replace(planned, params=params, states=states))
+        for (params, states), text in _PLACES.items()
+        if owns and (params, states) != (planned.params, planned.states) and (disk or states is not Tier.DISK)
+    ]
+    if planned.activation is Activation.KEEP:
+        others.append((_ACTIVATIONS[Activation.RECOMPUTE], replace(planned, activation=Activation.RECOMPUTE)))
+        moved = replace(planned, activation=Activation.RECOMPUTE, inputs=Tier.HOST)
+        others.append((f"recomputed, {_inputs(Tier.HOST)}", moved))
+    else:
+        kept = replace(planned, activation=Activation.KEEP, inputs=Tier.GPU)
+        others.append((_ACTIVATIONS[Activation.KEEP], kept))
+        elsewhere = Tier.HOST if planned.inputs is Tier.GPU else Tier.GPU
+        others.append((_inputs(elsewhere), replace(planned, inputs=elsewhere)))
+    return others
+
+
+def _with_block(profile: ModelProfile, plan: Plan, index: int, block: BlockPlan) -> Plan:
+    """With as many spare slots as before, if anything is streamed at all."""
+    blocks = (*plan.blocks[:index], block, *plan.blocks[index + 1 :])
+    changed = replace(plan, blocks=blocks)
+    called = {call.block for call in profile.calls}
+    before, after = (Placement(one).widest_tick(called) for one in (plan, changed))
+    slots, grad_slots = (
+        widest + max(0, has - needed) if widest else 0
+        for widest, has, needed in zip(after, (plan.num_slots, plan.num_grad_slots), before, strict=True)
+    )
+    return replace(changed, num_slots=slots, num_grad_slots=grad_slots)
+
+
+def find_block(names: Sequence[str], name: str) -> int:
+    """`name` may be the end of one of the blocks' names, from a dot on, if there is only one such."""
+    matches = [at for at, one in enumerate(names) if one == name] or [
+        at for at, one in enumerate(names) if one.endswith(f".{name}")
+    ]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise ValueError(
+            f"{len(matches)} blocks end in {name!r}: {', '.join(names[at] for at in matches[:4])}; name one"
+        )
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.0)
+    raise ValueError(f"none of the {len(names)} blocks is called {name!r}; near are {', '.join(map(repr, near))}")

@@ -1,0 +1,52 @@
+"""Plan to Schedule, by small passes over a draft. Read the pipeline in `lower`; each pass has a file."""
+
+from __future__ import annotations
+
+from hightide.ir.action import Action, Mode, Schedule
+from hightide.ir.block import ModelProfile
+from hightide.ir.plan import Plan, Update
+from hightide.ir.tier import Tier
+from hightide.planner.lower.add_updates import add_updates
+from hightide.planner.lower.count_effects import add_effects, base_bytes
+from hightide.planner.lower.draft import Draft
+from hightide.planner.lower.fetch_params import fetch_params
+from hightide.planner.lower.lay_ticks import lay_ticks
+from hightide.planner.lower.move_gradients import move_gradients
+from hightide.planner.lower.move_inputs import move_inputs
+from hightide.planner.lower.order_actions import order_actions
+from hightide.planner.placement import Placement
+
+
+def lower(profile: ModelProfile, plan: Plan, mode: Mode, placement: Placement | None = None) -> Schedule:
+    """The schedule of one pass over the model in this mode. Pure; the same arguments give the same text. `placement`:
+    the plan's, if it is known already."""
+    if mode is Mode.ACCUMULATE and plan.update is Update.IN_BACKWARD:
+        raise ValueError(
+            "update='in_backward' has updated the parameters when a second backward begins, so gradients cannot be "
+            "accumulated; wrap with update='deferred', or call step() after each backward"
+        )
+    draft = Draft(profile, plan, mode, placement)
+    lay_ticks(draft)
+    fetch_params(draft)
+    if mode is not Mode.EVAL:
+        move_gradients(draft)
+        move_inputs(draft)
+        add_updates(draft)
+    actions = add_effects(draft, order_actions(draft))
+    base = base_bytes(profile, draft.placement)
+    return Schedule(mode, base[Tier.GPU], base[Tier.HOST], tuple(actions), base[Tier.DISK])
+
+
+def lower_ticks(profile: ModelProfile, plan: Plan) -> tuple[Action, ...]:
+    """The ticks of a step alone, with what they take and give, for those who ask about memory and not about time."""
+    draft = Draft(profile, plan, Mode.TRAIN)
+    lay_ticks(draft)
+    return tuple(add_effects(draft, draft.ticks))
+
+
+def modes_of(plan: Plan) -> tuple[Mode, ...]:
+    """In which it may run."""
+    return (Mode.TRAIN, Mode.EVAL, Mode.ACCUMULATE) if plan.update is Update.DEFERRED else (Mode.TRAIN, Mode.EVAL)
+
+
+__all__ = ["lower", "lower_ticks", "modes_of"]

@@ -1,0 +1,196 @@
+"""Pass 8: what each action takes and gives on each tier.
+
+The flow of block inputs is simplified to a chain: what a call returns is what the next call receives. Tensors that do
+not follow the chain (masks, rotary tables, an encoder's output read by every decoder layer) are counted from the call
+that saw them first to the last moment at which a reader may hold them. Where the truth is not known the larger number
+is taken: the limit of a tier is hard.
+
+The model's own code between blocks is measured with every block's inputs away (ir.block.Glue), and what the chain says
+of it then is subtracted: the rest is counted at the tick that it surrounds, whatever the plan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from hightide.ir.action import Action, ActionKey, Mode, Op
+from hightide.ir.block import Affine, CallSpec, Glue, ModelProfile
+from hightide.ir.chunk import GRAD_BYTES, REGION_BYTES, UPDATE_TILE_NUMEL
+from hightide.ir.plan import Activation, Plan
+from hightide.ir.split import micro_batches
+from hightide.ir.tier import Lane, Tier
+from hightide.planner import loss_tiles as loss
+from hightide.planner.lower.draft import Draft
+from hightide.planner.placement import Placement, region_bytes
+
+Effect = defaultdict[str, int]  # by fields of an action; and "least_transient" of a tick, until it is known
+Effects = defaultdict[ActionKey, Effect]
+
+
+def base_bytes(profile: ModelProfile, placement: Placement) -> dict[Tier, int]:
+    """What is on each tier during the whole pass."""
+    found = placement.base_bytes()
+    found[Tier.GPU] += profile.batch_bytes + profile.buffer_bytes
+    return found
+
+
+def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
+    effects: Effects = defaultdict(lambda: defaultdict(int))
+    _count_inputs_and_outputs(draft, effects)
+    for index, call in enumerate(draft.profile.calls):
+        _count_inside(draft, index, call, effects)
+    if draft.mode is not Mode.EVAL:
+        _count_output_gradients(draft, effects)
+        for tick in draft.ticks:
+            effect = effects[tick.id]
+            effect["gpu_transient"] = max(effect["gpu_transient"], effect.pop("least_transient", 0))
+        _count_updates(draft, effects)
+    return [action.changed(**effects[action.id]) if action.id in effects else action for action in actions]
+
+
+def _add(effect: Effect, **num_bytes: int) -> None:
+    for name, value in num_bytes.items():
+        effect[name] += value
+
+
+def _count_inputs_and_outputs(draft: Draft, effects: Effects) -> None:
+    arriving = 0  # what the previous call returned
+    glue = 0  # inputs made outside of blocks that later calls without backward may still read
+    waiting = 0  # what the chain holds for backwards to come, wherever inputs wait
+    for index, call in enumerate(draft.profile.calls):
+        forward = effects[ActionKey(Op.FORWARD, index)]
+        new = _at(draft, call.new_inputs)
+        forward["gpu_takes"] += new + _output_bytes(draft, call) + _at(draft, call.tapped)
+        if draft.mode is not Mode.EVAL:
+            counted = max(arriving + new, _at(draft, call.saved_inputs)) + _output_bytes(draft, call)
+            _count_glue(draft, forward, call.glue, waiting, counted)
+            waiting += _excess_bytes(draft, call, arriving) + _at(draft, call.tapped)
+        if draft.mode is not Mode.EVAL and call.needs_backward:
+            _count_saved(draft, index, call, arriving + new, effects)
+        else:
+            forward["gpu_gives"] += arriving + min(new, glue)
+            glue = max(glue, new)
+        arriving = _output_bytes(draft, call)
+    if draft.mode is not Mode.EVAL:
+        tapped = sum(_at(draft, call.tapped) for call in draft.profile.calls)
+        effects[ActionKey(Op.STEP)]["gpu_gives"] += arriving + glue + tapped
+
+
+def _excess_bytes(draft: Draft, call: CallSpec, arriving: int) -> int:
+    """Of what it receives, what stays for its backward even if its inputs wait on the host."""
+    received = arriving + _at(draft, call.new_inputs)
+    return max(0, received - _at(draft, call.saved_inputs)) if call.needs_backward else 0
+
+
+def _count_glue(draft: Draft, tick: Effect, glue: Glue, waiting: int, counted: int) -> None:
+    """`waiting`: what the chain holds meanwhile for others; `counted`: what it has for this tick."""
+    held = max(0, _at(draft, glue.held) - waiting)
+    _add(tick, gpu_takes=held, gpu_gives=held)
+    tick["least_transient"] = max(0, _at(draft, glue.peak) - waiting - counted - held)
+
+
+def _count_saved(draft: Draft, index: int, call: CallSpec, received: int, effects: Effects) -> None:
+    """All inputs of a call wait for its backward on the GPU, except what is stashed."""
+    saved = _at(draft, call.saved_inputs)
+    effects[ActionKey(Op.FORWARD, index)]["gpu_takes"] += max(
+        0, saved - received
+    )  # shared ones that the chain has let go
+    effects[ActionKey(Op.BACKWARD, index)]["gpu_gives"] += max(saved, received)
+    if draft.plan.blocks[call.block].inputs is Tier.HOST:
+        region = region_bytes(saved) + max(0, call.num_saved - 1) * REGION_BYTES  # each tensor is rounded up
+        _add(effects[ActionKey(Op.STASH, index)], gpu_gives=saved, host_takes=region)
+        _add(effects[ActionKey(Op.UNSTASH, index)], gpu_takes=saved, host_gives=region)
+
+
+def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) -> None:
+    forward, backward = effects[ActionKey(Op.FORWARD, index)], effects[ActionKey(Op.BACKWARD, index)]
+    backwards = draft.mode is not Mode.EVAL and call.needs_backward
+    if draft.profile.blocks[call.block].lazy_head:
+        forward["gpu_transient"] += loss.forward_transient_bytes(draft.profile, draft.plan, call)
+        if backwards:
+            _keep(forward, backward, loss.saved_bytes(draft.profile, draft.plan))
+            backward["gpu_transient"] += loss.backward_transient_bytes(draft.profile, draft.plan, call)
+        return
+    micro = micro_batch_of(draft.plan, call, draft.mode)
+    forward["gpu_transient"] += call.forward_peak.at(micro)
+    if micro < draft.plan.num_samples:  # its output exists beside that of the whole batch until it is copied there
+        forward["gpu_transient"] += call.outputs.at(micro) + call.tapped.at(micro)
+    if not backwards:
+        return
+    backward["gpu_transient"] += call.backward_peak.at(micro)
+    if (
+        micro == draft.plan.num_samples
+    ):  # its inputs' gradients are those of the batch, which are counted for themselves
+        backward["gpu_transient"] = max(0, backward["gpu_transient"] - call.input_grads.at(micro))
+    if draft.plan.blocks[call.block].activation is Activation.KEEP:
+        _keep(forward, backward, kept_bytes(draft.plan, call, micro))
+        backward["gpu_transient"] = max(0, backward["gpu_transient"] - call.kept.at(micro))  # nothing to recompute
+
+
+def _keep(forward: Effect, backward: Effect, num_bytes: int) -> None:
+    _add(forward, gpu_takes=num_bytes, gpu_kept=num_bytes)
+    _add(backward, gpu_gives=num_bytes, gpu_kept=num_bytes)
+
+
+def _count_output_gradients(draft: Draft, effects: Effects) -> None:
+    """The gradient of a call's inputs lives until the backward of the call before has read it."""
+    calls = draft.profile.calls
+    backwards = [index for index in reversed(range(len(calls))) if calls[index].needs_backward]
+    pending = aside = 0  # `aside`: gradients of inputs that did not come from the call before
+    before = [0, *(_output_bytes(draft, call) for call in calls)]
+    excess = [_excess_bytes(draft, call, arriving) for call, arriving in zip(calls, before, strict=False)]
+    tapped_bytes = sum(_at(draft, call.tapped) for call in calls)
+    waiting = before[-1] + tapped_bytes + sum(excess)  # as in forward, and what the last call returned
+    for index in backwards:  # those of what was tapped come from the loss, and wait
+        tapped = _at(draft, calls[index].tapped)
+        effects[ActionKey(Op.BACKWARD, backwards[0])]["gpu_takes"] += tapped
+        effects[ActionKey(Op.BACKWARD, index)]["gpu_gives"] += tapped
+    for index in backwards:
+        backward = effects[ActionKey(Op.BACKWARD, index)]
+        # The loss makes the first; later ones may grow in the glue: the gradient of a slice is that of the whole again.
+        grown = max(0, _output_bytes(draft, calls[index]) - pending)
+        backward["gpu_takes"] += grown
+        pending += grown
+        made = _at(draft, calls[index].input_grads)
+        other = max(0, made - (_output_bytes(draft, calls[index - 1]) if index else 0))
+        backward["gpu_takes"] += made
+        backward["gpu_gives"] += pending + min(other, aside)
+        _count_glue(draft, backward, calls[index].glue_backward, waiting + aside, pending + made)
+        waiting -= excess[index]
+        pending, aside = made - other, max(aside, other)
+    end = _at(draft, draft.profile.glue_end) - before[-1] - tapped_bytes - pending - aside
+    effects[ActionKey(Op.STEP)]["least_transient"] = max(0, end)
+    effects[ActionKey(Op.STEP)]["gpu_gives"] += pending + aside
+
+
+def _count_updates(draft: Draft, effects: Effects) -> None:
+    for action in draft.actions:
+        if action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
+            chunk = draft.place_of(action).chunk
+            narrow = sum(state.dtype != "float32" for state in chunk.rule_states)
+            arrays = 1 + chunk.has_remainder + narrow  # fp32: the gradient scaled or widened, the master, and states
+            effects[action.id]["gpu_transient"] += GRAD_BYTES * (
+                arrays * min(chunk.optimised_numel, UPDATE_TILE_NUMEL) + 1  # and the number of the step
+            )
+            if action.runs_when_open:  # at the end of a backward that still holds its inputs and their gradients
+                backward = effects[draft.ticks[action.opens].id]
+                effects[action.id]["gpu_transient"] += max(0, backward["gpu_gives"] - backward["gpu_kept"])
+
+
+def micro_batch_of(plan: Plan, call: CallSpec, mode: Mode) -> int:
+    """Samples that run through a block at once. Without gradients a block runs unsplit (a cache cannot be split)."""
+    return plan.micro_batch if call.splittable and mode is not Mode.EVAL else plan.num_samples
+
+
+def kept_bytes(plan: Plan, call: CallSpec, micro: int) -> int:
+    """Graphs of all micro-batches."""
+    *whole, (_, last) = micro_batches(plan.num_samples, micro)
+    return len(whole) * call.kept.at(micro) + call.kept.at(last)
+
+
+def _at(draft: Draft, size: Affine) -> int:
+    return size.at(draft.plan.num_samples)
+
+
+def _output_bytes(draft: Draft, call: CallSpec) -> int:
+    """The logits of a lazy head never exist as a whole."""
+    return 0 if draft.profile.blocks[call.block].lazy_head else _at(draft, call.outputs)

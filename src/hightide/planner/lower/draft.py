@@ -1,0 +1,48 @@
+"""The schedule while it is being made: what the passes read and extend."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cached_property
+
+from hightide.ir.action import Action, ActionKey, Mode, Op
+from hightide.ir.block import ModelProfile
+from hightide.ir.plan import Plan
+from hightide.planner.placement import ChunkPlace, Placement
+
+
+class Draft:
+    def __init__(self, profile: ModelProfile, plan: Plan, mode: Mode, placement: Placement | None = None) -> None:
+        self.profile = profile
+        self.plan = plan
+        self.placement = placement or Placement(plan)
+        self.mode = mode
+        self.ticks: list[Action] = []
+        self.actions: list[Action] = []  # all but the ticks
+        self.awaited: dict[int, list[ActionKey]] = defaultdict(list)  # tick -> ids that it waits for
+        self.last_write_back: dict[int, Action] = {}  # chunk -> its final one in this pass
+
+    def chunks_at(self, tick: Action) -> tuple[ChunkPlace, ...]:
+        return () if tick.block is None else self.placement.by_block[tick.block]
+
+    def place_of(self, action: Action) -> ChunkPlace:
+        assert action.chunk is not None
+        return self.placement.chunks[action.chunk]
+
+    @cached_property
+    def uses(self) -> dict[int, list[int]]:
+        """chunk -> ticks that use it, ascending. Only for use after the ticks are laid."""
+        uses: dict[int, list[int]] = defaultdict(list)
+        for tick in self.ticks:
+            for place in self.chunks_at(tick):
+                uses[place.chunk.index].append(tick.tick)
+        return uses
+
+    @cached_property
+    def backward_uses(self) -> dict[int, list[int]]:
+        backward = {tick.tick for tick in self.ticks if tick.op is Op.BACKWARD}
+        return {chunk: [tick for tick in ticks if tick in backward] for chunk, ticks in self.uses.items()}
+
+    @cached_property
+    def tick_index(self) -> dict[tuple[Op, int | None], int]:
+        return {(tick.op, tick.call): tick.tick for tick in self.ticks}

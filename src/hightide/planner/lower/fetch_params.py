@@ -1,0 +1,108 @@
+"""Pass 2: parameters into slots before the ticks that use them, as early as the slot is free."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+
+from hightide.ir.action import Action, ActionKey, Op, Place
+from hightide.ir.chunk import ChunkSpec
+from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.planner.lower.draft import Draft
+from hightide.planner.slot_choice import Use, choose_windows
+
+
+def fetch_params(draft: Draft) -> None:
+    """Every pass starts with empty slots: a trained step has made their copies stale anyway."""
+    slots: list[int | None] = [None] * draft.plan.num_slots
+    for tick in draft.ticks:
+        needed = {}
+        for place in draft.chunks_at(tick):
+            index = place.chunk.index
+            if place.is_streamed:
+                needed[index] = place.num_slots
+            elif place.is_refreshed and draft.uses[index][0] == tick.tick:
+                _fetch(draft, place.chunk, tick, None, [])
+        windows = choose_windows(slots, needed, _next_use(draft, tick.tick), _last_use(draft, tick.tick))
+        gone = _make_room(draft, tick, slots, windows, needed)
+        for index, start in windows.items():
+            chunk = draft.plan.layout.chunks[index]
+            window = range(start, start + needed[index])
+            _fetch(draft, chunk, tick, start, [e for s, e in gone.items() if s in window or e.chunk == index])
+            for slot in window:
+                slots[slot] = index
+
+
+def _make_room(
+    draft: Draft, tick: Action, slots: list[int | None], windows: dict[int, int], widths: dict[int, int]
+) -> dict[int, Action]:
+    """Evicts whoever stands in the windows, and chunks that move to another window. Returns slot -> EVICT that frees
+    it."""
+    taken = {slot for index, start in windows.items() for slot in range(start, start + widths[index])}
+    leaving = {slots[slot] for slot in taken} | set(windows)
+    evicts: dict[int, Action] = {}
+    gone: dict[int, Action] = {}
+    for slot, occupant in enumerate(slots):
+        if occupant is None or occupant not in leaving:
+            continue
+        if occupant not in evicts:
+            evicts[occupant] = _evict(draft, draft.plan.layout.chunks[occupant], tick, slot)
+        gone[slot] = evicts[occupant]
+        slots[slot] = None
+    return gone
+
+
+def _evict(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int) -> Action:
+    action = Action(
+        id=ActionKey(Op.EVICT, chunk.index, ChunkKind.PARAM, tick.id),
+        op=Op.EVICT,
+        lane=Lane.COMPUTE,
+        tick=tick.tick,
+        opens=int(_last_use(draft, tick.tick)(chunk.index)),
+        block=chunk.block,
+        chunk=chunk.index,
+        kind=ChunkKind.PARAM,
+        source=Place(Tier.GPU, slot),
+    )
+    draft.actions.append(action)
+    return action
+
+
+def _fetch(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int | None, evicts: list[Action]) -> None:
+    action = Action(
+        id=ActionKey(Op.FETCH, chunk.index, ChunkKind.PARAM, tick.id),
+        op=Op.FETCH,
+        lane=Lane.H2D,
+        tick=tick.tick,
+        opens=max((evict.opens for evict in evicts), default=-1),
+        block=chunk.block,
+        chunk=chunk.index,
+        kind=ChunkKind.PARAM,
+        source=Place(Tier.HOST),
+        target=Place(Tier.GPU, slot),
+        num_bytes=chunk.param_bytes,
+        after=tuple(dict.fromkeys(evict.id for evict in evicts)),
+        after_prev=(ActionKey(Op.UPDATE, chunk.index),) if chunk.optimised_numel else (),
+    )
+    draft.actions.append(action)
+    draft.awaited[tick.tick].append(action.id)
+
+
+def _next_use(draft: Draft, tick: int) -> Use:
+    """First use at or after a tick; infinity if there is none in this pass."""
+
+    def next_use(chunk: int) -> float:
+        ticks = draft.uses[chunk]
+        place = bisect_left(ticks, tick)
+        return ticks[place] if place < len(ticks) else math.inf
+
+    return next_use
+
+
+def _last_use(draft: Draft, tick: int) -> Use:
+    """Last use before a tick. Who asks knows that the chunk is in a slot, so there was one."""
+
+    def last_use(chunk: int) -> float:
+        return draft.uses[chunk][bisect_left(draft.uses[chunk], tick) - 1]
+
+    return last_use

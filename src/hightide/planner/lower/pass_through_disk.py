@@ -1,0 +1,155 @@
+"""Pass 6: what lives on disk passes through buffers on the host.
+
+[Note: rings of buffers] There are three rings, of as many buffers each: towards the GPU (a READ fills one, a FETCH
+empties it), away from it (a WRITE_BACK fills one; a WRITE empties it, or the update, if that follows at once), and for
+updates (READ, UPDATE, WRITE). A buffer is filled again when it is empty, in the order of the lane that meets the GPU,
+or of the updates. So what is under way is bounded, and a ring never waits for what stands behind it on a lane.
+
+Gradients go where their states are. Per byte of host memory that saves as much as keeping states there: one read and
+one write a step. Parameters on the host save more, two reads and a write, so they go last (see
+planner/search/moves.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hightide.ir.action import Action, ActionKey, Op, Place
+from hightide.ir.plan import Update
+from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.planner.lower.draft import Draft
+
+
+@dataclass
+class _Ring:
+    """Who emptied each buffer, and who filled it first in this pass."""
+
+    num_buffers: int
+    exits: list[Action] = field(default_factory=list)  # in the order of the entries
+    firsts: list[ActionKey] = field(default_factory=list)
+
+    @property
+    def buffer(self) -> int:
+        """The next one."""
+        return len(self.exits) % self.num_buffers
+
+    @property
+    def before(self) -> Action | None:
+        """Who empties it before it is filled."""
+        return self.exits[-self.num_buffers] if len(self.exits) >= self.num_buffers else None
+
+    def pass_through(self, entry: Action, exit: Action) -> None:
+        if len(self.exits) < self.num_buffers:
+            self.firsts.append(entry.id)
+        self.exits.append(exit)
+
+    def follow(self) -> dict[ActionKey, ActionKey]:
+        """First entry of each buffer -> its last exit in the pass before, which is like this one."""
+        last = {at % self.num_buffers: exit.id for at, exit in enumerate(self.exits)}
+        return {entry: last[buffer] for buffer, entry in enumerate(self.firsts)}
+
+
+Written = dict[ActionKey, Action]  # WRITE_BACK of a gradient -> the WRITE that follows it
+
+
+def move_through_disk(
+    draft: Draft, fetches: list[Action], exits: list[Action], updates: list[Action]
+) -> Iterator[Action]:
+    """All of them, and reads and writes beside. Each list is in the order of its lane."""
+    up, down, state = (_Ring(draft.plan.num_disk_buffers) for _ in range(3))
+    updated = {action.chunk: action for action in updates}
+    written: Written = {}
+    home = [moved for action in exits for moved in _away(draft, down, action, updated, written)]
+    coming = [moved for action in fetches for moved in _towards(draft, up, action, written)]
+    done = [moved for action in updates for moved in _around(draft, state, action, written)]
+    previous = {**up.follow(), **down.follow(), **state.follow()}
+    for action in (*home, *coming, *done):
+        exit = (previous[action.id],) if action.id in previous else ()
+        yield action.changed(after_prev=tuple(dict.fromkeys((*action.after_prev, *exit)))) if exit else action
+
+
+def _away(
+    draft: Draft, ring: _Ring, action: Action, updated: dict[int | None, Action], written: Written
+) -> list[Action]:
+    if action.op is not Op.WRITE_BACK or (place := draft.place_of(action)).states is not Tier.DISK:
+        return [action]
+    buffer, before = Place(Tier.HOST, ring.buffer), ring.before
+    entry = action.changed(target=buffer, after=(*action.after, *([before.id] if before else [])))
+    if place.grad is None:
+        ring.pass_through(entry, updated[action.chunk])
+        return [entry]
+    exit = action.changed(
+        id=ActionKey(Op.WRITE, place.chunk.index, ChunkKind.GRAD, action.id.at),
+        op=Op.WRITE,
+        lane=Lane.DISK_WRITE,
+        source=buffer,
+        target=Place(Tier.DISK),
+        after=(action.id,),
+        after_prev=(),
+    )
+    written[action.id] = exit
+    ring.pass_through(entry, exit)
+    return [entry, exit]
+
+
+def _towards(draft: Draft, ring: _Ring, action: Action, written: Written) -> list[Action]:
+    """A parameter as its last update has left it, or a sum as this pass or the one before has."""
+    if action.op is not Op.FETCH or action.kind is None:
+        return [action]
+    place = draft.place_of(action)
+    if place.tier_of(action.kind) is not Tier.DISK:
+        return [action]
+    chunk, is_param = place.chunk, action.kind is ChunkKind.PARAM
+    buffer, after = Place(Tier.HOST, ring.buffer), [ring.before] if ring.before else []
+    stored = ActionKey(Op.WRITE, chunk.index, ChunkKind.STATE)
+    earlier: tuple[ActionKey, ...] = (stored,) if is_param and chunk.optimised_numel else ()
+    if not is_param:
+        after += [written[name] for name in action.after if name in written and written[name].chunk == chunk.index]
+        sums = [written[name] for name in action.after_prev if name in written]
+        earlier = tuple(dict.fromkeys(one.id for one in sums if one.chunk == chunk.index))
+    read = action.changed(
+        id=ActionKey(Op.READ, chunk.index, action.kind, action.id.at),
+        op=Op.READ,
+        lane=Lane.DISK_READ,
+        opens=max((one.opens for one in after), default=-1),
+        source=Place(Tier.DISK),
+        target=buffer,
+        after=tuple(dict.fromkeys(one.id for one in after)),
+        after_prev=earlier,
+    )
+    fetch = action.changed(source=buffer, after=(*action.after, read.id))
+    ring.pass_through(read, fetch)
+    return [read, fetch]
+
+
+def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list[Action]:
+    """In backward, states are read ahead of their gradient, as soon as a buffer is free."""
+    place = draft.place_of(action)
+    if place.states is not Tier.DISK:
+        return [action]
+    buffer, after = Place(Tier.HOST, ring.buffer), [ring.before] if ring.before else []
+    after += [one for one in written.values() if one.chunk == action.chunk]
+    begin = draft.ticks[-1].tick if draft.plan.update is Update.DEFERRED else len(draft.profile.calls) - 1
+    read = action.changed(
+        id=ActionKey(Op.READ, place.chunk.index, ChunkKind.STATE),
+        op=Op.READ,
+        lane=Lane.DISK_READ,
+        opens=max([begin, *(one.opens for one in after)]),
+        source=Place(Tier.DISK),
+        target=buffer,
+        num_bytes=place.read_bytes,
+        after=tuple(one.id for one in after),
+        after_prev=(ActionKey(Op.WRITE, place.chunk.index, ChunkKind.STATE),),
+    )
+    write = action.changed(
+        id=ActionKey(Op.WRITE, place.chunk.index, ChunkKind.STATE),
+        op=Op.WRITE,
+        lane=Lane.DISK_WRITE,
+        source=buffer,
+        target=Place(Tier.DISK),
+        num_bytes=place.written_bytes,
+        after=(action.id,),
+    )
+    ring.pass_through(read, write)
+    return [read, action.changed(after=(*action.after, read.id)), write]

@@ -1,0 +1,69 @@
+"""The least that a step takes, without lowering the plan: each lane for itself, at its best speed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from hightide.ir.action import Mode
+from hightide.ir.machine import Machine
+from hightide.ir.tier import Lane, Tier
+from hightide.planner.lower.draft import Draft
+from hightide.planner.lower.lay_ticks import lay_ticks
+from hightide.planner.placement import Placement
+from hightide.planner.predict.step_seconds import seconds_of
+from hightide.planner.problem import Problem
+
+
+def least_step_s(problem: Problem, placement: Placement) -> float:
+    """No simulation of this plan is shorter. Chunks that a slot may hold from forward to backward cross the link
+    once."""
+    profile, costs, machine, plan = problem.profile, problem.costs, problem.machine, placement.plan
+    draft = Draft(profile, plan, Mode.TRAIN, placement)
+    lay_ticks(draft)
+    seconds = seconds_of(profile, plan, costs, draft.placement)
+    compute_s = sum(seconds(tick) for tick in draft.ticks)
+    moved: Counter[Lane] = Counter()
+    backward = {call.block for call in profile.calls if call.needs_backward}
+    for place in draft.placement.chunks:
+        chunk = place.chunk
+        if draft.uses.get(chunk.index):
+            moved[Lane.H2D] += chunk.param_bytes if place.home is not Tier.GPU else 0
+            moved[Lane.DISK_READ] += chunk.param_bytes if place.home is Tier.DISK else 0
+        if backward.isdisjoint(chunk.users):
+            continue
+        if place.states is Tier.GPU:
+            compute_s += place.update_bytes / costs.update_bytes_per_s if chunk.optimised_numel else 0.0
+            continue
+        moved[Lane.D2H] += place.grad_bytes
+        moved[Lane.DISK_WRITE] += place.grad_bytes if place.grad is Tier.DISK else 0
+        if chunk.optimised_numel:
+            moved[Lane.CPU] += place.update_bytes
+            if place.states is Tier.DISK:
+                moved[Lane.DISK_WRITE] += place.written_bytes
+                moved[Lane.DISK_READ] += place.read_bytes
+    for call in profile.calls:
+        if call.needs_backward and plan.blocks[call.block].inputs is Tier.HOST:
+            num_bytes = call.saved_inputs.at(plan.num_samples)
+            moved[Lane.D2H] += num_bytes
+            moved[Lane.H2D] += num_bytes
+    disk_s = _disk_s(machine, moved[Lane.DISK_READ], moved[Lane.DISK_WRITE])
+    return max(compute_s, disk_s, *lanes_alone(moved, machine.best_speed).values())
+
+
+def lanes_alone(moved_bytes: Mapping[Lane, int], speed: Callable[[Lane], float]) -> dict[Lane, float]:
+    """The seconds that each lane would need if it were alone."""
+    return {lane: num_bytes / speed(lane) if num_bytes else 0.0 for lane, num_bytes in moved_bytes.items()}
+
+
+def _disk_s(machine: Machine, read_bytes: int, written_bytes: int) -> float:
+    """Both at once while there is something of both, the rest alone; or one after the other, if that is faster."""
+    if not read_bytes + written_bytes:
+        return 0.0
+    lanes = (Lane.DISK_READ, Lane.DISK_WRITE)
+    both = machine.speeds_of(set(lanes))
+    reads, writes = ((both[lane], machine.speeds_of({lane})[lane]) for lane in lanes)
+    together_s = min(read_bytes / reads[0], written_bytes / writes[0])
+    read_s = (read_bytes - together_s * reads[0]) / reads[1]
+    written_s = (written_bytes - together_s * writes[0]) / writes[1]
+    return min(together_s + read_s + written_s, read_bytes / reads[1] + written_bytes / writes[1])

@@ -1,0 +1,111 @@
+"""The most bytes that a schedule may hold at once on each tier.
+
+[Note: what a GPU reserves] Peaks are bytes of tensors. On a real GPU torch reserves more from the driver, and that is
+what others cannot have: a workspace of its matrix library for each thread that multiplies (the user's and autograd's),
+the rest of the last page of each of its two pools, and holes between tensors that come and go in different sizes, which
+are a share of what comes and goes. Block inputs that wait on the host leave holes of their own size, because they are
+let go when the link is done with them, in between the tensors of other blocks. The CUDA context itself is outside of
+torch's count, as of every limit. The constants were fitted to bench/measured.json.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hightide.ir.action import TICK_OPS, Action, Op, Schedule
+from hightide.ir.machine import Machine
+from hightide.ir.plan import Forecast
+from hightide.ir.tier import Lane
+from hightide.planner.verify.precedence import Precedence
+
+WORKSPACE_BYTES = 2 * 32 * 1024**2  # of cuBLAS, as torch sizes it on Hopper; 8 MiB each elsewhere
+PAGE_BYTES = 20 * 1024**2  # by which the allocator's growing segments grow
+HOLES_SHARE = 0.025
+NUM_STASH_HOLES = 3
+
+
+@dataclass(frozen=True)
+class Peaks:
+    gpu_peak_bytes: int
+    gpu_peak_at: str  # id of the action; "" if the peak is what is always there
+    host_peak_bytes: int
+    host_peak_at: str
+    disk_peak_bytes: int = 0
+
+
+def peaks(schedule: Schedule, precedence: Precedence | None = None) -> Peaks:
+    """Walks the actions in order: takes at the start, transient during, gives at the end.
+
+    Transfers run beside compute and may be as slow as they like: what they take counts from the moment they are issued,
+    what they give only from the first tick that surely follows their end. So the peak holds whatever the lanes'
+    speeds."""
+    if precedence is None and any(_gives_later(action) for action in schedule.actions):
+        precedence = Precedence(schedule)
+    gpu, host = _Level(schedule.gpu_base_bytes), _Level(schedule.host_base_bytes)
+    in_flight: list[Action] = []
+    for action in schedule.actions:
+        if in_flight and action.op in TICK_OPS:
+            assert precedence is not None
+            for done in [other for other in in_flight if precedence.before(other.id, action.id)]:
+                in_flight.remove(done)
+                gpu.fall(done.gpu_gives)
+                host.fall(done.host_gives)
+        gpu.rise(action.gpu_takes, action.gpu_transient, action.id)
+        host.rise(action.host_takes, 0, action.id)
+        if action.lane is Lane.COMPUTE:
+            gpu.fall(action.gpu_gives)
+            host.fall(action.host_gives)
+        elif _gives_later(action):
+            in_flight.append(action)
+    return Peaks(gpu.peak_bytes, gpu.peak_at, host.peak_bytes, host.peak_at, schedule.disk_base_bytes)
+
+
+def _gives_later(action: Action) -> bool:
+    """It runs beside compute, and holds until its end."""
+    return (action.gpu_gives or action.host_gives) > 0 and action.lane is not Lane.COMPUTE
+
+
+def reserved_bytes(schedule: Schedule, peak: Peaks | None = None) -> int:
+    """At most, by torch on a real GPU. See [Note: what a GPU reserves]. `peak`: the schedule's, if it is known."""
+    peak_bytes = (peak or peaks(schedule)).gpu_peak_bytes
+    stashed = max((action.gpu_gives for action in schedule.actions if action.op is Op.STASH), default=0)
+    return schedule.gpu_base_bytes + reserved_beside(peak_bytes - schedule.gpu_base_bytes, stashed)
+
+
+def bytes_forecast(schedule: Schedule, peak: Peaks, machine: Machine | None) -> Forecast:
+    """Without a time. What torch reserves is said of a real GPU only, not where the machine is unknown."""
+    reserved = reserved_bytes(schedule, peak) if machine is not None and is_real(machine) else None
+    tiers = peak.gpu_peak_bytes, peak.host_peak_bytes, peak.disk_peak_bytes
+    return Forecast(*tiers, gpu_reserved_bytes=reserved)
+
+
+def needed_bytes(schedule: Schedule, peak: Peaks, machine: Machine) -> int:
+    """That a limit of the GPU must allow. Of a real one what torch reserves; of a simulated one, and where nothing is
+    known, what tensors take."""
+    return bytes_forecast(schedule, peak, machine).gpu_bytes
+
+
+def is_real(machine: Machine) -> bool:
+    return machine.gpu is not None and not machine.is_simulated
+
+
+def reserved_beside(passing_bytes: int, stashed_bytes: int) -> int:
+    """For tensors that come and go, at most so many bytes at once; `stashed_bytes`: the widest inputs of a block that
+    wait on the host."""
+    holes = math.ceil(HOLES_SHARE * passing_bytes) + NUM_STASH_HOLES * stashed_bytes
+    return passing_bytes + holes + WORKSPACE_BYTES + 2 * PAGE_BYTES
+
+
+class _Level:
+    def __init__(self, base_bytes: int) -> None:
+        self.now_bytes = self.peak_bytes = base_bytes
+        self.peak_at = ""
+
+    def rise(self, num_bytes: int, transient_bytes: int, at: str) -> None:
+        self.now_bytes += num_bytes
+        if self.now_bytes + transient_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_at = self.now_bytes + transient_bytes, at
+
+    def fall(self, num_bytes: int) -> None:
+        self.now_bytes -= num_bytes

@@ -1,0 +1,209 @@
+"""Seconds of the compute lane's actions, and of a whole step.
+
+[Note: what the compute lane does] A FORWARD is the block's micro-batches one after the other, and where there are
+several a copy of each into the whole batch's output. A BACKWARD is the same way back; when it is done the gradient's
+norms are taken (deferred updates only: for clipping) and it is rounded (plan.gradients). Rounding on the way home runs
+on another stream, but takes its memory traffic from the block that computes meanwhile, so it counts here too. A head
+with a fused loss goes by tiles of tokens. STEP stands for the model's own code between blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hightide.ir.action import Action, Mode, Op, Schedule
+from hightide.ir.block import Affine, CallSpec, ModelProfile
+from hightide.ir.costs import CallCost, Costs, Curve
+from hightide.ir.plan import Activation, Plan, Update
+from hightide.ir.split import micro_batches
+from hightide.ir.tier import Lane, Tier
+from hightide.planner.loss_tiles import num_rows
+from hightide.planner.lower.count_effects import micro_batch_of
+from hightide.planner.placement import ChunkPlace, Placement
+from hightide.planner.predict.simulator import NUM_PASSES, Simulated, simulate, simulated_step_s
+from hightide.planner.problem import Problem
+
+# Seconds of the thread that runs the model, over what blocks took in a rehearsal: in training it starts copies and
+# updates too, and shares Python's lock with the threads of the lanes. Measured: docs/log.md, 2026-11-15.
+ISSUE_FACTOR = 1.8
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    simulated: Simulated
+    issue_s: float  # what the thread that runs the model needs; it runs ahead of the GPU, unless this is the longer one
+
+    @property
+    def step_s(self) -> float:
+        return max(self.simulated.step_s, self.issue_s)
+
+
+def forecast(problem: Problem, placement: Placement, schedule: Schedule) -> StepForecast:
+    """The steady state of training steps under a plan, which was lowered to this schedule."""
+    profile, costs, plan = problem.profile, problem.costs, placement.plan
+    seconds = seconds_of(profile, plan, costs, placement)
+    return StepForecast(simulate(schedule, seconds, problem.machine, NUM_PASSES), _issue_s(profile, plan, costs))
+
+
+def forecast_step_s(problem: Problem, placement: Placement, schedule: Schedule, num_passes: int) -> float:
+    """As `forecast`, for those who compare plans."""
+    profile, costs, plan = problem.profile, problem.costs, placement.plan
+    step_s = simulated_step_s(schedule, seconds_of(profile, plan, costs, placement), problem.machine, num_passes)
+    return max(step_s, _issue_s(profile, plan, costs))
+
+
+def _issue_s(profile: ModelProfile, plan: Plan, costs: Costs) -> float:
+    kinds = Counter((call.kind, call.splittable) for call in profile.calls)
+    calls = {(call.kind, call.splittable): call for call in profile.calls}
+    return costs.glue_s + ISSUE_FACTOR * sum(
+        count * costs.calls[kind].issue_s * len(_micro_batches(plan, calls[kind, splittable]))
+        for (kind, splittable), count in kinds.items()
+    )
+
+
+def with_peaks(profile: ModelProfile, costs: Costs) -> ModelProfile:
+    """The profile with the bytes that a rehearsal has measured in the place of those of tensors without values, which
+    know nothing of compiled blocks."""
+    if not costs.peaks:
+        return profile
+    _check_costs(profile, costs)
+    calls = []
+    for call in profile.calls:
+        measured = costs.peaks[call.kind]
+        if measured.forward_bytes.points:
+            call = replace(
+                call,
+                forward_peak=_line(measured.forward_bytes),
+                kept=_line(measured.kept_bytes),
+                backward_peak=_line(measured.backward_bytes),
+            )
+        calls.append(call)
+    return replace(profile, calls=tuple(calls))
+
+
+def _line(curve: Curve) -> Affine:
+    """Never below the curve between its ends, since peaks are convex: see [Note: two sizes are enough]."""
+    if not curve.points:
+        return Affine()
+    low, high = curve.points[0], curve.points[-1]
+    return Affine.through(low.num_samples, int(low.value), high.num_samples, int(high.value))
+
+
+def seconds_of(
+    profile: ModelProfile, plan: Plan, costs: Costs, placement: Placement | None = None
+) -> Callable[[Action], float]:
+    """How long an action of the compute lane takes. See [Note: what the compute lane does]."""
+    _check_costs(profile, costs)
+    return _Seconds(profile, placement or Placement(plan), costs)
+
+
+def _check_costs(profile: ModelProfile, costs: Costs) -> None:
+    if costs.fingerprint != profile.fingerprint:
+        raise ValueError(
+            f"these costs are of another model: they have the fingerprint {costs.fingerprint}, the model has "
+            f"{profile.fingerprint}; rehearse or estimate it again"
+        )
+    num_kinds = 1 + max((call.kind for call in profile.calls), default=-1)
+    for what, num_known in (("costs", len(costs.calls)), ("peaks", len(costs.peaks) or num_kinds)):
+        if num_known != num_kinds:
+            raise ValueError(
+                f"{what} of {num_known} kinds of calls, but the model has {num_kinds}: they were made for another "
+                "batch; rehearse or estimate it again"
+            )
+    if costs.loss is None and any(profile.blocks[call.block].lazy_head for call in profile.calls):
+        raise ValueError(
+            "these costs know no loss, but the head of this model is fused with one: they were made for "
+            "another batch; rehearse or estimate it again"
+        )
+
+
+class _Seconds:
+    def __init__(self, profile: ModelProfile, placement: Placement, costs: Costs) -> None:
+        self._profile, self._plan, self._placement, self._costs = profile, placement.plan, placement, costs
+        self._known: dict[tuple[Op, int, bool], float] = {}  # of calls of one kind
+
+    def __call__(self, action: Action) -> float:
+        assert action.lane is Lane.COMPUTE, f"{action.id} is of the lane {action.lane}"
+        if action.op is Op.FORWARD:
+            return self._forward(self._call(action))
+        if action.op is Op.BACKWARD:
+            return self._backward(self._call(action)) + self._finish_gradients(action)
+        if action.op is Op.UPDATE:
+            return action.num_bytes / self._costs.update_bytes_per_s
+        if action.op is Op.CLEAR:
+            return self._touch(action.num_bytes)
+        return self._costs.glue_s if action.op is Op.STEP else 0.0
+
+    def _call(self, action: Action) -> CallSpec:
+        assert action.call is not None
+        return self._profile.calls[action.call]
+
+    def _forward(self, call: CallSpec) -> float:
+        key = (Op.FORWARD, call.kind, self._keeps(call))
+        if key not in self._known:
+            self._known[key] = self._forward_of(call)
+        return self._known[key]
+
+    def _backward(self, call: CallSpec) -> float:
+        key = (Op.BACKWARD, call.kind, self._keeps(call))
+        if key not in self._known:
+            self._known[key] = self._backward_of(call)
+        return self._known[key]
+
+    def _forward_of(self, call: CallSpec) -> float:
+        if self._is_fused(call):
+            assert self._costs.loss is not None
+            return self._num_tiles() * self._costs.loss.forward_s
+        cost, sizes = self._costs.calls[call.kind], _micro_batches(self._plan, call)
+        curve = cost.forward_kept_s if self._keeps(call) else cost.forward_s
+        return sum(curve.at(size) for size in sizes) + self._gather(call.outputs.at(sum(sizes)), sizes)
+
+    def _backward_of(self, call: CallSpec) -> float:
+        if self._is_fused(call):
+            assert self._costs.loss is not None
+            kept = min(self._plan.loss_kept_tokens, self._num_rows()) / self._costs.loss.tile_tokens
+            projected_s = (self._num_tiles() - kept) * self._costs.loss.project_s
+            return self._num_tiles() * self._costs.loss.backward_s + projected_s
+        cost, sizes = self._costs.calls[call.kind], _micro_batches(self._plan, call)
+        seconds = sum(self._backward_once(cost, size, self._keeps(call)) for size in sizes)
+        return seconds + self._gather(call.input_grads.at(sum(sizes)), sizes)
+
+    def _backward_once(self, cost: CallCost, num_samples: int, keeps: bool) -> float:
+        return cost.backward_s.at(num_samples) + (0.0 if keeps else cost.recompute_s.at(num_samples))
+
+    def _finish_gradients(self, action: Action) -> float:
+        assert action.block is not None
+        return sum(self._touch(self._finishing_bytes(place)) for place in self._placement.by_block[action.block])
+
+    def _finishing_bytes(self, place: ChunkPlace) -> int:
+        """Read and written when a block's backward is done: norms, and rounding of the sum."""
+        norms = place.chunk.grad_bytes if self._plan.update is Update.DEFERRED else 0
+        if not place.rounds:
+            return norms
+        there = place.chunk.grad_bytes + place.grad_bytes
+        return norms + (2 * there if place.rounds_in_place else 0) + (0 if place.states is Tier.GPU else there)
+
+    def _gather(self, num_bytes: int, sizes: list[int]) -> float:
+        return self._touch(2 * num_bytes) if len(sizes) > 1 else 0.0
+
+    def _touch(self, num_bytes: int) -> float:
+        return num_bytes / self._costs.memory_bytes_per_s
+
+    def _is_fused(self, call: CallSpec) -> bool:
+        return self._profile.blocks[call.block].lazy_head
+
+    def _keeps(self, call: CallSpec) -> bool:
+        return self._plan.blocks[call.block].activation is Activation.KEEP
+
+    def _num_rows(self) -> int:
+        return num_rows(self._profile, self._plan.num_samples)
+
+    def _num_tiles(self) -> float:
+        assert self._costs.loss is not None
+        return self._num_rows() / self._costs.loss.tile_tokens
+
+
+def _micro_batches(plan: Plan, call: CallSpec) -> list[int]:
+    return [size for _, size in micro_batches(plan.num_samples, micro_batch_of(plan, call, Mode.TRAIN))]

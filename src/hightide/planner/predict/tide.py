@@ -1,0 +1,177 @@
+"""A simulated step as a timeline: the lanes' bars, what they waited for, and GPU memory by what it is used for.
+
+`step_timeline` takes spans from anywhere: the simulator's, or what the lanes of a run recorded."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from hightide.ir.action import TICK_OPS, Action, Op, Schedule
+from hightide.ir.machine import Machine
+from hightide.ir.plan import Plan
+from hightide.ir.tier import Lane, Tier
+from hightide.ir.timeline import Bar, LaneTime, Level, MemoryPart, Timeline
+from hightide.planner.placement import Buffer, Placement
+from hightide.planner.predict.peaks import bytes_forecast
+from hightide.planner.predict.simulator import Simulated, Span
+from hightide.planner.solution import Solution
+
+SIMULATED_PARTS = tuple(part for part in MemoryPart if part is not MemoryPart.REST)
+
+
+def simulated_timeline(solution: Solution, simulated: Simulated, machine: Machine) -> Timeline:
+    plan, schedule = solution.plan, solution.training
+    window_s = (simulated.begin_s, simulated.begin_s + simulated.step_s)
+    levels = tide(plan, schedule, simulated.spans, simulated.begin_s)
+    peak_bytes = max(sum(level.num_bytes) for level in levels)
+    held_bytes = (peak_bytes, bytes_forecast(schedule, solution.peaks, machine).gpu_reserved_bytes)
+    source = f"simulated on {machine.name}"
+    spans = (*simulated.beside, *simulated.spans)
+    return step_timeline(plan, schedule, spans, window_s, SIMULATED_PARTS, levels, held_bytes, source)
+
+
+def step_timeline(
+    plan: Plan,
+    schedule: Schedule,
+    spans: Iterable[Span],
+    window_s: tuple[float, float],
+    parts: tuple[MemoryPart, ...],
+    levels: tuple[Level, ...],
+    peak_bytes: tuple[int, int | None],
+    source: str,
+) -> Timeline:
+    """Of the pass that ends with the window: the latest among the spans. Those that do not touch the window are left
+    out. `peak_bytes`: of tensors, and reserved."""
+    begin_s, end_s = window_s
+    shown = [span for span in spans if span.end_s >= begin_s and span.start_s <= end_s]
+    bars = _bars(schedule, sorted(shown, key=lambda span: span.start_s), begin_s)
+    step_s = end_s - begin_s
+    return Timeline(
+        source=source,
+        fingerprint=plan.fingerprint,
+        step_s=step_s,
+        gpu_peak_bytes=peak_bytes[0],
+        gpu_reserved_bytes=peak_bytes[1],
+        gpu_limit_bytes=plan.gpu_limit_bytes,
+        lanes=_lane_times(bars, step_s),
+        parts=parts,
+        levels=levels,
+        bars=bars,
+    )
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def tide(plan: Plan, schedule: Schedule, spans: Sequence[Span], begin_s: float) -> tuple[Level, ...]:
+    """GPU bytes by part, as a step function. Its peak is at most that of `predict.peaks.peaks`: there transfers may be
+    as slow as they like, here they give what they hold as soon as they are through. The two are equal where no transfer
+    gives (no block inputs on the host)."""
+    now = Counter(base_parts(plan, schedule.gpu_base_bytes))
+    levels = [_level(0.0, now)]
+    ends: list[tuple[float, int, Action]] = []
+    for order, span in enumerate(sorted(spans, key=lambda span: (span.start_s, span.end_s))):
+        action = schedule.by_id[span.id]
+        if not (action.gpu_takes or action.gpu_gives or action.gpu_transient):
+            continue
+        while ends and ends[0][0] <= span.start_s:
+            levels.append(_end(ends, now, begin_s))
+        now.update(_taken(action))
+        now[MemoryPart.TRANSIENTS] += action.gpu_transient
+        levels.append(_level(span.start_s - begin_s, now))
+        heapq.heappush(ends, (span.end_s, order, action))
+    while ends:
+        levels.append(_end(ends, now, begin_s))
+    return tuple(levels)
+
+
+def base_parts(plan: Plan, base_bytes: int) -> dict[MemoryPart, int]:
+    """What is on the GPU during the whole step."""
+    placement = Placement(plan)
+    sizes = placement.buffer_bytes
+    parts = {
+        MemoryPart.PERSISTENT: placement.bytes_on[Tier.GPU],
+        MemoryPart.SLOTS: plan.num_slots * sizes[Buffer.SLOT],
+        MemoryPart.GRADIENTS: plan.num_grad_slots * sizes[Buffer.GRAD_SLOT] + placement.staging_bytes,
+    }
+    return {**parts, MemoryPart.BATCH: base_bytes - sum(parts.values())}
+
+
+def _taken(action: Action) -> dict[MemoryPart, int]:
+    kept = action.gpu_kept if action.op is Op.FORWARD else 0
+    return {MemoryPart.INPUTS: action.gpu_takes - kept, MemoryPart.ACTIVATIONS: kept}
+
+
+def _end(ends: list[tuple[float, int, Action]], now: Counter[MemoryPart], begin_s: float) -> Level:
+    """Of the action that ends next."""
+    end_s, _, action = heapq.heappop(ends)
+    kept = action.gpu_kept if action.op is Op.BACKWARD else 0
+    now.subtract(
+        {
+            MemoryPart.INPUTS: action.gpu_gives - kept,
+            MemoryPart.ACTIVATIONS: kept,
+            MemoryPart.TRANSIENTS: action.gpu_transient,
+        }
+    )
+    return _level(end_s - begin_s, now)
+
+
+def _level(at_s: float, now: Counter[MemoryPart]) -> Level:
+    return Level(at_s, tuple(now[part] for part in SIMULATED_PARTS))
+
+
+# -- lanes ------------------------------------------------------------------------------------------------------------
+
+
+def _bars(schedule: Schedule, spans: Sequence[Span], begin_s: float) -> tuple[Bar, ...]:
+    last = max((span.pass_index for span in spans), default=0)
+    ended_s = {(span.pass_index, span.id): span.end_s for span in spans}
+    free_s: dict[Lane, float] = defaultdict(lambda: begin_s)
+    bars = []
+    for span in spans:
+        action = schedule.by_id.get(span.id)
+        cause, cause_s = "", free_s[span.lane]
+        if action is not None and span.pass_index == last:
+            for back, name in _causes(schedule, action):
+                until_s = min(ended_s.get((last - back, name), begin_s), span.start_s)
+                if until_s > cause_s:
+                    cause, cause_s = name, until_s
+        bars.append(
+            Bar(
+                lane=span.lane,
+                id=span.id,
+                start_s=span.start_s - begin_s,
+                end_s=span.end_s - begin_s,
+                op=action.op if action is not None else None,
+                kind=action.kind if action is not None else None,
+                num_bytes=action.num_bytes if action is not None else 0,
+                waited_for=cause,
+                waited_s=cause_s - free_s[span.lane] if cause else 0.0,
+                earlier=span.pass_index < last,
+            )
+        )
+        free_s[span.lane] = max(free_s[span.lane], span.end_s)
+    return tuple(bars)
+
+
+def _causes(schedule: Schedule, action: Action) -> list[tuple[int, str]]:
+    """(passes back, id) of all that it waits for, the tick that opens it included."""
+    opened = action.opens >= 0 and action.op not in TICK_OPS
+    opener = [(0, schedule.ticks[action.opens].id)] if opened else []
+    return [*((0, name) for name in action.after), *((1, name) for name in action.after_prev), *opener]
+
+
+def _lane_times(bars: Sequence[Bar], step_s: float) -> tuple[LaneTime, ...]:
+    busy = dict.fromkeys(Lane, 0.0)
+    stall = dict.fromkeys(Lane, 0.0)
+    lane_of = {bar.id: bar.lane for bar in bars}
+    free_s = 0.0
+    for bar in bars:
+        busy[bar.lane] += max(0.0, min(bar.end_s, step_s) - max(bar.start_s, 0.0))
+        if bar.lane is Lane.COMPUTE:
+            stall[lane_of.get(bar.waited_for, Lane.COMPUTE)] += bar.waited_s
+            stall[Lane.COMPUTE] += max(0.0, bar.start_s - free_s - bar.waited_s)
+            free_s = max(free_s, bar.end_s)
+    return tuple(LaneTime(lane, busy[lane], stall[lane]) for lane in Lane if lane.always_shown or busy[lane])

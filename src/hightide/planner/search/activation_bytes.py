@@ -1,0 +1,197 @@
+"""What activations take over a step, for many candidates at once.
+
+Searches ask for the room of thousands of candidates; lowering each would take minutes. What a call keeps, or leaves
+near, adds the same bytes at the same moments whatever others do, and so does an update on the GPU. So it is enough to
+lower one schedule per micro-batch size, tier of inputs, slot size (updates go chunk by chunk) and tile of the loss, in
+which nothing moves, and to add up differences."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from operator import add
+
+from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
+from hightide.ir.plan import Plan
+from hightide.ir.tier import Lane, Tier
+from hightide.planner.lower import lower, lower_ticks
+from hightide.planner.search.candidate import Candidate
+from hightide.planner.search.space import Space
+
+# Moments of each tick: in it; right after it, when blocks are updated in backward; and while what it opened is on its
+# way, up to the next tick.
+IN, AFTER, BETWEEN = range(3)
+NUM_MOMENTS = 3
+
+
+@dataclass(frozen=True)
+class _Rise:
+    """So many bytes more from one moment through another, and so many more in the last one."""
+
+    first: int
+    last: int
+    num_bytes: int
+    last_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """Of one micro-batch size, tier of inputs, slot size and tile of the loss."""
+
+    gpu_bytes: list[int]  # at most, by moment, with everything recomputed and no block updated on the GPU
+    updates: dict[int, dict[int, int]]  # by block: the same at the moments at which it is updated there
+    keep: dict[int, list[_Rise]]  # by block
+    near: dict[int, list[_Rise]]
+    host_bytes: dict[int, int]  # by block: its inputs on the host
+    stashed_bytes: dict[int, int]  # by block: the widest of them
+
+
+class ActivationBytes:
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._levels: dict[tuple[int, Tier, int, int | None], _Levels] = {}
+        self._logits: dict[int, list[_Rise]] = {}
+
+    def gpu_bytes(self, candidate: Candidate) -> int:
+        """At most at once, beside what is always there."""
+        levels = self._levels_of(candidate)
+        rises = [rise for block in candidate.keep for rise in levels.keep.get(block, ())]
+        rises += [rise for block in candidate.keep | candidate.near for rise in levels.near.get(block, ())]
+        if candidate.loss_kept_tokens:
+            rises += self._logits_of(candidate)
+        with_updates = levels.gpu_bytes.copy()
+        for block in candidate.whole | candidate.trained:
+            for moment, num_bytes in levels.updates.get(block, {}).items():
+                with_updates[moment] = max(with_updates[moment], num_bytes)
+        return max(_added(with_updates, rises) if rises else with_updates)
+
+    def host_bytes(self, candidate: Candidate) -> int:
+        near = candidate.keep | candidate.near
+        return sum(size for block, size in self._levels_of(candidate).host_bytes.items() if block not in near)
+
+    def stashed_bytes(self, candidate: Candidate) -> int:
+        """The widest inputs of a block that wait on the host."""
+        near = candidate.keep | candidate.near
+        levels = self._levels_of(candidate)
+        return max((size for block, size in levels.stashed_bytes.items() if block not in near), default=0)
+
+    def _levels_of(self, candidate: Candidate) -> _Levels:
+        slot_numel = candidate.slot_numel or self._space.slot_numel
+        key = (candidate.micro_batch, candidate.inputs, slot_numel, candidate.loss_tile_tokens)
+        if key not in self._levels:
+            plain = lower(self._space.profile, self._plan(*key), Mode.TRAIN)
+            kept = lower_ticks(self._space.profile, self._plan(*key, keep=self._space.keepable))
+            stashes = {action.call: action for action in plain.actions if action.op is Op.STASH}
+            returns = {action.call: action for action in plain.actions if action.op is Op.UNSTASH}
+            near: dict[int, list[_Rise]] = {}
+            host_bytes: dict[int, int] = {}
+            stashed_bytes: dict[int, int] = {}
+            for call, stash in stashes.items():
+                assert stash.block is not None
+                last = NUM_MOMENTS * returns[call].opens + AFTER
+                rise = _Rise(NUM_MOMENTS * stash.tick + IN, last, stash.gpu_gives)
+                near.setdefault(stash.block, []).append(rise)
+                host_bytes[stash.block] = host_bytes.get(stash.block, 0) + stash.host_takes
+                stashed_bytes[stash.block] = max(stashed_bytes.get(stash.block, 0), stash.gpu_gives)
+            self._levels[key] = _Levels(
+                *_gpu_levels(plain, self._space), _rises(plain.ticks, kept), near, host_bytes, stashed_bytes
+            )
+        return self._levels[key]
+
+    def _logits_of(self, candidate: Candidate) -> list[_Rise]:
+        tokens = candidate.loss_kept_tokens
+        if tokens not in self._logits:
+            kept = lower_ticks(self._space.profile, self._plan(1, Tier.GPU, loss_kept_tokens=tokens))
+            self._logits[tokens] = [rise for rises in _rises(self._plain_ticks, kept).values() for rise in rises]
+        return self._logits[tokens]
+
+    @cached_property
+    def _plain_ticks(self) -> tuple[Action, ...]:
+        return lower_ticks(self._space.profile, self._plan(1, Tier.GPU))
+
+    def _plan(
+        self,
+        micro_batch: int,
+        inputs: Tier,
+        slot_numel: int | None = None,
+        loss_tile_tokens: int | None = None,
+        keep: Sequence[int] = (),
+        loss_kept_tokens: int = 0,
+    ) -> Plan:
+        """With everything on the GPU."""
+        candidate = Candidate(
+            micro_batch,
+            inputs,
+            whole=frozenset(self._space.movable),
+            keep=frozenset(keep),
+            loss_kept_tokens=loss_kept_tokens,
+            slot_numel=slot_numel,
+            loss_tile_tokens=loss_tile_tokens,
+        )
+        return self._space.build(candidate)
+
+
+def _gpu_levels(schedule: Schedule, space: Space) -> tuple[list[int], dict[int, dict[int, int]]]:
+    """At each moment, beside what is always there; and by block, at those of its updates. Copies count as in
+    memory.peaks, taking each stash for done at the tick that waits for it."""
+    levels = [0] * (NUM_MOMENTS * len(schedule.ticks))
+    updates: dict[int, dict[int, int]] = defaultdict(dict)
+    leaving: dict[int, int] = {}
+    movable = set(space.movable)
+    now = at = 0
+    for action in schedule.actions:
+        if action.op in TICK_OPS:
+            at = NUM_MOMENTS * action.tick + IN
+            now -= leaving.pop(action.tick, 0)
+        elif action.lane is Lane.COMPUTE and action.runs_when_open:
+            at = NUM_MOMENTS * action.opens + AFTER
+        else:
+            at = at - at % NUM_MOMENTS + BETWEEN
+        now += action.gpu_takes
+        reached = now + action.gpu_transient
+        if action.op is Op.UPDATE and action.lane is Lane.COMPUTE and action.block in movable:
+            of_block = updates[action.block]
+            of_block[at] = max(of_block.get(at, 0), reached)
+        else:
+            levels[at] = max(levels[at], reached)
+        if action.lane is Lane.COMPUTE:
+            now -= action.gpu_gives
+        else:
+            leaving[action.tick] = leaving.get(action.tick, 0) + action.gpu_gives
+    return levels, dict(updates)
+
+
+def _rises(plain: Sequence[Action], kept: Sequence[Action]) -> dict[int, list[_Rise]]:
+    """By block, what keeping adds to the ticks of a step."""
+    before: dict[str, Action] = {tick.id: tick for tick in plain}
+    forward = {tick.call: tick for tick in kept if tick.op is Op.FORWARD}
+    rises: dict[int, list[_Rise]] = {}
+    for backward in kept:
+        if backward.op is not Op.BACKWARD:
+            continue
+        first = forward[backward.call]
+        more = first.gpu_kept - before[first.id].gpu_kept
+        assert backward.block is not None
+        start, end = (NUM_MOMENTS * tick.tick + IN for tick in (first, backward))
+        inside = [_Rise(at, at, 0, _more_inside(before, tick)) for at, tick in ((start, first), (end, backward))]
+        rise = _Rise(start, end, more)
+        rises.setdefault(backward.block, []).extend([rise, *(one for one in inside if one.last_bytes)])
+    return {block: found for block, found in rises.items() if any(rise.num_bytes or rise.last_bytes for rise in found)}
+
+
+def _more_inside(before: dict[str, Action], tick: Action) -> int:
+    return tick.gpu_transient - before[tick.id].gpu_transient
+
+
+def _added(levels: list[int], rises: Iterable[_Rise]) -> list[int]:
+    slopes = [0] * (len(levels) + 1)
+    found = list(levels)
+    for rise in rises:
+        if rise.first <= rise.last:
+            slopes[rise.first] += rise.num_bytes
+            slopes[rise.last + 1] -= rise.num_bytes
+            found[rise.last] += rise.last_bytes
+    return list(map(add, found, accumulate(slopes)))

@@ -1,0 +1,389 @@
+"""Ways from one candidate to others that fill the memory too.
+
+[Note: ladders] What can be put on the GPU for speed is of a few kinds, and of each kind some gain more than others for
+the same bytes: blocks from the front become persistent (nothing hides their fetch and their update), activations are
+kept from the back (for the shortest time). So every kind has a ladder; filling climbs it as far as memory goes, giving
+up steps down again. One step that is too high (an embedding as wide as four layers) is left out. From the disk, blocks
+come to the host from the front too: of the last ones the gradient is there first and the update due last.
+
+A move changes one thing, then gives up what no longer fits, or fills what has become free, kind by kind in some order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cached_property
+from itertools import product
+
+from hightide.ir.tier import Tier
+from hightide.planner.search.candidate import Candidate
+from hightide.planner.search.space import Space
+
+MOST_SPARE = 3  # slots beyond what the widest block needs
+MOST_DISK_BUFFERS = 4  # of each kind
+NUM_SLOT_SIZES = 3  # so many slot sizes, of least waste, are tried
+FEW_BLOCKS = 8
+
+
+class Kind(StrEnum):
+    """What fills memory. The values are fields of `Candidate`."""
+
+    TRAINED = "trained"
+    WHOLE = "whole"
+    PARAMS = "params"
+    LOGITS = "loss_kept_tokens"
+    KEEP = "keep"
+    NEAR = "near"
+    HOST_PARAMS = "host_params"
+    HOST_STATES = "host_states"
+
+
+Order = tuple[Kind, ...]
+
+_T, _W, _P, _L, _K, _N, *_HOST = Kind
+# Adapters first: they cost next to nothing. What lives on disk comes to the host when it is known what is on the GPU.
+ORDERS: tuple[Order, ...] = (
+    (_T, _L, _W, _P, _K, _N, *_HOST),
+    (_T, _W, _P, _L, _K, _N, *_HOST),
+    (_T, _L, _K, _P, _W, _N, *_HOST),
+    (_T, _N, _P, _L, _K, _W, *_HOST),
+)
+
+
+_HOST_FIRST: Order = (*_HOST[::-1], _K, _N, _L, _P, _W)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a candidate is cast in before anything is filled."""
+
+    slot_numel: int | None = None
+    loss_tile_tokens: int | None = None
+
+    def of(self, candidate: Candidate) -> Candidate:
+        return replace(candidate, slot_numel=self.slot_numel, loss_tile_tokens=self.loss_tile_tokens)
+
+
+PLAIN = Form()
+
+
+@dataclass(frozen=True)
+class Moves:
+    space: Space
+    may_fit: Callable[[Candidate], bool]
+    micro_batches: tuple[int, ...]  # that may be chosen, descending
+
+    @property
+    def few(self) -> bool:
+        """Whether there is time to look at each block for itself."""
+        return len(self.space.movable) <= FEW_BLOCKS
+
+    def starts(self, spare: int, form: Form = PLAIN, disk: bool = False) -> Iterator[Candidate]:
+        """Everything streamed, from the host or the disk, and recomputed; the plainest first."""
+        if disk and not self.space.terms.disk_bytes:
+            return
+        buffers = 1 + spare if disk else 0
+        for inputs, micro_batch in product((Tier.GPU, Tier.HOST), self.micro_batches):
+            yield form.of(
+                Candidate(micro_batch, inputs, spare, spare_grad_slots=spare, disk=disk, disk_buffers=buffers)
+            )
+
+    def leanest(self) -> Iterator[Candidate]:
+        """If none of these fits, nothing is known that does."""
+        for form in self.forms:
+            for start in self.starts(0, form, disk=True):
+                if start.micro_batch == self.micro_batches[-1]:
+                    yield self.fill(start, ORDERS[0])
+                    yield from self._mixed(start) if start.loss_tile_tokens is None else ()
+            yield from self.last_resorts(form)
+
+    def last_resorts(self, form: Form = PLAIN) -> Iterator[Candidate]:
+        """From all on the host to all on the GPU, in several orders, without spare slots. Where slots cost more than
+        what goes through them, something persistent fits and the leanest stream does not; where the host is small, only
+        states on the GPU fit."""
+        movable, by_width = self.space.movable, self._by_width
+        sizes = self.micro_batches if self.few else self.micro_batches[-1:]
+        for inputs, micro_batch in product((Tier.HOST, Tier.GPU), sizes):
+            lean = form.of(Candidate(micro_batch, inputs, spare_slots=0, spare_grad_slots=0))
+            yield lean
+            yield replace(lean, trained=frozenset(self.space.adapted))
+            for front, rest in self._fronts(movable, movable[::-1], by_width, by_width[::-1]):
+                yield replace(lean, whole=front)
+                yield replace(lean, params=front)
+                yield replace(lean, whole=front, params=rest)
+
+    def _mixed(self, lean: Candidate) -> Iterator[Candidate]:
+        """From the disk: with ever more on the GPU and as much as fits on the host, and the other way round."""
+        on_gpu, on_host = self.fill(lean, (Kind.WHOLE,)), self.fill(lean, tuple(_HOST))
+        for front, rest in self._fronts(self._by_width[::-1], self.space.movable):
+            yield replace(lean, whole=front)
+            yield self._with(on_host, Kind.WHOLE, sorted(front))
+            host = front - on_gpu.whole
+            yield replace(on_gpu, host_params=host, host_states=host)
+            yield replace(lean, whole=front, host_params=rest)
+
+    def _fronts(self, *orders: Sequence[int]) -> Iterator[tuple[frozenset[int], frozenset[int]]]:
+        """Some blocks, and the others: ever more of them."""
+        for order in orders:
+            for count in range(1, len(order) + 1):
+                yield frozenset(order[:count]), frozenset(order[count:])
+
+    @cached_property
+    def _by_width(self) -> tuple[int, ...]:
+        return tuple(sorted(self.space.movable, key=self.space.block_numel))
+
+    @cached_property
+    def forms(self) -> tuple[Form, ...]:
+        """The plain one first. Others take less of the GPU: slots of the size that takes least, a loss in smaller
+        tiles. Neither is as fast."""
+        tiles = (None, *self.space.smaller_tiles)
+        sizes = self.space.slot_sizes[1:] if self.few else (self.space.leanest_slot_numel,)
+        slots = (None, *(size for size in sizes if size != self.space.slot_numel))
+        return tuple(Form(slot_numel, tile) for tile, slot_numel in product(tiles, slots))
+
+    def resident(self) -> Iterator[Candidate]:
+        """Everything on the GPU, nothing recomputed."""
+        everything = {kind: set(self._ladder(kind)) for kind in (Kind.WHOLE, Kind.KEEP)}
+        tokens = max(self.space.keepable_tokens, default=0)
+        sizes = (None, *self.space.slot_sizes[1:NUM_SLOT_SIZES]) if self.few else (None,)
+        for micro_batch, slot_numel in product(self.micro_batches, sizes):
+            yield Candidate(
+                micro_batch,
+                slot_numel=slot_numel,
+                spare_slots=0,
+                whole=frozenset(everything[Kind.WHOLE]),
+                keep=frozenset(everything[Kind.KEEP]),
+                loss_kept_tokens=tokens,
+            )
+
+    def recast(self, filled: Candidate) -> Iterator[Candidate]:
+        """Fillings of its kind with less for slots, which leaves room for more that stays; and from the back: where the
+        host's update is the limit, that of the last blocks is due first."""
+        if filled.disk:  # see _other_buffers
+            return
+        start = Candidate(
+            filled.micro_batch, filled.inputs, filled.spare_slots, spare_grad_slots=filled.spare_grad_slots
+        )
+        bare = replace(start, spare_slots=0, spare_grad_slots=0)
+        sizes = (None, *self.space.slot_sizes[1:NUM_SLOT_SIZES])
+        for slot_numel, candidate in product(sizes, dict.fromkeys((start, bare))):
+            one = Form(slot_numel, filled.loss_tile_tokens).of(candidate)
+            if self.may_fit(one):
+                yield from (self.fill(one, order) for order in ORDERS[:2])
+                yield self.fill(one, ORDERS[0], from_back=True)
+
+    def fill(self, candidate: Candidate, order: Order, from_back: bool = False) -> Candidate:
+        """`from_back`: the last blocks become persistent first."""
+        for kind in order:
+            candidate = self._climb(candidate, kind, from_back and kind is Kind.WHOLE)
+        return candidate
+
+    def shed(self, candidate: Candidate, order: Order) -> Candidate | None:
+        """Gives up what fills memory until the candidate fits: the last rungs first. None: it never does."""
+        for kind in order:
+            have = self._rungs(candidate, kind)
+            left = _fewest(self._fits_without(candidate, kind, have), len(have))
+            if left is not None:
+                return self._with(candidate, kind, have[: len(have) - left])
+            candidate = self._with(candidate, kind, [])
+        return candidate if self.may_fit(candidate) else None
+
+    def _fits_without(self, candidate: Candidate, kind: Kind, have: list[int]) -> Callable[[int], bool]:
+        return lambda count: self.may_fit(self._with(candidate, kind, have[: len(have) - count]))
+
+    def around(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Neighbours that fit, or nearly so."""
+        if candidate.disk:
+            yield from self._other_buffers(candidate)
+        yield from self._exchanges(candidate)
+        for changed in self._changes(candidate):
+            yield from self._balanced(changed)
+
+    def _other_buffers(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Finer chunks need smaller buffers, which leave more of the host."""
+        sizes = self.space.slot_sizes[:NUM_SLOT_SIZES]
+        for slot_numel, buffers in product(sizes, range(1, 1 + MOST_DISK_BUFFERS)):
+            changed = replace(candidate, slot_numel=slot_numel, disk_buffers=buffers)
+            fitting = changed if self.may_fit(changed) else self.shed(changed, _HOST_FIRST)
+            if fitting is not None:
+                yield self.fill(fitting, ORDERS[0])
+
+    def _exchanges(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Less of one kind, in favour of another."""
+        for kind in Kind:
+            have = self._rungs(candidate, kind)
+            for count in dict.fromkeys([len(have) // 2, 1, len(have)]):
+                if not 0 < count <= len(have):
+                    continue
+                less = self._with(candidate, kind, have[: len(have) - count])
+                for other in Kind:
+                    if other is not kind and len(self._rungs(candidate, other)) < len(self._ladder(other)):
+                        yield self.fill(less, _first(other, last=kind))
+
+    def _balanced(self, changed: Candidate) -> Iterator[Candidate]:
+        if self.may_fit(changed):
+            for order in ORDERS:
+                yield self.fill(changed, order)
+            return
+        bare = replace(changed, spare_slots=0, spare_grad_slots=0)
+        if self.may_fit(bare):
+            yield self.fill(bare, ORDERS[0])
+        for kind in Kind:
+            for much in self._to_shed(changed, bare, kind):
+                fitting = self.shed(much, _first(kind)) if self._rungs(changed, kind) else None
+                if fitting is not None:
+                    yield self.fill(fitting, ORDERS[0])
+
+    def _to_shed(self, changed: Candidate, bare: Candidate, kind: Kind) -> Iterator[Candidate]:
+        yield changed
+        if self.few:
+            yield bare
+            if kind is Kind.WHOLE:  # their parameters may stay
+                yield from (_demoted(one, replace(one, whole=frozenset())) for one in (changed, bare))
+
+    def _changes(self, candidate: Candidate) -> Iterator[Candidate]:
+        """One thing is another."""
+        for spare in (candidate.spare_slots + 1, candidate.spare_slots - 1):
+            if 0 <= spare <= MOST_SPARE:
+                yield replace(candidate, spare_slots=spare)
+        grads = candidate.spare_grad_slots or 0
+        for spare in (grads + 1, grads - 1):
+            if 0 <= spare <= MOST_SPARE:
+                yield replace(candidate, spare_grad_slots=spare)
+        at = self.micro_batches.index(candidate.micro_batch)
+        for near in (at - 1, at + 1):
+            if 0 <= near < len(self.micro_batches):
+                yield replace(candidate, micro_batch=self.micro_batches[near])
+        yield replace(candidate, inputs=Tier.HOST if candidate.inputs is Tier.GPU else Tier.GPU, near=frozenset())
+        yield from self._other_slots(candidate, self.space.slot_sizes[:NUM_SLOT_SIZES])
+        for kind in (Kind.WHOLE, Kind.PARAMS, Kind.KEEP, Kind.NEAR):
+            for units in self._other_units(candidate, kind):
+                changed = self._with(candidate, kind, units)
+                yield changed
+                if self.few and not candidate.whole <= changed.whole:
+                    yield _demoted(candidate, changed)
+        if self.few:
+            yield from self._other_slots(candidate, self.space.slot_sizes[NUM_SLOT_SIZES:])
+
+    def _other_slots(self, candidate: Candidate, sizes: Sequence[int]) -> Iterator[Candidate]:
+        for slot_numel in sizes:
+            if slot_numel != (candidate.slot_numel or self.space.slot_numel):
+                yield replace(candidate, slot_numel=slot_numel)
+
+    def _other_units(self, candidate: Candidate, kind: Kind) -> Iterator[list[int]]:
+        """Not only the lowest rungs. Of many blocks only the first two are tried for being left out."""
+        have = self._rungs(candidate, kind)
+        for unit in have if self.few else have[:2]:
+            yield [other for other in have if other != unit]
+        for unit in self._ladder(kind) if self.few else ():
+            if unit not in have:
+                yield [*have, unit]
+                for left in have:
+                    yield [*(other for other in have if other != left), unit]
+
+    def _climb(self, candidate: Candidate, kind: Kind, from_back: bool = False) -> Candidate:
+        """As far as memory goes; over one rung that is too high."""
+        have = self._rungs(candidate, kind)
+        ladder = self._whole_from_back if from_back else self._ladder(kind)
+        above = [unit for unit in ladder if unit not in have and self._gains(candidate, kind, unit)]
+        count = self._most(candidate, kind, have, above)
+        have, above = [*have, *above[:count]], above[count + 1 :]
+        have += above[: self._most(candidate, kind, have, above)]
+        return self._with(candidate, kind, have)
+
+    def _most(self, candidate: Candidate, kind: Kind, have: Sequence[int], above: Sequence[int]) -> int:
+        def fits(count: int) -> bool:
+            return self.may_fit(self._with(candidate, kind, [*have, *above[:count]]))
+
+        low, high = 0, len(above) if above and fits(1) else 0
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        return low
+
+    def _gains(self, candidate: Candidate, kind: Kind, unit: int) -> bool:
+        """Whether there is anything left to gain by it."""
+        if kind is Kind.NEAR:
+            return candidate.inputs is Tier.HOST and unit not in candidate.keep
+        if kind is Kind.LOGITS:
+            return candidate.loss_tile_tokens is None  # tiles are small where memory is short
+        if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES):
+            return candidate.disk and unit not in candidate.whole
+        return not (kind in (Kind.PARAMS, Kind.TRAINED) and unit in candidate.whole)
+
+    def _ladder(self, kind: Kind) -> tuple[int, ...]:
+        space = self.space
+        if kind is Kind.TRAINED:
+            return space.adapted
+        if kind is Kind.LOGITS:
+            return space.keepable_tokens
+        if kind is Kind.KEEP:
+            return space.keepable
+        if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES) and not space.terms.disk_bytes:
+            return ()
+        return self._backwards if kind is Kind.NEAR else space.movable
+
+    @cached_property
+    def _whole_from_back(self) -> tuple[int, ...]:
+        """A head may be as wide as many layers: the widest comes last."""
+        movable = self.space.movable[::-1]
+        widest = max(movable, key=self.space.block_numel, default=None)
+        return tuple(sorted(movable, key=lambda block: block == widest))
+
+    @cached_property
+    def _backwards(self) -> tuple[int, ...]:
+        """Blocks whose inputs wait, from the back: those wait for the shortest time."""
+        profile = self.space.profile
+        waiting = {call.block for call in profile.calls if call.needs_backward and call.saved_inputs.at(1)}
+        return tuple(sorted(waiting, reverse=True))
+
+    def _rungs(self, candidate: Candidate, kind: Kind) -> list[int]:
+        """Those that it has, in the ladder's order."""
+        if kind is Kind.LOGITS:
+            return [tokens for tokens in self._ladder(kind) if tokens <= candidate.loss_kept_tokens]
+        have: frozenset[int] = getattr(candidate, kind)
+        return [unit for unit in self._ladder(kind) if unit in have]
+
+    def _with(self, candidate: Candidate, kind: Kind, units: Sequence[int]) -> Candidate:
+        """With exactly these. What a block has wholly, or keeps, it does not have in part as well."""
+        if kind is Kind.LOGITS:
+            return replace(candidate, loss_kept_tokens=max(units, default=0))
+        chosen = frozenset(units)
+        if kind is Kind.WHOLE:
+            return replace(
+                candidate, whole=chosen, params=candidate.params - chosen, trained=candidate.trained - chosen
+            )
+        if kind is Kind.PARAMS:
+            return replace(candidate, params=chosen, whole=candidate.whole - chosen)
+        if kind is Kind.KEEP:
+            return replace(candidate, keep=chosen, near=candidate.near - chosen)
+        if kind is Kind.NEAR:
+            return replace(candidate, near=chosen, keep=candidate.keep - chosen)
+        if kind is Kind.HOST_PARAMS:
+            return replace(candidate, host_params=chosen, host_states=candidate.host_states & chosen)
+        if kind is Kind.HOST_STATES:
+            return replace(candidate, host_states=chosen, host_params=candidate.host_params | chosen)
+        return replace(candidate, trained=chosen)
+
+
+def _demoted(before: Candidate, after: Candidate) -> Candidate:
+    """What was whole before keeps its parameters."""
+    return replace(after, params=after.params | (before.whole - after.whole))
+
+
+def _first(kind: Kind, last: Kind | None = None) -> Order:
+    rest = [other for other in ORDERS[0] if other not in (kind, last)]
+    return (kind, *rest) if last is None else (kind, *rest, last)
+
+
+def _fewest(fits: Callable[[int], bool], limit: int) -> int | None:
+    """The smallest count from 0 that fits, if `limit` does."""
+    if not fits(limit):
+        return None
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low

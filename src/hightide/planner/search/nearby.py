@@ -1,0 +1,83 @@
+"""A quick look instead of a search, for a problem that is like one which has been answered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hightide.ir.tier import Tier
+from hightide.planner.advice.missing import refusal
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.problem import Problem
+from hightide.planner.search.candidate import Candidate
+from hightide.planner.search.moves import ORDERS, Moves
+from hightide.planner.search.trials import Trials
+
+MOST_DISK_BYTES = 1 << 60
+
+
+def nearby_step_s(problem: Problem, known: Candidate, below_s: float) -> float:
+    """The step time of the best of a few plans around a known candidate: a search would find it or better. Infinite:
+    none of them fits and takes less than `below_s`."""
+    trials = Trials(problem)
+    num_samples = problem.profile.num_samples
+    size = known.micro_batch
+    sizes = {-(-size // 2), size, min(2 * size, num_samples), num_samples}
+    if problem.terms.micro_batch is not None:
+        sizes = {problem.terms.micro_batch}
+    moves = Moves(trials.space, trials.may_fit, tuple(sorted(sizes, reverse=True)))
+    best_s = below_s
+    for candidate in dict.fromkeys(_around(moves, trials, known)):
+        best_s = min(best_s, trials.step_s(candidate, best_s))
+    return best_s if best_s < below_s else math.inf
+
+
+def _around(moves: Moves, trials: Trials, known: Candidate) -> Iterator[Candidate]:
+    yield from moves.resident()
+    if known.micro_batch in moves.micro_batches:
+        if trials.may_fit(known):
+            yield from (moves.fill(known, order) for order in ORDERS)
+        elif (fitting := moves.shed(known, ORDERS[0])) is not None:
+            yield fitting
+    for micro_batch in moves.micro_batches:
+        for inputs in (Tier.GPU, Tier.HOST):
+            plain = Candidate(micro_batch, inputs, known.spare_slots, slot_numel=known.slot_numel, disk=known.disk)
+            plain = replace(plain, disk_buffers=known.disk_buffers)
+            bare = replace(plain, spare_slots=0, spare_grad_slots=0, disk_buffers=int(known.disk))
+            start = next((one for one in (plain, bare) if trials.may_fit(one)), None)
+            if start is not None:
+                yield from (moves.fill(start, order) for order in ORDERS)
+
+
+def fits(problem: Problem) -> bool:
+    """Whether a plan is there at all, by the leanest ones."""
+    trials = Trials(problem)
+    if not problem.terms.disk_bytes and trials.least_bytes() > problem.terms.gpu_bytes + problem.terms.host_bytes:
+        return False
+    leanest = _leanest(problem, trials).leanest()
+    return any(trials.may_fit(one) and trials.within(trials.needs(one)) for one in leanest)
+
+
+def why_not(problem: Problem) -> InfeasiblePlan:
+    """What the search would say of a problem that `fits` has denied."""
+    trials = Trials(problem)
+    return refusal(trials, _leanest(problem, trials).leanest())
+
+
+def _leanest(problem: Problem, trials: Trials) -> Moves:
+    smallest = 1 if problem.terms.micro_batch is None else problem.terms.micro_batch
+    return Moves(trials.space, trials.may_fit, (smallest,))
+
+
+def least_disk_bytes(problem: Problem) -> int | None:
+    """So much of a disk would make it fit; None: no disk would."""
+    trials = Trials(problem.with_limit(Tier.DISK, MOST_DISK_BYTES))
+    moves = _leanest(problem, trials)
+    starts = [start for start in moves.starts(spare=0, disk=True) if trials.may_fit(start)]
+    filled = dict.fromkeys(moves.fill(start, order) for start in starts for order in ORDERS)
+    for candidate in sorted(filled, key=lambda one: trials.guess(one).disk_bytes):
+        needs = trials.needs(candidate)
+        if trials.within(needs):
+            return needs.disk_bytes
+    return None

@@ -1,0 +1,180 @@
+"""The fastest plan within the limits, by simulated step time.
+
+First, fillings: from a few plain starts (micro-batch, where inputs wait) memory is filled in several orders of kinds,
+and each result is simulated. Then the best few are improved by moves (see moves.py) until none gains more than
+`LEAST_GAIN`. A plan that cannot be faster than the best so far, because one lane alone takes longer, is not simulated
+(see bounds.py). The number of trials is bounded, not their time, so the same problem has the same answer everywhere.
+
+The disk is used where else nothing or only a last resort fits: from everything there, the GPU is filled first and then
+the host.
+
+Not searched: how much of a block's update is deferred (α). It follows from what is due; see docs/planning.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from hightide.ir.tier import Tier
+from hightide.planner.advice.missing import refusal
+from hightide.planner.problem import Problem
+from hightide.planner.search.candidate import Candidate
+from hightide.planner.search.moves import ORDERS, Moves
+from hightide.planner.search.trials import Trials
+from hightide.planner.solution import Searched
+
+LEAST_GAIN = 0.002  # of a step, for which a plan is changed
+NUM_FILLED = 4  # so many starts are filled in every order; of a few blocks all
+NUM_IMPROVED = 2  # so many fillings are improved; of a few blocks more
+NUM_IMPROVED_FEW = 12
+QUICK_SHARE = 0.95  # of the GPU, that a quick search fills with what need not be there
+NUM_TRIALS = 24  # of plans, while improving, at least; of small models many more
+NUM_TRIED_ACTIONS = 20_000  # in all those trials, at most: of a deep model in fine chunks a schedule has thousands
+NUM_TRIED_CALLS = 1_500  # calls of blocks in all those trials, if that allows more: what trials cost
+
+
+def search(problem: Problem) -> Searched:
+    """Raises InfeasiblePlan, with the least that is missing, if nothing fits."""
+    num_samples, pinned = problem.profile.num_samples, problem.terms.micro_batch
+    problem.terms.check_micro_batch(num_samples)
+    trials = Trials(problem)
+    sizes = equal_parts(num_samples) if pinned is None else (pinned,)
+    may_fill = _with_room_left(trials) if problem.quick else trials.may_fit
+    candidate = _Search(trials, Moves(trials.space, may_fill, sizes), problem.quick).run()
+    placement = trials.space.placement(trials.space.build(candidate))
+    return Searched.made(problem, candidate, placement, trials.num_simulated)
+
+
+def _with_room_left(trials: Trials) -> Callable[[Candidate], bool]:
+    """For what nobody forecasts, such as tensors of the user's own: of a small model they are a larger share."""
+    most_bytes = QUICK_SHARE * trials.problem.terms.gpu_bytes
+    return lambda candidate: trials.may_fit(candidate) and trials.guess(candidate).gpu_bytes <= most_bytes
+
+
+@dataclass(frozen=True)
+class _Search:
+    trials: Trials
+    moves: Moves
+    quick: bool
+
+    def run(self) -> Candidate:
+        resident = next((candidate for candidate in self.moves.resident() if self._fits(candidate)), None)
+        if resident is not None and (self.quick or resident.micro_batch == self.moves.micro_batches[0]):
+            return resident
+        found = self._fillings()
+        if resident is not None:  # in parts: recomputing in fewer may be faster
+            found[resident] = self.trials.step_s(resident)
+        if not found:
+            leanest = self._leanest()
+            found[leanest] = self.trials.step_s(leanest)
+        if self.quick:
+            return min(found, key=lambda candidate: found[candidate])
+        starts = sorted(found, key=lambda candidate: found[candidate])[: self._num_improved()]
+        if not self.moves.few:
+            starts += self._recast(starts[0])
+        return min((self._improved(candidate) for candidate in starts), key=self.trials.step_s)
+
+    def _leanest(self) -> Candidate:
+        """That fits. Fillings of what nearly fits may all be a little too much."""
+        for candidate in self.moves.leanest():
+            if self.trials.may_fit(candidate) and self.trials.step_s(candidate) < math.inf:
+                return candidate
+        raise refusal(self.trials, self.moves.leanest())
+
+    def _fits(self, candidate: Candidate) -> bool:
+        return self.moves.may_fit(candidate) and self.trials.step_s(candidate) < math.inf
+
+    def _fillings(self) -> dict[Candidate, float]:
+        """With their step times. Those of later groups only where nothing of the earlier ones fits."""
+        found: dict[Candidate, float] = {}
+        for group in self._groups():
+            for starts in group:
+                self._fill(self._first_fitting(starts) if self.quick else self._fitting(starts), found)
+            if found and (self.quick or not self.moves.few):
+                break
+        return found
+
+    def _groups(self) -> Iterator[list[Iterator[Candidate]]]:
+        """Without a spare slot only where nothing fits with one; with the disk only where else only last resorts would
+        do, which may be faster or slower; in other forms only where nothing fits in the plain one."""
+        moves, terms = self.moves, self.trials.problem.terms
+        needs_disk = self.trials.least_bytes() > terms.gpu_bytes + terms.host_bytes
+        for form in moves.forms:
+            plain = [] if needs_disk else [moves.starts(spare, form) for spare in (1, 0)]
+            yield from ([starts] for starts in plain)
+            on_disk = [moves.starts(spare, form, disk=True) for spare in (1, 0)]
+            yield [*([] if needs_disk else [moves.last_resorts(form)]), on_disk[0]]
+            yield [on_disk[1]]
+
+    def _fill(self, starts: list[Candidate], found: dict[Candidate, float]) -> None:
+        """Each in one order; those of the best starts, or of a few blocks all, in the other orders too."""
+        reached = {start: self._try(self.moves.fill(start, ORDERS[0]), found) for start in starts}
+        best = sorted(starts, key=lambda start: reached[start])
+        for start in best if self.moves.few else best[:NUM_FILLED]:
+            for order in ORDERS[2::2] if self.quick else ORDERS[1:]:
+                self._try(self.moves.fill(start, order), found)
+
+    def _recast(self, best: Candidate) -> list[Candidate]:
+        """The best of its other forms, if one fits: of another kind, so that moves lead elsewhere from it."""
+        found: dict[Candidate, float] = {}
+        for other in self.moves.recast(best):
+            self._try(other, found)
+        return sorted(found, key=lambda candidate: found[candidate])[:1]
+
+    def _try(self, candidate: Candidate, found: dict[Candidate, float]) -> float:
+        below_s = math.inf if self.moves.few else min(found.values(), default=math.inf) * (1 - LEAST_GAIN)
+        if not self.trials.within(self.trials.guess(candidate)):
+            return math.inf
+        step_s = self.trials.step_s(candidate, below_s)
+        if step_s < math.inf:
+            found[candidate] = step_s
+        return step_s
+
+    def _fitting(self, starts: Iterator[Candidate]) -> list[Candidate]:
+        return [start for start in dict.fromkeys(starts) if self.trials.may_fit(start)]
+
+    def _first_fitting(self, starts: Iterator[Candidate]) -> list[Candidate]:
+        """With inputs on the GPU and on the host: of the largest micro-batch that fits."""
+        found: dict[Tier, Candidate] = {}
+        for start in starts:
+            if start.inputs not in found and self.trials.may_fit(start):
+                found[start.inputs] = start
+        return list(found.values())
+
+    def _improved(self, candidate: Candidate) -> Candidate:
+        """Takes every move that gains, until none does or the trials are used up."""
+        last = self.trials.num_simulated + self._num_trials()
+        last_action = self.trials.num_actions + NUM_TRIED_ACTIONS // self._num_improved()
+        best_s = self.trials.step_s(candidate)
+        seen: set[Candidate] = set()
+        while True:
+            for other in self.moves.around(candidate):
+                if other in seen:
+                    continue
+                seen.add(other)
+                below_s = best_s * (1 - LEAST_GAIN)
+                step_s = self.trials.step_s(other, below_s)
+                if step_s < below_s:
+                    candidate, best_s = other, step_s
+                    break
+                if self.trials.num_simulated >= last or self.trials.num_actions >= last_action:
+                    return candidate
+            else:
+                return candidate
+
+    def _num_improved(self) -> int:
+        return NUM_IMPROVED_FEW if self.moves.few else NUM_IMPROVED
+
+    def _num_trials(self) -> int:
+        """While improving one filling."""
+        calls = len(self.trials.problem.profile.calls)
+        return max(NUM_TRIALS, NUM_TRIED_CALLS // calls) // self._num_improved()
+
+
+def equal_parts(num_samples: int) -> tuple[int, ...]:
+    """Sizes of micro-batches, descending: the batch in 1, 2, 3, 4, 6, 8, 12, 16, ... parts, as equal as they can be."""
+    powers = [2**power for power in range(num_samples.bit_length() + 1)]
+    parts = [number for power in powers for number in (power, 3 * power)]
+    return tuple(sorted({-(-num_samples // number) for number in parts}, reverse=True))

@@ -1,0 +1,161 @@
+"""The plans that there are for a model: what can be decided about it, and the plan that follows from a candidate."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from hightide.ir.block import BlockSpec, ModelProfile
+from hightide.ir.chunk import Layout
+from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, Plan
+from hightide.ir.tier import Tier
+from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
+from hightide.planner.loss_tiles import loss_tile_tokens, num_rows, smaller_tiles
+from hightide.planner.placement import Buffer, ChunkPlaces, Placement
+from hightide.planner.problem import Terms
+from hightide.planner.search.candidate import Candidate
+
+
+@dataclass(frozen=True)
+class Space:
+    """All candidates for a model under some terms."""
+
+    profile: ModelProfile
+    terms: Terms
+
+    def build(self, candidate: Candidate) -> Plan:
+        """Without a forecast and an explanation."""
+        plan = Plan(
+            version=PLAN_VERSION,
+            fingerprint=self.profile.fingerprint,
+            num_samples=self.profile.num_samples,
+            micro_batch=candidate.micro_batch,
+            update=self.terms.update,
+            num_slots=0,
+            num_grad_slots=0,
+            loss_tile_tokens=candidate.loss_tile_tokens or self._loss_tile_tokens,
+            gpu_limit_bytes=self.terms.gpu_bytes,
+            host_limit_bytes=self.terms.host_bytes,
+            blocks=tuple(self._block_plan(block, candidate) for block in self.profile.blocks),
+            layout=self.layout(candidate.slot_numel),
+            forecast=Forecast(0, 0),
+            explanation="",
+            gradients=self.terms.gradients,
+            loss_kept_tokens=candidate.loss_kept_tokens,
+            disk_limit_bytes=self.terms.disk_bytes,
+            profile=self.profile,
+        )
+        placement = self.placement(plan)
+        slots, grad_slots = placement.widest_tick(self.called)
+        return replace(
+            plan,
+            num_slots=candidate.num_slots(slots),
+            num_grad_slots=candidate.num_grad_slots(grad_slots, placement.has_leaving),
+            num_disk_buffers=candidate.disk_buffers if placement.uses_disk else 0,
+        )
+
+    def placement(self, plan: Plan) -> Placement:
+        """Of a plan that was built here."""
+        return Placement(plan, self.places(plan.layout.slot_numel))
+
+    def places(self, slot_numel: int) -> ChunkPlaces:
+        if slot_numel not in self._places:
+            layout = pack(self.profile, slot_numel, self.terms.states)
+            self._places[slot_numel] = ChunkPlaces(layout, self.terms.update, self.terms.gradients)
+        return self._places[slot_numel]
+
+    def home(self, block: BlockSpec, candidate: Candidate) -> tuple[Tier, Tier]:
+        """Of a block's parameters and states."""
+        index = block.index
+        if block.loose or index in candidate.whole:
+            return Tier.GPU, Tier.GPU
+        params = Tier.DISK if candidate.disk and index not in candidate.host_params else Tier.HOST
+        states = Tier.DISK if candidate.disk and index not in candidate.host_states else Tier.HOST
+        return Tier.GPU if index in candidate.params else params, Tier.GPU if index in candidate.trained else states
+
+    def _block_plan(self, block: BlockSpec, candidate: Candidate) -> BlockPlan:
+        params, states = self.home(block, candidate)
+        keep = block.index in candidate.keep
+        near = keep or block.loose or block.index in candidate.near
+        activation = Activation.KEEP if keep else Activation.RECOMPUTE
+        return BlockPlan(block.name, params, states, activation, Tier.GPU if near else candidate.inputs)
+
+    def layout(self, slot_numel: int | None = None) -> Layout:
+        return self.places(slot_numel or self.slot_numel).layout
+
+    @property
+    def slot_numel(self) -> int:
+        return self.slot_sizes[0]
+
+    @cached_property
+    def slot_sizes(self) -> tuple[int, ...]:
+        """The one that wastes least first."""
+        return slot_sizes(self.profile)
+
+    @cached_property
+    def leanest_slot_numel(self) -> int:
+        """The size whose slots take least of the GPU."""
+        return min(self.slot_sizes, key=self._slots_bytes)
+
+    def _slots_bytes(self, slot_numel: int) -> int:
+        plan = self.build(Candidate(1, spare_slots=0, slot_numel=slot_numel))
+        sizes = self.placement(plan).buffer_bytes
+        return plan.num_slots * sizes[Buffer.SLOT] + plan.num_grad_slots * sizes[Buffer.GRAD_SLOT]
+
+    @cached_property
+    def movable(self) -> tuple[int, ...]:
+        """Called blocks in the order in which they become persistent: tiny ones, then as they run."""
+        tiny = tiny_blocks(self.profile)
+        blocks = [block.index for block in self.profile.blocks if not block.loose and block.index in self.called]
+        return tuple(sorted(blocks, key=lambda block: block not in tiny))
+
+    def block_numel(self, block: int) -> int:
+        """Of the chunks that it owns."""
+        return self._numels[block]
+
+    @cached_property
+    def adapted(self) -> tuple[int, ...]:
+        """Blocks with adapters, as they run. They cost little and save the way of gradients to the host and back."""
+        apart = adapters(self.profile)
+        blocks = self.profile.blocks
+        return tuple(b.index for b in blocks if b.index in self.called and not apart.isdisjoint(b.params))
+
+    @cached_property
+    def keepable(self) -> tuple[int, ...]:
+        """From the back. A lazy head recomputes its logits anyway."""
+        blocks = {call.block for call in self.profile.calls if call.needs_backward}
+        return tuple(block for block in sorted(blocks, reverse=True) if not self.profile.blocks[block].lazy_head)
+
+    @cached_property
+    def keepable_tokens(self) -> tuple[int, ...]:
+        """How many tokens' logits can be kept, tile by tile, ascending. Only of a head that is a plain product."""
+        heads = {block.index for block in self.profile.blocks if block.lazy_head and block.plain_linear}
+        if not any(call.block in heads and call.needs_backward for call in self.profile.calls):
+            return ()
+        rows, tile = num_rows(self.profile), self._loss_tile_tokens
+        return tuple(min(rows, count * tile) for count in range(1, -(-rows // tile) + 1))
+
+    @cached_property
+    def smaller_tiles(self) -> tuple[int, ...]:
+        """For the fused loss, where memory is short: descending."""
+        return smaller_tiles(self.profile)
+
+    @cached_property
+    def _numels(self) -> Counter[int]:
+        numels: Counter[int] = Counter()
+        for chunk in self.layout().chunks:
+            numels[chunk.block] += chunk.numel
+        return numels
+
+    @cached_property
+    def _places(self) -> dict[int, ChunkPlaces]:
+        return {}
+
+    @cached_property
+    def called(self) -> set[int]:
+        return {call.block for call in self.profile.calls}
+
+    @cached_property
+    def _loss_tile_tokens(self) -> int:
+        return loss_tile_tokens(self.profile)

@@ -1,0 +1,126 @@
+"""Bytes that are there during a whole run, for many candidates at once: chunks, slots, buffers.
+
+Searches ask thousands of times. What a chunk takes depends on nothing but where its block's parameters and states live,
+so each chunk is asked about each of these homes once, and equal blocks are added up by multiplication."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import product
+
+from hightide.ir.chunk import ChunkSpec, Layout
+from hightide.ir.tier import Tier
+from hightide.planner.placement import RINGS, STAGING, Buffer, ChunkPlace
+from hightide.planner.search.candidate import Candidate
+from hightide.planner.search.space import Space
+
+Home = tuple[Tier, Tier]  # of parameters and states
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes on each tier."""
+
+    gpu_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Share:
+    """Of one block's chunks: what adds up, what all blocks share (the largest counts), and how wide its ticks are.
+    Equal blocks have the same one, so that counting them needs no look inside."""
+
+    added: tuple[int, ...]  # by tier
+    largest: tuple[int, ...]  # by buffer
+    has_leaving: bool  # gradients that leave the GPU
+    widths: tuple[int, int]  # in slots and grad slots, of the chunks that it owns and uses
+
+
+class StandingBytes:
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        self._layouts: dict[int, _LayoutShares] = {}
+
+    def of(self, candidate: Candidate) -> Needs:
+        return self._layout(candidate.slot_numel or self._space.slot_numel).base(candidate)
+
+    def least_bytes(self) -> int:
+        """Of chunks on the GPU and the host together, wherever each block lives; slots are not counted."""
+        return self._layout(self._space.slot_numel).least_bytes()
+
+    def _layout(self, slot_numel: int) -> _LayoutShares:
+        if slot_numel not in self._layouts:
+            self._layouts[slot_numel] = _LayoutShares(self._space, self._space.layout(slot_numel))
+        return self._layouts[slot_numel]
+
+
+class _LayoutShares:
+    def __init__(self, space: Space, layout: Layout) -> None:
+        self._space, self._layout = space, layout
+        self._owned: list[list[ChunkSpec]] = [[] for _ in space.profile.blocks]
+        for chunk in layout.chunks:
+            self._owned[chunk.block].append(chunk)
+        self._shared = [chunk for chunk in layout.chunks if len(chunk.users) > 1]
+        self._shares: dict[Home, list[_Share]] = {}
+
+    def base(self, candidate: Candidate) -> Needs:
+        space, profile = self._space, self._space.profile
+        homes = [space.home(block, candidate) for block in profile.blocks]
+        by_home = {home: self._shares_in(home) for home in set(homes)}
+        shares = [by_home[home][block] for block, home in enumerate(homes)]
+        counts = Counter(shares)
+        gpu, host, disk = (
+            sum(share.added[tier] * count for share, count in counts.items()) for tier, _ in enumerate(Tier)
+        )
+        largest = (max(sizes) for sizes in zip(*(share.largest for share in counts), strict=True))
+        buffers = dict(zip(Buffer, largest, strict=True))
+        slots, grad_slots = self._widest(homes, shares)
+        num_slots = candidate.num_slots(slots)
+        num_grad_slots = candidate.num_grad_slots(grad_slots, any(share.has_leaving for share in counts))
+        gpu += num_slots * buffers[Buffer.SLOT] + num_grad_slots * buffers[Buffer.GRAD_SLOT]
+        gpu += sum(buffers[one] for one in STAGING) + profile.batch_bytes + profile.buffer_bytes
+        return Needs(gpu, host + candidate.disk_buffers * sum(buffers[one] for one in RINGS), disk)
+
+    def least_bytes(self) -> int:
+        memory = Tier.GPU, Tier.HOST
+        homes = [self._shares_in(home) for home in product(memory, memory)]
+        return sum(min(sum(share.added) for share in shares) for shares in zip(*homes, strict=True))
+
+    def _widest(self, homes: list[Home], shares: list[_Share]) -> tuple[int, int]:
+        """As Placement.widest_tick."""
+        called = self._space.called
+        widths = {share.widths for block, share in enumerate(shares) if block in called}
+        slots = max((width[0] for width in widths), default=0)
+        grad_slots = max((width[1] for width in widths), default=0)
+        for user in {user for chunk in self._shared for user in chunk.users if user in called}:
+            used = [chunk for chunk in self._shared if user in chunk.users and chunk.block != user]
+            more = [self._place(homes[chunk.block], chunk) for chunk in used]
+            slots = max(slots, shares[user].widths[0] + sum(place.num_slots for place in more))
+            grad_slots = max(grad_slots, shares[user].widths[1] + sum(place.num_grad_slots for place in more))
+        return slots, grad_slots
+
+    def _shares_in(self, home: Home) -> list[_Share]:
+        """By block."""
+        if home not in self._shares:
+            same: dict[object, _Share] = {}
+            shares = [self._made(home, index, chunks) for index, chunks in enumerate(self._owned)]
+            self._shares[home] = [
+                same.setdefault((share.added, share.largest, share.has_leaving, share.widths), share)
+                for share in shares
+            ]
+        return self._shares[home]
+
+    def _made(self, home: Home, block: int, chunks: list[ChunkSpec]) -> _Share:
+        places = [self._place(home, chunk) for chunk in chunks]
+        own = [place for place in places if block in place.chunk.users]
+        return _Share(
+            added=tuple(sum(place.bytes_on[tier] for place in places) for tier in Tier),
+            largest=tuple(max((place.buffer_bytes.get(b, 0) for place in places), default=0) for b in Buffer),
+            has_leaving=any(place.in_grad_slot and not place.is_used_up for place in places),
+            widths=(sum(place.num_slots for place in own), sum(place.num_grad_slots for place in own)),
+        )
+
+    def _place(self, home: Home, chunk: ChunkSpec) -> ChunkPlace:
+        return self._space.places(self._layout.slot_numel).at(chunk, *home)

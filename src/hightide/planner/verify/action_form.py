@@ -1,0 +1,87 @@
+"""Checks what an action says by itself, whatever comes before and after it: its lane, what it moves, from where to
+where, and how many bytes."""
+
+from __future__ import annotations
+
+from hightide.ir.action import TICK_OPS, Action, Op, Place
+from hightide.ir.block import ModelProfile
+from hightide.ir.plan import Plan
+from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.planner.placement import ChunkPlace, Placement
+
+_LANES = {
+    Op.FETCH: Lane.H2D,
+    Op.UNSTASH: Lane.H2D,
+    Op.WRITE_BACK: Lane.D2H,
+    Op.STASH: Lane.D2H,
+    Op.READ: Lane.DISK_READ,
+    Op.WRITE: Lane.DISK_WRITE,
+}  # others: compute, and updates where the states are
+_WAYS: dict[Op, tuple[Tier | None, Tier | None]] = {
+    Op.FETCH: (Tier.HOST, Tier.GPU),
+    Op.UNSTASH: (Tier.HOST, Tier.GPU),
+    Op.WRITE_BACK: (Tier.GPU, Tier.HOST),
+    Op.STASH: (Tier.GPU, Tier.HOST),
+    Op.EVICT: (Tier.GPU, None),
+    Op.CLEAR: (None, Tier.GPU),
+    Op.READ: (Tier.DISK, Tier.HOST),
+    Op.WRITE: (Tier.HOST, Tier.DISK),
+}
+_KINDS = {
+    Op.FETCH: (ChunkKind.PARAM, ChunkKind.GRAD),
+    Op.EVICT: (ChunkKind.PARAM,),
+    Op.CLEAR: (ChunkKind.GRAD,),
+    Op.WRITE_BACK: (ChunkKind.GRAD,),
+    Op.UPDATE: (ChunkKind.STATE,),
+    Op.READ: (ChunkKind.PARAM, ChunkKind.GRAD, ChunkKind.STATE),
+    Op.WRITE: (ChunkKind.GRAD, ChunkKind.STATE),
+}
+
+
+def objection(profile: ModelProfile, placement: Placement, action: Action) -> str | None:
+    """What is wrong with it, if anything."""
+    if action.op in _KINDS and not 0 <= (-1 if action.chunk is None else action.chunk) < len(placement.chunks):
+        return f"names the chunk {action.chunk}; the plan has {len(placement.chunks)}"
+    if action.op in (Op.STASH, Op.UNSTASH) and not 0 <= (-1 if action.call is None else action.call) < len(
+        profile.calls
+    ):
+        return f"names the call {action.call}; the model has {len(profile.calls)}"
+    if action.kind not in _KINDS.get(action.op, (None,)):
+        return f"is about {action.kind}, which no {action.op} is"
+    place = None if action.chunk is None else placement.chunks[action.chunk]
+    lane = _lane(action.op, place)
+    if action.lane is not lane:
+        return f"is on the lane {action.lane}; it belongs on {lane}"
+    way = _tier(action.source), _tier(action.target)
+    if way != _WAYS.get(action.op, (None, None)):
+        return f"goes from {action.source} to {action.target}, which is no way of a {action.op}"
+    num_bytes = _num_bytes(profile, placement.plan, action, place)
+    if action.num_bytes != num_bytes:
+        return f"moves {action.num_bytes} bytes; it has {num_bytes} to move"
+    return None
+
+
+def _lane(op: Op, place: ChunkPlace | None) -> Lane:
+    if op is Op.UPDATE and place is not None and place.states is not Tier.GPU:
+        return Lane.CPU
+    return _LANES.get(op, Lane.COMPUTE)
+
+
+def _tier(place: Place | None) -> Tier | None:
+    return None if place is None else place.tier
+
+
+def _num_bytes(profile: ModelProfile, plan: Plan, action: Action, place: ChunkPlace | None) -> int:
+    if action.op in TICK_OPS or action.op is Op.EVICT:
+        return 0
+    if action.op in (Op.STASH, Op.UNSTASH):
+        assert action.call is not None
+        return profile.calls[action.call].saved_inputs.at(plan.num_samples)
+    assert place is not None
+    if action.op is Op.UPDATE:
+        return place.update_bytes
+    if action.kind is ChunkKind.STATE:
+        return place.read_bytes if action.op is Op.READ else place.written_bytes
+    if action.op is Op.CLEAR:
+        return place.chunk.grad_bytes
+    return place.chunk.param_bytes if action.kind is ChunkKind.PARAM else place.grad_bytes

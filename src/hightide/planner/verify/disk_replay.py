@@ -1,0 +1,140 @@
+"""The replay of what passes through the disk and its buffers, as replay.py does it for the GPU: each order must be
+enforced by a dependency, a lane or a tick. See [Note: rings of buffers] in lower/disk.py."""
+
+from __future__ import annotations
+
+from hightide.ir.action import Action, ActionKey, Mode, Op, Place, Schedule
+from hightide.ir.tier import ChunkKind, Tier
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.placement import Placement
+from hightide.planner.verify.ordered_replay import OrderedReplay, Places
+from hightide.planner.verify.precedence import Precedence
+
+
+class DiskReplay(OrderedReplay):
+    def __init__(self, placement: Placement, schedule: Schedule, precedence: Precedence) -> None:
+        super().__init__(placement, schedule, precedence)
+        num_buffers = placement.plan.num_disk_buffers
+        self._up, self._down, self._state = (Places("buffer", num_buffers) for _ in range(3))
+        self._written: dict[int, list[Action]] = {}  # chunk -> WRITEs of its gradient
+        self._continued: dict[int, Action] = {}  # chunk -> the READ of its gradient from the pass before
+        self._reads: dict[int, Action] = {}  # chunk -> the READ of its states
+        self._updates: dict[int, Action] = {}
+        self._stored: dict[int, Action] = {}  # chunk -> the WRITE of its states
+
+    def run(self) -> None:
+        verbs = {
+            Op.READ: self._read,
+            Op.WRITE: self._write,
+            Op.FETCH: self._fetch,
+            Op.WRITE_BACK: self._write_back,
+            Op.UPDATE: self._update,
+        }
+        for action in self.schedule.actions:
+            if action.op in verbs:
+                verbs[action.op](action)
+        self._check_end()
+
+    def _read(self, action: Action) -> None:
+        index = self.place(action).chunk.index
+        if not self._lives_on_disk(action):
+            self.fail(action, f"reads chunk {index}, whose {action.kind} does not live on disk")
+        if action.kind is not ChunkKind.STATE:
+            self.enter(self._up, action, [self._buffer(self._up, action, action.target)])
+            self._check_content(action)
+            return
+        if index in self._reads:
+            self.fail(action, f"reads the states of chunk {index} again")
+        self.enter(self._state, action, [self._buffer(self._state, action, action.target)])
+        self.follows(action, ActionKey(Op.WRITE, index, ChunkKind.STATE), "reads states that may not be written yet")
+        for write in self._written.get(index, []):
+            self.after(action, write, "reads a gradient before it is on disk")
+        self._reads[index] = action
+
+    def _check_content(self, action: Action) -> None:
+        index = self.place(action).chunk.index
+        if action.kind is ChunkKind.PARAM:
+            if self.place(action).chunk.optimised_numel:
+                self.follows(
+                    action, ActionKey(Op.WRITE, index, ChunkKind.STATE), "reads parameters that may not be written yet"
+                )
+            return
+        for write in self._written.get(index, []):
+            self.after(action, write, "reads a gradient before it is on disk")
+        if index not in self._written:
+            if self.schedule.mode is not Mode.ACCUMULATE:
+                self.fail(action, f"reads a gradient of chunk {index} that no earlier action has made")
+            self._continued.setdefault(index, action)
+
+    def _fetch(self, action: Action) -> None:
+        if not self._lives_on_disk(action):
+            self._has_no_buffer(action, action.source)
+            return
+        entry = self._leave(self._up, action, action.source, action.kind)
+        self.after(action, entry, "fetches what is not read yet")
+
+    def _write_back(self, action: Action) -> None:
+        if self.place(action).states is not Tier.DISK:
+            self._has_no_buffer(action, action.target)
+            return
+        if self.place(action).chunk.index in self._reads and self._lives_on_disk(action):
+            self.fail(action, "brings home a gradient that its update has read already")
+        self.enter(self._down, action, [self._buffer(self._down, action, action.target)])
+
+    def _write(self, action: Action) -> None:
+        index = self.place(action).chunk.index
+        if not self._lives_on_disk(action):
+            self.fail(action, f"writes chunk {index}, whose {action.kind} does not live on disk")
+        if action.kind is ChunkKind.GRAD:
+            entry = self._leave(self._down, action, action.source, ChunkKind.GRAD)
+            self.after(action, entry, "writes a gradient that is not at home yet")
+            self._written.setdefault(index, []).append(action)
+            return
+        self._leave(self._state, action, action.source, ChunkKind.STATE)
+        self.after(action, self._updates.get(index), f"writes the states of chunk {index} before their update")
+        self._stored[index] = action
+
+    def _update(self, action: Action) -> None:
+        place = self.place(action)
+        index = place.chunk.index
+        if place.states is not Tier.DISK:
+            return
+        self.after(action, self._reads.get(index), f"updates chunk {index} before its states are read")
+        self._updates[index] = action
+        if place.grad is None:
+            buffers = self._down.holding(index, ChunkKind.GRAD)
+            self._leave(self._down, action, Place(Tier.HOST, buffers[0]) if buffers else None, ChunkKind.GRAD)
+
+    def _lives_on_disk(self, action: Action) -> bool:
+        assert action.kind is not None
+        return self.place(action).tier_of(action.kind) is Tier.DISK
+
+    def _leave(self, ring: Places, action: Action, place: Place | None, kind: ChunkKind | None) -> Action:
+        buffer = self._buffer(ring, action, place)
+        entry = ring.entries[buffer]
+        if entry is None or (entry.chunk, entry.kind) != (action.chunk, kind):
+            self.fail(action, f"leaves {place}, where the {kind} of chunk {action.chunk} is not")
+        ring.leave(action, [buffer])
+        return entry
+
+    def _buffer(self, ring: Places, action: Action, place: Place | None) -> int:
+        if place is None or place.tier is not Tier.HOST or place.slot not in range(len(ring.entries)):
+            self.fail(action, f"passes through {place}; there are {len(ring.entries)} buffers on the host")
+        assert place.slot is not None
+        return place.slot
+
+    def _has_no_buffer(self, action: Action, place: Place | None) -> None:
+        if place is not None and place.slot is not None:
+            self.fail(action, f"passes through {place}, but what it moves does not live on disk")
+
+    def _check_end(self) -> None:
+        for ring in (self._up, self._down, self._state):
+            left = [entry.id for entry in ring.entries if entry is not None]
+            if left:
+                raise InfeasiblePlan(f"the schedule is wrong: {', '.join(left)} leave a buffer on the host full")
+            self.check_next_pass(ring)
+        for index, read in self._continued.items():
+            self.follows(read, self._written[index][-1].id, "reads a gradient before it is on disk")
+        lost = sorted(self._updates.keys() - self._stored.keys())
+        if lost:
+            raise InfeasiblePlan(f"the states of chunks {lost} are updated and never written to disk")

@@ -1,0 +1,76 @@
+"""The base of both replays: that an order is enforced, and that a slot or buffer holds one chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NoReturn
+
+from hightide.ir.action import Action, ActionKey, Schedule
+from hightide.ir.tier import ChunkKind
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.placement import ChunkPlace, Placement
+from hightide.planner.verify.precedence import Precedence
+
+
+class Places:
+    """Slots on the GPU or buffers on the host: who let in what stands there, who came first, and who left last."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.name = name
+        self.entries: list[Action | None] = [None] * number
+        self.firsts: list[Action | None] = [None] * number
+        self.exits: list[Action | None] = [None] * number
+
+    def holding(self, chunk: int | None, kind: ChunkKind) -> list[int]:
+        """The places that hold this of a chunk."""
+        return [
+            place
+            for place, entry in enumerate(self.entries)
+            if entry is not None and entry.chunk == chunk and entry.kind is kind
+        ]
+
+    def entry(self, chunk: int | None, kind: ChunkKind) -> Action | None:
+        return next((self.entries[place] for place in self.holding(chunk, kind)), None)
+
+    def leave(self, action: Action, places: Iterable[int]) -> None:
+        for place in places:
+            self.entries[place], self.exits[place] = None, action
+
+
+class OrderedReplay:
+    def __init__(self, placement: Placement, schedule: Schedule, precedence: Precedence) -> None:
+        self.placement, self.schedule, self.precedence = placement, schedule, precedence
+        self.plan = placement.plan
+
+    def place(self, action: Action) -> ChunkPlace:
+        assert action.chunk is not None
+        return self.placement.chunks[action.chunk]
+
+    def fail(self, action: Action, message: str) -> NoReturn:
+        raise InfeasiblePlan(f"the schedule is wrong: {action.id} {message}", action.id)
+
+    def after(self, action: Action, earlier: Action | None, message: str) -> None:
+        if earlier is None or not self.precedence.before(earlier.id, action.id):
+            self.fail(action, message + ("" if earlier is None else f" ({earlier.id} may still be running)"))
+
+    def follows(self, action: Action, key: ActionKey, message: str) -> None:
+        """After an action of the pass before."""
+        if key not in action.after_prev:
+            self.fail(action, f"{message} (it does not wait for the previous {key})")
+
+    def enter(self, room: Places, action: Action, places: Iterable[int]) -> None:
+        for place in places:
+            entry, last_exit = room.entries[place], room.exits[place]
+            if entry is not None:
+                self.fail(action, f"goes to {room.name} {place}, which chunk {entry.chunk} occupies")
+            if last_exit is not None:
+                message = f"goes to {room.name} {place} before chunk {last_exit.chunk} has left it"
+                self.after(action, last_exit, message)
+            room.entries[place] = action
+            room.firsts[place] = room.firsts[place] or action
+
+    def check_next_pass(self, room: Places) -> None:
+        """The next pass has the same ids: what comes first there waits until the last of this pass has left."""
+        for first, last_exit in zip(room.firsts, room.exits, strict=True):
+            if first is not None and last_exit is not None:
+                self.follows(first, last_exit.id, f"goes to a {room.name} that may not be free yet")

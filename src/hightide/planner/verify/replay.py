@@ -1,0 +1,255 @@
+"""The replay of a schedule, action by action, which objects to the first that would be wrong.
+
+That one action is listed after another proves nothing when lanes overlap, so each rule is checked against `Precedence`:
+the order must be enforced by a dependency, a lane or a tick. The memory that actions give and take is checked for
+balance; how much a block needs inside is a fact of the profile, which only measuring can check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hightide.ir.action import TICK_OPS, Action, ActionKey, Mode, Op, Schedule
+from hightide.ir.block import ModelProfile
+from hightide.ir.plan import Update
+from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.placement import ChunkPlace, Placement
+from hightide.planner.verify.action_form import objection
+from hightide.planner.verify.ordered_replay import OrderedReplay, Places
+from hightide.planner.verify.precedence import Precedence
+
+
+class Replay(OrderedReplay):
+    def __init__(self, profile: ModelProfile, placement: Placement, schedule: Schedule, precedence: Precedence) -> None:
+        super().__init__(placement, schedule, precedence)
+        self.profile = profile
+        self.slots = Places("slot", placement.plan.num_slots)
+        self.grad_slots = Places("slot", placement.plan.num_grad_slots)
+        self.refreshed: dict[int, Action] = {}  # persistent chunk -> the fetch of its new values
+        self.cleared: set[int] = set()  # gradients that live on the GPU
+        self.dirty: dict[int, Action] = {}  # gradient in a grad slot that is not at home -> the tick that added last
+        self.continued: dict[int, Action] = {}  # chunk -> the fetch of its gradient from the pass before
+        self.summed: set[int] = set()  # chunks with a gradient from this pass
+        self.write_backs: dict[int, list[Action]] = {}
+        self.updated: set[int] = set()
+        self.stashed: dict[tuple[Op, int | None], Action] = {}
+
+    def run(self) -> None:
+        self._check_ticks()
+        verbs: dict[Op, Callable[[Action], None]] = {
+            Op.FORWARD: self._forward,
+            Op.BACKWARD: self._backward,
+            Op.FETCH: self._fetch,
+            Op.EVICT: self._evict,
+            Op.CLEAR: self._clear,
+            Op.WRITE_BACK: self._write_back,
+            Op.STASH: self._stash,
+            Op.UNSTASH: self._stash,
+            Op.UPDATE: self._update,
+        }  # READ and WRITE: DiskReplay
+        left = -1  # the last tick so far
+        for action in self.schedule.actions:
+            for name in action.after:
+                if not self.precedence.listed_before(name, action.id):
+                    self.fail(action, f"is listed before {name}, for which it waits")
+            if message := objection(self.profile, self.placement, action):
+                self.fail(action, message)
+            self._check_moment(action, left)
+            if action.op in verbs:
+                verbs[action.op](action)
+            left = action.tick if action.op in TICK_OPS else left
+        self._check_end()
+
+    def _check_moment(self, action: Action, left: int) -> None:
+        """It is listed where the executor comes to it: what opens later is not issued yet, and what runs in the user's
+        thread runs when it opens or right before its tick."""
+        if action.op in TICK_OPS:
+            return
+        if action.opens > left:
+            self.fail(action, f"opens after tick {action.opens}, but is listed after tick {left}")
+        runs_after = action.opens if action.runs_when_open else action.tick - 1
+        if action.lane is Lane.COMPUTE and runs_after != left:
+            self.fail(action, f"runs after tick {runs_after}, but is listed after tick {left}")
+
+    def _check_ticks(self) -> None:
+        calls = self.profile.calls
+        expected: list[tuple[Op, int | None]] = [(Op.FORWARD, index) for index in range(len(calls))]
+        if self.schedule.mode is not Mode.EVAL:
+            expected += [(Op.BACKWARD, index) for index in reversed(range(len(calls))) if calls[index].needs_backward]
+            expected.append((Op.STEP, None))
+        found = [(tick.op, tick.call) for tick in self.schedule.ticks]
+        if found != expected:
+            raise InfeasiblePlan(f"the schedule's ticks do not follow the model's {len(calls)} calls")
+        for place, tick in enumerate(self.schedule.ticks):
+            if tick.tick != place or (tick.call is not None and calls[tick.call].block != tick.block):
+                self.fail(tick, f"is tick {place} but says tick={tick.tick} block={tick.block}")
+
+    def _forward(self, tick: Action) -> None:
+        assert tick.block is not None
+        for place in self.placement.by_block[tick.block]:
+            index = place.chunk.index
+            if place.is_streamed:
+                entry = self.slots.entry(index, ChunkKind.PARAM)
+                self.after(tick, entry, f"uses chunk {index}, which is not in a slot then")
+            elif place.is_refreshed:
+                self.after(tick, self.refreshed.get(index), f"uses chunk {index} before its new values are fetched")
+
+    def _backward(self, tick: Action) -> None:
+        self._forward(tick)
+        assert tick.block is not None and tick.call is not None
+        for place in self.placement.by_block[tick.block]:
+            if place.chunk.trainable_numel:
+                self._sum(tick, place)
+        call = self.profile.calls[tick.call]
+        if self.plan.blocks[call.block].inputs is Tier.HOST:
+            self.after(tick, self.stashed.get((Op.UNSTASH, tick.call)), "runs before its inputs are back from the host")
+
+    def _sum(self, tick: Action, place: ChunkPlace) -> None:
+        chunk = place.chunk
+        if chunk.index in self.updated:
+            self.fail(tick, f"adds to the gradient of chunk {chunk.index} after its update")
+        self.summed.add(chunk.index)
+        if place.in_grad_slot:
+            entry = self.grad_slots.entry(chunk.index, ChunkKind.GRAD)
+            self.after(tick, entry, f"adds to the gradient of chunk {chunk.index}, which is not in a grad slot then")
+            self.dirty[chunk.index] = tick
+            return
+        loose = self.profile.blocks[chunk.block].loose  # the runtime clears these itself
+        if self.schedule.mode is Mode.TRAIN and chunk.index not in self.cleared and not loose:
+            self.fail(tick, f"adds to the gradient of chunk {chunk.index}, which was not cleared")
+
+    def _fetch(self, action: Action) -> None:
+        place = self.place(action)
+        chunk = place.chunk
+        if action.kind is ChunkKind.GRAD:
+            if self.schedule.mode is not Mode.ACCUMULATE and chunk.index not in self.write_backs:
+                self.fail(action, f"fetches a gradient of chunk {chunk.index} that no earlier action has made")
+            for write_back in self.write_backs.get(chunk.index, []):
+                self.after(action, write_back, "fetches a gradient before it is at home")
+            if self.schedule.mode is Mode.ACCUMULATE and chunk.index not in self.continued:
+                self.continued[chunk.index] = action
+            self._enter(self.grad_slots, action, place.num_grad_slots)
+            return
+        if chunk.index in self.updated:
+            self.fail(action, f"fetches chunk {chunk.index} in the pass that has updated it")
+        if chunk.optimised_numel:
+            self.follows(action, ActionKey(Op.UPDATE, chunk.index), f"fetches chunk {chunk.index} before it is updated")
+        if not place.is_streamed:
+            if chunk.index in self.refreshed:
+                self.fail(action, f"fetches the new values of chunk {chunk.index} again")
+            self.refreshed[chunk.index] = action
+        else:
+            self._enter(self.slots, action, place.num_slots)
+
+    def _enter(self, slots: Places, action: Action, width: int) -> None:
+        start = None if action.target is None else action.target.slot
+        if start is None or start < 0 or start + width > len(slots.entries):
+            self.fail(action, f"goes to {action.target}, {width} slots wide; there are {len(slots.entries)} slots")
+        assert action.kind is not None
+        if slots.holding(action.chunk, action.kind):
+            self.fail(action, f"brings in chunk {action.chunk}, which is in a slot already")
+        self.enter(slots, action, range(start, start + width))
+
+    def _leave(self, slots: Places, action: Action) -> None:
+        assert action.kind is not None
+        window = slots.holding(action.chunk, action.kind)
+        start = window[0] if window else None
+        if action.source is None or action.source.slot != start:
+            self.fail(action, f"leaves {action.source}, but chunk {action.chunk} stands in slot {start}")
+        slots.leave(action, window)
+
+    def _evict(self, action: Action) -> None:
+        chunk = self.place(action).chunk
+        self.after(
+            action,
+            self.slots.entry(chunk.index, ChunkKind.PARAM),
+            f"drops chunk {chunk.index}, which is not in a slot then",
+        )
+        self._leave(self.slots, action)
+
+    def _clear(self, action: Action) -> None:
+        place = self.place(action)
+        chunk = place.chunk
+        if self.schedule.mode is Mode.ACCUMULATE or chunk.index in self.summed:
+            self.fail(action, f"clears the gradient of chunk {chunk.index}, which holds sums")
+        if not place.in_grad_slot:
+            if chunk.index in self.cleared:
+                self.fail(action, f"clears the gradient of chunk {chunk.index} again")
+            if chunk.optimised_numel:
+                self.follows(action, ActionKey(Op.UPDATE, chunk.index), "clears a gradient that may still be read")
+            self.cleared.add(chunk.index)
+        else:
+            self._enter(self.grad_slots, action, place.num_grad_slots)
+
+    def _write_back(self, action: Action) -> None:
+        chunk = self.place(action).chunk
+        if chunk.index not in self.dirty:
+            self.fail(action, f"writes back the gradient of chunk {chunk.index}, which has nothing new in a grad slot")
+        last_sum = self.dirty.pop(chunk.index)
+        self.after(action, last_sum, f"writes back the gradient of chunk {chunk.index} before it is summed")
+        if chunk.optimised_numel:
+            self.follows(action, ActionKey(Op.UPDATE, chunk.index), "overwrites a gradient that may still be read")
+        self._leave(self.grad_slots, action)
+        self.write_backs.setdefault(chunk.index, []).append(action)
+
+    def _stash(self, action: Action) -> None:
+        tick = next((tick for tick in self.schedule.ticks if tick.op is Op.FORWARD and tick.call == action.call), None)
+        earlier = tick if action.op is Op.STASH else self.stashed.get((Op.STASH, action.call))
+        self.after(action, earlier, f"moves the inputs of call {action.call} before they are there")
+        if (action.op, action.call) in self.stashed:
+            self.fail(action, f"moves the inputs of call {action.call} again")
+        self.stashed[action.op, action.call] = action
+
+    def _update(self, action: Action) -> None:
+        place = self.place(action)
+        chunk = place.chunk
+        if place.is_used_up:
+            last_sum = self.dirty.pop(chunk.index, None)
+            self.after(action, last_sum, f"uses up the gradient of chunk {chunk.index} before it is summed")
+            self.grad_slots.leave(action, self.grad_slots.holding(chunk.index, ChunkKind.GRAD))
+        if chunk.index in self.dirty:
+            self.fail(action, f"reads the gradient of chunk {chunk.index}, which is not written back")
+        if chunk.index in self.updated:
+            self.fail(action, f"updates chunk {chunk.index} again")
+        for write_back in self.write_backs.get(chunk.index, []):
+            self.after(action, write_back, f"reads the gradient of chunk {chunk.index} before it is at home")
+        if self.plan.update is Update.DEFERRED:
+            self._check_step(action)
+        self.updated.add(chunk.index)
+
+    def _check_step(self, update: Action) -> None:
+        """On the host after the step, on the GPU as its first part."""
+        step = self.schedule.ticks[-1]
+        if update.lane is Lane.CPU:
+            self.after(update, step, "runs before step() was called")
+        elif update.runs_when_open or update.tick != step.tick:
+            self.fail(update, "runs before step() was called")
+
+    def _check_end(self) -> None:
+        if self.dirty:
+            raise InfeasiblePlan(f"the gradients of chunks {sorted(self.dirty)} are never written back")
+        if self.schedule.mode is Mode.EVAL:
+            return
+        self.check_next_pass(self.grad_slots)
+        for index, fetch in self.continued.items():
+            self.follows(fetch, self.write_backs[index][-1].id, "fetches a gradient before it is at home")
+        self._check_balance()
+        optimised = [chunk for chunk in self.plan.layout.chunks if chunk.optimised_numel]
+        loose = {chunk.index for chunk in optimised if self.profile.blocks[chunk.block].loose}
+        due = loose | {chunk.index for chunk in optimised if chunk.index in self.summed}
+        if due - self.updated:
+            raise InfeasiblePlan(f"the chunks {sorted(due - self.updated)} have a gradient and are never updated")
+
+    def _check_balance(self) -> None:
+        """What a step takes it gives back, or the next one would begin with less."""
+        for tier in (Tier.GPU, Tier.HOST):
+            taken, given = (
+                sum(getattr(action, f"{tier}_{verb}") for action in self.schedule.actions)
+                for verb in ("takes", "gives")
+            )
+            if taken != given:
+                raise InfeasiblePlan(
+                    f"the schedule is wrong: its actions take {taken} bytes of {tier} memory and give {given} back",
+                    tier=tier,
+                    num_bytes=taken - given,
+                )

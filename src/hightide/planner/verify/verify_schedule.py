@@ -1,0 +1,53 @@
+"""A schedule is checked before it runs: capacity, every use after its fetch, every gradient written back."""
+
+from __future__ import annotations
+
+from hightide.ir.action import Mode, Schedule
+from hightide.ir.block import ModelProfile
+from hightide.ir.tier import Tier
+from hightide.ir.units import format_bytes
+from hightide.planner.advice.remedy import remedy
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.placement import Placement
+from hightide.planner.predict.peaks import peaks
+from hightide.planner.verify.disk_replay import DiskReplay
+from hightide.planner.verify.precedence import Disorder, Precedence
+from hightide.planner.verify.replay import Replay
+
+
+def verify(profile: ModelProfile, placement: Placement, schedule: Schedule) -> None:
+    """Raises InfeasiblePlan, also where it exceeds the plan's own limits. The capacity of an evaluation pass is left to
+    the stores: its batch and its outputs are the user's affair, and a block runs unsplit there."""
+    plan = placement.plan
+    try:
+        precedence = Precedence(schedule)
+    except Disorder as disorder:
+        raise InfeasiblePlan(f"the schedule cannot run: {disorder}", disorder.at) from None
+    placement = placement or Placement(plan)
+    Replay(profile, placement, schedule, precedence).run()
+    DiskReplay(placement, schedule, precedence).run()
+    if schedule.mode is Mode.EVAL:
+        return
+    peak = peaks(schedule, precedence)
+    limits = {
+        Tier.GPU: (peak.gpu_peak_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
+        Tier.HOST: (peak.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),
+        Tier.DISK: (peak.disk_peak_bytes, plan.disk_limit_bytes, ""),
+    }
+    for tier, (peak_bytes, limit_bytes, moment) in limits.items():
+        if peak_bytes > limit_bytes:
+            change = remedy(profile, placement, schedule, tier, peak_bytes, moment)
+            raise _too_many(tier, peak_bytes, limit_bytes, moment, change)
+
+
+def _too_many(tier: Tier, peak_bytes: int, limit_bytes: int, moment: str, change: str) -> InfeasiblePlan:
+    room = str(tier) if tier is Tier.DISK else f"{tier} memory"
+    when = f"during {moment}" if moment else "from the beginning"
+    return InfeasiblePlan(
+        f"the plan needs {peak_bytes} bytes ({format_bytes(peak_bytes)}) of {room} {when}, the limit is "
+        f"{limit_bytes} ({format_bytes(limit_bytes)}): {peak_bytes - limit_bytes} bytes too many; use {change}, or "
+        f"raise the plan's {tier}_limit_bytes",
+        moment,
+        tier,
+        peak_bytes,
+    )

@@ -1,0 +1,324 @@
+"""Everything that planning must know about a model and its batch: parameters, blocks, calls and their bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from hightide.ir.block import DTYPE_BYTES, Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec
+from hightide.ir.split import BatchDim, Split
+from hightide.process.progress import tell
+from hightide.profiler.model.block_finder import BlockChoice, FoundBlocks, find_blocks, first_names
+from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_call, tensors
+from hightide.profiler.model.fake import Originals, fake_parameters
+from hightide.profiler.model.glue import measure_glue
+from hightide.profiler.model.kinds import is_plain_linear
+from hightide.profiler.model.needs import CallMeter, CallNeeds
+from hightide.profiler.model.probe import (
+    CPU,
+    GRAPH_PER_OUTPUT,
+    ProbedCall,
+    ProbeResult,
+    compare,
+    examined,
+    pair_records,
+    random_kept,
+    record_runs,
+)
+from hightide.profiler.model.probe_record import CallRecord, ProbeRecord
+from hightide.profiler.model.samples import Samples, possible_samples
+from hightide.profiler.model.tap_search import Taps
+from hightide.profiler.switches.caches import Caches
+from hightide.profiler.trial.independence import examine
+
+Runs = tuple[ProbeRecord, ProbeRecord]  # with B and with B + 1 samples
+MAX_PROBES = 4  # each one more finds parameters to be loose, which may free others of their block
+
+
+def profile_model(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Batch,
+    chosen: BlockChoice | None = None,
+    device: torch.device | None = CPU,
+) -> tuple[ModelProfile, ProbeResult]:
+    """The profile, and what the runtime needs of the probe. Blocks have the same indices in both: by first call.
+    `device`: where blocks are tried, to know how they may be split; None: shapes are believed."""
+    profile, probed, _ = profile_calls(model, optimizer, batch, chosen, device=device)
+    return profile, probed
+
+
+def profile_calls(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    batch: Batch,
+    chosen: BlockChoice | None = None,
+    device: torch.device | None = CPU,
+) -> tuple[ModelProfile, ProbeResult, tuple[CallRecord, ...]]:
+    """`profile_model`, and of each call that was probed its arguments: fake, where they depend on parameters."""
+    params = param_specs(model, optimizer)
+    with random_kept(), in_training(model), fake_parameters(model) as originals, Caches(model).off():
+        found, probed, runs = _probed(model, batch, chosen, originals, device)
+        needs_of_calls = _measure(probed, runs)
+        head = _find_lazy_head(model, probed)
+        if head is not None and device is not None and not _is_by_row(probed, runs, head, originals, device):
+            head = None
+        stands_alone = not probed.failure and not probed.captured  # else it is refused, or known in part only
+        glue = measure_glue(model, batch, probed, runs, head) if stands_alone else None
+    num_samples = probed.num_samples
+    batch_bytes = _bytes(tensors(flatten_call(*call_arguments(batch))[0]))
+    probed = probed.completed(batch_bytes)
+    num_assumed = len(probed.calls) - len(needs_of_calls)
+    num_kinds = 1 + max((needs.kind for needs in needs_of_calls), default=-1)
+    needs_of_calls += [_assumed(call, num_kinds + at) for at, call in enumerate(probed.calls[len(needs_of_calls) :])]
+    if probed.failure:
+        warnings.warn(
+            f"the model could not be probed ({probed.failure}): its blocks run all {num_samples} samples at once, "
+            f"which takes more memory, and how much of it {num_assumed} of {len(probed.blocks)} blocks need is only "
+            "estimated: leave room in the limits. Results are the same",
+            stacklevel=2,
+        )
+    blocks = _block_specs(model, found, probed, head)
+    calls = tuple(_call_spec(call, needs) for call, needs in zip(probed.calls, needs_of_calls, strict=True))
+    if glue is not None:
+        around = zip(calls, glue.forward, glue.backward, strict=True)
+        calls = tuple(replace(call, glue=forward, glue_backward=backward) for call, forward, backward in around)
+    head_call = next((call for call in probed.calls if call.block == head), None)
+    profile = ModelProfile(
+        fingerprint=fingerprint(params, blocks),
+        num_samples=num_samples,
+        tokens_per_sample=prod(head_call.input_shapes[0][:-1]) // num_samples if head_call else 1,
+        batch_bytes=batch_bytes,
+        buffer_bytes=_bytes(list(model.buffers())),
+        params=params,
+        blocks=blocks,
+        calls=calls,
+        vocabulary=head_call.output_shapes[0][-1] if head_call else 0,
+        glue_end=glue.end if glue is not None else Affine(),
+    )
+    return profile, probed, tuple(runs[0].records)
+
+
+def param_specs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[ParamSpec, ...]:
+    names: dict[int, list[str]] = {}
+    objects: dict[int, nn.Parameter] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+        objects[id(param)] = param
+    if not objects:
+        raise ValueError("the model has 0 parameters; there is nothing to train")
+    groups = _groups(optimizer, objects)
+    specs = []
+    for key, param in objects.items():
+        dtype = str(param.dtype).removeprefix("torch.")
+        if dtype not in DTYPE_BYTES:
+            raise ValueError(
+                f"parameter {names[key][0]!r} has the unsupported dtype {dtype}; convert it to one of "
+                f"{', '.join(DTYPE_BYTES)} with model.to(...), or make it a buffer"
+            )
+        group = groups.get(key) if param.requires_grad else None
+        specs.append(ParamSpec(tuple(names[key]), tuple(param.shape), dtype, param.requires_grad, group))
+    return tuple(specs)
+
+
+def fingerprint(params: tuple[ParamSpec, ...], blocks: tuple[BlockSpec, ...]) -> str:
+    facts = [[spec.names, spec.shape, spec.dtype, spec.trainable, spec.group] for spec in params]
+    text = json.dumps([facts, [block.name for block in blocks]])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _groups(optimizer: torch.optim.Optimizer | None, objects: dict[int, nn.Parameter]) -> dict[int, int]:
+    if optimizer is None:
+        return {}
+    groups = {id(param): index for index, group in enumerate(optimizer.param_groups) for param in group["params"]}
+    foreign = sum(key not in objects for key in groups)
+    if foreign:
+        raise ValueError(
+            f"{foreign} of the optimizer's {len(groups)} parameters are not among the model's {len(objects)}; make the "
+            "optimizer from model.parameters() of the very model that is passed, after any copy or conversion of it"
+        )
+    return groups
+
+
+@contextmanager
+def in_training(model: nn.Module) -> Iterator[None]:
+    """Whoever wraps a model in evaluation mode, as `from_pretrained` gives it, will train it, as a rule: the plan is
+    for that. (What is called in another mode is probed when it happens.) Some modules in evaluation stay so."""
+    modules = [] if any(module.training for module in model.modules()) else list(model.modules())
+    try:
+        for module in modules:
+            module.training = True
+        yield
+    finally:
+        for module in modules:
+            module.training = False
+
+
+def _probed(
+    model: nn.Module, batch: Batch, chosen: BlockChoice | None, originals: Originals, device: torch.device | None
+) -> tuple[FoundBlocks, ProbeResult, Runs]:
+    """See [Note: time first]."""
+    results = []
+    for samples in possible_samples(batch):
+        found, probed, runs = _probe_until_settled(model, batch, chosen, samples)
+        if device is not None:
+            tell("trying blocks alone")
+            probed = examined(probed, runs, originals, device)
+        results.append((found, probed, runs))
+        mixes = any(call.split.inputs and not call.split.splittable for call in probed.calls)
+        if not mixes or any(call.split.splittable for call in probed.calls):
+            break
+    of_use = (result for result in results if any(call.split.splittable for call in result[1].calls))
+    return next(of_use, results[0])
+
+
+def _probe_until_settled(
+    model: nn.Module, batch: Batch, chosen: BlockChoice | None, samples: Samples
+) -> tuple[FoundBlocks, ProbeResult, Runs]:
+    """Parameters seen outside of their blocks become loose, which may change what the blocks are: then probes again."""
+    found = find_blocks(model, chosen)
+    taps: Taps = {}
+    for _ in range(MAX_PROBES):
+        runs = record_runs(model, found.blocks, batch, taps=taps, samples=samples)
+        probed = compare(found.blocks, *runs, samples)
+        more = probed.loose - set(found.loose)
+        if not more and not probed.more_taps:
+            break
+        kept = found.without(model, more)
+        taps = {
+            kept.blocks.index(found.blocks[old]): entry
+            for old, entry in probed.all_taps.items()
+            if found.blocks[old] in kept.blocks
+        }
+        found = kept
+    else:
+        runs = record_runs(model, found.blocks, batch, taps=taps, samples=samples)
+        probed = compare(found.blocks, *runs, samples)
+    order = _order_of_first_call(probed)
+    found = FoundBlocks(tuple(found.blocks[old] for old in order), found.loose)
+    return found, _reordered(probed, order), _reordered_runs(runs, order)
+
+
+def _order_of_first_call(probed: ProbeResult) -> list[int]:
+    """Old indices of blocks: called ones in order of their first call, then the others."""
+    return list(dict.fromkeys([*(call.block for call in probed.calls), *range(len(probed.blocks))]))
+
+
+def _reordered(probed: ProbeResult, order: list[int]) -> ProbeResult:
+    return replace(
+        probed,
+        blocks=tuple(probed.blocks[old] for old in order),
+        calls=tuple(replace(call, block=order.index(call.block)) for call in probed.calls),
+        uses={new: probed.uses.get(old, ()) for new, old in enumerate(order)},
+        taps={new: probed.taps[old] for new, old in enumerate(order) if old in probed.taps},
+        refusals={new: probed.refusals[old] for new, old in enumerate(order) if old in probed.refusals},
+        returned={new: probed.returned[old] for new, old in enumerate(order) if old in probed.returned},
+    )
+
+
+def _reordered_runs(runs: Runs, order: list[int]) -> Runs:
+    for run in runs:
+        for record in run.records:
+            record.block = order.index(record.block)
+    return runs
+
+
+def _measure(probed: ProbeResult, runs: Runs) -> list[CallNeeds]:
+    meter = CallMeter()
+    return [
+        meter.measure(
+            probed.blocks[call.block].module, call.split, one, two, probed.num_samples, probed.taps.get(call.block, ())
+        )
+        for call, (one, two) in zip(probed.calls, pair_records(*runs), strict=True)
+    ]
+
+
+def _assumed(call: ProbedCall, kind: int) -> CallNeeds:
+    return CallNeeds.assumed(kind, Affine(0, GRAPH_PER_OUTPUT * call.outputs.per_sample))
+
+
+def _call_spec(call: ProbedCall, needs: CallNeeds) -> CallSpec:
+    return CallSpec(
+        block=call.block,
+        needs_backward=call.needs_backward,
+        splittable=call.split.splittable,
+        note=call.split.note,
+        new_inputs=call.new_inputs,
+        saved_inputs=call.saved_inputs,
+        outputs=call.outputs,
+        forward_peak=needs.forward_peak,
+        kept=needs.kept,
+        backward_peak=needs.backward_peak,
+        input_grads=call.input_grads,
+        tapped=call.tapped,
+        num_saved=call.num_saved,
+        kind=needs.kind,
+        forward=needs.forward,
+        recompute=needs.recompute,
+        backward=needs.backward,
+    )
+
+
+def _block_specs(model: nn.Module, found: FoundBlocks, probed: ProbeResult, head: int | None) -> tuple[BlockSpec, ...]:
+    names = first_names(model)
+    specs = []
+    for index, block in enumerate(found.blocks):
+        held = dict.fromkeys(names[id(param)] for param in block.module.parameters())
+        used_first = dict.fromkeys([*probed.uses.get(index, ()), *held])
+        params = tuple(name for name in used_first if name not in found.loose)
+        kind = type(block.module).__name__
+        plain = is_plain_linear(block.module)
+        specs.append(BlockSpec(index, block.name, kind, params, lazy_head=index == head, plain_linear=plain))
+    if found.loose:
+        specs.append(BlockSpec(len(specs), "", "loose", found.loose, loose=True))
+    return tuple(specs)
+
+
+def _find_lazy_head(model: nn.Module, probed: ProbeResult) -> int | None:
+    """The output embedding of a language model, if it is a block that is called once. In a wrapper that holds copies
+    of it (PEFT's modules_to_save), the copy that is called."""
+    get = getattr(model, "get_output_embeddings", None)
+    outer = get() if callable(get) else None
+    if not isinstance(outer, nn.Module):
+        return None
+    inside = set(outer.modules())
+    called = [call.block for call in probed.calls if probed.blocks[call.block].module in inside]
+    if len(called) != 1:
+        return None
+    module = probed.blocks[called[0]].module
+    if not isinstance(module, nn.Linear):
+        return None
+    config: Any = getattr(model, "config", None)
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    (call,) = [call for call in probed.calls if call.block == called[0]]
+    if not call.input_shapes:  # the probe did not get there
+        return None
+    return called[0] if getattr(text_config, "vocab_size", None) == module.out_features else None
+
+
+def _is_by_row(probed: ProbeResult, runs: Runs, head: int, originals: Originals, device: torch.device) -> bool:
+    """Whether a head that is more than a linear layer may be computed token by token, as the fused loss does."""
+    module = probed.blocks[head].module
+    if is_plain_linear(module):
+        return True
+    record = next(record for record in runs[1].records if record.block == head)
+    if len(record.inputs) != 1 or len(record.leaves) != 1:
+        return True  # it is not called as the fused loss would call it
+    rows = record.inputs[0].flatten(0, -2)
+    by_row = replace(record, leaves=[rows.detach().requires_grad_(record.inputs[0].requires_grad)])
+    split = Split(record.signature, (BatchDim(0),), (BatchDim(0),))
+    finding = examine(module, by_row, len(rows), split, (), originals, device)
+    return not finding.note and not finding.keeps
+
+
+def _bytes(values: list[torch.Tensor]) -> int:
+    return sum(value.numel() * value.element_size() for value in {id(value): value for value in values}.values())

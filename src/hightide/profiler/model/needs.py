@@ -1,0 +1,194 @@
+"""What one call of a block needs, metered while it runs on tensors without values: memory, and work.
+
+[Note: two sizes are enough] Every tensor's bytes are affine in the number of samples, so a peak is the largest of
+several affine functions: convex. A line through the smallest and the largest micro-batch is therefore never below it
+in between, and exact at both ends. Work is affine itself.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from hightide.ir.block import Affine, Work
+from hightide.ir.split import Split
+from hightide.process.interrupts import safe_point
+from hightide.profiler.model.call_tree import flatten, leaves_key, narrow, tensors, unflatten
+from hightide.profiler.model.probe_record import CallRecord
+from hightide.profiler.model.taps import Tap, tapping
+from hightide.profiler.model.work import Counted, CountedCall, WorkMeter
+from hightide.stores.meter import AllocationMeter
+
+
+@dataclass(frozen=True)
+class MeteredCall:
+    """Of one run of a block on one micro-batch. Inputs, parameters and their gradients are never counted."""
+
+    outputs: int
+    forward_peak: int  # without graph, with the outputs
+    kept: int  # by the graph, after the outputs are gone
+    backward_peak: int  # of forward with graph, then backward: with outputs and the gradients of inputs
+    work: CountedCall
+
+
+@dataclass(frozen=True)
+class CallNeeds:
+    """Of one call, as in ir.block.CallSpec."""
+
+    kind: int
+    forward_peak: Affine
+    kept: Affine
+    backward_peak: Affine
+    forward: Work
+    recompute: Work
+    backward: Work
+
+    @classmethod
+    def assumed(cls, kind: int, graph: Affine) -> CallNeeds:
+        """Of a call that was not measured."""
+        return cls(kind, graph, graph, graph, Work(), Work(), Work())
+
+
+class CallMeter:
+    """Measures calls; equal calls of equal blocks once."""
+
+    def __init__(self) -> None:
+        self._measured: dict[Any, CallNeeds] = {}
+
+    def measure(
+        self,
+        module: nn.Module,
+        split: Split,
+        one: CallRecord,
+        two: CallRecord | None,
+        num_samples: int,
+        taps: Sequence[Tap] = (),
+    ) -> CallNeeds:
+        """`one` and `two` are the same call with num_samples and with one more. To be called with fake parameters."""
+        key = (_identity(module), split, num_samples, leaves_key(one.leaves), two is None, tuple(taps))
+        if key not in self._measured:
+            safe_point()
+            kind = len(self._measured)
+            try:
+                if split.splittable and two is not None:
+                    self._measured[key] = _measure_split(kind, module, split, two, num_samples, taps)
+                else:
+                    self._measured[key] = _measure_whole(kind, module, one, two, num_samples, taps)
+            except Exception as error:  # code that asks for values, or an operation that has no fake version
+                self._measured[key] = CallNeeds.assumed(kind, Affine())
+                warnings.warn(
+                    f"the memory of {type(module).__name__} could not be measured ({type(error).__name__}: {error}); "
+                    "the plan takes its activations for 0 bytes: leave room for them in the limits",
+                    stacklevel=2,
+                )
+        return self._measured[key]
+
+
+def _measure_split(
+    kind: int, module: nn.Module, split: Split, record: CallRecord, num_samples: int, taps: Sequence[Tap]
+) -> CallNeeds:
+    large = max(num_samples, 2)
+    low, high = (meter_call(module, _micro_batch(record, split, size), record, taps) for size in (1, large))
+    return _between(kind, 1, low, large, high)
+
+
+def _measure_whole(
+    kind: int, module: nn.Module, one: CallRecord, two: CallRecord | None, num_samples: int, taps: Sequence[Tap]
+) -> CallNeeds:
+    low = meter_call(module, one.leaves, one, taps)
+    if two is None:
+        high, size = low, num_samples
+    else:
+        high, size = meter_call(module, two.leaves, two, taps), num_samples + 1
+    return _between(kind, num_samples, low, size, high)
+
+
+def _between(kind: int, low: int, at_low: MeteredCall, high: int, at_high: MeteredCall) -> CallNeeds:
+    def work(at_low: Counted, at_high: Counted) -> Work:
+        return Work(
+            Affine.through(low, at_low.flop, high, at_high.flop),
+            Affine.through(low, at_low.touched_bytes, high, at_high.touched_bytes),
+        )
+
+    return CallNeeds(
+        kind=kind,
+        forward_peak=Affine.through(
+            low, at_low.forward_peak - at_low.outputs, high, at_high.forward_peak - at_high.outputs
+        ),
+        kept=Affine.through(low, at_low.kept, high, at_high.kept),
+        backward_peak=Affine.through(low, at_low.backward_peak, high, at_high.backward_peak),
+        forward=work(at_low.work.forward, at_high.work.forward),
+        recompute=work(at_low.work.recompute, at_high.work.recompute),
+        backward=work(at_low.work.backward, at_high.work.backward),
+    )
+
+
+def _micro_batch(record: CallRecord, split: Split, num_samples: int) -> list[Any]:
+    dims = iter(split.inputs)
+    return [
+        narrow(leaf, next(dims), 0, num_samples) if isinstance(leaf, torch.Tensor) else leaf for leaf in record.leaves
+    ]
+
+
+def meter_call(module: nn.Module, leaves: Sequence[Any], record: CallRecord, taps: Sequence[Tap] = ()) -> MeteredCall:
+    """Runs one call forward without graph, then forward with graph and backward, and reads the meters."""
+    args, kwargs = unflatten([_detached(leaf, record.mutated) for leaf in leaves], record.tree)
+
+    def run() -> list[torch.Tensor]:
+        with tapping(module, taps) as tapped:
+            results = tensors(flatten(module.forward(*args, **kwargs))[0])
+        return results + tapped.tensors
+
+    with torch.no_grad(), AllocationMeter() as meter, WorkMeter() as work:
+        results = run()
+        outputs, forward_peak, forward = meter.live_bytes, meter.peak_bytes, work.counted
+    shapes = [torch.empty_like(result) for result in results]
+    del results
+    for param in module.parameters():
+        if param.requires_grad and param.grad is None:
+            param.grad = torch.empty_like(param)  # gradients are added in place
+    kept, backward_peak, recompute, backward = _meter_graph(run, shapes)
+    return MeteredCall(outputs, forward_peak, kept, backward_peak, CountedCall(forward, recompute, backward))
+
+
+def _meter_graph(
+    run: Callable[[], list[torch.Tensor]], gradients: list[torch.Tensor]
+) -> tuple[int, int, Counted, Counted]:
+    """Bytes that the graph keeps, the peak of forward and backward, and the work of recomputation and of backward."""
+    with torch.enable_grad(), AllocationMeter() as meter, WorkMeter() as work:
+        with work.until_saved() as saved:
+            results = run()
+        edges = [(get_gradient_edge(r), g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
+        with_results = meter.live_bytes
+        storages = [weakref.ref(result.untyped_storage()) for result in results]
+        del results
+        kept = meter.live_bytes
+        # In backward the results are there again: those that the graph keeps are held, something stands for the others.
+        held = [storage() for storage in storages]
+        stand_in = gradients[0].new_empty(with_results - kept, dtype=torch.uint8) if gradients else None
+        if not edges:
+            return kept, 0, saved[-1], Counted()
+        before = work.counted
+        torch.autograd.backward([edge for edge, _ in edges], [gradient for _, gradient in edges])
+        del held, stand_in
+        return kept, meter.peak_bytes, saved[-1], work.counted - before
+
+
+def _detached(leaf: Any, mutated: bool) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    alone = leaf.detach().requires_grad_(leaf.requires_grad)
+    with torch.enable_grad():
+        return alone.clone() if mutated else alone  # autograd forbids to change a leaf in place, not its clone
+
+
+def _identity(module: nn.Module) -> tuple[Any, ...]:
+    params = tuple((name, param.shape, param.dtype, param.requires_grad) for name, param in module.named_parameters())
+    return type(module), module.training, repr(module), params

@@ -1,0 +1,587 @@
+"""Whether a block may be cut into micro-batches: tried on values, because shapes do not tell.
+
+[Note: trying a block alone] One block of each kind runs on a few samples, with random numbers in the place of its
+parameters (a model may have none yet, and zeros would hide much) and in fp32, so that rounding is small. Its arguments
+are those of the recorded call where they have values, random ones where not. Then
+
+- each sample in turn is changed, once to ordinary and once to extreme values (a maximum over the batch hides
+  otherwise), and so is the gradient that comes back for it: results and gradients of the *other* samples must stay;
+- the call is split: results, gradients of inputs, and sums of the gradients of parameters must be those of the whole
+  call; so must scalars, numbers, outputs without gradient;
+- what the block keeps (buffers, attributes, generators) must be left by the parts as by the whole;
+- random numbers must be drawn sample by sample: one draw for the whole batch would become one for each part.
+
+Whatever fails is told as the reason why the block runs unsplit. Before that, whether or not it could be split, the same
+call is made twice, and once with a recomputation: results and gradients must be the same. If they are not, the block
+follows something that nobody sees (a global, a closure, a file, the clock), and is refused. Nothing of the user's is
+touched: attributes are put back, and hooks do not run (see [Note: hooks in a rehearsal]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from hightide.ir.split import BatchDim, Split
+from hightide.process.interrupts import is_interrupt, safe_point
+from hightide.profiler.model.call_tree import flatten, narrow, unflatten
+from hightide.profiler.model.fake import Originals, refer_to
+from hightide.profiler.model.hooks import users_hooks_aside
+from hightide.profiler.model.probe_record import CallRecord
+from hightide.profiler.model.taps import Tap, tapping
+from hightide.profiler.trial.quiet import Quiet
+from hightide.profiler.trial.state import GlobalRandom, Snapshot, contents, same_contents
+
+CPU = torch.device("cpu")
+NUM_SAMPLES = 3
+EXTREME = 100.0
+# Of the largest value of a tensor. What does not change is the same to the bit but for kernels that sort samples;
+# a split has other shapes, other kernels and another order of sums.
+UNCHANGED, SAME = 1e-5, 1e-3
+LOW_PRECISION = 30.0  # times these, for a block that only runs in 16 bits
+AGAIN = 1e-4  # of the same call: kernels that add in any order, and what they are multiplied by
+REPEATED = "gives other results when the same call is made again: it follows something that is not its own"
+RECOMPUTED = "has other gradients when it is recomputed in backward"
+PATIENCE = 4  # states that are named
+
+
+@dataclass(frozen=True)
+class Finding:
+    """About one kind of call."""
+
+    note: str = ""  # why it must run unsplit; "": it need not
+    keeps: tuple[str, ...] = ()  # what a forward changes of what the block keeps
+    refusal: str = ""  # why it cannot be recomputed
+    replays_whole: bool = False  # a recomputation must not end with the last tensor that is saved: see _try_replay
+
+
+class _Mixed(Exception):
+    """The reason why a block must not be split."""
+
+
+class _NotRepeatable(Exception):
+    """The reason why a block cannot be recomputed."""
+
+
+class _NoValues(Exception):
+    """The block gives no numbers that could be compared."""
+
+
+def examine(
+    module: nn.Module,
+    record: CallRecord,
+    num_samples: int,
+    split: Split,
+    taps: Sequence[Tap],
+    originals: Originals,
+    device: torch.device,
+) -> Finding:
+    """Tries one call. See [Note: trying a block alone]. `record` is of `num_samples` samples. A call that is not split
+    anyway is only repeated."""
+    failure: Exception | None = None
+    if device.type == "cuda":  # else torch warns that autograd's thread has no context yet
+        torch.ones((), device=device, requires_grad=True).sin().backward()
+    if not split.splittable and len(split.inputs) != len(record.inputs):
+        num_samples = 1  # nobody knows what its samples are
+    for place in (device, CPU) if device.type == "cuda" else (device,):
+        for dtype in (torch.float32, None):
+            for count in (NUM_SAMPLES, 2, 1):
+                if count > num_samples or (count < 2 and split.splittable):
+                    continue
+                try:
+                    with originals.as_trained(), _alone(module, originals, place, dtype) as params:
+                        return _Trial(module, record, count, split, taps, place, dtype, params).finding()
+                except Exception as error:  # whatever a block raises on numbers that are not the user's
+                    if is_interrupt(error):
+                        raise
+                    failure = error
+        if not isinstance(failure, torch.OutOfMemoryError):
+            break  # else there is room on the host, as a rule
+    if not split.splittable:
+        return Finding(split.note)
+    reason = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
+    return Finding(f"whether samples depend on each other could not be tried ({reason})")
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """Of a parameter: its products with two random vectors, which an error anywhere in it changes. Kept whole, the
+    gradients of a few runs would take several times the block's memory."""
+
+    along: tuple[float, float]
+    size: float  # what an error as large as the gradient changes these by, about
+
+    @classmethod
+    def of(cls, grad: Tensor, param: Tensor) -> _Gradient:
+        values = (param - 1.0 if param.ndim < 2 else param).flatten()  # random, and of no other meaning if it is moved
+        flat, numel = grad.flatten(), values.numel()
+        shifts = [min(shift, max(0, numel - 1)) for shift in (1, 7)]  # views: a copy of a large matrix takes memory
+        along = [float(torch.dot(flat[shift:], values[: numel - shift].to(flat.dtype))) for shift in shifts]
+        return cls((along[0], along[1]), float(flat.norm()) * float(values.norm()) / max(1, numel) ** 0.5)
+
+    def differs(self, others: Sequence[_Gradient | None], tolerance: float, largest: float) -> bool:
+        """From the sum of others. `largest`: size of the largest gradient of the block; one that is zero but for
+        rounding is judged by it."""
+        allowed = tolerance * self.size + UNCHANGED * largest
+        sums = [sum(other.along[at] for other in others if other is not None) for at in (0, 1)]
+        return not all(abs(mine - total) <= allowed for mine, total in zip(self.along, sums, strict=True))
+
+
+_NONE = _Gradient((0.0, 0.0), 0.0)
+
+
+@dataclass
+class _Outcome:
+    outputs: list[Tensor]
+    others: list[Any]  # leaves of the result that are no tensors
+    input_grads: list[Tensor | None]
+    param_grads: list[_Gradient | None]  # none where nobody asked for them
+    draws: list[int] = field(default_factory=list)
+
+
+class _Trial:
+    def __init__(
+        self,
+        module: nn.Module,
+        record: CallRecord,
+        num_samples: int,
+        split: Split,
+        taps: Sequence[Tap],
+        device: torch.device,
+        dtype: torch.dtype | None,
+        params: list[nn.Parameter],
+    ) -> None:
+        self._module, self._record, self._split, self._taps = module, record, split, taps
+        self._num_samples, self._params = num_samples, params
+        self._leeway = 1.0 if dtype is not None else LOW_PRECISION
+        self._generator = torch.Generator(device).manual_seed(0)
+        self._input_dims = split.inputs if num_samples > 1 or split.splittable else (None,) * len(record.inputs)
+        self._output_dims = split.outputs if split.splittable else (None,) * len(record.outputs)
+        dims = iter(self._input_dims)
+        self._leaves = [
+            self._real(narrow(leaf.detach(), next(dims), 0, num_samples), dtype, device)
+            if isinstance(leaf, Tensor)
+            else leaf
+            for leaf in record.leaves
+        ]
+        self._wants_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in record.leaves]
+        self._seeds: list[Tensor] | None = None  # gradients that come back
+        self._before = Snapshot(module, shared_random=True)
+        self._random = GlobalRandom(device)
+
+    def finding(self) -> Finding:
+        replays_whole = False
+        try:
+            base = self._run(self._leaves)
+            keeps = tuple(sorted(self._before.changes()))
+            draws = self._random.drawn() & {"torch", "CUDA"}
+            self._check_values(base)
+            try:
+                replays_whole = self._try_again(base)
+                if not self._split.splittable:
+                    return Finding(self._split.note, keeps, replays_whole=replays_whole)
+                for sample in range(self._num_samples):
+                    for factor in (1.0, EXTREME):
+                        self._try_sample(base, sample, factor, bool(draws))
+                if keeps and self._try_state(keeps):
+                    keeps = ()
+                self._try_split(base, bool(draws))
+            except _NotRepeatable as reason:
+                return Finding(self._split.note, keeps, refusal=str(reason))
+            except _Mixed as reason:
+                return Finding(str(reason), keeps, replays_whole=replays_whole)
+            return Finding("", keeps, replays_whole=replays_whole)
+        finally:
+            self._before.restore()
+            self._random.restore()
+
+    # -- can it be done again ---------------------------------------------------------------------------------------
+
+    def _try_again(self, base: _Outcome) -> bool:
+        """Results and gradients must be the same when the call is repeated, and when it is recomputed in backward.
+
+        A recomputation ends with the last tensor that is saved. Some operations save a tensor that they fill later
+        (the noise of rrelu): then it has to go on to the end. Returns whether it has to."""
+        if not self._is_repeated(base, self._run(self._leaves, with_params=False)):
+            raise _NotRepeatable(REPEATED)
+        if all(grad is None for grad in (*base.input_grads, *base.param_grads)):
+            return False
+        for early_stop in (True, False):
+            with set_checkpoint_early_stop(early_stop):
+                if self._is_repeated(base, self._run(self._leaves, recompute=True)):
+                    return not early_stop
+        raise _NotRepeatable(RECOMPUTED)
+
+    def _is_repeated(self, one: _Outcome, two: _Outcome) -> bool:
+        pairs: list[tuple[Tensor | None, Tensor | None]] = [*zip(one.outputs, two.outputs, strict=False)]
+        pairs += [*zip(one.input_grads, two.input_grads, strict=True)]
+        same = len(one.outputs) == len(two.outputs) and _equal_leaves(one.others, two.others)
+        largest = _largest(one.param_grads)
+        if two.param_grads and any(
+            (a or _NONE).differs([b], AGAIN * self._leeway, largest)
+            for a, b in zip(one.param_grads, two.param_grads, strict=True)
+        ):
+            return False
+        return same and not any(
+            (a is None) != (b is None) or (a is not None and b is not None and self._differ(a, b, AGAIN, _size(a)))
+            for a, b in pairs
+        )
+
+    # -- the four questions ---------------------------------------------------------------------------------------
+
+    def _try_sample(self, base: _Outcome, sample: int, factor: float, draws: bool) -> None:
+        """Only the changed sample's results and gradients may change. Random numbers are others each time: a
+        permutation may leave the sample where it is."""
+        seed = None
+        if draws:
+            seed = 1 + sample + (self._num_samples if factor != 1.0 else 0)
+            base = self._run(self._leaves, seed=seed, with_params=False)
+        try:
+            changed = self._run(self._varied(sample, factor), varied=sample, seed=seed, with_params=False)
+        except Exception as error:
+            if factor == 1.0 or is_interrupt(error):
+                raise
+            return  # code that checks its input has refused the extreme one
+        how = ", to extreme values" if factor != 1.0 else ""
+        if len(changed.outputs) != len(base.outputs):
+            raise _Mixed("how many tensors it returns depends on a sample's values")
+        for index, (one, two, dim) in enumerate(zip(base.outputs, changed.outputs, self._split.outputs, strict=True)):
+            for part_one, part_two in self._others(one, two, dim, sample):
+                if self._differ(part_one, part_two, UNCHANGED, _size(one)):
+                    what = "changes when another sample does" if dim else "is of the batch as a whole"
+                    raise _Mixed(f"samples depend on each other: output {index} {what}{how}")
+        for one_grad, two_grad, dim in zip(base.input_grads, changed.input_grads, self._split.inputs, strict=True):
+            if dim is None or one_grad is None or two_grad is None:
+                continue
+            for part_one, part_two in self._others(one_grad, two_grad, dim, sample):
+                if self._differ(part_one, part_two, UNCHANGED, _size(one_grad)):
+                    raise _Mixed(f"samples depend on each other: a gradient changes when another sample does{how}")
+
+    def _try_split(self, base: _Outcome, draws: bool) -> None:
+        """Parts must add up to the whole."""
+        quiet = Quiet() if draws else None
+        whole = self._run(self._leaves, quiet=quiet) if draws else base
+        bounds = [(0, 1), (1, self._num_samples - 1)]
+        parts = [self._run_part(start, count, Quiet() if draws else None) for start, count in bounds]
+        for (start, count), part in zip(bounds, parts, strict=True):
+            self._compare_outputs(whole, part, start, count)
+        if draws and not _drawn_by_sample(whole.draws, parts[0].draws, self._num_samples):
+            raise _Mixed("it draws random numbers for the batch as a whole")
+        for index, dim in enumerate(self._split.inputs):
+            expected, found = whole.input_grads[index], [part.input_grads[index] for part in parts]
+            if expected is None and all(grad is None for grad in found):
+                continue
+            like = expected if expected is not None else next(grad for grad in found if grad is not None)
+            if dim is None:
+                self._compare_sum(f"the gradient of input {index}", expected, found, _size(like))
+                continue
+            for (start, count), grad in zip(bounds, found, strict=True):
+                mine = None if expected is None else narrow(expected, dim, start, count)
+                if self._differ(_or_zero(mine, grad), _or_zero(grad, mine), SAME, _size(like)):
+                    raise _Mixed(f"split, the gradient of its input {index} is another")
+        largest = _largest(whole.param_grads)
+        for index, gradient in enumerate(whole.param_grads):
+            others = [part.param_grads[index] for part in parts]
+            if (gradient or _NONE).differs(others, SAME * self._leeway, largest):
+                raise _Mixed("split, the gradient of a parameter is another than that of the whole batch")
+
+    def _compare_outputs(self, whole: _Outcome, part: _Outcome, start: int, count: int) -> None:
+        if len(part.outputs) != len(whole.outputs) or not _equal_leaves(part.others, whole.others):
+            raise _Mixed("split, it returns other numbers or more of them")
+        for index, (one, two, dim) in enumerate(zip(whole.outputs, part.outputs, self._split.outputs, strict=True)):
+            expected = narrow(one, dim, start, count)
+            if expected.shape != two.shape or self._differ(expected, two, SAME, _size(one)):
+                raise _Mixed(f"split, its output {index} is another than that of the whole batch")
+
+    def _compare_sum(self, what: str, expected: Tensor | None, found: list[Tensor | None], size: float) -> None:
+        there = [grad for grad in found if grad is not None]
+        if expected is None and not there:
+            return
+        total = sum(there[1:], start=there[0]) if there else torch.zeros_like(expected)  # type: ignore[arg-type]
+        if self._differ(_or_zero(expected, total), total, SAME, size):
+            raise _Mixed(f"split, {what} is another than that of the whole batch")
+
+    def _try_state(self, keeps: tuple[str, ...]) -> bool:
+        """What the parts leave must be what the whole leaves. Returns whether another run leaves the same again: then
+        no replay does any harm."""
+        self._run(self._leaves)
+        left_by_whole = contents(self._module)
+        self._run(self._leaves, fresh=False)
+        is_harmless = same_contents(left_by_whole, contents(self._module))
+        self._reset()
+        for start, count in [(0, 1), (1, self._num_samples - 1)]:
+            self._run_part(start, count, fresh=False)
+        if not same_contents(left_by_whole, contents(self._module)):
+            names = ", ".join(keeps[:PATIENCE]) + (" ..." if len(keeps) > PATIENCE else "")
+            raise _Mixed(f"a forward changes what it keeps ({names}), which must happen once for the whole batch")
+        return is_harmless
+
+    def _run_part(self, start: int, count: int, quiet: Quiet | None = None, fresh: bool = True) -> _Outcome:
+        try:
+            return self._run(self._part(start, count), (start, count), quiet, fresh=fresh)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the whole call did not fail
+            if is_interrupt(error):
+                raise
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise _Mixed(f"split, it fails ({reason})") from error
+
+    # -- running --------------------------------------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        self._before.restore()
+        self._random.restore()
+
+    def _run(
+        self,
+        leaves: Sequence[Any],
+        part: tuple[int, int] | None = None,
+        quiet: Quiet | None = None,
+        varied: int | None = None,
+        fresh: bool = True,
+        recompute: bool = False,
+        seed: int | None = None,
+        with_params: bool = True,
+    ) -> _Outcome:
+        safe_point()
+        if fresh:
+            self._reset()
+        if seed is not None:
+            self._random.seed(seed)
+        inputs = [
+            leaf.detach().clone().requires_grad_(wants) if isinstance(leaf, Tensor) else leaf
+            for leaf, wants in zip(leaves, self._wants_grad, strict=True)
+        ]
+        with torch.enable_grad(), torch.autocast(self._generator.device.type, enabled=False), quiet or nullcontext():
+            if recompute:
+                outputs, others = checkpoint(self._forward, inputs, use_reentrant=False, preserve_rng_state=False)
+                self._reset()  # as a replay begins
+            else:
+                outputs, others = self._forward(inputs)
+            tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
+            grads = self._backward(tensors, outputs, part, varied, with_params)
+        outcome = _Outcome([output.detach() for output in outputs], others, *grads)
+        outcome.draws = quiet.draws if quiet is not None else []
+        return outcome
+
+    def _forward(self, leaves: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
+        args, kwargs = unflatten(leaves, self._record.tree)
+        with tapping(self._module, self._taps) as tapped:
+            result = self._module.forward(*args, **kwargs)
+        leaves, _ = flatten(result)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + tapped.tensors
+        return outputs, [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
+
+    def _backward(
+        self,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        part: tuple[int, int] | None,
+        varied: int | None,
+        with_params: bool,
+    ) -> tuple[list[Tensor | None], list[_Gradient | None]]:
+        if self._seeds is None:
+            self._seeds = [self._noise(output.detach()) for output in outputs]
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        trained = [param for param in self._params if param.requires_grad and with_params]
+        roots, seeds = [], []
+        for output, seed, dim in zip(outputs, self._seeds, self._output_dims, strict=False):
+            if not output.requires_grad or (part is not None and dim is None and part[0] > 0):
+                continue  # an output without batch dimension takes its gradient once
+            if part is not None:
+                seed = narrow(seed, dim, *part)
+            if varied is not None and dim is not None:
+                seed = seed.clone()
+                place = narrow(seed, dim, varied, 1)
+                place.copy_(self._noise(place))
+            roots.append(output)
+            seeds.append(seed)
+        gradients: dict[int, _Gradient] = {}
+
+        def used_up(param: Tensor) -> None:
+            """One after the other: all at once they would take as much as the parameters."""
+            assert param.grad is not None
+            with torch.no_grad():
+                gradients[id(param)] = _Gradient.of(param.grad, param)
+            param.grad = None
+
+        handles = [param.register_post_accumulate_grad_hook(used_up) for param in trained]
+        try:
+            if roots and (wanted or trained):
+                torch.autograd.backward(roots, seeds, inputs=[*wanted, *trained])
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [tensor.grad for tensor in inputs], [gradients.get(id(param)) for param in trained]
+
+    def _part(self, start: int, count: int) -> list[Any]:
+        dims = iter(self._split.inputs)
+        return [narrow(leaf, next(dims), start, count) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+
+    # -- values ---------------------------------------------------------------------------------------------------
+
+    def _real(self, tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+        """Values for an argument: its own, unless it has none, or all are the same, which would hide much."""
+        has_values = not isinstance(tensor, FakeTensor) and not tensor.is_meta
+        if not tensor.is_floating_point():
+            return tensor.to(device) if has_values else torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        if has_values and tensor.numel() and bool((tensor != tensor.flatten()[0]).any()):
+            return tensor.to(device, dtype or tensor.dtype)
+        noise = torch.randn(tensor.shape, generator=self._generator, device=device)
+        return noise.to(dtype or tensor.dtype)
+
+    def _noise(self, like: Tensor) -> Tensor:
+        noise = torch.randn(like.shape, generator=self._generator, device=like.device)
+        return noise.to(like.dtype) if like.is_floating_point() else noise
+
+    def _varied(self, sample: int, factor: float) -> list[Any]:
+        """The arguments with other values for one sample: its own in another order, and noise on those that are
+        real."""
+        leaves = []
+        dims = iter(self._split.inputs)
+        for leaf in self._leaves:
+            if not isinstance(leaf, Tensor) or (dim := next(dims)) is None:
+                leaves.append(leaf)
+                continue
+            leaf = leaf.clone()
+            place = narrow(leaf, dim, sample, 1)
+            order = torch.randperm(place.numel(), generator=self._generator, device=leaf.device)
+            values = place.flatten()[order].view(place.shape)
+            place.copy_((values + self._noise(values)) * factor if leaf.is_floating_point() else values)
+            leaves.append(leaf)
+        return leaves
+
+    def _others(self, one: Tensor, two: Tensor, dim: BatchDim | None, sample: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of two results, what belongs to other samples than the changed one."""
+        if dim is None:
+            yield one, two
+            return
+        for start, count in ((0, sample), (sample + 1, self._num_samples - sample - 1)):
+            if count:
+                yield narrow(one, dim, start, count), narrow(two, dim, start, count)
+
+    def _differ(self, one: Tensor, two: Tensor, tolerance: float, size: float) -> bool:
+        if one.shape != two.shape:
+            return True
+        if not one.is_floating_point():
+            return not torch.equal(one, two)
+        allowed = tolerance * self._leeway * size + torch.finfo(torch.float32).tiny
+        return not torch.allclose(one, two.to(one.dtype), rtol=0.0, atol=allowed, equal_nan=True)
+
+    def _check_values(self, base: _Outcome) -> None:
+        if len(base.outputs) != len(self._record.outputs):
+            raise _NoValues(f"{len(base.outputs)} tensors came back, and {len(self._record.outputs)} from the probe")
+        for output in base.outputs:
+            if output.is_floating_point() and output.numel() and not bool(output.isfinite().any()):
+                raise _NoValues("no finite number came back")
+
+
+def _drawn_by_sample(whole: list[int], of_one: list[int], num_samples: int) -> bool:
+    return len(whole) == len(of_one) and all(all_ == num_samples * one for all_, one in zip(whole, of_one, strict=True))
+
+
+def _largest(gradients: Sequence[_Gradient | None]) -> float:
+    return max((gradient.size for gradient in gradients if gradient is not None), default=0.0)
+
+
+def _or_zero(grad: Tensor | None, like: Tensor | None) -> Tensor:
+    if grad is not None:
+        return grad
+    assert like is not None
+    return torch.zeros_like(like)
+
+
+def _size(tensor: Tensor) -> float:
+    """Its largest finite value."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0.0
+    return float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max())
+
+
+def _equal_leaves(one: list[Any], two: list[Any]) -> bool:
+    plain = (int, float, str, bool, type(None))
+    return len(one) == len(two) and all(
+        type(a) is type(b) and (not isinstance(a, plain) or a == b) for a, b in zip(one, two, strict=True)
+    )
+
+
+# -- a block with values ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _alone(
+    module: nn.Module, originals: Originals, device: torch.device, dtype: torch.dtype | None
+) -> Iterator[list[nn.Parameter]]:
+    """The block with random parameters on the device, its own buffers, and without the user's hooks. `dtype` None: its
+    own. To be called with fake parameters, which are there again afterwards."""
+    generator = torch.Generator(device).manual_seed(1)
+    params: dict[int, nn.Parameter] = {}
+    buffers: dict[int, Tensor] = {}
+    slots = [(inside, dict(inside._parameters), dict(inside._buffers)) for inside in module.modules()]
+    attributes = [(inside.__dict__, dict(inside.__dict__)) for inside in module.modules()]
+    try:
+        for inside, mine, kept in slots:
+            for name, param in mine.items():
+                if param is not None:
+                    if id(param) not in params:
+                        params[id(param)] = _random_parameter(param, dtype, device, generator)
+                    inside._parameters[name] = params[id(param)]
+            for name, buffer in kept.items():
+                if buffer is not None:
+                    if id(buffer) not in buffers:
+                        buffers[id(buffer)] = _real_buffer(originals.of(buffer), dtype, device, generator)
+                    inside._buffers[name] = buffers[id(buffer)]
+        for inside in module.modules():
+            refer_to(inside, params)
+        with _no_tf32(), users_hooks_aside(module):
+            yield list(params.values())
+    finally:
+        for inside, mine, kept in slots:
+            inside._parameters.clear()
+            inside._parameters.update(mine)
+            inside._buffers.clear()
+            inside._buffers.update(kept)
+        for there, before in attributes:
+            there.clear()
+            there.update(before)
+
+
+@contextmanager
+def _no_tf32() -> Iterator[None]:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+def _random_parameter(
+    param: nn.Parameter, dtype: torch.dtype | None, device: torch.device, generator: torch.Generator
+) -> nn.Parameter:
+    """Matrices that keep the size of what they multiply; vectors are mostly the weights of norms, and biases."""
+    values = torch.randn(param.shape, generator=generator, device=device)
+    if param.ndim < 2:
+        values = 1.0 + 0.3 * values
+    else:
+        values *= max(1, param.numel() // max(1, param.shape[0])) ** -0.5
+    made = nn.Parameter(values.to(dtype or param.dtype), requires_grad=param.requires_grad)
+    return made
+
+
+def _real_buffer(buffer: Tensor, dtype: torch.dtype | None, device: torch.device, generator: torch.Generator) -> Tensor:
+    target = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+    if not buffer.is_meta:
+        return buffer.detach().to(device, target, copy=True)
+    if not buffer.is_floating_point():
+        return torch.zeros(buffer.shape, dtype=target, device=device)
+    return torch.rand(buffer.shape, generator=generator, device=device).to(target)  # also good for a variance

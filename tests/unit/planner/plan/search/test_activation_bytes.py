@@ -1,0 +1,107 @@
+"""What activations take, added up for a candidate, is what its schedule takes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.plan.profiles import UNLIMITED, Sketch, build, call, param, profiles, stack
+from unit.plan.search.test_standing_bytes import choices
+
+from hightide.ir.action import Mode
+from hightide.ir.plan import GradientDtype, Update
+from hightide.ir.tier import Tier
+from hightide.planner.lower import lower
+from hightide.planner.predict.peaks import peaks
+from hightide.planner.problem import Terms
+from hightide.planner.search import activation_bytes as room_module
+from hightide.planner.search.activation_bytes import ActivationBytes
+from hightide.planner.search.candidate import Candidate
+from hightide.planner.search.moves import Moves
+from hightide.planner.search.space import Space
+
+
+def problems(data: st.DataObject) -> Space:
+    profile = data.draw(profiles())
+    update, gradients = data.draw(st.sampled_from(Update)), data.draw(st.sampled_from(GradientDtype))
+    return Space(profile, Terms(UNLIMITED, UNLIMITED, update, gradients=gradients, disk_bytes=UNLIMITED))
+
+
+def filled(data: st.DataObject, space: Space, inputs: Tier) -> Candidate:
+    """With activations of all kinds, and updates on the GPU of any blocks."""
+    candidate = replace(
+        data.draw(choices(space)), micro_batch=data.draw(st.integers(1, space.profile.num_samples)), inputs=inputs
+    )
+    movable = frozenset(space.movable)
+    keep, near = (
+        data.draw(st.frozensets(st.sampled_from(some))) if some else frozenset[int]()
+        for some in (space.keepable, space.movable)
+    )
+    return replace(
+        candidate,
+        whole=candidate.whole & movable,
+        params=candidate.params & movable,
+        keep=keep,
+        near=near - keep,
+        loss_kept_tokens=data.draw(st.sampled_from([0, *space.keepable_tokens])),
+    )
+
+
+@given(st.data())
+def test_room_on_the_gpu_is_that_of_the_schedule(data: st.DataObject) -> None:
+    space = problems(data)
+    room = ActivationBytes(space)
+    for _ in range(3):
+        candidate = filled(data, space, Tier.GPU)
+        schedule = lower(space.profile, space.build(candidate), Mode.TRAIN)
+        assert room.gpu_bytes(candidate) == peaks(schedule).gpu_peak_bytes - schedule.gpu_base_bytes
+        assert room.host_bytes(candidate) == 0
+
+
+@given(st.data())
+def test_room_on_the_host_is_that_of_the_inputs_that_wait_there(data: st.DataObject) -> None:
+    space = problems(data)
+    room = ActivationBytes(space)
+    for _ in range(3):
+        candidate = filled(data, space, Tier.HOST)
+        schedule = lower(space.profile, space.build(candidate), Mode.TRAIN)
+        assert room.host_bytes(candidate) == peaks(schedule).host_peak_bytes - schedule.host_base_bytes
+
+
+@pytest.mark.parametrize("update", Update)
+def test_every_update_on_the_gpu_counts_at_its_own_moment(update: Update) -> None:
+    """In backward the first one to be updated, the last block, meets most of what the others keep."""
+    profile = stack(6, dtype="bfloat16")
+    profile = replace(profile, blocks=tuple(replace(block, lazy_head=False) for block in profile.blocks))
+    space = Space(profile, Terms(UNLIMITED, UNLIMITED, update))
+    room = ActivationBytes(space)
+    for whole in ([1], [4], [1, 4], list(space.movable)):
+        for keep in ([], [4], space.keepable):
+            candidate = Candidate(1, whole=frozenset(whole), keep=frozenset(keep))
+            schedule = lower(profile, space.build(candidate), Mode.TRAIN)
+            assert room.gpu_bytes(candidate) == peaks(schedule).gpu_peak_bytes - schedule.gpu_base_bytes
+
+
+def test_updates_copy_no_more_than_a_chunk() -> None:
+    specs = [param(f"p{number}", 4096) for number in range(3)]
+    profile = build(specs, [Sketch("block", [spec.name for spec in specs])], [call(0, width=1)], num_samples=1)
+    space = Space(profile, Terms(UNLIMITED, UNLIMITED))
+    room = ActivationBytes(space)
+    sizes = []
+    for slot_numel in space.slot_sizes:
+        candidate = Candidate(1, whole=frozenset({0}), slot_numel=slot_numel)
+        schedule = lower(profile, space.build(candidate), Mode.TRAIN)
+        sizes.append(room.gpu_bytes(candidate))
+        assert sizes[-1] == peaks(schedule).gpu_peak_bytes - schedule.gpu_base_bytes
+    assert min(sizes) < max(sizes)
+
+
+def test_looking_at_every_choice_lowers_few_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    lowered = []
+    monkeypatch.setattr(room_module, "lower", lambda *args: lowered.append(args) or lower(*args))
+    space = Space(stack(20), Terms(UNLIMITED, UNLIMITED))
+    room = ActivationBytes(space)
+    looked_at = [room.gpu_bytes(candidate) for candidate in Moves(space, lambda _: True, (1,)).last_resorts()]
+    assert len(looked_at) > 100 and len(lowered) == 2  # inputs on the GPU and on the host

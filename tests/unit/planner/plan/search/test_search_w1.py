@@ -1,0 +1,119 @@
+"""The search on W1 (llama-3.2-3b), estimated for an H200: against plans written by hand, and when the world changes.
+The arguments for the directions are in docs/planning.md. All times are simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+from unit.plan.profiles import forecast_of
+
+from hightide.doctor.known import load_machine
+from hightide.ir.action import Mode
+from hightide.ir.block import ModelProfile
+from hightide.ir.machine import Machine
+from hightide.ir.plan import GradientDtype, Plan, Update
+from hightide.ir.tier import Lane
+from hightide.planner.lower import lower
+from hightide.planner.predict.estimate import estimate
+from hightide.planner.predict.peaks import reserved_bytes
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.search.search import search
+from hightide.planner.solution import Searched
+
+PLANS = Path(__file__).parents[3] / "bench" / "plans"
+GIB = 1024**3
+HOST_BYTES = 112 * GIB
+BASE = "w1-24gib"  # 32,768 tokens, in backward
+FEWER_TOKENS = "w1-8k-24gib"  # 8,192
+
+
+@cache
+def hand_written(name: str) -> tuple[Plan, ModelProfile]:
+    plan = Plan.load(PLANS / f"{name}.json")
+    assert plan.profile is not None
+    return plan, plan.profile
+
+
+@cache
+def found(name: str, machine: Machine, gpu_bytes: int | None = None) -> Searched:
+    plan, profile = hand_written(name)
+    limit_bytes = gpu_bytes or plan.gpu_limit_bytes
+    costs = estimate(profile, load_machine("h200"))
+    terms = Terms(limit_bytes, HOST_BYTES, plan.update, gradients=GradientDtype.PARAM)
+    result = search(Problem(profile, costs, machine, terms))
+    assert reserved_bytes(lower(profile, result.plan, Mode.TRAIN)) == result.plan.forecast.gpu_bytes <= limit_bytes
+    assert result.plan.forecast.host_peak_bytes <= HOST_BYTES
+    return result
+
+
+def slowed(machine: Machine, lanes: set[Lane], factor: float) -> Machine:
+    speeds = []
+    for entry in machine.speeds:
+        pairs = zip(entry.busy, entry.bytes_per_s, strict=True)
+        speeds.append(replace(entry, bytes_per_s=tuple(s * factor if lane in lanes else s for lane, s in pairs)))
+    return replace(machine, speeds=tuple(speeds))
+
+
+def base() -> Searched:
+    return found(BASE, load_machine("h200"))
+
+
+def moved_bytes(result: Searched) -> int:
+    assert result.plan.profile is not None
+    schedule = lower(result.plan.profile, result.plan, Mode.TRAIN)
+    return sum(action.num_bytes for lane in (Lane.H2D, Lane.D2H) for action in schedule.lane(lane))
+
+
+def num_whole(result: Searched) -> int:
+    """Blocks with their states on the GPU."""
+    return len(result.candidate.whole)
+
+
+def kept_bytes(result: Searched) -> int:
+    """Activations and logits that are not made twice."""
+    assert result.plan.profile is not None
+    return sum(tick.gpu_kept for tick in lower(result.plan.profile, result.plan, Mode.TRAIN).ticks) // 2
+
+
+@pytest.mark.parametrize("name", ["w1-24gib", "w1-24gib-clip", "w1-8gib", "w1-8k-24gib"])
+def test_no_slower_than_the_plan_that_a_person_wrote(name: str) -> None:
+    plan, profile = hand_written(name)
+    machine = load_machine("h200")
+    hand = forecast_of(profile, plan, estimate(profile, machine), machine)
+    assert found(name, machine).step.step_s <= 1.01 * hand.step_s
+
+
+def test_a_slow_link_moves_fewer_bytes() -> None:
+    slow = found(BASE, slowed(load_machine("h200"), {Lane.H2D, Lane.D2H}, 0.1))
+    assert moved_bytes(slow) < 0.7 * moved_bytes(base())
+    assert slow.step.step_s > base().step.step_s
+
+
+def test_slow_host_memory_moves_states_to_the_gpu() -> None:
+    """At half its speed the update still hides behind compute, and nothing has to change; at a third it does not."""
+    half, third = (found(BASE, slowed(load_machine("h200"), {Lane.CPU}, factor)) for factor in (1 / 2, 1 / 3))
+    assert num_whole(third) > num_whole(half) >= num_whole(base())
+    assert half.step.step_s == pytest.approx(base().step.step_s, rel=0.01)
+    assert third.step.step_s > 1.01 * base().step.step_s
+
+
+def test_more_gpu_memory_keeps_more_and_is_faster() -> None:
+    less, more = (found(BASE, load_machine("h200"), gpu_bytes=size * GIB) for size in (16, 32))
+    assert kept_bytes(less) < kept_bytes(base()) < kept_bytes(more)
+    assert less.step.step_s > base().step.step_s > more.step.step_s
+
+
+def test_more_tokens_hide_updates_so_memory_goes_to_activations() -> None:
+    few = found(FEWER_TOKENS, load_machine("h200"))
+    assert num_whole(few) > num_whole(base())
+    assert kept_bytes(few) < kept_bytes(base())
+
+
+def test_clipping_leaves_only_forward_to_hide_updates() -> None:
+    clipped = found("w1-24gib-clip", load_machine("h200"))
+    assert clipped.plan.update is Update.DEFERRED
+    assert num_whole(clipped) > num_whole(base())
+    assert clipped.step.step_s > base().step.step_s

@@ -1,0 +1,133 @@
+"""Planted errors of every kind, in every place of real schedules: verify objects to all of them.
+
+Some changes are not always errors. There an independent witness decides: what verify lets pass must run through on
+lanes of random speed, with no chunk overwritten, read too early or left behind, and within the forecast peak."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from unit.plan.profiles import UNLIMITED, Sketch, build, call, finish, param, plan_with, stack, verify_within
+from unit.plan.random_lanes import RandomLanes
+
+from hightide.ir.action import Mode, Schedule
+from hightide.ir.block import ModelProfile
+from hightide.ir.plan import Activation, BlockPlan, GradientDtype, Plan, Update
+from hightide.ir.tier import Tier
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.lower import lower
+from hightide.planner.predict.peaks import peaks
+from unit.planner import mutations
+
+SEEDS = range(3)
+
+
+def adapters() -> ModelProfile:
+    """Frozen blocks with little ones that are trained, and parameters that no block owns."""
+    params, sketches = [param("loose", 64)], [Sketch("", ["loose"], loose=True)]
+    for layer in range(3):
+        params += [param(f"{layer}.frozen", 2048, trainable=False, group=None), param(f"{layer}.adapter", 64)]
+        sketches.append(Sketch(f"layers.{layer}", [f"{layer}.frozen", f"{layer}.adapter"]))
+    return build(params, sketches, [call(block, first=block == 1) for block in (1, 2, 3)])
+
+
+def mixed(profile: ModelProfile, update: Update) -> Plan:
+    """Each block another way."""
+    ways = [
+        (Tier.GPU, Tier.GPU, Activation.RECOMPUTE, Tier.GPU),
+        (Tier.HOST, Tier.HOST, Activation.RECOMPUTE, Tier.HOST),
+        (Tier.GPU, Tier.HOST, Activation.RECOMPUTE, Tier.GPU),
+        (Tier.HOST, Tier.HOST, Activation.KEEP, Tier.GPU),
+    ]
+    blocks = [BlockPlan(block.name, *ways[block.index % len(ways)]) for block in profile.blocks]
+    return replace(finish(profile, blocks, update, 2, 1, 1, 1024), gradients=GradientDtype.PARAM)
+
+
+STACK, TIED, ADAPTERS = stack(4), stack(3, tied=True), adapters()
+CASES: dict[str, tuple[ModelProfile, Plan, Mode]] = {
+    "streamed": (STACK, plan_with(STACK, inputs=Tier.HOST, slot_numel=3200), Mode.TRAIN),
+    "streamed, in backward": (STACK, plan_with(STACK, update=Update.IN_BACKWARD, spare=2), Mode.TRAIN),
+    "streamed, accumulating": (STACK, plan_with(STACK, inputs=Tier.HOST), Mode.ACCUMULATE),
+    "streamed, evaluating": (STACK, plan_with(STACK), Mode.EVAL),
+    "persistent": (STACK, plan_with(STACK, params=Tier.GPU, states=Tier.GPU), Mode.TRAIN),
+    "persistent, in backward": (
+        STACK,
+        plan_with(STACK, params=Tier.GPU, states=Tier.GPU, update=Update.IN_BACKWARD),
+        Mode.TRAIN,
+    ),
+    "parameters only": (STACK, plan_with(STACK, params=Tier.GPU, activation=Activation.KEEP), Mode.TRAIN),
+    "tied": (TIED, plan_with(TIED, slot_numel=1024), Mode.TRAIN),
+    "tied, accumulating": (TIED, plan_with(TIED), Mode.ACCUMULATE),
+    "mixed": (STACK, mixed(STACK, Update.DEFERRED), Mode.TRAIN),
+    "mixed, in backward": (STACK, mixed(STACK, Update.IN_BACKWARD), Mode.TRAIN),
+    "disk": (STACK, plan_with(STACK, Tier.DISK, Tier.DISK), Mode.TRAIN),
+    "disk, in backward": (STACK, plan_with(STACK, states=Tier.DISK, update=Update.IN_BACKWARD), Mode.TRAIN),
+    "disk, tied": (TIED, plan_with(TIED, Tier.DISK, Tier.DISK, update=Update.IN_BACKWARD), Mode.TRAIN),
+    "disk, accumulating": (TIED, plan_with(TIED, Tier.DISK, Tier.DISK, num_disk_buffers=1), Mode.ACCUMULATE),
+    "adapters": (ADAPTERS, plan_with(ADAPTERS, states=Tier.GPU), Mode.TRAIN),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[ModelProfile, Plan, Schedule]:
+    profile, plan, mode = CASES[request.param]
+    schedule = lower(profile, plan, mode)
+    verify_within(profile, plan, schedule, UNLIMITED, UNLIMITED)
+    return profile, plan, schedule
+
+
+def accepted(
+    case: tuple[ModelProfile, Plan, Schedule], mutants: mutations.Mutants, limit_bytes: int = UNLIMITED
+) -> tuple[list[tuple[str, Schedule]], int]:
+    """Those that verify lets pass, and how many there were."""
+    profile, plan, _ = case
+    passed, count = [], 0
+    for what, mutant in mutants:
+        count += 1
+        try:
+            verify_within(profile, plan, mutant, limit_bytes, limit_bytes)
+        except InfeasiblePlan:
+            continue
+        passed.append((what, mutant))
+    return passed, count
+
+
+@pytest.mark.parametrize("kind", mutations.ERRORS, ids=lambda kind: kind.__name__)
+def test_every_planted_error_is_found(case: tuple[ModelProfile, Plan, Schedule], kind) -> None:
+    passed, _ = accepted(case, kind(case[2]))
+    assert [what for what, _ in passed] == []
+
+
+def test_capacity_is_checked_at_every_moment_on_every_tier(case: tuple[ModelProfile, Plan, Schedule]) -> None:
+    schedule = case[2]
+    peak = peaks(schedule)
+    limit_bytes = max(peak.gpu_peak_bytes, peak.host_peak_bytes)
+    passed, count = accepted(case, mutations.too_much_memory(schedule, limit_bytes), limit_bytes)
+    expected = 0 if schedule.mode is not Mode.EVAL else count  # an evaluation's capacity is left to the stores
+    assert len(passed) == expected, passed[0][0]
+
+
+@pytest.mark.parametrize("kind", mutations.CHANGES, ids=lambda kind: kind.__name__)
+def test_what_passes_runs_at_any_speed(case: tuple[ModelProfile, Plan, Schedule], kind) -> None:
+    plan = case[1]
+    passed, _ = accepted(case, kind(case[2]))
+    for what, mutant in passed:
+        peak = peaks(mutant)
+        for seed in SEEDS:
+            try:
+                lanes = RandomLanes(plan, mutant, seed).run()
+            except AssertionError as error:
+                raise AssertionError(f"verify lets pass: {what}; on lanes of random speed: {error}") from error
+            assert lanes.gpu_peak_bytes <= peak.gpu_peak_bytes and lanes.host_peak_bytes <= peak.host_peak_bytes, what
+
+
+def test_the_kinds_are_not_empty() -> None:
+    """Every kind plants many errors, and verify objects to many of the changes too."""
+    schedules = [lower(profile, plan, mode) for profile, plan, mode in CASES.values()]
+    planted = {kind.__name__: sum(len(list(kind(schedule))) for schedule in schedules) for kind in mutations.ERRORS}
+    assert min(planted.values()) >= 100, planted
+    profile, plan, _ = CASES["streamed"]
+    for kind in mutations.CHANGES:
+        passed, count = accepted((profile, plan, schedules[0]), kind(schedules[0]))
+        assert count - len(passed) >= 10, (kind.__name__, count, len(passed))
