@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from unit.plan.profiles import Sketch, build, call, param
 
 import hightide
 from hightide.ir.chunk import ALIGN_NUMEL
@@ -25,6 +24,7 @@ from hightide.planner.placement import Placement
 from hightide.planner.solution import Solution
 from hightide.planner.verify.check_plan import check_plan
 from hightide.runtime.surgery import run_of
+from unit.planner.profiles import Sketch, build, call, param
 
 TILE = 128  # elements with one scale
 STEPS = 4

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from unit.plan.profiles import stack
 
 import hightide
 import hightide.api
@@ -28,6 +27,7 @@ from hightide.planner.problem import Terms
 from hightide.planner.search.search import search
 from hightide.planner.solution import Solution
 from hightide.profiler.model.model_profile import profile_calls
+from unit.planner.profiles import stack
 from unit.runtime.steps import adamw
 
 GIB = 2**30

@@ -115,8 +115,8 @@ def plan_file(tmp_path: Path) -> Path:
         ({"num_samples": 10**18, "micro_batch": 10**18}, "samples; at most 2147483648"),
         ({"num_slots": 10**30}, "num_slots is"),
         ({"num_slots": 1e9}, "num_slots is 1000000000.0; it must be of type int"),
-        ({"version": 2}, "made by version 2, this is version 3"),
-        ({"version": 99}, "made by version 99, this is version 3"),
+        ({"version": 2}, "made by version 2, this is version 4"),
+        ({"version": 99}, "made by version 99, this is version 4"),
         ({"version": "\x1b[2J" + "x" * 10**6}, "made by version"),
         ({"explanation": "\x1b[2J"}, "without control characters"),
         ({"forecast": None}, "forecast must be a mapping"),
@@ -218,7 +218,7 @@ def test_too_many_tokens_are_not_made() -> None:
 
 def test_damaged_files_are_refused_or_read_as_they_are() -> None:
     """A little of what `bench/bad_files.py` does at length."""
-    repository = Path(__file__).parents[3]
+    repository = Path(__file__).parents[2]
     words = [sys.executable, str(repository / "bench" / "bad_files.py"), "--seed", "11", "--count", "30"]
     done = subprocess.run(
         words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(repository / "src")}, timeout=110

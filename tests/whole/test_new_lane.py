@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from unit.plan.predict.test_simulator import copy, machine, one_second, schedule, tick
-from unit.plan.profiles import plan_with, stack
-from unit.plan.random_lanes import RandomLanes
 
 from hightide.ir import codec
 from hightide.ir.action import Action, Mode, Op, Schedule
@@ -32,6 +29,9 @@ from hightide.planner.verify.verify_schedule import verify
 from hightide.report.page import timeline_html
 from hightide.report.summary import rows
 from hightide.runtime.lanes import lanes as runtime_lanes
+from unit.planner.predict.test_simulator import copy, machine, one_second, schedule, tick
+from unit.planner.profiles import plan_with, stack
+from unit.planner.random_lanes import RandomLanes
 from unit.report.test_page import data_of
 
 PROFILE = stack(4)

@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from unit.plan.predict.test_simulator import machine
 
 import hightide
 import models
@@ -20,6 +19,7 @@ from hightide.planner.predict.peaks import peaks
 from hightide.planner.predict.simulator import Simulated, simulate
 from hightide.planner.verify.compare_records import compare
 from hightide.runtime.lanes.queues import KEPT_PASSES
+from unit.planner.predict.test_simulator import machine
 from unit.runtime.steps import Twins, train_step, twins
 
 NUM_STEPS = 2

@@ -352,7 +352,7 @@ def test_a_file_that_cannot_be_written_is_one_message(
     def full(*arguments: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "replace", full)
     said = plan(*TINY, option, tmp_path / "file", exit_code=2).stderr
     assert said.replace("\n", "") == f"error: {option} {tmp_path / 'file'} cannot be written: No space left on device"
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from unit.plan.profiles import plan_with, stack
 
 from hightide.doctor import measure
 from hightide.doctor.measure import Effort, Report, examine
@@ -20,6 +19,7 @@ from hightide.ir.tier import Lane
 from hightide.planner.lower import lower
 from hightide.planner.predict.simulator import simulate
 from hightide.stores.host_arena import HostArena
+from unit.planner.profiles import plan_with, stack
 
 CPU = torch.device("cpu")
 SMALL = Effort(buffer_bytes=1 << 20, update_numel=1 << 18, dram_numel=1 << 18, window_s=0.01)

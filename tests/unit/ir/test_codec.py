@@ -6,7 +6,7 @@ import pytest
 from hightide.ir.block import ModelProfile
 from hightide.ir.codec import from_json, to_json
 from hightide.ir.plan import Forecast, Plan
-from unit.plan.profiles import plan_with, stack
+from unit.planner.profiles import plan_with, stack
 
 PLAN = plan_with(stack())
 

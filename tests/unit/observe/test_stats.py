@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from unit.plan.profiles import plan_with, stack
 
 import hightide
 import models
@@ -18,6 +17,7 @@ from hightide.planner.lower import lower
 from hightide.planner.predict.peaks import peaks, reserved_bytes
 from hightide.planner.solution import Solution
 from hightide.runtime.run import _forecast
+from unit.planner.profiles import plan_with, stack
 
 GIB = 2**30
 

@@ -14,7 +14,7 @@ import pytest
 
 from hightide.process import files
 
-SOURCE = Path(files.__file__).parents[1]
+SOURCE = Path(files.__file__).parents[2]
 NEW = "the new one\n"
 
 

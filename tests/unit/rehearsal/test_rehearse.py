@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from unit.plan.profiles import forecast_of
 
 import hightide
 import models
@@ -24,6 +23,7 @@ from hightide.rehearsal.rehearse import rehearse
 from hightide.rehearsal.stage import Stage
 from hightide.runtime.blocks import compiled
 from hightide.runtime.run import Run
+from unit.planner.profiles import forecast_of
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from unit.plan.advice.test_why import REAL
-from unit.plan.predict.test_simulator import machine, one_second
-from unit.plan.profiles import plan_with, stack
 
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import MemoryPart, Timeline
@@ -20,6 +17,9 @@ from hightide.planner.predict.tide import simulated_timeline
 from hightide.planner.solution import Solution
 from hightide.report.page import PART_COLOURS, timeline_html
 from hightide.report.summary import gpu_room, limiting, rows, worst_waits
+from unit.planner.advice.test_why import REAL
+from unit.planner.predict.test_simulator import machine, one_second
+from unit.planner.profiles import plan_with, stack
 
 VOID = {"meta"}
 

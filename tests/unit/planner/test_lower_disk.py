@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.plan.predict.test_step_seconds import GPU, LAYER
-from unit.plan.profiles import UNLIMITED, plan_with, plans, profiles, stack, verify_within
 
 from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.costs import Costs
@@ -26,6 +24,8 @@ from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.search import search
 from hightide.planner.solution import Searched
 from hightide.planner.verify.check_plan import check_executable, check_plan
+from unit.planner.predict.test_step_seconds import GPU, LAYER
+from unit.planner.profiles import UNLIMITED, plan_with, plans, profiles, stack, verify_within
 
 STACK = stack(12, dtype="bfloat16")
 SSD = Disk("made up", True, 4e6, 2e6, 1e6, 1, 3e6, 1e6, ())  # its cache makes writing look twice as fast

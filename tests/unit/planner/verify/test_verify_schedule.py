@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from unit.plan.profiles import UNLIMITED, Sketch, build, call, param, plan_with, stack, verify_within
 
 from hightide.ir.action import Mode, Op, Place, Schedule
 from hightide.ir.plan import Activation
@@ -12,6 +11,7 @@ from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.predict.peaks import peaks
 from hightide.planner.verify.check_plan import check_plan
+from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, plan_with, stack, verify_within
 
 PROFILE = stack(4)
 PLAN = plan_with(PROFILE, inputs=Tier.HOST, slot_numel=3200)

@@ -6,9 +6,6 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from unit.plan.advice.test_why import solved
-from unit.plan.predict.test_step_seconds import COSTS, with_gpu
-from unit.plan.profiles import plan_with, stack
 
 from hightide.ir.machine import SIMULATED
 from hightide.ir.plan import GradientDtype, Update
@@ -33,6 +30,9 @@ from hightide.planner.search.nearby import fits
 from hightide.planner.search.search import search
 from hightide.planner.search.trials import Trials
 from hightide.planner.solution import Searched
+from unit.planner.advice.test_why import solved
+from unit.planner.predict.test_step_seconds import COSTS, with_gpu
+from unit.planner.profiles import plan_with, stack
 
 FAST = with_gpu(1e16, 1e12)  # with links of 1 MB/s
 FAST = replace(FAST, gpu=replace(FAST.gpu, name=SIMULATED))  # where torch reserves nothing beside tensors

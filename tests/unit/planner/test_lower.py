@@ -1,7 +1,15 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from unit.plan.profiles import (
+
+from hightide.ir.action import Mode, Op, Place, Schedule
+from hightide.ir.plan import Activation, Update
+from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.planner.lower import lower
+from hightide.planner.placement import Placement
+from hightide.planner.predict.peaks import peaks
+from hightide.planner.verify.check_plan import check_plan
+from unit.planner.profiles import (
     UNLIMITED,
     Sketch,
     build,
@@ -13,15 +21,7 @@ from unit.plan.profiles import (
     stack,
     verify_within,
 )
-from unit.plan.random_lanes import RandomLanes
-
-from hightide.ir.action import Mode, Op, Place, Schedule
-from hightide.ir.plan import Activation, Update
-from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.planner.lower import lower
-from hightide.planner.placement import Placement
-from hightide.planner.predict.peaks import peaks
-from hightide.planner.verify.check_plan import check_plan
+from unit.planner.random_lanes import RandomLanes
 
 
 def of(schedule, op):

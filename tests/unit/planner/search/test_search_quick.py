@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from unit.plan.profiles import UNLIMITED, Sketch, build, call, param, profiles, stack
 
 from hightide.ir.block import Affine, ModelProfile
 from hightide.ir.plan import Activation, Plan, Update
@@ -22,6 +21,7 @@ from hightide.planner.search.search import search
 from hightide.planner.solution import Solution
 from hightide.planner.verify.check_plan import check_plan
 from hightide.posing import simulated_machine
+from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, profiles, stack
 
 MACHINE = simulated_machine()
 MOST_SIMULATED = 4

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.plan.profiles import UNLIMITED, profiles
 
 from hightide.ir.plan import GradientDtype, Update
 from hightide.planner.lower.count_effects import base_bytes
@@ -15,6 +14,7 @@ from hightide.planner.problem import Terms
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space
 from hightide.planner.search.standing_bytes import Needs, StandingBytes
+from unit.planner.profiles import UNLIMITED, profiles
 
 
 @st.composite

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.plan.profiles import plan_with, plans, profiles, stack
 
 from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.machine import Machine, Speeds
@@ -16,6 +15,7 @@ from hightide.ir.plan import Update
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.lower import lower
 from hightide.planner.predict.simulator import simulate
+from unit.planner.profiles import plan_with, plans, profiles, stack
 
 H, D, C = Lane.H2D, Lane.D2H, Lane.CPU
 

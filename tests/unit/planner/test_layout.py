@@ -1,11 +1,11 @@
 from dataclasses import replace
 
 from hypothesis import given, settings
-from unit.plan.profiles import Sketch, build, call, param, profiles, stack
 
 from hightide.ir.chunk import ALIGN_NUMEL, aligned
 from hightide.ir.state_spec import ADAM_STATES, REMAINDER
 from hightide.planner.layout import LATENCY_NUMEL, pack, slot_candidates, slot_cost, slot_sizes
+from unit.planner.profiles import Sketch, build, call, param, profiles, stack
 
 
 def names(chunk):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from unit.plan.predict.test_step_seconds import GPU
-from unit.plan.profiles import plan_with, stack
 
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Activation, Plan
@@ -14,6 +12,8 @@ from hightide.planner.advice.correct import MemoryShortage, Widths, expected_byt
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.solution import Solution
+from unit.planner.predict.test_step_seconds import GPU
+from unit.planner.profiles import plan_with, stack
 
 LAYERS = (1, 2, 3, 4)  # calls of one kind, beside an embedding, a norm and a head
 KIND = 1

@@ -2,8 +2,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from unit.plan.advice.test_why import GPU, REAL
-from unit.plan.profiles import plan_with, stack
 
 from hightide.ir.action import Mode
 from hightide.ir.plan import Activation, GradientDtype, Plan, Update
@@ -14,6 +12,8 @@ from hightide.planner.lower import lower
 from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import bytes_forecast, peaks, reserved_bytes
 from hightide.planner.solution import Solution
+from unit.planner.advice.test_why import GPU, REAL
+from unit.planner.profiles import plan_with, stack
 
 
 def text_of(profile, plan, machine=None):

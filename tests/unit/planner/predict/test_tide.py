@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.plan.predict.test_simulator import machine, one_second
-from unit.plan.profiles import plan_with, plans, profiles, stack
 
 from hightide.ir.action import Mode, Op
 from hightide.ir.codec import from_json, to_json
@@ -21,6 +19,8 @@ from hightide.planner.predict.peaks import peaks
 from hightide.planner.predict.simulator import simulate
 from hightide.planner.predict.tide import base_parts, simulated_timeline
 from hightide.planner.solution import Solution
+from unit.planner.predict.test_simulator import machine, one_second
+from unit.planner.profiles import plan_with, plans, profiles, stack
 
 PROFILE = stack(4)
 

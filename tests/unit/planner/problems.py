@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from unit.plan.profiles import Sketch, build, call, finish, param
-
 from hightide.ir.action import Mode
 from hightide.ir.block import Affine, CallSpec, ModelProfile
 from hightide.ir.costs import CallCost, Costs, Curve, LossCost, Point
@@ -23,6 +21,7 @@ from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import peaks
 from hightide.planner.predict.step_seconds import forecast
 from hightide.planner.problem import Problem, Terms
+from unit.planner.profiles import Sketch, build, call, finish, param
 
 RESIDENCES = [(Tier.HOST, Tier.HOST), (Tier.GPU, Tier.HOST), (Tier.GPU, Tier.GPU)]
 ONLY_TRAINED = (Tier.HOST, Tier.GPU)  # stays, while what is frozen streams

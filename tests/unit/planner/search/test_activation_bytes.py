@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.plan.profiles import UNLIMITED, Sketch, build, call, param, profiles, stack
-from unit.plan.search.test_standing_bytes import choices
 
 from hightide.ir.action import Mode
 from hightide.ir.plan import GradientDtype, Update
@@ -21,6 +19,8 @@ from hightide.planner.search.activation_bytes import ActivationBytes
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.moves import Moves
 from hightide.planner.search.space import Space
+from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, profiles, stack
+from unit.planner.search.test_standing_bytes import choices
 
 
 def problems(data: st.DataObject) -> Space:

@@ -1,13 +1,12 @@
 from dataclasses import replace
 
-from unit.plan.profiles import plan_with, stack
-from unit.plan.random_lanes import RandomLanes
-
 from hightide.ir.action import Mode
 from hightide.ir.plan import Update
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.lower import lower
 from hightide.planner.verify.compare_records import compare
+from unit.planner.profiles import plan_with, stack
+from unit.planner.random_lanes import RandomLanes
 
 PROFILE = stack(4)
 PLAN = plan_with(PROFILE, inputs=Tier.HOST, update=Update.IN_BACKWARD)

@@ -8,8 +8,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.plan.predict.test_simulator import machine
-from unit.plan.profiles import forecast_of, plan_with, stack
 
 from hightide.ir.action import Action, Mode, Op
 from hightide.ir.block import Affine, ModelProfile, Work
@@ -28,6 +26,8 @@ from hightide.planner.predict.peaks import (
     reserved_bytes,
 )
 from hightide.planner.predict.step_seconds import ISSUE_FACTOR, seconds_of, with_peaks
+from unit.planner.predict.test_simulator import machine
+from unit.planner.profiles import forecast_of, plan_with, stack
 
 
 def with_gpu(flop_per_s: float, memory_bytes_per_s: float) -> Machine:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from unit.plan.predict.test_step_seconds import with_gpu
-from unit.plan.profiles import forecast_of, plan_with, stack
 
 from hightide.ir.action import Mode
 from hightide.ir.costs import Costs
@@ -21,6 +19,8 @@ from hightide.planner.predict.peaks import peaks, reserved_bytes
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.solution import Searched
+from unit.planner.predict.test_step_seconds import with_gpu
+from unit.planner.profiles import forecast_of, plan_with, stack
 
 REAL = with_gpu(1e16, 1e12)  # with links of 1 MB/s
 GPU = replace(REAL, gpu=replace(REAL.gpu, name=SIMULATED))  # where torch reserves nothing beside tensors

@@ -6,9 +6,6 @@ import math
 from dataclasses import replace
 
 import pytest
-from unit.plan.predict.test_step_seconds import GPU
-from unit.plan.problems import SmallProblem, chunked_problem, small_problem
-from unit.plan.profiles import UNLIMITED, stack
 
 from hightide.ir.plan import Activation
 from hightide.ir.tier import Tier
@@ -18,6 +15,9 @@ from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.search import equal_parts, search
 from hightide.planner.solution import Searched
 from hightide.planner.verify.check_plan import check_plan
+from unit.planner.predict.test_step_seconds import GPU
+from unit.planner.problems import SmallProblem, chunked_problem, small_problem
+from unit.planner.profiles import UNLIMITED, stack
 
 
 def found(problem: SmallProblem) -> Searched:

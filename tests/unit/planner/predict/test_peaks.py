@@ -1,12 +1,11 @@
 from dataclasses import replace
 
-from unit.plan.profiles import plan_with, stack
-
 from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.plan import Activation
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.lower import lower
 from hightide.planner.predict.peaks import Peaks, peaks
+from unit.planner.profiles import plan_with, stack
 
 
 def tick(index, name, **effects):

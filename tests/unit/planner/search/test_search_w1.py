@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from unit.plan.profiles import forecast_of
 
 from hightide.doctor.known import load_machine
 from hightide.ir.action import Mode
@@ -22,8 +21,9 @@ from hightide.planner.predict.peaks import reserved_bytes
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.search import search
 from hightide.planner.solution import Searched
+from unit.planner.profiles import forecast_of
 
-PLANS = Path(__file__).parents[3] / "bench" / "plans"
+PLANS = Path(__file__).parents[4] / "bench" / "plans"
 GIB = 1024**3
 HOST_BYTES = 112 * GIB
 BASE = "w1-24gib"  # 32,768 tokens, in backward

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from unit.plan.profiles import UNLIMITED, Sketch, build, call, finish, param, plan_with, stack, verify_within
-from unit.plan.random_lanes import RandomLanes
 
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
@@ -19,6 +17,8 @@ from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.predict.peaks import peaks
 from unit.planner import mutations
+from unit.planner.profiles import UNLIMITED, Sketch, build, call, finish, param, plan_with, stack, verify_within
+from unit.planner.random_lanes import RandomLanes
 
 SEEDS = range(3)
 

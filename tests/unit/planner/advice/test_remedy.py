@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 
 import pytest
-from unit.plan.profiles import UNLIMITED, plan_with, stack, verify_within
 
 from hightide.ir.action import Mode
 from hightide.ir.block import Affine, ModelProfile
@@ -15,6 +14,7 @@ from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.predict.peaks import peaks
+from unit.planner.profiles import UNLIMITED, plan_with, stack, verify_within
 
 STACK = stack(4)
 WORDY = replace(  # logits are most of it
