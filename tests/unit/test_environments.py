@@ -28,7 +28,12 @@ def test_there_are_many_and_each_has_its_name(environments: ModuleType) -> None:
 
 @pytest.mark.parametrize(
     ("name", "program"),
-    [("HOME a file", "script"), ("streams closed", "script"), ("ascii: POSIX", "plan"), ("out a dangling link", "train")],
+    [
+        ("HOME a file", "script"),
+        ("streams closed", "script"),
+        ("ascii: POSIX", "plan"),
+        ("out a dangling link", "train"),
+    ],
 )
 def test_it_holds_there(environments: ModuleType, name: str, program: str) -> None:
     (environment,) = (one for one in environments.ENVIRONMENTS if one.name == name)
