@@ -18,6 +18,7 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM, T5Config, Vi
 from typer.testing import CliRunner, Result
 
 import hightide
+from hightide import files
 from hightide.cli import machine as machine_module
 from hightide.cli import plan as plan_module
 from hightide.cli.main import app
@@ -352,9 +353,11 @@ def test_a_file_that_cannot_be_written_is_one_message(
     def full(*arguments: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    (tmp_path / "file").write_text("of yesterday")
+    monkeypatch.setattr(files.os, "fsync", full)
     said = plan(*TINY, option, tmp_path / "file", exit_code=2).stderr
     assert said.replace("\n", "") == f"error: {option} {tmp_path / 'file'} cannot be written: No space left on device"
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["of yesterday"]
 
 
 def test_a_name_between_colons_is_no_emoji(source: Path) -> None:
