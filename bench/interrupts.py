@@ -145,9 +145,9 @@ class Subject:
 
     def _wrap(self) -> None:
         limits = hightide.Limits(gpu="4MiB", host="64MiB")
-        options: dict[str, Any] = {"limits": limits, "micro_batch": 2, "update": self._update}
+        options: dict[str, Any] = {"limits": limits, "micro_batch": 2, "update": self._update, "device": "cpu"}
         plan = moving(hightide.plan(self.model, self.optimizer, self.x, **options))
-        self.model, self.optimizer = hightide.wrap(self.model, self.optimizer, self.x, plan=plan)
+        self.model, self.optimizer = hightide.wrap(self.model, self.optimizer, self.x, plan=plan, device="cpu")
 
     def check(self) -> None:
         """Two steps of both, which then go on from the same values: rounding must not add up over many trials."""

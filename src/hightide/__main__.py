@@ -2,9 +2,10 @@
 
 import gc
 
-from hightide.cli.streams import make_usable
+from hightide.cli.streams import check_working_folder, make_usable
 
 make_usable()
+check_working_folder()
 gc.disable()  # importing torch makes very many objects, and looking through them for garbage takes time
 
 from hightide.cli.main import app  # noqa: E402

@@ -277,7 +277,6 @@ def _errors_as_exit_codes(traceback: bool) -> Iterator[None]:
     """What users can cause is one message; with `traceback` it is shown where it came from."""
     errors = _console(stderr=True)
     try:
-        _check_working_folder()
         yield
     except KeyboardInterrupt:
         errors.print("\ninterrupted")
@@ -297,14 +296,6 @@ def _errors_as_exit_codes(traceback: bool) -> Iterator[None]:
         print_exc()
         _say(errors, f"{type(error).__name__}, which is a fault of hightide; please report it, with the lines above")
         raise typer.Exit(EXIT_FAILED) from None
-
-
-def _check_working_folder() -> None:
-    """Torch's matrix products end the process where it was deleted."""
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise ValueError(f"the working folder is gone ({error.strerror}); change to one that exists") from None
 
 
 def _say(errors: Console, message: str, traceback: bool = False) -> None:

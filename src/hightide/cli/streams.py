@@ -28,6 +28,15 @@ def make_usable() -> None:
         del os.environ["COLUMNS"]  # a rule as wide as that would not fit the memory
 
 
+def check_working_folder() -> None:
+    """Where it was deleted, torch ends the process as soon as it multiplies matrices, which importing it may do."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        print(f"error: the working folder is gone ({error.strerror}); change to one that exists", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
 def _fill(number: int, mode: str) -> None:
     name = ("stdin", "stdout", "stderr")[number]
     try:

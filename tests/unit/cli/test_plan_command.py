@@ -31,6 +31,7 @@ from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.process import files
 from hightide.report.outlook import PlanReport
 
 TINY = ("tiny", "--sequences", 4, "--length", 32)
@@ -352,9 +353,11 @@ def test_a_file_that_cannot_be_written_is_one_message(
     def full(*arguments: object, **options: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", full)
+    (tmp_path / "file").write_text("of yesterday")
+    monkeypatch.setattr(files.os, "fsync", full)
     said = plan(*TINY, option, tmp_path / "file", exit_code=2).stderr
     assert said.replace("\n", "") == f"error: {option} {tmp_path / 'file'} cannot be written: No space left on device"
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["of yesterday"]
 
 
 def test_a_name_between_colons_is_no_emoji(source: Path) -> None:

@@ -66,3 +66,12 @@ def test_a_closed_stream_takes_what_is_printed_and_no_file_takes_its_number(tmp_
 )
 def test_widths_that_are_none_are_not_used(columns: str, kept: str | None) -> None:
     assert shown("import os; print(os.environ.get('COLUMNS'))", COLUMNS=columns) == f"{kept}\n".encode()
+
+
+def test_a_working_folder_that_is_gone_is_said_before_torch_is_there() -> None:
+    script = 'cd "$(mktemp -d)" && rmdir "$PWD" && exec "$@"'
+    command = ["sh", "-c", script, "sh", sys.executable, "-m", "hightide", "--version"]
+    ended = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": SOURCE}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2 and "the working folder is gone" in ended.stderr

@@ -177,7 +177,10 @@ COMPILERS = {
     "prints junk": ("printf '\\377\\376'; exit 1", "exit code 1"),
     "prints without end": ("yes", "without end"),
     "writes nothing": ("exit 0", "no library"),
-    "writes junk": (ANSWERS + 'for o; do echo no > "$o"; done', "invalid ELF|too short|failed"),
+    "writes junk": (
+        ANSWERS + 'for o; do case "$o" in *.so) echo no > "$o";; esac; done',
+        "invalid ELF|too short|failed",
+    ),
     "writes half": (
         ANSWERS + 'cc "$@"; for o; do case "$o" in *.so) truncate -s 9000 "$o";; esac; done',
         "exit code -7|failed",

@@ -393,16 +393,16 @@ def test_a_run_whose_old_memory_is_gone_too_says_so(monkeypatch: pytest.MonkeyPa
 
 def in_the_middle(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
     """Of a move: when some values are at their new places and others are not."""
-    hand_over, count = moving.Luggage.hand_over, 0
+    hand_over, count = moving.StatesOnTheMove.hand_over, 0
 
-    def planted(self: moving.Luggage, *args: Any) -> None:
+    def planted(self: moving.StatesOnTheMove, *args: Any) -> None:
         nonlocal count
         count += 1
         if count == 5:
             happens()
         hand_over(self, *args)
 
-    monkeypatch.setattr(moving.Luggage, "hand_over", planted)
+    monkeypatch.setattr(moving.StatesOnTheMove, "hand_over", planted)
 
 
 def test_an_interruption_waits_until_the_move_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
