@@ -83,7 +83,7 @@ def check_refused(folder: Path, *words: str) -> None:
         ({"num_hidden_layers": 10**9}, ("num_hidden_layers is 1000000000; at most 2048",)),
         ({"num_labels": 10**9}, ("num_labels is 1000000000; at most 65536",)),
         ({"vocab_size": 10**15}, ("vocab_size is 1000000000000000; at most",)),
-        ({"vocab_size": 2**40}, ("1099511627776",)),
+        ({"vocab_size": 2**40}, ()),  # its words depend on how much memory the machine would give
         ({"hidden_size": 0}, ()),
         ({"hidden_size": -16}, ("config.json",)),
         ({"hidden_size": "x"}, ("hidden_size",)),
