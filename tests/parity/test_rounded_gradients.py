@@ -395,8 +395,8 @@ def test_what_rests_is_representable_and_frozen_parameters_have_none(where):
     models.loss_of(model, pair[1]).backward()
     for spec in run.chunks.specs:
         if spec.trainable_numel:
-            if spec.index in run.gradients.exits:
-                run.gradients.exits[spec.index].settle()
+            if spec.index in run.flight.exits:
+                run.flight.exits[spec.index].settle()
             value = run.chunks.grad(spec.index).view
             assert torch.equal(value.float(), value.to(BF16).float()) and value.any()
     optimizer.step()

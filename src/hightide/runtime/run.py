@@ -51,6 +51,7 @@ from hightide.runtime.guards.unchanged import Unchanged
 from hightide.runtime.lanes.lanes import Lanes
 from hightide.runtime.observer import Observer, watched_pass
 from hightide.runtime.schedule.executor import Executor, Tick
+from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
 from hightide.stores.cuda import CudaAccelerator
 from hightide.stores.host_arena import HostArena
@@ -133,7 +134,8 @@ class Run:
             first_values.initialise(self.chunks)
         self._move_buffers()
         self.lanes = Lanes(device=device if device.type == "cuda" else None)
-        self.gradients = Gradients(self.profile, self.chunks, plan.update)
+        self.flight = InFlight(self.lanes)
+        self.gradients = Gradients(self.profile, self.chunks, plan.update, self.flight)
         self._make_executor(solution)
 
     def retreat(self) -> None:
@@ -153,7 +155,7 @@ class Run:
         self.stashes = Stashes(self.gpu, self.host)
         self.performer = Performer(self.chunks, self.gradients, self.stashes, self.lanes.streams.fence)
         names = [block.name or "(loose)" for block in self.profile.blocks]
-        self.executor = Executor(solution.schedules, self.lanes, self.performer, self.plan.update, names)
+        self.executor = Executor(solution.schedules, self.flight, self.performer, self.plan.update, names)
         self.forecast = _forecast(solution, self.gpu.device)
 
     def move_to(self, solution: Solution) -> None:
@@ -203,6 +205,7 @@ class Run:
         host.unpin()
         self.chunks.go_on(chunks)
         self.chunks.load(luggage.origins(), begins=False)
+        self.flight.forget()
         self.gradients.move_to(self.chunks)
         luggage.unpack(self.chunks, self.gradients)
         chunks.close()

@@ -48,7 +48,7 @@ class Ticket:
     def completed(cls, label: str, value: object = None, fence: Fence | None = None) -> Ticket:
         ticket = cls(label)
         ticket.fence = fence
-        ticket.set_result(value)
+        ticket._result, ticket._done = value, True  # nobody else has it yet
         return ticket
 
     @property

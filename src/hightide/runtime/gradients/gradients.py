@@ -25,8 +25,8 @@ from hightide.runtime.chunks.absent import Disabled
 from hightide.runtime.chunks.chunks import GRAD_DTYPE, Chunks
 from hightide.runtime.gradients.gradient_placeholder import GradientPlaceholder
 from hightide.runtime.lanes.lanes import EventFence
+from hightide.runtime.schedule.in_flight import Tickets
 from hightide.stores.array import Array
-from hightide.stores.ticket import Ticket
 
 IN_BACKWARD_REFUSAL = (
     "this model was wrapped with update='in_backward': updates run during backward, so gradients can no longer be "
@@ -35,7 +35,7 @@ IN_BACKWARD_REFUSAL = (
 
 
 class Gradients:
-    def __init__(self, profile: ModelProfile, chunks: Chunks, update: Update) -> None:
+    def __init__(self, profile: ModelProfile, chunks: Chunks, update: Update, tickets: Tickets) -> None:
         self._update = update
         self._birthplace = Birthplace()
         trainable = {spec.name for spec in profile.params if spec.trainable}
@@ -51,8 +51,7 @@ class Gradients:
         self._norms: dict[str, Tensor] = {}
         self._on_host: dict[int, HostNumber] = {}  # factors of this step, by the id of their tensor
         self._opened: set[int] = set()  # chunks whose gradient was opened in this pass
-        self.exits: dict[int, Ticket] = {}  # the latest write-back of each chunk
-        self.updates: dict[int, Ticket] = {}  # the latest update of each chunk
+        self._tickets = tickets
         self.move_to(chunks)
         for name in self._placeholders:
             _allow_fp32_gradient(chunks.parameters[name])
@@ -108,7 +107,7 @@ class Gradients:
 
     def _settle(self, chunk: int) -> None:
         """Until nobody moves or reads the gradient at its home."""
-        for ticket in (self.exits.get(chunk), self.updates.get(chunk)):
+        for ticket in (self._tickets.exits.get(chunk), self._tickets.updates.get(chunk)):
             if ticket is not None:
                 ticket.settle()
 
@@ -199,8 +198,6 @@ class Gradients:
         ]
         self._loose_in = [[entry.param for entry in spec.params if entry.param in self._loose] for spec in chunks.specs]
         self._used: dict[tuple[int, int | None], list[tuple[str, Parameter]]] = {}
-        for tickets in (self.exits, self.updates):
-            tickets.clear()
         self.of_parameters_here = [chunks.parameters[key] for key in self._placeholders if not chunks.is_hidden(key)]
         self.begin_pass()
 
@@ -297,8 +294,8 @@ class Gradients:
         """A copy of one gradient, as plain PyTorch would show it."""
         self._refuse_in_backward("read", "read them")
         chunk, _ = self._chunks.places[key]
-        if chunk in self.exits:
-            self.exits[chunk].settle()
+        if chunk in self._tickets.exits:
+            self._tickets.exits[chunk].settle()
         value = self.place_of(key).peek().to(GRAD_DTYPE, copy=True)
         _scale(value, self._factor.get(key, 1.0))
         return value.to(self._placeholders[key].dtype).to(self._chunks.gpu.device)

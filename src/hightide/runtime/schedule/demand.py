@@ -73,8 +73,8 @@ class Demands:
             for other in table.everyone():
                 if self._chunks.grad_copies[other].state in (Residency.DIRTY, Residency.CLEAN):
                     self.send_away(other)
-                if other in self._gradients.exits:
-                    self._flight.wait(self._gradients.exits[other], Lane.D2H)
+                if other in self._flight.exits:
+                    self._flight.wait(self._flight.exits[other], Lane.D2H)
         else:
             raise Refused(
                 f"the gradient of chunk {chunk} needs {table.width(chunk)} free consecutive grad slots; raise "
@@ -93,11 +93,11 @@ class Demands:
 
     def write_back(self, chunk: int) -> None:
         ticket = self._submit("write_back", Lane.D2H, chunk, self._performer.write_back(chunk))
-        self._gradients.exits[chunk] = ticket
+        self._flight.exits[chunk] = ticket
 
     def update(self, chunk: int) -> None:
         flight = self._flight.fetches.get(chunk)  # a copy may still be reading what the update writes
-        earlier = (self._gradients.exits.get(chunk), self._gradients.updates.get(chunk), flight)
+        earlier = (self._flight.exits.get(chunk), self._flight.updates.get(chunk), flight)
         after = [ticket for ticket in earlier if ticket is not None]
         work = self._performer.update(chunk)
         name = ActionKey(Op.UPDATE, chunk)
@@ -106,11 +106,11 @@ class Demands:
                 self._flight.lanes.run_inline(name, work)
             return
         ticket = self._flight.lanes.submit(name, Lane.CPU, 0, after, work)
-        self._flight.latest[name] = self._gradients.updates[chunk] = ticket
+        self._flight.latest[name] = self._flight.updates[chunk] = ticket
 
     def _submit(self, what: str, lane: Lane, chunk: int, work: LaneWork) -> Ticket:
         self._count += 1
-        after = [self._gradients.updates[chunk]] if chunk in self._gradients.updates else []
+        after = [self._flight.updates[chunk]] if chunk in self._flight.updates else []
         after += self._flight.moment(lane)
         return self._flight.lanes.submit(f"demand.{what}.{chunk}.{self._count}", lane, 0, after, work)
 

@@ -18,12 +18,14 @@ from hightide.ir.refusal import Refused
 from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.blocks.activations import Stash
 from hightide.runtime.chunks.residency import Residency
-from hightide.runtime.lanes.lanes import Begun, Lanes
+from hightide.runtime.lanes.lanes import Begun
 from hightide.runtime.schedule.demand import Demands
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
 from hightide.runtime.schedule.program import Program
 from hightide.stores.ticket import Ticket
+
+_DONE = Ticket.completed("done in the user's thread")  # one for all: nobody waits for it
 
 
 @dataclass
@@ -66,15 +68,20 @@ class Pass:
 
 class Executor:
     def __init__(
-        self, schedules: Mapping[Mode, Schedule], lanes: Lanes, performer: Performer, update: Update, names: list[str]
+        self,
+        schedules: Mapping[Mode, Schedule],
+        flight: InFlight,
+        performer: Performer,
+        update: Update,
+        names: list[str],
     ) -> None:
         self.programs = {mode: Program(schedule) for mode, schedule in schedules.items()}
-        self.lanes = lanes
+        self.lanes = flight.lanes
         self.performer = performer
         self.chunks = performer.chunks
         self.gradients = performer.gradients
         self.num_deviations = 0
-        self._flight = InFlight(lanes)
+        self._flight = flight
         self._demands = Demands(self._flight, performer, names)
         self._update = update
         self._names = names
@@ -89,7 +96,6 @@ class Executor:
     def go_on(self, before: Executor) -> None:
         """With what counts whatever the plan."""
         self.num_deviations, self._owes_step = before.num_deviations, before._owes_step
-        self._flight.stall_s = before._flight.stall_s
 
     @property
     def stall_s(self) -> dict[Lane, float]:
@@ -248,12 +254,12 @@ class Executor:
         self.performer.updated.clear()
 
     def wait_for_updates(self) -> None:
-        for chunk in self.gradients.updates:
+        for chunk in self._flight.updates:
             self.wait_for_update(chunk)
 
     def wait_for_update(self, chunk: int) -> None:
-        if chunk in self.gradients.updates:
-            self._flight.wait(self.gradients.updates[chunk], Lane.CPU)
+        if chunk in self._flight.updates:
+            self._flight.wait(self._flight.updates[chunk], Lane.CPU)
 
     def wait_for_fetch(self, chunk: int) -> None:
         """Until no copy reads the chunk's home any more."""
@@ -267,7 +273,7 @@ class Executor:
         self._settle_slots()
         if self._owes_step:
             self._use_up_gradients()
-        for ticket in self.gradients.exits.values():
+        for ticket in self._flight.exits.values():
             self._flight.wait(ticket, Lane.D2H)
         self.lanes.drain()
 
@@ -360,7 +366,7 @@ class Executor:
 
     def _complete(self, current: Pass, index: int) -> None:
         name = current.program.ticks[index].id
-        current.tickets[name] = Ticket.completed(name)
+        current.tickets[name] = _DONE
         current.cursor = index + 1
         for action in current.program.when_open[index]:
             self._run_inline(current, action)
@@ -384,8 +390,8 @@ class Executor:
     def _submit(self, current: Pass, lane: Lane, action: Action) -> None:
         after = [current.tickets[name] for name in action.after]
         after += [self._flight.latest[name] for name in action.after_prev if name in self._flight.latest]
-        if action.op is Op.UPDATE and action.chunk in self.gradients.exits:  # it may have left off the plan
-            after.append(self.gradients.exits[action.chunk])
+        if action.op is Op.UPDATE and action.chunk in self._flight.exits:  # it may have left off the plan
+            after.append(self._flight.exits[action.chunk])
         if (
             action.op is Op.UPDATE and action.chunk in self._flight.fetches
         ):  # a copy may still be reading what it writes
@@ -399,12 +405,12 @@ class Executor:
         if action.id in self._outlasting:
             self._flight.latest[action.id] = ticket
         if action.op is Op.UPDATE and action.chunk is not None:
-            self.gradients.updates[action.chunk] = ticket
+            self._flight.updates[action.chunk] = ticket
         elif action.op is Op.FETCH and action.chunk is not None:
             flight = self._flight
             (flight.fetches if action.kind is ChunkKind.PARAM else flight.gradient_fetches)[action.chunk] = ticket
         elif action.op is Op.WRITE_BACK and action.chunk is not None:
-            self.gradients.exits[action.chunk] = ticket
+            self._flight.exits[action.chunk] = ticket
         elif action.op in (Op.STASH, Op.UNSTASH) and action.call is not None:
             stash = self.performer.stashes.of(action.call)
             if stash is not None:
@@ -422,8 +428,8 @@ class Executor:
         work = self.performer.prepare(action)
         with self.chunks.gpu.meter("updates"):
             self.lanes.run_inline(action.id, work)
-        ticket = current.tickets[action.id] = Ticket.completed(action.id)
-        self._remember(action, ticket)
+        current.tickets[action.id] = _DONE
+        self._remember(action, _DONE)
 
     def _wait(self, current: Pass, name: ActionKey) -> None:
         ticket = current.tickets[name]
@@ -468,7 +474,7 @@ class Executor:
         else:
             self._flight.wait_for_gradients([chunk])
             if copy.state is Residency.LEAVING:
-                self._flight.wait(self.gradients.exits[chunk], Lane.D2H)
+                self._flight.wait(self._flight.exits[chunk], Lane.D2H)
             if copy.state is Residency.ABSENT:
                 self._demands.gradient(chunk)
         copy.move(Residency.HELD)

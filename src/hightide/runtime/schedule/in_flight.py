@@ -1,4 +1,4 @@
-"""What the lanes owe: the latest transfers of each chunk, and how long compute waited for them."""
+"""The one home of what lanes have under way: the latest work on each chunk, and how long compute waited for it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,30 @@ from hightide.runtime.lanes.lanes import Lanes
 from hightide.stores.ticket import Ticket
 
 
-class InFlight:
-    """Shared by what runs on the plan and what runs off it."""
+class Tickets:
+    """By chunk, the latest of each kind."""
+
+    def __init__(self) -> None:
+        self.fetches: dict[int, Ticket] = {}
+        self.gradient_fetches: dict[int, Ticket] = {}
+        self.exits: dict[int, Ticket] = {}  # write-backs of gradients
+        self.updates: dict[int, Ticket] = {}
+        self.latest: dict[ActionKey, Ticket] = {}  # actions of earlier passes that satisfy `after_prev`
+
+    def forget(self) -> None:
+        """Nothing is under way, and chunks are others now."""
+        for tickets in (self.fetches, self.gradient_fetches, self.exits, self.updates):
+            tickets.clear()
+        self.latest.clear()
+
+
+class InFlight(Tickets):
+    """Shared by what runs on the plan, what runs off it, and gradients that are read or changed at home."""
 
     def __init__(self, lanes: Lanes) -> None:
+        super().__init__()
         self.lanes = lanes
         self.stall_s: dict[Lane, float] = defaultdict(float)  # how long compute waited for each lane
-        self.fetches: dict[int, Ticket] = {}  # the latest fetch of each chunk
-        self.gradient_fetches: dict[int, Ticket] = {}
-        self.latest: dict[ActionKey, Ticket] = {}  # actions of earlier passes that satisfy `after_prev`
 
     def wait(self, ticket: Ticket, lane: Lane) -> None:
         self.stall_s[lane] += self.lanes.wait(ticket, lane)

@@ -19,6 +19,7 @@ from hightide.planner.placement import Placement
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.moving import StatesOnTheMove
 from hightide.runtime.gradients.gradients import Gradients
+from hightide.runtime.schedule.in_flight import Tickets
 from hightide.stores.host_arena import HostArena
 from hightide.stores.simulated import SimulatedAccelerator
 from hightide.stores.store import Store
@@ -106,7 +107,7 @@ def test_gradients_wait_in_a_file(subject: Subject) -> None:
     chunks = subject.chunks(Tier.DISK)
     chunks.load({})
     assert subject.plan.profile is not None
-    gradients = Gradients(subject.plan.profile, chunks, Update.DEFERRED)
+    gradients = Gradients(subject.plan.profile, chunks, Update.DEFERRED, Tickets())
     key = streamed_keys(chunks)[0]
     chunk, entry = chunks.places[key]
     chunks.grad_slots.take(0, chunk)
@@ -131,7 +132,7 @@ def test_values_and_states_move_from_and_to_a_file(subject: Subject, before: Tie
     old = subject.chunks(before)
     old.load({})
     assert subject.plan.profile is not None
-    gradients = Gradients(subject.plan.profile, old, Update.DEFERRED)
+    gradients = Gradients(subject.plan.profile, old, Update.DEFERRED, Tickets())
     states = {}
     for key in old.places:
         for state in old.states_of(key):
