@@ -30,7 +30,7 @@ from hightide.planner.search.search import search
 from hightide.planner.solution import Searched, Solution
 from hightide.planner.verify.check_plan import check_executable, check_plan, check_states
 from hightide.posing import GpuRoom, Profiled, problem_of, rehearsed_profile, room_on
-from hightide.process.interrupts import deferred, held, safe_point
+from hightide.process.interrupts import deferred, held
 from hightide.process.progress import shown, tell
 from hightide.process.system import free_host_bytes
 from hightide.profiler.model.block_finder import BlockChoice
@@ -126,12 +126,11 @@ def wrap(
                 run.observer = Watch(run, solution)
             else:  # a plan that the user brings is never changed
                 _warn_of_reserve(run.forecast, run.plan.gpu_limit_bytes)
-            safe_point()  # the last one
+            return model, wrapped  # in here: what interrupts the end of the section is still undone
     except BaseException:
         with held:
             _undo(model, run, wrapped)
         raise
-    return model, wrapped
 
 
 def _undo(model: nn.Module, run: Run | None, wrapped: WrappedOptimizer | None) -> None:
