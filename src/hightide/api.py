@@ -160,7 +160,7 @@ def plan(
     rule, place = rule_for(check_fresh(model, optimizer)), chosen_device(device)
     timing, rounding = _timing(update), _gradients(gradients)
     _check_limits(limits)
-    with deferred, shown("hightide.planner"), checkpointing.off(model):
+    with deferred, shown("hightide.plan"), checkpointing.off(model):
         profiled = _profile(model, optimizer, batch, blocks, place)
         terms = Terms(*_resolve(limits or Limits(), place, model, optimizer), timing, micro_batch,
                       rule.states, rounding)  # fmt: skip
