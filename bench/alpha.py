@@ -8,6 +8,7 @@ step: of the first blocks, of the last, and of every so-manyth. Needs no GPU."""
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 
 from hightide.cli.workload import load_workload
@@ -44,6 +45,7 @@ def subsets(chunks: list[int], alpha: float) -> list[set[int]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     machine = load_machine("h200")
     print(f"{'':32}  no α   " + "  ".join(f"{alpha:7}" for alpha in ALPHAS))
     for model, num_samples, gpu in PROBLEMS:

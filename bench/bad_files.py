@@ -184,7 +184,15 @@ def change_data(data: Any, rng: random.Random) -> Any:
             container[key] = copy.deepcopy(other[place])
         elif how == 4 and isinstance(value, int) and not isinstance(value, bool):
             container[key] = rng.choice(
-                [value + 1, value - 1, -value, value * 2, value * 10**6, float(value), str(value)]
+                [
+                    value + 1,
+                    value - 1,
+                    -value,
+                    value * 2,
+                    value * 10**6,
+                    value / 2 if abs(value) < 2**53 else 0.5,
+                    str(value),
+                ]
             )
         elif how == 5:
             container[key] = [value] if rng.random() < 0.5 else {"a": value}

@@ -9,6 +9,7 @@ Specifications are the makers' public figures. What is reached of them is taken 
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -241,6 +242,7 @@ def presets() -> dict[str, Machine]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     FOLDER.mkdir(exist_ok=True)
     for name, machine in presets().items():
         machine.save(FOLDER / f"{name}.json")

@@ -140,6 +140,7 @@ def test_plans_are_bounded_before_anything_is_made_of_them(
         ("params", "shape", [2**40, 2**40]),
         ("blocks", "index", 7),
         ("blocks", "params", ["absent"]),
+        ("blocks", "params", []),
         ("calls", "block", 99),
         ("calls", "kind", 10**9),
         ("calls", "outputs", {"fixed": -1, "per_sample": 0}),

@@ -135,7 +135,7 @@ class Machine:
     name: str
     source: str  # "measured", or where an estimate comes from
     speeds: tuple[Speeds, ...]  # from and to pinned memory: every set of SHARING, and whatever else was measured
-    latency_s: float  # of one transfer, from its issue to its first byte
+    latency_s: float  # of one transfer, from when it is asked for to its first byte
     date: str = ""  # of the measurement, ISO 8601 in UTC
     # None: only the lanes are known.
     gpu: Gpu | None = None

@@ -22,7 +22,7 @@ class BatchDim:
 class Split:
     """What was learned about the calls of one block that have one signature. `note` says why a call is not split."""
 
-    signature: str  # of the arguments: profiler.split.signature
+    signature: str  # of the arguments: profiler.model.call_tree.signature_of
     inputs: tuple[BatchDim | None, ...]  # per tensor leaf of the arguments; None: no batch dimension
     outputs: tuple[BatchDim | None, ...]  # per tensor leaf of the result
     note: str = ""

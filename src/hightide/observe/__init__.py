@@ -1,0 +1,1 @@
+"""The first steps against the forecast, recordings, stats."""

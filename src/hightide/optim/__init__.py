@@ -1,1 +1,1 @@
-"""Update rules on chunks, and the gradients that users see of parameters which are not there."""
+"""Update rules on chunks, their states, timing and clipping; kernels in C."""

@@ -13,6 +13,7 @@ from hightide.ir.state_spec import ADAM_STATES, StateSpecs, with_master
 
 LATENCY_NUMEL = 1024 * 1024  # what one more transfer costs, in elements that the link could have moved instead
 TINY_FRACTION = 1 / 64  # of the median block: smaller blocks are not worth streaming
+MOST_SLOTS_WIDE = 256  # that one parameter takes: each is an entry of every list that a search makes
 ADAPTER_FRACTION = 1 / 4  # of a block: if less of it is trained, this lies apart from what is frozen
 
 
@@ -57,7 +58,9 @@ def slot_candidates(profile: ModelProfile) -> set[int]:
     apart = adapters(profile)
     sizes = {sum(aligned(specs[key].numel) for key in block.params if key not in apart) for block in counted}
     parts = {aligned(-(-size // part)) for size in sizes for part in (1, 2, 3, 4)}
-    return {max(part, ALIGN_NUMEL) for part in parts} or {ALIGN_NUMEL}
+    widest = max((spec.numel for spec in profile.params), default=0)  # beside a huge table all else may be tiny
+    least = max(ALIGN_NUMEL, aligned(-(-widest // MOST_SLOTS_WIDE)))
+    return {max(part, least) for part in parts} or {least}
 
 
 def tiny_blocks(profile: ModelProfile) -> frozenset[int]:

@@ -25,7 +25,7 @@ class Buffer(StrEnum):
     ROUNDING = "rounding"  # and that are rounded where they are. Each belongs to one stream, whose order is enough
     READ = "read"  # what lives on disk, on the host: parameters and gradients on their way to the GPU,
     WRITTEN = "written"  # gradients on their way back,
-    UPDATED = "updated"  # and what an update works on. See [Note: rings of buffers] in lower/disk.py
+    UPDATED = "updated"  # and what an update works on. See [Note: rings of buffers] in lower/pass_through_disk.py
 
 
 STAGING = (Buffer.LEAVING, Buffer.ARRIVING, Buffer.ROUNDING)

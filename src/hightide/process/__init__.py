@@ -1,0 +1,1 @@
+"""The process and its machine: memory, cores, signals, forks, files, progress."""

@@ -1,1 +1,1 @@
-"""Facts about the machine and the model, found by measuring and probing. No decisions."""
+"""Facts about a model, found by probing and trying it. No decisions."""

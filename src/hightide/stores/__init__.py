@@ -1,1 +1,1 @@
-"""Where bytes live: one store per tier behind one small interface. See base.py."""
+"""Where bytes live: one store per tier behind one small interface. See store.py."""

@@ -152,3 +152,11 @@ def test_a_huge_embedding_does_not_blow_up_the_slots():
     profile = stack(num_layers=12)
     specs = tuple(replace(spec, shape=(200_000,)) if spec.name == "embed.weight" else spec for spec in profile.params)
     assert slot_sizes(replace(profile, params=specs))[0] < 100_000
+
+
+def test_beside_a_huge_table_slots_are_not_tiny() -> None:
+    """Else a model of a table and little more has a hundred thousand of them, and no search ends."""
+    specs = [param("table", 160_000_000), param("small", 256)]
+    profile = build(specs, [Sketch("embed", ["table"]), Sketch("layer", ["small"])], [call(0), call(1)])
+    layouts = [pack(profile, slot_numel) for slot_numel in slot_sizes(profile)]
+    assert max(layout.num_slots(chunk) for layout in layouts for chunk in layout.chunks) <= 256

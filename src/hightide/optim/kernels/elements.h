@@ -67,7 +67,7 @@ static inline __attribute__((always_inline)) void store(void *to, int64_t i, flo
     if (type == FLOAT16) ((uint16_t *)to)[i] = to_half(value);
 }
 
-/* A master in two parts, as in runtime/remainder.py: a bf16 parameter, and 16 bits that it lacks. */
+/* A master in two parts, as in runtime/chunks/remainder.py: a bf16 parameter, and 16 bits that it lacks. */
 
 static inline __attribute__((always_inline)) void join(float *restrict master, const uint16_t *restrict param,
                                                        const int16_t *restrict remainder, int64_t n) {

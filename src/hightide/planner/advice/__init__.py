@@ -1,0 +1,1 @@
+"""Explanations, refusals, changes that would help, corrections by the first steps."""

@@ -1,0 +1,1 @@
+"""Seconds, simulation, peaks of memory, bounds, the tide."""

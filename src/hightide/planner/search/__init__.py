@@ -1,0 +1,1 @@
+"""Candidates, the space of them, moves between them, trials."""

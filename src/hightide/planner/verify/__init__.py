@@ -1,0 +1,1 @@
+"""A schedule is replayed before it runs, a plan is checked before it is used."""

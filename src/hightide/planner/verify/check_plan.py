@@ -48,6 +48,12 @@ def check_profile(profile: ModelProfile) -> None:
                 f"block {index} of the plan's profile ({quoted(block.name)}) has the index {block.index} and "
                 f"{len(set(block.params) - keys)} parameters that are not in it; make a new plan"
             )
+    homeless = keys - {key for block in profile.blocks for key in block.params}
+    if homeless:
+        raise InfeasiblePlan(
+            f"{len(homeless)} parameters of the plan's profile, such as {quoted(min(homeless))}, belong to no block; "
+            "make a new plan"
+        )
     lost = [call.block for call in profile.calls if call.block >= len(profile.blocks)]
     if lost or max(call.kind for call in profile.calls) >= len(profile.calls):
         raise InfeasiblePlan(

@@ -1,5 +1,5 @@
 """The replay of what passes through the disk and its buffers, as replay.py does it for the GPU: each order must be
-enforced by a dependency, a lane or a tick. See [Note: rings of buffers] in lower/disk.py."""
+enforced by a dependency, a lane or a tick. See [Note: rings of buffers] in lower/pass_through_disk.py."""
 
 from __future__ import annotations
 

@@ -23,7 +23,6 @@ def verify(profile: ModelProfile, placement: Placement, schedule: Schedule) -> N
         precedence = Precedence(schedule)
     except Disorder as disorder:
         raise InfeasiblePlan(f"the schedule cannot run: {disorder}", disorder.at) from None
-    placement = placement or Placement(plan)
     Replay(profile, placement, schedule, precedence).run()
     DiskReplay(placement, schedule, precedence).run()
     if schedule.mode is Mode.EVAL:

@@ -1,0 +1,1 @@
+"""Blocks, their order, shapes, bytes and work."""

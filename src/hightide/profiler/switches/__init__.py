@@ -1,0 +1,1 @@
+"""Switched off while a model trains: caches, packing, its own checkpointing."""

@@ -1,0 +1,1 @@
+"""One block of each kind, tried on values."""

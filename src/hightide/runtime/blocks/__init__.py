@@ -1,0 +1,1 @@
+"""A block as one autograd function."""

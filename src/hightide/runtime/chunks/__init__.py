@@ -1,0 +1,1 @@
+"""Bytes of chunks, their state machine, slots, moving to another plan."""

@@ -1,0 +1,1 @@
+"""Sums, norms, and what `p.grad` is between steps."""

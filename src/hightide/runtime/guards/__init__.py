@@ -1,0 +1,1 @@
+"""Whatever would give other results is seen here, and refused or allowed for."""

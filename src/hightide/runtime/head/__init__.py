@@ -1,0 +1,1 @@
+"""Lazy logits and the fused loss."""

@@ -1,0 +1,1 @@
+"""All threads and streams, queues, threads that share updates."""

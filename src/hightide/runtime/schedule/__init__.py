@@ -1,0 +1,1 @@
+"""The interpreter of schedules, and the work of each action."""

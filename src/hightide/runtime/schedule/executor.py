@@ -25,7 +25,7 @@ from hightide.runtime.schedule.performer import Performer
 from hightide.runtime.schedule.program import Program
 from hightide.stores.ticket import Ticket
 
-_DONE = Ticket.completed("done in the user's thread")  # one for all: nobody waits for it
+_DONE = Ticket.completed("done in the user's thread")  # one for all: it is done, without a fence
 
 
 @dataclass
