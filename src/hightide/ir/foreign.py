@@ -84,7 +84,8 @@ def read_bytes(path: str | Path, what: str, most: int = MAX_FILE_BYTES) -> bytes
         if size > most:
             raise ValueError(f"the {what} {shown(path)} has {size} bytes; one may have {most}: it is no {what}")
         try:
-            return os.fdopen(os.dup(file.fileno()), "rb").read(most)
+            with os.fdopen(os.dup(file.fileno()), "rb") as buffered:
+                return buffered.read(most)
         except OSError as error:
             raise ValueError(f"cannot read the {what} {shown(path)}: {error.strerror}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,12 @@ def test_a_machine_with_nothing_of_something(part: str, field: str, value: float
     (tmp_path / "machine.json").write_text(json.dumps(data))
     with pytest.raises(ValueError, match=rf"{part}: {field} is .*; it must be from"):
         load_machine(tmp_path / "machine.json")
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        num_open = len(os.listdir("/proc/self/fd"))
+        assert foreign.read_text(tmp_path / "file", "text") == "text"
+        assert len(os.listdir("/proc/self/fd")) == num_open
