@@ -1,4 +1,5 @@
-"""What a training run shows: lines that stay, a bar where there is a terminal, tables at the end. Fits 80 columns."""
+"""The output of a training run: lines that stay, a bar where there is a terminal, tables at the end. Fits 80
+columns."""
 
 from __future__ import annotations
 

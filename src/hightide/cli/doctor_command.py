@@ -1,4 +1,4 @@
-"""What `hightide doctor` shows: numbers as tables, what they mean, what to change. Fits 80 columns."""
+"""The output of `hightide doctor`: numbers as tables, what they mean, what to change. Fits 80 columns."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
                 raise
             status.update("searching what would fit")
             may_go_on = _clock(ANSWER_S - HELP_S, max(HELP_S, options.look), 0)
-            fits = fitting(problem, refused, _leeway(options, workload, problem), may_go_on)
+            fits = fitting(problem, refused, _circumstances(options, workload, problem), may_go_on)
             report = PlanReport(subject(workload.name, problem), False, None, refusal(refused, problem), would_fit=fits)
         else:
             status.update("searching what would help")
@@ -178,13 +178,13 @@ def _gpu_memory_bytes(machine: Machine) -> int:
     return int(machine.gpu.memory_bytes * GPU_HEADROOM) if machine.gpu is not None else 0
 
 
-def _leeway(options: PlanOptions, workload: Workload, problem: Problem) -> Circumstances:
+def _circumstances(options: PlanOptions, workload: Workload, problem: Problem) -> Circumstances:
     return Circumstances(_gpu_memory_bytes(problem.machine), options.clip, workload.has_own_batch)
 
 
 def _report(options: PlanOptions, workload: Workload, found: Searched, may_go_on: Callable[[], bool]) -> PlanReport:
     reasons = why(found, options.why) if options.why is not None else None
-    helpful = improvements(found, _leeway(options, workload, found.problem), may_go_on)
+    helpful = improvements(found, _circumstances(options, workload, found.problem), may_go_on)
     about = subject(workload.name, found.problem)
     return PlanReport(about, True, outlook(found), None, would_help=helpful, why=reasons)
 

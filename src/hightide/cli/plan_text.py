@@ -1,4 +1,4 @@
-"""What `hightide plan` shows. Fits 80 columns."""
+"""The output of `hightide plan`. Fits 80 columns."""
 
 from __future__ import annotations
 

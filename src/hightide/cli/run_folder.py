@@ -1,4 +1,4 @@
-"""What a run leaves behind: settings, plan, one line of metrics per step, a summary."""
+"""The folder of a run: settings, plan, one line of metrics per step, a summary."""
 
 from __future__ import annotations
 

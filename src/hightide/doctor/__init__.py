@@ -1,1 +1,1 @@
-"""What this machine can do: measurements, what they mean, and what is set up badly. Machine files."""
+"""This machine: measurements, their meaning, bad settings. Machine files."""

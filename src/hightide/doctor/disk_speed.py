@@ -1,4 +1,4 @@
-"""What a disk reaches: large and small requests, reads, writes and both at once, beyond what its caches take."""
+"""Speeds of a disk: large and small requests, reads, writes and both at once, beyond what its caches take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the numbers of a machine mean for training, in sentences."""
+"""The meaning of a machine's numbers for training, in sentences."""
 
 from __future__ import annotations
 

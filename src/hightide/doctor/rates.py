@@ -1,4 +1,4 @@
-"""What processor, GPU and their memories reach by themselves: matrix products and passes over memory."""
+"""Rates of processor, GPU and their memories by themselves: matrix products and passes over memory."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What hightide knows about other libraries' models."""
+"""Knowledge about other libraries' models."""

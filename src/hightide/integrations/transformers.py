@@ -1,4 +1,4 @@
-"""What a transformers model needs to be told before it trains through blocks. The library itself is not imported."""
+"""Words to a transformers model before it trains through blocks. The library itself is not imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the model is made of: parameters, blocks, and the calls of blocks in one forward."""
+"""The parts of a model: parameters, blocks, and the calls of blocks in one forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes from strangers: files that are read whole, and their text where a message quotes it.
+"""Files of strangers: how they are read whole, and how messages quote them.
 
 Every such file is read here: a regular one of bounded size, UTF-8, nested no deeper than any file that is meant, each
 key once. Whatever else it is, is a ValueError that names it.

@@ -1,4 +1,4 @@
-"""What a machine can do: measured by `hightide doctor`, or estimated. Facts as JSON; no decisions."""
+"""Abilities of a machine: measured by `hightide doctor`, or estimated. Facts as JSON; no decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run has measured, beside what its plan forecast."""
+"""Measurements of a run, beside the forecast of its plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What updates keep of each parameter: its moments, where they lie, and how many updates it has had."""
+"""The states of each parameter: its moments, where they lie, and how many updates it has had."""
 
 from __future__ import annotations
 

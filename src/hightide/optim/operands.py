@@ -1,4 +1,4 @@
-"""What one update reads and writes."""
+"""The arrays that one update reads and writes."""
 
 from __future__ import annotations
 

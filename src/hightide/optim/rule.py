@@ -1,4 +1,4 @@
-"""What an optimizer does to a range of elements, apart from where the range lies and when it happens.
+"""An update rule: arithmetic on a range of elements, apart from where the range lies and when it happens.
 
 Kernels work element by element. Torch's have vectors with a scalar tail, and the two may round differently. Ranges are
 therefore cut only at multiples of ALIGN_NUMEL elements, a multiple of every vector length: then no cut makes a tail,

@@ -1,4 +1,4 @@
-"""What says that a plan or a schedule must not run."""
+"""The error that says that a plan or a schedule must not run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the control groups of this process allow: memory, processor time, processors.
+"""Limits by the control groups of this process: memory, processor time, processors.
 
 [Note: which group's limit counts] Groups are nested, and each is held to the limits of all above it: the least one
 counts. So everything is read from the process's own group (/proc/self/cgroup) up to the root of the mount

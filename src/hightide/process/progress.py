@@ -1,4 +1,4 @@
-"""What is being done while somebody waits, as one line on a terminal that goes away at the end.
+"""The work that somebody waits for, as one line on a terminal that goes away at the end.
 
 Whoever works says so with `tell`, whichever layer it is in; whoever makes the user wait shows it with `shown`. The
 logger "hightide" gets how long each part took, at the level INFO: a terminal is not needed for that."""

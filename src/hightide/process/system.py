@@ -1,4 +1,4 @@
-"""What this machine has to give when the user sets no limit: memory and cores; how it gets back what was freed;
+"""Memory and cores that this machine has to give when the user sets no limit; how it gets back what was freed;
 whether kernels of our own may be built on it, and where they are kept."""
 
 from __future__ import annotations

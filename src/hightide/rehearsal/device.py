@@ -1,4 +1,4 @@
-"""What simple kernels and updates reach on the device."""
+"""Rates of simple kernels and updates on the device."""
 
 from __future__ import annotations
 

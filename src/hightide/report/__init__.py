@@ -1,1 +1,1 @@
-"""What is shown of a simulated or measured step."""
+"""Pages and tables of simulated or measured steps."""

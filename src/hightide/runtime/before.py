@@ -1,4 +1,4 @@
-"""What a model was before it was wrapped, for a `wrap` that does not come to its end: it is interrupted, or fails."""
+"""A model as it was before it was wrapped, for a `wrap` that does not come to its end: it is interrupted, or fails."""
 
 from __future__ import annotations
 

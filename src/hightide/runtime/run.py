@@ -178,24 +178,24 @@ class Run:
                 raise
             self.settle()  # by now nothing of the old plan's memory is left: that of the new one may become real
 
-    def _go_over(self, luggage: StatesOnTheMove, solution: Solution) -> None:
+    def _go_over(self, carried: StatesOnTheMove, solution: Solution) -> None:
         """See [Note: moving]."""
         self.chunks.let_go()
         self.gpu.vacate()
         try:
             taken = self._allocate(solution)
         except BaseException as error:
-            self._stay(luggage, error)
+            self._stay(carried, error)
             raise
         try:
-            self._carry_over(luggage, taken, solution)
+            self._carry_over(carried, taken, solution)
         except BaseException as error:  # nothing that is known
             self._is_lost = True
             self.lanes.fail(error)
             raise RuntimeError(LOST) from error
 
     def _carry_over(
-        self, luggage: StatesOnTheMove, taken: tuple[Accelerator, HostArena, Chunks], solution: Solution
+        self, carried: StatesOnTheMove, taken: tuple[Accelerator, HostArena, Chunks], solution: Solution
     ) -> None:
         gpu, host, chunks, performer, executor = self.gpu, self.host, self.chunks, self.performer, self.executor
         self.profile, self.plan = solution.profile, solution.plan
@@ -204,10 +204,10 @@ class Run:
             increment_version(param)  # what graphs of plain autograd have saved of it is gone: their backward raises
         host.unpin()
         self.chunks.go_on(chunks)
-        self.chunks.load(luggage.origins(), begins=False)
+        self.chunks.load(carried.origins(), begins=False)
         self.flight.forget()
         self.gradients.move_to(self.chunks)
-        luggage.unpack(self.chunks, self.gradients)
+        carried.unpack(self.chunks, self.gradients)
         chunks.close()
         gpu.close()
         host.vacate()
@@ -234,10 +234,10 @@ class Run:
             host.close()
             raise
 
-    def _stay(self, luggage: StatesOnTheMove, error: BaseException) -> None:
+    def _stay(self, carried: StatesOnTheMove, error: BaseException) -> None:
         """Under the old plan."""
         try:
-            luggage.put_back()
+            carried.put_back()
         except OutOfMemory as lost:
             self._is_lost = True
             self.lanes.fail(lost)

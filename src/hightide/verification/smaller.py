@@ -1,4 +1,5 @@
-"""What both runs take, and less of it where there is not enough memory: fewer samples, shorter ones, fewer layers.
+"""The model and batch of both runs, and less of them where there is not enough memory: fewer samples, shorter ones,
+fewer layers.
 
 What is verified is then a smaller model of the same kind: its blocks are the same code. The bytes are those of plain
 PyTorch, which are more than hightide takes: everything lies in one place."""

@@ -1,4 +1,4 @@
-"""What "equal" means.
+"""How far two numbers may differ and be "equal".
 
 [Note: what may differ] Nothing but rounding. A tensor may differ by `tolerance` of its largest entry; small entries of
 one whose others are large are known no better. Where that is not enough depends on the model, so it is measured: a

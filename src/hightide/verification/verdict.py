@@ -1,4 +1,4 @@
-"""What `verify` has found, and how it is shown."""
+"""The findings of `verify`, and how they are shown."""
 
 from __future__ import annotations
 

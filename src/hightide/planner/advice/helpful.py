@@ -60,10 +60,10 @@ class Improvements:
     look_longer: str = ""  # the option that gives it more time; "": nothing is untried
 
 
-def improvements(found: Searched, leeway: Circumstances, may_go_on: Callable[[], bool]) -> Improvements:
+def improvements(found: Searched, circumstances: Circumstances, may_go_on: Callable[[], bool]) -> Improvements:
     """`may_go_on` is asked before each new plan."""
     before = found.profile.num_samples / found.step.step_s
-    changes = _faster(found, leeway)
+    changes = _faster(found, circumstances)
     helpful, untried = [], []
     for change, changed in changes:
         if not may_go_on():
@@ -78,16 +78,16 @@ def improvements(found: Searched, leeway: Circumstances, may_go_on: Callable[[],
     return Improvements(tuple(helpful), tuple(untried), len(changes) - len(untried), longer)
 
 
-def _faster(found: Searched, leeway: Circumstances) -> list[tuple[Change, Problem]]:
+def _faster(found: Searched, circumstances: Circumstances) -> list[tuple[Change, Problem]]:
     """What usually helps most comes first: for models that take long to plan there is time for one or two."""
     problem = found.problem
     twice = 2 * problem.profile.num_samples
-    changes = [(_batch_of(twice, leeway), problem.with_samples(twice))]
+    changes = [(_batch_of(twice, circumstances), problem.with_samples(twice))]
     whole = found.placement.is_resident
-    if problem.terms.update is Update.DEFERRED and not leeway.clips and not whole:
+    if problem.terms.update is Update.DEFERRED and not circumstances.clips and not whole:
         change = Change("in-backward updates, if your loop never clips", "--update in_backward")
         changes.append((change, problem.with_terms(update=Update.IN_BACKWARD)))
-    changes += _more_gpu(problem, leeway)
+    changes += _more_gpu(problem, circumstances)
     if problem.terms.gradients is GradientDtype.FLOAT32 and _has_short_params(problem) and not whole:
         change = Change("gradients rounded to their parameter's dtype", "--gradients param")
         changes.append((change, problem.with_terms(gradients=GradientDtype.PARAM)))
@@ -99,16 +99,16 @@ def _faster(found: Searched, leeway: Circumstances) -> list[tuple[Change, Proble
 
 
 def fitting(
-    problem: Problem, refused: InfeasiblePlan, leeway: Circumstances, may_go_on: Callable[[], bool]
+    problem: Problem, refused: InfeasiblePlan, circumstances: Circumstances, may_go_on: Callable[[], bool]
 ) -> tuple[Change, ...]:
     """Changes that make it fit, each for itself: more memory, then what needs no other machine."""
     found: list[Change] = []
     options: list[Callable[[], Change | None]] = [
-        *_memories(problem, refused, leeway),
+        *_memories(problem, refused, circumstances),
         lambda: _with_disk(problem),
         lambda: _rounded(problem),
         lambda: _any_micro_batch(problem),
-        lambda: _fewer(problem, leeway),
+        lambda: _fewer(problem, circumstances),
     ]
     for option in options:
         if may_go_on() and (change := option()) is not None:
@@ -116,9 +116,11 @@ def fitting(
     return tuple(found)
 
 
-def _memories(problem: Problem, refused: InfeasiblePlan, leeway: Circumstances) -> list[Callable[[], Change | None]]:
+def _memories(
+    problem: Problem, refused: InfeasiblePlan, circumstances: Circumstances
+) -> list[Callable[[], Change | None]]:
     """Beyond what the GPU has only where nothing else would do."""
-    possible = [limits for limits in refused.enough if limits.get(Tier.GPU, 0) <= leeway.gpu_memory_bytes]
+    possible = [limits for limits in refused.enough if limits.get(Tier.GPU, 0) <= circumstances.gpu_memory_bytes]
     return [partial(_enough, problem, limits) for limits in possible or refused.enough]
 
 
@@ -165,27 +167,27 @@ def _any_micro_batch(problem: Problem) -> Change | None:
     return _ANY_MICRO_BATCH if problem.terms.micro_batch is not None and fits(_unpinned(problem)) else None
 
 
-def _fewer(problem: Problem, leeway: Circumstances) -> Change | None:
+def _fewer(problem: Problem, circumstances: Circumstances) -> Change | None:
     num_samples = problem.profile.num_samples
     if num_samples == 1 or not fits(problem.with_samples(1)):
         return None
     while not fits(problem.with_samples(num_samples := num_samples // 2)):
         pass
-    return _batch_of(num_samples, leeway, problem.terms.micro_batch)
+    return _batch_of(num_samples, circumstances, problem.terms.micro_batch)
 
 
-def _batch_of(num_samples: int, leeway: Circumstances, micro_batch: int | None = None) -> Change:
+def _batch_of(num_samples: int, circumstances: Circumstances, micro_batch: int | None = None) -> Change:
     text = f"{num_samples} sample{'s' if num_samples > 1 else ''} per step"
     smaller = f" --micro-batch {num_samples}" if micro_batch is not None and micro_batch > num_samples else ""
-    return Change(text, "" if leeway.has_own_batch else f"--sequences {num_samples}{smaller}")
+    return Change(text, "" if circumstances.has_own_batch else f"--sequences {num_samples}{smaller}")
 
 
-def _more_gpu(problem: Problem, leeway: Circumstances) -> list[tuple[Change, Problem]]:
+def _more_gpu(problem: Problem, circumstances: Circumstances) -> list[tuple[Change, Problem]]:
     """A part of what this GPU has left, and all of it; only all of it where that is nearly the same."""
     some = _more(problem, Tier.GPU)
-    if not leeway.gpu_memory_bytes:
+    if not circumstances.gpu_memory_bytes:
         return [some]
-    everything = _with_size(problem, Tier.GPU, size_option(leeway.gpu_memory_bytes, up=False), "all of this GPU")
+    everything = _with_size(problem, Tier.GPU, size_option(circumstances.gpu_memory_bytes, up=False), "all of this GPU")
     most_bytes = everything[1].terms.gpu_bytes
     if problem.terms.gpu_bytes >= most_bytes:
         return []

@@ -1,4 +1,4 @@
-"""What to change in a plan that does not fit: by what holds the memory at the moment at which it is short."""
+"""A change for a plan that does not fit: by what holds the memory at the moment at which it is short."""
 
 from __future__ import annotations
 

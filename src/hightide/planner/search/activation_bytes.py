@@ -1,4 +1,4 @@
-"""What activations take over a step, for many candidates at once.
+"""Bytes of activations over a step, for many candidates at once.
 
 Searches ask for the room of thousands of candidates; lowering each would take minutes. What a call keeps, or leaves
 near, adds the same bytes at the same moments whatever others do, and so does an update on the GPU. So it is enough to

@@ -1,4 +1,4 @@
-"""What the model's own code takes between blocks: tensors that it makes, and what its graph keeps for backward.
+"""Memory of the model's own code between blocks: tensors that it makes, and what its graph keeps for backward.
 
 [Note: metering between blocks] The model runs once more without values, forward and backward. A stand-in for each
 block returns tensors like those that were recorded, and gradients of its inputs, and keeps nothing itself, as if its

@@ -1,4 +1,4 @@
-"""What one call of a block needs, metered while it runs on tensors without values: memory, and work.
+"""Needs of one call of a block, metered while it runs on tensors without values: memory, and work.
 
 [Note: two sizes are enough] Every tensor's bytes are affine in the number of samples, so a peak is the largest of
 several affine functions: convex. A line through the smallest and the largest micro-batch is therefore never below it

@@ -160,7 +160,7 @@ class _Trial:
     ) -> None:
         self._module, self._record, self._split, self._taps = module, record, split, taps
         self._num_samples, self._params = num_samples, params
-        self._leeway = 1.0 if dtype is not None else LOW_PRECISION
+        self._circumstances = 1.0 if dtype is not None else LOW_PRECISION
         self._generator = torch.Generator(device).manual_seed(0)
         self._input_dims = split.inputs if num_samples > 1 or split.splittable else (None,) * len(record.inputs)
         self._output_dims = split.outputs if split.splittable else (None,) * len(record.outputs)
@@ -225,7 +225,7 @@ class _Trial:
         same = len(one.outputs) == len(two.outputs) and _equal_leaves(one.others, two.others)
         largest = _largest(one.param_grads)
         if two.param_grads and any(
-            (a or _NONE).differs([b], AGAIN * self._leeway, largest)
+            (a or _NONE).differs([b], AGAIN * self._circumstances, largest)
             for a, b in zip(one.param_grads, two.param_grads, strict=True)
         ):
             return False
@@ -289,7 +289,7 @@ class _Trial:
         largest = _largest(whole.param_grads)
         for index, gradient in enumerate(whole.param_grads):
             others = [part.param_grads[index] for part in parts]
-            if (gradient or _NONE).differs(others, SAME * self._leeway, largest):
+            if (gradient or _NONE).differs(others, SAME * self._circumstances, largest):
                 raise _Mixed("split, the gradient of a parameter is another than that of the whole batch")
 
     def _compare_outputs(self, whole: _Outcome, part: _Outcome, start: int, count: int) -> None:
@@ -473,7 +473,7 @@ class _Trial:
             return True
         if not one.is_floating_point():
             return not torch.equal(one, two)
-        allowed = tolerance * self._leeway * size + torch.finfo(torch.float32).tiny
+        allowed = tolerance * self._circumstances * size + torch.finfo(torch.float32).tiny
         return not torch.allclose(one, two.to(one.dtype), rtol=0.0, atol=allowed, equal_nan=True)
 
     def _check_values(self, base: _Outcome) -> None:

@@ -1,4 +1,5 @@
-"""What modules keep between calls besides their parameters: buffers, attributes, and the state of random generators.
+"""The state that modules keep between calls besides their parameters: buffers, attributes, and the state of random
+generators.
 
 A forward that runs once more than in plain PyTorch (a probe, a recomputation, a micro-batch) must not leave a trace of
 it. `Snapshot` remembers what a module has, says what has changed since, and puts it back. It follows attributes into

@@ -1,4 +1,4 @@
-"""What waits between a block's forward and its backward: kept graphs, and inputs on the GPU or on host.
+"""Waiting between a block's forward and its backward: kept graphs, and inputs on the GPU or on host.
 
 [Note: kept graphs and slots] A graph that is kept saves views of the slot that its weights were in, and the slot holds
 another block's weights by the time backward comes: wrong numbers, with no version error. So a saved tensor that lies

@@ -1,4 +1,4 @@
-"""What a parameter is while its values are somewhere else: everything about it but its values.
+"""A parameter while its values are somewhere else: everything about it but its values.
 
 [Note: reading absent parameters] A regulariser over `model.parameters()`, a logged norm, a copy for an average: code
 outside of blocks that computes with parameters would get NaN, or the values before the last update, and a gradient

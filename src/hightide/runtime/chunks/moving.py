@@ -105,8 +105,8 @@ class StatesOnTheMove:
 class _Value:
     """An Origin."""
 
-    luggage: StatesOnTheMove
+    carried: StatesOnTheMove
     key: str
 
     def fill(self, target: Tensor) -> None:
-        self.luggage.hand_over(self.key, ChunkKind.PARAM, [target])
+        self.carried.hand_over(self.key, ChunkKind.PARAM, [target])

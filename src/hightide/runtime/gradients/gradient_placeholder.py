@@ -1,4 +1,4 @@
-"""What stands in `p.grad` while the real gradient lies in a chunk somewhere else.
+"""It stands in `p.grad` while the real gradient lies in a chunk somewhere else.
 
 [Note: gradient placeholder] Code around an optimizer looks at `p.grad`: `clip_grad_norm_` takes norms and multiplies,
 a GradScaler unscales, loops test for None or print. With None there, clipping would silently do nothing. A

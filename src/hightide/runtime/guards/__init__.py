@@ -1,1 +1,1 @@
-"""Whatever would give other results is seen here, and refused or allowed for."""
+"""Causes of other results are seen here, and refused or allowed for."""

@@ -1,4 +1,4 @@
-"""What is learned of a block when it is first called in some way, at real size.
+"""The first call of a block in some way, at real size, and what is learned from it.
 
 [Note: replays] A recomputation runs a block's forward once more. What that does to the world, beside its result, must
 not happen twice, and must be done from where the first forward began: a counter counts once, a power iteration does not

@@ -1,4 +1,4 @@
-"""What torch does to whole programs, and cannot do to one whose parameters come and go: refused, with what works."""
+"""Transforms of whole programs, which cannot be done to one whose parameters come and go: refused, with what works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a block must not change after wrapping: which parameters it has, where, and whether they are trained."""
+"""A block must not change after wrapping: which parameters it has, where, and whether they are trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits in front of the lanes: tasks, which of them is next, and the records of what was done."""
+"""Queues in front of the lanes: tasks, which of them is next, and the records of what was done."""
 
 from __future__ import annotations
 

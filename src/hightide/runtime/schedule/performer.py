@@ -1,4 +1,4 @@
-"""What each kind of action does to the bytes. Bookkeeping happens in the user's thread when an action is issued
+"""The effect of each kind of action on bytes. Bookkeeping happens in the user's thread when an action is issued
 (`prepare`); the work that it returns runs on the action's lane."""
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def answer() -> Searched:
     return search(ASKED)
 
 
-def improve(leeway: Circumstances = NO_MORE) -> Improvements:
-    return improvements(answer(), leeway, lambda: True)
+def improve(circumstances: Circumstances = NO_MORE) -> Improvements:
+    return improvements(answer(), circumstances, lambda: True)
 
 
 def test_the_most_helpful_comes_first_and_little_help_is_none() -> None:
@@ -166,11 +166,11 @@ def test_each_tier_that_would_do_is_named_without_another_search(monkeypatch: py
     monkeypatch.setattr(search_module._Search, "run", lambda self: pytest.fail("whether it fits needs no search"))
     tiers = [next(iter(limits)) for limits in refused.value.enough]
     assert tiers == [Tier.HOST, Tier.GPU]
-    for leeway, expected in (
+    for circumstances, expected in (
         (Circumstances(2**30), ["--host", "--gpu"]),
         (NO_MORE, ["--host"]),
     ):  # as much as the GPU has
-        named = [change.option.split()[0] for change in fitting(asked, refused.value, leeway, lambda: True)]
+        named = [change.option.split()[0] for change in fitting(asked, refused.value, circumstances, lambda: True)]
         assert [option for option in named if option in ("--host", "--gpu")] == expected
 
 

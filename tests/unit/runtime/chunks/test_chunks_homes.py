@@ -138,12 +138,12 @@ def test_values_and_states_move_from_and_to_a_file(subject: Subject, before: Tie
         for state in old.states_of(key):
             state.put(torch.randint(-100, 100, state.shape))
         states[key] = [state.get() for state in old.states_of(key)]
-    luggage = StatesOnTheMove(subject.plan, old, gradients)
+    carried = StatesOnTheMove(subject.plan, old, gradients)
     old.let_go()
     new = subject.chunks(after)
-    new.load(luggage.origins(), begins=False)
+    new.load(carried.origins(), begins=False)
     gradients.move_to(new)
-    luggage.unpack(new, gradients)
+    carried.unpack(new, gradients)
     plain = dict(subject.plain.named_parameters())
     for key in new.places:
         assert torch.equal(new.value(key).get(), plain[key])
