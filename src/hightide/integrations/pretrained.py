@@ -55,7 +55,7 @@ def from_pretrained(
     config = read_config(path, config_options)
     stored = stored_tensors(path)
     kind = class_of(config, model_class)
-    _warn_of_dtypes(path, stored.values(), config.dtype)
+    _check_dtypes(path, stored.values(), config.dtype, is_sure=dtype is not None)
     config.dtype = _dtype(dtype, config, stored.values())
     with blaming(path / CONFIG, config_options):
         model = build_without_values(kind, config)
@@ -80,19 +80,22 @@ def _dtype(asked: torch.dtype | str | None, config: Any, stored: Iterable[Stored
     return dtype
 
 
-def _warn_of_dtypes(folder: Path, stored: Iterable[StoredTensor], said: torch.dtype | None) -> None:
-    """Two dtypes have 16 bits: where the config and the files do not agree which it is, one of them may be wrong."""
+def _check_dtypes(folder: Path, stored: Iterable[StoredTensor], said: torch.dtype | None, is_sure: bool) -> None:
+    """Two dtypes have 16 bits: where the config and the files do not agree which it is, one of them may be wrong. Who
+    names a dtype himself is taken to know."""
     halves = Counter(one.dtype for one in stored if one.dtype in HALVES)
     others = {dtype: count for dtype, count in halves.items() if dtype is not said} if said in HALVES else halves
     if len(others) > (said not in HALVES):
         names = " and ".join(
             f"{count} tensors in {str(dtype).removeprefix('torch.')}" for dtype, count in others.items()
         )
-        warnings.warn(
+        doubt = (
             f"{shown(folder)} has {names}, and its config.json says {str(said).removeprefix('torch.')}: all have 16 "
-            "bits, and if one of the two is wrong the values are others. Compare a loss with plain transformers first",
-            stacklevel=3,
+            "bits, and if one of the two is wrong the values are others"
         )
+        if not is_sure:
+            raise ValueError(f"{doubt}. Correct the dtype in config.json, or pass dtype= to have the files believed")
+        warnings.warn(f"{doubt}. Compare a loss with plain transformers first", stacklevel=3)
 
 
 def build_without_values(kind: Any, config: Any) -> nn.Module:

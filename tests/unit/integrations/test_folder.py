@@ -218,7 +218,7 @@ def test_integers_where_floats_are_expected(tmp_path: Path, folder: Path) -> Non
 
 
 @pytest.mark.parametrize("says", ["bfloat16", None])
-def test_sixteen_bits_of_another_kind_are_said(tmp_path: Path, folder: Path, says: str | None) -> None:
+def test_sixteen_bits_of_another_kind_are_refused(tmp_path: Path, folder: Path, says: str | None) -> None:
     whole = tmp_path / "whole"
     tensors = {name: value.bfloat16() for name, value in load_file(whole / SINGLE).items()}
     save_file(tensors, whole / SINGLE)
@@ -229,8 +229,10 @@ def test_sixteen_bits_of_another_kind_are_said(tmp_path: Path, folder: Path, say
         save_file(tensors, whole / SINGLE)
     else:
         relabelled(whole / SINGLE, "BF16", "F16")
-    with pytest.warns(UserWarning, match="tensors in float16.*16 bits"):
+    with pytest.raises(ValueError, match=r"tensors in float16.*16 bits.*pass dtype="):
         hightide.from_pretrained(whole)
+    with pytest.warns(UserWarning, match="tensors in float16.*16 bits"):
+        hightide.from_pretrained(whole, dtype="float32")
 
 
 def test_a_table_beyond_memory_is_refused_before_it_is_made(tmp_path: Path) -> None:
