@@ -17,6 +17,10 @@ from hightide.runtime.chunks.chunks import RETURN_BYTES
 
 SLACK_BYTES = 64 * 2**20
 
+# What is freed goes back at once. By default malloc begins to keep blocks of up to 32 MiB after it has freed some, and
+# how much of that is still resident changes from run to run by more than the slack.
+STEADY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)}
+
 SCRIPT = """
 import gc, json, sys
 from pathlib import Path
@@ -128,7 +132,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
         pytest.skip("reads the peak of resident memory from /proc")
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("folders"))],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), **STEADY_MALLOC},
         capture_output=True,
         text=True,
         timeout=110,
