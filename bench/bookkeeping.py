@@ -23,7 +23,8 @@ from torch import nn
 
 import hightide
 from hightide.ir.action import Mode, Op
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.activation import Activation
+from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.optim.optimizer import WrappedOptimizer
 from hightide.runtime.run import Run

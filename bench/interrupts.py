@@ -34,7 +34,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import hightide
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.activation import Activation
+from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.planner.solution import Solution
 from hightide.runtime.surgery import run_of

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import hightide
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # without a GPU it only shows that it runs

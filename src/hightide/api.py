@@ -29,7 +29,7 @@ from hightide.planner.problem import Terms
 from hightide.planner.search.search import search
 from hightide.planner.solution import Searched, Solution
 from hightide.planner.verify.check_plan import check_executable, check_plan, check_states
-from hightide.posing import GpuRoom, Profiled, problem_of, rehearsed_profile, room_on
+from hightide.posing import GpuRoom, Profiled, problem_of, rehearsed_profile, room_on, with_selective
 from hightide.process.interrupts import deferred, held
 from hightide.process.progress import shown, tell
 from hightide.process.system import free_host_bytes
@@ -95,8 +95,8 @@ def wrap(
             profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks, place)
             solution: Solution
             if plan is None:
-                terms = Terms(*_resolve(limits or Limits(), place, model, optimizer), timing, micro_batch,
-                              rule.states, rounding)  # fmt: skip
+                sizes = _resolve(limits or Limits(), place, model, optimizer)
+                terms = Terms(*sizes, timing, micro_batch, rule.states, rounding)
                 solution = _searched(profiled, optimizer, place, compile, terms)
             else:
                 check_executable(plan)
@@ -162,8 +162,8 @@ def plan(
     _check_limits(limits)
     with deferred, shown("hightide.plan"), checkpointing.off(model):
         profiled = _profile(model, optimizer, batch, blocks, place)
-        terms = Terms(*_resolve(limits or Limits(), place, model, optimizer), timing, micro_batch,
-                      rule.states, rounding)  # fmt: skip
+        sizes = _resolve(limits or Limits(), place, model, optimizer)
+        terms = Terms(*sizes, timing, micro_batch, rule.states, rounding)
         return _searched(profiled, optimizer, place, compile, terms).plan
 
 
@@ -275,6 +275,10 @@ def _searched(
     problem = problem_of(profiled, optimizer, device, compile, terms)
     tell("searching for a plan")
     solution = search(problem)
+    measured = with_selective(problem, solution.plan, profiled, device, compile)
+    if measured is not None:
+        tell("searching for a plan", "with what was measured for it")
+        solution = search(measured)
     solution.verify()
     return solution
 

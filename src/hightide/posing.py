@@ -28,9 +28,11 @@ from torch import nn
 
 from hightide.doctor.known import known_machine, load_machine, remember
 from hightide.doctor.measure import examine
+from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import SIMULATED, Machine
+from hightide.ir.plan import Plan
 from hightide.ir.units import format_bytes
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.step_seconds import with_peaks
@@ -39,7 +41,7 @@ from hightide.process.interrupts import is_interrupt
 from hightide.process.progress import tell
 from hightide.profiler.model.probe import ProbeResult
 from hightide.profiler.model.probe_record import CallRecord
-from hightide.rehearsal.rehearse import let_go, measure_costs
+from hightide.rehearsal.rehearse import let_go, measure_costs, measure_selective
 from hightide.stores import device_limit
 
 SMALL_NUMEL = 2**24  # parameters
@@ -94,6 +96,29 @@ def problem_of(
     return Problem(with_peaks(profile, costs), costs, machine, terms, quick=_is_small(profile))
 
 
+def with_selective(
+    problem: Problem, plan: Plan, profiled: Profiled, device: torch.device, compile: bool
+) -> Problem | None:
+    """The problem with measured costs for what the plan holds selectively. None: they are known as well as they can
+    be."""
+    profile, probed, records = profiled
+    held = {block for block, planned in enumerate(plan.blocks) if planned.activation is Activation.SELECTIVE}
+    known = {kind for kind, cost in enumerate(problem.costs.calls) if not cost.selective or cost.selective.is_measured}
+    kinds = {call.kind for call in profile.calls if call.block in held} - known
+    if not kinds or not problem.costs.peaks:
+        return None
+    try:
+        costs = measure_selective(
+            profile, probed, records, problem.costs, device, compile, min(plan.micro_batch, profile.num_samples), kinds
+        )
+    except Exception as error:  # as in _rehearsed
+        if is_interrupt(error):
+            raise
+        _warn_of_no_times(device, error, "what is held in part follows from estimated times")
+        return None
+    return replace(problem, profile=with_peaks(profile, costs), costs=costs)
+
+
 def rehearsed_profile(
     profiled: Profiled, optimizer: torch.optim.Optimizer, device: torch.device, compile: bool, gpu_bytes: int
 ) -> ModelProfile | None:
@@ -123,10 +148,14 @@ def _rehearsed(
     except Exception as error:  # whatever a block raises alone, or memory that others hold
         if is_interrupt(error):
             raise
-        let_go(device)
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        warnings.warn(f"blocks cannot be timed alone ({reason}); {fallback}", stacklevel=4)
+        _warn_of_no_times(device, error, fallback)
         return None
+
+
+def _warn_of_no_times(device: torch.device, error: Exception, fallback: str) -> None:
+    let_go(device)
+    reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    warnings.warn(f"blocks cannot be timed alone ({reason}); {fallback}", stacklevel=5)
 
 
 def machine_of(device: torch.device, is_small: bool) -> Machine:

@@ -15,7 +15,7 @@ import torch
 import hightide
 import models
 from forked import run_forked
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 from hightide.optim.host_update import HostUpdate
 from unit.runtime.steps import Twins, twins

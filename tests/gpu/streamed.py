@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import hightide
 import hightide.posing
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.activation import Activation
+from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 
 LIMITS = hightide.Limits(gpu="2GiB", host="8GiB")  # libraries' workspaces alone may take 100 MiB

@@ -17,7 +17,7 @@ import hightide
 import models
 from gpu.streamed import rehearsed_llama
 from hightide.ir.action import Mode
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 from hightide.planner.lower import lower
 from hightide.planner.predict.peaks import peaks

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import hightide
 import models
 from gpu.streamed import everything_moves, silence_transformers, wrap
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.activation import Activation
+from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.runtime.surgery import run_of
 from hightide.stores.store import OutOfMemory

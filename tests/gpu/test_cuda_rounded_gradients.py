@@ -10,7 +10,7 @@ import torch
 
 import hightide
 import models
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
 from hightide.ir.tier import Lane, Tier
 from hightide.planner import placement
 from hightide.runtime.surgery import run_of

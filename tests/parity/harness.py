@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import hightide
 import models
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 

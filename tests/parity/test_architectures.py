@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 import hightide
 import models
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 from hightide.runtime.surgery import run_of
 

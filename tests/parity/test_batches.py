@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import hightide
 import models
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
 
 LLAMA = SUBJECTS["llama"]
 WRAP = {"micro_batch": 3}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hightide
 import models
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
 
 LLAMA = SUBJECTS["llama"]
 WRAP = {"micro_batch": 3}

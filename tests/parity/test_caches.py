@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import hightide
 import models
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 from hightide.runtime.surgery import run_of
 

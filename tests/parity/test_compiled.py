@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hightide
 import models
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 from hightide.runtime.blocks import compiled
 
@@ -71,6 +71,7 @@ def check(name: str, wrap: dict[str, Any], **options: Any) -> hightide.Stats:
         pytest.param("llama_tied", "in_backward", Activation.RECOMPUTE, Tier.GPU, marks=pytest.mark.long),
         ("gpt2", "in_backward", Activation.RECOMPUTE, Tier.HOST),
         ("plain_tied", "deferred", Activation.KEEP, Tier.GPU),
+        ("llama_tied", "deferred", Activation.SELECTIVE, Tier.HOST),
     ],
 )
 def test_twenty_steps_equal_plain_pytorch(

@@ -12,8 +12,9 @@ import torch
 from harness import SUBJECTS, Subject, Trained, assert_parity, assert_same_bits, make_optimizer, train
 
 import hightide
+from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
-from hightide.ir.plan import Activation, BlockPlan, Plan, Update
+from hightide.ir.plan import BlockPlan, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.layout import pack
 from hightide.planner.placement import Placement

@@ -27,8 +27,8 @@ from torch import nn
 
 import hightide
 import models
+from hightide.ir.activation import Activation
 from hightide.ir.chunk import ChunkSpec
-from hightide.ir.plan import Activation
 from hightide.ir.tier import Tier
 from hightide.runtime.surgery import run_of
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import hightide
 import models
-from hightide.ir.plan import Activation, BlockPlan, Plan
+from hightide.ir.activation import Activation
+from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Tier
 from hightide.planner.placement import Placement

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import hightide
 import models
 from hightide.ir.action import Mode
-from hightide.ir.plan import Activation, BlockPlan, Plan
+from hightide.ir.activation import Activation
+from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.tier import Tier
 from hightide.optim.registry import RULES
 from hightide.planner.placement import Placement

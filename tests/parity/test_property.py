@@ -21,8 +21,9 @@ from torch import Tensor
 
 import hightide.api
 from hightide.ir.action import Mode
+from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
-from hightide.ir.plan import Activation, BlockPlan, Forecast, GradientDtype, Update
+from hightide.ir.plan import BlockPlan, Forecast, GradientDtype, Update
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.layout import pack

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import hightide
 import models
-from hightide.ir.plan import Activation, BlockPlan, GradientDtype, Plan
+from hightide.ir.activation import Activation
+from hightide.ir.plan import BlockPlan, GradientDtype, Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner import placement
 from hightide.planner.placement import Placement

@@ -17,7 +17,8 @@ from torch import nn
 
 import hightide
 import models
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.activation import Activation
+from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.runtime.lanes import lanes
 from hightide.runtime.surgery import run_of

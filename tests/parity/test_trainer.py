@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import hightide
 import models
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
 from hightide.ir.refusal import Refused
 
 LIMITS = hightide.Limits(gpu="4MiB", host="64MiB")

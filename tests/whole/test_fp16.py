@@ -14,7 +14,8 @@ from torch import nn
 
 import hightide
 import models
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.activation import Activation
+from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 
 LR, NUM_STEPS, BROKEN_STEP = 1e-3, 8, 3

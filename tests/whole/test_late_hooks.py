@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hightide
 import models
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 
 LIMITS = hightide.Limits(gpu="8MiB", host="64MiB")

@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, hessian, jvp, vjp, vmap
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import hightide
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 from hightide.runtime.surgery import run_of
 

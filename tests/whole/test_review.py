@@ -15,7 +15,8 @@ from torch import nn
 
 import hightide
 import models
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.activation import Activation
+from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.planner.predict.peaks import peaks
 from hightide.runtime.chunks.absent import Disabled

@@ -10,7 +10,8 @@ import torch
 import hightide
 import models
 from hightide.ir.action import Action, Mode, Op, Schedule
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.activation import Activation
+from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.verify.compare_records import compare
 from hightide.runtime.lanes.queues import LaneRecord

@@ -12,7 +12,8 @@ import torch
 import hightide
 import models
 from hightide.ir.action import Action, Mode, Schedule
-from hightide.ir.plan import Activation, Plan, Update
+from hightide.ir.activation import Activation
+from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import MemoryPart, Timeline
 from hightide.planner.predict.peaks import peaks

@@ -13,7 +13,8 @@ from torch import nn
 
 import hightide
 import models
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.activation import Activation
+from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from unit.runtime.steps import Twins, adamw, train_step, twins
 

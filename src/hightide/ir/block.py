@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from hightide.ir.activation import Activation
+
 DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -79,6 +81,17 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Selective:
+    """A call under Activation.SELECTIVE. Which results are held is told by numbers, since an operation has another name
+    on each device."""
+
+    kept: Affine  # bytes that one micro-batch holds from forward to backward beyond inputs
+    recompute: Work  # what is repeated
+    flop_per_byte: int  # results that take so many operations for each of their bytes are held,
+    num_held: int  # so many of them: backward needs nothing of what is made after the last
+
+
+@dataclass(frozen=True)
 class Glue:
     """What the model's own code between blocks takes around one forward or backward of a call, whole batch, where no
     block keeps its inputs."""
@@ -115,6 +128,19 @@ class CallSpec:
     backward: Work = Work()  # without the recomputation
     glue: Glue = Glue()
     glue_backward: Glue = Glue()
+    selective: Selective | None = None  # None: nothing in it is worth more than the rest
+
+    def held(self, activation: Activation) -> Affine:
+        """Bytes that one micro-batch holds from forward to backward beyond inputs."""
+        if activation is Activation.KEEP:
+            return self.kept
+        return self.selective.kept if activation is Activation.SELECTIVE and self.selective else Affine()
+
+    def repeated(self, activation: Activation) -> Work:
+        """By backward, of forward."""
+        if activation is Activation.KEEP:
+            return Work()
+        return self.selective.recompute if activation is Activation.SELECTIVE and self.selective else self.recompute
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hightide.ir import codec
+from hightide.ir.activation import Activation
 from hightide.ir.foreign import quoted, shown
 
 
@@ -47,6 +48,15 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class SelectiveCost:
+    """Under Activation.SELECTIVE."""
+
+    forward_s: Curve
+    recompute_s: Curve
+    is_measured: bool = False  # False: estimated, from what the other two take
+
+
+@dataclass(frozen=True)
 class CallCost:
     """One micro-batch of a call of this kind (ir.block.CallSpec.kind)."""
 
@@ -55,6 +65,18 @@ class CallCost:
     recompute_s: Curve
     backward_s: Curve  # without recomputation
     issue_s: float = 0.0  # of one forward and backward: what the thread that runs the model needs beside the GPU
+    selective: SelectiveCost | None = None
+
+    def forward(self, activation: Activation) -> Curve:
+        if activation is Activation.KEEP:
+            return self.forward_kept_s
+        return self.selective.forward_s if activation is Activation.SELECTIVE and self.selective else self.forward_s
+
+    def repeated(self, activation: Activation) -> Curve:
+        """By backward, of forward."""
+        if activation is Activation.KEEP:
+            return Curve(())
+        return self.selective.recompute_s if activation is Activation.SELECTIVE and self.selective else self.recompute_s
 
 
 @dataclass(frozen=True)
@@ -64,6 +86,7 @@ class CallPeaks:
     forward_bytes: Curve
     kept_bytes: Curve
     backward_bytes: Curve
+    selective_bytes: Curve = Curve(())  # kept under Activation.SELECTIVE; none: not measured
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from hightide.ir import codec
+from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import Layout
 from hightide.ir.foreign import quoted, read_json, shown
@@ -18,7 +19,7 @@ EDITED = (
     "EDITED since it was made; the lines below are about the plan as it was then.\n"
     "wrap verifies it as it is, and stats(model).plan.explain() is about that.\n\n"
 )
-PLAN_VERSION = 4  # raised whenever a file of before cannot be read, or would mean other bytes
+PLAN_VERSION = 5  # raised whenever a file of before cannot be read, or would mean other bytes
 
 
 class Update(StrEnum):
@@ -35,13 +36,6 @@ class GradientDtype(StrEnum):
 
     FLOAT32 = "float32"
     PARAM = "param"  # the dtype of its parameter: half the bytes on the link and on the host, for one rounding
-
-
-class Activation(StrEnum):
-    """What becomes of a block's activations between forward and backward."""
-
-    KEEP = "keep"
-    RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True)

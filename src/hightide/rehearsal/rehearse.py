@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hightide.ir.block import ModelProfile, Work
-from hightide.ir.costs import CallCost, CallPeaks, Costs, Curve, LossCost, Point
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
+from hightide.ir.block import ModelProfile, Selective, Work
+from hightide.ir.costs import CallCost, CallPeaks, Costs, Curve, LossCost, Point, SelectiveCost
 from hightide.planner.loss_tiles import loss_tile_tokens
-from hightide.planner.predict.estimate import GLUE_S
+from hightide.planner.predict.estimate import FUSED_SHARE, GLUE_S
 from hightide.process.progress import doing
 from hightide.profiler.model.block_finder import BlockChoice
 from hightide.profiler.model.call_tree import Batch
@@ -27,7 +27,7 @@ from hightide.profiler.model.probe_record import CallRecord
 from hightide.rehearsal.device import memory_rate, update_rate
 from hightide.rehearsal.stage import RehearsedCall, Stage, Tile
 from hightide.rehearsal.stopwatch import Lap, MemoryReading, time_laps
-from hightide.runtime.blocks.compiled import MAX_SHAPES
+from hightide.runtime.blocks.compiled import MAX_SHAPES, SELECTIVE_BUDGET
 
 NONE = Curve(())
 
@@ -66,9 +66,7 @@ def measure_costs(
         )
     sizes = _sizes(profile.num_samples, micro_batches, compile)
     cuda = device.type == "cuda"
-    if cuda and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    with torch.random.fork_rng([device] if cuda else []), no_global_hooks():
+    with _quietly(device) as device:
         rehearsal = _Rehearsal(profile, sizes, device, compile, memory_rate(device))
         parts = _parts(profile, probed, records)
         found = []
@@ -90,6 +88,39 @@ def measure_costs(
     )
     let_go(device)
     return costs
+
+
+def measure_selective(
+    profile: ModelProfile,
+    probed: ProbeResult,
+    records: Sequence[CallRecord],
+    costs: Costs,
+    device: torch.device,
+    compile: bool,
+    micro_batch: int,
+    kinds: Collection[int],
+) -> Costs:
+    """The costs with what calls of these kinds take under Activation.SELECTIVE, which had been estimated. One size: a
+    compilation takes longer than all the rest."""
+    calls, peaks = list(costs.calls), list(costs.peaks)
+    with _quietly(device) as device:
+        rehearsal = _Rehearsal(profile, [micro_batch], device, compile, costs.memory_bytes_per_s)
+        parts = _parts(profile, probed, records)
+        for number, kind in enumerate(sorted(kinds), start=1):
+            with doing("timing blocks", f"selective, kind {number} of {len(kinds)}"):
+                calls[kind], peaks[kind] = rehearsal.selective(parts[kind], calls[kind], peaks[kind])
+    let_go(device)
+    return replace(costs, calls=tuple(calls), peaks=tuple(peaks))
+
+
+@contextmanager
+def _quietly(device: torch.device) -> Iterator[torch.device]:
+    """The device with its number. Random numbers of the user's, and his hooks, are aside."""
+    cuda = device.type == "cuda"
+    if cuda and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    with torch.random.fork_rng([device] if cuda else []), no_global_hooks():
+        yield device
 
 
 def let_go(device: torch.device) -> None:
@@ -173,7 +204,32 @@ class _Rehearsal:
             backward_s=_curve(kept.backward_s),
             issue_s=min(again.issue_s),
         )
-        return cost, CallPeaks(_curve(again.forward_bytes), _curve(kept.kept_bytes), _curve(backward_bytes))
+        peaks = CallPeaks(_curve(again.forward_bytes), _curve(kept.kept_bytes), _curve(backward_bytes))
+        if part.call.selective is None or kept is again:
+            return cost, peaks
+        return self._estimated(part.call.selective, cost, peaks) if self.compile else self.selective(part, cost, peaks)
+
+    def _estimated(self, rule: Selective, cost: CallCost, peaks: CallPeaks) -> tuple[CallCost, CallPeaks]:
+        """What is repeated is passes over memory, which compiled blocks make fewer of."""
+        touched = rule.recompute.touched_bytes
+        passes_s = {size: FUSED_SHARE * touched.at(size) / self.memory_bytes_per_s for size in self.sizes}
+        recompute_s = {size: min(seconds, cost.recompute_s.at(size)) for size, seconds in passes_s.items()}
+        held = {size: SELECTIVE_BUDGET * peaks.kept_bytes.at(size) for size in self.sizes}
+        selective = SelectiveCost(cost.forward_kept_s, _curve(recompute_s))
+        return replace(cost, selective=selective), replace(peaks, selective_bytes=_curve(held))
+
+    def selective(self, part: RehearsedCall, cost: CallCost, peaks: CallPeaks) -> tuple[CallCost, CallPeaks]:
+        found = self._run(part, Activation.SELECTIVE)
+        recompute_s = {size: max(0.0, seconds - cost.backward_s.at(size)) for size, seconds in found.backward_s.items()}
+        higher = max(
+            (found.kept_bytes[size] + num_bytes) / max(1.0, peaks.backward_bytes.at(size))
+            for size, num_bytes in found.backward_bytes.items()
+        )
+        backward = [Point(point.num_samples, point.value * max(1.0, higher)) for point in peaks.backward_bytes.points]
+        selective = SelectiveCost(_curve(found.forward_s), _curve(recompute_s), is_measured=True)
+        return replace(cost, selective=selective), replace(
+            peaks, selective_bytes=_curve(found.kept_bytes), backward_bytes=Curve(tuple(backward))
+        )
 
     def _run(self, part: RehearsedCall, activation: Activation) -> _Found:
         sizes = self.sizes if part.call.splittable else [self.profile.num_samples]

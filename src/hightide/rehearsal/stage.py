@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hightide.ir.activation import Activation
 from hightide.ir.block import BlockSpec, CallSpec, ModelProfile, ParamSpec
-from hightide.ir.plan import Activation, Plan, Update
+from hightide.ir.plan import Plan, Update
 from hightide.ir.split import Split
 from hightide.planner.problem import Terms
 from hightide.planner.search.by_hand import plan_by_hand
@@ -214,7 +215,8 @@ def _plan(profile: ModelProfile, num_samples: int, activation: Activation) -> Pl
     candidate = Candidate(
         micro_batch=num_samples,
         whole=frozenset({0}),
-        keep=frozenset({0}) if activation is Activation.KEEP else frozenset(),
+        keep=frozenset({0} if activation is Activation.KEEP else ()),
+        selective=frozenset({0} if activation is Activation.SELECTIVE else ()),
     )
     plan = plan_by_hand(profile, candidate, Terms(NO_LIMIT_BYTES, NO_LIMIT_BYTES, Update.IN_BACKWARD))
     return replace(plan, gpu_limit_bytes=ROOM * plan.forecast.gpu_peak_bytes, host_limit_bytes=HOST_BYTES)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hightide import api
+from hightide.ir.activation import Activation
 from hightide.ir.limits import Limits
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.plan import Plan
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Tier
 from hightide.ir.units import parse_bytes

@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from hightide.ir.action import Mode
-from hightide.ir.block import Affine, CallSpec, ModelProfile
-from hightide.ir.costs import CallCost, Costs, Curve, LossCost, Point
+from hightide.ir.activation import Activation
+from hightide.ir.block import Affine, BlockSpec, CallSpec, ModelProfile, Selective, Work
+from hightide.ir.costs import CallCost, Costs, Curve, LossCost, Point, SelectiveCost
 from hightide.ir.machine import Machine, Speeds, subsets
-from hightide.ir.plan import Activation, BlockPlan, GradientDtype, Plan, Update
+from hightide.ir.plan import BlockPlan, GradientDtype, Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.layout import pack, slot_sizes
 from hightide.planner.lower import lower
@@ -26,6 +27,7 @@ from unit.planner.profiles import Sketch, build, call, finish, param
 RESIDENCES = [(Tier.HOST, Tier.HOST), (Tier.GPU, Tier.HOST), (Tier.GPU, Tier.GPU)]
 ONLY_TRAINED = (Tier.HOST, Tier.GPU)  # stays, while what is frozen streams
 ACTIVATIONS = [(Activation.RECOMPUTE, Tier.GPU), (Activation.RECOMPUTE, Tier.HOST), (Activation.KEEP, Tier.GPU)]
+SELECTIVE = [(Activation.SELECTIVE, Tier.GPU), (Activation.SELECTIVE, Tier.HOST)]
 
 
 @dataclass(frozen=True)
@@ -52,9 +54,7 @@ class SmallProblem:
     def _plans(self, slot_numel: int | None) -> Iterator[Plan]:
         head = self.profile.blocks[-1]
         blocks = [
-            list(
-                product(self._residences(block.index, slot_numel), ACTIVATIONS[:2] if block.lazy_head else ACTIVATIONS)
-            )
+            list(product(self._residences(block.index, slot_numel), self._activations(block)))
             for block in self.profile.blocks
         ]
         kept_tokens = [0, self.profile.num_samples * self.profile.tokens_per_sample] if head.lazy_head else [0]
@@ -76,6 +76,12 @@ class SmallProblem:
         chunks = pack(self.profile, slot_numel or slot_sizes(self.profile)[0]).chunks
         has_frozen = any(chunk.block == block and not chunk.trainable_numel for chunk in chunks)
         return [*RESIDENCES, ONLY_TRAINED] if has_frozen else RESIDENCES
+
+    def _activations(self, block: BlockSpec) -> list[tuple[Activation, Tier]]:
+        if block.lazy_head:
+            return ACTIVATIONS[:2]
+        has_part = any(call.block == block.index and call.selective is not None for call in self.profile.calls)
+        return [*ACTIVATIONS, *SELECTIVE] if has_part else ACTIVATIONS
 
     def best_step_s(self) -> float:
         """Infinite if nothing fits."""
@@ -125,6 +131,20 @@ def small_problem(seed: int, num_blocks: int) -> SmallProblem:
         draw.choice(list(GradientDtype)),
     )
     return problem.with_limits(draw.choice([0.1, 0.3, 0.5, 0.7, 0.9]), draw.choice([0.9, 2.0, 2.0, 2.0]))
+
+
+def selective_problem(seed: int, num_blocks: int) -> SmallProblem:
+    """Some of what a block keeps is worth more than the rest."""
+    draw, problem = random.Random(-1 - seed), small_problem(seed, num_blocks)
+    calls, costs = list(problem.profile.calls), list(problem.costs.calls)
+    for index, (spec, cost) in enumerate(zip(calls, costs, strict=True)):
+        kept = Affine(16, int(draw.uniform(0.2, 0.8) * spec.kept.per_sample))
+        calls[index] = replace(spec, selective=Selective(kept, Work(), flop_per_byte=1, num_held=1))
+        share = draw.uniform(0.0, 0.4)
+        points = tuple(Point(point.num_samples, share * point.value) for point in cost.recompute_s.points)
+        costs[index] = replace(cost, selective=SelectiveCost(cost.forward_s, Curve(points)))
+    profile = replace(problem.profile, calls=tuple(calls))
+    return replace(problem, profile=profile, costs=replace(problem.costs, calls=tuple(costs)))
 
 
 def chunked_problem(seed: int) -> SmallProblem:

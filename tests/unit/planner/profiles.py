@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from hypothesis import strategies as st
 
 from hightide.ir.action import Mode, Schedule
+from hightide.ir.activation import Activation
 from hightide.ir.block import Affine, BlockSpec, CallSpec, Glue, ModelProfile, ParamSpec, Work
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
-from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, GradientDtype, Plan, Update
+from hightide.ir.plan import PLAN_VERSION, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.layout import pack, slot_sizes
 from hightide.planner.loss_tiles import loss_tile_tokens

@@ -3,7 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hightide.ir.action import Mode, Op, Place, Schedule
-from hightide.ir.plan import Activation, Update
+from hightide.ir.activation import Activation
+from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower import lower
 from hightide.planner.placement import Placement

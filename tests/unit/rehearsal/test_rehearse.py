@@ -72,6 +72,11 @@ def test_every_kind_of_call_is_measured_and_its_bytes_are_the_profiles(name: str
             assert point.value == call.kept.at(point.num_samples)
         for point in peaks.backward_bytes.points:
             assert 0 < point.value <= call.backward_peak.at(point.num_samples)
+        assert (cost.selective is None) == (call.selective is None)
+        if call.selective is not None:
+            assert cost.selective is not None and cost.selective.is_measured and peaks.selective_bytes.points
+            for point in peaks.selective_bytes.points:
+                assert point.value == call.selective.kept.at(point.num_samples)
 
 
 @pytest.mark.long

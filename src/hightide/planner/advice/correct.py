@@ -172,6 +172,7 @@ def _scaled_profile(profile: ModelProfile, factors: Factors) -> ModelProfile:
             forward_peak=_scaled(call.forward_peak, factors[call.kind]),
             kept=_scaled(call.kept, factors[call.kind]),
             backward_peak=_scaled(call.backward_peak, factors[call.kind]),
+            selective=call.selective and replace(call.selective, kept=_scaled(call.selective.kept, factors[call.kind])),
         )
         if call.kind in factors
         else call
@@ -189,12 +190,14 @@ def _scaled_costs(costs: Costs, factor: float) -> Costs:
         return Curve(tuple(Point(point.num_samples, point.value * factor) for point in curve.points))
 
     def slower_call(cost: CallCost) -> CallCost:
+        part = cost.selective
         return CallCost(
             slower(cost.forward_s),
             slower(cost.forward_kept_s),
             slower(cost.recompute_s),
             slower(cost.backward_s),
             cost.issue_s,
+            part and replace(part, forward_s=slower(part.forward_s), recompute_s=slower(part.recompute_s)),
         )
 
     loss = costs.loss

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from hightide.ir.action import Action, Op, Schedule
+from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.loss_tiles import kept_logits_bytes
@@ -63,7 +64,7 @@ def _on_gpu(
     kept = _kept(profile, plan, schedule, now)
     passing_bytes = peak_bytes - schedule.gpu_base_bytes - kept.total() - now.gpu_transient
     # Where activations are kept, their graph holds the inputs on the GPU.
-    waits = any(block.inputs is Tier.GPU and block.activation is Activation.RECOMPUTE for block in plan.blocks)
+    waits = any(block.inputs is Tier.GPU and block.activation is not Activation.KEEP for block in plan.blocks)
     shares += kept
     shares["inputs of more blocks on the host" if waits else SMALLER_BATCH] += passing_bytes
     if now.op in (Op.FORWARD, Op.BACKWARD):

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hightide.ir.action import Mode
+from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
-from hightide.ir.plan import Activation, BlockPlan, Plan
+from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
@@ -84,12 +85,15 @@ def why(solution: Searched, block: str) -> Reasons:
     places = _PLACES[planned.params, planned.states] if owner is not None else "no parameters"
     if owner not in (None, index):
         places += f", with {plan.blocks[owner].name}"
-    kept = "kept" if planned.activation is Activation.KEEP else "recomputed"
-    words = f"{places}; {kept}; {_inputs(planned.inputs)}"
+    words = f"{places}; {_ACTIVATIONS[planned.activation]}; {_inputs(planned.inputs)}"
     return Reasons(planned.name, words, tuple(sorted(alternatives, key=lambda one: one.step_s)))
 
 
-_ACTIVATIONS = {Activation.KEEP: "activations kept", Activation.RECOMPUTE: "activations recomputed"}
+_ACTIVATIONS = {
+    Activation.KEEP: "kept",
+    Activation.SELECTIVE: "products kept, the rest recomputed",
+    Activation.RECOMPUTE: "recomputed",
+}
 
 
 def _inputs(tier: Tier) -> str:
@@ -103,13 +107,15 @@ def _others(planned: BlockPlan, owns: bool, disk: bool) -> list[tuple[str, Block
         for (params, states), text in _PLACES.items()
         if owns and (params, states) != (planned.params, planned.states) and (disk or states is not Tier.DISK)
     ]
+    for activation in Activation:
+        if activation is not planned.activation:
+            inputs = Tier.GPU if activation is Activation.KEEP else planned.inputs
+            text = f"activations {_ACTIVATIONS[activation]}"
+            others.append((text, replace(planned, activation=activation, inputs=inputs)))
     if planned.activation is Activation.KEEP:
-        others.append((_ACTIVATIONS[Activation.RECOMPUTE], replace(planned, activation=Activation.RECOMPUTE)))
         moved = replace(planned, activation=Activation.RECOMPUTE, inputs=Tier.HOST)
         others.append((f"recomputed, {_inputs(Tier.HOST)}", moved))
     else:
-        kept = replace(planned, activation=Activation.KEEP, inputs=Tier.GPU)
-        others.append((_ACTIVATIONS[Activation.KEEP], kept))
         elsewhere = Tier.HOST if planned.inputs is Tier.GPU else Tier.GPU
         others.append((_inputs(elsewhere), replace(planned, inputs=elsewhere)))
     return others

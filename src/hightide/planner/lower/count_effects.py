@@ -15,7 +15,7 @@ from collections import defaultdict
 from hightide.ir.action import Action, ActionKey, Mode, Op
 from hightide.ir.block import Affine, CallSpec, Glue, ModelProfile
 from hightide.ir.chunk import GRAD_BYTES, REGION_BYTES, UPDATE_TILE_NUMEL
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.plan import Plan
 from hightide.ir.split import micro_batches
 from hightide.ir.tier import Lane, Tier
 from hightide.planner import loss_tiles as loss
@@ -121,9 +121,10 @@ def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) ->
         micro == draft.plan.num_samples
     ):  # its inputs' gradients are those of the batch, which are counted for themselves
         backward["gpu_transient"] = max(0, backward["gpu_transient"] - call.input_grads.at(micro))
-    if draft.plan.blocks[call.block].activation is Activation.KEEP:
-        _keep(forward, backward, kept_bytes(draft.plan, call, micro))
-        backward["gpu_transient"] = max(0, backward["gpu_transient"] - call.kept.at(micro))  # nothing to recompute
+    held = call.held(draft.plan.blocks[call.block].activation)
+    if held != Affine():
+        _keep(forward, backward, _held_bytes(draft.plan, held, micro))
+        backward["gpu_transient"] = max(0, backward["gpu_transient"] - held.at(micro))  # it is there already
 
 
 def _keep(forward: Effect, backward: Effect, num_bytes: int) -> None:
@@ -181,10 +182,10 @@ def micro_batch_of(plan: Plan, call: CallSpec, mode: Mode) -> int:
     return plan.micro_batch if call.splittable and mode is not Mode.EVAL else plan.num_samples
 
 
-def kept_bytes(plan: Plan, call: CallSpec, micro: int) -> int:
-    """Graphs of all micro-batches."""
+def _held_bytes(plan: Plan, held: Affine, micro: int) -> int:
+    """By all micro-batches."""
     *whole, (_, last) = micro_batches(plan.num_samples, micro)
-    return len(whole) * call.kept.at(micro) + call.kept.at(last)
+    return len(whole) * held.at(micro) + held.at(last)
 
 
 def _at(draft: Draft, size: Affine) -> int:

@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from hightide.ir.block import Affine, CallSpec, ModelProfile, Work
-from hightide.ir.costs import CallCost, Costs, Curve, LossCost, Point
+from hightide.ir.costs import CallCost, Costs, Curve, LossCost, Point, SelectiveCost
 from hightide.ir.machine import Machine
 from hightide.planner.loss_tiles import logit_bytes, loss_tile_tokens
 
@@ -72,7 +72,10 @@ def _call_cost(call: CallSpec, num_samples: int, gpu: _Rates) -> CallCost:
             return Curve(())
         return Curve(tuple(Point(size, _seconds(work, size, gpu)) for size in sizes))
 
-    return CallCost(curve(call.forward), curve(call.forward), curve(call.recompute), curve(call.backward))
+    forward, selective = curve(call.forward), None
+    if call.selective is not None:
+        selective = SelectiveCost(forward, curve(call.selective.recompute))
+    return CallCost(forward, forward, curve(call.recompute), curve(call.backward), selective=selective)
 
 
 def _seconds(work: Work, num_samples: int, gpu: _Rates) -> float:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hightide.ir.action import Mode
+from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.loss_tiles import num_rows
 from hightide.planner.lower import lower

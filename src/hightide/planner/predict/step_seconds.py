@@ -14,9 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hightide.ir.action import Action, Mode, Op, Schedule
+from hightide.ir.activation import Activation
 from hightide.ir.block import Affine, CallSpec, ModelProfile
-from hightide.ir.costs import CallCost, Costs, Curve
-from hightide.ir.plan import Activation, Plan, Update
+from hightide.ir.costs import Costs, Curve
+from hightide.ir.plan import Plan, Update
 from hightide.ir.split import micro_batches
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.loss_tiles import num_rows
@@ -79,6 +80,8 @@ def with_peaks(profile: ModelProfile, costs: Costs) -> ModelProfile:
                 kept=_line(measured.kept_bytes),
                 backward_peak=_line(measured.backward_bytes),
             )
+            if call.selective is not None and measured.selective_bytes.points:
+                call = replace(call, selective=replace(call.selective, kept=_line(measured.selective_bytes)))
         calls.append(call)
     return replace(profile, calls=tuple(calls))
 
@@ -122,7 +125,7 @@ def _check_costs(profile: ModelProfile, costs: Costs) -> None:
 class _Seconds:
     def __init__(self, profile: ModelProfile, placement: Placement, costs: Costs) -> None:
         self._profile, self._plan, self._placement, self._costs = profile, placement.plan, placement, costs
-        self._known: dict[tuple[Op, int, bool], float] = {}  # of calls of one kind
+        self._known: dict[tuple[Op, int, Activation], float] = {}  # of calls of one kind
 
     def __call__(self, action: Action) -> float:
         assert action.lane is Lane.COMPUTE, f"{action.id} is of the lane {action.lane}"
@@ -141,13 +144,13 @@ class _Seconds:
         return self._profile.calls[action.call]
 
     def _forward(self, call: CallSpec) -> float:
-        key = (Op.FORWARD, call.kind, self._keeps(call))
+        key = (Op.FORWARD, call.kind, self._activation(call))
         if key not in self._known:
             self._known[key] = self._forward_of(call)
         return self._known[key]
 
     def _backward(self, call: CallSpec) -> float:
-        key = (Op.BACKWARD, call.kind, self._keeps(call))
+        key = (Op.BACKWARD, call.kind, self._activation(call))
         if key not in self._known:
             self._known[key] = self._backward_of(call)
         return self._known[key]
@@ -157,7 +160,7 @@ class _Seconds:
             assert self._costs.loss is not None
             return self._num_tiles() * self._costs.loss.forward_s
         cost, sizes = self._costs.calls[call.kind], _micro_batches(self._plan, call)
-        curve = cost.forward_kept_s if self._keeps(call) else cost.forward_s
+        curve = cost.forward(self._activation(call))
         return sum(curve.at(size) for size in sizes) + self._gather(call.outputs.at(sum(sizes)), sizes)
 
     def _backward_of(self, call: CallSpec) -> float:
@@ -167,11 +170,9 @@ class _Seconds:
             projected_s = (self._num_tiles() - kept) * self._costs.loss.project_s
             return self._num_tiles() * self._costs.loss.backward_s + projected_s
         cost, sizes = self._costs.calls[call.kind], _micro_batches(self._plan, call)
-        seconds = sum(self._backward_once(cost, size, self._keeps(call)) for size in sizes)
+        repeated = cost.repeated(self._activation(call))
+        seconds = sum(cost.backward_s.at(size) + repeated.at(size) for size in sizes)
         return seconds + self._gather(call.input_grads.at(sum(sizes)), sizes)
-
-    def _backward_once(self, cost: CallCost, num_samples: int, keeps: bool) -> float:
-        return cost.backward_s.at(num_samples) + (0.0 if keeps else cost.recompute_s.at(num_samples))
 
     def _finish_gradients(self, action: Action) -> float:
         assert action.block is not None
@@ -194,8 +195,8 @@ class _Seconds:
     def _is_fused(self, call: CallSpec) -> bool:
         return self._profile.blocks[call.block].lazy_head
 
-    def _keeps(self, call: CallSpec) -> bool:
-        return self._plan.blocks[call.block].activation is Activation.KEEP
+    def _activation(self, call: CallSpec) -> Activation:
+        return self._plan.blocks[call.block].activation
 
     def _num_rows(self) -> int:
         return num_rows(self._profile, self._plan.num_samples)

@@ -15,6 +15,7 @@ from itertools import accumulate
 from operator import add
 
 from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
+from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.lower import lower, lower_ticks
@@ -43,7 +44,7 @@ class _Levels:
 
     gpu_bytes: list[int]  # at most, by moment, with everything recomputed and no block updated on the GPU
     updates: dict[int, dict[int, int]]  # by block: the same at the moments at which it is updated there
-    keep: dict[int, list[_Rise]]  # by block
+    held: dict[Activation, dict[int, list[_Rise]]]  # by block
     near: dict[int, list[_Rise]]
     host_bytes: dict[int, int]  # by block: its inputs on the host
     stashed_bytes: dict[int, int]  # by block: the widest of them
@@ -58,7 +59,12 @@ class ActivationBytes:
     def gpu_bytes(self, candidate: Candidate) -> int:
         """At most at once, beside what is always there."""
         levels = self._levels_of(candidate)
-        rises = [rise for block in candidate.keep for rise in levels.keep.get(block, ())]
+        rises = [
+            rise
+            for activation, blocks in ((Activation.KEEP, candidate.keep), (Activation.SELECTIVE, candidate.selective))
+            for block in blocks
+            for rise in levels.held[activation].get(block, ())
+        ]
         rises += [rise for block in candidate.keep | candidate.near for rise in levels.near.get(block, ())]
         if candidate.loss_kept_tokens:
             rises += self._logits_of(candidate)
@@ -83,7 +89,11 @@ class ActivationBytes:
         key = (candidate.micro_batch, candidate.inputs, slot_numel, candidate.loss_tile_tokens)
         if key not in self._levels:
             plain = lower(self._space.profile, self._plan(*key), Mode.TRAIN)
-            kept = lower_ticks(self._space.profile, self._plan(*key, keep=self._space.keepable))
+            profile, space = self._space.profile, self._space
+            held = {
+                Activation.KEEP: lower_ticks(profile, self._plan(*key, keep=space.keepable)),
+                Activation.SELECTIVE: lower_ticks(profile, self._plan(*key, selective=space.selectable)),
+            }
             stashes = {action.call: action for action in plain.actions if action.op is Op.STASH}
             returns = {action.call: action for action in plain.actions if action.op is Op.UNSTASH}
             near: dict[int, list[_Rise]] = {}
@@ -97,7 +107,11 @@ class ActivationBytes:
                 host_bytes[stash.block] = host_bytes.get(stash.block, 0) + stash.host_takes
                 stashed_bytes[stash.block] = max(stashed_bytes.get(stash.block, 0), stash.gpu_gives)
             self._levels[key] = _Levels(
-                *_gpu_levels(plain, self._space), _rises(plain.ticks, kept), near, host_bytes, stashed_bytes
+                *_gpu_levels(plain, self._space),
+                {activation: _rises(plain.ticks, ticks) for activation, ticks in held.items()},
+                near,
+                host_bytes,
+                stashed_bytes,
             )
         return self._levels[key]
 
@@ -119,6 +133,7 @@ class ActivationBytes:
         slot_numel: int | None = None,
         loss_tile_tokens: int | None = None,
         keep: Sequence[int] = (),
+        selective: Sequence[int] = (),
         loss_kept_tokens: int = 0,
     ) -> Plan:
         """With everything on the GPU."""
@@ -127,6 +142,7 @@ class ActivationBytes:
             inputs,
             whole=frozenset(self._space.movable),
             keep=frozenset(keep),
+            selective=frozenset(selective),
             loss_kept_tokens=loss_kept_tokens,
             slot_numel=slot_numel,
             loss_tile_tokens=loss_tile_tokens,

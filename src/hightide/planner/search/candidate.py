@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 
 
@@ -17,6 +18,7 @@ class Candidate:
     whole: frozenset[int] = field(default_factory=frozenset)  # blocks with params and states on the GPU
     params: frozenset[int] = field(default_factory=frozenset)  # blocks with params only
     keep: frozenset[int] = field(default_factory=frozenset)
+    selective: frozenset[int] = field(default_factory=frozenset)  # none of them in `keep`
     trained: frozenset[int] = field(default_factory=frozenset)  # blocks whose adapters stay while the rest streams
     loss_kept_tokens: int = 0
     near: frozenset[int] = field(default_factory=frozenset)  # blocks whose inputs stay on the GPU, whatever `inputs` is
@@ -27,6 +29,11 @@ class Candidate:
     host_params: frozenset[int] = field(default_factory=frozenset)
     host_states: frozenset[int] = field(default_factory=frozenset)  # some of host_params: params are read twice a step
     disk_buffers: int = 0  # of each kind; one more than it takes lets the disk go on while another is in use
+
+    def activation(self, block: int) -> Activation:
+        if block in self.keep:
+            return Activation.KEEP
+        return Activation.SELECTIVE if block in self.selective else Activation.RECOMPUTE
 
     def num_slots(self, widest: int) -> int:
         """A spare slot lets the next fetch run beside compute; beside a chunk that is wider than one slot and stays for

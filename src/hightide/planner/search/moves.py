@@ -34,6 +34,7 @@ class Kind(StrEnum):
     WHOLE = "whole"
     PARAMS = "params"
     LOGITS = "loss_kept_tokens"
+    SELECTIVE = "selective"
     KEEP = "keep"
     NEAR = "near"
     HOST_PARAMS = "host_params"
@@ -42,17 +43,18 @@ class Kind(StrEnum):
 
 Order = tuple[Kind, ...]
 
-_T, _W, _P, _L, _K, _N, *_HOST = Kind
+_T, _W, _P, _L, _S, _K, _N, *_HOST = Kind
 # Adapters first: they cost next to nothing. What lives on disk comes to the host when it is known what is on the GPU.
+# Before anything is kept, all is held selectively: that saves nearly as much time with fewer bytes.
 ORDERS: tuple[Order, ...] = (
-    (_T, _L, _W, _P, _K, _N, *_HOST),
-    (_T, _W, _P, _L, _K, _N, *_HOST),
-    (_T, _L, _K, _P, _W, _N, *_HOST),
-    (_T, _N, _P, _L, _K, _W, *_HOST),
+    (_T, _L, _W, _P, _S, _K, _N, *_HOST),
+    (_T, _W, _P, _L, _S, _K, _N, *_HOST),
+    (_T, _L, _S, _K, _P, _W, _N, *_HOST),
+    (_T, _N, _P, _L, _S, _K, _W, *_HOST),
 )
 
 
-_HOST_FIRST: Order = (*_HOST[::-1], _K, _N, _L, _P, _W)
+_HOST_FIRST: Order = (*_HOST[::-1], _K, _S, _N, _L, _P, _W)
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ class Moves:
                 yield replace(candidate, micro_batch=self.micro_batches[near])
         yield replace(candidate, inputs=Tier.HOST if candidate.inputs is Tier.GPU else Tier.GPU, near=frozenset())
         yield from self._other_slots(candidate, self.space.slot_sizes[:NUM_SLOT_SIZES])
-        for kind in (Kind.WHOLE, Kind.PARAMS, Kind.KEEP, Kind.NEAR):
+        for kind in (Kind.WHOLE, Kind.PARAMS, Kind.SELECTIVE, Kind.KEEP, Kind.NEAR):
             for units in self._other_units(candidate, kind):
                 changed = self._with(candidate, kind, units)
                 yield changed
@@ -311,6 +313,8 @@ class Moves:
             return candidate.loss_tile_tokens is None  # tiles are small where memory is short
         if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES):
             return candidate.disk and unit not in candidate.whole
+        if kind is Kind.SELECTIVE:
+            return unit not in candidate.keep
         return not (kind in (Kind.PARAMS, Kind.TRAINED) and unit in candidate.whole)
 
     def _ladder(self, kind: Kind) -> tuple[int, ...]:
@@ -319,8 +323,8 @@ class Moves:
             return space.adapted
         if kind is Kind.LOGITS:
             return space.keepable_tokens
-        if kind is Kind.KEEP:
-            return space.keepable
+        if kind in (Kind.KEEP, Kind.SELECTIVE):
+            return space.keepable if kind is Kind.KEEP else space.selectable
         if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES) and not space.terms.disk_bytes:
             return ()
         return self._backwards if kind is Kind.NEAR else space.movable
@@ -358,7 +362,9 @@ class Moves:
         if kind is Kind.PARAMS:
             return replace(candidate, params=chosen, whole=candidate.whole - chosen)
         if kind is Kind.KEEP:
-            return replace(candidate, keep=chosen, near=candidate.near - chosen)
+            return replace(candidate, keep=chosen, near=candidate.near - chosen, selective=candidate.selective - chosen)
+        if kind is Kind.SELECTIVE:
+            return replace(candidate, selective=chosen, keep=candidate.keep - chosen)
         if kind is Kind.NEAR:
             return replace(candidate, near=chosen, keep=candidate.keep - chosen)
         if kind is Kind.HOST_PARAMS:

@@ -6,9 +6,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from hightide.ir.activation import Activation
 from hightide.ir.block import BlockSpec, ModelProfile
 from hightide.ir.chunk import Layout
-from hightide.ir.plan import PLAN_VERSION, Activation, BlockPlan, Forecast, Plan
+from hightide.ir.plan import PLAN_VERSION, BlockPlan, Forecast, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss_tiles import loss_tile_tokens, num_rows, smaller_tiles
@@ -76,9 +77,8 @@ class Space:
 
     def _block_plan(self, block: BlockSpec, candidate: Candidate) -> BlockPlan:
         params, states = self.home(block, candidate)
-        keep = block.index in candidate.keep
-        near = keep or block.loose or block.index in candidate.near
-        activation = Activation.KEEP if keep else Activation.RECOMPUTE
+        activation = candidate.activation(block.index)
+        near = activation is Activation.KEEP or block.loose or block.index in candidate.near
         return BlockPlan(block.name, params, states, activation, Tier.GPU if near else candidate.inputs)
 
     def layout(self, slot_numel: int | None = None) -> Layout:
@@ -126,6 +126,12 @@ class Space:
         """From the back. A lazy head recomputes its logits anyway."""
         blocks = {call.block for call in self.profile.calls if call.needs_backward}
         return tuple(block for block in sorted(blocks, reverse=True) if not self.profile.blocks[block].lazy_head)
+
+    @cached_property
+    def selectable(self) -> tuple[int, ...]:
+        """Of these, those in which some of what is made is worth more than the rest."""
+        found = {call.block for call in self.profile.calls if call.needs_backward and call.selective is not None}
+        return tuple(block for block in self.keepable if block in found)
 
     @cached_property
     def keepable_tokens(self) -> tuple[int, ...]:

@@ -32,14 +32,14 @@ class Trials:
     problem: Problem
     num_simulated: int = 0
     num_actions: int = 0  # of all schedules that were simulated: what that cost
-    _known_bases: dict[Candidate, Needs] = field(default_factory=dict)
+    _known_standing: dict[Candidate, Needs] = field(default_factory=dict)
     _guesses: dict[Candidate, Needs] = field(default_factory=dict)
     _step_s: dict[Candidate, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.space = Space(self.problem.profile, self.problem.terms)
-        self._room = ActivationBytes(self.space)
-        self._bases = StandingBytes(self.space)
+        self._activations = ActivationBytes(self.space)
+        self._standing = StandingBytes(self.space)
 
     def may_fit(self, candidate: Candidate) -> bool:
         """The GPU and the host. The more is filled in there, the less is left for the disk: it is checked last."""
@@ -55,10 +55,10 @@ class Trials:
         """What the candidate needs, but for small differences in what is on its way."""
         if candidate not in self._guesses:
             always = self._always(candidate)
-            inside = self._room.gpu_bytes(candidate)
+            inside = self._activations.gpu_bytes(candidate)
             if is_real(self.problem.machine):
-                inside = reserved_beside(inside, self._room.stashed_bytes(candidate))
-            host_bytes = always.host_bytes + self._room.host_bytes(candidate)
+                inside = reserved_beside(inside, self._activations.stashed_bytes(candidate))
+            host_bytes = always.host_bytes + self._activations.host_bytes(candidate)
             self._guesses[candidate] = Needs(always.gpu_bytes + inside, host_bytes, always.disk_bytes)
         return self._guesses[candidate]
 
@@ -71,7 +71,7 @@ class Trials:
 
     def least_bytes(self) -> int:
         """On the GPU and the host together, of any candidate without a disk."""
-        return self._bases.least_bytes()
+        return self._standing.least_bytes()
 
     def step_s(self, candidate: Candidate, below_s: float = math.inf) -> float:
         """Infinite if the candidate does not fit, or surely takes `below_s` or more."""
@@ -90,7 +90,8 @@ class Trials:
         return step_s
 
     def _lowered(self, candidate: Candidate) -> Schedule:
-        return lower(self.problem.profile, self.space.build(candidate), Mode.TRAIN)
+        plan = self.space.build(candidate)
+        return lower(self.problem.profile, plan, Mode.TRAIN, self.space.placement(plan))
 
     def _simulate(self, placement: Placement, schedule: Schedule) -> float:
         self.num_simulated += 1
@@ -99,11 +100,11 @@ class Trials:
 
     def _always(self, candidate: Candidate) -> Needs:
         """Chunks and slots, which do not depend on activations."""
-        key = replace(candidate, micro_batch=1, inputs=Tier.GPU, keep=_NONE, near=_NONE)
+        key = replace(candidate, micro_batch=1, inputs=Tier.GPU, keep=_NONE, selective=_NONE, near=_NONE)
         key = replace(key, loss_kept_tokens=0, loss_tile_tokens=None)
-        if key not in self._known_bases:
-            self._known_bases[key] = self._bases.of(key)
-        return self._known_bases[key]
+        if key not in self._known_standing:
+            self._known_standing[key] = self._standing.of(key)
+        return self._known_standing[key]
 
     def _needs(self, schedule: Schedule, peak: Peaks) -> Needs:
         gpu_bytes = needed_bytes(schedule, peak, self.problem.machine)

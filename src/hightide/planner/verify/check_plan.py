@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from hightide.ir.activation import Activation
 from hightide.ir.block import DTYPE_BYTES, ModelProfile
 from hightide.ir.codec import check_numbers
 from hightide.ir.costs import Costs
 from hightide.ir.foreign import MAX_COUNT, quoted, shown
-from hightide.ir.plan import PLAN_VERSION, Activation, Plan
+from hightide.ir.plan import PLAN_VERSION, Plan
 from hightide.ir.state_spec import StateSpecs
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan

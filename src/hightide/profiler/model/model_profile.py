@@ -258,6 +258,7 @@ def _call_spec(call: ProbedCall, needs: CallNeeds) -> CallSpec:
         forward_peak=needs.forward_peak,
         kept=needs.kept,
         backward_peak=needs.backward_peak,
+        selective=needs.selective,
         input_grads=call.input_grads,
         tapped=call.tapped,
         num_saved=call.num_saved,

@@ -17,14 +17,16 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from hightide.ir.block import Affine, Work
+from hightide.ir.block import Affine, Selective, Work
 from hightide.ir.split import Split
 from hightide.process.interrupts import safe_point
 from hightide.profiler.model.call_tree import flatten, leaves_key, narrow, tensors, unflatten
 from hightide.profiler.model.probe_record import CallRecord
 from hightide.profiler.model.taps import Tap, tapping
-from hightide.profiler.model.work import Counted, CountedCall, WorkMeter
+from hightide.profiler.model.work import Counted, CountedCall, Result, WorkMeter
 from hightide.stores.meter import AllocationMeter
+
+DEAR_SHARE = 16  # results that take down to this part of the operations per byte that the dearest takes are held
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class CallNeeds:
     forward: Work
     recompute: Work
     backward: Work
+    selective: Selective | None = None
 
     @classmethod
     def assumed(cls, kind: int, graph: Affine) -> CallNeeds:
@@ -117,6 +120,20 @@ def _between(kind: int, low: int, at_low: MeteredCall, high: int, at_high: Meter
             Affine.through(low, at_low.touched_bytes, high, at_high.touched_bytes),
         )
 
+    def selective() -> Selective | None:
+        """None: holding all takes no more."""
+        dearest = max((result.flop_per_byte for result in at_high.work.results), default=0.0)
+        least = max(1, int(dearest / DEAR_SHARE))
+        held = [[result for result in at.work.results if result.flop_per_byte >= least] for at in (at_low, at_high)]
+        low_bytes, high_bytes = (sum(result.num_bytes for result in results) for results in held)
+        if not held[1] or high_bytes >= at_high.kept:
+            return None
+        low_work, high_work = (
+            _without(at.work.recompute, results) for at, results in zip((at_low, at_high), held, strict=True)
+        )
+        kept = Affine.through(low, low_bytes, high, high_bytes)
+        return Selective(kept, work(low_work, high_work), least, len(held[1]))
+
     return CallNeeds(
         kind=kind,
         forward_peak=Affine.through(
@@ -127,7 +144,14 @@ def _between(kind: int, low: int, at_low: MeteredCall, high: int, at_high: Meter
         forward=work(at_low.work.forward, at_high.work.forward),
         recompute=work(at_low.work.recompute, at_high.work.recompute),
         backward=work(at_low.work.backward, at_high.work.backward),
+        selective=selective(),
     )
+
+
+def _without(recompute: Counted, held: Sequence[Result]) -> Counted:
+    for result in held:
+        recompute -= result.counted
+    return recompute
 
 
 def _micro_batch(record: CallRecord, split: Split, num_samples: int) -> list[Any]:
@@ -154,14 +178,16 @@ def meter_call(module: nn.Module, leaves: Sequence[Any], record: CallRecord, tap
     for param in module.parameters():
         if param.requires_grad and param.grad is None:
             param.grad = torch.empty_like(param)  # gradients are added in place
-    kept, backward_peak, recompute, backward = _meter_graph(run, shapes)
-    return MeteredCall(outputs, forward_peak, kept, backward_peak, CountedCall(forward, recompute, backward))
+    kept, backward_peak, recompute, backward, made = _meter_graph(run, shapes)
+    work_counted = CountedCall(forward, recompute, backward, made)
+    return MeteredCall(outputs, forward_peak, kept, backward_peak, work_counted)
 
 
 def _meter_graph(
     run: Callable[[], list[torch.Tensor]], gradients: list[torch.Tensor]
-) -> tuple[int, int, Counted, Counted]:
-    """Bytes that the graph keeps, the peak of forward and backward, and the work of recomputation and of backward."""
+) -> tuple[int, int, Counted, Counted, tuple[Result, ...]]:
+    """Bytes that the graph keeps, the peak of forward and backward, the work of recomputation and of backward, and what
+    the recomputation makes."""
     with torch.enable_grad(), AllocationMeter() as meter, WorkMeter() as work:
         with work.until_saved() as saved:
             results = run()
@@ -173,12 +199,14 @@ def _meter_graph(
         # In backward the results are there again: those that the graph keeps are held, something stands for the others.
         held = [storage() for storage in storages]
         stand_in = gradients[0].new_empty(with_results - kept, dtype=torch.uint8) if gradients else None
+        recompute, num_results = saved[-1]
+        made = tuple(work.results[:num_results])
         if not edges:
-            return kept, 0, saved[-1], Counted()
+            return kept, 0, recompute, Counted(), made
         before = work.counted
         torch.autograd.backward([edge for edge, _ in edges], [gradient for _, gradient in edges])
         del held, stand_in
-        return kept, meter.peak_bytes, saved[-1], work.counted - before
+        return kept, meter.peak_bytes, recompute, work.counted - before, made
 
 
 def _detached(leaf: Any, mutated: bool) -> Any:

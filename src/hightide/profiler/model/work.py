@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,10 +29,23 @@ class Counted:
 
 
 @dataclass(frozen=True)
+class Result:
+    """What one operation with a known number of operations has made."""
+
+    num_bytes: int
+    counted: Counted  # of the operation
+
+    @property
+    def flop_per_byte(self) -> float:
+        return self.counted.flop / max(1, self.num_bytes)
+
+
+@dataclass(frozen=True)
 class CountedCall:
     forward: Counted = Counted()
     recompute: Counted = Counted()
     backward: Counted = Counted()
+    results: tuple[Result, ...] = ()  # of the recomputation, as they are made
 
 
 class WorkMeter(TorchDispatchMode):
@@ -40,6 +54,7 @@ class WorkMeter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._flop = self._touched_bytes = 0
+        self.results: list[Result] = []
 
     @property
     def counted(self) -> Counted:
@@ -51,22 +66,46 @@ class WorkMeter(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if isinstance(func, torch._ops.OpOverload) and not func.is_view and func is not aten._unsafe_view.default:
-            self._flop += _flop(func, args, kwargs, out)
+            flop = _flop(func, args, kwargs, out)
+            self._flop += flop
             if written := _bytes((out,)):  # else a question (which device?) about its arguments
-                self._touched_bytes += written + _bytes(args) + _bytes(kwargs.values())
+                touched_bytes = written + _bytes(args) + _bytes(kwargs.values())
+                self._touched_bytes += touched_bytes
+                if flop and may_hold(func, args, kwargs):
+                    self.results.append(Result(written, Counted(flop, touched_bytes)))
         return out
 
     @contextmanager
-    def until_saved(self) -> Iterator[list[Counted]]:
-        """The last entry is what had been counted when autograd saved its last tensor: a recomputation stops there."""
-        counted = [Counted()]
+    def until_saved(self) -> Iterator[list[tuple[Counted, int]]]:
+        """The last entry is what had been counted, and how many results there were, when autograd saved its last
+        tensor: a recomputation stops there."""
+        counted = [(Counted(), 0)]
 
         def saved(tensor: torch.Tensor) -> torch.Tensor:
-            counted.append(self.counted)
+            counted.append((self.counted, len(self.results)))
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
             yield counted
+
+
+def may_hold(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a recomputation can take this operation's results from forward, instead of running it again: it makes new
+    tensors and draws no random numbers, which those that are drawn after it would miss."""
+    if func._schema.is_mutable or func.is_view:
+        return False
+    return torch.Tag.nondeterministic_seeded not in func.tags or _argument(func, "dropout_p", args, kwargs) == 0.0
+
+
+@cache
+def is_counted(func: Any) -> bool:
+    """Whether its operations are known at all."""
+    return "_scaled_dot_product_" in func.overloadpacket.__name__ or func.overloadpacket in flop_registry
+
+
+def flop_per_byte(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
+    """Of the results of an operation that is counted."""
+    return _flop(func, args, kwargs, out) / max(1, _bytes((out,)))
 
 
 def _flop(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:

@@ -29,10 +29,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
 from hightide.ir.action import Op
-from hightide.ir.plan import Activation, Update
+from hightide.ir.activation import Activation
+from hightide.ir.block import Selective
+from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.ir.split import BatchDim, Split, micro_batches
 from hightide.ir.tier import Tier
@@ -43,6 +45,7 @@ from hightide.profiler.model.taps import Tap, hand_out, tapping
 from hightide.profiler.trial.state import Snapshot
 from hightide.runtime.blocks.activations import FREED, Stash, outlive_slots
 from hightide.runtime.blocks.compiled import NotCompiled, checkpointed_eagerly
+from hightide.runtime.blocks.selective import HeldResults
 from hightide.runtime.guards.transforms import once
 
 if TYPE_CHECKING:
@@ -66,8 +69,16 @@ class BlockRunner:
         self.original = original  # the class's own forward
         self.spec = run.profile.blocks[index]
         self.plan = run.plan.blocks[index]
+        self.selective = self._held_rule()
         self.trainable = any(run.gradients.is_trainable(chunk) for chunk in run.chunks.by_block[index])
         self.inside: list[nn.Module] = []  # the block's modules, since its first call
+
+    def _held_rule(self) -> Selective | None:
+        """What is held of a call under Activation.SELECTIVE. Calls of one block are mostly of one kind: it is that of
+        the first."""
+        rules = (call.selective for call in self.run.profile.calls if call.block == self.index)
+        is_asked = self.plan.activation is Activation.SELECTIVE
+        return next((rule for rule in rules if rule is not None), None) if is_asked else None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.run.probing:
@@ -288,8 +299,13 @@ class BlockCall:
                 with outlive_slots(run.chunks, back=lambda: again().nothing_away):
                     return self.run(inputs)
             with set_checkpoint_early_stop(self.runner.index not in run.probed.replays_whole):
-                recomputed: list[Tensor] = checkpointed_eagerly(lambda: again().run_or_replay())
+                recomputed: list[Tensor] = checkpointed_eagerly(lambda: again().run_or_replay(), self._contexts)
             return recomputed
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Of forward and of recomputation."""
+        rule = self.runner.selective
+        return noop_context_fn() if rule is None else HeldResults(rule).contexts()
 
     def _from_its_graph(self) -> Callable[[], BlockCall]:
         """What an inner graph calls to get to this object, which owns it and must not be owned by it."""
@@ -316,7 +332,7 @@ class BlockCall:
         if num_samples != self.bounds[0][1] or self.runner.run.looks.keeps(self.runner.index):
             return None
         shapes = tuple(tensor.shape for tensor in inputs)
-        return self.runner.run.compiled.forward_of(self.runner.original, not self._keep, shapes)
+        return self.runner.run.compiled.forward_of(self.runner.original, self.runner.plan.activation, shapes)
 
     def _compiled(self, inputs: list[Tensor], forward: Callable[..., Any]) -> list[Tensor]:
         run, again = self.runner.run, self._from_its_graph()

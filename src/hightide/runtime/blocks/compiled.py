@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -19,9 +20,13 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils import checkpoint
 
+from hightide.ir.activation import Activation
+
 Forward = Callable[..., Any]
 Shapes = tuple[torch.Size, ...]
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
+SELECTIVE_BUDGET = 0.7  # the least at which products are not repeated: docs/log.md, the curve of activation budgets
 MAX_SHAPES = 4  # torch.compile itself gives up at eight compilations of one function
 
 
@@ -33,7 +38,7 @@ class CompiledForwards:
         self._num_blocks: Counter[Forward] = Counter()
         self._shapes: dict[Forward, set[Shapes]] = defaultdict(set)
         self._warned: set[Forward] = set()
-        self._forwards: dict[tuple[Forward, bool], Forward | None] = {}
+        self._forwards: dict[tuple[Forward, Activation], Forward | None] = {}
 
     def add(self, module: torch.nn.Module, original: Forward) -> None:
         """One more block with this forward. A module without parts (an embedding, a norm) is hardly more than one
@@ -41,15 +46,17 @@ class CompiledForwards:
         if next(module.children(), None) is not None:
             self._num_blocks[original] += 1
 
-    def forward_of(self, original: Forward, recompute: bool, shapes: Shapes) -> Forward | None:
+    def forward_of(self, original: Forward, activation: Activation, shapes: Shapes) -> Forward | None:
         """None: run it eagerly. A block that is the only one of its kind is not worth a compilation; nor are more than
         a few shapes of inputs."""
         if not self.enabled or self._num_blocks[original] < 2 or not self._is_known(original, shapes):
             return None
-        key = (original, recompute)
+        key = (original, activation)
         if key not in self._forwards:
-            function = partial(checkpointed, original) if recompute else original
+            function = partial(checkpointed, original) if activation is Activation.RECOMPUTE else original
             compiled = torch.compile(_named(function), dynamic=False, fullgraph=True)
+            if activation is Activation.SELECTIVE:
+                compiled = partial(_within_budget, compiled)
             self._forwards[key] = partial(self._call, key, compiled)
         return self._forwards[key]
 
@@ -67,7 +74,7 @@ class CompiledForwards:
             )
         return False
 
-    def _call(self, key: tuple[Forward, bool], compiled: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, key: tuple[Forward, Activation], compiled: Forward, *args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
@@ -89,17 +96,27 @@ class NotCompiled(Exception):
     """This forward has to run eagerly, now and from now on."""
 
 
+def _within_budget(compiled: Forward, *args: Any, **kwargs: Any) -> Any:
+    """What torch's partitioner holds for backward takes this part of what it would hold by itself. It asks when it
+    compiles, which may be in any call; and functions of their own have code of their own, so none is taken for another
+    (see _named)."""
+    with torch._functorch.config.patch(activation_memory_budget=SELECTIVE_BUDGET):
+        return compiled(*args, **kwargs)
+
+
 def checkpointed(function: Forward, *args: Any, **kwargs: Any) -> Any:
     """Its graph keeps only its inputs, and recomputes the rest as far as backward needs it. Random numbers and their
     replay are the caller's."""
     return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
-def checkpointed_eagerly(function: Callable[[], Any]) -> Any:
-    """Torch before 2.13 leaves its hooks on all tensors of the thread when a forward fails, for as long as somebody
-    keeps the exception: they are in a generator that nobody closes."""
+def checkpointed_eagerly(function: Callable[[], Any], contexts: Contexts = checkpoint.noop_context_fn) -> Any:
+    """`contexts`: for forward and for recomputation.
+
+    Torch before 2.13 leaves its hooks on all tensors of the thread when a forward fails, for as long as somebody keeps
+    the exception: they are in a generator that nobody closes."""
     try:
-        return checkpointed(function)
+        return checkpointed(function, context_fn=contexts)
     except BaseException as error:
         for frame, _ in walk_tb(error.__traceback__):
             if frame.f_globals is vars(checkpoint) and isinstance(hooks := frame.f_locals.get("gen"), Generator):

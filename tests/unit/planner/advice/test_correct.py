@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.plan import Plan
 from hightide.planner.advice.correct import MemoryShortage, Widths, expected_bytes, forward_needs, with_more_memory
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.problem import Problem, Terms

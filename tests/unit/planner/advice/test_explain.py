@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest
 
 from hightide.ir.action import Mode
-from hightide.ir.plan import Activation, GradientDtype, Plan, Update
+from hightide.ir.activation import Activation
+from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.advice.explain import explain

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from hightide.ir.action import Mode
+from hightide.ir.activation import Activation
 from hightide.ir.block import Affine, ModelProfile
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower

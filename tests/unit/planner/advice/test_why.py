@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from hightide.ir.action import Mode
+from hightide.ir.activation import Activation
 from hightide.ir.costs import Costs
 from hightide.ir.machine import SIMULATED, Machine
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.planner.advice.why import Alternative, why
 from hightide.planner.lower import lower

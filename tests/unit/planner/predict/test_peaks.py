@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 from hightide.ir.action import Action, Mode, Op, Schedule
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.lower import lower
 from hightide.planner.predict.peaks import Peaks, peaks

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hightide.ir.action import Action, Mode, Op
+from hightide.ir.activation import Activation
 from hightide.ir.block import Affine, ModelProfile, Work
 from hightide.ir.costs import CallCost, CallPeaks, Costs, Curve, LossCost, Point
 from hightide.ir.machine import Gpu, Machine, MatmulRates
-from hightide.ir.plan import Activation, GradientDtype, Plan, Update
+from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.lower import lower
 from hightide.planner.predict.estimate import estimate

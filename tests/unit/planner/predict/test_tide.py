@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hightide.ir.action import Mode, Op
+from hightide.ir.activation import Activation
+from hightide.ir.block import Affine, Selective, Work
 from hightide.ir.codec import from_json, to_json
-from hightide.ir.plan import Activation, Plan, Update
+from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import MemoryPart, Timeline
 from hightide.planner.lower import lower
@@ -68,10 +70,14 @@ def test_inputs_stay_on_the_gpu_until_their_transfer_is_through() -> None:
 
 
 def test_memory_is_told_apart() -> None:
-    lean, keep = (timeline_of(plan_with(PROFILE, activation=activation)) for activation in reversed(Activation))
+    rule = Selective(Affine(0, 512), Work(), flop_per_byte=1, num_held=1)
+    profile = replace(PROFILE, calls=tuple(replace(call, selective=rule) for call in PROFILE.calls))
+    plans = [plan_with(profile, activation=activation) for activation in Activation]
+    lean, part, keep = (timeline_of(plan, profile=profile) for plan in plans)
     stash = timeline_of(plan_with(PROFILE, inputs=Tier.HOST), speed=1e9)
     whole = timeline_of(plan_with(PROFILE, params=Tier.GPU, states=Tier.GPU))
-    assert most(lean, MemoryPart.ACTIVATIONS) < most(keep, MemoryPart.ACTIVATIONS)
+    held = [most(timeline, MemoryPart.ACTIVATIONS) for timeline in (lean, part, keep)]
+    assert held[0] < held[1] < held[2]
     assert most(stash, MemoryPart.INPUTS) < most(lean, MemoryPart.INPUTS)
     assert (
         (most(whole, MemoryPart.SLOTS), most(whole, MemoryPart.GRADIENTS))

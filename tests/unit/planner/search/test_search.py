@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.predict.estimate import estimate
@@ -16,7 +16,7 @@ from hightide.planner.search.search import equal_parts, search
 from hightide.planner.solution import Searched
 from hightide.planner.verify.check_plan import check_plan
 from unit.planner.predict.test_step_seconds import GPU
-from unit.planner.problems import SmallProblem, chunked_problem, small_problem
+from unit.planner.problems import SmallProblem, chunked_problem, selective_problem, small_problem
 from unit.planner.profiles import UNLIMITED, stack
 
 
@@ -41,6 +41,17 @@ def check_against_all(problem: SmallProblem) -> None:
 @pytest.mark.parametrize("seed", [0, 5, 49, 51, 54, 64, 72, 75])
 def test_two_blocks_within_a_hundredth_of_the_best_of_all_plans(seed: int) -> None:
     check_against_all(small_problem(seed, num_blocks=2))
+
+
+@pytest.mark.parametrize("seed", [2, 6, 17])
+def test_what_may_be_held_in_part_within_a_hundredth_of_the_best_of_all_plans(seed: int) -> None:
+    check_against_all(selective_problem(seed, num_blocks=2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(40))
+def test_more_that_may_be_held_in_part_within_a_hundredth_of_the_best_of_all_plans(seed: int) -> None:
+    check_against_all(selective_problem(seed, num_blocks=2))
 
 
 @pytest.mark.parametrize("seed", [1011, 1018])

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from hightide.ir.activation import Activation
 from hightide.ir.block import Affine, ModelProfile
-from hightide.ir.plan import Activation, Plan, Update
+from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.loss_tiles import loss_tile_tokens

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hightide.ir.action import Mode, Op, Place, Schedule
-from hightide.ir.plan import Activation
+from hightide.ir.activation import Activation
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 
 from hightide.ir.action import Mode, Schedule
+from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
-from hightide.ir.plan import Activation, BlockPlan, GradientDtype, Plan, Update
+from hightide.ir.plan import BlockPlan, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower

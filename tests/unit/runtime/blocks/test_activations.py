@@ -13,7 +13,8 @@ from torch import nn
 
 import models
 from hightide.ir.action import Mode, Op
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.activation import Activation
+from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.runtime.blocks.activations import Stashes
 from hightide.runtime.chunks.slot_table import SlotTable

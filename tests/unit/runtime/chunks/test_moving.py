@@ -12,7 +12,8 @@ import torch
 
 import hightide
 import models
-from hightide.ir.plan import Activation, Plan
+from hightide.ir.activation import Activation
+from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.planner.placement import ChunkPlace, Placement
 from hightide.planner.solution import Solution

@@ -1,0 +1,92 @@
+"""Recomputation that takes some results from forward: those that take most operations for their bytes.
+
+In forward, a mode below autograd holds the results of such operations. In recomputation the same operation, counted by
+how often it ran, gets them instead of running again; everything else is repeated. Which operations are dear is asked of
+each one that has a formula, and no list names them (ir.block.Selective). A result that somebody wrote to meanwhile is
+made anew, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hightide.ir.block import Selective
+from hightide.profiler.model.work import flop_per_byte, is_counted, may_hold
+
+Key = tuple[Any, int]  # an operation, and how often it ran before
+
+
+class HeldResults:
+    """Of one micro-batch, from its forward to its recomputation."""
+
+    def __init__(self, rule: Selective) -> None:
+        self._rule = rule
+        self._results: dict[Key, tuple[Any, list[int]]] = {}  # with their versions
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """For forward and for recomputation."""
+        return _Recording(self), _Replaying(self)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._results) == self._rule.num_held
+
+    def is_worth(self, func: Any, args: Any, kwargs: Any, out: Any) -> bool:
+        dear = flop_per_byte(func, args, kwargs, out) >= self._rule.flop_per_byte
+        return dear and may_hold(func, args, kwargs)
+
+    def put(self, key: Key, out: Any) -> None:
+        held = tree_map_only(Tensor, _apart, out)
+        self._results[key] = (held, _versions(held))
+
+    def take(self, key: Key) -> Any:
+        """None: it has to run."""
+        out, versions = self._results.pop(key, (None, []))
+        return out if versions == _versions(out) else None
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    """The same memory without the graph that the tensor will be part of, and that owns this one. A mode works below the
+    place at which views come to share their base's version; here they must, or writing to it would not be noticed."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def _versions(out: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self, held: HeldResults) -> None:
+        super().__init__()
+        self._held = held
+        self._counts: Counter[Any] = Counter()
+
+    def _key(self, func: Any) -> Key:
+        self._counts[func] += 1
+        return func, self._counts[func]
+
+
+class _Recording(_Counting):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if is_counted(func):
+            key = self._key(func)
+            if not self._held.is_full and self._held.is_worth(func, args, kwargs, out):
+                self._held.put(key, out)
+        return out
+
+
+class _Replaying(_Counting):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_counted(func) and (out := self._held.take(self._key(func))) is not None:
+            return out
+        return func(*args, **(kwargs or {}))
