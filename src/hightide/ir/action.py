@@ -25,8 +25,8 @@ class Op(StrEnum):
     EVICT = "evict"  # drop a clean copy
     CLEAR = "clear"  # open a gradient at zero
     WRITE_BACK = "write_back"  # a dirty gradient away from the GPU
-    STASH = "stash"  # block inputs, GPU to host, after forward
-    UNSTASH = "unstash"  # block inputs, host to GPU, before backward
+    STASH = "stash"  # block inputs and what a block holds, GPU to host, after forward
+    UNSTASH = "unstash"  # the same, host to GPU, before backward
     UPDATE = "update"  # the optimizer's update of one chunk
     READ = "read"  # from disk into a buffer on the host
     WRITE = "write"  # from a buffer on the host to disk
@@ -120,7 +120,7 @@ class Action:
     gpu_takes: int = 0  # bytes of GPU memory alive from its start on
     gpu_gives: int = 0  # bytes of GPU memory released at its end
     gpu_transient: int = 0  # further bytes alive only while it runs
-    gpu_kept: int = 0  # what kept graphs and logits are of the bytes that a forward takes, and a backward gives
+    gpu_kept: int = 0  # what kept graphs and logits are of the bytes that it takes (forward, unstash), or gives
     host_takes: int = 0
     host_gives: int = 0
 

@@ -47,6 +47,7 @@ class BlockPlan:
     states: Tier
     activation: Activation
     inputs: Tier  # where the block's inputs wait for backward
+    held: Tier = Tier.GPU  # where that waits which the block has computed and holds (`activation`). HOST: swapped
 
 
 @dataclass(frozen=True)

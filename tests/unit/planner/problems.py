@@ -27,7 +27,7 @@ from unit.planner.profiles import Sketch, build, call, finish, param
 RESIDENCES = [(Tier.HOST, Tier.HOST), (Tier.GPU, Tier.HOST), (Tier.GPU, Tier.GPU)]
 ONLY_TRAINED = (Tier.HOST, Tier.GPU)  # stays, while what is frozen streams
 ACTIVATIONS = [(Activation.RECOMPUTE, Tier.GPU), (Activation.RECOMPUTE, Tier.HOST), (Activation.KEEP, Tier.GPU)]
-SELECTIVE = [(Activation.SELECTIVE, Tier.GPU), (Activation.SELECTIVE, Tier.HOST)]
+SELECTIVE = [(Activation.SELECTIVE, *tiers) for tiers in product((Tier.GPU, Tier.HOST), repeat=2)]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ class SmallProblem:
         has_frozen = any(chunk.block == block and not chunk.trainable_numel for chunk in chunks)
         return [*RESIDENCES, ONLY_TRAINED] if has_frozen else RESIDENCES
 
-    def _activations(self, block: BlockSpec) -> list[tuple[Activation, Tier]]:
+    def _activations(self, block: BlockSpec) -> list[tuple[Activation, *tuple[Tier, ...]]]:
+        """With the tiers of inputs and, selective, of what is held."""
         if block.lazy_head:
             return ACTIVATIONS[:2]
         has_part = any(call.block == block.index and call.selective is not None for call in self.profile.calls)

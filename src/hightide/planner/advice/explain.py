@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from itertools import groupby, takewhile
 
 from hightide.ir.action import Op, Schedule
+from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, Plan, Update
 from hightide.ir.state_spec import summary
@@ -108,8 +109,14 @@ def _shared_prefix(names: list[str]) -> str:
 def _decisions(block: BlockPlan, has_params: bool, is_called: bool) -> tuple[str, str, str, str]:
     """One that is never called, or loose, has no activations of its own."""
     params, states = (str(block.params), str(block.states)) if has_params else ("-", "-")
-    activation, inputs = (str(block.activation), str(block.inputs)) if is_called else ("-", "-")
+    activation, inputs = (_activation(block), str(block.inputs)) if is_called else ("-", "-")
     return params, states, activation, inputs
+
+
+def _activation(block: BlockPlan) -> str:
+    if block.held is Tier.GPU:
+        return str(block.activation)
+    return f"{'keep' if block.activation is Activation.KEEP else 'part'}, {block.held}"
 
 
 def _range_of(names: list[str]) -> str:

@@ -81,7 +81,7 @@ def _kept(profile: ModelProfile, plan: Plan, schedule: Schedule, now: Action) ->
         is_head = _is_head(profile, action)
         num_bytes = kept_logits_bytes(profile, plan) if is_head else action.gpu_kept  # a head keeps sums of rows, too
         change = "a smaller loss_kept_tokens" if is_head else "activation=recompute in more blocks"
-        kept[change] += num_bytes if action.op is Op.FORWARD else -num_bytes
+        kept[change] += num_bytes if action.op in (Op.FORWARD, Op.UNSTASH) else -num_bytes
     return kept
 
 

@@ -15,12 +15,11 @@ from collections import defaultdict
 from hightide.ir.action import Action, ActionKey, Mode, Op
 from hightide.ir.block import Affine, CallSpec, Glue, ModelProfile
 from hightide.ir.chunk import GRAD_BYTES, REGION_BYTES, UPDATE_TILE_NUMEL
-from hightide.ir.plan import Plan
-from hightide.ir.split import micro_batches
 from hightide.ir.tier import Lane, Tier
 from hightide.planner import loss_tiles as loss
 from hightide.planner.lower.draft import Draft
 from hightide.planner.placement import Placement, region_bytes
+from hightide.planner.waiting import away, held_by, held_bytes, micro_batch_of, num_away
 
 Effect = defaultdict[str, int]  # by fields of an action; and "least_transient" of a tick, until it is known
 Effects = defaultdict[ActionKey, Effect]
@@ -95,10 +94,13 @@ def _count_saved(draft: Draft, index: int, call: CallSpec, received: int, effect
         0, saved - received
     )  # shared ones that the chain has let go
     effects[ActionKey(Op.BACKWARD, index)]["gpu_gives"] += max(saved, received)
-    if draft.plan.blocks[call.block].inputs is Tier.HOST:
-        region = region_bytes(saved) + max(0, call.num_saved - 1) * REGION_BYTES  # each tensor is rounded up
-        _add(effects[ActionKey(Op.STASH, index)], gpu_gives=saved, host_takes=region)
-        _add(effects[ActionKey(Op.UNSTASH, index)], gpu_takes=saved, host_gives=region)
+    gone = away(draft.plan, call)
+    if gone.num_bytes:
+        # Each tensor is rounded up.
+        region = region_bytes(gone.num_bytes) + max(0, num_away(draft.plan, call) - 1) * REGION_BYTES
+        held = gone.held_bytes
+        _add(effects[ActionKey(Op.STASH, index)], gpu_gives=gone.num_bytes, gpu_kept=held, host_takes=region)
+        _add(effects[ActionKey(Op.UNSTASH, index)], gpu_takes=gone.num_bytes, gpu_kept=held, host_gives=region)
 
 
 def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) -> None:
@@ -121,10 +123,9 @@ def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) ->
         micro == draft.plan.num_samples
     ):  # its inputs' gradients are those of the batch, which are counted for themselves
         backward["gpu_transient"] = max(0, backward["gpu_transient"] - call.input_grads.at(micro))
-    held = call.held(draft.plan.blocks[call.block].activation)
-    if held != Affine():
-        _keep(forward, backward, _held_bytes(draft.plan, held, micro))
-        backward["gpu_transient"] = max(0, backward["gpu_transient"] - held.at(micro))  # it is there already
+    _keep(forward, backward, held_bytes(draft.plan, call))
+    there = held_by(draft.plan, call).at(micro)
+    backward["gpu_transient"] = max(0, backward["gpu_transient"] - there)
 
 
 def _keep(forward: Effect, backward: Effect, num_bytes: int) -> None:
@@ -175,17 +176,6 @@ def _count_updates(draft: Draft, effects: Effects) -> None:
             if action.runs_when_open:  # at the end of a backward that still holds its inputs and their gradients
                 backward = effects[draft.ticks[action.opens].id]
                 effects[action.id]["gpu_transient"] += max(0, backward["gpu_gives"] - backward["gpu_kept"])
-
-
-def micro_batch_of(plan: Plan, call: CallSpec, mode: Mode) -> int:
-    """Samples that run through a block at once. Without gradients a block runs unsplit (a cache cannot be split)."""
-    return plan.micro_batch if call.splittable and mode is not Mode.EVAL else plan.num_samples
-
-
-def _held_bytes(plan: Plan, held: Affine, micro: int) -> int:
-    """By all micro-batches."""
-    *whole, (_, last) = micro_batches(plan.num_samples, micro)
-    return len(whole) * held.at(micro) + held.at(last)
 
 
 def _at(draft: Draft, size: Affine) -> int:

@@ -21,10 +21,10 @@ from hightide.ir.plan import Plan, Update
 from hightide.ir.split import micro_batches
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.loss_tiles import num_rows
-from hightide.planner.lower.count_effects import micro_batch_of
 from hightide.planner.placement import ChunkPlace, Placement
 from hightide.planner.predict.simulator import NUM_PASSES, Simulated, simulate, simulated_step_s
 from hightide.planner.problem import Problem
+from hightide.planner.waiting import micro_batch_of
 
 # Seconds of the thread that runs the model, over what blocks took in a rehearsal: in training it starts copies and
 # updates too, and shares Python's lock with the threads of the lanes. Measured: docs/log.md, 2026-11-15.

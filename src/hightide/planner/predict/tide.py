@@ -100,14 +100,14 @@ def base_parts(plan: Plan, base_bytes: int) -> dict[MemoryPart, int]:
 
 
 def _taken(action: Action) -> dict[MemoryPart, int]:
-    kept = action.gpu_kept if action.op is Op.FORWARD else 0
+    kept = action.gpu_kept if action.op in (Op.FORWARD, Op.UNSTASH) else 0
     return {MemoryPart.INPUTS: action.gpu_takes - kept, MemoryPart.ACTIVATIONS: kept}
 
 
 def _end(ends: list[tuple[float, int, Action]], now: Counter[MemoryPart], begin_s: float) -> Level:
     """Of the action that ends next."""
     end_s, _, action = heapq.heappop(ends)
-    kept = action.gpu_kept if action.op is Op.BACKWARD else 0
+    kept = action.gpu_kept if action.op in (Op.BACKWARD, Op.STASH) else 0
     now.subtract(
         {
             MemoryPart.INPUTS: action.gpu_gives - kept,

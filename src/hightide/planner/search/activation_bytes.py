@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from operator import add
 
 from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
 from hightide.ir.activation import Activation
+from hightide.ir.block import ModelProfile
+from hightide.ir.chunk import REGION_BYTES
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.lower import lower, lower_ticks
+from hightide.planner.lower.move_inputs import away_between
+from hightide.planner.placement import region_bytes
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space
+from hightide.planner.waiting import held_bytes, num_away
 
 # Moments of each tick: in it; right after it, when blocks are updated in backward; and while what it opened is on its
 # way, up to the next tick.
@@ -45,6 +50,8 @@ class _Levels:
     gpu_bytes: list[int]  # at most, by moment, with everything recomputed and no block updated on the GPU
     updates: dict[int, dict[int, int]]  # by block: the same at the moments at which it is updated there
     held: dict[Activation, dict[int, list[_Rise]]]  # by block
+    swapped: dict[int, list[_Rise]]  # by block: what it holds, until it has left, and from when it is back
+    swapped_bytes: dict[int, int]  # on the host
     near: dict[int, list[_Rise]]
     host_bytes: dict[int, int]  # by block: its inputs on the host
     stashed_bytes: dict[int, int]  # by block: the widest of them
@@ -65,6 +72,7 @@ class ActivationBytes:
             for block in blocks
             for rise in levels.held[activation].get(block, ())
         ]
+        rises += [rise for block in candidate.swapped for rise in levels.swapped.get(block, ())]
         rises += [rise for block in candidate.keep | candidate.near for rise in levels.near.get(block, ())]
         if candidate.loss_kept_tokens:
             rises += self._logits_of(candidate)
@@ -76,13 +84,18 @@ class ActivationBytes:
 
     def host_bytes(self, candidate: Candidate) -> int:
         near = candidate.keep | candidate.near
-        return sum(size for block, size in self._levels_of(candidate).host_bytes.items() if block not in near)
+        levels = self._levels_of(candidate)
+        inputs = sum(size for block, size in levels.host_bytes.items() if block not in near)
+        return inputs + sum(levels.swapped_bytes.get(block, 0) for block in candidate.swapped)
 
     def stashed_bytes(self, candidate: Candidate) -> int:
-        """The widest inputs of a block that wait on the host."""
+        """The widest of what blocks have waiting on the host."""
         near = candidate.keep | candidate.near
         levels = self._levels_of(candidate)
-        return max((size for block, size in levels.stashed_bytes.items() if block not in near), default=0)
+        found = {block: size for block, size in levels.stashed_bytes.items() if block not in near}
+        for block in candidate.swapped:
+            found[block] = found.get(block, 0) + levels.swapped_bytes.get(block, 0)
+        return max(found.values(), default=0)
 
     def _levels_of(self, candidate: Candidate) -> _Levels:
         slot_numel = candidate.slot_numel or self._space.slot_numel
@@ -96,6 +109,14 @@ class ActivationBytes:
             }
             stashes = {action.call: action for action in plain.actions if action.op is Op.STASH}
             returns = {action.call: action for action in plain.actions if action.op is Op.UNSTASH}
+            selective = _rises(plain.ticks, held[Activation.SELECTIVE])
+            rises = {Activation.KEEP: _rises(plain.ticks, held[Activation.KEEP]), Activation.SELECTIVE: selective}
+            last_forward = NUM_MOMENTS * (len(profile.calls) - 1)
+            swapped = {
+                block: [part for one in found for part in _parted(one, last_forward)]
+                for block, found in selective.items()
+            }
+            swapped_plan = self._plan(*key, selective=space.selectable)
             near: dict[int, list[_Rise]] = {}
             host_bytes: dict[int, int] = {}
             stashed_bytes: dict[int, int] = {}
@@ -108,7 +129,9 @@ class ActivationBytes:
                 stashed_bytes[stash.block] = max(stashed_bytes.get(stash.block, 0), stash.gpu_gives)
             self._levels[key] = _Levels(
                 *_gpu_levels(plain, self._space),
-                {activation: _rises(plain.ticks, ticks) for activation, ticks in held.items()},
+                rises,
+                swapped,
+                _swapped_bytes(profile, swapped_plan),
                 near,
                 host_bytes,
                 stashed_bytes,
@@ -196,6 +219,29 @@ def _rises(plain: Sequence[Action], kept: Sequence[Action]) -> dict[int, list[_R
         rise = _Rise(start, end, more)
         rises.setdefault(backward.block, []).extend([rise, *(one for one in inside if one.last_bytes)])
     return {block: found for block, found in rises.items() if any(rise.num_bytes or rise.last_bytes for rise in found)}
+
+
+def _parted(rise: _Rise, last_forward: int) -> list[_Rise]:
+    """The same of what waits on the host in between; as in lower/move_inputs.py."""
+    if rise.first == rise.last:
+        return [rise]
+    forward, backward = rise.first // NUM_MOMENTS, rise.last // NUM_MOMENTS
+    gone_by, opens = away_between(forward, backward, last_forward // NUM_MOMENTS)
+    leaving, back = NUM_MOMENTS * gone_by + IN - 1, NUM_MOMENTS * opens + BETWEEN
+    if leaving >= back - 1:
+        return [rise]
+    return [replace(rise, last=leaving, last_bytes=0), replace(rise, first=back)]
+
+
+def _swapped_bytes(profile: ModelProfile, plan: Plan) -> dict[int, int]:
+    """By block, of all its calls, on the host."""
+    found: dict[int, int] = {}
+    away = replace(plan, blocks=tuple(replace(block, inputs=Tier.GPU, held=Tier.HOST) for block in plan.blocks))
+    for call in profile.calls:
+        if call.needs_backward and (num_bytes := held_bytes(plan, call)):
+            rounded = region_bytes(num_bytes) + num_away(away, call) * REGION_BYTES
+            found[call.block] = found.get(call.block, 0) + rounded
+    return found
 
 
 def _more_inside(before: dict[str, Action], tick: Action) -> int:

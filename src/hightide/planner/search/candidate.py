@@ -18,7 +18,8 @@ class Candidate:
     whole: frozenset[int] = field(default_factory=frozenset)  # blocks with params and states on the GPU
     params: frozenset[int] = field(default_factory=frozenset)  # blocks with params only
     keep: frozenset[int] = field(default_factory=frozenset)
-    selective: frozenset[int] = field(default_factory=frozenset)  # none of them in `keep`
+    selective: frozenset[int] = field(default_factory=frozenset)  # no block is in two of these three
+    swapped: frozenset[int] = field(default_factory=frozenset)  # selective, and what they hold waits on the host
     trained: frozenset[int] = field(default_factory=frozenset)  # blocks whose adapters stay while the rest streams
     loss_kept_tokens: int = 0
     near: frozenset[int] = field(default_factory=frozenset)  # blocks whose inputs stay on the GPU, whatever `inputs` is
@@ -33,7 +34,7 @@ class Candidate:
     def activation(self, block: int) -> Activation:
         if block in self.keep:
             return Activation.KEEP
-        return Activation.SELECTIVE if block in self.selective else Activation.RECOMPUTE
+        return Activation.SELECTIVE if block in self.selective | self.swapped else Activation.RECOMPUTE
 
     def num_slots(self, widest: int) -> int:
         """A spare slot lets the next fetch run beside compute; beside a chunk that is wider than one slot and stays for

@@ -37,13 +37,16 @@ class Kind(StrEnum):
     SELECTIVE = "selective"
     KEEP = "keep"
     NEAR = "near"
+    SWAPPED = "swapped"
     HOST_PARAMS = "host_params"
     HOST_STATES = "host_states"
 
 
+LEVELS = (Kind.KEEP, Kind.SELECTIVE, Kind.SWAPPED)  # a block has one of them at most
+
 Order = tuple[Kind, ...]
 
-_T, _W, _P, _L, _S, _K, _N, *_HOST = Kind
+_T, _W, _P, _L, _S, _K, _N, _A, *_HOST = Kind
 # Adapters first: they cost next to nothing. What lives on disk comes to the host when it is known what is on the GPU.
 # Before anything is kept, all is held selectively: that saves nearly as much time with fewer bytes.
 ORDERS: tuple[Order, ...] = (
@@ -54,7 +57,7 @@ ORDERS: tuple[Order, ...] = (
 )
 
 
-_HOST_FIRST: Order = (*_HOST[::-1], _K, _S, _N, _L, _P, _W)
+_HOST_FIRST: Order = (*_HOST[::-1], _A, _K, _S, _N, _L, _P, _W)
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,20 @@ class Moves:
             if self.may_fit(one):
                 yield from (self.fill(one, order) for order in ORDERS[:2])
                 yield self.fill(one, ORDERS[0], from_back=True)
+
+    def swaps(self, filled: Candidate) -> Iterator[Candidate]:
+        """Fillings of its kind in which blocks swap: from the front, whose activations wait longest, all or every
+        second, third or fourth, so that a copy has the blocks in between to hide behind."""
+        if filled.disk or not self.space.selectable:
+            return
+        empty = replace(filled, keep=frozenset(), selective=frozenset(), swapped=frozenset(), loss_kept_tokens=0)
+        bare = replace(empty, whole=frozenset(), params=frozenset(), near=frozenset())
+        ladder = self._ladder(Kind.SWAPPED)
+        for spacing, share in product((1, 2, 3, 4), (4, 3, 2, 1)):
+            units = ladder[: len(ladder) * share // 4 : spacing]
+            for start in dict.fromkeys(replace(one, swapped=frozenset(units)) for one in (empty, bare) if units):
+                if self.may_fit(start):
+                    yield from (self.fill(start, order) for order in ORDERS[:3])
 
     def fill(self, candidate: Candidate, order: Order, from_back: bool = False) -> Candidate:
         """`from_back`: the last blocks become persistent first."""
@@ -313,8 +330,8 @@ class Moves:
             return candidate.loss_tile_tokens is None  # tiles are small where memory is short
         if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES):
             return candidate.disk and unit not in candidate.whole
-        if kind is Kind.SELECTIVE:
-            return unit not in candidate.keep
+        if kind in (Kind.SELECTIVE, Kind.SWAPPED):
+            return unit not in candidate.keep | candidate.selective
         return not (kind in (Kind.PARAMS, Kind.TRAINED) and unit in candidate.whole)
 
     def _ladder(self, kind: Kind) -> tuple[int, ...]:
@@ -325,6 +342,8 @@ class Moves:
             return space.keepable_tokens
         if kind in (Kind.KEEP, Kind.SELECTIVE):
             return space.keepable if kind is Kind.KEEP else space.selectable
+        if kind is Kind.SWAPPED:
+            return space.selectable[::-1]
         if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES) and not space.terms.disk_bytes:
             return ()
         return self._backwards if kind is Kind.NEAR else space.movable
@@ -361,10 +380,10 @@ class Moves:
             )
         if kind is Kind.PARAMS:
             return replace(candidate, params=chosen, whole=candidate.whole - chosen)
-        if kind is Kind.KEEP:
-            return replace(candidate, keep=chosen, near=candidate.near - chosen, selective=candidate.selective - chosen)
-        if kind is Kind.SELECTIVE:
-            return replace(candidate, selective=chosen, keep=candidate.keep - chosen)
+        if kind in LEVELS:
+            levels = {level: getattr(candidate, level) - chosen for level in LEVELS}
+            near = candidate.near - chosen if kind is Kind.KEEP else candidate.near
+            return replace(candidate, near=near, **{**levels, kind: chosen})
         if kind is Kind.NEAR:
             return replace(candidate, near=chosen, keep=candidate.keep - chosen)
         if kind is Kind.HOST_PARAMS:

@@ -73,7 +73,8 @@ class _Search:
             return min(found, key=lambda candidate: found[candidate])
         starts = sorted(found, key=lambda candidate: found[candidate])[: self._num_improved()]
         if not self.moves.few:
-            starts += self._recast(starts[0])
+            starts += self._best(self.moves.recast(starts[0]))
+        starts += self._best(self.moves.swaps(starts[0]))
         return min((self._improved(candidate) for candidate in starts), key=self.trials.step_s)
 
     def _leanest(self) -> Candidate:
@@ -116,10 +117,10 @@ class _Search:
             for order in ORDERS[2::2] if self.quick else ORDERS[1:]:
                 self._try(self.moves.fill(start, order), found)
 
-    def _recast(self, best: Candidate) -> list[Candidate]:
-        """The best of its other forms, if one fits: of another kind, so that moves lead elsewhere from it."""
+    def _best(self, others: Iterator[Candidate]) -> list[Candidate]:
+        """Of other forms of a filling, if one fits: of another kind, so that moves lead elsewhere from it."""
         found: dict[Candidate, float] = {}
-        for other in self.moves.recast(best):
+        for other in dict.fromkeys(others):
             self._try(other, found)
         return sorted(found, key=lambda candidate: found[candidate])[:1]
 

@@ -79,7 +79,8 @@ class Space:
         params, states = self.home(block, candidate)
         activation = candidate.activation(block.index)
         near = activation is Activation.KEEP or block.loose or block.index in candidate.near
-        return BlockPlan(block.name, params, states, activation, Tier.GPU if near else candidate.inputs)
+        held = Tier.HOST if block.index in candidate.swapped else Tier.GPU
+        return BlockPlan(block.name, params, states, activation, Tier.GPU if near else candidate.inputs, held)
 
     def layout(self, slot_numel: int | None = None) -> Layout:
         return self.places(slot_numel or self.slot_numel).layout

@@ -101,6 +101,7 @@ class Trials:
     def _always(self, candidate: Candidate) -> Needs:
         """Chunks and slots, which do not depend on activations."""
         key = replace(candidate, micro_batch=1, inputs=Tier.GPU, keep=_NONE, selective=_NONE, near=_NONE)
+        key = replace(key, swapped=_NONE)
         key = replace(key, loss_kept_tokens=0, loss_tile_tokens=None)
         if key not in self._known_standing:
             self._known_standing[key] = self._standing.of(key)

@@ -8,6 +8,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.placement import ChunkPlace, Placement
+from hightide.planner.waiting import away
 
 _LANES = {
     Op.FETCH: Lane.H2D,
@@ -76,7 +77,7 @@ def _num_bytes(profile: ModelProfile, plan: Plan, action: Action, place: ChunkPl
         return 0
     if action.op in (Op.STASH, Op.UNSTASH):
         assert action.call is not None
-        return profile.calls[action.call].saved_inputs.at(plan.num_samples)
+        return away(plan, profile.calls[action.call]).num_bytes
     assert place is not None
     if action.op is Op.UPDATE:
         return place.update_bytes

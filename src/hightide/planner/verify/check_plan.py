@@ -165,8 +165,14 @@ def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
                 f"{where} has states on the gpu but params on the {block.params}, and no frozen chunk that could "
                 "stream; put params there too"
             )
-        if block.activation is Activation.KEEP and block.inputs is Tier.HOST:
-            raise InfeasiblePlan(f"{where} keeps activations, whose graph holds the inputs on the gpu; use inputs=gpu")
+        if block.held is Tier.DISK:
+            raise InfeasiblePlan(f"{where} has activations on the disk, which is not supported; use held=gpu or host")
+        if block.held is Tier.HOST and block.activation is Activation.RECOMPUTE:
+            raise InfeasiblePlan(f"{where} recomputes, so that nothing is held; use held=gpu, or another activation")
+        if block.activation is Activation.KEEP and block.inputs is not block.held:
+            raise InfeasiblePlan(
+                f"{where} keeps activations on the {block.held}, and its inputs are among them; use inputs={block.held}"
+            )
         if spec.loose and (block.params, block.states) != (Tier.GPU, Tier.GPU):
             raise InfeasiblePlan(f"{where} (parameters used outside of blocks) must have params and states on the gpu")
 

@@ -17,6 +17,7 @@ from hightide.planner.placement import ChunkPlace, Placement
 from hightide.planner.verify.action_form import objection
 from hightide.planner.verify.ordered_replay import OrderedReplay, Places
 from hightide.planner.verify.precedence import Precedence
+from hightide.planner.waiting import away
 
 
 class Replay(OrderedReplay):
@@ -101,7 +102,7 @@ class Replay(OrderedReplay):
             if place.chunk.trainable_numel:
                 self._sum(tick, place)
         call = self.profile.calls[tick.call]
-        if self.plan.blocks[call.block].inputs is Tier.HOST:
+        if away(self.plan, call).num_bytes:
             self.after(tick, self.stashed.get((Op.UNSTASH, tick.call)), "runs before its inputs are back from the host")
 
     def _sum(self, tick: Action, place: ChunkPlace) -> None:

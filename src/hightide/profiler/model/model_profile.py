@@ -259,6 +259,7 @@ def _call_spec(call: ProbedCall, needs: CallNeeds) -> CallSpec:
         kept=needs.kept,
         backward_peak=needs.backward_peak,
         selective=needs.selective,
+        num_kept=needs.num_kept,
         input_grads=call.input_grads,
         tapped=call.tapped,
         num_saved=call.num_saved,

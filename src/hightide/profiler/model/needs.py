@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from hightide.profiler.model.taps import Tap, tapping
 from hightide.profiler.model.work import Counted, CountedCall, Result, WorkMeter
 from hightide.stores.meter import AllocationMeter
 
+NOTHING = Counted()
 DEAR_SHARE = 16  # results that take down to this part of the operations per byte that the dearest takes are held
 
 
@@ -38,6 +39,7 @@ class MeteredCall:
     kept: int  # by the graph, after the outputs are gone
     backward_peak: int  # of forward with graph, then backward: with outputs and the gradients of inputs
     work: CountedCall
+    num_kept: int  # tensors
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class CallNeeds:
     recompute: Work
     backward: Work
     selective: Selective | None = None
+    num_kept: int = 16
 
     @classmethod
     def assumed(cls, kind: int, graph: Affine) -> CallNeeds:
@@ -145,6 +148,7 @@ def _between(kind: int, low: int, at_low: MeteredCall, high: int, at_high: Meter
         recompute=work(at_low.work.recompute, at_high.work.recompute),
         backward=work(at_low.work.backward, at_high.work.backward),
         selective=selective(),
+        num_kept=at_high.num_kept,
     )
 
 
@@ -178,16 +182,22 @@ def meter_call(module: nn.Module, leaves: Sequence[Any], record: CallRecord, tap
     for param in module.parameters():
         if param.requires_grad and param.grad is None:
             param.grad = torch.empty_like(param)  # gradients are added in place
-    kept, backward_peak, recompute, backward, made = _meter_graph(run, shapes)
-    work_counted = CountedCall(forward, recompute, backward, made)
-    return MeteredCall(outputs, forward_peak, kept, backward_peak, work_counted)
+    graph = _meter_graph(run, shapes)
+    counted = CountedCall(forward, graph.recompute, graph.backward, graph.results)
+    return MeteredCall(outputs, forward_peak, graph.kept, graph.backward_peak, counted, graph.num_kept)
 
 
-def _meter_graph(
-    run: Callable[[], list[torch.Tensor]], gradients: list[torch.Tensor]
-) -> tuple[int, int, Counted, Counted, tuple[Result, ...]]:
-    """Bytes that the graph keeps, the peak of forward and backward, the work of recomputation and of backward, and what
-    the recomputation makes."""
+@dataclass(frozen=True)
+class _MeteredGraph:
+    kept: int  # bytes
+    num_kept: int  # tensors, at most
+    recompute: Counted
+    results: tuple[Result, ...]  # of the recomputation
+    backward_peak: int = 0
+    backward: Counted = NOTHING
+
+
+def _meter_graph(run: Callable[[], list[torch.Tensor]], gradients: list[torch.Tensor]) -> _MeteredGraph:
     with torch.enable_grad(), AllocationMeter() as meter, WorkMeter() as work:
         with work.until_saved() as saved:
             results = run()
@@ -200,13 +210,13 @@ def _meter_graph(
         held = [storage() for storage in storages]
         stand_in = gradients[0].new_empty(with_results - kept, dtype=torch.uint8) if gradients else None
         recompute, num_results = saved[-1]
-        made = tuple(work.results[:num_results])
+        graph = _MeteredGraph(kept, len(saved) - 1, recompute, tuple(work.results[:num_results]))
         if not edges:
-            return kept, 0, recompute, Counted(), made
+            return graph
         before = work.counted
         torch.autograd.backward([edge for edge, _ in edges], [gradient for _, gradient in edges])
         del held, stand_in
-        return kept, meter.peak_bytes, recompute, work.counted - before, made
+        return replace(graph, backward_peak=meter.peak_bytes, backward=work.counted - before)
 
 
 def _detached(leaf: Any, mutated: bool) -> Any:

@@ -1,15 +1,20 @@
-"""Waiting between a block's forward and its backward: kept graphs, and inputs on the GPU or on host.
+"""Waiting between a block's forward and its backward: inputs, and what the block has computed and holds, tensor by
+tensor, on the GPU or on host.
 
 [Note: kept graphs and slots] A graph that is kept saves views of the slot that its weights were in, and the slot holds
 another block's weights by the time backward comes: wrong numbers, with no version error. So a saved tensor that lies
 in a slot is packed as (chunk, offset, shape, stride) and unpacked from whatever slot holds the chunk in backward.
 Hooks switch off autograd's own version check; ours replaces it.
+
+[Note: what leaves] A tensor that is held leaves with its bytes as they lie in memory, so that views, strides and types
+are as they were, and two views of one storage leave once. What belongs to somebody else stays where it is: parameters,
+buffers, and inputs, which go their own way. In backward, a tensor's memory is free when its last reader is done.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +26,8 @@ from hightide.ir.refusal import Refused
 from hightide.runtime.chunks.chunks import DTYPES, Chunks
 from hightide.stores.store import Accelerator, Region, Store
 from hightide.stores.ticket import Ticket
+
+HELD_ALIGN_BYTES = 64  # what is held begins at a multiple of this, so that it can be read as any type
 
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a block's "
@@ -57,14 +64,85 @@ def _extent(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+class Held:
+    """One tensor that backward will read. On the GPU, unless it has left."""
+
+    __slots__ = ("_bytes", "_form", "_is_changed", "_version", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Of a graph the tensor must not be part: an output that its own node holds would never die."""
+        self.tensor: Tensor | None = tensor
+        self._version = tensor._version
+        self._is_changed = False
+        self._form: tuple[torch.dtype, torch.Size, tuple[int, ...], int] | None = None  # with its place in `_bytes`
+        self._bytes: _Entry | None = None
+
+    def leave(self, entry: _Entry, offset_bytes: int) -> None:
+        assert self.tensor is not None
+        tensor = self.tensor
+        self._bytes, self._form = entry, (tensor.dtype, tensor.shape, tensor.stride(), offset_bytes)
+
+    def forget(self) -> None:
+        """What has left is gone from here."""
+        self._note_change()
+        self.tensor = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self._form is not None:
+            return tuple(self._form[1])
+        assert self.tensor is not None
+        return tuple(self.tensor.shape)
+
+    def get(self) -> Tensor | None:
+        """For its one reader. None: somebody has written to it since."""
+        self._note_change()
+        if self._is_changed or self._bytes is None or self._form is None:
+            return None if self._is_changed else self.tensor
+        dtype, shape, stride, offset_bytes = self._form
+        entry, self._bytes = self._bytes, None
+        entry.num_unread -= 1
+        assert entry.tensor is not None
+        storage = entry.tensor.untyped_storage()
+        if not entry.num_unread:
+            entry.tensor = None
+        empty = torch.empty(0, dtype=dtype, device=storage.device)
+        return empty.set_(storage, offset_bytes // dtype.itemsize, shape, stride)
+
+    def _note_change(self) -> None:
+        self._is_changed |= self.tensor is not None and self.tensor._version != self._version
+
+
+class Holding:
+    """Takes what one call holds. `staying`: tensors whose storages stay where they are."""
+
+    def __init__(self, staying: Iterable[Tensor] | None = None) -> None:
+        """Without any `staying`, nothing leaves."""
+        self._staying = None if staying is None else {tensor.untyped_storage().data_ptr() for tensor in staying}
+        self.leaving: list[Held] = []
+
+    def __call__(self, tensor: Tensor) -> Held:
+        held = Held(tensor)
+        if self._staying is not None and self._may_leave(tensor):
+            self.leaving.append(held)
+        return held
+
+    def _may_leave(self, tensor: Tensor) -> bool:
+        assert self._staying is not None
+        return tensor.numel() > 1 and tensor.untyped_storage().data_ptr() not in self._staying
+
+
 def outlive_slots(
-    chunks: Chunks, away: Sequence[Tensor] = (), back: Callable[[], Sequence[Tensor]] = tuple
+    chunks: Chunks,
+    hold: Callable[[Tensor], Held],
+    away: Sequence[Tensor] = (),
+    back: Callable[[], Sequence[Tensor]] = tuple,
 ) -> saved_tensors_hooks:
     """Saved-tensor hooks for a graph that outlives the slots it was made in, and those of its inputs that wait on host
     (`away`, contiguous). `back` gives these again, in backward, and raises where backward is not the graph's own."""
     places = [(tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.numel()) for tensor in away]
 
-    def pack(tensor: Tensor) -> _InSlot | _InInput | tuple[Tensor, int]:
+    def pack(tensor: Tensor) -> _InSlot | _InInput | Held:
         place = chunks.slot_offset(tensor)
         if place is not None:
             chunk, offset_bytes = place
@@ -73,9 +151,9 @@ def outlive_slots(
             offset = int(tensor.storage_offset()) - start
             if tensor.untyped_storage().data_ptr() == storage and offset >= 0 and offset + _extent(tensor) <= numel:
                 return _InInput(index, offset, tensor.shape, tensor.stride())
-        return tensor.detach(), tensor._version  # detached: an output that its own node holds would never die
+        return hold(tensor.detach())
 
-    def unpack(packed: _InSlot | _InInput | tuple[Tensor, int]) -> Tensor:
+    def unpack(packed: _InSlot | _InInput | Held) -> Tensor:
         inputs = back()
         if isinstance(packed, _InSlot):
             flat = chunks.param_on_gpu(packed.chunk)
@@ -85,9 +163,9 @@ def outlive_slots(
         if isinstance(packed, _InInput):
             whole = inputs[packed.index].detach()
             return whole.as_strided(packed.shape, packed.stride, whole.storage_offset() + packed.offset)
-        tensor, version = packed
-        if tensor._version != version:
-            raise Refused(MODIFIED.format(shape=tuple(tensor.shape)))
+        tensor = packed.get()
+        if tensor is None:
+            raise Refused(MODIFIED.format(shape=packed.shape))
         return tensor
 
     return saved_tensors_hooks(pack, unpack)
@@ -102,14 +180,16 @@ class _Orphan(NamedTuple):
 
 
 class _Entry:
-    """One stashed tensor, shared by all calls that received it. On the GPU until let go, and again once it is back."""
+    """One stashed tensor, shared by all calls that received it; or the bytes of tensors that one call holds. On the GPU
+    until let go, and again once it is back."""
 
-    def __init__(self, tensor: Tensor, host: Store, orphans: deque[_Orphan]) -> None:
+    def __init__(self, tensor: Tensor, host: Store, orphans: deque[_Orphan], held: Sequence[Held] = ()) -> None:
         self.tensor: Tensor | None = tensor
         self.version = tensor._version
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.region: Region | None = None
         self.num_users = 0
+        self.held, self.num_unread = held, len(held)
         self.ordered_back = False  # the tensor here is a new one, and a lane may be writing it
         self.on_the_way: list[Ticket] = []  # lanes' copies, asked for by any call that shares the tensor
         self.leaving: Tensor | None = None  # what the lane reads: the tensor, or a contiguous copy of it
@@ -129,7 +209,7 @@ class _Entry:
 
 
 class Stash:
-    """The inputs of one call that wait for backward on host. Belongs to the call's autograd context."""
+    """What of one call waits for backward on host. Belongs to the call's autograd context."""
 
     def __init__(self, entries: list[_Entry]) -> None:
         self.entries = entries
@@ -137,7 +217,7 @@ class Stash:
 
 
 class Stashes:
-    """Block inputs on host. Memory on the GPU is taken and given back in the user's thread, where everything is
+    """What waits on host. Memory on the GPU is taken and given back in the user's thread, where everything is
     allocated; the lanes only copy. A tensor is let go when compute has waited for its copy to host, so that nothing
     overwrites it."""
 
@@ -152,13 +232,18 @@ class Stashes:
         """Forgets the last pass. What a live graph still needs stays reachable from its autograd context."""
         self._by_call.clear()
         self._shared.clear()
+        self._bury_orphans()
+
+    def _bury_orphans(self) -> None:
         while self._orphans:
             for ticket in self._orphans[0].on_the_way:
                 ticket.join()
             self._orphans.popleft()
 
-    def register(self, call: int, tensors: list[Tensor]) -> Stash:
-        entries = []
+    def register(self, call: int, tensors: list[Tensor], held: Sequence[Held] = ()) -> Stash:
+        """`tensors`: inputs of the call; `held`: what it has computed, as it lies in memory."""
+        self._bury_orphans()  # those that the pass before has left when it was given up
+        entries = self._ranges(held)
         for tensor in tensors:
             key = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape, tensor._version)
             entry = self._shared.get(key)
@@ -168,6 +253,28 @@ class Stashes:
             entries.append(entry)
         stash = self._by_call[call] = Stash(entries)
         return stash
+
+    def _ranges(self, held: Sequence[Held]) -> list[_Entry]:
+        """One for each storage, from the first byte that is held to the last. See [Note: what leaves]."""
+        by_storage: dict[int, list[tuple[int, int, Held, Tensor]]] = defaultdict(list)
+        for one in held:
+            if (tensor := one.tensor) is not None:
+                start, extent = int(tensor.storage_offset()), _extent(tensor)
+                first, last = (tensor.element_size() * at for at in (start, start + extent))
+                by_storage[tensor.untyped_storage().data_ptr()].append((first, last, one, tensor))
+        entries = []
+        for parts in by_storage.values():
+            first = min(part[0] for part in parts) // HELD_ALIGN_BYTES * HELD_ALIGN_BYTES
+            last = max(part[1] for part in parts)
+            tensor = parts[0][3]
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            flat.set_(tensor.untyped_storage(), first, (last - first,), (1,))
+            entry = _Entry(flat, self._host, self._orphans, [one for _, _, one, _ in parts])
+            entry.num_users = 1
+            for begin, _, one, _ in parts:
+                one.leave(entry, begin - first)
+            entries.append(entry)
+        return entries
 
     def of(self, call: int) -> Stash | None:
         return self._by_call.get(call)
@@ -179,7 +286,7 @@ class Stashes:
             if entry.tensor is not None and entry.region is None:
                 entry.leaving = entry.tensor.detach().contiguous()
                 num_bytes = entry.leaving.numel() * entry.leaving.element_size()
-                entry.region = self._host.allocate(num_bytes, "block inputs")
+                entry.region = self._host.allocate(num_bytes, "activations" if entry.held else "block inputs")
                 leaving.append((entry.leaving, entry.region))
 
         def store() -> int:
@@ -201,6 +308,8 @@ class Stashes:
             if entry.tensor is not None and entry.region is not None and not entry.ordered_back:
                 entry.checked()
                 entry.tensor = entry.leaving = None
+                for one in entry.held:
+                    one.forget()
 
     def prepare_restore(self, stash: Stash) -> Callable[[], int]:
         """Back to the GPU. Returns the lane's work."""
@@ -209,7 +318,7 @@ class Stashes:
             if entry.tensor is None:
                 assert entry.region is not None
                 entry.tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._gpu.device)
-                self._gpu.adopt(entry.tensor, "block inputs")
+                self._gpu.adopt(entry.tensor, "activations" if entry.held else "block inputs")
                 entry.version, entry.ordered_back = entry.tensor._version, True
                 arriving.append((entry.tensor.detach(), entry.region))
 
@@ -230,7 +339,7 @@ class Stashes:
             entry.on_the_way.clear()
         self.prepare_restore(stash)()
         stash.consumed = True
-        return [entry.checked() for entry in stash.entries]
+        return [entry.checked() for entry in stash.entries if not entry.held]
 
     def release(self, stash: Stash) -> None:
         """After backward the GPU copy goes; host memory is reused once no other call shares the tensor."""

@@ -43,7 +43,7 @@ from hightide.profiler.model.call_tree import flatten, flatten_call, mode_of, na
 from hightide.profiler.model.probe_record import is_changed
 from hightide.profiler.model.taps import Tap, hand_out, tapping
 from hightide.profiler.trial.state import Snapshot
-from hightide.runtime.blocks.activations import FREED, Stash, outlive_slots
+from hightide.runtime.blocks.activations import FREED, Holding, Stash, outlive_slots
 from hightide.runtime.blocks.compiled import NotCompiled, checkpointed_eagerly
 from hightide.runtime.blocks.selective import HeldResults
 from hightide.runtime.guards.transforms import once
@@ -157,6 +157,7 @@ class BlockCall:
         self.requires_grad = [tensor.requires_grad for tensor in self._tensors]
         self.on_host: list[bool] = [False] * len(self._tensors)  # which inputs wait for backward on host
         self._orders: list[tuple[int, ...] | None] = [None] * len(self._tensors)  # of their dimensions in memory
+        self._hold = Holding()
         self._graphs: list[_Graph] | None = None
         self._is_compiled = False  # the present micro-batch
         self._now: list[Tensor] = []  # the inputs of the micro-batch that a recomputation is about
@@ -194,6 +195,7 @@ class BlockCall:
             self.call = tick.call
             if needs_backward:
                 tensors = self._choose_away(tensors)
+                self._hold = self._holding(tensors)
             if len(self.bounds) > 1 and (reason := run.looks.difference(self, tensors)):
                 self._stay_whole(reason)
             look = run.looks.look(self)
@@ -209,10 +211,11 @@ class BlockCall:
                     whole.clear()
                     look.before.restore()
                     self._stay_whole(reason)
+                    self._hold.leaving.clear()  # of graphs that are gone
                     whole = self._run_parts(tensors, needs_backward)
                 if needs_backward and not self._keep:
                     self._before = look.before
-            if any(self.on_host):
+            if any(self.on_host) or self._hold.leaving:
                 self._register_stash(tensors)
         return whole
 
@@ -258,9 +261,9 @@ class BlockCall:
 
     def _choose_away(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Inputs that carry gradients wait on host. The rest (masks, positions) are shared and stay; so does everything
-        that a kept graph holds anyway, or that the plan did not foresee. What comes back lies in memory as it did:
+        that the plan did not foresee. What comes back lies in memory as it did:
         dropout fills memory in its order. Of several micro-batches it is contiguous, so it leaves so."""
-        if self.runner.plan.inputs is not Tier.HOST or self._keep or self.call is None:
+        if self.runner.plan.inputs is not Tier.HOST or self.call is None:
             return tensors
         self.on_host = list(self.requires_grad)
         if len(self.bounds) == 1:
@@ -270,11 +273,18 @@ class BlockCall:
             for index, (tensor, away) in enumerate(zip(tensors, self.on_host, strict=True))
         ]
 
+    def _holding(self, tensors: Sequence[Tensor]) -> Holding:
+        """Of what the block computes. See [Note: what leaves]."""
+        if self.runner.plan.held is not Tier.HOST or self.call is None:
+            return Holding()
+        return Holding([*tensors, *self.module.parameters(), *self.module.buffers()])
+
     def _register_stash(self, tensors: Sequence[Tensor]) -> None:
         assert self.call is not None and self._graphs is not None
         leaving = [(tensor, self._orders[at]) for at, tensor in enumerate(tensors) if self.on_host[at]]
         away = [tensor if order is None else tensor.permute(order) for tensor, order in leaving]
-        self.stash = self.runner.run.stashes.register(self.call, away)
+        self.stash = self.runner.run.stashes.register(self.call, away, self._hold.leaving)
+        self._hold = Holding()
         with self.runner.run.gpu.unmetered():  # what takes their place is there once for all
             for graph in self._graphs:
                 graph.forget_inputs(self.on_host)
@@ -288,15 +298,17 @@ class BlockCall:
         run, again = self.runner.run, self._from_its_graph()
         compiled = self._compiled_forward(inputs, num_samples)
         self._now, self._is_compiled = inputs, compiled is not None
+        num_held = len(self._hold.leaving)
         with torch.enable_grad():
             if compiled is not None:
                 try:
                     return self._compiled(inputs, compiled)
                 except NotCompiled:  # the user has been told
                     self._is_compiled = False
+                    del self._hold.leaving[num_held:]
                 gc.collect()  # the failed attempt's frames hold tensors
             if self._keep:
-                with outlive_slots(run.chunks, back=lambda: again().nothing_away):
+                with outlive_slots(run.chunks, self._hold, self.away_now(), lambda: again().away_now()):
                     return self.run(inputs)
             with set_checkpoint_early_stop(self.runner.index not in run.probed.replays_whole):
                 recomputed: list[Tensor] = checkpointed_eagerly(lambda: again().run_or_replay(), self._contexts)
@@ -305,7 +317,7 @@ class BlockCall:
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Of forward and of recomputation."""
         rule = self.runner.selective
-        return noop_context_fn() if rule is None else HeldResults(rule).contexts()
+        return noop_context_fn() if rule is None else HeldResults(rule, self._hold).contexts()
 
     def _from_its_graph(self) -> Callable[[], BlockCall]:
         """What an inner graph calls to get to this object, which owns it and must not be owned by it."""
@@ -336,12 +348,11 @@ class BlockCall:
 
     def _compiled(self, inputs: list[Tensor], forward: Callable[..., Any]) -> list[Tensor]:
         run, again = self.runner.run, self._from_its_graph()
-        with run.gpu.unmetered(), outlive_slots(run.chunks, self.away_now(), lambda: again().away_now()):
+        hooks = outlive_slots(run.chunks, self._hold, self.away_now(), lambda: again().away_now())
+        with run.gpu.unmetered(), hooks:
             outputs = self.run(inputs, forward)
         run.adopt(outputs, "activations")
         return outputs
-
-    nothing_away: Sequence[Tensor] = ()
 
     def away_now(self) -> list[Tensor]:
         """Of the present micro-batch's inputs, those that wait on host."""

@@ -9,16 +9,18 @@ made anew, too.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hightide.ir.block import Selective
 from hightide.profiler.model.work import flop_per_byte, is_counted, may_hold
+from hightide.runtime.blocks.activations import Held
 
 Key = tuple[Any, int]  # an operation, and how often it ran before
 
@@ -26,9 +28,9 @@ Key = tuple[Any, int]  # an operation, and how often it ran before
 class HeldResults:
     """Of one micro-batch, from its forward to its recomputation."""
 
-    def __init__(self, rule: Selective) -> None:
-        self._rule = rule
-        self._results: dict[Key, tuple[Any, list[int]]] = {}  # with their versions
+    def __init__(self, rule: Selective, hold: Callable[[Tensor], Held] = Held) -> None:
+        self._rule, self._hold = rule, hold
+        self._results: dict[Key, tuple[list[Any], Any]] = {}  # leaves, and the tree that they are of
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """For forward and for recomputation."""
@@ -43,13 +45,18 @@ class HeldResults:
         return dear and may_hold(func, args, kwargs)
 
     def put(self, key: Key, out: Any) -> None:
-        held = tree_map_only(Tensor, _apart, out)
-        self._results[key] = (held, _versions(held))
+        leaves, tree = tree_flatten(out)
+        held = [self._hold(_apart(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._results[key] = held, tree
 
     def take(self, key: Key) -> Any:
         """None: it has to run."""
-        out, versions = self._results.pop(key, (None, []))
-        return out if versions == _versions(out) else None
+        if key not in self._results:
+            return None
+        held, tree = self._results.pop(key)
+        leaves = [leaf.get() if isinstance(leaf, Held) else leaf for leaf in held]
+        changed = any(leaf is None for leaf, one in zip(leaves, held, strict=True) if isinstance(one, Held))
+        return None if changed else tree_unflatten(leaves, tree)
 
 
 def _apart(tensor: Tensor) -> Tensor:
@@ -57,10 +64,6 @@ def _apart(tensor: Tensor) -> Tensor:
     place at which views come to share their base's version; here they must, or writing to it would not be noticed."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
-
-
-def _versions(out: Any) -> list[int]:
-    return [leaf._version for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
 
 
 class _Counting(TorchDispatchMode):

@@ -1,0 +1,67 @@
+"""What a call leaves for its backward, in bytes, and which part of it waits on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hightide.ir.action import Mode
+from hightide.ir.activation import Activation
+from hightide.ir.block import Affine, CallSpec
+from hightide.ir.plan import Plan
+from hightide.ir.split import micro_batches
+from hightide.ir.tier import Tier
+
+
+@dataclass(frozen=True)
+class Away:
+    """On the host, between forward and backward."""
+
+    input_bytes: int
+    held_bytes: int  # of what the block has computed
+
+    @property
+    def num_bytes(self) -> int:
+        return self.input_bytes + self.held_bytes
+
+
+def away(plan: Plan, call: CallSpec) -> Away:
+    block = plan.blocks[call.block]
+    if not call.needs_backward:
+        return Away(0, 0)
+    inputs = call.saved_inputs.at(plan.num_samples) if block.inputs is Tier.HOST else 0
+    return Away(inputs, held_bytes(plan, call) if block.held is Tier.HOST else 0)
+
+
+def held_bytes(plan: Plan, call: CallSpec) -> int:
+    """Of what the block has computed, by all micro-batches, wherever it waits."""
+    held, micro = held_by(plan, call), micro_batch_of(plan, call, Mode.TRAIN)
+    if held == Affine():
+        return 0
+    *whole, (_, last) = micro_batches(plan.num_samples, micro)
+    return len(whole) * held.at(micro) + held.at(last)
+
+
+def held_by(plan: Plan, call: CallSpec) -> Affine:
+    """Of one micro-batch."""
+    return call.held(plan.blocks[call.block].activation)
+
+
+def num_away(plan: Plan, call: CallSpec) -> int:
+    """Tensors, at most."""
+    block = plan.blocks[call.block]
+    found = call.num_saved if block.inputs is Tier.HOST else 0
+    if block.held is Tier.HOST and block.activation is not Activation.RECOMPUTE:
+        each = call.num_kept if block.activation is Activation.KEEP or call.selective is None else _num_selected(call)
+        found += each * -(-plan.num_samples // micro_batch_of(plan, call, Mode.TRAIN))
+    return found
+
+
+def _num_selected(call: CallSpec) -> int:
+    """An operation may make several tensors; compiled, torch selects them, some of those that would be kept."""
+    assert call.selective is not None
+    return max(call.num_kept, 4 * call.selective.num_held)
+
+
+def micro_batch_of(plan: Plan, call: CallSpec, mode: Mode) -> int:
+    """Samples that run through a block at once. Without gradients a block runs unsplit (a cache cannot be split)."""
+    return plan.micro_batch if call.splittable and mode is not Mode.EVAL else plan.num_samples
