@@ -13,6 +13,7 @@ from hightide.planner.lower.lay_ticks import lay_ticks
 from hightide.planner.placement import Placement
 from hightide.planner.predict.step_seconds import seconds_of
 from hightide.planner.problem import Problem
+from hightide.planner.waiting import away
 
 
 def least_step_s(problem: Problem, placement: Placement) -> float:
@@ -43,10 +44,9 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
                 moved[Lane.DISK_WRITE] += place.written_bytes
                 moved[Lane.DISK_READ] += place.read_bytes
     for call in profile.calls:
-        if call.needs_backward and plan.blocks[call.block].inputs is Tier.HOST:
-            num_bytes = call.saved_inputs.at(plan.num_samples)
-            moved[Lane.D2H] += num_bytes
-            moved[Lane.H2D] += num_bytes
+        num_bytes = away(plan, call).num_bytes
+        moved[Lane.D2H] += num_bytes
+        moved[Lane.H2D] += num_bytes
     disk_s = _disk_s(machine, moved[Lane.DISK_READ], moved[Lane.DISK_WRITE])
     return max(compute_s, disk_s, *lanes_alone(moved, machine.best_speed).values())
 

@@ -19,6 +19,7 @@ from hightide.planner.lower import lower
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.peaks import reserved_bytes
 from hightide.planner.problem import Problem, Terms
+from hightide.planner.search.moves import Kind, Moves
 from hightide.planner.search.search import search
 from hightide.planner.solution import Searched
 from unit.planner.profiles import forecast_of
@@ -117,3 +118,28 @@ def test_clipping_leaves_only_forward_to_hide_updates() -> None:
     assert clipped.plan.update is Update.DEFERRED
     assert num_whole(clipped) > num_whole(base())
     assert clipped.step.step_s > base().step.step_s
+
+
+def clipped_on_a_4090(machine: Machine) -> Searched:
+    """W1 with exact clipping on a card that computes five times slower than an H200, behind half the link."""
+    _, profile = hand_written(BASE)
+    costs = estimate(profile, load_machine("rtx-4090"))
+    terms = Terms(24 * GIB, HOST_BYTES, Update.DEFERRED, gradients=GradientDtype.PARAM)
+    return search(Problem(profile, costs, machine, terms))
+
+
+def test_swap_is_chosen_where_the_link_hides_it_and_is_worth_its_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = clipped_on_a_4090(load_machine("rtx-4090"))
+    stalled = chosen.step.simulated.stall_s
+    assert len(chosen.candidate.swapped) >= 14
+    assert sum(stalled.get(lane, 0.0) for lane in (Lane.H2D, Lane.D2H)) < 0.05 * chosen.step.step_s
+    ladder = Moves._ladder
+    monkeypatch.setattr(Moves, "_ladder", lambda moves, kind: () if kind is Kind.SWAPPED else ladder(moves, kind))
+    without = clipped_on_a_4090(load_machine("rtx-4090"))
+    assert not without.candidate.swapped
+    assert without.step.step_s > 1.03 * chosen.step.step_s
+
+
+def test_swap_is_not_chosen_behind_a_slow_link() -> None:
+    slow = slowed(load_machine("rtx-4090"), {Lane.H2D, Lane.D2H}, 0.1)
+    assert not clipped_on_a_4090(slow).candidate.swapped
