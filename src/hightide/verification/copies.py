@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from hightide.loading.initial import RESETS, initialised_modules
 from hightide.loading.unloaded import Unloaded
+from hightide.profiler.trial.quiet import float32_precision
+from hightide.profiler.trial.state import GlobalRandom
 
 SEED = 0
 HALF = (torch.bfloat16, torch.float16)
@@ -135,7 +137,7 @@ def lacks_values(model: nn.Module) -> bool:
 def _give_values(model: nn.Module) -> None:
     if not lacks_values(model):
         return
-    seed_all()
+    seed_all(torch.device("cpu"))
     modules = list(initialised_modules(model))
     made: dict[int, Tensor] = {}
     for module in model.modules():
@@ -175,58 +177,19 @@ def nudge(model: nn.Module) -> None:
 # -- random numbers ------------------------------------------------------------------------------------------------
 
 
-def seed_all() -> None:
-    torch.manual_seed(SEED)
+def seed_all(device: torch.device) -> None:
+    GlobalRandom(device).seed(SEED)
     random.seed(SEED)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(SEED)
 
 
-def random_states(device: torch.device) -> dict[str, bytes]:
-    """Of every generator that a model may draw from without having one of its own."""
-    states = {"torch": torch.get_rng_state().numpy().tobytes(), "Python": repr(random.getstate()).encode()}
-    if device.type == "cuda":
-        states["CUDA"] = torch.cuda.get_rng_state(device).numpy().tobytes()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        states["numpy"] = repr(_numpy_state(numpy)).encode()
-    return states
-
-
-def _numpy_state(numpy: Any) -> tuple[Any, ...]:
-    kind, keys, *rest = numpy.random.get_state()
-    return (kind, keys.tobytes(), *rest)
-
-
 @contextmanager
 def as_before(device: torch.device) -> Iterator[None]:
     """Random states, and how products of matrices are rounded on a GPU, are afterwards what they were."""
-    numpy = sys.modules.get("numpy")
-    state, python_state = torch.get_rng_state(), random.getstate()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    cuda_states = torch.cuda.get_rng_state_all() if device.type == "cuda" else []
+    before = GlobalRandom(device)
     try:
-        with torch.enable_grad(), _without_tf32(device):
+        with torch.enable_grad(), float32_precision():
             yield
     finally:
-        torch.set_rng_state(state)
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-        if cuda_states:
-            torch.cuda.set_rng_state_all(cuda_states)
-
-
-@contextmanager
-def _without_tf32(device: torch.device) -> Iterator[None]:
-    """It has hardly more bits than bf16."""
-    if device.type != "cuda":
-        yield
-        return
-    precision, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    try:
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = False
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = convolutions
+        before.restore()

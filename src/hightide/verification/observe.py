@@ -8,6 +8,7 @@ that in real training run beside the next forward.
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import warnings
 import zlib
 from abc import ABC, abstractmethod
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 
 from hightide.ir.plan import Update
 from hightide.profiler.model.call_tree import Arguments
+from hightide.profiler.trial.state import GlobalRandom
 from hightide.runtime.blocks.batch import map_tensors
 from hightide.runtime.head.lazy_logits import LazyLogits
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
-from hightide.verification.copies import random_states, seed_all
+from hightide.verification.copies import seed_all
 
 AFTER = 0  # the number of what is seen after the last step
 OF_GRADIENT = ("gradient", "gradient norm")
@@ -145,16 +147,17 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 
 def train(subject: ObservedTraining, loop: Loop, note: Note) -> None:
     """Trains as a user's loop does, then evaluates; tells `note` what is to be seen."""
-    seed_all()
+    seed_all(subject.device())
     with _watched(subject, loop.blocks, note) as begin:
         for step, batch in enumerate(loop.batches, 1):
             begin(step)
             _step(subject, loop, step, subject.placed(batch), note)
-        states = random_states(subject.device())
+        random = GlobalRandom(subject.device())
         _look_at_weights(subject, loop, note)
         _look_at_modules(subject, note)
-        for name, state in states.items():
-            note(Key("random state", name), torch.tensor(float(zlib.crc32(state)), dtype=torch.float64), 0.0)
+        for name, state in random.states.items():
+            content = pickle.dumps(state.numpy() if isinstance(state, Tensor) else state)
+            note(Key("random state", name), torch.tensor(float(zlib.crc32(content)), dtype=torch.float64), 0.0)
         begin(AFTER)
         subject.model.eval()
         with torch.no_grad():

@@ -219,7 +219,7 @@ class _Trial:
         """One forward and backward: whether it works at all, and how large gradients are."""
         subject = self._plain()
         with _own_errors():
-            seed_all()
+            seed_all(self._options.device)
             loss = self._loop.loss(call(subject.model, subject.placed(self._loop.batches[0])))
             if not loss.requires_grad:
                 raise ValueError("the loss does not depend on any parameter that requires a gradient")

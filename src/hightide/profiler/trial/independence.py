@@ -36,7 +36,7 @@ from hightide.profiler.model.fake import Originals, refer_to
 from hightide.profiler.model.hooks import users_hooks_aside
 from hightide.profiler.model.probe_record import CallRecord
 from hightide.profiler.model.taps import Tap, tapping
-from hightide.profiler.trial.quiet import Quiet
+from hightide.profiler.trial.quiet import Quiet, float32_precision
 from hightide.profiler.trial.state import GlobalRandom, Snapshot, contents, same_contents
 
 CPU = torch.device("cpu")
@@ -541,7 +541,7 @@ def _alone(
                     inside._buffers[name] = buffers[id(buffer)]
         for inside in module.modules():
             refer_to(inside, params)
-        with _no_tf32(), users_hooks_aside(module):
+        with float32_precision(), users_hooks_aside(module):
             yield list(params.values())
     finally:
         for inside, mine, kept in slots:
@@ -552,17 +552,6 @@ def _alone(
         for there, before in attributes:
             there.clear()
             there.update(before)
-
-
-@contextmanager
-def _no_tf32() -> Iterator[None]:
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
 def _random_parameter(

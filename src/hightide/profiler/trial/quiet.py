@@ -1,7 +1,9 @@
-"""Randomness switched off, for comparing runs that would draw in another order."""
+"""Randomness and rounding switched off, for comparing runs that would draw or add in another order."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,3 +65,17 @@ def _make_constant(func: Any, given: dict[str, Any], drawn: Tensor) -> None:
     else:
         low = given.get("low", 0)
         drawn.fill_(low if isinstance(low, int) else 0)
+
+
+@contextmanager
+def float32_precision(precision: str = "highest") -> Iterator[None]:
+    """Of products of fp32 matrices, and of convolutions. Less than the highest is TF32 on a GPU, which has hardly more
+    bits than bf16."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision != "highest"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
