@@ -10,7 +10,7 @@ from torch import nn
 
 from hightide.profiler.model.call_tree import Arguments
 from hightide.profiler.trial.state import GlobalRandom
-from hightide.verification.observe import call
+from hightide.verification.observed_training import call
 
 NAMES = ("dropout", "pdrop", "drop_prob", "drop_path", "layerdrop", "drop_rate")  # parts of attributes' names
 

@@ -38,13 +38,13 @@ from hightide.verification.copies import (
     steady,
     twins_of,
 )
-from hightide.verification.observe import (
+from hightide.verification.observed_training import (
     OF_GRADIENT,
     Loop,
     LossOf,
-    Plain,
-    Streamed,
+    ObservedTraining,
     call,
+    changed_batch,
     dense,
     recorded_warnings,
     train,
@@ -52,7 +52,7 @@ from hightide.verification.observe import (
     values_of,
 )
 from hightide.verification.randomness import drawing_blocks, switch_off
-from hightide.verification.smaller import MemoryBudget, SmallerTask, TooLarge, changed_batch, fitted
+from hightide.verification.smaller import MemoryBudget, SmallerTask, TooLarge, fitted
 from hightide.verification.tolerances import Comparison, Reference
 from hightide.verification.verdict import ComparedRow, Verdict, few
 
@@ -96,7 +96,8 @@ def verify(
     if not tolerance > 0:
         raise ValueError(f"tolerance={tolerance}; it must be above 0: sums are taken in another order")
     place = api.chosen_device(device)
-    options = _Options(limits, micro_batch, update, gradients, compile, place, blocks)
+    others = {"update": update, "gradients": gradients, "compile": compile}
+    options = _Options(limits, micro_batch, place, blocks, others)
     given = Arguments(*call_arguments(batch))
     findings = _Findings()
     with shown("hightide.verify"), as_before(place), recorded_warnings() as said:
@@ -125,11 +126,9 @@ class _Options:
 
     limits: Limits | None
     micro_batch: int | None
-    update: str
-    gradients: str
-    compile: bool
     device: torch.device
     blocks: BlockChoice | None
+    others: dict[str, Any]
 
 
 @dataclass
@@ -208,12 +207,12 @@ class _Trial:
         self._findings.changed += [text for text in changes if text not in self._findings.changed]
         return model, optimizer
 
-    def _plain(self, with_dropout: bool = True, change: Callable[[nn.Module], None] | None = None) -> Plain:
+    def _plain(self, with_dropout: bool = True, change: Callable[[nn.Module], None] | None = None) -> ObservedTraining:
         model, optimizer = self._copies(with_dropout)
         model.to(self._options.device)  # the optimizer's references stay good
         if change is not None:
             change(model)
-        return Plain(model, optimizer)
+        return ObservedTraining(model, optimizer)
 
     def _try_plain(self) -> None:
         """One forward and backward: whether it works at all, and how large gradients are."""
@@ -266,7 +265,9 @@ class _Trial:
             subject = self._wrapped(case, with_dropout)
         if self._findings.failure or subject is None:
             return
-        text = f"{_steps(self._loop)}, {_micro_batches(subject.run.plan)}, {self._spoken(case)}"
+        run = subject.run
+        assert run is not None
+        text = f"{_steps(self._loop)}, {_micro_batches(run.plan)}, {self._spoken(case)}"
         if self._has_dropout:
             text += ", random as it is" if with_dropout else ", without dropout"
         self._findings.runs.append(text)
@@ -278,9 +279,9 @@ class _Trial:
                 train(subject, self._loop, comparison.note)
                 is_complete = True
         finally:
-            subject.run.discard()
+            run.discard()
             self._findings.rows += comparison.rows(unread, is_complete)
-            del subject
+            del subject, run
             self._let_go()
 
     @contextmanager
@@ -309,7 +310,7 @@ class _Trial:
             return "everything streamed"
         return "as wrap plans it" if self._options.limits is None else "within your limits"
 
-    def _wrapped(self, case: _Case, with_dropout: bool) -> Streamed | None:
+    def _wrapped(self, case: _Case, with_dropout: bool) -> ObservedTraining | None:
         """None: there is no plan for the user's limits, where verify itself asks for more than the user would."""
         options = self._options
         model, optimizer = self._copies(with_dropout)
@@ -317,17 +318,11 @@ class _Trial:
             if name in self._hooked:
                 param.register_hook(lambda gradient: None)  # so that wrap says what it thinks of them
         begin = values_of(model)
-        shared: dict[str, Any] = {
-            "update": options.update,
-            "gradients": options.gradients,
-            "compile": options.compile,
-            "device": options.device,
-            "blocks": options.blocks,
-        }
+        shared: dict[str, Any] = {**options.others, "device": options.device, "blocks": options.blocks}
         example = self._loop.batches[0]
         if case.streams:
             made = api.plan(model, optimizer, example, micro_batch=case.micro_batch, **shared)
-            return Streamed(*api.wrap(model, optimizer, example, plan=_all_streamed(made), **shared), begin)
+            return ObservedTraining(*api.wrap(model, optimizer, example, plan=_all_streamed(made), **shared), begin)
         try:
             limits, micro_batch = options.limits, case.micro_batch
             wrapped = api.wrap(model, optimizer, example, limits=limits, micro_batch=micro_batch, **shared)
@@ -337,7 +332,7 @@ class _Trial:
             self._check_limits(shared)
             self._findings.changed.append(f"not run within your limits, {case.asks_more}: {error}")
             return None
-        return Streamed(*wrapped, begin)
+        return ObservedTraining(*wrapped, begin)
 
 
 def _all_streamed(plan: Plan) -> Plan:
