@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 from torch import nn
 
-from hightide.cli.workload import Dtype, blamed, find_function, load_workload, set_apart
+from hightide.cli.workload import (
+    Dtype,
+    LoraOption,
+    ModelArgument,
+    blamed,
+    find_function,
+    load_workload,
+    set_apart,
+)
 from hightide.integrations.lora import Lora, with_adapters
 from hightide.ir.foreign import KEPT, shown
 from hightide.ir.limits import Limits
+from hightide.ir.plan import GradientDtype, Update
 from hightide.profiler.model.call_tree import Batch
 from hightide.profiler.model.repeated import FEW_LAYERS
 from hightide.verification.verify_training import OWN_ERROR
@@ -25,20 +36,24 @@ Made = tuple[str, nn.Module, torch.optim.Optimizer, Batch]
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    model: str
-    sequences: int | None = None
-    length: int | None = None
-    dtype: Dtype | None = None
-    lora: str | None = None
-    gpu: str | None = None
-    host: str | None = None
-    micro_batch: int | None = None
-    update: str = "deferred"
-    gradients: str = "float32"
-    compile: bool = False
-    device: str | None = None
-    steps: int = 2
-    memory: str | None = None
+    model: ModelArgument
+    sequences: Annotated[int | None, typer.Option(help="Sequences per step; a few by default.")] = None
+    length: Annotated[int | None, typer.Option(help="Tokens per sequence; a few by default.")] = None
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the parameters; what is compared is fp32.")] = None
+    lora: LoraOption = None
+    gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of GPU memory in hightide.")] = None
+    host: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of host memory in hightide.")] = None
+    micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch; else a third.")] = None
+    update: Annotated[Update, typer.Option(help="When the optimizer's updates run.")] = Update.DEFERRED
+    gradients: Annotated[GradientDtype, typer.Option(help="What finished gradients are rounded to.")] = (
+        GradientDtype.FLOAT32
+    )
+    compile: Annotated[bool, typer.Option("--compile", help="Blocks through torch.compile.")] = False
+    device: Annotated[str | None, typer.Option(help="cuda, or cpu: the simulated accelerator.")] = None
+    steps: Annotated[int, typer.Option(help="Number of optimizer steps.")] = 2
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What plain PyTorch may take; else what is free.")
+    ] = None
 
 
 def verify(options: VerifyOptions, console: Console, notes: Console) -> bool:

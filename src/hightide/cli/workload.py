@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -38,6 +39,13 @@ from hightide.profiler.model.repeated import FEW_LAYERS, stack_of, with_layers
 
 SEQUENCES, LENGTH = 8, 2048  # where the command does not say
 MAX_TOKENS = 2**28  # per step: so many are made, to plan with
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A preset's name, a Hugging Face config folder, or FILE.py:FUNCTION.")
+]
+LoraOption = Annotated[
+    str | None, typer.Option(metavar="RANK[:TARGETS]", help="LoRA with PEFT, such as 16 or 16:q_proj,v_proj.")
+]
 
 
 class Dtype(StrEnum):

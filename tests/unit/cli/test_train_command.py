@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import hightide
 from hightide.cli import train_command as train_module
-from hightide.cli.config import OptimizerConfig, Overrides, TrainConfig, load_config
+from hightide.cli.config import OptimizerConfig, TrainConfig, TrainOptions, load_config
 from hightide.cli.main import app
 from hightide.cli.readings import HostMoment, Readings
 from hightide.cli.run_folder import RunFolder
@@ -242,7 +242,7 @@ def test_a_loss_that_is_not_finite_in_the_last_step_is_found(tiny: Path, late: N
 
 def run_with(tiny: Path, before_step_3: Callable[[], None]) -> tuple[bool | type[BaseException], list[object]]:
     """Trains; something happens when the third batch is asked for. How the loop ended, and the steps in the metrics."""
-    config = load_config(tiny, Overrides(out=str(tiny.parent / "runs"), steps=9))
+    config = load_config(tiny, TrainOptions(out=str(tiny.parent / "runs"), steps=9))
     run, stream = prepare(config, Console(file=io.StringIO()))
 
     def disturbed() -> Iterator[dict[str, torch.Tensor]]:
@@ -307,7 +307,7 @@ def test_settings_reach_wrap(
 
     monkeypatch.setattr(hightide, "wrap", wrap)
     (tmp_path / "settings.yaml").write_text(text)
-    config: TrainConfig = load_config(tmp_path / "settings.yaml", Overrides())
+    config: TrainConfig = load_config(tmp_path / "settings.yaml", TrainOptions())
     with pytest.raises(Wrapped) as caught:
         prepare(config, Console())
     assert caught.value.args[0].items() >= expected.items()
