@@ -7,7 +7,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -129,7 +129,7 @@ class TrainingRun:
 
         def log(record: StepRecord) -> None:
             self.losses.append(record.loss)
-            folder.log(record.to_dict())
+            folder.log(asdict(record))
             display.show(record)
 
         with stop_request() as is_stopped, display, Readings(self.device) as readings:

@@ -21,7 +21,7 @@ from _signal import getsignal, signal  # type: ignore[import-not-found]  # `sign
 from _thread import get_ident
 from collections.abc import Callable
 from signal import SIGINT, SIGTERM, raise_signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 PATIENCE_S = 2.0
@@ -133,9 +133,7 @@ class _Deferred:
             else:
                 _begin()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if get_ident() == _now.main:
             if _now.depth > 1:
                 _now.depth -= 1
@@ -151,9 +149,7 @@ class _Held:
             _begin()
             _now.num_held += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if get_ident() == _now.main:
             _now.num_held -= 1
             _end()
