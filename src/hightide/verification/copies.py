@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hightide.loading.initial import RESETS, initialised_modules
+from hightide.loading.initial import forget_initialised, initialised_modules, reset_of
 from hightide.loading.unloaded import Unloaded
 from hightide.profiler.trial.quiet import float32_precision
 from hightide.profiler.trial.state import GlobalRandom
@@ -139,9 +139,9 @@ def _give_values(model: nn.Module) -> None:
         return
     seed_all(torch.device("cpu"))
     modules = list(initialised_modules(model))
+    forget_initialised(model)
     made: dict[int, Tensor] = {}
     for module in model.modules():
-        module.__dict__.pop("_is_hf_initialized", None)  # of transformers: it would take the module for done
         for name, param in module._parameters.items():
             if param is not None and param.is_meta:
                 if id(param) not in made:
@@ -153,8 +153,7 @@ def _give_values(model: nn.Module) -> None:
                 module._buffers[name] = made.setdefault(id(buffer), torch.zeros(buffer.shape, dtype=buffer.dtype))
     with torch.no_grad():
         for module in modules:
-            reset = next((getattr(module, name) for name in RESETS if callable(getattr(module, name, None))), None)
-            (reset or module.initialize_weights)()  # type: ignore[operator]
+            (reset_of(module) or module.initialize_weights)()  # type: ignore[operator]
         for param in model.parameters():
             if param.isnan().any():
                 param.normal_(std=0.02)
