@@ -102,8 +102,9 @@ def verify(
     findings = _Findings()
     with shown("hightide.verify"), as_before(place), recorded_warnings() as said:
         try:
-            trial = _Trial(model, optimizer, given, options, loss or usual_loss, steps, _room(place, memory), findings)
-            trial.run(tolerance)
+            room = _room(place, memory)
+            runs = _SideBySide(model, optimizer, given, options, loss or usual_loss, steps, room, findings)
+            runs.run(tolerance)
         except _NotTrained as refusal:
             findings.refusal = str(refusal)
     return Verdict(
@@ -154,7 +155,7 @@ class _NotTrained(Exception):
     """hightide refuses the model."""
 
 
-class _Trial:
+class _SideBySide:
     def __init__(
         self,
         model: nn.Module,
@@ -174,7 +175,7 @@ class _Trial:
             task = fitted(model, optimizer, batch, options.blocks, steps, room, options.device)
         self._task = task
         self._hooked = hooked_parameters(model)
-        findings.changed += [*task.changed, *_conversions(task), *_unhooked(self._hooked)]
+        findings.changed += _changes(task, self._hooked)
         findings.unsplit += _unsplit(task)
         example = changed_batch(task.batch, _widened)
         batches = tuple(_rolled(example, step) for step in range(steps))
@@ -267,7 +268,9 @@ class _Trial:
             return
         run = subject.run
         assert run is not None
-        text = f"{_steps(self._loop)}, {_micro_batches(run.plan)}, {self._spoken(case)}"
+        num_micro = -(-run.plan.num_samples // run.plan.micro_batch)
+        steps = _counted(len(self._loop.batches), "step", "steps")
+        text = f"{steps}, {_counted(num_micro, 'micro-batch', 'micro-batches')}, {self._spoken(case)}"
         if self._has_dropout:
             text += ", random as it is" if with_dropout else ", without dropout"
         self._findings.runs.append(text)
@@ -348,13 +351,8 @@ def _all_streamed(plan: Plan) -> Plan:
     return replace(plan, blocks=blocks, num_slots=2 * widest + 1, num_grad_slots=2 * widest + 1, loss_kept_tokens=0)
 
 
-def _steps(loop: Loop) -> str:
-    return "1 step" if len(loop.batches) == 1 else f"{len(loop.batches)} steps"
-
-
-def _micro_batches(plan: Plan) -> str:
-    num_micro = -(-plan.num_samples // plan.micro_batch)
-    return "1 micro-batch" if num_micro == 1 else f"{num_micro} micro-batches"
+def _counted(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 def _room(device: torch.device, memory: int | str | None) -> MemoryBudget:
@@ -391,16 +389,14 @@ def _is_half(model: nn.Module) -> bool:
     return any(param.dtype in HALF for param in model.parameters())
 
 
-def _conversions(task: SmallerTask) -> Iterator[str]:
+def _changes(task: SmallerTask, hooked: list[str]) -> Iterator[str]:
+    yield from task.changed
     if lacks_values(task.model):
         yield "parameters without values have some of the model's own initialisers, or random ones"
     if _is_half(task.model):
         yield "16-bit parameters as fp32: their own rounding would hide errors"
-
-
-def _unhooked(names: list[str]) -> Iterator[str]:
-    if names:
-        yield f"gradient hooks were not run: of {few(names)}"
+    if hooked:
+        yield f"gradient hooks were not run: of {few(hooked)}"
 
 
 def _unsplit(task: SmallerTask) -> list[tuple[str, str]]:
