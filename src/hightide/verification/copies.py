@@ -54,11 +54,9 @@ def copied_model(model: nn.Module) -> nn.Module:
             "verify trains copies only; make what it names an attribute that can be copied, or verify a fresh model"
         ) from error
     _give_values(made)
-    for tensors in (module._parameters for module in made.modules()), (module._buffers for module in made.modules()):
-        for entries in tensors:
-            for tensor in entries.values():
-                if tensor is not None and tensor.dtype in HALF:
-                    tensor.data = tensor.data.float()
+    for tensor in (*made.parameters(), *made.buffers()):
+        if tensor.dtype in HALF:
+            tensor.data = tensor.data.float()
     return made
 
 
