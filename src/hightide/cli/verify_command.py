@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from torch import nn
 
-from hightide.cli.workload import (
-    Dtype,
-    LoraOption,
-    ModelArgument,
-    blamed,
-    find_function,
-    load_workload,
-    set_apart,
-)
+from hightide.cli.workload import Dtype, LoraOption, ModelArgument, load_workload, made_by_function, set_apart
 from hightide.integrations.lora import Lora, with_adapters
 from hightide.ir.foreign import KEPT, shown
 from hightide.ir.limits import Limits
@@ -85,9 +76,8 @@ def verify(options: VerifyOptions, console: Console, notes: Console) -> bool:
 
 
 def _made(options: VerifyOptions, notes: Console) -> Made:
-    path, colon, function = options.model.rpartition(":")
-    if colon and path.endswith(".py"):
-        return _of_function(Path(path), function, options)
+    if (made := made_by_function(options.model)) is not None:
+        return _of_function(*made, options)
     lora = Lora.parse(options.lora) if options.lora is not None else None
     sequences, length = options.sequences or SEQUENCES, options.length or LENGTH
     workload = load_workload(options.model, sequences, length, options.dtype or Dtype.FLOAT32, lora)
@@ -101,11 +91,8 @@ def _made(options: VerifyOptions, notes: Console) -> Made:
     )
 
 
-def _of_function(path: Path, function: str, options: VerifyOptions) -> Made:
-    """Unlike for planning, what it returns is real."""
-    make, name = find_function(path, function), f"{path.name}:{function}"
-    with blamed(name):
-        made = make()
+def _of_function(name: str, made: Any, options: VerifyOptions) -> Made:
+    """Unlike for planning, what it returned is real."""
     parts = made if isinstance(made, tuple) else (made,)
     model, batch = parts[0], parts[-1] if len(parts) > 1 else None
     optimizer = parts[1] if len(parts) == 3 else None
