@@ -23,7 +23,7 @@ import hightide
 from hightide.cli import train_command as train_module
 from hightide.cli.config import OptimizerConfig, TrainConfig, TrainOptions, load_config
 from hightide.cli.main import app
-from hightide.cli.readings import HostMoment, Readings
+from hightide.cli.readings import Moment, Readings
 from hightide.cli.run_folder import RunFolder
 from hightide.cli.train_command import TrainingRun, lr_factor, prepare
 from hightide.ir.plan import Plan
@@ -191,7 +191,7 @@ def _wait_for_metrics(process: subprocess.Popen[str], path: Path) -> None:
 # -- losses that arrive late, as those of a GPU do ---------------------------------------------------------------------
 
 
-class LateMoment(HostMoment):
+class LateMoment(Moment):
     """Passes when it was asked for a third time: one or two steps later, or when somebody waits for it."""
 
     num_asked = 0
@@ -203,7 +203,7 @@ class LateMoment(HostMoment):
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_module, "Readings", lambda device: Readings(device, LateMoment))
+    monkeypatch.setattr(train_module, "Readings", lambda device: Readings(device, lambda: LateMoment(device)))
 
 
 def test_late_losses_are_logged_and_shown_for_every_step_in_order(tiny: Path, late: None) -> None:
