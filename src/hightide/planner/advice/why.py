@@ -89,9 +89,6 @@ def why(solution: Searched, block: str) -> Reasons:
     return Reasons(planned.name, words, tuple(sorted(alternatives, key=lambda one: one.step_s)))
 
 
-_ACTIVATIONS = {Activation.KEEP: "activations kept", Activation.RECOMPUTE: "activations recomputed"}
-
-
 def _inputs(tier: Tier) -> str:
     return "inputs on the GPU" if tier is Tier.GPU else f"inputs on {tier}"
 
@@ -104,12 +101,12 @@ def _others(planned: BlockPlan, owns: bool, disk: bool) -> list[tuple[str, Block
         if owns and (params, states) != (planned.params, planned.states) and (disk or states is not Tier.DISK)
     ]
     if planned.activation is Activation.KEEP:
-        others.append((_ACTIVATIONS[Activation.RECOMPUTE], replace(planned, activation=Activation.RECOMPUTE)))
+        others.append(("activations recomputed", replace(planned, activation=Activation.RECOMPUTE)))
         moved = replace(planned, activation=Activation.RECOMPUTE, inputs=Tier.HOST)
         others.append((f"recomputed, {_inputs(Tier.HOST)}", moved))
     else:
         kept = replace(planned, activation=Activation.KEEP, inputs=Tier.GPU)
-        others.append((_ACTIVATIONS[Activation.KEEP], kept))
+        others.append(("activations kept", kept))
         elsewhere = Tier.HOST if planned.inputs is Tier.GPU else Tier.GPU
         others.append((_inputs(elsewhere), replace(planned, inputs=elsewhere)))
     return others
