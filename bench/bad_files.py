@@ -44,7 +44,7 @@ from typer.testing import CliRunner
 
 import hightide
 from hightide.cli import plan_command
-from hightide.cli.config import Overrides, TrainConfig, load_config
+from hightide.cli.config import TrainConfig, TrainOptions, load_config
 from hightide.cli.main import app
 from hightide.doctor.known import load_machine
 from hightide.integrations.folder import INDEX, SINGLE
@@ -444,7 +444,7 @@ def read_machine(path: Path, valid: Path) -> Verdict:
 
 
 def read_yaml(path: Path, valid: Path) -> Verdict:
-    config = load_config(path, Overrides())
+    config = load_config(path, TrainOptions())
     said = yaml.safe_load(path.read_text(encoding="utf-8-sig")) or {}
     read = json.loads(to_json(config))
     read["limits"] = said.get("limits", read["limits"])

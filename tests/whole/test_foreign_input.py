@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 import hightide
 import models
 from hightide.cli import plan_command as plan_module
-from hightide.cli.config import Overrides, load_config
+from hightide.cli.config import TrainOptions, load_config
 from hightide.cli.main import app
 from hightide.ir.plan import Plan
 from unit.runtime.steps import adamw
@@ -199,7 +199,7 @@ def test_a_plan_with_too_many_slots_is_refused_by_wrap(plan_file: Path) -> None:
 def test_settings_that_are_none(tmp_path: Path, data: bytes, message: str) -> None:
     (tmp_path / "settings.yaml").write_bytes(data)
     with pytest.raises(ValueError, match=message) as refused:
-        load_config(tmp_path / "settings.yaml", Overrides())
+        load_config(tmp_path / "settings.yaml", TrainOptions())
     assert len(str(refused.value)) < 3000
 
 

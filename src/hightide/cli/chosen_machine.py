@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
+import typer
 from rich.console import Console
 
 from hightide.doctor.known import known_machine, load_machine, preset_names
 from hightide.ir.machine import Machine
+
+MachineOption = Annotated[
+    str | None, typer.Option(metavar="NAME|FILE", help="A preset or a machine file; else what doctor measured here.")
+]
 
 
 def chosen_machine(name: str | None, device: torch.device, notes: Console) -> Machine:

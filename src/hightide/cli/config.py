@@ -7,8 +7,9 @@ import re
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 import yaml
 
 from hightide.ir.codec import build, to_json
@@ -157,41 +158,46 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
-class Overrides:
+class TrainOptions:
     """What the command line says; None: as in the file."""
 
-    name: str | None = None
-    out: str | None = None
-    seed: int | None = None
-    steps: int | None = None
-    micro_batch: int | None = None
-    update: Update | None = None
-    device: str | None = None
-    gpu: str | None = None
-    host: str | None = None
-    clip_norm: float | None = None
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; all have defaults.", show_default=False)
+    ] = None
+    config_option: Annotated[Path | None, typer.Option("--config", help="The same, as an option.")] = None
+    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps.")] = None
+    device: Annotated[str | None, typer.Option(help="cuda, or cpu: the simulated accelerator.")] = None
+    gpu: Annotated[str | None, typer.Option(help="Limit of accelerator memory, such as 24MiB.")] = None
+    host: Annotated[str | None, typer.Option(help="Limit of host memory, such as 2GiB.")] = None
+    update: Annotated[Update | None, typer.Option(help="When the optimizer's updates run.")] = None
+    micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch.")] = None
+    clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm; 0: do not.")] = None
+    name: Annotated[str | None, typer.Option(help="Name of the run folder.")] = None
+    out: Annotated[str | None, typer.Option(help="Folder that run folders are made in.")] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of weights, data and sample.")] = None
+    record: Annotated[bool, typer.Option("--record", help="Record the last step, for `hightide simulate`.")] = False
 
 
-def load_config(path: Path | None, overrides: Overrides) -> TrainConfig:
+def load_config(path: Path | None, options: TrainOptions) -> TrainConfig:
     """Reads a settings file, if any, and puts the command line's settings on top. Checked as a whole, once."""
     data = {} if path is None else _read_yaml(path)
     where = "settings" if path is None else str(path)
     for key in ("name", "out", "seed", "steps", "micro_batch", "update", "device"):
-        _override(data, where, (), key, getattr(overrides, key))
-    _override(data, where, ("limits",), "gpu", overrides.gpu)
-    _override(data, where, ("limits",), "host", overrides.host)
-    _override(data, where, ("optimizer",), "clip_norm", overrides.clip_norm)
+        _override(data, where, "", key, getattr(options, key))
+    _override(data, where, "limits", "gpu", options.gpu)
+    _override(data, where, "limits", "host", options.host)
+    _override(data, where, "optimizer", "clip_norm", options.clip_norm)
     config: TrainConfig = build(TrainConfig, data, where)
     return config
 
 
-def _override(data: dict[str, Any], where: str, section: tuple[str, ...], key: str, value: object) -> None:
+def _override(data: dict[str, Any], where: str, section: str, key: str, value: object) -> None:
     if value is None:
         return
-    for name in section:
-        data = data.setdefault(name, {})
+    if section:
+        data = data.setdefault(section, {})
         if not isinstance(data, dict):
-            raise ValueError(f"{where}: {name} must be a mapping, not {quoted(data)}")
+            raise ValueError(f"{where}: {section} must be a mapping, not {quoted(data)}")
     data[key] = value
 
 

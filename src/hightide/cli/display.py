@@ -3,9 +3,7 @@ columns."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from types import TracebackType
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
@@ -33,9 +31,6 @@ class StepRecord:
     evictions: int
     deviations: int
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class StepDisplay:
     """A line every `log_every` steps. On a terminal a bar below them moves at every step; a pipe gets lines only."""
@@ -60,9 +55,7 @@ class StepDisplay:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def show(self, record: StepRecord) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -26,10 +28,16 @@ NONE = "-"
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    disk: Path | None = None
-    disk_bytes: str | None = None
-    out: Path | None = None
-    as_json: bool = False
+    disk: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Measure this disk too; says how much it will write.")
+    ] = None
+    disk_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Size of the temporary file there; 16GiB by default.")
+    ] = None
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a machine file, for planning elsewhere.")] = (
+        None
+    )
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else there.")] = False
 
 
 def doctor(options: DoctorOptions, device: torch.device, console: Console, progress: Console) -> None:

@@ -5,26 +5,24 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from inspect import Parameter, Signature, signature
 from traceback import print_exc
-from typing import Annotated, TextIO
+from typing import Annotated, Any, TextIO, get_type_hints
 
 import torch
 import typer
 from rich.console import Console
 
 from hightide import api
-from hightide.cli.config import Overrides, load_config
+from hightide.cli.config import TrainOptions, load_config
 from hightide.cli.doctor_command import DoctorOptions, doctor
 from hightide.cli.plan_command import PlanOptions, plan
 from hightide.cli.simulate_command import SimulateOptions, simulate
 from hightide.cli.train_command import train
 from hightide.cli.verify_command import VerifyOptions, verify
-from hightide.cli.workload import LENGTH, SEQUENCES, Dtype
 from hightide.ir.foreign import shown
-from hightide.ir.plan import GradientDtype, Update
 from hightide.stores.store import OutOfMemory
 
 LONGEST = 4000  # characters of a message
@@ -58,204 +56,66 @@ def main(
     pass
 
 
-@app.command("train")
-def train_command(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG.yaml", help="Settings; all have defaults.", show_default=False)
-    ] = None,
-    config_option: Annotated[Path | None, typer.Option("--config", help="The same, as an option.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda, or cpu: the simulated accelerator.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Limit of accelerator memory, such as 24MiB.")] = None,
-    host: Annotated[str | None, typer.Option(help="Limit of host memory, such as 2GiB.")] = None,
-    update: Annotated[Update | None, typer.Option(help="When the optimizer's updates run.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch.")] = None,
-    clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm; 0: do not.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run folder.")] = None,
-    out: Annotated[str | None, typer.Option(help="Folder that run folders are made in.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of weights, data and sample.")] = None,
-    record: Annotated[bool, typer.Option("--record", help="Record the last step, for `hightide simulate`.")] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
-) -> None:
+def _command(name: str, options: type[Any]) -> Callable[[Callable[[Any], int]], None]:
+    """Of the command line: its arguments are the fields of `options`, and --traceback. What it runs has the help as its
+    docstring, and returns the exit code."""
+
+    def add(run: Callable[[Any], int]) -> None:
+        def command(traceback: bool, **given: Any) -> None:
+            with _errors_as_exit_codes(traceback):
+                code = run(options(**given))
+            if code:
+                raise typer.Exit(code)
+
+        types = {**get_type_hints(options, include_extras=True), "traceback": _TRACEBACK}
+        last = Parameter("traceback", Parameter.KEYWORD_ONLY, default=False)
+        parameters = [
+            parameter.replace(annotation=types[parameter.name])
+            for parameter in (*signature(options).parameters.values(), last)
+        ]
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__, command.__doc__ = types, run.__doc__
+        app.command(name)(command)
+
+    return add
+
+
+_TRACEBACK = Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")]
+
+
+@_command("train", TrainOptions)
+def _train(options: TrainOptions) -> int:
     """Train a small Llama-shaped model on bytes of text: by default, Python's own source."""
-    console = _console()
-    overrides = Overrides(
-        name=name,
-        out=out,
-        seed=seed,
-        steps=steps,
-        micro_batch=micro_batch,
-        update=update,
-        device=device,
-        gpu=gpu,
-        host=host,
-        clip_norm=clip_norm,
-    )
-    with _errors_as_exit_codes(traceback):
-        if config is not None and config_option is not None:
-            raise ValueError(f"two settings files, {config} and {config_option}; give one")
-        finished = train(load_config(config or config_option, overrides), console, record)
-    if not finished:
-        raise typer.Exit(EXIT_INTERRUPTED)
+    if options.config is not None and options.config_option is not None:
+        raise ValueError(f"two settings files, {options.config} and {options.config_option}; give one")
+    config = load_config(options.config or options.config_option, options)
+    return 0 if train(config, _console(), options.record) else EXIT_INTERRUPTED
 
 
-@app.command("doctor")
-def doctor_command(
-    disk: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Measure this disk too; says how much it will write.")
-    ] = None,
-    disk_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Size of the temporary file there; 16GiB by default.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a machine file, for planning elsewhere.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else there.")] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
-) -> None:
+@_command("doctor", DoctorOptions)
+def _doctor(options: DoctorOptions) -> int:
     """Measure this machine: links, matrix products, host update, memory; and say what is set up badly."""
-    with _errors_as_exit_codes(traceback):
-        options = DoctorOptions(disk, disk_bytes, out, as_json)
-        doctor(options, _present_device(), _console(), _console(stderr=True))
+    doctor(options, _present_device(), _console(), _console(stderr=True))
+    return 0
 
 
-@app.command("plan")
-def plan_command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A preset's name, a Hugging Face config folder, or FILE.py:FUNCTION.")
-    ],
-    sequences: Annotated[int | None, typer.Option(help=f"Sequences per step; {SEQUENCES} by default.")] = None,
-    length: Annotated[
-        int | None, typer.Option(help=f"Tokens per sequence; {LENGTH} by default, or what the model takes.")
-    ] = None,
-    gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of GPU memory; else the machine's.")] = None,
-    host: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of host memory; else the machine's.")] = None,
-    disk: Annotated[
-        list[str] | None,
-        typer.Option(metavar="FOLDER:SIZE", help="For what the host cannot hold; only planned yet. May be repeated."),
-    ] = None,
-    machine: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="A preset or a machine file; else what doctor measured here."),
-    ] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Of the parameters; else the config's, or bfloat16.")] = None,
-    lora: Annotated[
-        str | None, typer.Option(metavar="RANK[:TARGETS]", help="LoRA with PEFT, such as 16 or 16:q_proj,v_proj.")
-    ] = None,
-    update: Annotated[Update, typer.Option(help="When the optimizer's updates run.")] = Update.DEFERRED,
-    clip: Annotated[bool, typer.Option("--clip", help="The loop clips gradients: updates are deferred.")] = False,
-    gradients: Annotated[
-        GradientDtype, typer.Option(help="What finished gradients are rounded to.")
-    ] = GradientDtype.FLOAT32,
-    micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch; else the plan decides.")] = None,
-    look: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Look for what would help for so long, at least.")
-    ] = 0.0,
-    why: Annotated[
-        str | None, typer.Option(metavar="BLOCK", help="What other ways to plan this block would cost.")
-    ] = None,
-    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan, for wrap(plan=...).")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw memory and lanes into one HTML page.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else there.")] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
-) -> None:
+@_command("plan", PlanOptions)
+def _plan(options: PlanOptions) -> int:
     """Plan a training run before there is one: does it fit, how fast is it, what would help. No weights, no GPU."""
-    with _errors_as_exit_codes(traceback):
-        options = PlanOptions(
-            model=model,
-            sequences=sequences,
-            length=length,
-            gpu=gpu,
-            host=host,
-            disk=tuple(disk or ()),
-            machine=machine,
-            dtype=dtype,
-            lora=lora,
-            update=update,
-            clip=clip,
-            gradients=gradients,
-            micro_batch=micro_batch,
-            look=look,
-            why=why,
-            save=save,
-            html=html,
-            as_json=as_json,
-        )
-        fits = plan(options, _present_device(), _console(), _console(stderr=True))
-    if not fits:
-        raise typer.Exit(EXIT_OUT_OF_MEMORY)
+    return 0 if plan(options, _present_device(), _console(), _console(stderr=True)) else EXIT_OUT_OF_MEMORY
 
 
-@app.command("verify")
-def verify_command(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A preset's name, a Hugging Face config folder, or FILE.py:FUNCTION.")
-    ],
-    sequences: Annotated[int | None, typer.Option(help="Sequences per step; a few by default.")] = None,
-    length: Annotated[int | None, typer.Option(help="Tokens per sequence; a few by default.")] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Of the parameters; what is compared is fp32.")] = None,
-    lora: Annotated[
-        str | None, typer.Option(metavar="RANK[:TARGETS]", help="LoRA with PEFT, such as 16 or 16:q_proj,v_proj.")
-    ] = None,
-    gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of GPU memory in hightide.")] = None,
-    host: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of host memory in hightide.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch; else a third.")] = None,
-    update: Annotated[Update, typer.Option(help="When the optimizer's updates run.")] = Update.DEFERRED,
-    gradients: Annotated[
-        GradientDtype, typer.Option(help="What finished gradients are rounded to.")
-    ] = GradientDtype.FLOAT32,
-    compile: Annotated[bool, typer.Option("--compile", help="Blocks through torch.compile.")] = False,
-    device: Annotated[str | None, typer.Option(help="cuda, or cpu: the simulated accelerator.")] = None,
-    steps: Annotated[int, typer.Option(help="Number of optimizer steps.")] = 2,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What plain PyTorch may take; else what is free.")
-    ] = None,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
-) -> None:
+@_command("verify", VerifyOptions)
+def _verify(options: VerifyOptions) -> int:
     """Train a few steps in plain PyTorch and in hightide, and say whether, or where first, the two differ."""
-    with _errors_as_exit_codes(traceback):
-        options = VerifyOptions(
-            model=model,
-            sequences=sequences,
-            length=length,
-            dtype=dtype,
-            lora=lora,
-            gpu=gpu,
-            host=host,
-            micro_batch=micro_batch,
-            update=update,
-            gradients=gradients,
-            compile=compile,
-            device=device,
-            steps=steps,
-            memory=memory,
-        )
-        is_equal = verify(options, _console(), _console(stderr=True))
-    if not is_equal:
-        raise typer.Exit(EXIT_NOT_EQUAL)
+    return 0 if verify(options, _console(), _console(stderr=True)) else EXIT_NOT_EQUAL
 
 
-@app.command("simulate")
-def simulate_command(
-    plan: Annotated[
-        Path, typer.Argument(metavar="PLAN.json|FOLDER", help="A plan file, or a folder of `hightide train --record`.")
-    ],
-    machine: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|FILE", help="A preset or a machine file; else what doctor measured here."),
-    ] = None,
-    costs: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Times of blocks from a rehearsal; else estimated.")
-    ] = None,
-    measured: Annotated[Path | None, typer.Option(metavar="FILE", help="A recorded step to show beside it.")] = None,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw memory and lanes into one HTML page.")] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the simulated step as JSON.")] = None,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error came from.")] = False,
-) -> None:
+@_command("simulate", SimulateOptions)
+def _simulate(options: SimulateOptions) -> int:
     """Show how a step of a plan will go by: its time, what each lane does when, what GPU memory is used for."""
-    with _errors_as_exit_codes(traceback):
-        options = SimulateOptions(plan, machine, costs, measured, html, json)
-        simulate(options, _present_device(), _console())
+    simulate(options, _present_device(), _console())
+    return 0
 
 
 class _Output(Console):

@@ -10,16 +10,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 
 from hightide.api import GPU_HEADROOM
-from hightide.cli.chosen_machine import chosen_machine
+from hightide.cli.chosen_machine import MachineOption, chosen_machine
 from hightide.cli.plan_text import show
 from hightide.cli.target import check_target, writing
-from hightide.cli.tide_page import save_page
-from hightide.cli.workload import Dtype, Workload, load_workload
+from hightide.cli.tide_page import HtmlOption, save_page
+from hightide.cli.workload import LENGTH, SEQUENCES, Dtype, LoraOption, ModelArgument, Workload, load_workload
 from hightide.integrations.lora import Lora
 from hightide.ir.block import ModelProfile
 from hightide.ir.codec import to_json
@@ -48,24 +50,35 @@ HELP_S = 2.0  # at least, for what would make a model fit that does not
 
 @dataclass(frozen=True)
 class PlanOptions:
-    model: str
-    sequences: int | None = None
-    length: int | None = None
-    gpu: str | None = None
-    host: str | None = None
-    disk: tuple[str, ...] = ()
-    machine: str | None = None
-    dtype: Dtype | None = None
-    lora: str | None = None
-    update: Update = Update.DEFERRED
-    clip: bool = False
-    gradients: GradientDtype = GradientDtype.FLOAT32
-    micro_batch: int | None = None
-    look: float = 0.0  # seconds, at least, for changes that would help
-    why: str | None = None
-    save: Path | None = None
-    html: Path | None = None
-    as_json: bool = False
+    model: ModelArgument
+    sequences: Annotated[int | None, typer.Option(help=f"Sequences per step; {SEQUENCES} by default.")] = None
+    length: Annotated[
+        int | None, typer.Option(help=f"Tokens per sequence; {LENGTH} by default, or what the model takes.")
+    ] = None
+    gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of GPU memory; else the machine's.")] = None
+    host: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of host memory; else the machine's.")] = None
+    disk: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FOLDER:SIZE", help="For what the host cannot hold; only planned yet. May be repeated."),
+    ] = None
+    machine: MachineOption = None
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the parameters; else the config's, or bfloat16.")] = None
+    lora: LoraOption = None
+    update: Annotated[Update, typer.Option(help="When the optimizer's updates run.")] = Update.DEFERRED
+    clip: Annotated[bool, typer.Option("--clip", help="The loop clips gradients: updates are deferred.")] = False
+    gradients: Annotated[GradientDtype, typer.Option(help="What finished gradients are rounded to.")] = (
+        GradientDtype.FLOAT32
+    )
+    micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch; else the plan decides.")] = None
+    look: Annotated[float, typer.Option(metavar="SECONDS", help="Look for what would help for so long, at least.")] = (
+        0.0
+    )
+    why: Annotated[str | None, typer.Option(metavar="BLOCK", help="What other ways to plan this block would cost.")] = (
+        None
+    )
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan, for wrap(plan=...).")] = None
+    html: HtmlOption = None
+    as_json: Annotated[bool, typer.Option("--json", help="JSON on standard output, nothing else there.")] = False
 
 
 @contextmanager
@@ -160,7 +173,7 @@ def _limits(options: PlanOptions, machine: Machine) -> tuple[int, int]:
 
 def _disk_bytes(options: PlanOptions, machine: Machine) -> int:
     """Nothing is written there yet. Folders of another machine need not be here."""
-    disks = parse_disks(options.disk, "--disk")
+    disks = parse_disks(options.disk or (), "--disk")
     for path in (Path(disk.path) for disk in disks):
         if path.exists() and not path.is_dir():
             raise ValueError(f"--disk {path} is no folder; name one, such as --disk {path.absolute().parent}:200GiB")

@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,37 +25,22 @@ POLL_S = 0.001
 Then = Callable[[list[float], float], None]  # the values, and the seconds since the step before
 
 
-class Moment(Protocol):
-    """A point in the accelerator's work."""
+class Moment:
+    """A point in the accelerator's work. Work on a CPU is done when it returns."""
 
-    def passed(self) -> bool: ...
-
-    def seconds_since(self, earlier: Any) -> float:
-        """Both have passed, and both are of one kind."""
-
-
-class HostMoment:
-    """Work on a CPU is done when it returns."""
-
-    def __init__(self) -> None:
-        self._at_s = time.perf_counter()
-
-    def passed(self) -> bool:
-        return True
-
-    def seconds_since(self, earlier: HostMoment) -> float:
-        return self._at_s - earlier._at_s
-
-
-class GpuMoment:
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record(torch.cuda.current_stream(device))
+        self._at_s, self._event = time.perf_counter(), None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
 
     def passed(self) -> bool:
-        return bool(self._event.query())
+        return self._event is None or bool(self._event.query())
 
-    def seconds_since(self, earlier: GpuMoment) -> float:
+    def seconds_since(self, earlier: Moment) -> float:
+        """Both have passed, and both are of one device."""
+        if self._event is None or earlier._event is None:
+            return self._at_s - earlier._at_s
         return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 
@@ -74,10 +57,9 @@ class Readings:
 
     def __init__(self, device: torch.device, now: Callable[[], Moment] | None = None) -> None:
         """`now` makes the moments: of the device, unless a test has its own."""
-        on_gpu = device.type == "cuda"
-        self._now = now or (partial(GpuMoment, device) if on_gpu else HostMoment)
+        self._now = now or partial(Moment, device)
         # Pinned once: a place is used again after its numbers were read. float64 holds every dtype's values exactly.
-        self._places = torch.empty(MAX_LAG + 1, MAX_VALUES, dtype=torch.float64, pin_memory=on_gpu)
+        self._places = torch.empty(MAX_LAG + 1, MAX_VALUES, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._num_added = 0
         self._pending: deque[_Pending] = deque()
 
@@ -85,9 +67,7 @@ class Readings:
         self._last = self._now()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
             self._take(0)
             return

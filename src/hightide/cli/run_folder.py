@@ -6,7 +6,6 @@ import itertools
 import json
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hightide.cli.config import TrainConfig
@@ -21,21 +20,10 @@ class RunFolder:
     def __init__(self, config: TrainConfig) -> None:
         self.path = _new_folder(Path(config.out), config.name)
         files.write_text(self.path / "config.yaml", config.to_yaml())
-        self._metrics = self.metrics_path.open(
-            "w", buffering=1, encoding="utf-8"
-        )  # by line: a killed run keeps what it logged
-
-    @property
-    def metrics_path(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def plan_path(self) -> Path:
-        return self.path / PLAN
-
-    @property
-    def timeline_path(self) -> Path:
-        return self.path / TIMELINE
+        self.plan_path, self.timeline_path = self.path / PLAN, self.path / TIMELINE
+        self.metrics_path = self.path / "metrics.jsonl"
+        # By line: a killed run keeps what it logged.
+        self._metrics = self.metrics_path.open("w", buffering=1, encoding="utf-8")
 
     def log(self, metrics: dict[str, Any]) -> None:
         self._metrics.write(json.dumps(metrics) + "\n")
@@ -46,9 +34,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._metrics.close()
 
 

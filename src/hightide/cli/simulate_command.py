@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from hightide.cli.chosen_machine import chosen_machine
+from hightide.cli.chosen_machine import MachineOption, chosen_machine
 from hightide.cli.run_folder import PLAN, TIMELINE
 from hightide.cli.target import check_target, writing
-from hightide.cli.tide_page import save_page
+from hightide.cli.tide_page import HtmlOption, save_page
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.plan import Plan
@@ -30,12 +32,16 @@ from hightide.report.summary import gpu_room, limiting, rows
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    plan: Path
-    machine: str | None = None
-    costs: Path | None = None
-    measured: Path | None = None
-    html: Path | None = None
-    json: Path | None = None
+    plan: Annotated[
+        Path, typer.Argument(metavar="PLAN.json|FOLDER", help="A plan file, or a folder of `hightide train --record`.")
+    ]
+    machine: MachineOption = None
+    costs: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Times of blocks from a rehearsal; else estimated.")
+    ] = None
+    measured: Annotated[Path | None, typer.Option(metavar="FILE", help="A recorded step to show beside it.")] = None
+    html: HtmlOption = None
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the simulated step as JSON.")] = None
 
 
 def simulate(options: SimulateOptions, device: torch.device, console: Console) -> None:

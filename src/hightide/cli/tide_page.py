@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from hightide.ir.tier import Lane
 from hightide.ir.timeline import Timeline
@@ -11,6 +14,8 @@ from hightide.planner.problem import Problem
 from hightide.planner.solution import Solution
 from hightide.process import files
 from hightide.report.page import timeline_html
+
+HtmlOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Draw memory and lanes into one HTML page.")]
 
 
 def save_page(

@@ -7,7 +7,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,9 +20,9 @@ from hightide.cli.config import OptimizerConfig, TrainConfig
 from hightide.cli.data import batches, read_text
 from hightide.cli.demo_model import build_model, write_sample
 from hightide.cli.display import StepDisplay, StepRecord, TierPeak, device_text, show_peaks, show_plan, show_sample
-from hightide.cli.interrupt import Interrupt
 from hightide.cli.readings import Readings
 from hightide.cli.run_folder import RunFolder
+from hightide.cli.stop_request import stop_request
 from hightide.ir.units import format_bytes
 
 STATE_BYTES_PER_PARAMETER = 16  # fp32: weight, gradient, two moments of AdamW
@@ -129,17 +129,17 @@ class TrainingRun:
 
         def log(record: StepRecord) -> None:
             self.losses.append(record.loss)
-            folder.log(record.to_dict())
+            folder.log(asdict(record))
             display.show(record)
 
-        with Interrupt() as interrupt, display, Readings(self.device) as readings:
+        with stop_request() as is_stopped, display, Readings(self.device) as readings:
             for step, batch in zip(range(1, self.config.steps + 1), stream, strict=False):
                 self.step(step, batch, readings, log)
                 self.check_losses()
-                if interrupt.requested:
+                if is_stopped():
                     break
         self.check_losses()
-        return not interrupt.requested
+        return not is_stopped()
 
     def recorded_steps(self, stream: Iterator[dict[str, Tensor]], folder: RunFolder) -> bool:
         """The same, with the last step's timeline in the run folder, unless an interrupt came before the second."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.console import Console
 from torch import nn
 
-from hightide.cli.workload import Dtype, blamed, find_function, load_workload, set_apart
+from hightide.cli.workload import Dtype, LoraOption, ModelArgument, load_workload, made_by_function, set_apart
 from hightide.integrations.lora import Lora, with_adapters
 from hightide.ir.foreign import KEPT, shown
 from hightide.ir.limits import Limits
+from hightide.ir.plan import GradientDtype, Update
 from hightide.profiler.model.call_tree import Batch
 from hightide.profiler.model.repeated import FEW_LAYERS
 from hightide.verification.verify_training import OWN_ERROR
@@ -25,20 +27,24 @@ Made = tuple[str, nn.Module, torch.optim.Optimizer, Batch]
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    model: str
-    sequences: int | None = None
-    length: int | None = None
-    dtype: Dtype | None = None
-    lora: str | None = None
-    gpu: str | None = None
-    host: str | None = None
-    micro_batch: int | None = None
-    update: str = "deferred"
-    gradients: str = "float32"
-    compile: bool = False
-    device: str | None = None
-    steps: int = 2
-    memory: str | None = None
+    model: ModelArgument
+    sequences: Annotated[int | None, typer.Option(help="Sequences per step; a few by default.")] = None
+    length: Annotated[int | None, typer.Option(help="Tokens per sequence; a few by default.")] = None
+    dtype: Annotated[Dtype | None, typer.Option(help="Of the parameters; what is compared is fp32.")] = None
+    lora: LoraOption = None
+    gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of GPU memory in hightide.")] = None
+    host: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of host memory in hightide.")] = None
+    micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch; else a third.")] = None
+    update: Annotated[Update, typer.Option(help="When the optimizer's updates run.")] = Update.DEFERRED
+    gradients: Annotated[GradientDtype, typer.Option(help="What finished gradients are rounded to.")] = (
+        GradientDtype.FLOAT32
+    )
+    compile: Annotated[bool, typer.Option("--compile", help="Blocks through torch.compile.")] = False
+    device: Annotated[str | None, typer.Option(help="cuda, or cpu: the simulated accelerator.")] = None
+    steps: Annotated[int, typer.Option(help="Number of optimizer steps.")] = 2
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What plain PyTorch may take; else what is free.")
+    ] = None
 
 
 def verify(options: VerifyOptions, console: Console, notes: Console) -> bool:
@@ -70,9 +76,8 @@ def verify(options: VerifyOptions, console: Console, notes: Console) -> bool:
 
 
 def _made(options: VerifyOptions, notes: Console) -> Made:
-    path, colon, function = options.model.rpartition(":")
-    if colon and path.endswith(".py"):
-        return _of_function(Path(path), function, options)
+    if (made := made_by_function(options.model)) is not None:
+        return _of_function(*made, options)
     lora = Lora.parse(options.lora) if options.lora is not None else None
     sequences, length = options.sequences or SEQUENCES, options.length or LENGTH
     workload = load_workload(options.model, sequences, length, options.dtype or Dtype.FLOAT32, lora)
@@ -86,11 +91,8 @@ def _made(options: VerifyOptions, notes: Console) -> Made:
     )
 
 
-def _of_function(path: Path, function: str, options: VerifyOptions) -> Made:
-    """Unlike for planning, what it returns is real."""
-    make, name = find_function(path, function), f"{path.name}:{function}"
-    with blamed(name):
-        made = make()
+def _of_function(name: str, made: Any, options: VerifyOptions) -> Made:
+    """Unlike for planning, what it returned is real."""
     parts = made if isinstance(made, tuple) else (made,)
     model, batch = parts[0], parts[-1] if len(parts) > 1 else None
     optimizer = parts[1] if len(parts) == 3 else None

@@ -9,13 +9,14 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -38,6 +39,13 @@ from hightide.profiler.model.repeated import FEW_LAYERS, stack_of, with_layers
 
 SEQUENCES, LENGTH = 8, 2048  # where the command does not say
 MAX_TOKENS = 2**28  # per step: so many are made, to plan with
+
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A preset's name, a Hugging Face config folder, or FILE.py:FUNCTION.")
+]
+LoraOption = Annotated[
+    str | None, typer.Option(metavar="RANK[:TARGETS]", help="LoRA with PEFT, such as 16 or 16:q_proj,v_proj.")
+]
 
 
 class Dtype(StrEnum):
@@ -101,9 +109,8 @@ def _load(source: str, sequences: int | None, length: int | None, dtype: Dtype |
         config = config_of(source, length or 1, min(num_layers, FEW_LAYERS))
         workload = _of_config(source, config, sequences, length, (dtype or Dtype.BFLOAT16).torch)
         return replace(workload, num_layers=num_layers) if num_layers > FEW_LAYERS else workload
-    path, colon, function = source.rpartition(":")
-    if colon and path.endswith(".py"):
-        return _of_function(Path(path), function, sequences, length, dtype)
+    if (made := made_by_function(source, torch.device("meta"))) is not None:
+        return _of_function(*made, sequences, length, dtype)
     folder = Path(source)
     if folder.is_dir():
         config = config_of_folder(folder)
@@ -139,11 +146,7 @@ def _of_config(
     return Workload(name, shaped_model(config, dtype, source), _tokens(sequences, length))
 
 
-def _of_function(path: Path, function: str, sequences: int | None, length: int | None, dtype: Dtype | None) -> Workload:
-    make = find_function(path, function)
-    name = f"{path.name}:{function}"
-    with torch.device("meta"), blamed(name):
-        made = make()
+def _of_function(name: str, made: Any, sequences: int | None, length: int | None, dtype: Dtype | None) -> Workload:
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ValueError(
@@ -159,14 +162,24 @@ def _of_function(path: Path, function: str, sequences: int | None, length: int |
     return Workload(name, model, real, has_own_batch=True)
 
 
-def find_function(path: Path, function: str) -> Callable[[], object]:
+def made_by_function(source: str, device: torch.device | None = None) -> tuple[str, Any] | None:
+    """What a function of FILE.py:FUNCTION returns, and how it is called; None: the source is none."""
+    path, colon, function = source.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        return None
+    make, name = _find_function(Path(path), function), f"{Path(path).name}:{function}"
+    with device or nullcontext(), _blamed(name):
+        return name, make()
+
+
+def _find_function(path: Path, function: str) -> Callable[[], object]:
     if not path.is_file():
         raise ValueError(f"there is no file {path}; MODEL may be FILE.py:FUNCTION")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, "the file is one of Python"
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.absolute().parent))  # so that it can import its neighbours, as a script can
-    with blamed(path.name):
+    with _blamed(path.name):
         spec.loader.exec_module(module)
     found = getattr(module, function, None)
     if not callable(found):
@@ -177,7 +190,7 @@ def find_function(path: Path, function: str) -> Callable[[], object]:
 
 
 @contextmanager
-def blamed(name: str) -> Iterator[None]:
+def _blamed(name: str) -> Iterator[None]:
     """What the user's own code raises is bad input. Its traceback is shown, from its own first line on."""
     try:
         with set_apart(name):

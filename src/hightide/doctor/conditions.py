@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -144,82 +145,63 @@ def warnings_of(now: Conditions) -> list[Warned]:
     return [*_of_gpu(now), *_of_host(now), *_of_disk(now)]
 
 
-def _of_gpu(now: Conditions) -> list[Warned]:
-    found = []
+def _of_gpu(now: Conditions) -> Iterator[Warned]:
     if now.pin_problem is not None:
-        found.append(Warned(now.pin_problem, "raise the limit of locked memory (ulimit -l unlimited), or free memory"))
+        yield Warned(now.pin_problem, "raise the limit of locked memory (ulimit -l unlimited), or free memory")
     if now.pci is not None:
-        found += _of_link(now.pci, now.h2d_bytes_per_s)
+        yield from _of_link(now.pci, now.h2d_bytes_per_s)
     if now.is_gpu_shared:
-        found.append(
-            Warned(
-                f"{format_bytes(now.gpu_others_bytes)} of the GPU's memory are in use by somebody else, so its rates "
-                "may be too low",
-                "look with nvidia-smi, end the other processes, and measure again",
-            )
+        yield Warned(
+            f"{format_bytes(now.gpu_others_bytes)} of the GPU's memory are in use by somebody else, so its rates "
+            "may be too low",
+            "look with nvidia-smi, end the other processes, and measure again",
         )
-    return found
 
 
-def _of_link(pci: PciLink, h2d_bytes_per_s: float | None) -> list[Warned]:
-    if pci.num_lanes < pci.most_num_lanes:
-        return [
-            Warned(
-                f"the GPU's PCIe link is ×{pci.num_lanes} wide and could be ×{pci.most_num_lanes}",
-                "put the card into a slot with all lanes, reseat it, and look for risers or a second card that shares "
-                "the lanes",
-            )
-        ]
-    if pci.gt_per_s < pci.most_gt_per_s:
-        return [
-            Warned(
-                f"the GPU's PCIe link runs at {pci.gt_per_s:g} GT/s while it is busy and could run at "
-                f"{pci.most_gt_per_s:g}",
-                "look for the slot's generation in the firmware's settings, and for power saving of PCIe (ASPM)",
-            )
-        ]
+def _of_link(pci: PciLink, h2d_bytes_per_s: float | None) -> Iterator[Warned]:
+    """One at most: what is narrow or slow does not reach its rate either."""
     expected = pci.most_bytes_per_s
-    if expected is not None and h2d_bytes_per_s is not None and h2d_bytes_per_s < LINK_SHARE * expected:
-        return [
-            Warned(
-                f"host to GPU reaches {h2d_bytes_per_s / 1e9:.1f} GB/s of the link's {expected / 1e9:.0f}",
-                "run the process on the processor that the GPU hangs on (numactl), and look at what else uses the link",
-            )
-        ]
-    return []
+    if pci.num_lanes < pci.most_num_lanes:
+        yield Warned(
+            f"the GPU's PCIe link is ×{pci.num_lanes} wide and could be ×{pci.most_num_lanes}",
+            "put the card into a slot with all lanes, reseat it, and look for risers or a second card that shares "
+            "the lanes",
+        )
+    elif pci.gt_per_s < pci.most_gt_per_s:
+        yield Warned(
+            f"the GPU's PCIe link runs at {pci.gt_per_s:g} GT/s while it is busy and could run at "
+            f"{pci.most_gt_per_s:g}",
+            "look for the slot's generation in the firmware's settings, and for power saving of PCIe (ASPM)",
+        )
+    elif expected is not None and h2d_bytes_per_s is not None and h2d_bytes_per_s < LINK_SHARE * expected:
+        yield Warned(
+            f"host to GPU reaches {h2d_bytes_per_s / 1e9:.1f} GB/s of the link's {expected / 1e9:.0f}",
+            "run the process on the processor that the GPU hangs on (numactl), and look at what else uses the link",
+        )
 
 
-def _of_host(now: Conditions) -> list[Warned]:
-    found = []
+def _of_host(now: Conditions) -> Iterator[Warned]:
     if now.others is not None and now.are_cores_shared:
         busy = f"{now.others.num_busy:.1f} of {now.others.num_cores} cores"
-        found.append(
-            Warned(
-                f"other processes kept {busy} busy meanwhile, so the host's rates may be too low",
-                "look with top, and measure again when they have ended",
-            )
+        yield Warned(
+            f"other processes kept {busy} busy meanwhile, so the host's rates may be too low",
+            "look with top, and measure again when they have ended",
         )
     if now.cgroup_bytes is not None and now.cgroup_bytes < CGROUP_SHARE * now.memory_bytes:
-        found.append(
-            Warned(
-                f"the control group allows {format_bytes(now.cgroup_bytes)} of {format_bytes(now.memory_bytes)} of "
-                "host memory",
-                "ask for more: docker --memory, Slurm --mem, MemoryMax of systemd",
-            )
+        yield Warned(
+            f"the control group allows {format_bytes(now.cgroup_bytes)} of {format_bytes(now.memory_bytes)} of "
+            "host memory",
+            "ask for more: docker --memory, Slurm --mem, MemoryMax of systemd",
         )
     if now.swapped_bytes > SWAPPED_BYTES:
-        found.append(
-            Warned(
-                f"{format_bytes(now.swapped_bytes)} are swapped out, so host memory is short",
-                "end what uses it, or give Limits(host=...) less",
-            )
+        yield Warned(
+            f"{format_bytes(now.swapped_bytes)} are swapped out, so host memory is short",
+            "end what uses it, or give Limits(host=...) less",
         )
     if now.num_cores <= FEW_CORES:
-        found.append(
-            Warned(
-                f"{now.num_cores} cores: the host's update has {max(1, now.num_cores - 2)} of them",
-                "give the process more (taskset, docker --cpus, Slurm --cpus-per-task)",
-            )
+        yield Warned(
+            f"{now.num_cores} cores: the host's update has {max(1, now.num_cores - 2)} of them",
+            "give the process more (taskset, docker --cpus, Slurm --cpus-per-task)",
         )
     if now.update_kernel != "c":
         remedy = (
@@ -227,48 +209,38 @@ def _of_host(now: Conditions) -> list[Warned]:
             if now.kernels_allowed
             else f"unset {KERNELS_SWITCH}, which is 0"
         )
-        found.append(Warned("the host's update runs on torch's operations: its C kernel is not there", remedy))
+        yield Warned("the host's update runs on torch's operations: its C kernel is not there", remedy)
     if now.omp_threads is not None and now.omp_threads.isdigit() and int(now.omp_threads) < now.num_cores // 2:
-        found.append(
-            Warned(
-                f"OMP_NUM_THREADS={now.omp_threads} of {now.num_cores} cores: hightide's updates do not mind, torch's "
-                "operations on the host do",
-                "unset it, or set it to the number of cores (torchrun sets it to 1)",
-            )
+        yield Warned(
+            f"OMP_NUM_THREADS={now.omp_threads} of {now.num_cores} cores: hightide's updates do not mind, torch's "
+            "operations on the host do",
+            "unset it, or set it to the number of cores (torchrun sets it to 1)",
         )
     if now.huge_pages == "never":
-        found.append(
-            Warned(
-                "transparent huge pages are off: the update and pinning are slower",
-                "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
-            )
+        yield Warned(
+            "transparent huge pages are off: the update and pinning are slower",
+            "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
         )
-    return found
 
 
-def _of_disk(now: Conditions) -> list[Warned]:
+def _of_disk(now: Conditions) -> Iterator[Warned]:
     if now.filesystem is None:
-        return []
+        return
     kind = now.filesystem.kind
     if kind in IN_RAM:
-        return [Warned(f"the disk's folder is a {kind}: it lies in host memory", "name a folder on a real disk")]
-    found = []
+        yield Warned(f"the disk's folder is a {kind}: it lies in host memory", "name a folder on a real disk")
+        return
     if kind in LAYERED:
-        found.append(
-            Warned(
-                f"the disk's folder is in a container's {kind} file system", "mount a volume and name a folder there"
-            )
+        yield Warned(
+            f"the disk's folder is in a container's {kind} file system", "mount a volume and name a folder there"
         )
     if kind in REMOTE:
-        found.append(Warned(f"the disk's folder is on the network ({kind})", "name a folder on a local disk"))
+        yield Warned(f"the disk's folder is on the network ({kind})", "name a folder on a local disk")
     if not now.is_direct:
-        found.append(
-            Warned(
-                f"{kind} has no direct access (O_DIRECT): the page cache takes host memory and time",
-                "name a folder on ext4 or xfs",
-            )
+        yield Warned(
+            f"{kind} has no direct access (O_DIRECT): the page cache takes host memory and time",
+            "name a folder on ext4 or xfs",
         )
-    return found
 
 
 def _swapped_bytes() -> int:

@@ -17,6 +17,15 @@ MIN_PIECES = 2
 POLL_S = 0.002
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Of work that is through."""
+
+    start_s: float
+    end_s: float
+    num_bytes: int
+
+
 @dataclass(frozen=True)
 class Pace:
     bytes_per_s: float
@@ -46,29 +55,22 @@ def measure_together(lanes: Lanes, works: Mapping[Lane, Work], window_s: float) 
     return {lane: _pace(one.inside(begin_s, end_s)) for lane, one in repeated.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    start_s: float
-    end_s: float
-    num_bytes: int
-
-
 class _Repeated:
     def __init__(self, work: Work, over: threading.Event) -> None:
         self._work, self._over = work, over
-        self.pieces: list[_Piece] = []
+        self.pieces: list[Piece] = []
 
     def run(self) -> None:
         while not self._over.is_set():
             start_s = time.perf_counter()
             num_bytes = self._work()
-            self.pieces.append(_Piece(start_s, time.perf_counter(), num_bytes))
+            self.pieces.append(Piece(start_s, time.perf_counter(), num_bytes))
 
-    def inside(self, begin_s: float, end_s: float) -> list[_Piece]:
+    def inside(self, begin_s: float, end_s: float) -> list[Piece]:
         return [piece for piece in list(self.pieces) if piece.start_s >= begin_s and piece.end_s <= end_s]
 
 
-def _pace(pieces: list[_Piece]) -> Pace:
+def _pace(pieces: list[Piece]) -> Pace:
     """From the first start to the last end: pieces follow each other without a gap."""
     seconds = pieces[-1].end_s - pieces[0].start_s
     return Pace(sum(piece.num_bytes for piece in pieces) / seconds, tuple(p.end_s - p.start_s for p in pieces))

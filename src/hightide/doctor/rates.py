@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
 from hightide.ir.machine import MatmulRates
+from hightide.profiler.trial.quiet import float32_precision
 
 MATMUL_SIZES = (256, 512, 1024, 2048, 4096, 8192)
 LONG_ENOUGH_S = 0.02  # of one product: a larger one would not be faster
@@ -28,7 +28,7 @@ def best_s(work: Callable[[], object], repeats: int) -> float:
 
 def matmul_rates(device: torch.device) -> MatmulRates:
     def rate(dtype: torch.dtype, precision: str = "highest") -> float:
-        with _float32_precision(precision):
+        with float32_precision(precision):
             return _matmul_rate(device, dtype)
 
     has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -79,16 +79,6 @@ def _sustained_s(work: Callable[[], object], device: torch.device, least_s: floa
         synchronize()
         elapsed_s = time.perf_counter() - started_s
     return elapsed_s / count
-
-
-@contextmanager
-def _float32_precision(precision: str) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def dram_rates(numel: int, num_threads: int, repeats: int) -> dict[str, float]:

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hightide.doctor.pace import Piece
+
 STAMP_BYTES = 8  # each written request begins with its own offset
 LARGE_BYTES = 16 << 20
 
@@ -42,16 +44,7 @@ def scattered(within_bytes: int, num_bytes: int, request_bytes: int, is_write: b
     return Requests([place * request_bytes for place in chosen], request_bytes, is_write, num_threads)
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """A request that is through."""
-
-    start_s: float
-    end_s: float
-    num_bytes: int
-
-
-def rate(done: Sequence[Done], begin: float = 0.0) -> float:
+def rate(done: Sequence[Piece], begin: float = 0.0) -> float:
     """Bytes per second, of the part that begins at this share of all requests and goes to the end."""
     ordered = sorted(done, key=lambda one: one.end_s)
     first = int(len(ordered) * begin)
@@ -65,7 +58,7 @@ class ScratchFile:
         self._descriptor, self._label = descriptor, label
         self._noise = os.urandom(LARGE_BYTES)  # some drives compress
 
-    def run(self, seconds: float, *streams: Requests) -> list[list[Done]]:
+    def run(self, seconds: float, *streams: Requests) -> list[list[Piece]]:
         """Does each stream's requests at the same time as the others', until one has none left or the time is over."""
         ends = _Ends(time.perf_counter() + seconds)
         if not self.is_direct:
@@ -92,10 +85,10 @@ class ScratchFile:
                     "do not use this disk, and look at the system's log"
                 )
 
-    def _work(self, stream: Requests, offsets: _Offsets, ends: _Ends) -> list[Done]:
+    def _work(self, stream: Requests, offsets: _Offsets, ends: _Ends) -> list[Piece]:
         buffer = mmap.mmap(-1, stream.request_bytes)  # aligned, as requests past the cache must be
         buffer[:] = self._noise[: stream.request_bytes]
-        done: list[Done] = []
+        done: list[Piece] = []
         while not ends.at_once.is_set() and not (done and ends.is_over()):  # at least one, however slow the disk is
             offset = offsets.take()
             if offset is None:
@@ -109,7 +102,7 @@ class ScratchFile:
             except BaseException:
                 ends.at_once.set()
                 raise
-            done.append(Done(start_s, time.perf_counter(), stream.request_bytes))
+            done.append(Piece(start_s, time.perf_counter(), stream.request_bytes))
         return done
 
     def _transfer(self, buffer: mmap.mmap, offset: int, is_write: bool) -> None:

@@ -24,6 +24,7 @@ from hightide.runtime.chunks.chunks import Chunks
 
 REAL_BYTES = 64 * 1024**2  # of parameters at a time
 RESETS = ("reset_parameters", "_reset_parameters")  # the second: nn.MultiheadAttention and nn.Transformer
+FLAG = "_is_hf_initialized"  # of transformers
 NAMED = 5  # as many are named in a message
 
 
@@ -47,7 +48,7 @@ def initialised_modules(model: nn.Module) -> Iterator[nn.Module]:
         return
     for child in model.children():
         yield from initialised_modules(child)
-    if _reset_of(model) is not None and any(value.is_meta for value in (*model.parameters(), *model.buffers())):
+    if reset_of(model) is not None and any(value.is_meta for value in (*model.parameters(), *model.buffers())):
         yield model
 
 
@@ -55,11 +56,10 @@ def initialise(model: nn.Module, modules: list[nn.Module], keys: frozenset[str],
     """See [Note: initialising without the memory]. `keys`: the parameters that have no values yet."""
     buffers = _real_buffers(model)
     real = _Real(chunks, keys)
-    flags = _Flags(model, {id(chunks.parameters[key]) for key in keys})
     try:
-        with torch.no_grad(), real:
+        with torch.no_grad(), _flagged(model, {id(chunks.parameters[key]) for key in keys}), real:
             for module in modules:
-                reset = _reset_of(module)
+                reset = reset_of(module)
                 if reset is None:
                     module.initialize_weights()  # type: ignore[operator]
                 else:
@@ -67,7 +67,6 @@ def initialise(model: nn.Module, modules: list[nn.Module], keys: frozenset[str],
                         reset()
     finally:
         real.move_all()
-        flags.restore()
     lost = sorted(real.unset) + [name for name, (buffer, mark) in buffers.items() if _is_unset(buffer, mark)]
     if lost:
         raise ValueError(
@@ -135,34 +134,33 @@ class _Real(TorchFunctionMode):
         self._chunks.store(key, value)
 
 
-class _Flags:
+@contextmanager
+def _flagged(model: nn.Module, without_values: set[int]) -> Iterator[None]:
     """Transformers marks what it need not initialise: parameters that have values, and modules once they are done."""
-
-    NAME = "_is_hf_initialized"
-
-    def __init__(self, model: nn.Module, without_values: set[int]) -> None:
-        self._model = model
-        self._with_values = [param for param in model.parameters() if id(param) not in without_values]
-        self._clear()
-        for param in self._with_values:
-            setattr(param, self.NAME, True)
-
-    def restore(self) -> None:
-        for param in self._with_values:
-            param.__dict__.pop(self.NAME, None)
-
-    def _clear(self) -> None:
-        for module in self._model.modules():
-            module.__dict__.pop(self.NAME, None)
+    forget_initialised(model)
+    with_values = [param for param in model.parameters() if id(param) not in without_values]
+    for param in with_values:
+        setattr(param, FLAG, True)
+    try:
+        yield
+    finally:
+        for param in with_values:
+            param.__dict__.pop(FLAG, None)
 
 
-def _reset_of(module: nn.Module) -> Any:
+def forget_initialised(model: nn.Module) -> None:
+    """Of transformers: it would take modules for done."""
+    for module in model.modules():
+        module.__dict__.pop(FLAG, None)
+
+
+def reset_of(module: nn.Module) -> Any:
     return next((getattr(module, name) for name in RESETS if callable(getattr(module, name, None))), None)
 
 
 def _reach(module: nn.Module) -> Iterator[nn.Parameter]:
     """What its initialiser is for: its own parameters, or, of a whole model, all."""
-    yield from module.parameters(recurse=_reset_of(module) is None)
+    yield from module.parameters(recurse=reset_of(module) is None)
     if isinstance(module, nn.modules.RNNBase | nn.MultiheadAttention):
         yield from module.parameters()
 

@@ -46,19 +46,19 @@ def record(run: Run) -> Iterator[Recording]:
     """Steps inside are recorded; at the end it waits for the GPU and for what is left of the updates."""
     if run.between_passes is not None:
         raise ValueError("this model is being recorded already, and by one recording at a time; end that one first")
-    recording, watch = Recording(), _Watch(run)
-    run.between_passes = watch.end_pass
+    recording, passes = Recording(), _SteppedPasses(run)
+    run.between_passes = passes.end_pass
     run.lanes.streams.recording = True
     try:
         yield recording
-        watch.end_pass()
+        passes.end_pass()
         run.lanes.streams.recording = False
         run.executor.wait_for_updates()
-        if watch.last_pass > watch.first_pass:
-            recording._timeline = _last_step(run, watch, _clock(run.gpu.device))
+        if passes.last_pass > passes.first_pass:
+            recording._timeline = _last_step(run, passes, _clock(run.gpu.device))
         else:
             recording._missing = (
-                f"a recording shows a step that follows another; this one has {watch.num_steps}, do at least 2"
+                f"a recording shows a step that follows another; this one has {passes.num_steps}, do at least 2"
             )
     finally:
         run.lanes.streams.recording = False
@@ -66,7 +66,7 @@ def record(run: Run) -> Iterator[Recording]:
         run.lanes.keep_pass(None)
 
 
-class _Watch:
+class _SteppedPasses:
     """Which pass stepped last, however many others (evaluations) follow, and what the GPU held in it at most."""
 
     def __init__(self, run: Run) -> None:
@@ -106,10 +106,10 @@ def _marked(device: torch.device) -> tuple[float, float, torch.cuda.Event]:
     return seen_s - began_s, seen_s, event
 
 
-def _last_step(run: Run, watch: _Watch, clock: Callable[[torch.cuda.Event], float]) -> Timeline:
+def _last_step(run: Run, passes: _SteppedPasses, clock: Callable[[torch.cuda.Event], float]) -> Timeline:
     schedules = [program.schedule for program in run.executor.programs.values()]
-    last = watch.last_pass
-    records = [record for record in run.lanes.records if watch.first_pass <= record.pass_index <= last]
+    last = passes.last_pass
+    records = [record for record in run.lanes.records if passes.first_pass <= record.pass_index <= last]
     spans = [_span(record, clock) for record in records]
     ended_s = [
         max(span.end_s for span in spans if span.pass_index == index and span.lane is Lane.COMPUTE)
@@ -124,7 +124,7 @@ def _last_step(run: Run, watch: _Watch, clock: Callable[[torch.cuda.Event], floa
         (ended_s[0], ended_s[1]),
         PARTS,
         _levels(run, schedule, [(_span(record, clock), record.gpu_bytes) for record in done], ended_s[0]),
-        (watch.peak.tensor_bytes, watch.peak.reserved_bytes),
+        (passes.peak.tensor_bytes, passes.peak.reserved_bytes),
         f"measured on {_name(run.gpu.device)}",
     )
 

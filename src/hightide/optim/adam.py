@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hightide.ir.state_spec import ADAM_STATES, StateSpecs
 from hightide.optim import c_kernel
-from hightide.optim.rule import Kernel, Rule
+from hightide.optim.rule import Rule
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class AdamRule(Rule):
             maximize=hyper.maximize,
         )
 
-    def kernel(self) -> Kernel | None:
+    def kernel(self) -> c_kernel.CKernel | None:
         return c_kernel.load("adam", _numbers)
 
 

@@ -1,4 +1,4 @@
-"""A rule's kernel in C as a `Kernel`: addresses, types and the numbers that it works with."""
+"""A rule's arithmetic in C: addresses, types and the numbers that it works with."""
 
 from __future__ import annotations
 
@@ -47,12 +47,14 @@ class CKernel:
         self._update.argtypes, self._update.restype = [ctypes.c_void_p], None
 
     def supports(self, grad: torch.dtype, param: torch.dtype | None) -> bool:
-        """A gradient in fp32 or in the parameter's own dtype."""
+        """Whether it knows these dtypes: a gradient in fp32 or in the parameter's own. `param` None: the fp32 master is
+        the parameter."""
         if param is None:
             return grad == torch.float32
         return param in (torch.bfloat16, torch.float16) and grad in (torch.float32, param)
 
     def share(self, operands: Operands, step: int, hyper: Any, scale: float, tile_numel: int) -> WorkInC:
+        """One update as work for any number of threads at once: each takes tiles until none are left."""
         first, second = (*operands.states, None, None)[:2]
         param = operands.param
         assert self.supports(operands.grad.dtype, None if param is None else param.dtype)

@@ -22,7 +22,7 @@ from hightide.runtime.lanes.update_threads import UpdateThreads
 
 BROKEN_PROMISE = (
     "{what} between backward and step(), but this model was wrapped with update='in_backward': the updates have run "
-    "already, {how}. Change that after step(), or wrap with update='deferred' (the default)."
+    "already{how}. {act} that after step(), or wrap with update='deferred' (the default)."
 )
 
 
@@ -108,19 +108,18 @@ class ChunkUpdates:
         hypers = {group: self._groups.hyper(group) for group in set(now.values())}
         for key in sorted(now.keys() ^ self._group_of.keys()):
             moved = "put into a group" if key in now else "taken out of its group"
-            raise Refused(BROKEN_PROMISE.format(what=f"{key!r} was {moved}", how="without regard to that"))
+            raise Refused(
+                BROKEN_PROMISE.format(what=f"{key!r} was {moved}", how=", without regard to that", act="Change")
+            )
         for key, used in self._used.items():
             if (hyper := hypers[now[key]]) != used:
                 what = f"the hyper-parameters of {key!r}, now in group {now[key]}, changed (from {used} to {hyper})"
-                raise Refused(BROKEN_PROMISE.format(what=what, how="with the old ones"))
+                raise Refused(BROKEN_PROMISE.format(what=what, how=", with the old ones", act="Change"))
 
     def refuse_if_issued(self, what: str) -> None:
         """Between backward and step(), of updates that have run in backward."""
         if self._used:
-            raise Refused(
-                f"{what} between backward and step(), but this model was wrapped with update='in_backward': the "
-                "updates have run already. Do that after step(), or wrap with update='deferred' (the default)."
-            )
+            raise Refused(BROKEN_PROMISE.format(what=what, how="", act="Do"))
 
     @property
     def kernel(self) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.optim.operands import Operands
-from hightide.optim.rule import Kernel, Rule
+from hightide.optim.rule import Rule
 from hightide.runtime.lanes.update_threads import UpdateThreads
 
 # Torch makes several passes over a tile, which must stay in one core's cache meanwhile, and Python's lock is taken for
@@ -29,7 +29,7 @@ class HostUpdate:
         """`kernel` None: C where it can be had. `tile_numel` None: what is best for it."""
         assert kernel in (None, "c", "torch") and (tile_numel is None or tile_numel % ALIGN_NUMEL == 0)
         self._rule, self._sharers = rule, sharers
-        self._compiled: Kernel | None = None if kernel == "torch" else rule.kernel()
+        self._compiled = None if kernel == "torch" else rule.kernel()
         if kernel == "c" and self._compiled is None:
             raise RuntimeError(f"the rule {rule.name!r} has no compiled kernel here; use kernel='torch' or None")
         self._tile_numel = tile_numel
@@ -44,7 +44,7 @@ class HostUpdate:
         param = None if operands.param is None else operands.param.dtype
         if self._compiled is not None and self._compiled.supports(operands.grad.dtype, param):
             tile_numel = self._tile_numel or C_TILE_NUMEL
-            work = self._compiled.share(operands, step, hyper, scale, tile_numel)
+            work: Callable[[int], None] = self._compiled.share(operands, step, hyper, scale, tile_numel)
         else:
             tile_numel = self._tile_numel or TORCH_TILE_NUMEL
             work = self._by_torch(operands, step, hyper, scale, tile_numel)

@@ -25,9 +25,6 @@ class Moments:
         """Whether the parameter has a state. Where it has none, its moments are zero."""
         return key in self._counts
 
-    def keys(self) -> list[str]:
-        return list(self._counts)
-
     # -- how many updates -----------------------------------------------------------------------------------------
 
     def count(self, key: str) -> int:

@@ -8,15 +8,16 @@ and results are the same bits however a chunk is cut into tiles, lanes or ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hightide.ir.chunk import ALIGN_NUMEL, UPDATE_TILE_NUMEL
 from hightide.ir.state_spec import StateSpecs
+from hightide.optim.c_kernel import CKernel
 from hightide.optim.operands import Operands
 from hightide.runtime.chunks.remainder import join, split
 
@@ -73,7 +74,7 @@ class Rule(ABC):
         """Whether an update with these hyper-parameters uses the states: only such updates are counted."""
         return True
 
-    def kernel(self) -> Kernel | None:
+    def kernel(self) -> CKernel | None:
         """The same arithmetic in C, for ranges on the host, if there is one and it can be used here."""
         return None
 
@@ -114,15 +115,6 @@ class Rule(ABC):
             self.apply(master, grad, operands.states, step, hyper)
             if operands.param is not None:
                 operands.param.copy_(master)
-
-
-class Kernel(Protocol):
-    def supports(self, grad: torch.dtype, param: torch.dtype | None) -> bool:
-        """Whether it knows these dtypes. `param` None: the fp32 master is the parameter."""
-
-    def share(self, operands: Operands, step: int, hyper: Any, scale: float, tile_numel: int) -> Callable[[int], None]:
-        """One update as work for any number of threads at once: each calls it, with its own number, and takes tiles
-        until none are left."""
 
 
 def _scaled(grad: Tensor, scale: float | Tensor, scratch: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hightide.ir.state_spec import StateSpec, StateSpecs
 from hightide.optim import c_kernel
-from hightide.optim.rule import Kernel, Rule
+from hightide.optim.rule import Rule
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class SGDRule(Rule):
             is_first_step=step == 1,
         )
 
-    def kernel(self) -> Kernel | None:
+    def kernel(self) -> c_kernel.CKernel | None:
         return c_kernel.load("sgd", _numbers)
 
 

@@ -21,7 +21,7 @@ from _signal import getsignal, signal  # type: ignore[import-not-found]  # `sign
 from _thread import get_ident
 from collections.abc import Callable
 from signal import SIGINT, SIGTERM, raise_signal
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 PATIENCE_S = 2.0
@@ -123,44 +123,26 @@ def _put_back() -> None:
     _now.noted = ()
 
 
-class _Deferred:
-    """Inside, what a signal asks for waits for a safe point or the end."""
+class _Section:
+    """Inside, what a signal asks for waits for a safe point or the end. Where it is held, it waits for the end: what
+    happens there is done as a whole or not at all."""
 
-    def __enter__(self) -> None:
-        if get_ident() == _now.main:
-            if _now.depth:
-                _now.depth += 1
-            else:
-                _begin()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if get_ident() == _now.main:
-            if _now.depth > 1:
-                _now.depth -= 1
-            else:
-                _end()
-
-
-class _Held:
-    """Inside, it waits for the end: what happens there is done as a whole or not at all."""
+    def __init__(self, is_held: bool) -> None:
+        self._num_held = int(is_held)
 
     def __enter__(self) -> None:
         if get_ident() == _now.main:
             _begin()
-            _now.num_held += 1
+            _now.num_held += self._num_held
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if get_ident() == _now.main:
-            _now.num_held -= 1
+            _now.num_held -= self._num_held
             _end()
 
 
-deferred = _Deferred()
-held = _Held()
+deferred = _Section(is_held=False)
+held = _Section(is_held=True)
 
 
 class Hold:

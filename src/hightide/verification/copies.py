@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hightide.loading.initial import RESETS, initialised_modules
+from hightide.loading.initial import forget_initialised, initialised_modules, reset_of
 from hightide.loading.unloaded import Unloaded
+from hightide.profiler.trial.quiet import float32_precision
+from hightide.profiler.trial.state import GlobalRandom
 
 SEED = 0
 HALF = (torch.bfloat16, torch.float16)
@@ -52,11 +54,9 @@ def copied_model(model: nn.Module) -> nn.Module:
             "verify trains copies only; make what it names an attribute that can be copied, or verify a fresh model"
         ) from error
     _give_values(made)
-    for tensors in (module._parameters for module in made.modules()), (module._buffers for module in made.modules()):
-        for entries in tensors:
-            for tensor in entries.values():
-                if tensor is not None and tensor.dtype in HALF:
-                    tensor.data = tensor.data.float()
+    for tensor in (*made.parameters(), *made.buffers()):
+        if tensor.dtype in HALF:
+            tensor.data = tensor.data.float()
     return made
 
 
@@ -135,11 +135,11 @@ def lacks_values(model: nn.Module) -> bool:
 def _give_values(model: nn.Module) -> None:
     if not lacks_values(model):
         return
-    seed_all()
+    seed_all(torch.device("cpu"))
     modules = list(initialised_modules(model))
+    forget_initialised(model)
     made: dict[int, Tensor] = {}
     for module in model.modules():
-        module.__dict__.pop("_is_hf_initialized", None)  # of transformers: it would take the module for done
         for name, param in module._parameters.items():
             if param is not None and param.is_meta:
                 if id(param) not in made:
@@ -151,8 +151,7 @@ def _give_values(model: nn.Module) -> None:
                 module._buffers[name] = made.setdefault(id(buffer), torch.zeros(buffer.shape, dtype=buffer.dtype))
     with torch.no_grad():
         for module in modules:
-            reset = next((getattr(module, name) for name in RESETS if callable(getattr(module, name, None))), None)
-            (reset or module.initialize_weights)()  # type: ignore[operator]
+            (reset_of(module) or module.initialize_weights)()  # type: ignore[operator]
         for param in model.parameters():
             if param.isnan().any():
                 param.normal_(std=0.02)
@@ -175,58 +174,19 @@ def nudge(model: nn.Module) -> None:
 # -- random numbers ------------------------------------------------------------------------------------------------
 
 
-def seed_all() -> None:
-    torch.manual_seed(SEED)
+def seed_all(device: torch.device) -> None:
+    GlobalRandom(device).seed(SEED)
     random.seed(SEED)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(SEED)
 
 
-def random_states(device: torch.device) -> dict[str, bytes]:
-    """Of every generator that a model may draw from without having one of its own."""
-    states = {"torch": torch.get_rng_state().numpy().tobytes(), "Python": repr(random.getstate()).encode()}
-    if device.type == "cuda":
-        states["CUDA"] = torch.cuda.get_rng_state(device).numpy().tobytes()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        states["numpy"] = repr(_numpy_state(numpy)).encode()
-    return states
-
-
-def _numpy_state(numpy: Any) -> tuple[Any, ...]:
-    kind, keys, *rest = numpy.random.get_state()
-    return (kind, keys.tobytes(), *rest)
-
-
 @contextmanager
 def as_before(device: torch.device) -> Iterator[None]:
     """Random states, and how products of matrices are rounded on a GPU, are afterwards what they were."""
-    numpy = sys.modules.get("numpy")
-    state, python_state = torch.get_rng_state(), random.getstate()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    cuda_states = torch.cuda.get_rng_state_all() if device.type == "cuda" else []
+    before = GlobalRandom(device)
     try:
-        with torch.enable_grad(), _without_tf32(device):
+        with torch.enable_grad(), float32_precision():
             yield
     finally:
-        torch.set_rng_state(state)
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-        if cuda_states:
-            torch.cuda.set_rng_state_all(cuda_states)
-
-
-@contextmanager
-def _without_tf32(device: torch.device) -> Iterator[None]:
-    """It has hardly more bits than bf16."""
-    if device.type != "cuda":
-        yield
-        return
-    precision, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    try:
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = False
-        yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = convolutions
+        before.restore()

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hightide.profiler.model.call_tree import Arguments
-from hightide.verification.copies import random_states
-from hightide.verification.observe import call
+from hightide.profiler.trial.state import GlobalRandom
+from hightide.verification.observed_training import call
 
 NAMES = ("dropout", "pdrop", "drop_prob", "drop_path", "layerdrop", "drop_rate")  # parts of attributes' names
 
@@ -18,14 +18,14 @@ NAMES = ("dropout", "pdrop", "drop_prob", "drop_path", "layerdrop", "drop_rate")
 def drawing_blocks(model: nn.Module, blocks: tuple[str, ...], batch: Arguments) -> list[str]:
     """The blocks that draw random numbers in one forward, from any generator that is not their own."""
     device = next(model.parameters()).device
-    before: dict[str, Any] = {}
+    before: dict[str, GlobalRandom] = {}
     found: dict[str, None] = {}
 
     def enter(block: str) -> None:
-        before[block] = random_states(device)
+        before[block] = GlobalRandom(device)
 
     def leave(block: str) -> None:
-        if random_states(device) != before[block]:
+        if before[block].drawn():
             found[block] = None
 
     handles = []

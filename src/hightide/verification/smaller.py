@@ -22,10 +22,11 @@ from hightide.ir.units import format_bytes
 from hightide.loading.unloaded import Unloaded
 from hightide.optim.registry import rule_for
 from hightide.profiler.model.block_finder import BlockChoice
-from hightide.profiler.model.call_tree import Arguments, flatten_call, tensors, unflatten
+from hightide.profiler.model.call_tree import Arguments, flatten_call, tensors
 from hightide.profiler.model.model_profile import profile_model
 from hightide.profiler.model.samples import samples_along_first
 from hightide.verification.copies import copied_optimizer, lacks_values, twins_of
+from hightide.verification.observed_training import changed_batch
 
 LEAST_SAMPLES = 3  # for as many micro-batches
 LEAST_LENGTH = 16  # tokens
@@ -199,11 +200,6 @@ def _shortened(batch: Arguments, before: int, length: int) -> Arguments:
         return tensor
 
     return changed_batch(batch, cut)
-
-
-def changed_batch(batch: Arguments, change: Any) -> Arguments:
-    leaves, tree = flatten_call(batch.args, batch.kwargs)
-    return Arguments(*unflatten([change(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree))
 
 
 # -- fewer layers --------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hightide.verification.observe import Key
+from hightide.verification.observed_training import Key
 from hightide.verification.verdict import MARGIN, ComparedRow
 
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")

@@ -39,13 +39,13 @@ from hightide.verification.copies import (
     steady,
     twins_of,
 )
-from hightide.verification.observe import (
+from hightide.verification.observed_training import (
     OF_GRADIENT,
     Loop,
     LossOf,
-    Plain,
-    Streamed,
+    ObservedTraining,
     call,
+    changed_batch,
     dense,
     recorded_warnings,
     train,
@@ -53,7 +53,7 @@ from hightide.verification.observe import (
     values_of,
 )
 from hightide.verification.randomness import drawing_blocks, switch_off
-from hightide.verification.smaller import MemoryBudget, SmallerTask, TooLarge, changed_batch, fitted
+from hightide.verification.smaller import MemoryBudget, SmallerTask, TooLarge, fitted
 from hightide.verification.tolerances import Comparison, Reference
 from hightide.verification.verdict import ComparedRow, Verdict, few
 
@@ -97,13 +97,15 @@ def verify(
     if not tolerance > 0:
         raise ValueError(f"tolerance={tolerance}; it must be above 0: sums are taken in another order")
     place = api.chosen_device(device)
-    options = _Options(limits, micro_batch, update, gradients, compile, place, blocks)
+    others = {"update": update, "gradients": gradients, "compile": compile}
+    options = _Options(limits, micro_batch, place, blocks, others)
     given = Arguments(*call_arguments(batch))
     findings = _Findings()
     with shown("hightide.verify"), as_before(place), recorded_warnings() as said:
         try:
-            trial = _Trial(model, optimizer, given, options, loss or usual_loss, steps, _room(place, memory), findings)
-            trial.run(tolerance)
+            room = _room(place, memory)
+            runs = _SideBySide(model, optimizer, given, options, loss or usual_loss, steps, room, findings)
+            runs.run(tolerance)
         except _NotTrained as refusal:
             findings.refusal = str(refusal)
     return Verdict(
@@ -126,11 +128,9 @@ class _Options:
 
     limits: Limits | None
     micro_batch: int | None
-    update: str
-    gradients: str
-    compile: bool
     device: torch.device
     blocks: BlockChoice | None
+    others: dict[str, Any]
 
 
 @dataclass
@@ -156,7 +156,7 @@ class _NotTrained(Exception):
     """hightide refuses the model."""
 
 
-class _Trial:
+class _SideBySide:
     def __init__(
         self,
         model: nn.Module,
@@ -176,7 +176,7 @@ class _Trial:
             task = fitted(model, optimizer, batch, options.blocks, steps, room, options.device)
         self._task = task
         self._hooked = hooked_parameters(model)
-        findings.changed += [*task.changed, *_conversions(task), *_unhooked(self._hooked)]
+        findings.changed += _changes(task, self._hooked)
         findings.unsplit += _unsplit(task)
         example = changed_batch(task.batch, _widened)
         batches = tuple(_rolled(example, step) for step in range(steps))
@@ -209,18 +209,18 @@ class _Trial:
         self._findings.changed += [text for text in changes if text not in self._findings.changed]
         return model, optimizer
 
-    def _plain(self, with_dropout: bool = True, change: Callable[[nn.Module], None] | None = None) -> Plain:
+    def _plain(self, with_dropout: bool = True, change: Callable[[nn.Module], None] | None = None) -> ObservedTraining:
         model, optimizer = self._copies(with_dropout)
         model.to(self._options.device)  # the optimizer's references stay good
         if change is not None:
             change(model)
-        return Plain(model, optimizer)
+        return ObservedTraining(model, optimizer)
 
     def _try_plain(self) -> None:
         """One forward and backward: whether it works at all, and how large gradients are."""
         subject = self._plain()
         with _own_errors():
-            seed_all()
+            seed_all(self._options.device)
             loss = self._loop.loss(call(subject.model, subject.placed(self._loop.batches[0])))
             if not loss.requires_grad:
                 raise ValueError("the loss does not depend on any parameter that requires a gradient")
@@ -267,7 +267,11 @@ class _Trial:
             subject = self._wrapped(case, with_dropout)
         if self._findings.failure or subject is None:
             return
-        text = f"{_steps(self._loop)}, {_micro_batches(subject.run.plan)}, {self._spoken(case)}"
+        run = subject.run
+        assert run is not None
+        num_micro = -(-run.plan.num_samples // run.plan.micro_batch)
+        steps = _counted(len(self._loop.batches), "step", "steps")
+        text = f"{steps}, {_counted(num_micro, 'micro-batch', 'micro-batches')}, {self._spoken(case)}"
         if self._has_dropout:
             text += ", random as it is" if with_dropout else ", without dropout"
         self._findings.runs.append(text)
@@ -279,9 +283,9 @@ class _Trial:
                 train(subject, self._loop, comparison.note)
                 is_complete = True
         finally:
-            subject.run.discard()
+            run.discard()
             self._findings.rows += comparison.rows(unread, is_complete)
-            del subject
+            del subject, run
             self._let_go()
 
     @contextmanager
@@ -310,7 +314,7 @@ class _Trial:
             return "everything streamed"
         return "as wrap plans it" if self._options.limits is None else "within your limits"
 
-    def _wrapped(self, case: _Case, with_dropout: bool) -> Streamed | None:
+    def _wrapped(self, case: _Case, with_dropout: bool) -> ObservedTraining | None:
         """None: there is no plan for the user's limits, where verify itself asks for more than the user would."""
         options = self._options
         model, optimizer = self._copies(with_dropout)
@@ -318,17 +322,11 @@ class _Trial:
             if name in self._hooked:
                 param.register_hook(lambda gradient: None)  # so that wrap says what it thinks of them
         begin = values_of(model)
-        shared: dict[str, Any] = {
-            "update": options.update,
-            "gradients": options.gradients,
-            "compile": options.compile,
-            "device": options.device,
-            "blocks": options.blocks,
-        }
+        shared: dict[str, Any] = {**options.others, "device": options.device, "blocks": options.blocks}
         example = self._loop.batches[0]
         if case.streams:
             made = api.plan(model, optimizer, example, micro_batch=case.micro_batch, **shared)
-            return Streamed(*api.wrap(model, optimizer, example, plan=_all_streamed(made), **shared), begin)
+            return ObservedTraining(*api.wrap(model, optimizer, example, plan=_all_streamed(made), **shared), begin)
         try:
             limits, micro_batch = options.limits, case.micro_batch
             wrapped = api.wrap(model, optimizer, example, limits=limits, micro_batch=micro_batch, **shared)
@@ -338,7 +336,7 @@ class _Trial:
             self._check_limits(shared)
             self._findings.changed.append(f"not run within your limits, {case.asks_more}: {error}")
             return None
-        return Streamed(*wrapped, begin)
+        return ObservedTraining(*wrapped, begin)
 
 
 def _all_streamed(plan: Plan) -> Plan:
@@ -354,13 +352,8 @@ def _all_streamed(plan: Plan) -> Plan:
     return replace(plan, blocks=blocks, num_slots=2 * widest + 1, num_grad_slots=2 * widest + 1, loss_kept_tokens=0)
 
 
-def _steps(loop: Loop) -> str:
-    return "1 step" if len(loop.batches) == 1 else f"{len(loop.batches)} steps"
-
-
-def _micro_batches(plan: Plan) -> str:
-    num_micro = -(-plan.num_samples // plan.micro_batch)
-    return "1 micro-batch" if num_micro == 1 else f"{num_micro} micro-batches"
+def _counted(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 def _room(device: torch.device, memory: int | str | None) -> MemoryBudget:
@@ -397,16 +390,14 @@ def _is_half(model: nn.Module) -> bool:
     return any(param.dtype in HALF for param in model.parameters())
 
 
-def _conversions(task: SmallerTask) -> Iterator[str]:
+def _changes(task: SmallerTask, hooked: list[str]) -> Iterator[str]:
+    yield from task.changed
     if lacks_values(task.model):
         yield "parameters without values have some of the model's own initialisers, or random ones"
     if _is_half(task.model):
         yield "16-bit parameters as fp32: their own rounding would hide errors"
-
-
-def _unhooked(names: list[str]) -> Iterator[str]:
-    if names:
-        yield f"gradient hooks were not run: of {few(names)}"
+    if hooked:
+        yield f"gradient hooks were not run: of {few(hooked)}"
 
 
 def _unsplit(task: SmallerTask) -> list[tuple[str, str]]:

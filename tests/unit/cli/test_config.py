@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hightide.cli.config import Overrides, TrainConfig, load_config
+from hightide.cli.config import TrainConfig, TrainOptions, load_config
 from hightide.ir.plan import Update
 
 REPOSITORY = Path(__file__).parents[3]
@@ -15,11 +15,11 @@ REPOSITORY = Path(__file__).parents[3]
 def load(tmp_path: Path, text: str, **overrides: object) -> TrainConfig:
     path = tmp_path / "settings.yaml"
     path.write_text(text)
-    return load_config(path, Overrides(**overrides))  # type: ignore[arg-type]
+    return load_config(path, TrainOptions(**overrides))  # type: ignore[arg-type]
 
 
 def test_no_file_gives_the_defaults() -> None:
-    assert load_config(None, Overrides()) == TrainConfig()
+    assert load_config(None, TrainOptions()) == TrainConfig()
 
 
 def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_bad_values_are_refused_with_the_value(tmp_path: Path, text: str, messag
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read the settings file .*absent.yaml"):
-        load_config(tmp_path / "absent.yaml", Overrides())
+        load_config(tmp_path / "absent.yaml", TrainOptions())
 
 
 def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_the_effective_settings_can_be_read_back(tmp_path: Path) -> None:
 
 
 def test_the_demo_limits_the_accelerator_below_the_states_of_its_model() -> None:
-    config = load_config(REPOSITORY / "examples" / "demo.yaml", Overrides())
+    config = load_config(REPOSITORY / "examples" / "demo.yaml", TrainOptions())
     shape = config.model
     per_layer = 4 * shape.hidden**2 + 3 * shape.hidden * shape.feed_forward + 2 * shape.hidden
     num_params = shape.layers * per_layer + 2 * 256 * shape.hidden + shape.hidden

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hightide.cli.config import Overrides, TrainConfig, load_config
+from hightide.cli.config import TrainConfig, TrainOptions, load_config
 from hightide.cli.run_folder import RunFolder
 
 
@@ -34,7 +34,7 @@ def test_metrics_are_on_disk_after_each_line_and_settings_read_back(tmp_path: Pa
             folder.log({"step": step, "loss": 1.5})
             lines = folder.metrics_path.read_text().splitlines()  # still open: a killed run keeps its metrics
             assert [json.loads(line)["step"] for line in lines] == list(range(1, step + 1))
-    assert load_config(folder.path / "config.yaml", Overrides()) == config
+    assert load_config(folder.path / "config.yaml", TrainOptions()) == config
 
 
 def test_an_output_that_is_a_file_is_refused(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 import hightide
 from hightide.cli import train_command as train_module
-from hightide.cli.config import OptimizerConfig, Overrides, TrainConfig, load_config
+from hightide.cli.config import OptimizerConfig, TrainConfig, TrainOptions, load_config
 from hightide.cli.main import app
-from hightide.cli.readings import HostMoment, Readings
+from hightide.cli.readings import Moment, Readings
 from hightide.cli.run_folder import RunFolder
 from hightide.cli.train_command import TrainingRun, lr_factor, prepare
 from hightide.ir.plan import Plan
@@ -191,7 +191,7 @@ def _wait_for_metrics(process: subprocess.Popen[str], path: Path) -> None:
 # -- losses that arrive late, as those of a GPU do ---------------------------------------------------------------------
 
 
-class LateMoment(HostMoment):
+class LateMoment(Moment):
     """Passes when it was asked for a third time: one or two steps later, or when somebody waits for it."""
 
     num_asked = 0
@@ -203,7 +203,7 @@ class LateMoment(HostMoment):
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_module, "Readings", lambda device: Readings(device, LateMoment))
+    monkeypatch.setattr(train_module, "Readings", lambda device: Readings(device, lambda: LateMoment(device)))
 
 
 def test_late_losses_are_logged_and_shown_for_every_step_in_order(tiny: Path, late: None) -> None:
@@ -242,7 +242,7 @@ def test_a_loss_that_is_not_finite_in_the_last_step_is_found(tiny: Path, late: N
 
 def run_with(tiny: Path, before_step_3: Callable[[], None]) -> tuple[bool | type[BaseException], list[object]]:
     """Trains; something happens when the third batch is asked for. How the loop ended, and the steps in the metrics."""
-    config = load_config(tiny, Overrides(out=str(tiny.parent / "runs"), steps=9))
+    config = load_config(tiny, TrainOptions(out=str(tiny.parent / "runs"), steps=9))
     run, stream = prepare(config, Console(file=io.StringIO()))
 
     def disturbed() -> Iterator[dict[str, torch.Tensor]]:
@@ -307,7 +307,7 @@ def test_settings_reach_wrap(
 
     monkeypatch.setattr(hightide, "wrap", wrap)
     (tmp_path / "settings.yaml").write_text(text)
-    config: TrainConfig = load_config(tmp_path / "settings.yaml", Overrides())
+    config: TrainConfig = load_config(tmp_path / "settings.yaml", TrainOptions())
     with pytest.raises(Wrapped) as caught:
         prepare(config, Console())
     assert caught.value.args[0].items() >= expected.items()

@@ -20,7 +20,8 @@ import pytest
 from hightide.doctor import disk_speed as disk
 from hightide.doctor import scratch_file
 from hightide.doctor.disk_speed import MIN_FILE_BYTES, DiskTest, filesystem_of, measure_disk
-from hightide.doctor.scratch_file import LARGE_BYTES, Done, in_order, rate, scattered
+from hightide.doctor.pace import Piece
+from hightide.doctor.scratch_file import LARGE_BYTES, in_order, rate, scattered
 
 PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -143,7 +144,7 @@ def test_the_announcement_has_the_bytes(tmp_path: Path) -> None:
 
 
 def test_rates() -> None:
-    done = [Done(0.0, 1.0, 100), Done(0.0, 2.0, 100), Done(1.0, 4.0, 100), Done(2.0, 6.0, 100)]
+    done = [Piece(0.0, 1.0, 100), Piece(0.0, 2.0, 100), Piece(1.0, 4.0, 100), Piece(2.0, 6.0, 100)]
     assert rate(done) == pytest.approx(400 / 6)
     assert rate(done, begin=0.5) == pytest.approx(200 / 4)
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median_low
+from typing import Any
 
 from hightide.ir.action import TICK_OPS, Mode, Op, Schedule
 from hightide.ir.block import Affine, ModelProfile
@@ -190,15 +191,11 @@ def _scaled_costs(costs: Costs, factor: float) -> Costs:
         return Curve(tuple(Point(point.num_samples, point.value * factor) for point in curve.points))
 
     def slower_call(cost: CallCost) -> CallCost:
-        part = cost.selective
-        return CallCost(
-            slower(cost.forward_s),
-            slower(cost.forward_kept_s),
-            slower(cost.recompute_s),
-            slower(cost.backward_s),
-            cost.issue_s,
-            part and replace(part, forward_s=slower(part.forward_s), recompute_s=slower(part.recompute_s)),
-        )
+        names = ("forward_s", "forward_kept_s", "recompute_s", "backward_s")
+        curves: dict[str, Any] = {name: slower(getattr(cost, name)) for name in names}
+        if (part := cost.selective) is not None:
+            curves["selective"] = replace(part, forward_s=slower(part.forward_s), recompute_s=slower(part.recompute_s))
+        return replace(cost, **curves)
 
     loss = costs.loss
     if loss is not None:

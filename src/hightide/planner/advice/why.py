@@ -85,15 +85,19 @@ def why(solution: Searched, block: str) -> Reasons:
     places = _PLACES[planned.params, planned.states] if owner is not None else "no parameters"
     if owner not in (None, index):
         places += f", with {plan.blocks[owner].name}"
-    words = f"{places}; {_ACTIVATIONS[planned.activation]}; {_inputs(planned.inputs)}"
+    words = f"{places}; {_activation(planned)}; {_inputs(planned.inputs)}"
     return Reasons(planned.name, words, tuple(sorted(alternatives, key=lambda one: one.step_s)))
 
 
 _ACTIVATIONS = {
     Activation.KEEP: "kept",
-    Activation.SELECTIVE: "products kept, the rest recomputed",
+    Activation.SELECTIVE: "kept in part",
     Activation.RECOMPUTE: "recomputed",
 }
+
+
+def _activation(block: BlockPlan) -> str:
+    return _ACTIVATIONS[block.activation] + ("" if block.held is Tier.GPU else f" on {block.held}")
 
 
 def _inputs(tier: Tier) -> str:
@@ -108,16 +112,19 @@ def _others(planned: BlockPlan, owns: bool, disk: bool) -> list[tuple[str, Block
         if owns and (params, states) != (planned.params, planned.states) and (disk or states is not Tier.DISK)
     ]
     for activation in Activation:
-        if activation is not planned.activation:
-            inputs = Tier.GPU if activation is Activation.KEEP else planned.inputs
-            text = f"activations {_ACTIVATIONS[activation]}"
-            others.append((text, replace(planned, activation=activation, inputs=inputs)))
+        inputs = Tier.GPU if activation is Activation.KEEP else planned.inputs
+        other = replace(planned, activation=activation, inputs=inputs, held=Tier.GPU)
+        if other != planned:
+            others.append((f"activations {_activation(other)}", other))
     if planned.activation is Activation.KEEP:
-        moved = replace(planned, activation=Activation.RECOMPUTE, inputs=Tier.HOST)
+        moved = replace(planned, activation=Activation.RECOMPUTE, inputs=Tier.HOST, held=Tier.GPU)
         others.append((f"recomputed, {_inputs(Tier.HOST)}", moved))
-    else:
-        elsewhere = Tier.HOST if planned.inputs is Tier.GPU else Tier.GPU
-        others.append((_inputs(elsewhere), replace(planned, inputs=elsewhere)))
+        return others
+    elsewhere = Tier.HOST if planned.inputs is Tier.GPU else Tier.GPU
+    others.append((_inputs(elsewhere), replace(planned, inputs=elsewhere)))
+    if planned.held is Tier.GPU:
+        swapped = replace(planned, activation=Activation.SELECTIVE, held=Tier.HOST)
+        others.append((f"activations {_activation(swapped)}", swapped))
     return others
 
 

@@ -36,7 +36,7 @@ from hightide.profiler.model.fake import Originals, refer_to
 from hightide.profiler.model.hooks import users_hooks_aside
 from hightide.profiler.model.probe_record import CallRecord
 from hightide.profiler.model.taps import Tap, tapping
-from hightide.profiler.trial.quiet import Quiet
+from hightide.profiler.trial.quiet import Quiet, float32_precision
 from hightide.profiler.trial.state import GlobalRandom, Snapshot, contents, same_contents
 
 CPU = torch.device("cpu")
@@ -274,18 +274,18 @@ class _Trial:
             self._compare_outputs(whole, part, start, count)
         if draws and not _drawn_by_sample(whole.draws, parts[0].draws, self._num_samples):
             raise _Mixed("it draws random numbers for the batch as a whole")
-        for index, dim in enumerate(self._split.inputs):
-            expected, found = whole.input_grads[index], [part.input_grads[index] for part in parts]
-            if expected is None and all(grad is None for grad in found):
-                continue
-            like = expected if expected is not None else next(grad for grad in found if grad is not None)
-            if dim is None:
-                self._compare_sum(f"the gradient of input {index}", expected, found, _size(like))
-                continue
-            for (start, count), grad in zip(bounds, found, strict=True):
-                mine = None if expected is None else narrow(expected, dim, start, count)
-                if self._differ(_or_zero(mine, grad), _or_zero(grad, mine), SAME, _size(like)):
-                    raise _Mixed(f"split, the gradient of its input {index} is another")
+        inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        for index, (leaf, dim) in enumerate(zip(inputs, self._split.inputs, strict=True)):
+            expected = _or_zero(whole.input_grads[index], leaf)
+            pieces = [narrow(leaf, dim, *bound) for bound in bounds]
+            found = [_or_zero(part.input_grads[index], piece) for part, piece in zip(parts, pieces, strict=True)]
+            if dim is None and self._differ(expected, found[0] + found[1], SAME, _size(expected)):
+                raise _Mixed(f"split, the gradient of input {index} is another than that of the whole batch")
+            if dim is not None and any(
+                self._differ(narrow(expected, dim, *bound), grad, SAME, _size(expected))
+                for bound, grad in zip(bounds, found, strict=True)
+            ):
+                raise _Mixed(f"split, the gradient of its input {index} is another")
         largest = _largest(whole.param_grads)
         for index, gradient in enumerate(whole.param_grads):
             others = [part.param_grads[index] for part in parts]
@@ -299,14 +299,6 @@ class _Trial:
             expected = narrow(one, dim, start, count)
             if expected.shape != two.shape or self._differ(expected, two, SAME, _size(one)):
                 raise _Mixed(f"split, its output {index} is another than that of the whole batch")
-
-    def _compare_sum(self, what: str, expected: Tensor | None, found: list[Tensor | None], size: float) -> None:
-        there = [grad for grad in found if grad is not None]
-        if expected is None and not there:
-            return
-        total = sum(there[1:], start=there[0]) if there else torch.zeros_like(expected)  # type: ignore[arg-type]
-        if self._differ(_or_zero(expected, total), total, SAME, size):
-            raise _Mixed(f"split, {what} is another than that of the whole batch")
 
     def _try_state(self, keeps: tuple[str, ...]) -> bool:
         """What the parts leave must be what the whole leaves. Returns whether another run leaves the same again: then
@@ -492,11 +484,8 @@ def _largest(gradients: Sequence[_Gradient | None]) -> float:
     return max((gradient.size for gradient in gradients if gradient is not None), default=0.0)
 
 
-def _or_zero(grad: Tensor | None, like: Tensor | None) -> Tensor:
-    if grad is not None:
-        return grad
-    assert like is not None
-    return torch.zeros_like(like)
+def _or_zero(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad
 
 
 def _size(tensor: Tensor) -> float:
@@ -525,44 +514,28 @@ def _alone(
     generator = torch.Generator(device).manual_seed(1)
     params: dict[int, nn.Parameter] = {}
     buffers: dict[int, Tensor] = {}
-    slots = [(inside, dict(inside._parameters), dict(inside._buffers)) for inside in module.modules()]
-    attributes = [(inside.__dict__, dict(inside.__dict__)) for inside in module.modules()]
+    modules = list(module.modules())
+    kept = [(there, dict(there)) for one in modules for there in (one._parameters, one._buffers, vars(one))]
     try:
-        for inside, mine, kept in slots:
-            for name, param in mine.items():
+        for inside in modules:
+            for name, param in inside._parameters.items():
                 if param is not None:
                     if id(param) not in params:
                         params[id(param)] = _random_parameter(param, dtype, device, generator)
                     inside._parameters[name] = params[id(param)]
-            for name, buffer in kept.items():
+            for name, buffer in inside._buffers.items():
                 if buffer is not None:
                     if id(buffer) not in buffers:
                         buffers[id(buffer)] = _real_buffer(originals.of(buffer), dtype, device, generator)
                     inside._buffers[name] = buffers[id(buffer)]
         for inside in module.modules():
             refer_to(inside, params)
-        with _no_tf32(), users_hooks_aside(module):
+        with float32_precision(), users_hooks_aside(module):
             yield list(params.values())
     finally:
-        for inside, mine, kept in slots:
-            inside._parameters.clear()
-            inside._parameters.update(mine)
-            inside._buffers.clear()
-            inside._buffers.update(kept)
-        for there, before in attributes:
+        for there, before in kept:
             there.clear()
             there.update(before)
-
-
-@contextmanager
-def _no_tf32() -> Iterator[None]:
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
 def _random_parameter(
@@ -574,8 +547,7 @@ def _random_parameter(
         values = 1.0 + 0.3 * values
     else:
         values *= max(1, param.numel() // max(1, param.shape[0])) ** -0.5
-    made = nn.Parameter(values.to(dtype or param.dtype), requires_grad=param.requires_grad)
-    return made
+    return nn.Parameter(values.to(dtype or param.dtype), requires_grad=param.requires_grad)
 
 
 def _real_buffer(buffer: Tensor, dtype: torch.dtype | None, device: torch.device, generator: torch.Generator) -> Tensor:

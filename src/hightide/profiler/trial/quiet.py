@@ -1,7 +1,10 @@
-"""Randomness switched off, for comparing runs that would draw in another order."""
+"""Randomness and rounding switched off, for comparing runs that would draw or add in another order."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,3 +66,28 @@ def _make_constant(func: Any, given: dict[str, Any], drawn: Tensor) -> None:
     else:
         low = given.get("low", 0)
         drawn.fill_(low if isinstance(low, int) else 0)
+
+
+@contextmanager
+def float32_precision(precision: str = "highest") -> Iterator[None]:
+    """Of products of fp32 matrices, and of convolutions. Less than the highest is TF32 on a GPU, which has hardly more
+    bits than bf16. Where a user has chosen it in torch's newer way, the older one cannot be asked."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before: list[Any]
+    ways: list[Callable[[Any], object]]
+    try:
+        before = [torch.get_float32_matmul_precision(), cudnn.allow_tf32]
+        ways = [torch.set_float32_matmul_precision, partial(setattr, cudnn, "allow_tf32")]
+        now = [precision, precision != "highest"]
+    except RuntimeError:
+        places = (matmul, cudnn.conv, cudnn.rnn)  # type: ignore[attr-defined]
+        before = [place.fp32_precision for place in places]
+        ways = [partial(setattr, place, "fp32_precision") for place in places]
+        now = ["ieee" if precision == "highest" else "tf32"] * len(places)
+    try:
+        for way, value in zip(ways, now, strict=True):
+            way(value)
+        yield
+    finally:
+        for way, value in zip(ways, before, strict=True):
+            way(value)

@@ -12,6 +12,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
+from functools import partial
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -32,7 +33,7 @@ class GlobalRandom:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device if device is not None and device.type == "cuda" else None
-        self._states = self._read()
+        self.states = self._read()  # by name
 
     def _read(self) -> dict[str, Any]:
         numpy_random: Any = sys.modules.get("numpy.random")  # not there: nobody has drawn from it
@@ -44,12 +45,12 @@ class GlobalRandom:
         return states
 
     def restore(self) -> None:
-        torch.set_rng_state(self._states["torch"])
-        random.setstate(self._states["Python"])
-        if "numpy" in self._states:
-            sys.modules["numpy.random"].set_state(self._states["numpy"])
+        torch.set_rng_state(self.states["torch"])
+        random.setstate(self.states["Python"])
+        if "numpy" in self.states:
+            sys.modules["numpy.random"].set_state(self.states["numpy"])
         if self._device is not None:
-            torch.cuda.set_rng_state(self._states["CUDA"], self._device)
+            torch.cuda.set_rng_state(self.states["CUDA"], self._device)
 
     def seed(self, number: int) -> None:
         """Of torch's."""
@@ -57,13 +58,10 @@ class GlobalRandom:
         if self._device is not None:
             torch.cuda.default_generators[self._device.index or 0].manual_seed(number)
 
-    def state(self, whose: str) -> Any:
-        return self._states.get(whose)
-
     def drawn(self) -> set[str]:
         """Whose numbers were drawn since."""
         now = self._read()
-        return {name for name, state in now.items() if name in self._states and not _same(self._states[name], state)}
+        return {name for name, state in self.states.items() if not _same(state, now[name])}
 
 
 class Snapshot:
@@ -77,25 +75,15 @@ class Snapshot:
         seen: dict[int, Any] = {}
         self._hooks = list(_closures(module, seen)) if hooks else []
         self._kept: list[tuple[str, _Attributes]] = []
-        self._buffers: list[tuple[str, nn.Module, dict[str, _KeptBuffer]]] = []
         for name, inside in module.named_modules():
-            self._kept.append((name, _Attributes(inside.__dict__, INTERNAL, seen, 0)))
+            self._kept.append((name, _Attributes(inside.__dict__, lambda value: _keep(value, seen, 0), INTERNAL)))
             if buffers:
-                self._buffers.append(
-                    (name, inside, {key: _KeptBuffer(value) for key, value in inside._buffers.items()})
-                )
+                self._kept.append((name, _Attributes(inside._buffers, partial(_KeptTensor, is_buffer=True))))
         self._random = GlobalRandom() if shared_random else None
 
     def changes(self) -> list[str]:
         """What is different now, by name."""
-        changed = [_joined(name, key) for name, kept in self._kept for key in kept.changes()]
-        for name, inside, kept_buffers in self._buffers:
-            names = {*kept_buffers, *inside._buffers}
-            changed += [
-                _joined(name, key)
-                for key in sorted(names)
-                if key not in kept_buffers or not kept_buffers[key].is_same(inside._buffers.get(key))
-            ]
+        changed = [f"{name}.{key}".removeprefix(".") for name, kept in self._kept for key in kept.changes()]
         if self._random is not None:
             changed += [f"{whose}'s random numbers" for whose in sorted(self._random.drawn() - {"torch"})]
         return changed
@@ -105,11 +93,6 @@ class Snapshot:
             kept.restore()
         for hook in self._hooks:
             hook.restore()
-        for _, inside, buffers in self._buffers:
-            inside._buffers.clear()
-            for key, buffer in buffers.items():
-                inside._buffers[key] = buffer.value
-                buffer.restore()
         if self._random is not None:
             on_torch = torch.get_rng_state()
             self._random.restore()
@@ -135,8 +118,8 @@ def contents(module: nn.Module) -> dict[str, Any]:
             **_content(kept, seen, 0),
             **{key: _content(value, seen, 0) for key, value in inside._buffers.items()},
         }
-    shared = GlobalRandom()
-    return {**found, "Python's random numbers": shared.state("Python"), "numpy's random numbers": shared.state("numpy")}
+    shared = GlobalRandom().states
+    return {**found, "Python's random numbers": shared["Python"], "numpy's random numbers": shared.get("numpy")}
 
 
 def same_contents(one: dict[str, Any], two: dict[str, Any]) -> bool:
@@ -163,16 +146,17 @@ def _content(value: Any, seen: set[int], depth: int) -> Any:
     return _content(there or {name: getattr(value, name) for name in _slots(value)}, seen, depth + 1)
 
 
-def _joined(name: str, key: str) -> str:
-    return f"{name}.{key}" if name else key
-
-
 def _same_values(one: Tensor, two: Tensor) -> bool:
     if one.shape != two.shape or one.dtype != two.dtype:
         return False
     if torch.equal(one, two):
         return True
     return one.is_floating_point() and bool(torch.allclose(one, two, rtol=0, atol=0, equal_nan=True))
+
+
+def _version(tensor: Tensor | None) -> int:
+    """How often it was written to, where that is counted."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _write(target: Tensor, values: Tensor) -> None:
@@ -186,10 +170,12 @@ def _write(target: Tensor, values: Tensor) -> None:
 class _Attributes:
     """The entries of a dict of attributes, or of any dict."""
 
-    def __init__(self, there: dict[Any, Any], without: frozenset[str], seen: dict[int, Any], depth: int) -> None:
+    def __init__(
+        self, there: dict[Any, Any], keep: Callable[[Any], _Kept], without: frozenset[str] = frozenset()
+    ) -> None:
         self._there = there
         self._without = without
-        self._entries = {key: _keep(value, seen, depth) for key, value in there.items() if key not in without}
+        self._entries = {key: keep(value) for key, value in there.items() if key not in without}
 
     def changes(self) -> Iterator[str]:
         for key in self._entries.keys() | (self._there.keys() - self._without):
@@ -221,39 +207,27 @@ class _Kept:
 
 
 class _KeptTensor(_Kept):
-    def __init__(self, value: Tensor) -> None:
+    """Of a buffer, written to is changed, also with what was there: another call may write something else. But batch
+    normalisation writes its statistics past the count of writes."""
+
+    def __init__(self, value: Tensor | None, is_buffer: bool = False) -> None:
         super().__init__(value)
-        self._version = 0 if value.is_inference() else value._version
-        is_small = value.numel() <= CLONED_NUMEL and not value.is_meta and not isinstance(value, FakeTensor)
-        self._values = value.detach().clone() if is_small else None
+        self._is_buffer = is_buffer
+        self._version = _version(value)
+        self._values: Tensor | None = None
+        if value is not None and not value.is_meta and not isinstance(value, FakeTensor):
+            self._values = value.detach().clone() if is_buffer or value.numel() <= CLONED_NUMEL else None
 
     def is_same(self, now: Any) -> bool:
         if now is not self.value:
             return False
-        return now._version == self._version if self._values is None else _same_values(self._values, now)
+        if self._values is None:
+            return self._is_buffer or _version(now) == self._version
+        is_written = self._is_buffer and _version(now) != self._version
+        return not is_written and _same_values(self._values, now)
 
     def restore(self) -> None:
         if self._values is not None:  # its version does not tell: what `_write` writes has none
-            _write(self.value, self._values)
-
-
-class _KeptBuffer(_Kept):
-    """Written to is changed, also with what was there: another call may write something else. But batch normalisation
-    writes its statistics past the count of writes."""
-
-    def __init__(self, value: Tensor | None) -> None:
-        super().__init__(value)
-        has_values = value is not None and not value.is_meta and not isinstance(value, FakeTensor)
-        self._values = value.detach().clone() if value is not None and has_values else None
-        self._version = 0 if value is None or value.is_inference() else value._version
-
-    def is_same(self, now: Any) -> bool:
-        if now is not self.value or self._values is None:
-            return now is self.value
-        return (now.is_inference() or now._version == self._version) and _same_values(self._values, now)
-
-    def restore(self) -> None:
-        if self._values is not None:
             _write(self.value, self._values)
 
 
@@ -285,15 +259,15 @@ class _KeptState(_Kept):
 
 
 class _KeptContainer(_Kept):
-    """A list, deque or set: what is in it, in its order."""
+    """A list, deque, set or tuple: what is in it, in its order. Another tuple of the same is the same."""
 
     def __init__(self, value: Any, seen: dict[int, Any], depth: int) -> None:
         super().__init__(value)
-        self._parts: list[_Kept] = []
-        self._parts += [_keep(part, seen, depth) for part in value]
+        self._parts = [_keep(part, seen, depth) for part in value]
 
     def is_same(self, now: Any) -> bool:
-        if now is not self.value or len(now) != len(self._parts):
+        is_one = type(now) is type(self.value) if isinstance(self.value, tuple) else now is self.value
+        if not is_one or len(now) != len(self._parts):
             return False
         if isinstance(now, set):
             return all(kept.value in now for kept in self._parts)
@@ -316,7 +290,7 @@ class _KeptObject(_Kept):
 
     def __init__(self, value: Any, there: dict[Any, Any], seen: dict[int, Any], depth: int) -> None:
         super().__init__(value)
-        self._inside = _Attributes(there, frozenset(), seen, depth)
+        self._inside = _Attributes(there, lambda value: _keep(value, seen, depth))
 
     def is_same(self, now: Any) -> bool:
         return now is self.value and next(self._inside.changes(), None) is None
@@ -338,10 +312,8 @@ def _keep(value: Any, seen: dict[int, Any], depth: int) -> _Kept:
         return _KeptState(value, *state)
     if depth >= MAX_DEPTH or (isinstance(value, Sized) and len(value) > MANY):
         return _Kept(value)
-    if isinstance(value, list | deque | set):
+    if isinstance(value, list | deque | set | tuple):
         return _KeptContainer(value, seen, depth + 1)
-    if isinstance(value, tuple):
-        return _KeptTuple(value, seen, depth + 1)
     if isinstance(value, dict):
         return _KeptObject(value, value, seen, depth + 1)
     there = getattr(value, "__dict__", None)
@@ -369,23 +341,6 @@ class _KeptSlots(_Kept):
             kept.restore()
             if getattr(self.value, name, None) is not kept.value:
                 object.__setattr__(self.value, name, kept.value)
-
-
-class _KeptTuple(_Kept):
-    def __init__(self, value: tuple[Any, ...], seen: dict[int, Any], depth: int) -> None:
-        super().__init__(value)
-        self._parts = [_keep(part, seen, depth) for part in value]
-
-    def is_same(self, now: Any) -> bool:
-        return (
-            type(now) is type(self.value)
-            and len(now) == len(self._parts)
-            and all(kept.is_same(part) for kept, part in zip(self._parts, now, strict=True))
-        )
-
-    def restore(self) -> None:
-        for kept in self._parts:
-            kept.restore()
 
 
 def _state_of(value: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], None]] | None:

@@ -75,10 +75,6 @@ class GradientPlaceholder(Tensor):
             )
         return owner
 
-    @property
-    def key(self) -> Hashable:
-        return self._key
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -161,11 +157,7 @@ def _norm_of(gradient: Tensor, norm_type: float) -> Tensor:
     return norm
 
 
-def _vector_norm(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _vector_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`linalg_vector_norm(self, ord=2, dim=None, keepdim=False, dtype=None)` and the older `norm(self, p=2)`."""
     gradient, *rest = args
     norm_type = rest[0] if rest else kwargs.get("ord", kwargs.get("p", 2))
@@ -189,8 +181,7 @@ def _multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not _whole(gradient) or not _is_number(factor) or kwargs:
         return NotImplemented
     assert isinstance(gradient, GradientPlaceholder) and factor is not None
-    is_division = func.overloadpacket in (aten.div_, aten._foreach_div_)
-    gradient.owner.scale(gradient._key, 1 / factor if is_division else factor)
+    gradient.owner.scale(gradient._key, 1 / factor if func.overloadpacket is aten.div_ else factor)
     return gradient
 
 
@@ -198,18 +189,11 @@ def _foreach_multiply(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     gradients, factors = args
     if not isinstance(factors, Sequence):
         factors = [factors] * len(gradients)
-    if kwargs or not all(_is_number(factor) for factor in factors):
+    are_views = [isinstance(gradient, GradientPlaceholder) and not _whole(gradient) for gradient in gradients]
+    if kwargs or any(are_views) or not all(_is_number(factor) for factor in factors):
         return NotImplemented
-    for gradient in gradients:
-        if isinstance(gradient, GradientPlaceholder) and gradient._views:
-            return NotImplemented
     for gradient, factor in zip(gradients, factors, strict=True):
-        if _whole(gradient):
-            _multiply(func, (gradient, factor), {})
-        elif func.overloadpacket is aten._foreach_div_:
-            gradient.div_(factor)
-        else:
-            gradient.mul_(factor)
+        gradient.div_(factor) if func.overloadpacket is aten._foreach_div_ else gradient.mul_(factor)
     return None
 
 
@@ -287,8 +271,7 @@ def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 raise Refused(
                     f"hightide keeps gradients in chunks, where {func} cannot change the gradient of {leaf._key!r}; "
                     "scale with p.grad.mul_(number), add with p.grad.add_(tensor), replace with p.grad = tensor, clip "
-                    "with torch.nn.utils.clip_grad_norm_ or "
-                    "optimizer.clip_grad_norm_, read with p.grad.clone()"
+                    "with torch.nn.utils.clip_grad_norm_ or optimizer.clip_grad_norm_, read with p.grad.clone()"
                 )
 
 

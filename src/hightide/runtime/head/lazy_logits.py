@@ -1,7 +1,7 @@
 """A tensor that stands for logits which nobody has computed.
 
 [Note: lazy logits] In grad mode the head returns a `LazyLogits` instead of logits. It knows shape and dtype, and
-records through `__torch_function__` what models do between head and loss: casts, arithmetic with scalars (logit
+records through `__torch_function__` what models do between head and loss: casts, products with numbers and tanh (logit
 scaling, soft-capping), views of the leading dimensions and selections of rows. Views and selections are done at once
 to the hidden rows, since the head works row by row; the rest waits. `F.cross_entropy` then runs fused, tile by tile
 (see [Note: fused loss]). Every other operation computes the whole logits once, with one warning per head, and goes on
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from hightide.ir.refusal import Refused
@@ -172,68 +173,45 @@ def _derived(logits: LazyLogits, **changes: Any) -> LazyLogits:
 
 
 def _try_lazily(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    operation, in_place = _base_name(name)
-    if operation in _ELEMENTWISE:
-        return _elementwise(_ELEMENTWISE[operation], in_place, args, kwargs)
+    if name in _SCALINGS:
+        return _scaled(func, args, kwargs)
     if not args or not isinstance(args[0], LazyLogits):
         return NotImplemented
     logits, rest = args[0], args[1:]
     if func is F.cross_entropy:
         return _cross_entropy(logits, *rest, **kwargs)
     if name in _CASTS:
-        return _cast(logits, name, rest, kwargs)
+        return _cast(func, logits, rest, kwargs)
     if name in ("view", "reshape", "flatten"):
-        return _view(logits, name, rest, kwargs)
+        return _view(func, logits, rest, kwargs)
     if name == "__getitem__":
         return _select_rows(logits, rest[0])
     if name == "contiguous":
         return logits
     if name in ("detach", "data"):
-        logits._has_views = True
-        detached = _derived(logits, needs_grad=False)
-        detached._has_views = True
-        return detached
+        return _sharing(logits, _derived(logits, needs_grad=False))
     return NotImplemented
 
 
-def _reversed_div(logits: Tensor, other: Any) -> Tensor:
-    return torch.reciprocal(logits) * other
+def _sharing(logits: LazyLogits, view: LazyLogits) -> LazyLogits:
+    logits._has_views = view._has_views = True
+    return view
 
 
-_ELEMENTWISE: dict[str, Callable[..., Tensor]] = {
-    **dict.fromkeys(("add", "radd"), torch.add),
-    **dict.fromkeys(("sub", "subtract"), torch.sub),
-    **dict.fromkeys(("rsub",), torch.rsub),
-    **dict.fromkeys(("mul", "rmul", "multiply"), torch.mul),
-    **dict.fromkeys(("div", "divide", "truediv", "true_divide"), torch.div),
-    **dict.fromkeys(("rtruediv", "rdiv"), _reversed_div),
-    **dict.fromkeys(("neg", "negative"), torch.neg),
-    **dict.fromkeys(("tanh",), torch.tanh),
-}
-
-
-def _elementwise(function: Callable[..., Tensor], in_place: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _scaled(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By numbers: what scaling and soft-capping consist of."""
     positions = [index for index, arg in enumerate(args) if isinstance(arg, LazyLogits)]
-    if len(positions) != 1 or (in_place and positions != [0]):
+    if len(positions) != 1:
         return NotImplemented
     position = positions[0]
-    others = (*args[:position], *args[position + 1 :], *kwargs.values())
-    if not all(_is_scalar(other) for other in others):
+    if not all(_is_scalar(other) for other in (*args[:position], *args[position + 1 :], *kwargs.values())):
         return NotImplemented
     before, after, options = tree_map(_by_value, (args[:position], args[position + 1 :], kwargs))
-    operation = Recorded(function, before, after, options)
-    logits: LazyLogits = args[position]
-    record = logits._record
+    operation = Recorded(func, before, after, options)
+    record = args[position]._record
     # torch's own promotion rules, from one element.
     dtype = operation(torch.ones(1, dtype=record.dtype, device=record.device)).dtype
-    projection = record.with_operation(operation)
-    if not in_place:
-        return _derived(logits, projection=projection, dtype=dtype)
-    if dtype != record.dtype:
-        raise RuntimeError(f"result type {dtype} can't be cast to the desired output type {record.dtype}")
-    _check_in_place(logits, function.__name__)
-    logits._record = replace(record, projection=projection)
-    return logits
+    return _derived(args[position], projection=record.with_operation(operation), dtype=dtype)
 
 
 def _is_scalar(value: object) -> bool:
@@ -247,78 +225,33 @@ def _by_value(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-_CASTS = {
-    "float": torch.float32,
-    "double": torch.float64,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "to": None,
-    "type": None,
-    "type_as": None,
-}
-
-
-def _cast(logits: LazyLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cast(func: Callable[..., Any], logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """As torch casts a tensor without elements."""
     record = logits._record
-    if name == "type" and not args and not kwargs:
-        return torch.empty(0, dtype=record.dtype, device=record.device).type()
-    copy = bool(kwargs.get("copy", False))
-    device: torch.device | None = None
-    dtype = _CASTS[name]
-    if name == "to":
-        kwargs = {key: value for key, value in kwargs.items() if key != "copy"}
-        with torch._C.DisableTorchFunctionSubclass():
-            device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-    elif name == "type_as":
-        device, dtype = args[0].device, args[0].dtype
-    elif name == "type":
-        if not args or not isinstance(args[0], torch.dtype):
-            return NotImplemented
-        dtype = args[0]
-    target = torch.empty(0, dtype=dtype or record.dtype, device=device or record.device)  # resolves "cuda" to "cuda:0"
-    if not target.dtype.is_floating_point:
-        return NotImplemented
-    if (target.dtype, target.device) == (record.dtype, record.device) and not copy:
+    before = torch.empty(0, dtype=record.dtype, device=record.device)
+    with torch._C.DisableTorchFunctionSubclass():
+        after = func(before, *args, **kwargs)
+    if not isinstance(after, Tensor):  # `logits.type()`
+        return after
+    if after is before:
         return logits
-    operation = Recorded(Tensor.to, options={"device": target.device, "dtype": target.dtype})
-    return _derived(logits, projection=record.with_operation(operation), dtype=target.dtype, device=target.device)
-
-
-def _view(logits: LazyLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    shape = logits._record.shape
-    new_shape = _flattened(shape, *args, **kwargs) if name == "flatten" else _reshaped(shape, args, kwargs)
-    if new_shape is None or not new_shape or new_shape[-1] != shape[-1]:
+    if not after.is_floating_point():
         return NotImplemented
+    operation = Recorded(Tensor.to, options={"device": after.device, "dtype": after.dtype})
+    return _derived(logits, projection=record.with_operation(operation), dtype=after.dtype, device=after.device)
+
+
+def _view(func: Callable[..., Tensor], logits: LazyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of the leading dimensions, with the shape that torch gives to a tensor without memory."""
     record = logits._record
-    rows = record.rows.reshape(*new_shape[:-1], record.rows.shape[-1])
-    projection = record.with_operation(Recorded(Tensor.reshape, after=(new_shape,), elementwise=False))
-    view = _derived(logits, rows=rows, projection=projection)
-    logits._has_views = view._has_views = True
-    return view
-
-
-def _reshaped(shape: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...] | None:
-    """The asked-for shape with -1 resolved; None for anything else, which torch shall judge."""
-    if kwargs or not args:
-        return None
-    sizes = tuple(args[0]) if isinstance(args[0], tuple | list) else args
-    if not all(isinstance(size, int) for size in sizes) or sizes.count(-1) > 1:
-        return None
-    numel, known = math.prod(shape), math.prod(size for size in sizes if size != -1)
-    if -1 in sizes:
-        if known <= 0 or numel % known:
-            return None
-        sizes = tuple(numel // known if size == -1 else size for size in sizes)
-    return sizes if math.prod(sizes) == numel and min(sizes, default=0) >= 0 else None
-
-
-def _flattened(shape: tuple[int, ...], start_dim: int = 0, end_dim: int = -1) -> tuple[int, ...] | None:
-    if not (-len(shape) <= start_dim < len(shape) and -len(shape) <= end_dim < len(shape)):
-        return None
-    start, end = start_dim % len(shape), end_dim % len(shape)
-    if start > end:
-        return None
-    return (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :])
+    with _disable_current_modes():  # a meter would count that tensor
+        view = func(torch.empty(record.shape, dtype=record.dtype, device="meta"), *args, **kwargs)
+    shape = tuple(view.shape)
+    if shape[-1:] != record.shape[-1:] or view.dtype != record.dtype:
+        return NotImplemented
+    rows = record.rows.reshape(*shape[:-1], record.rows.shape[-1])
+    projection = record.with_operation(Recorded(Tensor.reshape, after=(shape,), elementwise=False))
+    return _sharing(logits, _derived(logits, rows=rows, projection=projection))
 
 
 def _select_rows(logits: LazyLogits, index: Any) -> Any:
@@ -329,30 +262,26 @@ def _select_rows(logits: LazyLogits, index: Any) -> Any:
     rows = record.rows[index]
     operation = Recorded(Tensor.__getitem__, after=(tree_map(_by_value, index),), elementwise=False)
     selected = _derived(logits, rows=rows, projection=record.with_operation(operation))
-    if not any(isinstance(entry, Tensor) for entry in entries):  # an index tensor copies; everything else is a view
-        logits._has_views = selected._has_views = True
-    return selected
+    copies = any(isinstance(entry, Tensor) for entry in entries)  # everything else is a view
+    return selected if copies else _sharing(logits, selected)
 
 
 def _selects_whole_rows(entries: tuple[Any, ...], num_dims: int) -> bool:
     """Does the index leave the last dimension alone? Only kinds of entries whose reach is plain are judged."""
-    reach: list[int] = []
+    reach = 0
     for entry in entries:
-        if isinstance(entry, bool) or not (entry is Ellipsis or isinstance(entry, int | slice | Tensor)):
-            return False
         if isinstance(entry, Tensor):
-            if isinstance(entry, LazyLogits) or (entry.dtype is torch.bool and entry.dim() == 0):
+            is_mask = entry.dtype in (torch.bool, torch.uint8)
+            if isinstance(entry, LazyLogits) or (is_mask and entry.dim() == 0):
                 return False
-            reach.append(entry.dim() if entry.dtype in (torch.bool, torch.uint8) else 1)
+            reach += entry.dim() if is_mask else 1
+        elif isinstance(entry, bool) or not (entry is Ellipsis or isinstance(entry, int | slice)):
+            return False
         else:
-            reach.append(0 if entry is Ellipsis else 1)
-    has_ellipsis = any(entry is Ellipsis for entry in entries)
-    if has_ellipsis and entries[-1] is Ellipsis:
-        return sum(reach) < num_dims
-    if not has_ellipsis and sum(reach) < num_dims:
+            reach += entry is not Ellipsis
+    if reach < num_dims and not any(entry is Ellipsis for entry in entries[:-1]):
         return True
-    last = entries[-1]
-    return isinstance(last, slice) and last == slice(None) and sum(reach) <= num_dims
+    return isinstance(entries[-1], slice) and entries[-1] == slice(None)
 
 
 def _cross_entropy(
@@ -443,7 +372,8 @@ _METADATA = frozenset(
     is_quantized is_nested is_mkldnn is_inference is_signed is_mps is_xpu is_xla is_hpu is_mtia is_conj is_neg
     get_device grad_fn output_nr _version __len__ __hash__ __repr__ __format__ """.split()  # noqa: SIM905
 )
-_IN_PLACE_WORDS = frozenset({"__setitem__", "__set__", "register_hook", "retain_grad"})
+_SCALINGS = frozenset("mul multiply __mul__ __rmul__ div divide true_divide __truediv__ tanh".split())  # noqa: SIM905
+_CASTS = frozenset("float double half bfloat16 to type type_as".split())  # noqa: SIM905
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -453,19 +383,8 @@ def _name(func: Callable[..., Any]) -> str:
     return name
 
 
-def _base_name(name: str) -> tuple[str, bool]:
-    """`__imul__` and `mul_` to ("mul", in place); `__rsub__` to ("rsub", not)."""
-    if name.startswith("__") and name.endswith("__"):
-        name = name[2:-2]
-        if name in ("iadd", "isub", "imul", "itruediv", "idiv"):
-            return name[1:], True
-        return name, False
-    return (name[:-1], True) if name.endswith("_") else (name, False)
-
-
 def _changes_its_tensor(name: str) -> bool:
-    is_dunder = name.startswith("__")
-    in_place_arithmetic = (
-        is_dunder and name.startswith("__i") and name not in ("__iter__", "__invert__", "__index__", "__int__")
-    )
-    return name in _IN_PLACE_WORDS or in_place_arithmetic or (name.endswith("_") and not is_dunder)
+    if not name.startswith("__"):
+        return name.endswith("_") or name in ("register_hook", "retain_grad")
+    in_place = name.startswith("__i") and name not in ("__iter__", "__invert__", "__index__", "__int__")
+    return in_place or name in ("__setitem__", "__set__")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hightide.profiler.trial.quiet import Quiet
+from hightide.profiler.trial.quiet import Quiet, float32_precision
 
 RANDOM: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.5),
@@ -48,3 +48,21 @@ def test_draws_are_counted() -> None:
         torch.rand(())
         torch.ones(3) + 1
     assert quiet.draws == [6, 1]
+
+
+@pytest.mark.parametrize("way", ["older", "newer"])
+def test_products_are_exact_inside_and_as_the_user_has_them_outside(way: str) -> None:
+    """What is asked of torch's older way raises where the newer one was used."""
+    matmul = torch.backends.cuda.matmul
+    try:
+        if way == "older":
+            torch.set_float32_matmul_precision("medium")
+        else:
+            matmul.fp32_precision = "tf32"
+        with float32_precision():
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == "tf32"
+        assert way == "newer" or torch.get_float32_matmul_precision() == "medium"
+    finally:
+        matmul.fp32_precision = "ieee"
+        torch.set_float32_matmul_precision("highest")

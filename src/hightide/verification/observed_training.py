@@ -8,9 +8,9 @@ that in real training run beside the next forward.
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import warnings
 import zlib
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from hightide.ir.plan import Update
 from hightide.profiler.model.call_tree import Arguments
+from hightide.profiler.trial.state import GlobalRandom
 from hightide.runtime.blocks.batch import map_tensors
 from hightide.runtime.head.lazy_logits import LazyLogits
-from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
-from hightide.verification.copies import random_states, seed_all
+from hightide.verification.copies import seed_all
 
 AFTER = 0  # the number of what is seen after the last step
 OF_GRADIENT = ("gradient", "gradient norm")
@@ -56,72 +56,32 @@ class Loop:
     params: tuple[str, ...]  # names, in the order in which backward is through with them
 
 
-class ObservedTraining(ABC):
-    """A model that can be trained, and looked at."""
+class ObservedTraining:
+    """A model that is trained and looked at: a plain one, or one that `hightide.wrap` has returned."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, begin: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, begin: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """`begin`: values of the parameters before the first step; by default those that they have now."""
         self.model, self.optimizer = model, optimizer
-        self.begin = begin  # values of the parameters before the first step
+        self.begin = values_of(model) if begin is None else begin
         self.numbers = numbers_of(model)
-        self.shows_gradients = True
+        self.run = run_of(model)  # None: it is plain
+        self.device = next(model.parameters()).device if self.run is None else self.run.gpu.device
+        # With updates in backward they are used up by then.
+        self.shows_gradients = self.run is None or self.run.plan.update is Update.DEFERRED
 
-    @abstractmethod
     def placed(self, batch: Arguments) -> Arguments:
         """A copy of the batch, where a user's loop would have it."""
+        if self.run is not None:
+            return changed_batch(batch, torch.clone)
+        return changed_batch(batch, lambda tensor: tensor.to(self.device, copy=True))
 
-    @abstractmethod
-    def value_of(self, name: str) -> Tensor: ...
+    def value_of(self, name: str) -> Tensor:
+        return self.model.get_parameter(name).detach() if self.run is None else self.run.value_of(name)
 
-    @abstractmethod
     def states(self) -> dict[str, dict[str, Any]]:
         """Of the optimizer, by parameter."""
-
-    @abstractmethod
-    def device(self) -> torch.device: ...
-
-    def looking(self) -> AbstractContextManager[None]:
-        """Inside, copies of tensors do not count as the model's."""
-        return nullcontext()
-
-    def is_probing(self) -> bool:
-        return False
-
-
-class Plain(ObservedTraining):
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(model, optimizer, values_of(model))
-
-    def placed(self, batch: Arguments) -> Arguments:
-        return _mapped(batch, lambda tensor: tensor.to(self.device(), copy=True))
-
-    def value_of(self, name: str) -> Tensor:
-        return self.model.get_parameter(name).detach()
-
-    def states(self) -> dict[str, dict[str, Any]]:
-        names = {id(param): name for name, param in self.model.named_parameters()}
-        return {names[id(param)]: state for param, state in self.optimizer.state.items()}
-
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
-
-
-class Streamed(ObservedTraining):
-    """One that `hightide.wrap` has returned."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, begin: Mapping[str, Tensor]) -> None:
-        super().__init__(model, optimizer, begin)
-        run = run_of(model)
-        assert run is not None
-        self.run: Run = run
-        self.shows_gradients = run.plan.update is Update.DEFERRED  # else they are used up by now
-
-    def placed(self, batch: Arguments) -> Arguments:
-        return _mapped(batch, torch.clone)
-
-    def value_of(self, name: str) -> Tensor:
-        return self.run.value_of(name)
-
-    def states(self) -> dict[str, dict[str, Any]]:
         names = {id(param): name for name, param in self.model.named_parameters()}
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         saved = self.optimizer.state_dict()
@@ -129,14 +89,13 @@ class Streamed(ObservedTraining):
         by_number = dict(zip(numbers, params, strict=True))
         return {names[id(by_number[number])]: state for number, state in saved["state"].items()}
 
-    def device(self) -> torch.device:
-        return self.run.gpu.device
-
     def looking(self) -> AbstractContextManager[None]:
-        return self.run.gpu.unmetered()
+        """Inside, copies of tensors do not count as the model's."""
+        return nullcontext() if self.run is None else self.run.gpu.unmetered()
 
+    @property
     def is_probing(self) -> bool:
-        return self.run.probing
+        return self.run is not None and self.run.probing
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
@@ -145,16 +104,17 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
 
 def train(subject: ObservedTraining, loop: Loop, note: Note) -> None:
     """Trains as a user's loop does, then evaluates; tells `note` what is to be seen."""
-    seed_all()
+    seed_all(subject.device)
     with _watched(subject, loop.blocks, note) as begin:
         for step, batch in enumerate(loop.batches, 1):
             begin(step)
             _step(subject, loop, step, subject.placed(batch), note)
-        states = random_states(subject.device())
+        random = GlobalRandom(subject.device)
         _look_at_weights(subject, loop, note)
         _look_at_modules(subject, note)
-        for name, state in states.items():
-            note(Key("random state", name), torch.tensor(float(zlib.crc32(state)), dtype=torch.float64), 0.0)
+        for name, state in random.states.items():
+            content = pickle.dumps(state.numpy() if isinstance(state, Tensor) else state)
+            note(Key("random state", name), torch.tensor(float(zlib.crc32(content)), dtype=torch.float64), 0.0)
         begin(AFTER)
         subject.model.eval()
         with torch.no_grad():
@@ -182,7 +142,7 @@ def call(model: nn.Module, batch: Arguments) -> Any:
     return model(*batch.args, **batch.kwargs)
 
 
-def _mapped(batch: Arguments, change: Callable[[Tensor], Tensor]) -> Arguments:
+def changed_batch(batch: Arguments, change: Callable[[Tensor], Tensor]) -> Arguments:
     return Arguments(*map_tensors((batch.args, dict(batch.kwargs)), change))
 
 
@@ -198,7 +158,7 @@ def _watched(subject: ObservedTraining, blocks: tuple[str, ...], note: Note) -> 
         calls.clear()
 
     def see(block: str, output: Any) -> None:
-        if subject.is_probing():
+        if subject.is_probing:
             return
         calls[block] += 1
         again = f" (call {calls[block]})" if calls[block] > 1 else ""
