@@ -54,7 +54,7 @@ def main() -> None:
         limits = gpu * GIB, 118 * GIB
         terms = Terms(*limits, Update.IN_BACKWARD, gradients=GradientDtype.PARAM)
         found = search(Problem(profile, costs, machine, terms))
-        schedule, seconds = found.training, seconds_of(profile, found.plan, costs)
+        schedule, seconds = found.passes.last, seconds_of(profile, found.plan, costs)
         chunks = [action.chunk for action in schedule.actions if action.op is Op.UPDATE and action.lane is Lane.CPU]
         ordered = sorted(chunk for chunk in chunks if chunk is not None)
         before_s = simulated_step_s(schedule, seconds, machine, NUM_PASSES)

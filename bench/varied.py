@@ -212,7 +212,7 @@ def main() -> int:
         solution = Solution.of(problem.profile, plan)
         if rows:
             run.move_to(solution)
-        told_s = forecast(problem, solution.placement, solution.training).step_s
+        told_s = forecast(problem, solution.placement, solution.passes).step_s
         rows.append(Row(label, plan, told_s, measure(run, step, options.steps)))
         print(
             f"# {label}: {rows[-1].found_s:.3f} s, {time.perf_counter() - started_s:.0f} s since the start", flush=True

@@ -58,6 +58,7 @@ def wrap(
     compile: bool = False,
     device: str | torch.device | None = None,
     blocks: BlockChoice | None = None,
+    accumulate: int = 1,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Makes a model and its optimizer train within limits; the training loop stays as it is. Returns the same model,
     and a new optimizer with the same groups and states: use it from now on in place of the one that was given.
@@ -69,7 +70,8 @@ def wrap(
     dtype: half the bytes to move and to keep on the host. `compile` compiles the blocks with torch.compile, equal ones
     once. `device`: CUDA where there is one, else 'cpu', the simulated accelerator: a bounded arena in RAM.
     `blocks` names the modules that move as a whole, by patterns of their names ("model.layers.*") or by their classes;
-    by default they are found. A plan that was made with it needs it again.
+    by default they are found. A plan that was made with it needs it again. `accumulate` is how often the loop calls
+    backward before each step, each time with a batch like the example: the step is planned as a whole.
     """
     place = chosen_device(device)
     if plan is not None and not isinstance(plan, Plan):
@@ -83,6 +85,7 @@ def wrap(
         raise ValueError(
             f"update={update!r}, but the plan was made with update={str(plan.update)!r}; make a new plan with it"
         )
+    _check_accumulate(accumulate, plan)
     rounding = _gradients(gradients)
     if plan is not None and rounding not in (GradientDtype.FLOAT32, plan.gradients):
         raise ValueError(
@@ -96,7 +99,7 @@ def wrap(
             solution: Solution
             if plan is None:
                 sizes = _resolve(limits or Limits(), place, model, optimizer)
-                terms = Terms(*sizes, timing, micro_batch, rule.states, rounding)
+                terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, accumulate=accumulate)
                 solution = _searched(profiled, optimizer, place, compile, terms)
             else:
                 check_executable(plan)
@@ -155,15 +158,17 @@ def plan(
     compile: bool = False,
     device: str | torch.device | None = None,
     blocks: BlockChoice | None = None,
+    accumulate: int = 1,
 ) -> Plan:
     """The plan that `wrap` would use, without touching the model."""
     rule, place = rule_for(check_fresh(model, optimizer)), chosen_device(device)
     timing, rounding = _timing(update), _gradients(gradients)
     _check_limits(limits)
+    _check_accumulate(accumulate)
     with deferred, shown("hightide.plan"), checkpointing.off(model):
         profiled = _profile(model, optimizer, batch, blocks, place)
         sizes = _resolve(limits or Limits(), place, model, optimizer)
-        terms = Terms(*sizes, timing, micro_batch, rule.states, rounding)
+        terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, accumulate=accumulate)
         return _searched(profiled, optimizer, place, compile, terms).plan
 
 
@@ -217,6 +222,15 @@ def check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.opt
 def _check_limits(limits: Limits | None) -> None:
     if limits is not None and not isinstance(limits, Limits):
         raise ValueError(f"limits is a {type(limits).__name__}; pass hightide.Limits(gpu='24GiB', host='96GiB')")
+
+
+def _check_accumulate(accumulate: int, plan: Plan | None = None) -> None:
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate={accumulate!r}; pass how many times backward is called before each step, as 4")
+    if plan is not None and accumulate not in (1, plan.accumulate):
+        raise ValueError(
+            f"accumulate={accumulate}, but the plan was made with accumulate={plan.accumulate}; make a new plan with it"
+        )
 
 
 def has_cuda() -> bool:

@@ -10,6 +10,7 @@ import torch
 
 import hightide
 import models
+from hightide.ir.passes import Passes
 from hightide.planner.solution import Solution
 from hightide.stores import device_limit
 from hightide.stores.store import OutOfMemory
@@ -61,7 +62,7 @@ def test_a_slab_that_cannot_be_had_leaves_the_run_as_it_was(kind: str, dtype: to
     too_much = 2 * torch.cuda.get_device_properties(0).total_memory
     plan = placed(run.plan, "resident")
     solution = Solution.of(run.profile, replace(plan, gpu_limit_bytes=too_much))
-    solution = replace(solution, training=replace(solution.training, gpu_base_bytes=too_much))
+    solution = replace(solution, passes=Passes.of(replace(solution.passes.last, gpu_base_bytes=too_much)))
     with pytest.raises(OutOfMemory) as caught:
         run.move_to(solution)
     assert any("the old plan stays" in note for note in caught.value.__notes__)

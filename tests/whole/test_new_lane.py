@@ -12,6 +12,7 @@ import pytest
 from hightide.ir import codec
 from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.machine import Machine, Speeds
+from hightide.ir.passes import Passes
 from hightide.ir.tier import Lane, Picking, Tier
 from hightide.ir.timeline import Timeline
 from hightide.observe.timing import measure
@@ -89,17 +90,17 @@ def test_without_contention_it_runs_at_its_own_speed(network: Lane) -> None:
     both = schedule(copy("in", Lane.H2D, 3000), copy("all", network, 10), tick(0, after=("in", "all")))
     made = with_speeds(Speeds((network,), (2.0,)))
     assert made.speeds_of(set(Lane) - {Lane.COMPUTE, Lane.DISK_READ, Lane.DISK_WRITE})[network] == 2.0
-    result = simulate(both, lambda _: 0.0, made, num_passes=1)
+    result = simulate(both, lambda _: 0.0, made, num_steps=1)
     assert {span.id: span.end_s for span in result.spans} == pytest.approx({"in": 3.0, "all": 5.0, "tick.0": 5.0})
     assert result.stall_s == {network: pytest.approx(5.0)} and result.busy_s[network] == pytest.approx(5.0)
     with pytest.raises(ValueError, match="says nothing about its network"):
-        simulate(both, lambda _: 0.0, machine(), num_passes=1)
+        simulate(both, lambda _: 0.0, machine(), num_steps=1)
 
 
 def test_lanes_slow_it_down_that_it_was_measured_with(network: Lane) -> None:
     both = schedule(copy("in", Lane.H2D, 3000), copy("all", network, 10), tick(0, after=("in", "all")))
     made = with_speeds(Speeds((network,), (2.0,)), Speeds((network, Lane.H2D), (1.0, 500.0)))
-    result = simulate(both, lambda _: 0.0, made, num_passes=1)
+    result = simulate(both, lambda _: 0.0, made, num_steps=1)
     # Both are slow for 6 s; then 4 of its 10 bytes are left, at its own speed.
     assert {span.id: span.end_s for span in result.spans} == pytest.approx({"in": 6.0, "all": 8.0, "tick.0": 8.0})
     # No measurement has all three. Two of them were measured together, twice: the slower one counts.
@@ -116,7 +117,7 @@ def test_what_it_did_is_compared(network: Lane, planned: Schedule) -> None:
 
 def test_a_simulated_step_shows_it(network: Lane, planned: Schedule) -> None:
     made = with_speeds(Speeds((network,), (300.0,)))
-    solution = Solution(PROFILE, Placement(PLAN), planned, peaks(planned))
+    solution = Solution(PROFILE, Placement(PLAN), Passes.of(planned), peaks(planned))
     timeline = simulated_timeline(solution, simulate(planned, one_second, made), made)
     assert codec.from_json(Timeline, codec.to_json(timeline)) == timeline
     panel = data_of(timeline_html("a plan", timeline))["panels"][0]
@@ -143,8 +144,9 @@ def test_what_its_thread_records_becomes_a_timeline(
     assert measure(steps).lane_s[network] > 0
     spans = [Span(one.pass_index, one.lane, one.id, one.started_s, one.ended_s) for one in steps[-1]]
     window_s = (spans[0].start_s, spans[-1].end_s)
-    levels = tide(PLAN, planned, spans, window_s[0])
-    timeline = step_timeline(PLAN, planned, spans, window_s, SIMULATED_PARTS, levels, (0, None), "measured here")
+    schedules = {spans[0].pass_index: planned}
+    levels = tide(PLAN, schedules, spans, window_s[0])
+    timeline = step_timeline(PLAN, schedules, spans, window_s, SIMULATED_PARTS, levels, (0, None), "measured here")
     bars = [bar["id"] for bar in json.loads(codec.to_json(timeline))["bars"] if bar["lane"] == "network"]
     assert bars == [action.id for action in planned.lane(network)]
     assert "between GPUs" in timeline_html("a run", timeline, timeline)

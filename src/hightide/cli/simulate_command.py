@@ -26,7 +26,7 @@ from hightide.planner.predict.tide import simulated_timeline
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.solution import Solution
 from hightide.planner.verify.check_plan import check_costs, check_plan, check_profile
-from hightide.planner.verify.verify_schedule import verify
+from hightide.planner.verify.verify_schedule import verify_step
 from hightide.report.summary import gpu_room, limiting, rows
 
 
@@ -55,8 +55,8 @@ def simulate(options: SimulateOptions, device: torch.device, console: Console) -
     check_costs(profile, costs)
     measured = _measured(options.measured, plan)
     solution, problem = Solution.of(profile, plan), Problem(profile, costs, machine, Terms.of(plan))
-    verify(profile, solution.placement, solution.training)
-    step = forecast(problem, solution.placement, solution.training)
+    verify_step(profile, solution.placement, solution.passes)
+    step = forecast(problem, solution.placement, solution.passes)
     timeline = simulated_timeline(solution, step.simulated, machine)
     _show(console, step, timeline, measured, costs)
     if options.json is not None:

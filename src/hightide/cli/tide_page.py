@@ -41,7 +41,7 @@ def _facts(solution: Solution) -> str:
     profile, plan = solution.profile, solution.plan
     numel = sum(spec.numel for spec in profile.params)
     blocks = len({call.block for call in profile.calls})
-    moved = {lane: sum(one.num_bytes for one in solution.training.lane(lane)) for lane in (Lane.H2D, Lane.D2H)}
+    moved = {lane: solution.passes.moved_bytes(lane) for lane in (Lane.H2D, Lane.D2H)}
     return (
         f"{count(numel)} parameters in {blocks} blocks, {plan.num_samples} samples in micro-batches of "
         f"{plan.micro_batch}, updates {str(plan.update).replace('_', ' ')}; {format_bytes(moved[Lane.H2D])} to the GPU "

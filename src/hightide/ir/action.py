@@ -20,7 +20,7 @@ from hightide.ir.tier import ChunkKind, Lane, Tier
 class Op(StrEnum):
     FORWARD = "forward"  # tick: one call of a block, all its micro-batches
     BACKWARD = "backward"  # tick
-    STEP = "step"  # tick: the user called optimizer.step()
+    STEP = "step"  # tick: the user called optimizer.step(); or, before more passes of a step, only the end of this one
     FETCH = "fetch"  # PARAM or GRAD towards the GPU
     EVICT = "evict"  # drop a clean copy
     CLEAR = "clear"  # open a gradient at zero
@@ -77,11 +77,34 @@ def _key(op: Op, number: int | None, kind: ChunkKind | None, at: ActionKey | Non
 
 
 class Mode(StrEnum):
-    """Which pass over the model a schedule describes."""
+    """Which pass over the model a schedule describes. A step that was planned as several passes has FIRST, MIDDLE and
+    LAST ones."""
 
     TRAIN = "train"  # forward, backward, step; gradients start at zero
     ACCUMULATE = "accumulate"  # the same, on top of gradients that exist already
+    FIRST = "first"  # forward and backward; gradients start at zero, and more will be added
+    MIDDLE = "middle"  # the same, on top of these
+    LAST = "last"  # the same, and then the step
     EVAL = "eval"  # forward only
+
+    @property
+    def trains(self) -> bool:
+        return self is not Mode.EVAL
+
+    @property
+    def starts_sums(self) -> bool:
+        """Gradients start at zero."""
+        return self in (Mode.TRAIN, Mode.FIRST)
+
+    @property
+    def continues_step(self) -> bool:
+        """Nothing was updated since the pass before: its parameters are still good."""
+        return self in (Mode.MIDDLE, Mode.LAST)
+
+    @property
+    def ends_step(self) -> bool:
+        """Its gradients are final: the update follows."""
+        return self in (Mode.TRAIN, Mode.ACCUMULATE, Mode.LAST)
 
 
 @dataclass(frozen=True)
@@ -192,6 +215,7 @@ class Schedule:
     host_base_bytes: int
     actions: tuple[Action, ...]
     disk_base_bytes: int = 0  # nothing comes and goes there
+    standing: tuple[tuple[int, int], ...] = ()  # chunks that are in slots when it begins: (chunk, first slot)
 
     @cached_property
     def ticks(self) -> tuple[Action, ...]:
@@ -207,7 +231,8 @@ class Schedule:
     def to_text(self) -> str:
         rules = " ".join(f"{lane}:{lane.picking.replace(' ', '_')}" for lane in Lane)
         bases = f"gpu_base={self.gpu_base_bytes} host_base={self.host_base_bytes} disk_base={self.disk_base_bytes}"
-        head = f"# schedule mode={self.mode} {bases} rules={rules}"
+        standing = ",".join(f"{chunk}:{slot}" for chunk, slot in self.standing)
+        head = f"# schedule mode={self.mode} {bases} rules={rules}" + (f" standing={standing}" if standing else "")
         return "\n".join([head, *(str(action) for action in self.actions)]) + "\n"
 
     @classmethod
@@ -218,4 +243,6 @@ class Schedule:
             raise ValueError(f"not a schedule: the first line is {head[:80]!r}")
         actions = tuple(Action.parse(line) for line in lines if line.strip() and not line.startswith("#"))
         gpu, host, disk = (int(words[f"{tier}_base"]) for tier in ("gpu", "host", "disk"))
-        return cls(Mode(words["mode"]), gpu, host, actions, disk)
+        pairs = [pair.split(":") for pair in words["standing"].split(",")] if "standing" in words else []
+        standing = tuple((int(chunk), int(slot)) for chunk, slot in pairs)
+        return cls(Mode(words["mode"]), gpu, host, actions, disk, standing)

@@ -19,7 +19,7 @@ EDITED = (
     "EDITED since it was made; the lines below are about the plan as it was then.\n"
     "wrap verifies it as it is, and stats(model).plan.explain() is about that.\n\n"
 )
-PLAN_VERSION = 5  # raised whenever a file of before cannot be read, or would mean other bytes
+PLAN_VERSION = 6  # raised whenever a file of before cannot be read, or would mean other bytes
 
 
 class Update(StrEnum):
@@ -48,6 +48,8 @@ class BlockPlan:
     activation: Activation
     inputs: Tier  # where the block's inputs wait for backward
     held: Tier = Tier.GPU  # where that waits which the block has computed and holds (`activation`). HOST: swapped
+    # Where sums of gradients wait between the passes of one step. GPU: they stay, whatever `states` is
+    sums: Tier = Tier.HOST
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Forecast:
 class Plan:
     version: int
     fingerprint: str  # of the model it was made for
-    num_samples: int  # the largest batch it holds
+    num_samples: int  # in the largest batch it holds; a step has `accumulate` of them
     micro_batch: int
     update: Update
     num_slots: int
@@ -82,6 +84,7 @@ class Plan:
     forecast: Forecast
     explanation: str  # the text of explain(), written by the planner when the plan was made
     gradients: GradientDtype = GradientDtype.FLOAT32
+    accumulate: int = 1  # passes, each a forward and a backward, before every step
     loss_kept_tokens: int = 0  # whose logits stay on the GPU from forward to backward: the rest is projected twice
     disk_limit_bytes: int = 0
     num_disk_buffers: int = 0  # of each kind, on the host: what lives on disk passes through them

@@ -54,7 +54,7 @@ def record(run: Run) -> Iterator[Recording]:
         passes.end_pass()
         run.lanes.streams.recording = False
         run.executor.wait_for_updates()
-        if passes.last_pass > passes.first_pass:
+        if passes.has_step_before:
             recording._timeline = _last_step(run, passes, _clock(run.gpu.device))
         else:
             recording._missing = (
@@ -67,7 +67,8 @@ def record(run: Run) -> Iterator[Recording]:
 
 
 class _SteppedPasses:
-    """Which pass stepped last, however many others (evaluations) follow, and what the GPU held in it at most."""
+    """Which pass stepped last, however many others (evaluations) follow, and what the GPU held in it at most. A step of
+    several passes ends with it."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -78,6 +79,7 @@ class _SteppedPasses:
         self.last_pass = 0  # that stepped
         self.num_steps = 0
         self.peak = run.gpu.lap()
+        run.lanes.keep_pass(None, num_before=2 * run.plan.accumulate + 1)  # steps of a few evaluations between
 
     def end_pass(self) -> None:
         lanes, peak = self._run.lanes, self._run.gpu.lap()
@@ -85,6 +87,11 @@ class _SteppedPasses:
         if index >= self.first_pass and any(record.id in self._steps for record in lanes.records_of(index)):
             self.last_pass, self.num_steps, self.peak = index, self.num_steps + 1, peak
             lanes.keep_pass(index)
+
+    @property
+    def has_step_before(self) -> bool:
+        """Before all passes of the last step."""
+        return self.last_pass - self._run.plan.accumulate >= self.first_pass
 
 
 def _clock(device: torch.device) -> Callable[[torch.cuda.Event], float]:
@@ -107,26 +114,33 @@ def _marked(device: torch.device) -> tuple[float, float, torch.cuda.Event]:
 
 
 def _last_step(run: Run, passes: _SteppedPasses, clock: Callable[[torch.cuda.Event], float]) -> Timeline:
-    schedules = [program.schedule for program in run.executor.programs.values()]
     last = passes.last_pass
+    before = last - run.plan.accumulate  # the pass that ended before the step began
     records = [record for record in run.lanes.records if passes.first_pass <= record.pass_index <= last]
     spans = [_span(record, clock) for record in records]
     ended_s = [
         max(span.end_s for span in spans if span.pass_index == index and span.lane is Lane.COMPUTE)
-        for index in (last - 1, last)
+        for index in (before, last)
     ]
-    done = [record for record in records if record.pass_index == last]
-    schedule = min(schedules, key=lambda one: len(compare(one, done)))  # a pass may change it in the middle
+    done = [record for record in records if record.pass_index > before]
+    schedules = {index: _followed(run, done, index) for index in range(before + 1, last + 1)}
     return step_timeline(
         run.plan,
-        schedule,
+        schedules,
         spans,
         (ended_s[0], ended_s[1]),
         PARTS,
-        _levels(run, schedule, [(_span(record, clock), record.gpu_bytes) for record in done], ended_s[0]),
+        _levels(run, schedules[last], [(_span(record, clock), record.gpu_bytes) for record in done], ended_s[0]),
         (passes.peak.tensor_bytes, passes.peak.reserved_bytes),
         f"measured on {_name(run.gpu.device)}",
     )
+
+
+def _followed(run: Run, done: list[LaneRecord], index: int) -> Schedule:
+    """The schedule that a pass went by: it may have changed it in the middle."""
+    schedules = [program.schedule for program in run.executor.programs.values()]
+    records = [record for record in done if record.pass_index == index]
+    return min(schedules, key=lambda one: len(compare(one, records)))
 
 
 def _span(record: LaneRecord, clock: Callable[[torch.cuda.Event], float]) -> Span:

@@ -26,12 +26,13 @@ class Measured:
 
 
 class StepTimes:
-    """Of whole batches with one backward per step, which is what a plan forecasts."""
+    """Of whole batches with as many backwards per step as were planned, which is what a plan forecasts."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._records: dict[int, list[LaneRecord]] = {}  # of consecutive passes, each a step
+        self._records: dict[int, list[LaneRecord]] = {}  # of consecutive steps, by their last pass
         self._last_pass = -1
+        run.lanes.keep_pass(None, num_before=2 * run.plan.accumulate)
 
     def begin_pass(self) -> None:
         if self._run.num_steps >= WARM_STEPS:
@@ -42,14 +43,15 @@ class StepTimes:
         self._run.lanes.streams.timing = False
 
     def end_step(self) -> Measured | None:
-        """None: not yet. A pass is whole when the next one has ended: its updates run until then."""
-        lanes = self._run.lanes
+        """None: not yet. A step is whole when the next one has ended: its updates run until then."""
+        lanes, number = self._run.lanes, self._run.plan.accumulate
         index, before = lanes.pass_index, self._last_pass
         self._last_pass = index
-        if index != before + 1 or not self._run.is_whole_batch or self._run.num_steps <= WARM_STEPS:
+        if index != before + number or not self._run.is_whole_batch or self._run.num_steps <= WARM_STEPS:
             self._records.clear()
             return None
-        self._records[before] = lanes.records_of(before)
+        passes = range(before - number + 1, before + 1)
+        self._records[before] = [record for one in passes for record in lanes.records_of(one)]
         if not self._is_timed(self._records[before]):
             self._records.clear()
         passed = [one for one, records in sorted(self._records.items()) if all(map(_has_passed, records))]
@@ -79,10 +81,7 @@ def measure(steps: Sequence[Sequence[LaneRecord]]) -> Measured:
 
 def lane_seconds(step: StepForecast) -> dict[Lane, float]:
     """In which each lane is to be busy, for one step's actions."""
-    seconds = dict.fromkeys(Lane, 0.0)
-    for span in step.simulated.spans:
-        seconds[span.lane] += span.end_s - span.start_s
-    return seconds
+    return step.simulated.action_s
 
 
 def lanes_off(measured: Measured, step: StepForecast, most_off: float) -> dict[Lane, float]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hightide.ir.action import Mode, Op
+from hightide.ir.action import Op
 from hightide.ir.plan import Update
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.observe.timing import WARM_STEPS, Measured, StepTimes, lane_seconds, lanes_off
@@ -171,7 +171,7 @@ class Watch:
     @property
     def _sees_blocks(self) -> bool:
         """In training: an evaluation runs them unsplit."""
-        return self._sees_memory and self._is_warm and self._run.executor.mode is Mode.TRAIN
+        return self._sees_memory and self._is_warm and self._run.executor.is_training
 
     @property
     def _is_alone(self) -> bool:
@@ -206,7 +206,7 @@ class Watch:
     def _leaner(self, shortage: MemoryShortage, must: bool = False) -> _Next | None:
         """None: it goes on as it is, and the user knows why. `must`: it cannot."""
         corrected = with_more_memory(self.problem, self._run.plan, shortage)
-        expected = begun_bytes(self._solution.training, self.problem.machine, shortage.num_ticks)
+        expected = begun_bytes(self._solution.passes.last, self.problem.machine, shortage.num_ticks)
         reason = (
             f"the GPU needs {_bytes(shortage.needed_bytes)} at least, where {_bytes(expected)} were forecast"
             f"{self._wider(shortage.factors)}"
@@ -287,7 +287,7 @@ class Watch:
         return "No lane was faster than forecast: they overlap more"
 
     def _faster(self, corrected: Problem, reason: str) -> _Next | None:
-        present_s = forecast(corrected, self._solution.placement, self._solution.training).step_s
+        present_s = forecast(corrected, self._solution.placement, self._solution.passes).step_s
         found = search(corrected)
         try:
             self._check_room()

@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from hightide.ir.block import DTYPE_BYTES
 from hightide.ir.chunk import GRAD_BYTES, LEAVING_NUMEL, REGION_BYTES, STAGING_NUMEL, ChunkSpec, Layout
@@ -28,9 +29,18 @@ class Buffer(StrEnum):
     UPDATED = "updated"  # and what an update works on. See [Note: rings of buffers] in lower/pass_through_disk.py
 
 
+SUM_DTYPE = "float32"  # of sums of gradients
 STAGING = (Buffer.LEAVING, Buffer.ARRIVING, Buffer.ROUNDING)
 RINGS = (Buffer.READ, Buffer.WRITTEN, Buffer.UPDATED)
 BUFFER_TIERS = {buffer: Tier.HOST if buffer in RINGS else Tier.GPU for buffer in Buffer}
+
+
+class Home(NamedTuple):
+    """What a plan says about the bytes of a block's chunks."""
+
+    params: Tier
+    states: Tier
+    sums: Tier  # of gradients, between the passes of a step
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -42,9 +52,10 @@ class ChunkPlace:
     home: Tier  # where an update leaves the values. Not `params` where a persistent chunk is updated elsewhere
     grad: Tier | None  # where a finished gradient waits. None: the update reads it from its slot or buffer, or none is
     states: Tier
-    grad_dtype: str  # of a finished gradient, wherever it is. Its sum on the GPU is fp32
-    grad_bytes: int  # of a finished gradient, on the link and beyond
-    rounds: bool
+    stays: bool  # its sum has a place of its own on the GPU from the first pass of a step to the last, then it leaves
+    grad_dtype: str  # of a gradient at home. Its sum on the GPU is fp32
+    grad_bytes: int  # of a gradient on the link and at home
+    rounds_to: str | None  # the dtype to which a finished gradient is rounded
     rounds_in_place: bool  # where it is summed: nobody else would do it, or more is added later
     update_bytes: int  # that an update touches, each array once
     num_slots: int  # that its parameters take at once
@@ -69,6 +80,16 @@ class ChunkPlace:
         return self.num_grad_slots > 0
 
     @property
+    def leaves(self) -> bool:
+        """Its gradient goes from the GPU to another tier."""
+        return self.stays or (self.num_grad_slots > 0 and self.states is not Tier.GPU)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Its gradient is rounded on its way home."""
+        return self.grad_dtype != SUM_DTYPE
+
+    @property
     def is_used_up(self) -> bool:
         """Its gradient is summed in a grad slot, and its update, right afterwards on the GPU, is the last to read it:
         so it needs no place of its own."""
@@ -91,36 +112,43 @@ class ChunkPlace:
 
 class ChunkPlaces:
     """The records of one layout's chunks, each made once. Searches ask about thousands of plans, but a chunk's record
-    depends on nothing but where its block's parameters and states live."""
+    depends on nothing but where its block's parameters, states and sums live."""
 
-    def __init__(self, layout: Layout, update: Update, gradients: GradientDtype) -> None:
-        self.layout, self._update, self._gradients = layout, update, gradients
-        self._made: dict[tuple[int, Tier, Tier], ChunkPlace] = {}
+    def __init__(self, layout: Layout, update: Update, gradients: GradientDtype, accumulate: int = 1) -> None:
+        self.layout, self._update, self._gradients, self._accumulate = layout, update, gradients, accumulate
+        self._made: dict[tuple[int, Home], ChunkPlace] = {}
 
-    def at(self, chunk: ChunkSpec, params: Tier, states: Tier) -> ChunkPlace:
-        key = (chunk.index, params, states)
+    def at(self, chunk: ChunkSpec, home: Home) -> ChunkPlace:
+        key = (chunk.index, home)
         if key not in self._made:
-            self._made[key] = self._place(chunk, params, states)
+            self._made[key] = self._place(chunk, *home)
         return self._made[key]
 
-    def _place(self, chunk: ChunkSpec, params: Tier, states: Tier) -> ChunkPlace:
+    def _place(self, chunk: ChunkSpec, params: Tier, states: Tier, sums: Tier) -> ChunkPlace:
         trained, layout = chunk.trainable_numel > 0, self.layout
         if states is Tier.GPU and trained:  # what is frozen in the block may stream
             params = Tier.GPU
         is_updated_elsewhere = params is Tier.GPU is not states and chunk.optimised_numel > 0
         home = Tier.HOST if is_updated_elsewhere else params
         # One backward makes the gradient, and one update reads all of it right away. On the host it has a home anyway.
-        summed_once = chunk.num_backwards == 1 and chunk.optimised_numel == chunk.trainable_numel
+        several = self._accumulate > 1
+        summed_once = not several and chunk.num_backwards == 1 and chunk.optimised_numel == chunk.trainable_numel
         is_read_at_once = self._update is Update.IN_BACKWARD and summed_once and states is not Tier.HOST
         grad = states if trained and not is_read_at_once else None
+        leaves = states is not Tier.GPU
+        stays = several and trained and leaves and sums is Tier.GPU
         # A dtype that is wider than the sum would only repeat zeros.
-        narrow = self._gradients is GradientDtype.PARAM and DTYPE_BYTES[chunk.dtype] < GRAD_BYTES
-        grad_dtype = chunk.dtype if narrow else "float32"
+        rounds = trained and self._gradients is GradientDtype.PARAM and DTYPE_BYTES[chunk.dtype] < GRAD_BYTES
+        # At home a sum to which other passes add is not rounded yet.
+        narrow = rounds and (stays or not several)
+        grad_dtype = chunk.dtype if narrow else SUM_DTYPE
         grad_bytes = chunk.trainable_numel * DTYPE_BYTES[grad_dtype]
 
         copies = {(ChunkKind.PARAM, tier): chunk.param_bytes for tier in dict.fromkeys((params, home))}
         if grad is not None:
             copies[ChunkKind.GRAD, grad] = chunk.grad_bytes if grad is Tier.GPU else grad_bytes
+        if stays:
+            copies[ChunkKind.GRAD, Tier.GPU] = chunk.grad_bytes
         if chunk.state_bytes:
             copies[ChunkKind.STATE, states] = chunk.state_bytes
         bytes_on = dict.fromkeys(Tier, 0)
@@ -128,14 +156,14 @@ class ChunkPlaces:
             bytes_on[tier] += region_bytes(num_bytes)
 
         num_slots = 0 if params is Tier.GPU else layout.num_slots(chunk)
-        num_grad_slots = layout.num_grad_slots(chunk) if trained and grad is not Tier.GPU else 0
-        rounds, leaves = narrow and trained, states is not Tier.GPU
+        num_grad_slots = layout.num_grad_slots(chunk) if trained and grad is not Tier.GPU and not stays else 0
+        rounds_in_place = rounds and (not narrow or not leaves or (chunk.num_backwards > 1 and not several))
         on_disk = sum(num_bytes for (_, tier), num_bytes in copies.items() if tier is Tier.DISK)
         buffers = {
             Buffer.SLOT: -(-chunk.param_bytes // num_slots) if num_slots else 0,
             Buffer.GRAD_SLOT: -(-chunk.grad_bytes // num_grad_slots) if num_grad_slots else 0,
-            Buffer.LEAVING: _staged_bytes(chunk, LEAVING_NUMEL) if rounds and leaves else 0,
-            Buffer.ARRIVING: _staged_bytes(chunk, STAGING_NUMEL) if rounds and leaves else 0,
+            Buffer.LEAVING: _staged_bytes(chunk, LEAVING_NUMEL) if narrow and leaves else 0,
+            Buffer.ARRIVING: _staged_bytes(chunk, STAGING_NUMEL) if narrow and leaves else 0,
             Buffer.ROUNDING: _staged_bytes(chunk, STAGING_NUMEL) if rounds else 0,
             # Sums go on, in tied chunks and where gradients are accumulated: those on disk come back too.
             Buffer.READ: max(copies.get((kind, Tier.DISK), 0) for kind in (ChunkKind.PARAM, ChunkKind.GRAD)),
@@ -149,10 +177,11 @@ class ChunkPlaces:
             home,
             grad,
             states,
+            stays,
             grad_dtype,
             grad_bytes,
-            rounds=rounds,
-            rounds_in_place=rounds and (not leaves or chunk.num_backwards > 1),
+            rounds_to=chunk.dtype if rounds else None,
+            rounds_in_place=rounds_in_place,
             update_bytes=chunk.optimised_numel * (read_grad_bytes + DTYPE_BYTES[chunk.dtype]) + chunk.state_bytes,
             num_slots=num_slots,
             num_grad_slots=num_grad_slots,
@@ -168,11 +197,10 @@ class Placement:
 
     def __init__(self, plan: Plan, places: ChunkPlaces | None = None) -> None:
         """`places`: those of the plan's layout, for those who ask about many plans."""
-        places = places or ChunkPlaces(plan.layout, plan.update, plan.gradients)
-        self.plan, blocks = plan, plan.blocks
-        self.chunks = tuple(
-            places.at(chunk, blocks[chunk.block].params, blocks[chunk.block].states) for chunk in plan.layout.chunks
-        )
+        places = places or ChunkPlaces(plan.layout, plan.update, plan.gradients, plan.accumulate)
+        homes = [Home(block.params, block.states, block.sums) for block in plan.blocks]
+        self.plan = plan
+        self.chunks = tuple(places.at(chunk, homes[chunk.block]) for chunk in plan.layout.chunks)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Placement) and self.plan == other.plan
@@ -208,7 +236,7 @@ class Placement:
         blocks = self.plan.blocks
         homes = [blocks[index if owner is None else owner] for index, owner in enumerate(self.owners)]
         found = zip(blocks, homes, strict=True)
-        return tuple(replace(block, params=home.params, states=home.states) for block, home in found)
+        return tuple(replace(b, params=home.params, states=home.states, sums=home.sums) for b, home in found)
 
     @cached_property
     def bytes_on(self) -> Mapping[Tier, int]:
@@ -245,7 +273,7 @@ class Placement:
     @property
     def has_leaving(self) -> bool:
         """Gradients go from grad slots to another tier."""
-        return any(place.in_grad_slot and not place.is_used_up for place in self.chunks)
+        return any(place.in_grad_slot and place.leaves for place in self.chunks)
 
     def widest_tick(self, called: set[int]) -> tuple[int, int]:
         """Slots and grad slots that the most demanding of the called blocks needs at once."""

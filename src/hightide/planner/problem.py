@@ -23,13 +23,15 @@ class Terms:
     states: StateSpecs = ADAM_STATES  # that the update rule keeps of each parameter
     gradients: GradientDtype = GradientDtype.FLOAT32
     disk_bytes: int = 0
+    accumulate: int = 1  # passes before every step; each has the profile's samples
 
     @classmethod
     def of(cls, plan: Plan) -> Terms:
         """Those that a plan was made for."""
         limits = plan.gpu_limit_bytes, plan.host_limit_bytes
         states = next((chunk.rule_states for chunk in plan.layout.chunks if chunk.optimised_numel), ())
-        return cls(*limits, plan.update, plan.micro_batch, states, plan.gradients, plan.disk_limit_bytes)
+        disk_bytes, accumulate = plan.disk_limit_bytes, plan.accumulate
+        return cls(*limits, plan.update, plan.micro_batch, states, plan.gradients, disk_bytes, accumulate)
 
     @property
     def limits(self) -> dict[Tier, int]:

@@ -13,15 +13,16 @@ from functools import cached_property
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.machine import Machine
+from hightide.ir.passes import Passes
 from hightide.ir.plan import Forecast, Plan
 from hightide.planner.advice.explain import explain
-from hightide.planner.lower import lower, modes_of
+from hightide.planner.lower import lower, lower_step, modes_beside
 from hightide.planner.placement import Placement
-from hightide.planner.predict.peaks import Peaks, bytes_forecast, peaks
+from hightide.planner.predict.peaks import Peaks, bytes_forecast, step_peaks
 from hightide.planner.predict.step_seconds import StepForecast, forecast
 from hightide.planner.problem import Problem
 from hightide.planner.search.candidate import Candidate
-from hightide.planner.verify.verify_schedule import verify
+from hightide.planner.verify.verify_schedule import verify, verify_step
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,15 @@ class Solution:
 
     profile: ModelProfile
     placement: Placement
-    training: Schedule
-    peaks: Peaks  # of the training step
+    passes: Passes  # of the training step
+    peaks: Peaks  # of these
 
     @classmethod
     def of(cls, profile: ModelProfile, plan: Plan) -> Solution:
         """Of a plan that nobody has searched."""
         placement = Placement(plan)
-        training = lower(profile, plan, Mode.TRAIN, placement)
-        return Solution(profile, placement, training, peaks(training))
+        passes = lower_step(profile, plan, placement)
+        return Solution(profile, placement, passes, step_peaks(passes))
 
     @property
     def plan(self) -> Plan:
@@ -47,20 +48,19 @@ class Solution:
     @cached_property
     def schedules(self) -> Mapping[Mode, Schedule]:
         """In every mode in which the plan may run."""
-        return {
-            mode: self.training if mode is Mode.TRAIN else lower(self.profile, self.plan, mode, self.placement)
-            for mode in modes_of(self.plan)
-        }
+        beside = {mode: lower(self.profile, self.plan, mode, self.placement) for mode in modes_beside(self.plan)}
+        return {**self.passes.by_mode, **beside}
 
     def verify(self) -> None:
         """Raises InfeasiblePlan."""
-        for schedule in self.schedules.values():
-            verify(self.profile, self.placement, schedule)
+        verify_step(self.profile, self.placement, self.passes)
+        for mode in modes_beside(self.plan):
+            verify(self.profile, self.placement, self.schedules[mode])
 
     def described(self, machine: Machine | None = None) -> Solution:
         """With a forecast and an explanation of its own: of a plan that a person has made. Nobody has simulated it."""
-        sizes = bytes_forecast(self.training, self.peaks, machine)
-        return replace(self, placement=_explained(self.profile, self.placement, sizes, self.training, self.peaks))
+        sizes = bytes_forecast(self.passes, self.peaks, machine)
+        return replace(self, placement=_explained(self.profile, self.placement, sizes, self.passes, self.peaks))
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,13 @@ class Searched(Solution):
 
     @classmethod
     def made(cls, problem: Problem, candidate: Candidate, placement: Placement, num_simulated: int) -> Searched:
-        profile, training = problem.profile, lower(problem.profile, placement.plan, Mode.TRAIN, placement)
-        peak, step = peaks(training), forecast(problem, placement, training)
-        sizes = replace(bytes_forecast(training, peak, problem.machine), step_s=step.step_s)
-        explained = _explained(profile, placement, sizes, training, peak)
-        return cls(profile, explained, training, peak, problem, candidate, step, num_simulated)
+        profile, passes = problem.profile, lower_step(problem.profile, placement.plan, placement)
+        peak, step = step_peaks(passes), forecast(problem, placement, passes)
+        sizes = replace(bytes_forecast(passes, peak, problem.machine), step_s=step.step_s)
+        explained = _explained(profile, placement, sizes, passes, peak)
+        return cls(profile, explained, passes, peak, problem, candidate, step, num_simulated)
 
 
-def _explained(
-    profile: ModelProfile, placement: Placement, sizes: Forecast, training: Schedule, peak: Peaks
-) -> Placement:
+def _explained(profile: ModelProfile, placement: Placement, sizes: Forecast, passes: Passes, peak: Peaks) -> Placement:
     told = placement.of(replace(placement.plan, forecast=sizes))
-    return told.of(told.plan.explained(explain(profile, told, training, peak)))
+    return told.of(told.plan.explained(explain(profile, told, passes, peak)))

@@ -155,7 +155,8 @@ class Run:
         self.stashes = Stashes(self.gpu, self.host)
         self.performer = Performer(self.chunks, self.gradients, self.stashes, self.lanes.streams.fence)
         names = [block.name or "(loose)" for block in self.profile.blocks]
-        self.executor = Executor(solution.schedules, self.flight, self.performer, self.plan.update, names)
+        update, accumulate = self.plan.update, self.plan.accumulate
+        self.executor = Executor(solution.schedules, self.flight, self.performer, update, names, accumulate)
         self.forecast = _forecast(solution, self.gpu.device)
 
     def move_to(self, solution: Solution) -> None:
@@ -495,7 +496,9 @@ class Run:
     def store(self, key: str, value: Tensor) -> None:
         """New values for a parameter, from a state dict."""
         self.birthplace.check()
-        self.executor.wait_for_fetch(self.chunks.places[key][0])
+        chunk = self.chunks.places[key][0]
+        self.executor.wait_for_fetch(chunk)
+        self.executor.forget_slot(chunk)
         self.chunks.store(key, value)
         if (master := self.loaded_masters.get(key)) is not None:
             self.chunks.restore_master(key, master)
@@ -573,7 +576,7 @@ def _forecast(solution: Solution, device: torch.device) -> Forecast:
         return replace(plan.forecast, gpu_reserved_bytes=None)
     if plan.forecast.gpu_reserved_bytes is not None:
         return plan.forecast
-    reserved = reserved_bytes(solution.training, peak)
+    reserved = reserved_bytes(solution.passes, peak)
     return replace(plan.forecast, gpu_peak_bytes=peak.gpu_peak_bytes, gpu_reserved_bytes=reserved)
 
 

@@ -55,7 +55,7 @@ def test_lanes_of_the_disk_slow_each_other_down() -> None:
         ops = {Lane.DISK_READ: Op.READ, Lane.DISK_WRITE: Op.WRITE}
         moving = [Action(str(lane), ops[lane], lane, tick=0, num_bytes=3_000_000) for lane in lanes]
         tick = Action("tick", Op.STEP, Lane.COMPUTE, tick=0, after=tuple(action.id for action in moving))
-        return simulate(Schedule(Mode.TRAIN, 0, 0, (*moving, tick)), lambda _: 0.0, MACHINE, num_passes=1).step_s
+        return simulate(Schedule(Mode.TRAIN, 0, 0, (*moving, tick)), lambda _: 0.0, MACHINE, num_steps=1).step_s
 
     assert run(Lane.DISK_READ) == pytest.approx(3 / 4)
     assert run(Lane.DISK_WRITE) == pytest.approx(3 / 1)  # sustained
@@ -70,7 +70,7 @@ def test_no_plan_is_lastingly_faster_than_its_bound(data: st.DataObject) -> None
     plan = data.draw(plans(profile, data.draw(st.sampled_from(Update)), disk=True))
     costs = Costs("test", profile.fingerprint, (LAYER,), None, 1e6, 5e5)
     problem = Problem(profile, costs, MACHINE, Terms.of(plan))
-    simulated = simulate(lower(profile, plan, Mode.TRAIN), seconds_of(profile, plan, costs), MACHINE, num_passes=12)
+    simulated = simulate(lower(profile, plan, Mode.TRAIN), seconds_of(profile, plan, costs), MACHINE, num_steps=12)
     twelve_s = simulated.begin_s + simulated.step_s
     bound_s = least_step_s(problem, Placement(plan))
     assert 10 * bound_s <= twelve_s * 1.000001  # updates of the last ones are not done yet

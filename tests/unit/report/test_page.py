@@ -29,7 +29,7 @@ def timeline(num_layers: int = 3, speed: float = 1024.0) -> Timeline:
     plan = plan_with(profile, inputs=Tier.HOST)
     solution = Solution.of(profile, plan)
     on = replace(machine(alone=speed, shared=0.7), gpu=REAL.gpu)
-    return simulated_timeline(solution, simulate(solution.training, one_second, on), on)
+    return simulated_timeline(solution, simulate(solution.passes, one_second, on), on)
 
 
 class Reader(HTMLParser):

@@ -117,9 +117,10 @@ class Widths:
 def forward_needs(solution: Solution) -> dict[int, ForwardNeed]:
     """By call."""
     profile = solution.profile
-    empty = lower(_scaled_profile(profile, _nothing(profile)), solution.plan, Mode.TRAIN, solution.placement)
+    last = solution.passes.last
+    empty = lower(_scaled_profile(profile, _nothing(profile)), solution.plan, last.mode, solution.placement)
     ticks, without = (
-        {tick.call: tick for tick in schedule.ticks if tick.op is Op.FORWARD} for schedule in (solution.training, empty)
+        {tick.call: tick for tick in schedule.ticks if tick.op is Op.FORWARD} for schedule in (last, empty)
     )
     needs: dict[int, ForwardNeed] = {}
     for call, tick in ticks.items():

@@ -10,6 +10,7 @@ from itertools import groupby, takewhile
 from hightide.ir.action import Op, Schedule
 from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
+from hightide.ir.passes import Passes
 from hightide.ir.plan import BlockPlan, Plan, Update
 from hightide.ir.state_spec import summary
 from hightide.ir.tier import Lane, Tier
@@ -21,12 +22,12 @@ WIDTH = 80
 _COLUMNS = ("params", "states", "activations", "inputs")
 
 
-def explain(profile: ModelProfile, placement: Placement, schedule: Schedule, peak: Peaks) -> str:
-    """The plan has its forecast by now. `schedule`: of a training step."""
+def explain(profile: ModelProfile, placement: Placement, passes: Passes, peak: Peaks) -> str:
+    """The plan has its forecast by now. `passes`: of a training step."""
     plan = placement.plan
     parts = [_memory(placement, peak), _batch(profile, placement), _table(profile, placement)]
     parts.append(_precision(profile, placement))
-    lines = [line for part in [*parts, _timing(plan, schedule), _traffic(schedule)] for line in part]
+    lines = [line for part in [*parts, _timing(plan, passes.last), _traffic(passes)] for line in part]
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
     return "\n".join(lines)
 
@@ -58,7 +59,8 @@ def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
     plan, sizes = placement.plan, placement.buffer_bytes
     num_micro = -(-plan.num_samples // plan.micro_batch)
     micro = "one micro-batch" if num_micro == 1 else f"{num_micro} micro-batches of up to {plan.micro_batch}"
-    lines = [f"batch: {plan.num_samples} samples in {micro}"]
+    calls = "" if plan.accumulate == 1 else f", {plan.accumulate} such calls, then step()"
+    lines = [f"batch: {plan.num_samples} samples in {micro}{calls}"]
     unsplit = Counter(call.note or "?" for call in profile.calls if not call.splittable)
     for note, count in unsplit.items():
         text = f"  {count} call{'s' if count > 1 else ''} unsplit: {note}"
@@ -69,6 +71,11 @@ def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
     slots = _slots(plan.num_slots, sizes[Buffer.SLOT])
     grad_slots = _slots(plan.num_grad_slots, sizes[Buffer.GRAD_SLOT])
     lines.append(f"slots: {slots}, {grad_slots} for gradients")
+    staying = [place for place in placement.chunks if place.stays]
+    if staying:
+        summed = format_bytes(sum(place.chunk.grad_bytes for place in staying))
+        owners = len({place.chunk.block for place in staying})
+        lines.append(f"sums of gradients: {summed} of {owners} blocks stay on the GPU from call to call")
     if plan.num_disk_buffers:
         rings = ", ".join(format_bytes(sizes[ring]) for ring in RINGS)
         buffers = "buffer" if plan.num_disk_buffers == 1 else "buffers"
@@ -130,9 +137,10 @@ def precisions(profile: ModelProfile, placement: Placement) -> dict[str, str]:
     chunks = [place.chunk for place in placement.chunks]
     optimised = [chunk for chunk in chunks if chunk.optimised_numel]
     masters = _names(chunk.dtype for chunk in optimised if chunk.has_master)
-    at_rest = _names(place.grad_dtype for place in placement.chunks if place.chunk.trainable_numel)
-    overflows = any(place.grad_dtype == "float16" for place in placement.chunks)
-    rounded = any(place.rounds for place in placement.chunks)
+    trained = [place for place in placement.chunks if place.chunk.trainable_numel]
+    at_rest = _names(place.rounds_to or place.grad_dtype for place in trained)
+    overflows = any(place.rounds_to == "float16" for place in trained)
+    rounded = any(place.rounds_to is not None for place in trained)
     in_parts = "; 16 bits beside each" if any(chunk.has_remainder for chunk in optimised) else ""
     return {
         "parameters": _names(chunk.dtype for chunk in chunks) + ", and compute unless under autocast",
@@ -164,10 +172,10 @@ def _timing(plan: Plan, schedule: Schedule) -> list[str]:
     return [f"update: {plan.update}, {text[plan.update, on_host]}"]
 
 
-def _traffic(schedule: Schedule) -> list[str]:
-    moved = {lane: format_bytes(sum(action.num_bytes for action in schedule.lane(lane))) for lane in Lane}
+def _traffic(passes: Passes) -> list[str]:
+    moved = {lane: format_bytes(passes.moved_bytes(lane)) for lane in Lane}
     lines = [f"traffic per step: {moved[Lane.H2D]} to the GPU, {moved[Lane.D2H]} from it"]
-    if schedule.lane(Lane.DISK_READ):
+    if passes.last.lane(Lane.DISK_READ):
         lines.append(f"disk per step: {moved[Lane.DISK_READ]} read, {moved[Lane.DISK_WRITE]} written")
     return lines
 

@@ -6,15 +6,14 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hightide.ir.action import Mode
 from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.lower import lower
+from hightide.planner.lower import lower_step
 from hightide.planner.placement import Placement
-from hightide.planner.predict.peaks import bytes_forecast, peaks
+from hightide.planner.predict.peaks import bytes_forecast, step_peaks
 from hightide.planner.predict.step_seconds import forecast
 from hightide.planner.solution import Searched
 from hightide.planner.verify.check_plan import check_plan
@@ -56,18 +55,18 @@ def why(solution: Searched, block: str) -> Reasons:
     placement = solution.placement
     planned, owner = placement.blocks_in_effect[index], placement.owners[index]
     step_s = solution.step.step_s
-    now = bytes_forecast(solution.training, solution.peaks, problem.machine)
+    now = bytes_forecast(solution.passes, solution.peaks, problem.machine)
     alternatives = []
-    for text, other in _others(planned, owner == index, plan.num_disk_buffers > 0):
+    for text, other in _others(planned, owner == index, plan.num_disk_buffers > 0, plan.accumulate > 1):
         changed = _with_block(profile, plan, index, other)
         try:
             check_plan(profile, changed)
         except InfeasiblePlan:  # not a way to plan this block
             continue
         changed_placement = Placement(changed)
-        schedule = lower(profile, changed, Mode.TRAIN, changed_placement)
-        other_s = forecast(problem, changed_placement, schedule).step_s
-        then = bytes_forecast(schedule, peaks(schedule), problem.machine)
+        passes = lower_step(profile, changed, changed_placement)
+        other_s = forecast(problem, changed_placement, passes).step_s
+        then = bytes_forecast(passes, step_peaks(passes), problem.machine)
         gpu, host, disk = then.gpu_bytes, then.host_peak_bytes, then.disk_peak_bytes
         above = gpu - plan.gpu_limit_bytes, host - plan.host_limit_bytes, disk - plan.disk_limit_bytes
         if then == now and abs(other_s - step_s) <= NOISE * step_s:  # it is the same in other words
@@ -104,7 +103,7 @@ def _inputs(tier: Tier) -> str:
     return "inputs on the GPU" if tier is Tier.GPU else f"inputs on {tier}"
 
 
-def _others(planned: BlockPlan, owns: bool, disk: bool) -> list[tuple[str, BlockPlan]]:
+def _others(planned: BlockPlan, owns: bool, disk: bool, accumulates: bool) -> list[tuple[str, BlockPlan]]:
     """`owns`: whether it decides where its parameters are. `disk`: whether the plan uses one anyway."""
     others = [
         (text, replace(planned, params=params, states=states))
@@ -122,6 +121,9 @@ def _others(planned: BlockPlan, owns: bool, disk: bool) -> list[tuple[str, Block
         return others
     elsewhere = Tier.HOST if planned.inputs is Tier.GPU else Tier.GPU
     others.append((_inputs(elsewhere), replace(planned, inputs=elsewhere)))
+    if accumulates and owns and planned.states is not Tier.GPU:
+        sums = Tier.HOST if planned.sums is Tier.GPU else Tier.GPU
+        others.append((f"sums of gradients on the {sums}", replace(planned, sums=sums)))
     if planned.held is Tier.GPU:
         swapped = replace(planned, activation=Activation.SELECTIVE, held=Tier.HOST)
         others.append((f"activations {_activation(swapped)}", swapped))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hightide.ir.action import Action, Mode, Schedule
 from hightide.ir.block import ModelProfile
+from hightide.ir.passes import Passes
 from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.lower.add_updates import add_updates
@@ -28,13 +29,23 @@ def lower(profile: ModelProfile, plan: Plan, mode: Mode, placement: Placement | 
     draft = Draft(profile, plan, mode, placement)
     lay_ticks(draft)
     fetch_params(draft)
-    if mode is not Mode.EVAL:
+    if mode.trains:
         move_gradients(draft)
         move_inputs(draft)
+    if mode.ends_step:
         add_updates(draft)
     actions = add_effects(draft, order_actions(draft))
     base = base_bytes(profile, draft.placement)
-    return Schedule(mode, base[Tier.GPU], base[Tier.HOST], tuple(actions), base[Tier.DISK])
+    return Schedule(mode, base[Tier.GPU], base[Tier.HOST], tuple(actions), base[Tier.DISK], draft.standing)
+
+
+def lower_step(profile: ModelProfile, plan: Plan, placement: Placement | None = None) -> Passes:
+    """All passes of one step."""
+    placement = placement or Placement(plan)
+    if plan.accumulate == 1:
+        return Passes.of(lower(profile, plan, Mode.TRAIN, placement))
+    runs = {Mode.FIRST: 1, Mode.MIDDLE: plan.accumulate - 2, Mode.LAST: 1}
+    return Passes(tuple((lower(profile, plan, mode, placement), count) for mode, count in runs.items() if count))
 
 
 def lower_ticks(profile: ModelProfile, plan: Plan) -> tuple[Action, ...]:
@@ -44,9 +55,10 @@ def lower_ticks(profile: ModelProfile, plan: Plan) -> tuple[Action, ...]:
     return tuple(add_effects(draft, draft.ticks))
 
 
-def modes_of(plan: Plan) -> tuple[Mode, ...]:
-    """In which it may run."""
-    return (Mode.TRAIN, Mode.EVAL, Mode.ACCUMULATE) if plan.update is Update.DEFERRED else (Mode.TRAIN, Mode.EVAL)
+def modes_beside(plan: Plan) -> tuple[Mode, ...]:
+    """In which it may run, beside those of its step. A step of several passes adds to what there is by its last."""
+    adds = plan.update is Update.DEFERRED and plan.accumulate == 1
+    return (Mode.EVAL, Mode.ACCUMULATE) if adds else (Mode.EVAL,)
 
 
-__all__ = ["lower", "lower_ticks", "modes_of"]
+__all__ = ["lower", "lower_step", "lower_ticks", "modes_beside"]

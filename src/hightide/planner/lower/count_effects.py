@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from hightide.ir.action import Action, ActionKey, Mode, Op
+from hightide.ir.action import Action, ActionKey, Op
 from hightide.ir.block import Affine, CallSpec, Glue, ModelProfile
 from hightide.ir.chunk import GRAD_BYTES, REGION_BYTES, UPDATE_TILE_NUMEL
 from hightide.ir.tier import Lane, Tier
@@ -37,7 +37,7 @@ def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
     _count_inputs_and_outputs(draft, effects)
     for index, call in enumerate(draft.profile.calls):
         _count_inside(draft, index, call, effects)
-    if draft.mode is not Mode.EVAL:
+    if draft.mode.trains:
         _count_output_gradients(draft, effects)
         for tick in draft.ticks:
             effect = effects[tick.id]
@@ -59,17 +59,17 @@ def _count_inputs_and_outputs(draft: Draft, effects: Effects) -> None:
         forward = effects[ActionKey(Op.FORWARD, index)]
         new = _at(draft, call.new_inputs)
         forward["gpu_takes"] += new + _output_bytes(draft, call) + _at(draft, call.tapped)
-        if draft.mode is not Mode.EVAL:
+        if draft.mode.trains:
             counted = max(arriving + new, _at(draft, call.saved_inputs)) + _output_bytes(draft, call)
             _count_glue(draft, forward, call.glue, waiting, counted)
             waiting += _excess_bytes(draft, call, arriving) + _at(draft, call.tapped)
-        if draft.mode is not Mode.EVAL and call.needs_backward:
+        if draft.mode.trains and call.needs_backward:
             _count_saved(draft, index, call, arriving + new, effects)
         else:
             forward["gpu_gives"] += arriving + min(new, glue)
             glue = max(glue, new)
         arriving = _output_bytes(draft, call)
-    if draft.mode is not Mode.EVAL:
+    if draft.mode.trains:
         tapped = sum(_at(draft, call.tapped) for call in draft.profile.calls)
         effects[ActionKey(Op.STEP)]["gpu_gives"] += arriving + glue + tapped
 
@@ -105,7 +105,7 @@ def _count_saved(draft: Draft, index: int, call: CallSpec, received: int, effect
 
 def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) -> None:
     forward, backward = effects[ActionKey(Op.FORWARD, index)], effects[ActionKey(Op.BACKWARD, index)]
-    backwards = draft.mode is not Mode.EVAL and call.needs_backward
+    backwards = draft.mode.trains and call.needs_backward
     if draft.profile.blocks[call.block].lazy_head:
         forward["gpu_transient"] += loss.forward_transient_bytes(draft.profile, draft.plan, call)
         if backwards:

@@ -9,19 +9,48 @@ from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower.draft import Draft
+from hightide.planner.lower.lay_ticks import lay_ticks
 from hightide.planner.slot_choice import Use, choose_windows
+
+Slots = list[int | None]  # by slot, the chunk in it
 
 
 def fetch_params(draft: Draft) -> None:
-    """Every pass starts with empty slots: a trained step has made their copies stale anyway."""
-    slots: list[int | None] = [None] * draft.plan.num_slots
+    """A pass starts with empty slots, because a step has made their copies stale; but not in the middle of one."""
+    slots: Slots = [None] * draft.plan.num_slots
+    if draft.mode.continues_step:
+        slots = _left_standing(draft)
+        draft.standing = tuple((index, slots.index(index)) for index in dict.fromkeys(slots) if index is not None)
+    _fill(draft, slots)
+
+
+def _left_standing(draft: Draft) -> Slots:
+    """What is in the same slots at the end of the first pass of a step and of those that begin with it."""
+    standing = _end_of_pass(draft, [None] * draft.plan.num_slots)
+    while True:
+        end = _end_of_pass(draft, list(standing))
+        gone = {index for index, after in zip(standing, end, strict=True) if index != after}
+        if not gone - {None}:
+            return standing
+        standing = [None if index in gone else index for index in standing]
+
+
+def _end_of_pass(draft: Draft, slots: Slots) -> Slots:
+    alone = Draft(draft.profile, draft.plan, draft.mode, draft.placement)
+    lay_ticks(alone)
+    _fill(alone, slots)
+    return slots
+
+
+def _fill(draft: Draft, slots: Slots) -> None:
+    """Before each tick what it needs; `slots` are those of the beginning, and of the end."""
     for tick in draft.ticks:
         needed = {}
         for place in draft.chunks_at(tick):
             index = place.chunk.index
             if place.is_streamed:
                 needed[index] = place.num_slots
-            elif place.is_refreshed and draft.uses[index][0] == tick.tick:
+            elif place.is_refreshed and draft.uses[index][0] == tick.tick and not draft.mode.continues_step:
                 _fetch(draft, place.chunk, tick, None, [])
         windows = choose_windows(slots, needed, _next_use(draft, tick.tick), _last_use(draft, tick.tick))
         gone = _make_room(draft, tick, slots, windows, needed)
@@ -34,7 +63,7 @@ def fetch_params(draft: Draft) -> None:
 
 
 def _make_room(
-    draft: Draft, tick: Action, slots: list[int | None], windows: dict[int, int], widths: dict[int, int]
+    draft: Draft, tick: Action, slots: Slots, windows: dict[int, int], widths: dict[int, int]
 ) -> dict[int, Action]:
     """Evicts whoever stands in the windows, and chunks that move to another window. Returns slot -> EVICT that frees
     it."""
@@ -100,9 +129,10 @@ def _next_use(draft: Draft, tick: int) -> Use:
 
 
 def _last_use(draft: Draft, tick: int) -> Use:
-    """Last use before a tick. Who asks knows that the chunk is in a slot, so there was one."""
+    """Last use before a tick. -1: in the pass before; who asks knows that the chunk is in a slot, so there was one."""
 
     def last_use(chunk: int) -> float:
-        return draft.uses[chunk][bisect_left(draft.uses[chunk], tick) - 1]
+        at = bisect_left(draft.uses[chunk], tick)
+        return draft.uses[chunk][at - 1] if at else -1
 
     return last_use

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hightide.ir.action import Action, ActionKey, Mode, Op
+from hightide.ir.action import Action, ActionKey, Op
 from hightide.ir.tier import Lane
 from hightide.planner.lower.draft import Draft
 
@@ -11,7 +11,7 @@ def lay_ticks(draft: Draft) -> None:
     calls = draft.profile.calls
     for index, call in enumerate(calls):
         _lay(draft, Op.FORWARD, call.block, index)
-    if draft.mode is Mode.EVAL:
+    if not draft.mode.trains:
         return
     for index, call in reversed(list(enumerate(calls))):
         if call.needs_backward:

@@ -3,15 +3,17 @@ One that is used up by its update on the GPU leaves its grad slot with that.
 
 A chunk that is used again later in the pass (tied parameters), or that has a gradient from an earlier pass, continues
 its sum: it is fetched instead of cleared. So the GPU always adds to the whole sum, and rounding does not depend on
-placement. On the link and at home a gradient may be narrower than its sum (plan.gradients)."""
+placement. On the link and at home a gradient may be narrower than its sum (plan.gradients).
+
+In a step of several passes a sum may stay on the GPU, at a place of its own, until the last of them has added to it
+(ChunkPlace.stays)."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 
-from hightide.ir.action import Action, ActionKey, Mode, Op, Place
-from hightide.ir.chunk import ChunkSpec
+from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower.add_updates import update_on_gpu
 from hightide.planner.lower.draft import Draft
@@ -37,12 +39,22 @@ def move_gradients(draft: Draft) -> None:
             index = place.chunk.index
             if place.in_grad_slot:
                 needed[index] = place.num_grad_slots
-            elif place.grad is not None and draft.mode is Mode.TRAIN and draft.backward_uses[index][0] == tick.tick:
-                _clear(draft, place.chunk, tick, None, [])
+            elif place.grad is not None and draft.mode.starts_sums and draft.backward_uses[index][0] == tick.tick:
+                _clear(draft, place, tick, None, [])
         _exit_all(draft, slots, {chunk for chunk in slots.last_tick if chunk not in needed})
         _enter_all(draft, slots, tick, needed)
     _exit_all(draft, slots, set(slots.last_tick))
     _follow_previous_pass(draft, slots)
+    if draft.mode.ends_step:
+        _send_those_that_stayed(draft)
+
+
+def _send_those_that_stayed(draft: Draft) -> None:
+    for place in draft.placement.chunks:
+        uses = draft.backward_uses.get(place.chunk.index)
+        if place.stays and uses:
+            last = draft.last_write_back[place.chunk.index] = _write_back(draft, place, draft.ticks[uses[-1]], None)
+            draft.actions.append(last)
 
 
 def _enter_all(draft: Draft, slots: _GradSlots, tick: Action, needed: dict[int, int]) -> None:
@@ -71,8 +83,8 @@ def _enter(draft: Draft, slots: _GradSlots, place: ChunkPlace, tick: Action, win
     chunk = place.chunk
     before = [slots.exits[slot] for slot in window if slot in slots.exits]
     earlier = draft.last_write_back.get(chunk.index)
-    if earlier is None and draft.mode is Mode.TRAIN:
-        return _clear(draft, chunk, tick, window.start, before)
+    if earlier is None and draft.mode.starts_sums:
+        return _clear(draft, place, tick, window.start, before)
     action = Action(
         id=ActionKey(Op.FETCH, chunk.index, ChunkKind.GRAD, tick.id),
         op=Op.FETCH,
@@ -92,8 +104,9 @@ def _enter(draft: Draft, slots: _GradSlots, place: ChunkPlace, tick: Action, win
     return action.id
 
 
-def _clear(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int | None, before: list[Action]) -> ActionKey:
-    """Runs inline on entry of its tick. A gradient that lives on the GPU was read there by the previous update."""
+def _clear(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None, before: list[Action]) -> ActionKey:
+    """Runs inline on entry of its tick."""
+    chunk = place.chunk
     action = Action(
         id=ActionKey(Op.CLEAR, chunk.index, at=tick.id),
         op=Op.CLEAR,
@@ -106,10 +119,18 @@ def _clear(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int | None, befor
         target=Place(Tier.GPU, slot),
         num_bytes=chunk.grad_bytes,
         after=tuple(dict.fromkeys(exit.id for exit in before)),
-        after_prev=(ActionKey(Op.UPDATE, chunk.index),) if slot is None and chunk.optimised_numel else (),
+        after_prev=_read_before(draft, place) if slot is None else (),
     )
     draft.actions.append(action)
     return action.id
+
+
+def _read_before(draft: Draft, place: ChunkPlace) -> tuple[ActionKey, ...]:
+    """Who has read a gradient at its place on the GPU last: the copy that took it away, or the update."""
+    chunk = place.chunk
+    if place.stays:
+        return (ActionKey(Op.WRITE_BACK, chunk.index, at=draft.ticks[draft.backward_uses[chunk.index][-1]].id),)
+    return (ActionKey(Op.UPDATE, chunk.index),) if chunk.optimised_numel else ()
 
 
 def _exit_all(draft: Draft, slots: _GradSlots, chunks: set[int]) -> None:
@@ -130,7 +151,7 @@ def _exit(draft: Draft, slots: _GradSlots, place: ChunkPlace, last_tick: int) ->
         slots.exits[slot] = action
 
 
-def _write_back(draft: Draft, place: ChunkPlace, tick: Action, slot: int) -> Action:
+def _write_back(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None) -> Action:
     chunk = place.chunk
     return Action(
         id=ActionKey(Op.WRITE_BACK, chunk.index, at=tick.id),
@@ -161,7 +182,7 @@ def _follow_previous_pass(draft: Draft, slots: _GradSlots) -> None:
         if action.op is Op.FETCH and action.kind is ChunkKind.GRAD and action.chunk not in seen:
             assert action.chunk is not None
             seen.add(action.chunk)
-            if draft.mode is Mode.ACCUMULATE:
+            if not draft.mode.starts_sums:
                 extra = [*extra, draft.last_write_back[action.chunk].id]
         if extra:
             draft.actions[place] = action.changed(after_prev=(*action.after_prev, *dict.fromkeys(extra)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import groupby
 
-from hightide.ir.action import TICK_OPS, Action, Mode
+from hightide.ir.action import TICK_OPS, Action
 from hightide.ir.tier import ChunkKind, Lane
 from hightide.planner.lower.draft import Draft
 from hightide.planner.lower.pass_through_disk import move_through_disk
@@ -68,7 +68,7 @@ def _sorted_by_waiting(actions: list[Action]) -> list[Action]:
 def _order_fetches(draft: Draft, by_need: list[Action]) -> list[Action]:
     """Only when backward begins does the executor learn that it adds to gradients; up to then it has followed the TRAIN
     schedule. What TRAIN issues in forward therefore stands before all gradients that continue an earlier pass."""
-    if draft.mode is not Mode.ACCUMULATE:
+    if draft.mode.starts_sums or not draft.mode.trains:
         return _raise_opens(by_need)
     last_forward = len(draft.profile.calls) - 1
     continued: dict[int | None, Action] = {}

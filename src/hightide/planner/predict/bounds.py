@@ -17,13 +17,13 @@ from hightide.planner.waiting import away
 
 
 def least_step_s(problem: Problem, placement: Placement) -> float:
-    """No simulation of this plan is shorter. Chunks that a slot may hold from forward to backward cross the link
-    once."""
+    """No simulation of this plan is shorter. Chunks that a slot may hold from forward to backward, or from pass to
+    pass, cross the link once."""
     profile, costs, machine, plan = problem.profile, problem.costs, problem.machine, placement.plan
     draft = Draft(profile, plan, Mode.TRAIN, placement)
     lay_ticks(draft)
     seconds = seconds_of(profile, plan, costs, draft.placement)
-    compute_s = sum(seconds(tick) for tick in draft.ticks)
+    compute_s = plan.accumulate * sum(seconds(tick) for tick in draft.ticks)
     moved: Counter[Lane] = Counter()
     backward = {call.block for call in profile.calls if call.needs_backward}
     for place in draft.placement.chunks:
@@ -36,7 +36,9 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
         if place.states is Tier.GPU:
             compute_s += place.update_bytes / costs.update_bytes_per_s if chunk.optimised_numel else 0.0
             continue
-        moved[Lane.D2H] += place.grad_bytes
+        between = 0 if place.stays else (plan.accumulate - 1) * place.grad_bytes
+        moved[Lane.D2H] += place.grad_bytes + between
+        moved[Lane.H2D] += between
         moved[Lane.DISK_WRITE] += place.grad_bytes if place.grad is Tier.DISK else 0
         if chunk.optimised_numel:
             moved[Lane.CPU] += place.update_bytes
@@ -44,7 +46,7 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
                 moved[Lane.DISK_WRITE] += place.written_bytes
                 moved[Lane.DISK_READ] += place.read_bytes
     for call in profile.calls:
-        num_bytes = away(plan, call).num_bytes
+        num_bytes = plan.accumulate * away(plan, call).num_bytes
         moved[Lane.D2H] += num_bytes
         moved[Lane.H2D] += num_bytes
     disk_s = _disk_s(machine, moved[Lane.DISK_READ], moved[Lane.DISK_WRITE])

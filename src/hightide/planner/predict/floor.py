@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hightide.ir.action import Mode
 from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.loss_tiles import num_rows
-from hightide.planner.lower import lower
+from hightide.planner.lower import lower_step
 from hightide.planner.placement import Placement
 from hightide.planner.predict.bounds import lanes_alone
 from hightide.planner.predict.step_seconds import seconds_of
@@ -24,22 +23,20 @@ from hightide.planner.solution import Searched
 
 def floors(solution: Searched) -> dict[Lane, float]:
     """Seconds per step of each lane. The step's floor is the largest."""
-    schedule, machine = solution.training, solution.problem.machine
-    others = [lane for lane in Lane if lane is not Lane.COMPUTE]
-    moved = {lane: sum(action.num_bytes for action in schedule.lane(lane)) for lane in others}
+    machine = solution.problem.machine
+    moved = {lane: solution.passes.moved_bytes(lane) for lane in Lane if lane is not Lane.COMPUTE}
     alone = lanes_alone(moved, lambda lane: machine.speeds_of({lane})[lane])
     return {Lane.COMPUTE: _compute(solution.profile, solution.plan, solution.problem.costs), **alone}
 
 
 def _compute(profile: ModelProfile, plan: Plan, costs: Costs) -> float:
-    blocks = tuple(
-        replace(block, params=Tier.GPU, states=Tier.GPU, activation=Activation.KEEP, inputs=Tier.GPU)
-        for block in plan.blocks
-    )
+    there = {"params": Tier.GPU, "states": Tier.GPU, "inputs": Tier.GPU, "held": Tier.GPU}
+    blocks = tuple(replace(block, activation=Activation.KEEP, **there) for block in plan.blocks)
     kept = num_rows(profile) if all(block.plain_linear for block in profile.blocks if block.lazy_head) else 0
     resident = replace(plan, blocks=blocks, micro_batch=plan.num_samples, num_slots=0, loss_kept_tokens=kept)
     called = {call.block for call in profile.calls}
     _, grad_slots = Placement(resident).widest_tick(called)  # of updates in backward
     resident = replace(resident, num_grad_slots=grad_slots)
     seconds = seconds_of(profile, resident, costs)
-    return sum(seconds(action) for action in lower(profile, resident, Mode.TRAIN).lane(Lane.COMPUTE))
+    runs = lower_step(profile, resident).runs
+    return sum(count * sum(map(seconds, schedule.lane(Lane.COMPUTE))) for schedule, count in runs)

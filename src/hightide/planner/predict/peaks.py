@@ -11,10 +11,11 @@ torch's count, as of every limit. The constants were fitted to bench/measured.js
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hightide.ir.action import TICK_OPS, Action, Op, Schedule
 from hightide.ir.machine import Machine
+from hightide.ir.passes import Passes
 from hightide.ir.plan import Forecast
 from hightide.ir.tier import Lane
 from hightide.planner.verify.precedence import Precedence
@@ -61,26 +62,34 @@ def peaks(schedule: Schedule, precedence: Precedence | None = None) -> Peaks:
     return Peaks(gpu.peak_bytes, gpu.peak_at, host.peak_bytes, host.peak_at, schedule.disk_base_bytes)
 
 
+def step_peaks(passes: Passes) -> Peaks:
+    """Of all passes of a step."""
+    found = [peaks(schedule) for schedule in passes]
+    gpu, host = max(found, key=lambda one: one.gpu_peak_bytes), max(found, key=lambda one: one.host_peak_bytes)
+    return replace(gpu, host_peak_bytes=host.host_peak_bytes, host_peak_at=host.host_peak_at)
+
+
 def _gives_later(action: Action) -> bool:
     """It runs beside compute, and holds until its end."""
     return (action.gpu_gives or action.host_gives) > 0 and action.lane is not Lane.COMPUTE
 
 
-def reserved_bytes(schedule: Schedule, peak: Peaks | None = None) -> int:
+def reserved_bytes(schedule: Schedule | Passes, peak: Peaks | None = None) -> int:
     """At most, by torch on a real GPU. See [Note: what a GPU reserves]. `peak`: the schedule's, if it is known."""
-    peak_bytes = (peak or peaks(schedule)).gpu_peak_bytes
-    stashed = max((action.gpu_gives for action in schedule.actions if action.op is Op.STASH), default=0)
-    return schedule.gpu_base_bytes + reserved_beside(peak_bytes - schedule.gpu_base_bytes, stashed)
+    passes = Passes.of(schedule)
+    base_bytes, peak_bytes = passes.last.gpu_base_bytes, (peak or step_peaks(passes)).gpu_peak_bytes
+    stashed = max((action.gpu_gives for action in passes.last.actions if action.op is Op.STASH), default=0)
+    return base_bytes + reserved_beside(peak_bytes - base_bytes, stashed)
 
 
-def bytes_forecast(schedule: Schedule, peak: Peaks, machine: Machine | None) -> Forecast:
+def bytes_forecast(schedule: Schedule | Passes, peak: Peaks, machine: Machine | None) -> Forecast:
     """Without a time. What torch reserves is said of a real GPU only, not where the machine is unknown."""
     reserved = reserved_bytes(schedule, peak) if machine is not None and is_real(machine) else None
     tiers = peak.gpu_peak_bytes, peak.host_peak_bytes, peak.disk_peak_bytes
     return Forecast(*tiers, gpu_reserved_bytes=reserved)
 
 
-def needed_bytes(schedule: Schedule, peak: Peaks, machine: Machine) -> int:
+def needed_bytes(schedule: Schedule | Passes, peak: Peaks, machine: Machine) -> int:
     """That a limit of the GPU must allow. Of a real one what torch reserves; of a simulated one, and where nothing is
     known, what tensors take."""
     return bytes_forecast(schedule, peak, machine).gpu_bytes

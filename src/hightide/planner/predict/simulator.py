@@ -1,23 +1,26 @@
 """The time that a schedule takes: the same actions, lanes and picking rules as the executor's, on a machine's speeds.
 
 Lanes that copy and the lane that updates share host memory, so how fast each is depends on which others are busy: time
-goes from event to event, and what is under way progresses at the speeds of that moment. Several passes run one after
-the other, because updates reach into the next pass; the last one tells the steady state."""
+goes from event to event, and what is under way progresses at the speeds of that moment. Several steps run one after
+the other, because updates reach into the next; the last one tells the steady state. Of many equal passes in a step
+the second stands for the rest."""
 
 from __future__ import annotations
 
 import heapq
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hightide.ir.action import TICK_OPS, Action, Schedule
+from hightide.ir.action import TICK_OPS, Action, ActionKey, Schedule
 from hightide.ir.machine import Machine
+from hightide.ir.passes import Passes
 from hightide.ir.tier import Lane
 
-NUM_PASSES = 4
+NUM_STEPS = 4  # of one pass each; of several, so that there are about as many passes
 EPSILON_S = 1e-12
 
 
@@ -32,77 +35,143 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
+class PassTime:
+    """One simulated pass of a step."""
+
+    index: int
+    schedule: Schedule
+    weight: int  # so many passes of the step it stands for
+    begin_s: float  # when the one before had ended on the compute lane
+    end_s: float
+
+
+@dataclass(frozen=True)
 class Simulated:
-    begin_s: float  # of the last pass: when the one before had ended on the compute lane
-    step_s: float  # from there to its own end
-    spans: tuple[Span, ...]  # of all the last pass's actions, by start; some end after it, as if nothing followed
-    beside: tuple[Span, ...]  # of the pass before, what reached into the last, by start
-    stall_s: dict[Lane, float]  # in the last pass: how long compute waited, by the lane it waited for last
-    busy_s: dict[Lane, float]  # within the last pass's time, whatever pass the work belongs to
+    """The last step."""
+
+    passes: tuple[PassTime, ...]
+    spans: tuple[Span, ...]  # of all its actions, by start; some end after it, as if nothing followed
+    beside: tuple[Span, ...]  # of the step before, what reached into the last, by start
+    stall_s: dict[Lane, float]  # how long compute waited, by the lane it waited for last
+    busy_s: dict[Lane, float]  # within the step's time, whatever step the work belongs to
+
+    @property
+    def begin_s(self) -> float:
+        """When the step before had ended on the compute lane."""
+        return self.passes[0].begin_s
+
+    @property
+    def step_s(self) -> float:
+        return sum(one.weight * (one.end_s - one.begin_s) for one in self.passes)
+
+    @property
+    def action_s(self) -> dict[Lane, float]:
+        """How long each lane works for the step's own actions."""
+        weights = {one.index: one.weight for one in self.passes}
+        seconds = dict.fromkeys(Lane, 0.0)
+        for span in self.spans:
+            seconds[span.lane] += weights[span.pass_index] * (span.end_s - span.start_s)
+        return seconds
 
 
 def simulate(
-    schedule: Schedule, seconds: Callable[[Action], float], machine: Machine, num_passes: int = NUM_PASSES
+    schedule: Schedule | Passes, seconds: Callable[[Action], float], machine: Machine, num_steps: int = NUM_STEPS
 ) -> Simulated:
     """`seconds`: how long an action of the compute lane takes."""
-    clock = _Clock(schedule, seconds, machine)
-    ends_s = [clock.run_pass() for _ in range(num_passes)]
+    order = _order(Passes.of(schedule))
+    clock = _Clock([one for one, _ in order], seconds, machine)
+    num_steps = max(2, num_steps // len(order)) if num_steps > 1 else 1
+    passes: list[PassTime] = []
+    for index, (following, weight) in enumerate(order * num_steps):
+        begin_s = clock.now_s
+        passes.append(PassTime(index, following, weight, begin_s, clock.run_pass(following)))
     clock.drain()
-    last = num_passes - 1
-    begin_s = ends_s[-2] if num_passes > 1 else 0.0
+    passes = passes[-len(order) :]
+    first = passes[0].index
     by_start = sorted(clock.spans, key=lambda span: span.start_s)
-    busy = dict.fromkeys(Lane, 0.0)
-    for span in by_start:
-        busy[span.lane] += max(0.0, min(span.end_s, ends_s[-1]) - max(span.start_s, begin_s))
-    spans = tuple(span for span in by_start if span.pass_index == last)
-    beside = tuple(span for span in by_start if span.pass_index < last and span.end_s > begin_s)
-    return Simulated(begin_s, ends_s[-1] - begin_s, spans, beside, dict(clock.stall_s[last]), busy)
+    busy, stall = dict.fromkeys(Lane, 0.0), dict.fromkeys(Lane, 0.0)
+    for one in passes:
+        for span in by_start:
+            busy[span.lane] += one.weight * max(0.0, min(span.end_s, one.end_s) - max(span.start_s, one.begin_s))
+        for lane, waited_s in clock.stall_s[one.index].items():
+            stall[lane] += one.weight * waited_s
+    spans = tuple(span for span in by_start if span.pass_index >= first)
+    beside = tuple(span for span in by_start if span.pass_index < first and span.end_s > passes[0].begin_s)
+    waited = {lane: waited_s for lane, waited_s in stall.items() if waited_s}
+    return Simulated(tuple(passes), spans, beside, waited, busy)
 
 
 def simulated_step_s(
-    schedule: Schedule, seconds: Callable[[Action], float], machine: Machine, num_passes: int
+    schedule: Schedule | Passes, seconds: Callable[[Action], float], machine: Machine, num_steps: int
 ) -> float:
-    """Only how long the last pass takes."""
-    clock = _Clock(schedule, seconds, machine)
-    ends_s = [0.0, *(clock.run_pass() for _ in range(num_passes))]
-    return ends_s[-1] - ends_s[-2]
+    """Only how long the last step takes. Of several passes, only the last ones of earlier steps are run."""
+    order = _order(Passes.of(schedule))
+    clock = _Clock([one for one, _ in order], seconds, machine)
+    for _ in range(num_steps - 1):
+        clock.run_pass(order[-1][0])
+    step_s = 0.0
+    for one, weight in order:
+        begin_s = clock.now_s
+        step_s += weight * (clock.run_pass(one) - begin_s)
+    return step_s
+
+
+def _order(passes: Passes) -> list[tuple[Schedule, int]]:
+    """What is run of a step, and how many passes each stands for."""
+    order = []
+    for schedule, count in passes.runs:
+        order += [(schedule, 1), (schedule, count - 1)] if count > 1 else [(schedule, count)]
+    return order
 
 
 _COMPUTE = 0  # the first lane
 
 
 class _Graph:
-    """Who waits for whom, by position in the schedule: in the same pass, and in the next. Lanes are numbers here: their
-    places in `lanes`, which has those of the schedule."""
+    """Who waits for whom, by position in the schedule. Lanes are numbers here: their places in `lanes`."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        actions = schedule.actions
+    def __init__(
+        self,
+        schedule: Schedule,
+        lanes: Sequence[Lane],
+        outlasting: AbstractSet[ActionKey],
+        seconds: Callable[[Action], float],
+    ) -> None:
+        """`outlasting`: those for which later passes wait."""
+        actions = self.actions = schedule.actions
         place = {action.id: at for at, action in enumerate(actions)}
         ticks = [at for at, action in enumerate(actions) if action.op in TICK_OPS]
         is_tick = set(ticks)
-        used = {Lane.COMPUTE, *(action.lane for action in actions)}
-        self.lanes = [lane for lane in Lane if lane in used]
-        number = {lane: at for at, lane in enumerate(self.lanes)}
+        self.num_ticks = len(ticks)
+        number = {lane: at for at, lane in enumerate(lanes)}
         self.lane = [number[action.lane] for action in actions]
         self.is_in_order = [action.lane.is_in_order for action in actions]
-        self.now: list[list[int]] = [[] for _ in actions]  # followers in the same pass
-        self.next: list[list[int]] = [[] for _ in actions]  # in the next pass
+        self.work = [seconds(one) if one.lane is Lane.COMPUTE else float(one.num_bytes) for one in actions]
+        self.followers: list[list[int]] = [[] for _ in actions]  # in the same pass
         self.missing = [0] * len(actions)  # how many it waits for in the same pass
-        self.missing_prev = [0] * len(actions)  # and in the pass before
-        self.causes: list[tuple[list[int], list[int]]] = []  # its `after`s in the same pass and in the one before
+        self.causes: list[list[int]] = []  # its `after`s
+        self.earlier = [(at, action.after_prev) for at, action in enumerate(actions) if action.after_prev]
+        self.outlasting = [(at, action.id) for at, action in enumerate(actions) if action.id in outlasting]
         for at, action in enumerate(actions):
             before = [place[name] for name in action.after]
-            earlier = [place[name] for name in action.after_prev if name in place]
-            self.causes.append((before, earlier))
-            if at not in is_tick and action.opens >= 0:
+            self.causes.append(before)
+            if at not in is_tick and action.opens >= 0:  # else it waits for the end of compute in the pass before
                 before = [*before, ticks[action.opens]]
-            elif at not in is_tick:  # a pass begins when the one before has ended on the compute lane
-                earlier = [*earlier, ticks[-1]]
             for one in before:
-                self.now[one].append(at)
-            for one in earlier:
-                self.next[one].append(at)
-            self.missing[at], self.missing_prev[at] = len(before), len(earlier)
+                self.followers[one].append(at)
+            self.missing[at] = len(before)
+
+
+Moment = tuple[int, int]  # index of a pass, and position in its schedule
+
+
+@dataclass(slots=True)
+class _Pass:
+    graph: _Graph
+    missing: list[int]
+    ended_s: list[float | None]
+    earlier: dict[int, list[Moment]]  # what actions wait for in earlier passes
+    followers: dict[int, list[Moment]]  # what waits for it in later passes
 
 
 @dataclass(slots=True)
@@ -116,31 +185,29 @@ class _Running:
 
 
 class _Clock:
-    def __init__(self, schedule: Schedule, seconds: Callable[[Action], float], machine: Machine) -> None:
-        self._actions = schedule.actions
-        self._graph = _Graph(schedule)
-        self._num_ticks = len(schedule.ticks)
-        self._work = [
-            seconds(action) if action.lane is Lane.COMPUTE else float(action.num_bytes) for action in schedule.actions
-        ]
+    def __init__(self, schedules: Sequence[Schedule], seconds: Callable[[Action], float], machine: Machine) -> None:
+        different = {id(schedule): schedule for schedule in schedules}
+        actions = [action for schedule in different.values() for action in schedule.actions]
+        used = {Lane.COMPUTE, *(action.lane for action in actions)}
+        self._lanes = lanes = [lane for lane in Lane if lane in used]
+        outlasting = {name for action in actions for name in action.after_prev}
+        self._graphs = {key: _Graph(one, lanes, outlasting, seconds) for key, one in different.items()}
         self._machine = machine
         self._speeds: dict[int, tuple[float, ...]] = {}  # by the lanes that move bytes, as bits
         self.now_s = 0.0
         self.spans: list[Span] = []
         self.stall_s: dict[int, dict[Lane, float]] = defaultdict(lambda: defaultdict(float))
-        self._index = -1
-        self._missing: list[list[int]] = []  # by pass
-        self._ended_s: list[list[float | None]] = []
-        lanes = self._graph.lanes
+        self._passes: list[_Pass] = []
+        self._latest: dict[ActionKey, Moment] = {}  # of those for which later passes wait
         self._latency_s = [machine.latency_s if lane.has_latency else 0.0 for lane in lanes]
         self._queues: tuple[deque[tuple[int, int]], ...] = tuple(deque() for _ in lanes)  # of lanes that work in order
         self._heaps: tuple[list[tuple[int, int, int]], ...] = tuple([] for _ in lanes)  # of the others
         self._running: list[_Running | None] = [None] * len(lanes)
         self._compute_free_s = 0.0
 
-    def run_pass(self) -> float:
+    def run_pass(self, schedule: Schedule) -> float:
         """Until the pass's last compute action is done. What other lanes still have to do goes on in the next."""
-        self._begin_pass()
+        self._begin_pass(self._graphs[id(schedule)])
         while self._queues[_COMPUTE] or self._running[_COMPUTE]:
             self._start_all()
             self._advance()
@@ -152,19 +219,19 @@ class _Clock:
             self._start_all()
             self._advance()
 
-    def _begin_pass(self) -> None:
-        graph, index = self._graph, self._index + 1
-        self._index = index
-        missing = list(graph.missing)
-        if index:
-            for at, count in enumerate(graph.missing_prev):
-                missing[at] += count
-            for one, ended_s in enumerate(self._ended_s[index - 1]):
-                if ended_s is not None:
-                    for at in graph.next[one]:
-                        missing[at] -= 1
-        self._missing.append(missing)
-        self._ended_s.append([None] * len(missing))
+    def _begin_pass(self, graph: _Graph) -> None:
+        index, missing = len(self._passes), list(graph.missing)
+        waits: dict[int, list[Moment]] = {}
+        for at, names in graph.earlier:
+            waits[at] = found = [self._latest[name] for name in names if name in self._latest]
+            for back, one in found:
+                before = self._passes[back]
+                if before.ended_s[one] is None:
+                    before.followers.setdefault(one, []).append((index, at))
+                    missing[at] += 1
+        self._passes.append(_Pass(graph, missing, [None] * len(missing), waits, {}))
+        for at, name in graph.outlasting:
+            self._latest[name] = (index, at)
         for at, lane in enumerate(graph.lane):
             if graph.is_in_order[at]:
                 self._queues[lane].append((index, at))
@@ -173,8 +240,9 @@ class _Clock:
 
     def _push(self, index: int, at: int) -> None:
         """Onto a lane that takes what is due first, whatever pass it belongs to."""
-        due = index * self._num_ticks + self._actions[at].tick
-        heapq.heappush(self._heaps[self._graph.lane[at]], (due, index, at))
+        graph = self._passes[index].graph
+        due = index * graph.num_ticks + graph.actions[at].tick
+        heapq.heappush(self._heaps[graph.lane[at]], (due, index, at))
 
     def _start_all(self) -> None:
         for lane, running in enumerate(self._running):
@@ -183,7 +251,7 @@ class _Clock:
             queue, heap = self._queues[lane], self._heaps[lane]
             if queue:
                 index, at = queue[0]
-                if not self._missing[index][at]:
+                if not self._passes[index].missing[at]:
                     queue.popleft()
                     self._start(lane, index, at)
             elif heap:
@@ -193,22 +261,26 @@ class _Clock:
     def _start(self, lane: int, index: int, at: int) -> None:
         if lane == _COMPUTE and self.now_s - self._compute_free_s > EPSILON_S:
             self._note_stall(index, at)
-        self._running[lane] = _Running(index, at, lane, self.now_s, self._work[at], self._latency_s[lane])
+        work = self._passes[index].graph.work[at]
+        self._running[lane] = _Running(index, at, lane, self.now_s, work, self._latency_s[lane])
 
     def _note_stall(self, index: int, at: int) -> None:
         """By the lane of what it waited for last."""
         latest_s, lane = -1.0, Lane.COMPUTE
-        for back, causes in enumerate(self._graph.causes[at]):
-            for one in causes:
-                ended_s = self._ended_s[index - back][one] if index >= back else None
-                if ended_s is not None and ended_s > latest_s:
-                    latest_s, lane = ended_s, self._graph.lanes[self._graph.lane[one]]
+        current = self._passes[index]
+        causes = [*((index, one) for one in current.graph.causes[at]), *current.earlier.get(at, ())]
+        for back, one in causes:
+            before = self._passes[back]
+            ended_s = before.ended_s[one]
+            if ended_s is not None and ended_s > latest_s:
+                latest_s, lane = ended_s, self._lanes[before.graph.lane[one]]
         self.stall_s[index][lane] += self.now_s - self._compute_free_s
 
     def _advance(self) -> None:
         running = [one for one in self._running if one is not None]
         if not running:
-            stuck = [self._actions[queue[0][1]].id for queue in self._queues if queue]
+            first = [queue[0] for queue in self._queues if queue]
+            stuck = [self._passes[index].graph.actions[at].id for index, at in first]
             raise RuntimeError(f"the schedule locks up at {', '.join(stuck)}; verify it before it is simulated")
         moving = 0
         for one in running:
@@ -232,23 +304,25 @@ class _Clock:
 
     def _speeds_of(self, moving: int) -> tuple[float, ...]:
         """Of all lanes; the compute lane's work is seconds."""
-        lanes = self._graph.lanes
+        lanes = self._lanes
         known = self._machine.speeds_of({lane for at, lane in enumerate(lanes) if moving >> at & 1 and at != _COMPUTE})
         self._speeds[moving] = tuple(known.get(lane, 1.0) for lane in lanes)
         return self._speeds[moving]
 
     def _end(self, one: _Running) -> None:
-        graph = self._graph
+        current = self._passes[one.index]
+        graph = current.graph
         self._running[one.lane] = None
-        self._ended_s[one.index][one.at] = self.now_s
-        self.spans.append(Span(one.index, graph.lanes[one.lane], self._actions[one.at].id, one.start_s, self.now_s))
+        current.ended_s[one.at] = self.now_s
+        self.spans.append(Span(one.index, self._lanes[one.lane], graph.actions[one.at].id, one.start_s, self.now_s))
         if one.lane == _COMPUTE:
             self._compute_free_s = self.now_s
-        for index, followers in ((one.index, graph.now[one.at]), (one.index + 1, graph.next[one.at])):
-            if index > self._index:
-                continue  # counted when that pass begins
-            missing = self._missing[index]
-            for at in followers:
-                missing[at] -= 1
-                if not missing[at] and not graph.is_in_order[at]:
-                    self._push(index, at)
+        for at in graph.followers[one.at]:
+            self._let_go(current, one.index, at)
+        for index, at in current.followers.pop(one.at, ()):
+            self._let_go(self._passes[index], index, at)
+
+    def _let_go(self, of: _Pass, index: int, at: int) -> None:
+        of.missing[at] -= 1
+        if not of.missing[at] and not of.graph.is_in_order[at]:
+            self._push(index, at)

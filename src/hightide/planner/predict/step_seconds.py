@@ -17,12 +17,13 @@ from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.activation import Activation
 from hightide.ir.block import Affine, CallSpec, ModelProfile
 from hightide.ir.costs import Costs, Curve
+from hightide.ir.passes import Passes
 from hightide.ir.plan import Plan, Update
 from hightide.ir.split import micro_batches
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.loss_tiles import num_rows
 from hightide.planner.placement import ChunkPlace, Placement
-from hightide.planner.predict.simulator import NUM_PASSES, Simulated, simulate, simulated_step_s
+from hightide.planner.predict.simulator import Simulated, simulate, simulated_step_s
 from hightide.planner.problem import Problem
 from hightide.planner.waiting import micro_batch_of
 
@@ -41,27 +42,28 @@ class StepForecast:
         return max(self.simulated.step_s, self.issue_s)
 
 
-def forecast(problem: Problem, placement: Placement, schedule: Schedule) -> StepForecast:
-    """The steady state of training steps under a plan, which was lowered to this schedule."""
+def forecast(problem: Problem, placement: Placement, schedule: Schedule | Passes) -> StepForecast:
+    """The steady state of training steps under a plan, which was lowered to this."""
     profile, costs, plan = problem.profile, problem.costs, placement.plan
     seconds = seconds_of(profile, plan, costs, placement)
-    return StepForecast(simulate(schedule, seconds, problem.machine, NUM_PASSES), _issue_s(profile, plan, costs))
+    return StepForecast(simulate(schedule, seconds, problem.machine), _issue_s(profile, plan, costs))
 
 
-def forecast_step_s(problem: Problem, placement: Placement, schedule: Schedule, num_passes: int) -> float:
+def forecast_step_s(problem: Problem, placement: Placement, schedule: Schedule | Passes, num_steps: int) -> float:
     """As `forecast`, for those who compare plans."""
     profile, costs, plan = problem.profile, problem.costs, placement.plan
-    step_s = simulated_step_s(schedule, seconds_of(profile, plan, costs, placement), problem.machine, num_passes)
+    step_s = simulated_step_s(schedule, seconds_of(profile, plan, costs, placement), problem.machine, num_steps)
     return max(step_s, _issue_s(profile, plan, costs))
 
 
 def _issue_s(profile: ModelProfile, plan: Plan, costs: Costs) -> float:
     kinds = Counter((call.kind, call.splittable) for call in profile.calls)
     calls = {(call.kind, call.splittable): call for call in profile.calls}
-    return costs.glue_s + ISSUE_FACTOR * sum(
+    issued_s = sum(
         count * costs.calls[kind].issue_s * len(_micro_batches(plan, calls[kind, splittable]))
         for (kind, splittable), count in kinds.items()
     )
+    return plan.accumulate * (costs.glue_s + ISSUE_FACTOR * issued_s)
 
 
 def with_peaks(profile: ModelProfile, costs: Costs) -> ModelProfile:
@@ -181,7 +183,7 @@ class _Seconds:
     def _finishing_bytes(self, place: ChunkPlace) -> int:
         """Read and written when a block's backward is done: norms, and rounding of the sum."""
         norms = place.chunk.grad_bytes if self._plan.update is Update.DEFERRED else 0
-        if not place.rounds:
+        if place.rounds_to is None or self._plan.accumulate > 1:  # then once in many passes
             return norms
         there = place.chunk.grad_bytes + place.grad_bytes
         return norms + (2 * there if place.rounds_in_place else 0) + (0 if place.states is Tier.GPU else there)

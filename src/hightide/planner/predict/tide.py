@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from hightide.ir.action import TICK_OPS, Action, Op, Schedule
 from hightide.ir.machine import Machine
@@ -22,19 +22,25 @@ SIMULATED_PARTS = tuple(part for part in MemoryPart if part is not MemoryPart.RE
 
 
 def simulated_timeline(solution: Solution, simulated: Simulated, machine: Machine) -> Timeline:
-    plan, schedule = solution.plan, solution.training
-    window_s = (simulated.begin_s, simulated.begin_s + simulated.step_s)
-    levels = tide(plan, schedule, simulated.spans, simulated.begin_s)
+    """Where many passes of a step are alike, some of them are shown."""
+    plan, schedules = solution.plan, {one.index: one.schedule for one in simulated.passes}
+    window_s = (simulated.begin_s, simulated.passes[-1].end_s)
+    levels = tide(plan, schedules, simulated.spans, simulated.begin_s)
     peak_bytes = max(sum(level.num_bytes) for level in levels)
-    held_bytes = (peak_bytes, bytes_forecast(schedule, solution.peaks, machine).gpu_reserved_bytes)
+    held_bytes = (peak_bytes, bytes_forecast(solution.passes, solution.peaks, machine).gpu_reserved_bytes)
     source = f"simulated on {machine.name}"
+    if len(schedules) < plan.accumulate:
+        source += f"; {len(schedules)} of the {plan.accumulate} passes of a step"
     spans = (*simulated.beside, *simulated.spans)
-    return step_timeline(plan, schedule, spans, window_s, SIMULATED_PARTS, levels, held_bytes, source)
+    return step_timeline(plan, schedules, spans, window_s, SIMULATED_PARTS, levels, held_bytes, source)
+
+
+Schedules = Mapping[int, Schedule]  # of the passes of one step, by their index
 
 
 def step_timeline(
     plan: Plan,
-    schedule: Schedule,
+    schedules: Schedules,
     spans: Iterable[Span],
     window_s: tuple[float, float],
     parts: tuple[MemoryPart, ...],
@@ -42,11 +48,11 @@ def step_timeline(
     peak_bytes: tuple[int, int | None],
     source: str,
 ) -> Timeline:
-    """Of the pass that ends with the window: the latest among the spans. Those that do not touch the window are left
-    out. `peak_bytes`: of tensors, and reserved."""
+    """Of the step whose passes these are; spans of other passes are of the step before. Those that do not touch the
+    window are left out. `peak_bytes`: of tensors, and reserved."""
     begin_s, end_s = window_s
     shown = [span for span in spans if span.end_s >= begin_s and span.start_s <= end_s]
-    bars = _bars(schedule, sorted(shown, key=lambda span: span.start_s), begin_s)
+    bars = _bars(schedules, sorted(shown, key=lambda span: span.start_s), begin_s)
     step_s = end_s - begin_s
     return Timeline(
         source=source,
@@ -65,15 +71,15 @@ def step_timeline(
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def tide(plan: Plan, schedule: Schedule, spans: Sequence[Span], begin_s: float) -> tuple[Level, ...]:
+def tide(plan: Plan, schedules: Schedules, spans: Sequence[Span], begin_s: float) -> tuple[Level, ...]:
     """GPU bytes by part, as a step function. Its peak is at most that of `predict.peaks.peaks`: there transfers may be
     as slow as they like, here they give what they hold as soon as they are through. The two are equal where no transfer
     gives (no block inputs on the host)."""
-    now = Counter(base_parts(plan, schedule.gpu_base_bytes))
+    now = Counter(base_parts(plan, next(iter(schedules.values())).gpu_base_bytes))
     levels = [_level(0.0, now)]
     ends: list[tuple[float, int, Action]] = []
     for order, span in enumerate(sorted(spans, key=lambda span: (span.start_s, span.end_s))):
-        action = schedule.by_id[span.id]
+        action = schedules[span.pass_index].by_id[span.id]
         if not (action.gpu_takes or action.gpu_gives or action.gpu_transient):
             continue
         while ends and ends[0][0] <= span.start_s:
@@ -125,17 +131,21 @@ def _level(at_s: float, now: Counter[MemoryPart]) -> Level:
 # -- lanes ------------------------------------------------------------------------------------------------------------
 
 
-def _bars(schedule: Schedule, spans: Sequence[Span], begin_s: float) -> tuple[Bar, ...]:
-    last = max((span.pass_index for span in spans), default=0)
-    ended_s = {(span.pass_index, span.id): span.end_s for span in spans}
+def _bars(schedules: Schedules, spans: Sequence[Span], begin_s: float) -> tuple[Bar, ...]:
+    ended_s: dict[str, dict[int, float]] = defaultdict(dict)  # by id and pass
+    for span in spans:
+        ended_s[span.id][span.pass_index] = span.end_s
     free_s: dict[Lane, float] = defaultdict(lambda: begin_s)
+    any_schedule = next(iter(schedules.values()))
     bars = []
     for span in spans:
-        action = schedule.by_id.get(span.id)
+        schedule = schedules.get(span.pass_index)
+        action = (schedule or any_schedule).by_id.get(span.id)
         cause, cause_s = "", free_s[span.lane]
-        if action is not None and span.pass_index == last:
+        if action is not None and schedule is not None:
             for back, name in _causes(schedule, action):
-                until_s = min(ended_s.get((last - back, name), begin_s), span.start_s)
+                latest = max((one for one in ended_s[name] if one <= span.pass_index - back), default=None)
+                until_s = begin_s if latest is None else min(ended_s[name][latest], span.start_s)
                 if until_s > cause_s:
                     cause, cause_s = name, until_s
         bars.append(
@@ -149,7 +159,7 @@ def _bars(schedule: Schedule, spans: Sequence[Span], begin_s: float) -> tuple[Ba
                 num_bytes=action.num_bytes if action is not None else 0,
                 waited_for=cause,
                 waited_s=cause_s - free_s[span.lane] if cause else 0.0,
-                earlier=span.pass_index < last,
+                earlier=schedule is None,
             )
         )
         free_s[span.lane] = max(free_s[span.lane], span.end_s)
@@ -157,7 +167,7 @@ def _bars(schedule: Schedule, spans: Sequence[Span], begin_s: float) -> tuple[Ba
 
 
 def _causes(schedule: Schedule, action: Action) -> list[tuple[int, str]]:
-    """(passes back, id) of all that it waits for, the tick that opens it included."""
+    """(passes back, at least, and id) of all that it waits for, the tick that opens it included."""
     opened = action.opens >= 0 and action.op not in TICK_OPS
     opener = [(0, schedule.ticks[action.opens].id)] if opened else []
     return [*((0, name) for name in action.after), *((1, name) for name in action.after_prev), *opener]

@@ -20,6 +20,7 @@ class Candidate:
     keep: frozenset[int] = field(default_factory=frozenset)
     selective: frozenset[int] = field(default_factory=frozenset)  # no block is in two of these three
     swapped: frozenset[int] = field(default_factory=frozenset)  # selective, and what they hold waits on the host
+    sums: frozenset[int] = field(default_factory=frozenset)  # blocks whose sums stay on the GPU from pass to pass
     trained: frozenset[int] = field(default_factory=frozenset)  # blocks whose adapters stay while the rest streams
     loss_kept_tokens: int = 0
     near: frozenset[int] = field(default_factory=frozenset)  # blocks whose inputs stay on the GPU, whatever `inputs` is

@@ -2,9 +2,10 @@
 
 [Note: ladders] What can be put on the GPU for speed is of a few kinds, and of each kind some gain more than others for
 the same bytes: blocks from the front become persistent (nothing hides their fetch and their update), activations are
-kept from the back (for the shortest time). So every kind has a ladder; filling climbs it as far as memory goes, giving
-up steps down again. One step that is too high (an embedding as wide as four layers) is left out. From the disk, blocks
-come to the host from the front too: of the last ones the gradient is there first and the update due last.
+kept from the back (for the shortest time), sums of gradients stay from the back (they are needed first). So every kind
+has a ladder; filling climbs it as far as memory goes, giving up steps down again. One step that is too high (an
+embedding as wide as four layers) is left out. From the disk, blocks come to the host from the front too: of the last
+ones the gradient is there first and the update due last.
 
 A move changes one thing, then gives up what no longer fits, or fills what has become free, kind by kind in some order.
 """
@@ -33,6 +34,7 @@ class Kind(StrEnum):
     TRAINED = "trained"
     WHOLE = "whole"
     PARAMS = "params"
+    SUMS = "sums"
     LOGITS = "loss_kept_tokens"
     SELECTIVE = "selective"
     KEEP = "keep"
@@ -46,18 +48,18 @@ LEVELS = (Kind.KEEP, Kind.SELECTIVE, Kind.SWAPPED)  # a block has one of them at
 
 Order = tuple[Kind, ...]
 
-_T, _W, _P, _L, _S, _K, _N, _A, *_HOST = Kind
+_T, _W, _P, _G, _L, _S, _K, _N, _A, *_HOST = Kind
 # Adapters first: they cost next to nothing. What lives on disk comes to the host when it is known what is on the GPU.
 # Before anything is kept, all is held selectively: that saves nearly as much time with fewer bytes.
 ORDERS: tuple[Order, ...] = (
-    (_T, _L, _W, _P, _S, _K, _N, *_HOST),
-    (_T, _W, _P, _L, _S, _K, _N, *_HOST),
-    (_T, _L, _S, _K, _P, _W, _N, *_HOST),
-    (_T, _N, _P, _L, _S, _K, _W, *_HOST),
+    (_T, _L, _W, _P, _G, _S, _K, _N, *_HOST),
+    (_T, _G, _W, _P, _L, _S, _K, _N, *_HOST),
+    (_T, _L, _S, _K, _G, _P, _W, _N, *_HOST),
+    (_T, _N, _G, _P, _L, _S, _K, _W, *_HOST),
 )
 
 
-_HOST_FIRST: Order = (*_HOST[::-1], _A, _K, _S, _N, _L, _P, _W)
+_HOST_FIRST: Order = (*_HOST[::-1], _A, _K, _S, _N, _L, _G, _P, _W)
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Moves:
 
     def starts(self, spare: int, form: Form = PLAIN, disk: bool = False) -> Iterator[Candidate]:
         """Everything streamed, from the host or the disk, and recomputed; the plainest first."""
-        if disk and not self.space.terms.disk_bytes:
+        if disk and (not self.space.terms.disk_bytes or self.space.terms.accumulate > 1):
             return
         buffers = 1 + spare if disk else 0
         for inputs, micro_batch in product((Tier.GPU, Tier.HOST), self.micro_batches):
@@ -332,7 +334,7 @@ class Moves:
             return candidate.disk and unit not in candidate.whole
         if kind in (Kind.SELECTIVE, Kind.SWAPPED):
             return unit not in candidate.keep | candidate.selective
-        return not (kind in (Kind.PARAMS, Kind.TRAINED) and unit in candidate.whole)
+        return not (kind in (Kind.PARAMS, Kind.TRAINED, Kind.SUMS) and unit in candidate.whole)
 
     def _ladder(self, kind: Kind) -> tuple[int, ...]:
         space = self.space
@@ -346,6 +348,8 @@ class Moves:
             return space.selectable[::-1]
         if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES) and not space.terms.disk_bytes:
             return ()
+        if kind is Kind.SUMS:
+            return self.space.summed
         return self._backwards if kind is Kind.NEAR else space.movable
 
     @cached_property
@@ -375,9 +379,8 @@ class Moves:
             return replace(candidate, loss_kept_tokens=max(units, default=0))
         chosen = frozenset(units)
         if kind is Kind.WHOLE:
-            return replace(
-                candidate, whole=chosen, params=candidate.params - chosen, trained=candidate.trained - chosen
-            )
+            parts = {part: getattr(candidate, part) - chosen for part in (Kind.PARAMS, Kind.TRAINED, Kind.SUMS)}
+            return replace(candidate, whole=chosen, **parts)
         if kind is Kind.PARAMS:
             return replace(candidate, params=chosen, whole=candidate.whole - chosen)
         if kind in LEVELS:
@@ -390,7 +393,7 @@ class Moves:
             return replace(candidate, host_params=chosen, host_states=candidate.host_states & chosen)
         if kind is Kind.HOST_STATES:
             return replace(candidate, host_states=chosen, host_params=candidate.host_params | chosen)
-        return replace(candidate, trained=chosen)
+        return replace(candidate, sums=chosen) if kind is Kind.SUMS else replace(candidate, trained=chosen)
 
 
 def _demoted(before: Candidate, after: Candidate) -> Candidate:

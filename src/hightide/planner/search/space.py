@@ -9,11 +9,11 @@ from functools import cached_property
 from hightide.ir.activation import Activation
 from hightide.ir.block import BlockSpec, ModelProfile
 from hightide.ir.chunk import Layout
-from hightide.ir.plan import PLAN_VERSION, BlockPlan, Forecast, Plan
+from hightide.ir.plan import PLAN_VERSION, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss_tiles import loss_tile_tokens, num_rows, smaller_tiles
-from hightide.planner.placement import Buffer, ChunkPlaces, Placement
+from hightide.planner.placement import Buffer, ChunkPlaces, Home, Placement
 from hightide.planner.problem import Terms
 from hightide.planner.search.candidate import Candidate
 
@@ -43,6 +43,7 @@ class Space:
             forecast=Forecast(0, 0),
             explanation="",
             gradients=self.terms.gradients,
+            accumulate=self.terms.accumulate,
             loss_kept_tokens=candidate.loss_kept_tokens,
             disk_limit_bytes=self.terms.disk_bytes,
             profile=self.profile,
@@ -63,24 +64,28 @@ class Space:
     def places(self, slot_numel: int) -> ChunkPlaces:
         if slot_numel not in self._places:
             layout = pack(self.profile, slot_numel, self.terms.states)
-            self._places[slot_numel] = ChunkPlaces(layout, self.terms.update, self.terms.gradients)
+            self._places[slot_numel] = ChunkPlaces(layout, *self._kinds_of_gradients)
         return self._places[slot_numel]
 
-    def home(self, block: BlockSpec, candidate: Candidate) -> tuple[Tier, Tier]:
-        """Of a block's parameters and states."""
-        index = block.index
+    @property
+    def _kinds_of_gradients(self) -> tuple[Update, GradientDtype, int]:
+        return self.terms.update, self.terms.gradients, self.terms.accumulate
+
+    def home(self, block: BlockSpec, candidate: Candidate) -> Home:
+        index, sums = block.index, Tier.GPU if block.index in candidate.sums else Tier.HOST
         if block.loose or index in candidate.whole:
-            return Tier.GPU, Tier.GPU
+            return Home(Tier.GPU, Tier.GPU, sums)
         params = Tier.DISK if candidate.disk and index not in candidate.host_params else Tier.HOST
         states = Tier.DISK if candidate.disk and index not in candidate.host_states else Tier.HOST
-        return Tier.GPU if index in candidate.params else params, Tier.GPU if index in candidate.trained else states
+        in_part = Tier.GPU if index in candidate.params else params, Tier.GPU if index in candidate.trained else states
+        return Home(*in_part, sums)
 
     def _block_plan(self, block: BlockSpec, candidate: Candidate) -> BlockPlan:
-        params, states = self.home(block, candidate)
+        params, states, sums = self.home(block, candidate)
         activation = candidate.activation(block.index)
         near = activation is Activation.KEEP or block.loose or block.index in candidate.near
         held = Tier.HOST if block.index in candidate.swapped else Tier.GPU
-        return BlockPlan(block.name, params, states, activation, Tier.GPU if near else candidate.inputs, held)
+        return BlockPlan(block.name, params, states, activation, Tier.GPU if near else candidate.inputs, held, sums)
 
     def layout(self, slot_numel: int | None = None) -> Layout:
         return self.places(slot_numel or self.slot_numel).layout
@@ -121,6 +126,14 @@ class Space:
         apart = adapters(self.profile)
         blocks = self.profile.blocks
         return tuple(b.index for b in blocks if b.index in self.called and not apart.isdisjoint(b.params))
+
+    @cached_property
+    def summed(self) -> tuple[int, ...]:
+        """Blocks with gradients that more passes add to, from the back."""
+        if self.terms.accumulate == 1:
+            return ()
+        trained = {chunk.block for chunk in self.layout().chunks if chunk.trainable_numel}
+        return tuple(block for block in sorted(self.movable, reverse=True) if block in trained)
 
     @cached_property
     def keepable(self) -> tuple[int, ...]:

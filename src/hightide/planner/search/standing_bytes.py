@@ -11,11 +11,9 @@ from itertools import product
 
 from hightide.ir.chunk import ChunkSpec, Layout
 from hightide.ir.tier import Tier
-from hightide.planner.placement import RINGS, STAGING, Buffer, ChunkPlace
+from hightide.planner.placement import RINGS, STAGING, Buffer, ChunkPlace, Home
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space
-
-Home = tuple[Tier, Tier]  # of parameters and states
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class _LayoutShares:
 
     def least_bytes(self) -> int:
         memory = Tier.GPU, Tier.HOST
-        homes = [self._shares_in(home) for home in product(memory, memory)]
+        homes = [self._shares_in(Home(*home, Tier.HOST)) for home in product(memory, memory)]
         return sum(min(sum(share.added) for share in shares) for shares in zip(*homes, strict=True))
 
     def _widest(self, homes: list[Home], shares: list[_Share]) -> tuple[int, int]:
@@ -118,9 +116,9 @@ class _LayoutShares:
         return _Share(
             added=tuple(sum(place.bytes_on[tier] for place in places) for tier in Tier),
             largest=tuple(max((place.buffer_bytes.get(b, 0) for place in places), default=0) for b in Buffer),
-            has_leaving=any(place.in_grad_slot and not place.is_used_up for place in places),
+            has_leaving=any(place.in_grad_slot and place.leaves for place in places),
             widths=(sum(place.num_slots for place in own), sum(place.num_grad_slots for place in own)),
         )
 
     def _place(self, home: Home, chunk: ChunkSpec) -> ChunkPlace:
-        return self._space.places(self._layout.slot_numel).at(chunk, *home)
+        return self._space.places(self._layout.slot_numel).at(chunk, home)

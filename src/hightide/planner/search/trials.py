@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from hightide.ir.action import Mode, Schedule
+from hightide.ir.passes import Passes
 from hightide.ir.tier import Tier
-from hightide.planner.lower import lower
+from hightide.planner.lower import lower_step
 from hightide.planner.placement import Placement
 from hightide.planner.predict.bounds import least_step_s
-from hightide.planner.predict.peaks import Peaks, is_real, needed_bytes, peaks, reserved_beside
+from hightide.planner.predict.peaks import Peaks, is_real, needed_bytes, reserved_beside, step_peaks
 from hightide.planner.predict.step_seconds import forecast_step_s
 from hightide.planner.problem import Problem
 from hightide.planner.search.activation_bytes import ActivationBytes
@@ -19,7 +19,7 @@ from hightide.planner.search.space import Space
 from hightide.planner.search.standing_bytes import Needs, StandingBytes
 from hightide.process.interrupts import safe_point
 
-NUM_PASSES = 2  # simulated for a comparison: one that leaves updates behind, one that counts
+NUM_STEPS = 2  # simulated for a comparison: one that leaves updates behind, one that counts
 
 
 _NONE: frozenset[int] = frozenset()
@@ -63,11 +63,11 @@ class Trials:
         return self._guesses[candidate]
 
     def needs(self, candidate: Candidate) -> Needs:
-        schedule = self._lowered(candidate)
-        return self._needs(schedule, peaks(schedule))
+        passes = self._lowered(candidate)
+        return self._needs(passes, step_peaks(passes))
 
     def peaks(self, candidate: Candidate) -> Peaks:
-        return peaks(self._lowered(candidate))
+        return step_peaks(self._lowered(candidate))
 
     def least_bytes(self) -> int:
         """On the GPU and the host together, of any candidate without a disk."""
@@ -82,21 +82,21 @@ class Trials:
         placement = self.space.placement(plan)
         if least_step_s(self.problem, placement) >= below_s:
             return math.inf
-        schedule = lower(self.problem.profile, plan, Mode.TRAIN, placement)
+        passes = lower_step(self.problem.profile, plan, placement)
         step_s = math.inf
-        if self.within(self._needs(schedule, peaks(schedule))):
-            step_s = self._simulate(placement, schedule)
+        if self.within(self._needs(passes, step_peaks(passes))):
+            step_s = self._simulate(placement, passes)
         self._step_s[candidate] = step_s
         return step_s
 
-    def _lowered(self, candidate: Candidate) -> Schedule:
+    def _lowered(self, candidate: Candidate) -> Passes:
         plan = self.space.build(candidate)
-        return lower(self.problem.profile, plan, Mode.TRAIN, self.space.placement(plan))
+        return lower_step(self.problem.profile, plan, self.space.placement(plan))
 
-    def _simulate(self, placement: Placement, schedule: Schedule) -> float:
+    def _simulate(self, placement: Placement, passes: Passes) -> float:
         self.num_simulated += 1
-        self.num_actions += len(schedule.actions)
-        return forecast_step_s(self.problem, placement, schedule, NUM_PASSES)
+        self.num_actions += sum(len(schedule.actions) for schedule in passes)
+        return forecast_step_s(self.problem, placement, passes, NUM_STEPS)
 
     def _always(self, candidate: Candidate) -> Needs:
         """Chunks and slots, which do not depend on activations."""
@@ -107,6 +107,6 @@ class Trials:
             self._known_standing[key] = self._standing.of(key)
         return self._known_standing[key]
 
-    def _needs(self, schedule: Schedule, peak: Peaks) -> Needs:
-        gpu_bytes = needed_bytes(schedule, peak, self.problem.machine)
+    def _needs(self, passes: Passes, peak: Peaks) -> Needs:
+        gpu_bytes = needed_bytes(passes, peak, self.problem.machine)
         return Needs(gpu_bytes, peak.host_peak_bytes, peak.disk_peak_bytes)

@@ -18,7 +18,7 @@ from hightide.planner.placement import Placement
 
 MAX_BLOCKS, MAX_CHUNKS, MAX_CALLS = 20_000, 100_000, 100_000  # a hundred times those of the largest models
 MAX_SLOTS, MAX_MICRO_BATCHES, MAX_SAMPLES = 4096, 65_536, 2**31
-MAX_STATES = 8
+MAX_STATES, MAX_PASSES = 8, 65_536
 
 
 def check_profile(profile: ModelProfile) -> None:
@@ -173,6 +173,8 @@ def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
             raise InfeasiblePlan(
                 f"{where} keeps activations on the {block.held}, and its inputs are among them; use inputs={block.held}"
             )
+        if block.sums is Tier.DISK:
+            raise InfeasiblePlan(f"{where} has sums of gradients on the disk by themselves; use sums=gpu or host")
         if spec.loose and (block.params, block.states) != (Tier.GPU, Tier.GPU):
             raise InfeasiblePlan(f"{where} (parameters used outside of blocks) must have params and states on the gpu")
 
@@ -204,6 +206,14 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
     placement = Placement(plan)
     if placement.uses_disk and plan.num_disk_buffers < 1:
         raise InfeasiblePlan("num_disk_buffers is 0, but blocks live on the disk; it must be at least 1")
+    if plan.accumulate < 1:
+        raise InfeasiblePlan(f"accumulate is {plan.accumulate}; it must be 1 (a step per backward) or more")
+    if plan.accumulate > 1 and placement.uses_disk:
+        raise InfeasiblePlan(
+            f"accumulate is {plan.accumulate}, but blocks live on the disk: steps of several passes are not planned "
+            "from there yet; use accumulate=1 with a larger batch, or no disk"
+        )
+    _check_most("passes in a step", plan.accumulate, MAX_PASSES)
     _check_most("samples", plan.num_samples, MAX_SAMPLES)
     _check_most("micro-batches", -(-plan.num_samples // plan.micro_batch), MAX_MICRO_BATCHES)
     for name in ("num_slots", "num_grad_slots", "num_disk_buffers"):

@@ -3,7 +3,7 @@ enforced by a dependency, a lane or a tick. See [Note: rings of buffers] in lowe
 
 from __future__ import annotations
 
-from hightide.ir.action import Action, ActionKey, Mode, Op, Place, Schedule
+from hightide.ir.action import Action, ActionKey, Op, Place, Schedule
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.placement import Placement
@@ -62,7 +62,7 @@ class DiskReplay(OrderedReplay):
         for write in self._written.get(index, []):
             self.after(action, write, "reads a gradient before it is on disk")
         if index not in self._written:
-            if self.schedule.mode is not Mode.ACCUMULATE:
+            if self.schedule.mode.starts_sums:
                 self.fail(action, f"reads a gradient of chunk {index} that no earlier action has made")
             self._continued.setdefault(index, action)
 

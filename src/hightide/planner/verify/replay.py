@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hightide.ir.action import TICK_OPS, Action, ActionKey, Mode, Op, Schedule
+from hightide.ir.action import TICK_OPS, Action, ActionKey, Op, Place, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
@@ -34,6 +34,33 @@ class Replay(OrderedReplay):
         self.write_backs: dict[int, list[Action]] = {}
         self.updated: set[int] = set()
         self.stashed: dict[tuple[Op, int | None], Action] = {}
+        self._standing: set[str] = set()  # ids of who let in what is in slots from the pass before
+        for chunk, slot in schedule.standing:
+            self._let_stand(chunk, slot)
+
+    def _let_stand(self, chunk: int, slot: int) -> None:
+        """In a slot from the pass before, which nothing has made stale."""
+        key = ActionKey(Op.FETCH, chunk, ChunkKind.PARAM)
+        entry = Action(key, Op.FETCH, Lane.H2D, tick=0, chunk=chunk, kind=ChunkKind.PARAM)
+        width = self.placement.chunks[chunk].num_slots if 0 <= chunk < len(self.placement.chunks) else 0
+        window = self.slots.entries[slot : slot + width]
+        if not self.schedule.mode.continues_step or not width or len(window) < width or any(window):
+            self.fail(entry, f"cannot stand in slot {slot} when the pass begins")
+        self.slots.entries[slot : slot + width] = [entry] * width
+        self._standing.add(key)
+
+    def after(self, action: Action, earlier: Action | None, message: str) -> None:
+        if earlier is None or earlier.id not in self._standing:
+            super().after(action, earlier, message)
+
+    @property
+    def standing(self) -> tuple[tuple[int, int], ...]:
+        """What is in slots at the end."""
+        found: dict[int, int] = {}
+        for slot, entry in enumerate(self.slots.entries):
+            if entry is not None and entry.chunk is not None:
+                found.setdefault(entry.chunk, slot)
+        return tuple(found.items())
 
     def run(self) -> None:
         self._check_ticks()
@@ -75,7 +102,7 @@ class Replay(OrderedReplay):
     def _check_ticks(self) -> None:
         calls = self.profile.calls
         expected: list[tuple[Op, int | None]] = [(Op.FORWARD, index) for index in range(len(calls))]
-        if self.schedule.mode is not Mode.EVAL:
+        if self.schedule.mode.trains:
             expected += [(Op.BACKWARD, index) for index in reversed(range(len(calls))) if calls[index].needs_backward]
             expected.append((Op.STEP, None))
         found = [(tick.op, tick.call) for tick in self.schedule.ticks]
@@ -92,7 +119,7 @@ class Replay(OrderedReplay):
             if place.is_streamed:
                 entry = self.slots.entry(index, ChunkKind.PARAM)
                 self.after(tick, entry, f"uses chunk {index}, which is not in a slot then")
-            elif place.is_refreshed:
+            elif place.is_refreshed and not self.schedule.mode.continues_step:
                 self.after(tick, self.refreshed.get(index), f"uses chunk {index} before its new values are fetched")
 
     def _backward(self, tick: Action) -> None:
@@ -115,19 +142,21 @@ class Replay(OrderedReplay):
             self.after(tick, entry, f"adds to the gradient of chunk {chunk.index}, which is not in a grad slot then")
             self.dirty[chunk.index] = tick
             return
+        if place.stays:
+            self.dirty[chunk.index] = tick
         loose = self.profile.blocks[chunk.block].loose  # the runtime clears these itself
-        if self.schedule.mode is Mode.TRAIN and chunk.index not in self.cleared and not loose:
+        if self.schedule.mode.starts_sums and chunk.index not in self.cleared and not loose:
             self.fail(tick, f"adds to the gradient of chunk {chunk.index}, which was not cleared")
 
     def _fetch(self, action: Action) -> None:
         place = self.place(action)
         chunk = place.chunk
         if action.kind is ChunkKind.GRAD:
-            if self.schedule.mode is not Mode.ACCUMULATE and chunk.index not in self.write_backs:
+            if self.schedule.mode.starts_sums and chunk.index not in self.write_backs:
                 self.fail(action, f"fetches a gradient of chunk {chunk.index} that no earlier action has made")
             for write_back in self.write_backs.get(chunk.index, []):
                 self.after(action, write_back, "fetches a gradient before it is at home")
-            if self.schedule.mode is Mode.ACCUMULATE and chunk.index not in self.continued:
+            if not self.schedule.mode.starts_sums and chunk.index not in self.continued:
                 self.continued[chunk.index] = action
             self._enter(self.grad_slots, action, place.num_grad_slots)
             return
@@ -171,26 +200,39 @@ class Replay(OrderedReplay):
     def _clear(self, action: Action) -> None:
         place = self.place(action)
         chunk = place.chunk
-        if self.schedule.mode is Mode.ACCUMULATE or chunk.index in self.summed:
+        if not self.schedule.mode.starts_sums or chunk.index in self.summed:
             self.fail(action, f"clears the gradient of chunk {chunk.index}, which holds sums")
         if not place.in_grad_slot:
             if chunk.index in self.cleared:
                 self.fail(action, f"clears the gradient of chunk {chunk.index} again")
-            if chunk.optimised_numel:
+            if place.stays:
+                self.follows(action, self._exit_of(place), "clears a gradient that may still be on its way")
+            elif chunk.optimised_numel:
                 self.follows(action, ActionKey(Op.UPDATE, chunk.index), "clears a gradient that may still be read")
             self.cleared.add(chunk.index)
         else:
             self._enter(self.grad_slots, action, place.num_grad_slots)
 
+    def _exit_of(self, place: ChunkPlace) -> ActionKey:
+        """The write-back of a sum that has stayed on the GPU, in the last pass of a step."""
+        users = [tick for tick in self.schedule.ticks if tick.op is Op.BACKWARD and tick.block in place.chunk.users]
+        return ActionKey(Op.WRITE_BACK, place.chunk.index, at=users[-1].id)
+
     def _write_back(self, action: Action) -> None:
-        chunk = self.place(action).chunk
+        place = self.place(action)
+        chunk = place.chunk
         if chunk.index not in self.dirty:
-            self.fail(action, f"writes back the gradient of chunk {chunk.index}, which has nothing new in a grad slot")
+            self.fail(action, f"writes back the gradient of chunk {chunk.index}, which has nothing new on the GPU")
+        if place.stays and not self.schedule.mode.ends_step:
+            self.fail(action, f"writes back the gradient of chunk {chunk.index}, which is to stay")
         last_sum = self.dirty.pop(chunk.index)
         self.after(action, last_sum, f"writes back the gradient of chunk {chunk.index} before it is summed")
         if chunk.optimised_numel:
             self.follows(action, ActionKey(Op.UPDATE, chunk.index), "overwrites a gradient that may still be read")
-        self._leave(self.grad_slots, action)
+        if place.stays and action.source != Place(Tier.GPU):
+            self.fail(action, f"leaves {action.source}, but the gradient of chunk {chunk.index} has its own place")
+        if not place.stays:
+            self._leave(self.grad_slots, action)
         self.write_backs.setdefault(chunk.index, []).append(action)
 
     def _stash(self, action: Action) -> None:
@@ -204,6 +246,8 @@ class Replay(OrderedReplay):
     def _update(self, action: Action) -> None:
         place = self.place(action)
         chunk = place.chunk
+        if not self.schedule.mode.ends_step:
+            self.fail(action, f"updates chunk {chunk.index} before the last pass of the step")
         if place.is_used_up:
             last_sum = self.dirty.pop(chunk.index, None)
             self.after(action, last_sum, f"uses up the gradient of chunk {chunk.index} before it is summed")
@@ -227,14 +271,18 @@ class Replay(OrderedReplay):
             self.fail(update, "runs before step() was called")
 
     def _check_end(self) -> None:
-        if self.dirty:
-            raise InfeasiblePlan(f"the gradients of chunks {sorted(self.dirty)} are never written back")
-        if self.schedule.mode is Mode.EVAL:
+        mode, places = self.schedule.mode, self.placement.chunks
+        lost = [index for index in sorted(self.dirty) if mode.ends_step or not places[index].stays]
+        if lost:
+            raise InfeasiblePlan(f"the gradients of chunks {lost} are never written back")
+        if not mode.trains:
             return
         self.check_next_pass(self.grad_slots)
         for index, fetch in self.continued.items():
             self.follows(fetch, self.write_backs[index][-1].id, "fetches a gradient before it is at home")
         self._check_balance()
+        if not mode.ends_step:
+            return
         optimised = [chunk for chunk in self.plan.layout.chunks if chunk.optimised_numel]
         loose = {chunk.index for chunk in optimised if self.profile.blocks[chunk.block].loose}
         due = loose | {chunk.index for chunk in optimised if chunk.index in self.summed}

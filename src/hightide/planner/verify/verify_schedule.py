@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from hightide.ir.action import Mode, Schedule
+from itertools import pairwise
+
+from hightide.ir.action import Schedule
 from hightide.ir.block import ModelProfile
+from hightide.ir.passes import Passes
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.advice.remedy import remedy
@@ -15,18 +18,32 @@ from hightide.planner.verify.precedence import Disorder, Precedence
 from hightide.planner.verify.replay import Replay
 
 
-def verify(profile: ModelProfile, placement: Placement, schedule: Schedule) -> None:
+def verify_step(profile: ModelProfile, placement: Placement, passes: Passes) -> None:
+    """Each of its passes, and that each finds in the slots what it takes for granted."""
+    left = {schedule.mode: set(verify(profile, placement, schedule)) for schedule in passes}
+    order = [schedule for schedule, count in passes.runs for _ in range(min(2, count))]
+    for before, after in pairwise(order):
+        if missing := set(after.standing) - left[before.mode]:
+            raise InfeasiblePlan(
+                f"the schedule is wrong: its {after.mode} pass expects chunks in slots {sorted(missing)} (chunk, slot) "
+                f"that its {before.mode} pass does not leave there"
+            )
+
+
+def verify(profile: ModelProfile, placement: Placement, schedule: Schedule) -> tuple[tuple[int, int], ...]:
     """Raises InfeasiblePlan, also where it exceeds the plan's own limits. The capacity of an evaluation pass is left to
-    the stores: its batch and its outputs are the user's affair, and a block runs unsplit there."""
+    the stores: its batch and its outputs are the user's affair, and a block runs unsplit there. Returns the chunks that
+    it leaves in slots, and where."""
     plan = placement.plan
     try:
         precedence = Precedence(schedule)
     except Disorder as disorder:
         raise InfeasiblePlan(f"the schedule cannot run: {disorder}", disorder.at) from None
-    Replay(profile, placement, schedule, precedence).run()
+    replay = Replay(profile, placement, schedule, precedence)
+    replay.run()
     DiskReplay(placement, schedule, precedence).run()
-    if schedule.mode is Mode.EVAL:
-        return
+    if not schedule.mode.trains:
+        return replay.standing
     peak = peaks(schedule, precedence)
     limits = {
         Tier.GPU: (peak.gpu_peak_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
@@ -37,6 +54,7 @@ def verify(profile: ModelProfile, placement: Placement, schedule: Schedule) -> N
         if peak_bytes > limit_bytes:
             change = remedy(profile, placement, schedule, tier, peak_bytes, moment)
             raise _too_many(tier, peak_bytes, limit_bytes, moment, change)
+    return replay.standing
 
 
 def _too_many(tier: Tier, peak_bytes: int, limit_bytes: int, moment: str, change: str) -> InfeasiblePlan:

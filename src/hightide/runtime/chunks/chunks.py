@@ -104,6 +104,7 @@ class Chunks:
         self._persistent: list[Array | None] = []  # parameters that stay on the accelerator
         self._homes: list[Array] = []
         self._grads: list[Array | None] = []
+        self._sums: list[Array | None] = []  # gradients that stay on the accelerator from pass to pass
         self._states: list[dict[StateSpec, Array]] = []
         for place in self.placed:
             self._allocate(place, stores)
@@ -175,7 +176,22 @@ class Chunks:
         ).view
 
     def grad_on_gpu(self, chunk: int) -> Tensor:
+        own = self._sums[chunk]
+        if own is not None:
+            return own.view
         return (self._grad_in_slot(chunk) if self.placed[chunk].in_grad_slot else self.grad(chunk)).view
+
+    def latest_grad(self, chunk: int) -> Array:
+        """The chunk's gradient where it is between passes: at home, or where it stays until the last one of a step."""
+        own = self._sums[chunk]
+        return own if own is not None and self.grad_copies[chunk].state is Residency.DIRTY else self.grad(chunk)
+
+    def let_stay(self, chunk: int) -> None:
+        """Its gradient is, or will be before it is used, where it stays on the GPU."""
+        copy = self.grad_copies[chunk]
+        if self._sums[chunk] is not None and copy.state is Residency.ABSENT:
+            for state in (Residency.CLEAN, Residency.HELD, Residency.DIRTY):
+                copy.move(state)
 
     def _grad_in_slot(self, chunk: int) -> Array:
         first = self.grad_slots.first(chunk)
@@ -213,13 +229,13 @@ class Chunks:
         return self._homes[chunk].nbytes
 
     def grad_dtype(self, chunk: int) -> torch.dtype:
-        """Of a finished gradient. Its sum on the GPU is fp32."""
+        """Of a gradient at home. Its sum on the GPU is fp32."""
         return DTYPES[self.placed[chunk].grad_dtype]
 
     def send_gradient(self, chunk: int) -> int:
-        """From its slot home, on the d2h lane. Returns the bytes moved."""
+        """From its slot, or where it has stayed, home, on the d2h lane. Returns the bytes moved."""
         home, source = self.grad(chunk), self.grad_on_gpu(chunk)
-        if self._leaving is not None and self.placed[chunk].rounds:
+        if self._leaving is not None and self.placed[chunk].is_narrow:
             self._leaving.send(source, home)
         else:
             home.write(source).wait()
@@ -228,7 +244,7 @@ class Chunks:
     def bring_gradient(self, chunk: int) -> int:
         """From home into its slot, on the h2d lane. Returns the bytes moved."""
         home, target = self.grad(chunk), self.grad_on_gpu(chunk)
-        if self._arriving is not None and self.placed[chunk].rounds:
+        if self._arriving is not None and self.placed[chunk].is_narrow:
             self._arriving.bring(target, home)
         else:
             home.read(target).wait()
@@ -236,8 +252,13 @@ class Chunks:
 
     def round_gradient(self, chunk: int) -> None:
         """Where it is on the GPU, on the stream that computes."""
-        if self._rounding is not None and self.placed[chunk].rounds:
-            self._rounding.round(self.grad_on_gpu(chunk), self.grad_dtype(chunk))
+        if self._rounding is not None and (dtype := self.rounding_dtype(chunk)) is not None:
+            self._rounding.round(self.grad_on_gpu(chunk), dtype)
+
+    def rounding_dtype(self, chunk: int) -> torch.dtype | None:
+        """To which a finished gradient is rounded, if it is."""
+        name = self.placed[chunk].rounds_to
+        return None if name is None else DTYPES[name]
 
     def slot_offset(self, tensor: Tensor) -> tuple[int, int] | None:
         """(chunk, byte offset in it) of a tensor that lies in a parameter slot; None for any other tensor."""
@@ -398,6 +419,7 @@ class Chunks:
             *self._persistent,
             *self._homes,
             *self._grads,
+            *self._sums,
             *chain.from_iterable(kept.values() for kept in self._states),
         ):
             if array is not None:
@@ -423,9 +445,11 @@ class Chunks:
             self._persistent.append(array(ChunkKind.PARAM, place.params, DTYPES[spec.dtype], spec.numel))
         grad = None
         if place.grad is not None:
-            dtype = DTYPES[place.grad_dtype] if place.in_grad_slot else GRAD_DTYPE
+            dtype = DTYPES[place.grad_dtype] if place.leaves else GRAD_DTYPE
             grad = array(ChunkKind.GRAD, place.grad, dtype, spec.trainable_numel)
         self._grads.append(grad)
+        own = array(ChunkKind.GRAD, Tier.GPU, GRAD_DTYPE, spec.trainable_numel) if place.stays else None
+        self._sums.append(own)
         offsets, numel = spec.state_offsets if spec.state_bytes else {}, spec.optimised_numel
         self._states.append(
             {

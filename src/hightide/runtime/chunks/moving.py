@@ -31,7 +31,8 @@ def waiting_bytes(plan: Plan) -> int:
     places = Placement(plan).chunks
     params = sum(place.chunk.param_bytes for place in places if place.home is Tier.GPU)
     states = (place.chunk for place in places if place.states is Tier.GPU)
-    return params + sum(chunk.state_bytes + chunk.grad_bytes for chunk in states)
+    sums = sum(place.chunk.grad_bytes for place in places if place.stays)
+    return params + sum(chunk.state_bytes + chunk.grad_bytes for chunk in states) + sums
 
 
 class StatesOnTheMove:
@@ -43,7 +44,7 @@ class StatesOnTheMove:
         self._of_use = {spec.index: gradients.of_use(spec.index) for spec in chunks.specs}
         found = {(spec.index, ChunkKind.PARAM): [chunks.home(spec.index)] for spec in chunks.specs}
         found |= {(spec.index, ChunkKind.STATE): [*chunks.states(spec.index).values()] for spec in chunks.specs}
-        found |= {(index, ChunkKind.GRAD): [chunks.grad(index)] for index, keys in self._of_use.items() if keys}
+        found |= {(index, ChunkKind.GRAD): [chunks.latest_grad(index)] for index, keys in self._of_use.items() if keys}
         num_arrays = sum(len(arrays) for arrays in found.values())
         capacity_bytes = waiting_bytes(plan) + num_arrays * ALIGN_BYTES
         self._waiting = HostArena(capacity_bytes, huge_bytes=capacity_bytes)
@@ -93,6 +94,7 @@ class StatesOnTheMove:
                 if entry.offset_numel < spec.optimised_numel:
                     self._unpack(entry.param, ChunkKind.STATE, chunks.states_of(entry.param))
             for key in self._of_use[spec.index]:
+                chunks.let_stay(chunks.places[key][0])
                 self._unpack(key, ChunkKind.GRAD, [gradients.place_of(key)])
                 gradients.is_in_place(key)
 

@@ -51,6 +51,8 @@ class Gradients:
         self._norms: dict[str, Tensor] = {}
         self._on_host: dict[int, HostNumber] = {}  # factors of this step, by the id of their tensor
         self._opened: set[int] = set()  # chunks whose gradient was opened in this pass
+        self._unrounded: set[int] = set()  # whose sum is still to be rounded where it is
+        self.are_used_up = False  # updates in backward have read them, or are about to
         self._tickets = tickets
         self.move_to(chunks)
         for name in self._placeholders:
@@ -99,7 +101,8 @@ class Gradients:
         chunk = self._chunks.places[key][0]
         self._settle(chunk)
         with held:
-            self.place_of(key).put(gradient.to(self._chunks.grad_dtype(chunk)))
+            place = self.place_of(key)
+            place.put(gradient.to(place.dtype))
             self._forget(key)
             self._valid.add(key)
             self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE)
@@ -134,9 +137,10 @@ class Gradients:
         for key, param in self._used_by(chunk, block):
             param.grad = views[key].data
 
-    def harvest(self, chunk: int, block: int | None) -> None:
+    def harvest(self, chunk: int, block: int | None, is_final: bool = True) -> None:
         """After a block's backward: which parameters received a gradient, and its norm while it is on the GPU: that of
-        the fp32 sum, before any rounding. But fp16 may overflow in rounding, and the norm must show it."""
+        the fp32 sum, before any rounding. But fp16 may overflow in rounding, and the norm must show it. Not `is_final`:
+        a later pass of the step adds to it, so nothing is rounded yet."""
         mine, valid = self._used_by(chunk, block), self._valid
         received: dict[str, Tensor] = {}
         with Disabled():
@@ -145,13 +149,15 @@ class Gradients:
                 if gradient is not None and (gradient._version > 0 or key in valid):
                     received[key] = gradient
         valid.update([key for key, gradient in received.items() if gradient._version > 0])
-        if self._chunks.grad_dtype(chunk) == torch.float16:
+        if is_final and self._chunks.rounding_dtype(chunk) == torch.float16:
             self._chunks.round_gradient(chunk)
         if received and self._update is Update.DEFERRED:
             norms = torch._foreach_norm(list(received.values()))
             self._norms.update(zip(received, norms, strict=True))
         if self._chunks.placed[chunk].rounds_in_place:  # see [Note: rounded gradients]
-            self._chunks.round_gradient(chunk)
+            if is_final:
+                self._chunks.round_gradient(chunk)
+            (self._unrounded.discard if is_final else self._unrounded.add)(chunk)
         with Disabled():
             for key, param in mine:
                 param.grad = self._placeholders[key] if key in valid else None
@@ -204,7 +210,7 @@ class Gradients:
     def of_use(self, chunk: int) -> list[str]:
         """Whose gradients lie in the chunk and will be read again. An update in backward has used them up; but a loose
         parameter's own `.grad` lies there, once an update has collected it."""
-        is_kept = self._update is Update.DEFERRED
+        is_kept = self._update is Update.DEFERRED or not self.are_used_up
         return [
             entry.param
             for entry in self._chunks.specs[chunk].params
@@ -217,9 +223,9 @@ class Gradients:
         return gradient is not None and gradient.data_ptr() == self.place_of(key).view.data_ptr()
 
     def place_of(self, key: str) -> Array:
-        """Where the update reads it."""
+        """Where it is between passes: where the update reads it, or where it stays until then."""
         chunk, entry = self._chunks.places[key]
-        return self._chunks.part(self._chunks.grad(chunk), entry)
+        return self._chunks.part(self._chunks.latest_grad(chunk), entry)
 
     def is_in_place(self, key: str) -> None:
         """Its bytes have moved in."""
@@ -231,6 +237,8 @@ class Gradients:
     def ready(self, chunk: int) -> list[tuple[ParamRange, Factor]]:
         """The parameters of a chunk that have a gradient, with the factor that the update must apply."""
         self._collect_loose(chunk)
+        if chunk in self._unrounded:
+            self._round_late(chunk)
         placed, factors = self._chunks.specs[chunk].params, self._factor
         with Disabled():
             found = [self._chunks.parameters[entry.param].grad for entry in placed]
@@ -244,6 +252,15 @@ class Gradients:
             if has_gradient:
                 ready.append((entry, self._factor_at(chunk, key) if key in factors else 1.0))
         return ready
+
+    def _round_late(self, chunk: int) -> None:
+        """A step that came before the pass that was to be its last, or in which that pass left the block out."""
+        self._unrounded.discard(chunk)
+        self._settle(chunk)
+        dtype = self._chunks.rounding_dtype(chunk)
+        assert dtype is not None
+        with held, self._chunks.grad(chunk).opened() as gradient:
+            gradient.copy_(gradient.to(dtype))
 
     def _factor_at(self, chunk: int, key: str) -> Factor:
         """A factor that was computed on the GPU comes to host updates without anyone waiting for the GPU here."""

@@ -245,10 +245,12 @@ class Lanes:
     def pass_index(self) -> int:
         return self._state.pass_index
 
-    def keep_pass(self, pass_index: int | None) -> None:
-        """Its records, and of the few passes before it, stay until another pass is named. None: no longer."""
+    def keep_pass(self, pass_index: int | None, num_before: int = 0) -> None:
+        """Its records, and of the few passes before it, stay until another pass is named. None: no longer.
+        `num_before`: how many these are at least, from now on."""
         with self._state.lock:
             self._state.kept_pass = pass_index
+            self._state.num_kept = max(self._state.num_kept, num_before + 1)
 
     @property
     def records(self) -> list[LaneRecord]:

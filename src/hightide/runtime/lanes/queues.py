@@ -62,6 +62,7 @@ class State:
         self.birthplace = Birthplace()
         self.pass_index = 0
         self.records: dict[int, list[LaneRecord]] = {0: []}
+        self.num_kept = KEPT_PASSES
         self.kept_pass: int | None = None  # it and those shortly before it stay, whatever follows
         self._orders = itertools.count()
 
@@ -76,7 +77,7 @@ class State:
             self.records = {
                 index: records
                 for index, records in self.records.items()
-                if any(end - KEPT_PASSES < index <= end for end in recent)
+                if any(end - self.num_kept < index <= end for end in recent)
             }
             return self.pass_index
 

@@ -64,6 +64,8 @@ class Demands:
 
     def gradient(self, chunk: int) -> None:
         """A slot for a gradient that the plan did not foresee: dirty ones leave until there is room."""
+        if self._chunks.placed[chunk].stays:
+            return self._bring_gradient(chunk, None)
         table = self._chunks.grad_slots
         self._flight.wait_for_gradients(list(self._flight.gradient_fetches))  # a queued one would take the room
         for _ in range(2):
@@ -80,6 +82,9 @@ class Demands:
                 f"the gradient of chunk {chunk} needs {table.width(chunk)} free consecutive grad slots; raise "
                 "num_grad_slots in the plan."
             )
+        self._bring_gradient(chunk, slot)
+
+    def _bring_gradient(self, chunk: int, slot: int | None) -> None:
         fetch = partial(self._performer.fetch_gradient, chunk, slot)
         ticket = self._flight.gradient_fetches[chunk] = self._submit("gradient", Lane.H2D, chunk, fetch)
         self._flight.wait(ticket, Lane.H2D)

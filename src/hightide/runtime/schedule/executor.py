@@ -8,8 +8,9 @@ the model leaves the plan.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hightide.ir.action import Action, ActionKey, Mode, Op, Schedule
@@ -74,8 +75,11 @@ class Executor:
         performer: Performer,
         update: Update,
         names: list[str],
+        accumulate: int = 1,
     ) -> None:
+        """`accumulate`: backwards that the user has promised before each step."""
         self.programs = {mode: Program(schedule) for mode, schedule in schedules.items()}
+        self._accumulate = accumulate
         self.lanes = flight.lanes
         self.performer = performer
         self.chunks = performer.chunks
@@ -90,12 +94,24 @@ class Executor:
         self._outlasting = {name for p in self.programs.values() for a in p.schedule.actions for name in a.after_prev}
         self._suspended: Pass | None = None
         self._last_use: dict[int, int] = {}
+        self._num_backwards = 0  # of the present step
+        self._was_told = False  # that the promise was not kept
+        self._final = self._last_backwards()
         self._owes_step = False  # in-backward updates have run, and step() was not called since
         self._was_abandoned = False  # the latest pass
 
     def go_on(self, before: Executor) -> None:
         """With what counts whatever the plan."""
         self.num_deviations, self._owes_step = before.num_deviations, before._owes_step
+        self._num_backwards, self._was_told = before._num_backwards, before._was_told
+
+    def _last_backwards(self) -> dict[int, int]:
+        """By chunk, the tick of the last pass of a step with which its sum is final. Empty: every pass is the last."""
+        if self._accumulate == 1:
+            return {}
+        ticks = self.programs[Mode.LAST].ticks
+        backward = [(tick.block, index) for index, tick in enumerate(ticks) if tick.op is Op.BACKWARD]
+        return {chunk: index for block, index in backward if block is not None for chunk in self.chunks.by_block[block]}
 
     @property
     def stall_s(self) -> dict[Lane, float]:
@@ -104,44 +120,66 @@ class Executor:
     # -- passes ---------------------------------------------------------------------------------------------------
 
     def begin(self, mode: Mode) -> None:
-        """Begins a pass. All slots are empty: the last step's update made their copies stale."""
+        """Begins a pass, of training or of evaluation. Slots are empty, but for what a pass of the same step has left
+        in them."""
         self.lanes.check()
         if self._was_abandoned or (self._pass is not None and self._pass.is_cut_off):
             self.lanes.drain()  # what it has still under way would take slots later, and leave in the new pass
             self._was_abandoned = False
-        if mode is Mode.EVAL and self.mode is Mode.TRAIN and self._suspended is None:
+        if not mode.trains and self.is_training and self._suspended is None:
             self._suspended = self._pass  # evaluation between forward and backward; backward goes on with this one
-        elif mode is not Mode.EVAL:
+        elif mode.trains:
             self._suspended = None
-        self._settle_slots()
+        program = self._program(exists=self._num_backwards > 0) if mode.trains else self.programs[mode]
+        self._settle_slots(program.schedule.standing)
         self.lanes.begin_pass()
-        self._pass = Pass(self.programs[mode], self.lanes.pass_index)
-        if mode is not Mode.EVAL:
+        self._pass = Pass(program, self.lanes.pass_index)
+        if mode.trains:
             self.gradients.begin_pass()
             self.performer.stashes.begin_pass()
 
     def start(self) -> None:
         """Hands out what need not wait for the first tick. Not before the batch is on its way: one engine copies
         everything to the GPU, in turn, and the first block would wait for the fetches of many others."""
+        assert self._pass is not None
+        for action in self._pass.program.when_open[-1]:
+            self._run_inline(self._pass, action)
         self._issue(-1)
+
+    def _program(self, exists: bool) -> Program:
+        """Of the next training pass. `exists`: whether there are gradients to which it adds. A step of several passes
+        that goes on beyond its last adds to it as that did; one of a single pass learns of it when backward begins."""
+        if self._accumulate == 1:
+            return self.programs[Mode.TRAIN]
+        if not exists:
+            return self.programs[Mode.FIRST]
+        is_last = self._num_backwards >= self._accumulate - 1 or Mode.MIDDLE not in self.programs
+        return self.programs[Mode.LAST if is_last else Mode.MIDDLE]
 
     @property
     def mode(self) -> Mode | None:
         return None if self._pass is None else self._pass.program.mode
 
+    @property
+    def is_training(self) -> bool:
+        return self.mode is not None and self.mode.trains
+
     def expects(self, mode: Mode, block: int) -> bool:
-        """Whether the present pass is of this mode and still has a forward of this block to come."""
+        """Whether the present pass is of this kind and still has a forward of this block to come."""
         current = self._pass
         return (
             current is not None
-            and self.mode is mode
+            and self.is_training == mode.trains
             and current.program.find_forward(block, current.cursor) is not None
         )
 
-    def _settle_slots(self) -> None:
+    def _settle_slots(self, standing: Sequence[tuple[int, int]] = ()) -> None:
+        """`standing`: parameters that stay where they are."""
         for chunk in self.chunks.param_slots.everyone():
             if self.chunks.param_copies[chunk].state is Residency.ARRIVING:  # left over from an abandoned pass
                 self.lanes.wait(self._flight.fetches[chunk], Lane.H2D)
+            if (chunk, self.chunks.param_slots.first(chunk)) in standing:
+                continue
             if self.chunks.param_copies[chunk].state is Residency.CLEAN:
                 self.chunks.param_copies[chunk].move(Residency.ABSENT)
             if self.chunks.param_copies[chunk].state is Residency.ABSENT:
@@ -167,7 +205,7 @@ class Executor:
         elif accumulate and current.backward_ended:
             self.gradients.any_valid()  # another backward through the same pass
             current.backward_ended = False
-            self._owes_step = self._update is Update.IN_BACKWARD
+            self._owes_step = self._update is Update.IN_BACKWARD and current.program.mode.ends_step
         index = self._find(current, op, block, call)
         if index is None:
             self.num_deviations += 1
@@ -189,7 +227,7 @@ class Executor:
             self._release_params(chunk, tick.block)
             self._last_use[chunk] = cursor
             if tick.accumulate and self.gradients.is_trainable(chunk):
-                self._release_gradient(chunk, tick.block)
+                self._release_gradient(chunk, tick)
         if tick.index is None:
             self._send_home(tick)
         else:
@@ -227,17 +265,25 @@ class Executor:
             if self.chunks.grad_copies[chunk].state is Residency.DIRTY:
                 self._demands.send_away(chunk)
 
+    def _send_those_that_stayed(self) -> None:
+        """Before a step that comes earlier than was promised, or whose last pass left out a block."""
+        for chunk, place in enumerate(self.chunks.placed):
+            if place.stays and self.chunks.grad_copies[chunk].state is Residency.DIRTY:
+                self._demands.send_away(chunk)
+
     def step(self, leftovers: list[int]) -> None:
         """The user's optimizer.step(). `leftovers`: chunks with a gradient; those that no planned update covers run
         on demand."""
         self.lanes.check()
         if self._update is Update.DEFERRED:
             self.performer.updated.clear()
-        elif not self._owes_step and any(self.gradients.is_trainable(chunk) for chunk in leftovers):
+        elif not self._owes_step and not self._num_backwards and any(map(self.gradients.is_trainable, leftovers)):
             raise Refused(
                 "optimizer.step() came again without a backward since the last one, but this model was wrapped with "
                 "update='in_backward': the promise of one step per backward. Wrap with update='deferred' (the default)."
             )
+        if self._num_backwards not in (0, self._accumulate):
+            self._tell(f"step() came after {self._num_backwards}")
         self._send_gradients_home()  # a backward that ended with an exception has left some behind
         current = self._pass
         step = None if current is None else current.program.step_tick
@@ -247,11 +293,25 @@ class Executor:
             began = self._begin_tick()
             self.lanes.record_inline(current.program.ticks[step].id, began, self._gpu_bytes())
             self._complete(current, step)
+        self._send_those_that_stayed()
         for chunk in leftovers:
             if chunk not in self.performer.updated:
                 self._demands.update(chunk)
         self._owes_step = False
+        self._num_backwards = 0
         self.performer.updated.clear()
+
+    def _tell(self, what: str) -> None:
+        """Of a promise that was not kept. A step of one backward has none."""
+        if self._accumulate == 1 or self._was_told:
+            return
+        self._was_told = True
+        warnings.warn(
+            f"{what} backwards, but this model was wrapped with accumulate={self._accumulate}: as many before every "
+            "step. Results are the same, but such a step is slower than planned; if this is how your loop is, wrap "
+            "with the number that it has",
+            stacklevel=4,
+        )
 
     def wait_for_updates(self) -> None:
         for chunk in self._flight.updates:
@@ -265,6 +325,11 @@ class Executor:
         """Until no copy reads the chunk's home any more."""
         if chunk in self._flight.fetches:
             self._flight.fetches[chunk].settle()
+
+    def forget_slot(self, chunk: int) -> None:
+        """There are new values at home: a copy in a slot is stale."""
+        if self.chunks.placed[chunk].is_streamed and self.chunks.param_copies[chunk].state is Residency.CLEAN:
+            self.performer.evict(chunk)
 
     def settle(self) -> None:
         """Until nothing is under way, and every gradient is at home. A pass that has begun is given up."""
@@ -308,7 +373,7 @@ class Executor:
         for chunk, copy in enumerate(self.chunks.grad_copies):
             if copy.state is Residency.HELD:
                 self.gradients.harvest(chunk, None)
-                copy.move(Residency.DIRTY if self.chunks.placed[chunk].in_grad_slot else Residency.CLEAN)
+                copy.move(self._summed_state(chunk))
         if self.mode is not Mode.EVAL:
             self._suspended = None  # an evaluation that fails leaves the forward before it as it is
         self._pass = None
@@ -326,7 +391,9 @@ class Executor:
     def _begin_backward(self, current: Pass) -> None:
         """Only now is it known whether gradients exist: users call zero_grad before or after forward."""
         exists = self.gradients.any_valid()
-        if self._update is Update.IN_BACKWARD and (self._owes_step or exists):
+        if not exists:
+            self._num_backwards = 0
+        if self._update is Update.IN_BACKWARD and (self._owes_step or (exists and not self._num_backwards)):
             missing = "optimizer.step()" if self._owes_step else self._zeroing()
             raise Refused(
                 f"backward() came again without {missing} since the last one, but this model was wrapped with "
@@ -336,10 +403,14 @@ class Executor:
             )
         current.backward_begun = True
         self.performer.updated.clear()
-        self._owes_step = self._update is Update.IN_BACKWARD
-        if exists and current.program.mode is Mode.TRAIN:
-            current.load(self.programs[Mode.ACCUMULATE])
+        program = self._program(exists) if self._accumulate > 1 or not exists else self.programs[Mode.ACCUMULATE]
+        if program is not current.program:
+            current.load(program)
             self._issue(current.cursor - 1)
+        self._owes_step = self.gradients.are_used_up = self._update is Update.IN_BACKWARD and program.mode.ends_step
+        if self._num_backwards == self._accumulate:
+            self._tell(f"a backward followed {self._num_backwards}")
+        self._num_backwards += 1
 
     def _find(self, current: Pass, op: Op, block: int, call: int | None) -> int | None:
         if op is Op.FORWARD:
@@ -468,19 +539,30 @@ class Executor:
                 f"block {self._names[block]!r} ran backward again after its update, but this model was wrapped with "
                 "update='in_backward': the promise of one backward per step. Wrap with update='deferred' (the default)."
             )
-        if not self.chunks.placed[chunk].in_grad_slot:
-            if copy.state is Residency.ABSENT:
-                copy.move(Residency.CLEAN)  # its own place; the ledger clears what is not valid
-        else:
+        place = self.chunks.placed[chunk]
+        if place.leaves or place.in_grad_slot:
             self._flight.wait_for_gradients([chunk])
             if copy.state is Residency.LEAVING:
                 self._flight.wait(self._flight.exits[chunk], Lane.D2H)
             if copy.state is Residency.ABSENT:
                 self._demands.gradient(chunk)
+        elif copy.state is Residency.ABSENT:
+            copy.move(Residency.CLEAN)  # its own place; the ledger clears what is not valid
         copy.move(Residency.HELD)
         self.gradients.bind(chunk, block)
 
-    def _release_gradient(self, chunk: int, block: int) -> None:
-        self.gradients.harvest(chunk, block)
-        in_slot = self.chunks.placed[chunk].in_grad_slot
-        self.chunks.grad_copies[chunk].move(Residency.DIRTY if in_slot else Residency.CLEAN)
+    def _release_gradient(self, chunk: int, tick: Tick) -> None:
+        self.gradients.harvest(chunk, tick.block, self._is_final(chunk, tick))
+        self.chunks.grad_copies[chunk].move(self._summed_state(chunk))
+
+    def _is_final(self, chunk: int, tick: Tick) -> bool:
+        """Whether no later tick of the step adds to the gradient."""
+        if not self._final:
+            return True
+        assert self._pass is not None
+        return self._pass.program.mode.ends_step and tick.index is not None and self._final.get(chunk) == tick.index
+
+    def _summed_state(self, chunk: int) -> Residency:
+        """Of a gradient on the GPU that was added to."""
+        place = self.chunks.placed[chunk]
+        return Residency.DIRTY if place.leaves or place.in_grad_slot else Residency.CLEAN

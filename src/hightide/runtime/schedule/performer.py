@@ -147,6 +147,8 @@ class Performer:
         if self.gradients.is_open(chunk):
             return
         copy = self.chunks.grad_copies[chunk]
+        if slot is None and chunk in self._left:  # it may still be on its way home from there
+            self._left.pop(chunk).join()
         if slot is not None and not self._take_gradient_slot(chunk, slot):
             return
         self.chunks.grad_on_gpu(chunk).zero_()
@@ -154,9 +156,10 @@ class Performer:
         if copy.state is Residency.ABSENT:
             copy.move(Residency.CLEAN)
 
-    def fetch_gradient(self, chunk: int, slot: int) -> None:
-        """Brings the sum so far back to the GPU, so that the GPU always sees the whole sum."""
-        if not self._take_gradient_slot(chunk, slot):
+    def fetch_gradient(self, chunk: int, slot: int | None) -> None:
+        """Brings the sum so far back to the GPU, so that the GPU always sees the whole sum. `slot` None: to a place of
+        its own."""
+        if slot is not None and not self._take_gradient_slot(chunk, slot):
             return
         copy = self.chunks.grad_copies[chunk]
         copy.move(Residency.ARRIVING)

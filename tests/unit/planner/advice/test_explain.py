@@ -5,6 +5,7 @@ import pytest
 
 from hightide.ir.action import Mode
 from hightide.ir.activation import Activation
+from hightide.ir.passes import Passes
 from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
@@ -20,7 +21,7 @@ from unit.planner.profiles import plan_with, stack
 def text_of(profile, plan, machine=None):
     schedule = lower(profile, plan, Mode.TRAIN)
     plan = replace(plan, forecast=bytes_forecast(schedule, peaks(schedule), machine))
-    return explain(profile, Placement(plan), schedule, peaks(schedule))
+    return explain(profile, Placement(plan), Passes.of(schedule), peaks(schedule))
 
 
 def test_equal_consecutive_blocks_are_one_row():

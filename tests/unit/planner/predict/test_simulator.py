@@ -46,7 +46,7 @@ def one_second(action: Action) -> float:
 
 def test_a_tick_waits_for_its_fetch_and_the_stall_is_the_lanes() -> None:
     fetch = copy("fetch", H, 3, tick=1)
-    result = simulate(schedule(fetch, tick(0), tick(1, after=("fetch",))), one_second, machine(), num_passes=1)
+    result = simulate(schedule(fetch, tick(0), tick(1, after=("fetch",))), one_second, machine(), num_steps=1)
     assert result.step_s == pytest.approx(4.0)  # the fetch hides one second behind the first tick
     assert result.stall_s == {H: pytest.approx(2.0)}
     assert {span.id: (span.start_s, span.end_s) for span in result.spans}["tick.1"] == pytest.approx((3.0, 4.0))
@@ -54,13 +54,13 @@ def test_a_tick_waits_for_its_fetch_and_the_stall_is_the_lanes() -> None:
 
 def test_latency_comes_before_the_first_byte() -> None:
     fetch = copy("fetch", H, 3, tick=0)
-    result = simulate(schedule(fetch, tick(0, after=("fetch",))), one_second, machine(latency_s=0.5), num_passes=1)
+    result = simulate(schedule(fetch, tick(0, after=("fetch",))), one_second, machine(latency_s=0.5), num_steps=1)
     assert result.step_s == pytest.approx(4.5)
 
 
 def test_lanes_that_share_memory_slow_each_other_down() -> None:
     both = schedule(copy("in", H, 4), copy("out", D, 2), tick(0, after=("in", "out")))
-    result = simulate(both, lambda _: 0.0, machine(shared=0.5), num_passes=1)
+    result = simulate(both, lambda _: 0.0, machine(shared=0.5), num_steps=1)
     # Both at half speed until the shorter one is through after 4 s, then the rest of the longer one alone.
     assert {span.id: span.end_s for span in result.spans} == pytest.approx({"out": 4.0, "in": 6.0, "tick.0": 6.0})
 
@@ -74,7 +74,7 @@ def test_the_cpu_lane_takes_what_is_due_first_among_the_ready() -> None:
         tick(1),
         tick(2, after=("late", "later", "urgent")),
     )
-    result = simulate(actions, one_second, machine(), num_passes=1)
+    result = simulate(actions, one_second, machine(), num_steps=1)
     order = [span.id for span in result.spans if span.lane is C]
     assert order == ["late", "urgent", "later"]  # it cannot wait for what is not ready
 
@@ -126,6 +126,6 @@ def test_a_96_block_model_takes_milliseconds() -> None:
     spent_s = []
     for _ in range(3):
         started_s = time.process_time()
-        simulate(lowered, one_second, machine(alone=1e6, shared=0.7), num_passes=4)
+        simulate(lowered, one_second, machine(alone=1e6, shared=0.7), num_steps=4)
         spent_s.append((time.process_time() - started_s) / 4)
     assert min(spent_s) < 0.1  # 9 ms a step on an idle core

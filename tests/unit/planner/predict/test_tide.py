@@ -12,6 +12,7 @@ from hightide.ir.action import Mode, Op
 from hightide.ir.activation import Activation
 from hightide.ir.block import Affine, Selective, Work
 from hightide.ir.codec import from_json, to_json
+from hightide.ir.passes import Passes
 from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import MemoryPart, Timeline
@@ -29,9 +30,9 @@ PROFILE = stack(4)
 
 def timeline_of(plan: Plan, profile=PROFILE, speed: float = 4096.0, mode: Mode = Mode.TRAIN) -> Timeline:
     schedule = lower(profile, plan, mode)
-    solution = Solution(profile, Placement(plan), schedule, peaks(schedule))
+    solution = Solution(profile, Placement(plan), Passes.of(schedule), peaks(schedule))
     on = machine(alone=speed, shared=0.7)
-    return simulated_timeline(solution, simulate(solution.training, one_second, on), on)
+    return simulated_timeline(solution, simulate(solution.passes, one_second, on), on)
 
 
 def most(timeline: Timeline, part: MemoryPart) -> int:
