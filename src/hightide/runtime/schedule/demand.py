@@ -30,6 +30,10 @@ class Demands:
         self._count = 0
         self._warned = False
 
+    def go_on(self, before: Demands) -> None:
+        """What was said once is not said again under another plan."""
+        self._warned = before._warned
+
     def warn(self, block: int) -> None:
         if not self._warned:
             self._warned = True
