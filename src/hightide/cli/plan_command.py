@@ -35,6 +35,7 @@ from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.tide import simulated_timeline
 from hightide.planner.problem import Problem, Terms
+from hightide.planner.search.calls import in_calls, search_calls
 from hightide.planner.search.search import search
 from hightide.planner.solution import Searched
 from hightide.process.system import HEADROOM
@@ -69,6 +70,9 @@ class PlanOptions:
     gradients: Annotated[GradientDtype, typer.Option(help="What finished gradients are rounded to.")] = (
         GradientDtype.FLOAT32
     )
+    calls: Annotated[
+        int | None, typer.Option(help="Calls of forward and backward per step; else the plan decides.")
+    ] = None
     micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch; else the plan decides.")] = None
     look: Annotated[float, typer.Option(metavar="SECONDS", help="Look for what would help for so long, at least.")] = (
         0.0
@@ -114,7 +118,7 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
         status.update("searching a plan")
         before_s = time.process_time()
         try:
-            found = search(problem)
+            found = _searched(options, workload, problem)
         except InfeasiblePlan as refused:
             if refused.tier is None:
                 raise
@@ -139,9 +143,18 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
     return report.fits
 
 
+def _searched(options: PlanOptions, workload: Workload, problem: Problem) -> Searched:
+    """In as many calls as asked for, else in as many as are fastest. A batch of the model's own is one call."""
+    if options.calls is not None:
+        return search(in_calls(problem, options.calls))
+    return search(problem) if workload.has_own_batch else search_calls(problem)
+
+
 def _check(options: PlanOptions) -> None:
     if options.clip and options.update is Update.IN_BACKWARD:
         raise ValueError("--clip needs all gradients before the first update; use --update deferred with it")
+    if options.calls is not None and options.disk and options.calls > 1:
+        raise ValueError(f"--calls {options.calls} with --disk: such steps are not planned yet; use --calls 1")
     if not options.look >= 0:
         raise ValueError(f"--look {options.look:g} is no number of seconds; write 0 or more, such as --look 30")
     check_target("--save", options.save)

@@ -71,6 +71,8 @@ class Outlook:
     tiers: tuple[TierUse, ...]
     lanes: tuple[LaneUse, ...]
     precisions: tuple[Precision, ...]
+    calls: int  # of the model per step, each with a forward and a backward
+    samples_per_call: int
     micro_batch: int
     update: Update
     gradients: GradientDtype
@@ -111,7 +113,7 @@ def subject(name: str, problem: Problem) -> Subject:
         model=name,
         num_params=sum(spec.numel for spec in profile.params),
         num_trained_params=sum(spec.numel for spec in profile.params if spec.trainable),
-        num_samples=profile.num_samples,
+        num_samples=profile.num_samples * problem.terms.accumulate,
         tokens_per_sample=profile.tokens_per_sample,
         machine=machine.name,
         machine_is_measured=machine.is_measured,
@@ -129,7 +131,7 @@ def outlook(found: Searched) -> Outlook:
     lanes = tuple(
         LaneUse(lane, step.simulated.busy_s[lane], step.simulated.stall_s.get(lane, 0.0), alone[lane]) for lane in Lane
     )
-    samples_per_s = profile.num_samples / step.step_s
+    samples_per_s = profile.num_samples * plan.accumulate / step.step_s
     return Outlook(
         step_s=step.step_s,
         samples_per_s=samples_per_s,
@@ -141,6 +143,8 @@ def outlook(found: Searched) -> Outlook:
         tiers=_tiers(found),
         lanes=lanes,
         precisions=tuple(Precision(*row) for row in precisions(profile, placement).items()),
+        calls=plan.accumulate,
+        samples_per_call=plan.num_samples,
         micro_batch=plan.micro_batch,
         update=plan.update,
         gradients=plan.gradients,

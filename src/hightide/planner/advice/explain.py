@@ -59,8 +59,9 @@ def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
     plan, sizes = placement.plan, placement.buffer_bytes
     num_micro = -(-plan.num_samples // plan.micro_batch)
     micro = "one micro-batch" if num_micro == 1 else f"{num_micro} micro-batches of up to {plan.micro_batch}"
-    calls = "" if plan.accumulate == 1 else f", {plan.accumulate} such calls, then step()"
-    lines = [f"batch: {plan.num_samples} samples in {micro}{calls}"]
+    lines = [f"batch: {plan.num_samples} samples in {micro}"]
+    if plan.accumulate > 1:
+        lines.insert(0, f"loop: {plan.accumulate} calls of {plan.num_samples} samples, then step()")
     unsplit = Counter(call.note or "?" for call in profile.calls if not call.splittable)
     for note, count in unsplit.items():
         text = f"  {count} call{'s' if count > 1 else ''} unsplit: {note}"

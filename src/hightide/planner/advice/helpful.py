@@ -82,7 +82,7 @@ def _faster(found: Searched, circumstances: Circumstances) -> list[tuple[Change,
     """What usually helps most comes first: for models that take long to plan there is time for one or two."""
     problem = found.problem
     twice = 2 * problem.profile.num_samples
-    changes = [(_batch_of(twice, circumstances), problem.with_samples(twice))]
+    changes = [(_batch_of(twice, problem, circumstances), problem.with_samples(twice))]
     whole = found.placement.is_resident
     if problem.terms.update is Update.DEFERRED and not circumstances.clips and not whole:
         change = Change("in-backward updates, if your loop never clips", "--update in_backward")
@@ -173,13 +173,18 @@ def _fewer(problem: Problem, circumstances: Circumstances) -> Change | None:
         return None
     while not fits(problem.with_samples(num_samples := num_samples // 2)):
         pass
-    return _batch_of(num_samples, circumstances, problem.terms.micro_batch)
+    return _batch_of(num_samples, problem, circumstances)
 
 
-def _batch_of(num_samples: int, circumstances: Circumstances, micro_batch: int | None = None) -> Change:
-    text = f"{num_samples} sample{'s' if num_samples > 1 else ''} per step"
-    smaller = f" --micro-batch {num_samples}" if micro_batch is not None and micro_batch > num_samples else ""
-    return Change(text, "" if circumstances.has_own_batch else f"--sequences {num_samples}{smaller}")
+def _batch_of(num_samples: int, problem: Problem, circumstances: Circumstances) -> Change:
+    """`num_samples`: in each call of the step."""
+    terms = problem.terms
+    per_step = num_samples * terms.accumulate
+    options = [f"--sequences {per_step}"] + ([f"--calls {terms.accumulate}"] if terms.accumulate > 1 else [])
+    if terms.micro_batch is not None and terms.micro_batch > num_samples:
+        options.append(f"--micro-batch {num_samples}")
+    text = f"{per_step} sample{'s' if per_step > 1 else ''} per step"
+    return Change(text, "" if circumstances.has_own_batch else " ".join(options))
 
 
 def _more_gpu(problem: Problem, circumstances: Circumstances) -> list[tuple[Change, Problem]]:

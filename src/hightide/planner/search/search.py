@@ -114,7 +114,7 @@ class _Search:
         reached = {start: self._try(self.moves.fill(start, ORDERS[0]), found) for start in starts}
         best = sorted(starts, key=lambda start: reached[start])
         for start in best if self.moves.few else best[:NUM_FILLED]:
-            for order in ORDERS[2::2] if self.quick else ORDERS[1:]:
+            for order in ORDERS[2::2] if self.quick and not self.moves.space.summed else ORDERS[1:]:
                 self._try(self.moves.fill(start, order), found)
 
     def _best(self, others: Iterator[Candidate]) -> list[Candidate]:

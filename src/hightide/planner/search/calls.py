@@ -1,0 +1,64 @@
+"""How many calls a step's samples are cut into: each is a forward and a backward, and step() follows the last.
+
+One call fetches every parameter twice, however many samples it has, but the activations of all of them exist at once.
+Several calls fetch parameters anew, and leave more of the GPU to fewer activations. Where each is better depends on the
+whole plan, so every number is looked at quickly, and those that look best are searched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.problem import Problem
+from hightide.planner.search.search import LEAST_GAIN, search
+from hightide.planner.solution import Searched
+
+NUM_SEARCHED = 2  # numbers of calls
+NUM_LOOKED_AT = 10
+LIKELY = 1.03  # times the best of the quick looks: what looks slower is not searched
+
+
+def search_calls(step: Problem) -> Searched:
+    """`step`: with all samples of a step in one call. Raises InfeasiblePlan if nothing fits: for the most calls, which
+    need least."""
+    numbers = numbers_of_calls(step)
+    if len(numbers) == 1:
+        return search(step)
+    looks: dict[int, float] = {}
+    for number in numbers:
+        try:
+            looks[number] = search(replace(in_calls(step, number), quick=True)).step.step_s
+        except InfeasiblePlan:
+            continue
+    if not looks:
+        return search(in_calls(step, numbers[-1]))
+    likely = sorted(looks, key=lambda number: (looks[number], number))[:NUM_SEARCHED]
+    found = search(in_calls(step, likely[0]))
+    for number in likely[1:]:
+        if looks[number] <= LIKELY * looks[likely[0]]:
+            other = search(in_calls(step, number))
+            if other.step.step_s < (1 - LEAST_GAIN) * found.step.step_s:
+                found = other
+    return found
+
+
+def in_calls(step: Problem, number: int) -> Problem:
+    """The same step, cut into so many calls of equal size."""
+    num_samples = step.profile.num_samples
+    if not 1 <= number <= num_samples or num_samples % number:
+        possible = ", ".join(map(str, _divisors(num_samples)))
+        raise ValueError(f"{num_samples} samples cannot be cut into {number} equal calls; into {possible} they can")
+    return step.with_samples(num_samples // number).with_terms(accumulate=number)
+
+
+def numbers_of_calls(step: Problem) -> list[int]:
+    """Into which a step can be cut: a few, about twice as many each time. From a disk it is not planned so."""
+    if step.terms.disk_bytes:
+        return [1]
+    divisors = _divisors(step.profile.num_samples)
+    powers = (2**power for power in range(step.profile.num_samples.bit_length()))
+    return sorted({min(divisors, key=lambda one: (abs(one - power), one)) for power in powers})[:NUM_LOOKED_AT]
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
