@@ -142,11 +142,12 @@ def precisions(profile: ModelProfile, placement: Placement) -> dict[str, str]:
     at_rest = _names(place.rounds_to or place.grad_dtype for place in trained)
     overflows = any(place.rounds_to == "float16" for place in trained)
     rounded = any(place.rounds_to is not None for place in trained)
+    after = "each backward" if placement.plan.accumulate == 1 else "the last backward of a step"
     in_parts = "; 16 bits beside each" if any(chunk.has_remainder for chunk in optimised) else ""
     return {
         "parameters": _names(chunk.dtype for chunk in chunks) + ", and compute unless under autocast",
         "gradient sums": "float32; norms are " + ("of what is kept" if overflows else "of the sums"),
-        "gradients": at_rest + (": the sum, rounded after each backward" if rounded else ""),
+        "gradients": at_rest + (f": the sum, rounded after {after}" if rounded else ""),
         "master copies": f"float32, of {masters} parameters{in_parts}" if masters else "none: all trained is float32",
         "moments": summary(optimised[0].rule_states if optimised else ()),
         "loss": "float32, fused with the head" if profile.vocabulary else "as the model computes it",

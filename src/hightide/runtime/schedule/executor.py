@@ -407,6 +407,7 @@ class Executor:
         program = self._program(exists) if self._accumulate > 1 or not exists else self.programs[Mode.ACCUMULATE]
         if program is not current.program:
             current.load(program)
+        if exists:
             self._issue(current.cursor - 1)
         self._owes_step = self.gradients.are_used_up = self._update is Update.IN_BACKWARD and program.mode.ends_step
         if self._num_backwards == self._accumulate:
@@ -453,11 +454,14 @@ class Executor:
         while progress:
             progress = False
             for lane, pending in current.pending.items():
-                while (
-                    pending and pending[0].opens <= left and all(name in current.tickets for name in pending[0].after)
-                ):
+                while pending and pending[0].opens <= left and self._may_issue(current, pending[0]):
                     self._submit(current, lane, pending.popleft())
                     progress = True
+
+    def _may_issue(self, current: Pass, action: Action) -> bool:
+        """The user may change a sum of earlier passes until backward begins."""
+        is_sum = action.kind is ChunkKind.GRAD and not current.backward_begun
+        return not is_sum and all(name in current.tickets for name in action.after)
 
     def _submit(self, current: Pass, lane: Lane, action: Action) -> None:
         after = [current.tickets[name] for name in action.after]

@@ -1,0 +1,343 @@
+"""Steps of several passes that were planned as such: the same results as plain PyTorch, and the same bits from every
+plan, whether the loop keeps its promise or not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from harness import SUBJECTS, make_optimizer
+from torch import Tensor, nn
+
+import hightide
+import models
+from hightide.ir.action import Mode
+from hightide.ir.activation import Activation
+from hightide.ir.plan import Plan
+from hightide.ir.tier import Lane, Tier
+from hightide.planner import placement
+from hightide.planner.placement import Placement
+from hightide.planner.solution import Solution
+from hightide.planner.verify.compare_records import compare
+from hightide.runtime.run import Run
+from hightide.runtime.surgery import run_of
+
+G, H = Tier.GPU, Tier.HOST
+ROOMY = hightide.Limits(gpu="16MiB", host="64MiB")
+NUM_SAMPLES = 4
+# Of block number i: params, states, sums.
+PLACES: dict[str, Callable[[int], tuple[Tier, Tier, Tier]]] = {
+    "sums at home": lambda _: (H, H, H),
+    "sums stay": lambda _: (H, H, G),
+    "mixed": lambda i: [(H, H, G), (G, G, H), (G, H, G), (H, H, H), (G, H, H)][i % 5],
+}
+Pair = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def plan_for(pair: Pair, batch: Any, where: str, inputs: Tier = H, **options: Any) -> Plan:
+    """Slots that hold a few blocks, so that some stay in them from pass to pass."""
+    plan = hightide.plan(*pair, batch, limits=ROOMY, micro_batch=2, **options)
+    assert plan.profile is not None
+    loose = {block.name for block in plan.profile.blocks if block.loose}
+    kinds = {"activation": Activation.RECOMPUTE, "inputs": inputs, "held": G}
+    blocks = [
+        block
+        if block.name in loose
+        else replace(block, **dict(zip(("params", "states", "sums"), PLACES[where](i), strict=True)), **kinds)
+        for i, block in enumerate(plan.blocks)
+    ]
+    plan = replace(plan, blocks=tuple(blocks))
+    slots, grad_slots = Placement(plan).widest_tick({call.block for call in plan.profile.calls})
+    return replace(plan, num_slots=slots + 2 if slots else 0, num_grad_slots=grad_slots + 1 if grad_slots else 0)
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Pair, Any]:
+    torch.manual_seed(0)
+    model, batch = SUBJECTS[name].build(num_samples=NUM_SAMPLES, **options)
+    model = model.to(dtype)
+    return (model, make_optimizer(model, groups=2)), batch
+
+
+def wrapped(name: str, where: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Pair, Run]:
+    pair, batch = build(name, dtype)
+    plan = plan_for(pair, batch, where, **options)
+    model, optimizer = hightide.wrap(*pair, batch, plan=plan)
+    run = run_of(model)
+    assert run is not None
+    return (model, optimizer), run
+
+
+Between = Callable[[nn.Module, int], None]
+
+
+def train(
+    pair: Pair, name: str, per_step: list[int], clip: float = 0.0, between: Between = lambda model, count: None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses, norms and weights, with as many backwards per step. `between`: called before each forward."""
+    model, optimizer = pair
+    batches = iter(SUBJECTS[name].batches(sum(per_step), num_samples=NUM_SAMPLES))
+    numbers, count = [], 0
+    for number in per_step:
+        for _ in range(number):
+            between(model, count)
+            loss = models.loss_of(model, next(batches)) / number
+            loss.backward()
+            numbers.append(loss.item())
+            count += 1
+        if clip:
+            numbers.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers, {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def assert_close(ours: tuple[list[float], dict[str, Tensor]], plain: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert ours[0] == pytest.approx(plain[0], rel=2e-6, abs=1e-6)
+    for key, value in plain[1].items():
+        assert (ours[1][key] - value).abs().max() <= 1e-5 * value.abs().max() + 1e-6, key
+
+
+def assert_same_bits(ours: tuple[list[float], dict[str, Tensor]], other: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert ours[0] == other[0]
+    assert all(torch.equal(ours[1][key], value) for key, value in other[1].items())
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize("name", ["llama", "llama_tied", "plain"])
+def test_every_plan_equals_plain_pytorch_and_gives_the_same_bits(name: str, number: int, update: str) -> None:
+    clip = 0.3 if update == "deferred" else 0.0
+    plain = train(build(name)[0], name, [number] * 3, clip)
+    first = None
+    for where in PLACES:
+        pair, run = wrapped(name, where, update=update, accumulate=number)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            trained = train(pair, name, [number] * 3, clip)
+        assert hightide.stats(pair[0]).deviations == 0
+        assert_close(trained, plain)
+        assert_followed(run, number)
+        if first is not None:
+            assert_same_bits(trained, first)
+        first = trained
+        hightide.unwrap(pair[0])
+
+
+def assert_followed(run: Run, number: int) -> None:
+    """The passes of the last step did what their schedules say."""
+    run.executor.wait_for_updates()
+    modes = [Mode.FIRST, *([Mode.MIDDLE] * (number - 2)), Mode.LAST]
+    for back, mode in enumerate(reversed(modes[-3:])):
+        lines = compare(run.executor.programs[mode].schedule, run.lanes.records_of(run.lanes.pass_index - back))
+        assert [line for line in lines if mode is Mode.LAST or ": step " not in line] == [], mode
+
+
+def test_what_stays_does_not_move() -> None:
+    """Sums that stay cross the link once per step, others twice per pass; parameters in slots are not fetched again."""
+    moved = {}
+    for where in ("sums at home", "sums stay"):
+        pair, run = wrapped("llama", where, inputs=G, accumulate=4)
+        train(pair, "llama", [4] * 2)
+        passes = Solution.of(run.profile, run.plan).passes
+        moved[where] = hightide.stats(pair[0]).moved_bytes
+        assert moved[where] == {str(lane): 2 * passes.moved_bytes(lane) for lane in (Lane.H2D, Lane.D2H)}
+        assert run.executor.programs[Mode.MIDDLE].schedule.standing
+        hightide.unwrap(pair[0])
+    grads = sum(place.chunk.grad_bytes for place in Placement(run.plan).chunks if place.stays)
+    assert moved["sums at home"]["d2h"] - moved["sums stay"]["d2h"] == 2 * 3 * grads
+
+
+@pytest.mark.parametrize("per_step", [[1, 1, 3], [2, 5, 3], [3, 1, 4]])
+@pytest.mark.parametrize("where", PLACES)
+def test_a_loop_that_does_not_keep_its_promise_is_right_and_told_once(where: str, per_step: list[int]) -> None:
+    plain = train(build("llama_tied")[0], "llama_tied", per_step, 0.3)
+    pair, _ = wrapped("llama_tied", where, accumulate=3)
+    with pytest.warns(UserWarning, match="accumulate=3") as told:
+        trained = train(pair, "llama_tied", per_step, 0.3)
+    assert len([one for one in told if "accumulate=3" in str(one.message)]) == 1
+    assert_close(trained, plain)
+    hightide.unwrap(pair[0])
+
+
+def test_in_backward_a_step_may_come_early_and_a_backward_too_many_is_refused() -> None:
+    plain = train(build("llama")[0], "llama", [3, 2, 3])
+    pair, _ = wrapped("llama", "mixed", update="in_backward", accumulate=3)
+    with pytest.warns(UserWarning, match="step\\(\\) came after 2"):
+        assert_close(train(pair, "llama", [3, 2, 3]), plain)
+    with pytest.raises(hightide.Refused, match="in_backward"):
+        train(pair, "llama", [4])
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_are_rounded_once(where: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a sum in fp32 of the gradients of all passes, each of which the model itself computes."""
+    monkeypatch.setattr(placement, "STAGING_NUMEL", 640)  # several tiles
+    pair, run = wrapped("llama_tied", where, dtype, gradients="param", accumulate=3)
+    alone, apart = wrapped("llama_tied", "sums at home", dtype, gradients="float32")
+    for batch in SUBJECTS["llama_tied"].batches(3, num_samples=NUM_SAMPLES):
+        models.loss_of(pair[0], batch).backward()
+        models.loss_of(alone[0], batch).backward()
+    for one in (run, apart):
+        one.executor.settle()
+    for key, _ in pair[0].named_parameters():
+        finished, whole = (one.gradients.place_of(key).peek() for one in (run, apart))
+        assert torch.equal(finished.float(), whole.to(dtype).float()), key
+
+
+def test_what_the_last_pass_leaves_out_is_rounded_all_the_same() -> None:
+    trained = {}
+    for where in ("sums at home", "sums stay"):
+        pair, run = wrapped("plain", where, torch.bfloat16, gradients="param", accumulate=2)
+        model, optimizer = pair
+        layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+        first, second = SUBJECTS["plain"].batches(2, num_samples=NUM_SAMPLES)
+        models.loss_of(model, first).backward()
+        whole = list(layers)
+        layers._modules.pop(str(len(whole) - 1))
+        models.loss_of(model, second).backward()
+        optimizer.step()
+        layers._modules[str(len(whole) - 1)] = whole[-1]
+        trained[where] = {key: value.clone() for key, value in model.state_dict().items()}
+        run.executor.wait_for_updates()
+    assert all(torch.equal(trained["sums stay"][key], value) for key, value in trained["sums at home"].items())
+
+
+def evaluate(model: nn.Module, count: int) -> None:
+    if count % 3 == 1:
+        with torch.no_grad():
+            models.loss_of(model, SUBJECTS["llama"].batches(1, num_samples=NUM_SAMPLES)[0])
+
+
+def look(model: nn.Module, count: int) -> None:
+    """Gradients are read, scaled and replaced between passes."""
+    params = [param for param in model.parameters() if param.grad is not None]
+    if count % 4 == 2:
+        torch.nn.utils.clip_grad_norm_(params, 0.2)
+        params[-1].grad = params[-1].grad * 0.5  # type: ignore[operator]
+        assert params[0].grad.norm() > 0  # type: ignore[union-attr]
+        assert params[1].grad.clone().abs().sum() > 0  # type: ignore[union-attr]
+
+
+def load(model: nn.Module, count: int) -> None:
+    if count % 4 == 1:
+        state = {key: value * 1.01 for key, value in model.state_dict().items()}
+        model.load_state_dict(state)
+
+
+def drop(model: nn.Module, count: int) -> None:
+    if count == 5:
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("between", [evaluate, look, load, drop])
+@pytest.mark.parametrize("where", PLACES)
+def test_what_a_loop_does_between_passes(where: str, between: Between) -> None:
+    per_step = [4, 4]
+    plain = train(build("llama")[0], "llama", per_step, 0.3, between)
+    pair, _ = wrapped("llama", where, accumulate=4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*accumulate=4")  # of the one that drops what there is
+        assert_close(train(pair, "llama", per_step, 0.3, between), plain)
+    hightide.unwrap(pair[0])
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_a_move_to_another_plan_between_passes(update: str) -> None:
+    """From every place of sums to every other, in the middle of a step."""
+    plain = train(build("llama_tied")[0], "llama_tied", [3] * 3)
+    options = {"update": update, "accumulate": 3}
+    pair, run = wrapped("llama_tied", "sums stay", **options)
+    other, batch = build("llama_tied")
+    plans = {where: plan_for(other, batch, where, **options) for where in PLACES}
+    order = iter(["sums at home", "mixed", "sums stay", "mixed", "sums at home", "sums stay"])
+
+    def move(model: nn.Module, count: int) -> None:
+        if count % 3:
+            run.move_to(Solution.of(run.profile, plans[next(order)]))
+
+    assert_close(train(pair, "llama_tied", [3] * 3, between=move), plain)
+
+
+def test_an_exception_in_the_middle_of_a_step() -> None:
+    plain = train(build("llama")[0], "llama", [3])
+    for where in PLACES:
+        pair, _ = wrapped("llama", where, accumulate=3)
+        model, optimizer = pair
+        batch = SUBJECTS["llama"].batches(1, num_samples=NUM_SAMPLES)[0]
+        models.loss_of(model, batch).backward()
+        block = next(module for name, module in model.named_modules() if name.endswith("layers.1.mlp"))
+
+        def fail(*_: Any) -> None:
+            raise KeyError("planted")
+
+        hook = block.register_forward_hook(fail)
+        with pytest.raises(KeyError, match="planted"):
+            models.loss_of(model, batch)
+        hook.remove()
+        optimizer.zero_grad()
+        assert_close(train(pair, "llama", [3]), plain)
+
+
+def test_adapters() -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> tuple[Pair, Any]:
+        (model, _), batch = build("llama")
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, config)
+        return (model, make_optimizer(model)), batch
+
+    plain = train(adapted()[0], "llama", [3] * 2, 0.3)
+    for where in ("sums at home", "sums stay"):
+        pair, batch = adapted()
+        model, optimizer = hightide.wrap(*pair, batch, plan=plan_for(pair, batch, where, accumulate=3))
+        assert_close(train((model, optimizer), "llama", [3] * 2, 0.3), plain)
+
+
+@pytest.mark.parametrize("room", [1.05, 1.6, 3.0])
+def test_limits_only(room: float) -> None:
+    """The search finds a plan for the whole step, and no tier exceeds its limit."""
+    from harness import wrap
+
+    plain = train(build("gpt2")[0], "gpt2", [4] * 2, 0.3)
+    pair, batch = build("gpt2")
+    model, optimizer = wrap(*pair, batch, room=room, accumulate=4)
+    assert_close(train((model, optimizer), "gpt2", [4] * 2, 0.3), plain)
+    stats = hightide.stats(model)
+    assert stats.plan.accumulate == 4 and "loop: 4 calls of 4 samples, then step()" in stats.plan.explain()
+    assert stats.peak_bytes["gpu"] <= stats.plan.gpu_limit_bytes
+
+
+def test_dropout_and_scaler() -> None:
+    """Masks follow from the pass; a scaler that skips a step drops its sums."""
+    trained = []
+    for where in PLACES:
+        pair, batch = build("gpt2", dropout=0.2)
+        plan = plan_for(pair, batch, where, accumulate=2)
+        model, optimizer = hightide.wrap(*pair, batch, plan=plan)
+        model.train()
+        trained.append(train((model, optimizer), "gpt2", [2] * 3, 0.3))
+    assert_same_bits(trained[0], trained[1])
+    assert_same_bits(trained[0], trained[2])
+
+
+@pytest.mark.parametrize("accumulate", [0, -1, True, 2.0, "4"])
+def test_what_is_no_number_of_passes(accumulate: Any) -> None:
+    pair, batch = build("plain")
+    with pytest.raises(ValueError, match="accumulate="):
+        hightide.wrap(*pair, batch, limits=ROOMY, accumulate=accumulate)
+
+
+def test_a_plan_says_how_many_passes_it_is_for() -> None:
+    pair, batch = build("plain")
+    plan = plan_for(pair, batch, "mixed", accumulate=2)
+    with pytest.raises(ValueError, match="accumulate=3, but the plan was made with accumulate=2"):
+        hightide.wrap(*pair, batch, plan=plan, accumulate=3)
+    model, _ = hightide.wrap(*pair, batch, plan=plan)
+    assert hightide.stats(model).plan.accumulate == 2
