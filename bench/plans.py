@@ -8,7 +8,7 @@ needs no GPU and no weights. `bench/throughput.py --plan bench/plans/NAME.json` 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -153,7 +153,7 @@ def main() -> None:
         if key not in profiles:
             profiles[key] = profile_of(*key)
         plan = make(written, profiles[key])
-        plan.save(FOLDER / f"{name}.json")
+        replace(plan, profile=None).save(FOLDER / f"{name}.json")  # the model is at hand where it is used
         gpu, host = plan.forecast.gpu_peak_bytes, plan.forecast.host_peak_bytes
         print(
             f"{name:24} GPU tensors {format_bytes(gpu):>9} of {written.gpu:>6}, host {format_bytes(host):>9}",

@@ -29,6 +29,9 @@ class RandomLanes:
         self.placement = Placement(plan)
         self.schedule = schedule
         self.slots: dict[tuple[ChunkKind, int], int] = {}  # (param or grad slots, slot) -> chunk
+        for chunk, first in schedule.standing:
+            width = self.placement.chunks[chunk].num_slots
+            self.slots |= {(ChunkKind.PARAM, slot): chunk for slot in range(first, first + width)}
         self.buffers: dict[tuple[str, int], str] = {}  # (ring, buffer) -> what is in it; "": it is being filled
         self.random = random.Random(seed)
         self.done: set[str] = set()
@@ -172,7 +175,8 @@ class RandomLanes:
         if action.op in (Op.EVICT, Op.WRITE_BACK) or used_up:
             kind = ChunkKind.GRAD if used_up else action.kind
             held = [place for place, chunk in self.slots.items() if place[0] is kind and chunk == action.chunk]
-            assert held, f"{action.id}: not there"
+            own = action.op is Op.WRITE_BACK and self.placement.chunks[action.chunk or 0].stays
+            assert bool(held) != own, f"{action.id}: not there"
             for place in held:
                 del self.slots[place]
         self.done.add(action.id)
@@ -195,7 +199,8 @@ class RandomLanes:
             stays = owner.params == "gpu" or (owner.states == "gpu" and chunk.trainable_numel)
             if not stays:
                 assert chunk.index in [c for (kind, _), c in self.slots.items() if kind is ChunkKind.PARAM], tick.id
-            if owner.states != "gpu" and tick.op is Op.BACKWARD and chunk.trainable_numel:
+            in_slot = self.placement.chunks[chunk.index].in_grad_slot
+            if owner.states != "gpu" and tick.op is Op.BACKWARD and chunk.trainable_numel and in_slot:
                 assert chunk.index in [c for (kind, _), c in self.slots.items() if kind is ChunkKind.GRAD], tick.id
                 assert (ChunkKind.GRAD, chunk.index) not in arriving
             assert (ChunkKind.PARAM, chunk.index) not in arriving

@@ -57,7 +57,8 @@ def numbers_of_calls(step: Problem) -> list[int]:
         return [1]
     divisors = _divisors(step.profile.num_samples)
     powers = (2**power for power in range(step.profile.num_samples.bit_length()))
-    return sorted({min(divisors, key=lambda one: (abs(one - power), one)) for power in powers})[:NUM_LOOKED_AT]
+    near = {min(divisors, key=lambda one: (abs(one - power), one)) for power in powers}
+    return sorted({*near, divisors[-1]})[:NUM_LOOKED_AT]
 
 
 def _divisors(number: int) -> list[int]:

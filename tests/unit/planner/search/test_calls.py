@@ -1,0 +1,105 @@
+"""Into how many calls a step is cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from hightide.cli.workload import load_workload
+from hightide.doctor.known import load_machine
+from hightide.ir.activation import Activation
+from hightide.ir.block import ModelProfile
+from hightide.ir.tier import Tier
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.lower import lower_step
+from hightide.planner.placement import Placement
+from hightide.planner.predict.estimate import estimate
+from hightide.planner.predict.step_seconds import forecast
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.search.calls import in_calls, numbers_of_calls, search_calls
+from hightide.planner.search.search import search
+from unit.planner.profiles import UNLIMITED, stack
+
+GIB = 2**30
+
+
+@cache
+def profiled(model: str, sequences: int, length: int) -> ModelProfile:
+    return load_workload(model, sequences, length, None, None).profile()
+
+
+def preset_problem(model: str, sequences: int, length: int, gpu_bytes: int, host_bytes: int) -> Problem:
+    profile, machine = profiled(model, sequences, length), load_machine("h200")
+    return Problem(profile, estimate(profile, machine), machine, Terms(gpu_bytes, host_bytes))
+
+
+def problem(num_samples: int, gpu_bytes: int = UNLIMITED) -> Problem:
+    profile, machine = stack(4, num_samples=num_samples), load_machine("rtx-3090")
+    return Problem(profile, estimate(profile, machine), machine, Terms(gpu_bytes, UNLIMITED))
+
+
+def test_numbers_divide_the_samples_and_are_few() -> None:
+    assert numbers_of_calls(problem(16)) == [1, 2, 4, 8, 16]
+    assert numbers_of_calls(problem(12)) == [1, 2, 4, 6, 12]
+    assert numbers_of_calls(problem(7)) == [1, 7]
+    assert len(numbers_of_calls(problem(4096))) == 10
+    assert numbers_of_calls(problem(16).with_terms(disk_bytes=GIB)) == [1]
+    with pytest.raises(ValueError, match="12 samples cannot be cut into 5 equal calls; into 1, 2, 3, 4, 6, 12"):
+        in_calls(problem(12), 5)
+
+
+def test_a_call_has_its_part_of_the_samples() -> None:
+    cut = in_calls(problem(12), 3)
+    assert (cut.profile.num_samples, cut.terms.accumulate) == (4, 3)
+    found = search(cut)
+    assert (found.plan.num_samples, found.plan.accumulate, found.passes.number) == (4, 3, 3)
+
+
+def test_many_calls_where_activations_are_what_does_not_fit() -> None:
+    """Everything else fits: fewer samples at once, and nothing is repeated."""
+    whole = preset_problem("llama-3.2-1b", sequences=64, length=1024, gpu_bytes=40 * GIB, host_bytes=64 * GIB)
+    found, one = search_calls(whole), search(whole)
+    assert found.plan.accumulate > 1 and found.step.step_s < 0.97 * one.step.step_s
+    layers = [block for block in found.plan.blocks if ".layers." in block.name]
+    assert all(block.activation is not Activation.RECOMPUTE for block in layers)
+    found.verify()
+
+
+def test_one_call_where_parameters_stream() -> None:
+    """Each call would fetch them all again."""
+    whole = preset_problem("llama-3.1-8b", sequences=4, length=8192, gpu_bytes=24 * GIB, host_bytes=160 * GIB)
+    assert search_calls(whole).plan.accumulate == 1
+
+
+def test_what_fits_only_in_many_calls() -> None:
+    whole = preset_problem("llama-3.2-1b", sequences=16, length=8192, gpu_bytes=8 * GIB, host_bytes=24 * GIB)
+    with pytest.raises(InfeasiblePlan):
+        search(whole)
+    found = search_calls(whole)
+    assert found.plan.accumulate > 1
+    found.verify()
+
+
+def test_a_refusal_is_of_the_most_calls() -> None:
+    whole = preset_problem("llama-3.2-1b", sequences=8, length=1024, gpu_bytes=GIB, host_bytes=GIB)
+    with pytest.raises(InfeasiblePlan) as caught:
+        search_calls(whole)
+    with pytest.raises(InfeasiblePlan) as most:
+        search(in_calls(whole, 8))
+    assert caught.value.num_bytes == most.value.num_bytes
+
+
+def test_more_memory_for_sums_is_used_where_it_gains() -> None:
+    """Small calls: sums that go home and back each time would take longer than computing."""
+    whole = preset_problem("llama-3.2-1b", sequences=32, length=128, gpu_bytes=12 * GIB, host_bytes=64 * GIB)
+    found = search(in_calls(whole, 32))
+    staying = [place for place in found.placement.chunks if place.stays]
+    assert staying, "no sums stay; change the problem"
+    blocks = tuple(replace(block, sums=Tier.HOST) for block in found.plan.blocks)
+    away = Placement(replace(found.plan, blocks=blocks))
+    grad_slots = away.widest_tick({call.block for call in found.profile.calls})[1] + 1
+    away = Placement(replace(away.plan, num_grad_slots=grad_slots))
+    away_s = forecast(found.problem, away, lower_step(found.profile, away.plan)).step_s
+    assert away_s > 1.1 * found.step.step_s
