@@ -69,6 +69,14 @@ class Timeline:
     parts: tuple[MemoryPart, ...]
     levels: tuple[Level, ...]  # by time; several may have one time
     bars: tuple[Bar, ...]  # by start
+    # What the step's needed operations take at the rate of the GPU's large products. None: the rate, or what was
+    # computed, is not known; on the simulated accelerator always
+    light_s: float | None = None
+
+    @property
+    def light_share(self) -> float | None:
+        """Of the step."""
+        return None if self.light_s is None else self.light_s / self.step_s
 
     @property
     def gpu_bytes(self) -> int:

@@ -146,6 +146,20 @@ def test_peaks_are_compared_with_peaks_of_their_kind() -> None:
     assert "GPU peak, reserved" not in {row.name for row in rows([simulated, accelerator])}
 
 
+def test_the_share_of_the_speed_of_light_stands_beside_the_measured_one_where_it_is_known() -> None:
+    name = "share of the speed of light"
+    told = replace(timeline(), light_s=None)
+    assert name not in {row.name for row in rows([told])}
+    told = replace(told, light_s=0.5 * told.step_s)
+    found = replace(told, step_s=2 * told.step_s)
+    [row] = [row for row in rows([told, found]) if row.name == name]
+    assert row.cells == ("50.0%", "25.0%") and row.difference == "-25.0 points"
+    [row] = [row for row in rows([told, replace(found, light_s=None)]) if row.name == name]
+    assert row.cells == ("50.0%", "-") and row.difference == ""
+    texts = read(timeline_html("a plan", told, found)).texts
+    assert name in texts["th"] and "-25.0 points" in texts["td"]
+
+
 def test_what_stays_free_is_told_of_what_torch_reserves() -> None:
     shown = timeline()
     reserved, tensors = shown.gpu_reserved_bytes, shown.gpu_peak_bytes

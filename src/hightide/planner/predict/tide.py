@@ -7,6 +7,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from hightide.ir.action import TICK_OPS, Action, Op, Schedule
 from hightide.ir.machine import Machine
@@ -14,6 +15,7 @@ from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import Bar, LaneTime, Level, MemoryPart, Timeline
 from hightide.planner.placement import Buffer, Placement
+from hightide.planner.predict.light import light_s
 from hightide.planner.predict.peaks import bytes_forecast
 from hightide.planner.predict.simulator import Simulated, Span
 from hightide.planner.solution import Solution
@@ -29,7 +31,8 @@ def simulated_timeline(solution: Solution, simulated: Simulated, machine: Machin
     held_bytes = (peak_bytes, bytes_forecast(schedule, solution.peaks, machine).gpu_reserved_bytes)
     source = f"simulated on {machine.name}"
     spans = (*simulated.beside, *simulated.spans)
-    return step_timeline(plan, schedule, spans, window_s, SIMULATED_PARTS, levels, held_bytes, source)
+    timeline = step_timeline(plan, schedule, spans, window_s, SIMULATED_PARTS, levels, held_bytes, source)
+    return replace(timeline, light_s=light_s(solution.profile, plan.num_samples, machine))
 
 
 def step_timeline(
