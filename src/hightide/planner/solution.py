@@ -16,6 +16,7 @@ from hightide.ir.machine import Machine
 from hightide.ir.plan import Forecast, Plan
 from hightide.planner.advice.explain import explain
 from hightide.planner.lower import lower, modes_of
+from hightide.planner.mechanism import NONE, Mechanisms
 from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import Peaks, bytes_forecast, peaks
 from hightide.planner.predict.step_seconds import StepForecast, forecast
@@ -44,11 +45,18 @@ class Solution:
     def plan(self) -> Plan:
         return self.placement.plan
 
+    @property
+    def without(self) -> Mechanisms:
+        """That were forbidden."""
+        return NONE
+
     @cached_property
     def schedules(self) -> Mapping[Mode, Schedule]:
         """In every mode in which the plan may run."""
         return {
-            mode: self.training if mode is Mode.TRAIN else lower(self.profile, self.plan, mode, self.placement)
+            mode: self.training
+            if mode is Mode.TRAIN
+            else lower(self.profile, self.plan, mode, self.placement, self.without)
             for mode in modes_of(self.plan)
         }
 
@@ -72,11 +80,16 @@ class Searched(Solution):
 
     @classmethod
     def made(cls, problem: Problem, candidate: Candidate, placement: Placement, num_simulated: int) -> Searched:
-        profile, training = problem.profile, lower(problem.profile, placement.plan, Mode.TRAIN, placement)
+        profile, without = problem.profile, problem.terms.without
+        training = lower(profile, placement.plan, Mode.TRAIN, placement, without)
         peak, step = peaks(training), forecast(problem, placement, training)
         sizes = replace(bytes_forecast(training, peak, problem.machine), step_s=step.step_s)
         explained = _explained(profile, placement, sizes, training, peak)
         return cls(profile, explained, training, peak, problem, candidate, step, num_simulated)
+
+    @property
+    def without(self) -> Mechanisms:
+        return self.problem.terms.without
 
 
 def _explained(

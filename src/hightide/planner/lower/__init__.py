@@ -14,10 +14,13 @@ from hightide.planner.lower.lay_ticks import lay_ticks
 from hightide.planner.lower.move_gradients import move_gradients
 from hightide.planner.lower.move_inputs import move_inputs
 from hightide.planner.lower.order_actions import order_actions
+from hightide.planner.mechanism import NONE, Mechanism, Mechanisms
 from hightide.planner.placement import Placement
 
 
-def lower(profile: ModelProfile, plan: Plan, mode: Mode, placement: Placement | None = None) -> Schedule:
+def lower(
+    profile: ModelProfile, plan: Plan, mode: Mode, placement: Placement | None = None, without: Mechanisms = NONE
+) -> Schedule:
     """The schedule of one pass over the model in this mode. Pure; the same arguments give the same text. `placement`:
     the plan's, if it is known already."""
     if mode is Mode.ACCUMULATE and plan.update is Update.IN_BACKWARD:
@@ -27,7 +30,7 @@ def lower(profile: ModelProfile, plan: Plan, mode: Mode, placement: Placement | 
         )
     draft = Draft(profile, plan, mode, placement)
     lay_ticks(draft)
-    fetch_params(draft)
+    fetch_params(draft, reuses_slots=Mechanism.SLOT_REUSE not in without)
     if mode is not Mode.EVAL:
         move_gradients(draft)
         move_inputs(draft)

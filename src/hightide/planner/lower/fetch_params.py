@@ -12,9 +12,11 @@ from hightide.planner.lower.draft import Draft
 from hightide.planner.slot_choice import Use, choose_windows
 
 
-def fetch_params(draft: Draft) -> None:
-    """Every pass starts with empty slots: a trained step has made their copies stale anyway."""
+def fetch_params(draft: Draft, reuses_slots: bool = True) -> None:
+    """Every pass starts with empty slots: a trained step has made their copies stale anyway. Unless it `reuses_slots`,
+    so does backward."""
     slots: list[int | None] = [None] * draft.plan.num_slots
+    of_forward: set[int] = set()  # chunks that backward must not find
     for tick in draft.ticks:
         needed = {}
         for place in draft.chunks_at(tick):
@@ -23,7 +25,9 @@ def fetch_params(draft: Draft) -> None:
                 needed[index] = place.num_slots
             elif place.is_refreshed and draft.uses[index][0] == tick.tick:
                 _fetch(draft, place.chunk, tick, None, [])
-        windows = choose_windows(slots, needed, _next_use(draft, tick.tick), _last_use(draft, tick.tick))
+        is_backward = tick.op is Op.BACKWARD
+        seen = [None if is_backward and chunk in of_forward else chunk for chunk in slots]
+        windows = choose_windows(seen, needed, _next_use(draft, tick.tick), _last_use(draft, tick.tick))
         gone = _make_room(draft, tick, slots, windows, needed)
         for index, start in windows.items():
             chunk = draft.plan.layout.chunks[index]
@@ -31,6 +35,8 @@ def fetch_params(draft: Draft) -> None:
             _fetch(draft, chunk, tick, start, [e for s, e in gone.items() if s in window or e.chunk == index])
             for slot in window:
                 slots[slot] = index
+            if not reuses_slots:
+                (of_forward.discard if is_backward else of_forward.add)(index)
 
 
 def _make_room(

@@ -21,6 +21,7 @@ from hightide.ir.plan import Plan, Update
 from hightide.ir.split import micro_batches
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.loss_tiles import num_rows
+from hightide.planner.mechanism import Mechanism, Mechanisms
 from hightide.planner.placement import ChunkPlace, Placement
 from hightide.planner.predict.simulator import NUM_PASSES, Simulated, simulate, simulated_step_s
 from hightide.planner.problem import Problem
@@ -44,15 +45,32 @@ class StepForecast:
 def forecast(problem: Problem, placement: Placement, schedule: Schedule) -> StepForecast:
     """The steady state of training steps under a plan, which was lowered to this schedule."""
     profile, costs, plan = problem.profile, problem.costs, placement.plan
-    seconds = seconds_of(profile, plan, costs, placement)
+    seconds, schedule = seconds_of(profile, plan, costs, placement), _restricted(schedule, problem.terms.without)
     return StepForecast(simulate(schedule, seconds, problem.machine, NUM_PASSES), _issue_s(profile, plan, costs))
 
 
 def forecast_step_s(problem: Problem, placement: Placement, schedule: Schedule, num_passes: int) -> float:
     """As `forecast`, for those who compare plans."""
     profile, costs, plan = problem.profile, problem.costs, placement.plan
+    schedule = _restricted(schedule, problem.terms.without)
     step_s = simulated_step_s(schedule, seconds_of(profile, plan, costs, placement), problem.machine, num_passes)
     return max(step_s, _issue_s(profile, plan, costs))
+
+
+def _restricted(schedule: Schedule, without: Mechanisms) -> Schedule:
+    """Without overlap of updates, a pass begins when all updates of the one before are through: its first fetch, and
+    its first block."""
+    if Mechanism.UPDATE_OVERLAP not in without:
+        return schedule
+    updates = tuple(action.id for action in schedule.lane(Lane.CPU) if action.op is Op.UPDATE)
+    first = {schedule.ticks[0].id, *(action.id for action in schedule.lane(Lane.H2D)[:1])}
+    waiting = [
+        action.changed(after_prev=tuple(dict.fromkeys((*action.after_prev, *updates))))
+        if action.id in first
+        else action
+        for action in schedule.actions
+    ]
+    return replace(schedule, actions=tuple(waiting))
 
 
 def _issue_s(profile: ModelProfile, plan: Plan, costs: Costs) -> float:
