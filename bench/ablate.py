@@ -110,7 +110,7 @@ class Row:
 def told(problem: Problem, ablation: Ablation) -> Told | None:
     """None: nothing fits without it."""
     problem = problem.with_terms(without=ablation.without, update=ablation.update)
-    plans = in_passes(problem) if ablation.in_passes else filter(None, [_searched(problem, 1)])
+    plans = in_passes(problem) if ablation.in_passes else filter(None, [searched(problem, 1)])
     return min(plans, key=lambda one: one.step_s, default=None)
 
 
@@ -119,12 +119,12 @@ def in_passes(problem: Problem) -> Iterator[Told]:
     num_samples = problem.profile.num_samples
     for count in (count for count in range(1, num_samples + 1) if num_samples % count == 0):
         part = problem.with_samples(num_samples // count).with_terms(micro_batch=num_samples // count)
-        found = _searched(part, count)
+        found = searched(part, count)
         if found is not None:
             yield found
 
 
-def _searched(problem: Problem, num_calls: int) -> Told | None:
+def searched(problem: Problem, num_calls: int) -> Told | None:
     try:
         solution = search(problem)
         solution.verify()
