@@ -167,8 +167,8 @@ def refusal(error: InfeasiblePlan, problem: Problem) -> Refusal:
 _MOMENTS = {
     "fwd": "in forward of {}",
     "bwd": "in backward of {}",
-    "stash": "when the inputs of {} are on the host",
-    "unstash": "when the inputs of {} come back to the GPU",
+    "stash": "when what {} leaves for its backward is on the host",
+    "unstash": "when what {} has left for its backward comes back to the GPU",
 }
 
 

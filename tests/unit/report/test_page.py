@@ -9,13 +9,14 @@ from html.parser import HTMLParser
 
 import pytest
 
+from hightide.ir.action import Op
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import MemoryPart, Timeline
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.planner.predict.simulator import simulate
 from hightide.planner.predict.tide import simulated_timeline
 from hightide.planner.solution import Solution
-from hightide.report.page import PART_COLOURS, timeline_html
+from hightide.report.page import BAR_COLOURS, PART_COLOURS, timeline_html
 from hightide.report.summary import gpu_room, limiting, rows, worst_waits
 from unit.planner.advice.test_why import REAL
 from unit.planner.predict.test_simulator import machine, one_second
@@ -93,10 +94,33 @@ def test_the_data_are_the_timelines() -> None:
     assert {"forward", "backward", "update", "parameters move", "gradients move", "block inputs move"} <= names
 
 
+def test_what_waits_on_the_host_is_shown_and_swap_is_told_from_inputs() -> None:
+    shown = timeline()
+    stashes = [bar for bar in shown.bars if bar.op in (Op.STASH, Op.UNSTASH) and bar.num_bytes]
+    swapped = {bar.id for bar in stashes if bar.id.endswith(".2")}
+    assert len(swapped) == 2
+    bars = tuple(replace(bar, held_bytes=bar.num_bytes // 4) if bar.id in swapped else bar for bar in shown.bars)
+    [panel] = data_of(timeline_html("a plan", replace(shown, bars=bars)))["panels"]
+    named = {bar[4]: panel["names"][bar[1]] for bar in panel["bars"]}
+    assert all(named[name] == ["activations swap", "swap"] for name in swapped)
+    assert all(named[bar.id] == ["block inputs move", "inputs"] for bar in stashes if bar.id not in swapped)
+    assert {bar[4]: bar[9] for bar in panel["bars"] if len(bar) > 9} == {
+        bar.id: bar.num_bytes // 4 for bar in stashes if bar.id in swapped
+    }
+    away = panel["away"]
+    moments = [at_s for at_s, _, _ in away]
+    assert moments == sorted(moments) and away[-1][1:] == [0, 0], "all of it comes back"
+    assert max(held for _, _, held in away) == next(bar.num_bytes // 4 for bar in stashes if bar.id in swapped)
+    gone = [bar for bar in stashes if bar.op is Op.STASH]
+    most, sizes = max(inputs + held for _, inputs, held in away), [bar.num_bytes for bar in gone]
+    assert sum(sizes) - max(sizes) <= most <= sum(sizes), "the last may be back before it is gone"
+    assert data_of(timeline_html("a plan", replace(shown, bars=())))["panels"][0]["away"] == []
+
+
 def test_every_part_and_lane_has_a_colour_and_a_row() -> None:
     assert PART_COLOURS.keys() == set(MemoryPart)
     css = timeline_html("a plan", timeline())
-    for colour in PART_COLOURS.values():
+    for colour in {*PART_COLOURS.values(), *BAR_COLOURS.values()}:
         assert css.count(f"--{colour}: #") == 2, "one for light, one for dark"
     assert [name for name, _ in data_of(css)["panels"][0]["lanes"]] == [str(lane) for lane in Lane if lane.always_shown]
     assert all(lane.meaning for lane in Lane)
