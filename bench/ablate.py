@@ -2,7 +2,7 @@
 
     python bench/ablate.py --machine h200                    # told: simulated, no GPU needed
     python bench/ablate.py                                   # on a GPU: told by what was rehearsed there, and found
-    python bench/ablate.py --model llama-3.2-1b --sequences 16
+    python bench/ablate.py --model llama-3.2-1b --sequences 16 --update deferred  # for loops that clip
 
 Without `--model`, W1 (llama-3.2-3b, 16 x 2048 tokens) and llama-3.2-1b with 4, 16 and 64 sequences, in 24 GiB. The
 search is told what it must do without (`Terms.without`), or given other terms: updates that begin at `step()`,
@@ -57,7 +57,7 @@ LENGTH = 2048
 class Ablation:
     name: str
     without: Mechanisms = NONE
-    update: Update = Update.IN_BACKWARD
+    update: Update | None = None  # None: that of the plan with everything
     in_passes: bool = False  # micro-batches are calls of their own
 
 
@@ -109,7 +109,7 @@ class Row:
 
 def told(problem: Problem, ablation: Ablation) -> Told | None:
     """None: nothing fits without it."""
-    problem = problem.with_terms(without=ablation.without, update=ablation.update)
+    problem = problem.with_terms(without=ablation.without, update=ablation.update or problem.terms.update)
     plans = in_passes(problem) if ablation.in_passes else filter(None, [searched(problem, 1)])
     return min(plans, key=lambda one: one.step_s, default=None)
 
@@ -163,7 +163,7 @@ def posed(options: argparse.Namespace, model: str, sequences: int) -> Problem:
 
 def _terms(options: argparse.Namespace) -> Terms:
     limits = parse_bytes(options.gpu, "--gpu"), parse_bytes(options.host, "--host")
-    return Terms(*limits, Update.IN_BACKWARD, gradients=GradientDtype.PARAM)
+    return Terms(*limits, Update(options.update), gradients=GradientDtype.PARAM)
 
 
 def simulated_rows(options: argparse.Namespace, model: str, sequences: int) -> Iterator[Row]:
@@ -189,13 +189,14 @@ def measured_rows(options: argparse.Namespace, model: str, sequences: int) -> It
         share = parse_bytes(options.gpu, "--gpu") / total_bytes
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     module = build(model, options.length)
-    for update in (Update.IN_BACKWARD, Update.DEFERRED):
+    base = Update(options.update)
+    for update in dict.fromkeys((base, Update.DEFERRED)):
         trained = Trained(options, module, sequences, update)
-        for ablation in (one for one in ABLATIONS if one.update is update and not one.in_passes):
+        timed = [one for one in ABLATIONS if (one.update or base) is update]
+        for ablation in (one for one in timed if not one.in_passes):
             plan = told(trained.problem, ablation)
             yield _row(model, sequences, ablation, plan, None if plan is None else trained.found_s(plan, ablation))
-        in_parts = [one for one in ABLATIONS if one.update is update and one.in_passes]
-        plans = [(ablation, told(trained.problem, ablation)) for ablation in in_parts]
+        plans = [(ablation, told(trained.problem, ablation)) for ablation in timed if ablation.in_passes]
         trained.close()
         for ablation, plan in plans:
             found_s = None
@@ -261,6 +262,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--length", type=int, default=LENGTH, help="tokens per sequence")
     add("--gpu", default="24GiB")
     add("--host", default=HOST)
+    add("--update", default="in_backward", choices=list(map(str, Update)), help="of the plan with everything")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu: the simulated accelerator")
     add("--steps", type=int, default=8)
     add("--json", action="store_true", help="one JSON object per row, and nothing else")

@@ -149,7 +149,7 @@ def _activations(profile: ModelProfile, placement: Placement) -> list[str]:
     used = {level: len(found) for level, found in blocks.items() if found}
     if not used:
         return []
-    rest = "" if not {"in part", "swap"} & used.keys() else "; the rest of a part is computed again"
+    rest = "" if not {"in part", "swap"} & used.keys() else " (of a part, the rest is computed again)"
     lines = [f"activations, from forward to backward{rest}:"]
     for level, count in used.items():
         number = f"{count} block{'s' if count > 1 else ''}:"

@@ -56,7 +56,7 @@ def test_levels_are_told_in_words_with_blocks_and_bytes():
     plan = replace(plan, blocks=blocks, micro_batch=plan.num_samples)
     lines = text_of(profile, plan).splitlines()
     part, kept = 512 * plan.num_samples, profile.calls[5].kept.at(plan.num_samples)
-    told = lines.index("activations, from forward to backward; the rest of a part is computed again:")
+    told = lines.index("activations, from forward to backward (of a part, the rest is computed again):")
     assert lines[told + 1 : told + 6] == [
         "  recompute  3 blocks:   backward computes them again",  # the embedding's is nobody's to keep
         f"  in part    1 block:    {format_bytes(part)} of products and attention wait on the GPU",
