@@ -80,6 +80,11 @@ ABLATIONS = (
 )
 
 
+def ablations(base: Update) -> list[Ablation]:
+    """Those that are another question where the plan with everything has this timing."""
+    return [one for one in ABLATIONS if one is FULL or one.without or one.in_passes or one.update is not base]
+
+
 @dataclass(frozen=True)
 class Told:
     """A plan for one call of the model; a step has `num_calls` of them."""
@@ -168,7 +173,7 @@ def _terms(options: argparse.Namespace) -> Terms:
 
 def simulated_rows(options: argparse.Namespace, model: str, sequences: int) -> Iterator[Row]:
     problem = posed(options, model, sequences)
-    for ablation in ABLATIONS:
+    for ablation in ablations(problem.terms.update):
         yield _row(model, sequences, ablation, told(problem, ablation), None)
 
 
@@ -192,7 +197,7 @@ def measured_rows(options: argparse.Namespace, model: str, sequences: int) -> It
     base = Update(options.update)
     for update in dict.fromkeys((base, Update.DEFERRED)):
         trained = Trained(options, module, sequences, update)
-        timed = [one for one in ABLATIONS if (one.update or base) is update]
+        timed = [one for one in ablations(base) if (one.update or base) is update]
         for ablation in (one for one in timed if not one.in_passes):
             plan = told(trained.problem, ablation)
             yield _row(model, sequences, ablation, plan, None if plan is None else trained.found_s(plan, ablation))

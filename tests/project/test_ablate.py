@@ -33,6 +33,13 @@ def test_every_mechanism_is_missed_once() -> None:
     assert not ablate.FULL.without and len({one.name for one in ablate.ABLATIONS}) == len(ablate.ABLATIONS)
 
 
+def test_updates_that_begin_at_the_step_are_no_question_where_all_do() -> None:
+    assert ablate.ablations(Update.IN_BACKWARD) == list(ablate.ABLATIONS)
+    assert {one.name for one in ablate.ABLATIONS} - {one.name for one in ablate.ablations(Update.DEFERRED)} == {
+        "updates begin at step()"
+    }
+
+
 def test_micro_batches_as_passes_are_equal_calls_and_each_is_one_micro_batch() -> None:
     asked = problem().with_terms(update=Update.DEFERRED)
     plans = list(ablate.in_passes(asked))
