@@ -67,7 +67,7 @@ def best(problem: Problem) -> Told | None:
 
 def _told(problem: Problem) -> Iterator[Told]:
     fastest_s = float("inf")
-    for count in CALLS:
+    for count in (count for count in CALLS if problem.profile.num_samples % count == 0):
         found = searched(problem.with_samples(problem.profile.num_samples // count), count)
         if found is None:
             continue
