@@ -24,7 +24,7 @@ class MemoryPart(StrEnum):
     KEPT = "kept activations"  # all that backward reads, and logits
     SELECTIVE = "activations kept in part"  # what is dear of them, while the rest is computed again
     SWAPPED = "activations being swapped"  # on their way to the host, or back
-    TRANSIENTS = "transients, recomputed too"  # inside a block or an update, only while it runs
+    TRANSIENTS = "transients"  # inside a block or an update, only while it runs: what is computed again too
     REST = "everything else"  # of a measured run, which knows only the sum of all that is not chunks and slots
 
 

@@ -26,6 +26,7 @@ PART_COLOURS = {
     MemoryPart.TRANSIENTS: "backward",
     MemoryPart.REST: "inputs",
 }
+PART_LABELS = {MemoryPart.TRANSIENTS: "transients, with what is recomputed"}  # else as they are called
 BAR_COLOURS = {
     "forward": "forward",
     "backward": "backward",
@@ -92,7 +93,7 @@ def _panel(timeline: Timeline) -> dict[str, object]:
         "reserved": timeline.gpu_reserved_bytes,
         "limit": timeline.gpu_limit_bytes,
         "away": _away(timeline),
-        "parts": [[str(part), PART_COLOURS[part]] for part in timeline.parts],
+        "parts": [[PART_LABELS.get(part, str(part)), PART_COLOURS[part]] for part in timeline.parts],
         "levels": [[_seconds(level.at_s), *level.num_bytes] for level in timeline.levels],
         "lanes": [[str(lane), lane.meaning] for lane in lanes],
         "names": [[name, BAR_COLOURS[name]] for name in names],

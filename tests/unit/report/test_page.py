@@ -16,7 +16,7 @@ from hightide.ir.units import format_bytes, format_seconds
 from hightide.planner.predict.simulator import simulate
 from hightide.planner.predict.tide import simulated_timeline
 from hightide.planner.solution import Solution
-from hightide.report.page import BAR_COLOURS, PART_COLOURS, timeline_html
+from hightide.report.page import BAR_COLOURS, PART_COLOURS, PART_LABELS, timeline_html
 from hightide.report.summary import gpu_room, limiting, rows, worst_waits
 from unit.planner.advice.test_why import REAL
 from unit.planner.predict.test_simulator import machine, one_second
@@ -84,7 +84,7 @@ def test_names_cannot_become_markup() -> None:
 def test_the_data_are_the_timelines() -> None:
     shown = timeline()
     [panel] = data_of(timeline_html("a plan", shown))["panels"]
-    assert [name for name, _ in panel["parts"]] == [str(part) for part in shown.parts]
+    assert [name for name, _ in panel["parts"]] == [PART_LABELS.get(part, str(part)) for part in shown.parts]
     assert [sum(level[1:]) for level in panel["levels"]] == [sum(level.num_bytes) for level in shown.levels]
     assert max(sum(level[1:]) for level in panel["levels"]) == panel["peak"] == shown.gpu_peak_bytes
     assert panel["reserved"] == shown.gpu_reserved_bytes > panel["peak"]
