@@ -29,7 +29,15 @@ from hightide.planner.problem import Terms
 from hightide.planner.search.search import search
 from hightide.planner.solution import Searched, Solution
 from hightide.planner.verify.check_plan import check_executable, check_plan, check_states
-from hightide.posing import GpuRoom, Profiled, problem_of, rehearsed_profile, room_on, with_selective
+from hightide.posing import (
+    GpuRoom,
+    Profiled,
+    measured_products,
+    problem_of,
+    rehearsed_profile,
+    room_on,
+    with_selective,
+)
 from hightide.process.interrupts import deferred, held
 from hightide.process.progress import shown, tell
 from hightide.process.system import free_host_bytes
@@ -119,6 +127,7 @@ def wrap(
             values = first_values(model)
             around = transformers.around_call(model)
             run = Run(model, solution, probed, checks, place, compile, values, around)
+            run.products = measured_products(place)
             for param in lora.adapted_parameters(model):
                 run.chunks.ignore_version(run.keys[id(param)])
             forget(model)

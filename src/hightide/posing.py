@@ -31,7 +31,7 @@ from hightide.doctor.measure import examine
 from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
-from hightide.ir.machine import SIMULATED, Machine
+from hightide.ir.machine import SIMULATED, Machine, MatmulRates
 from hightide.ir.plan import Plan
 from hightide.ir.units import format_bytes
 from hightide.planner.predict.estimate import estimate
@@ -182,6 +182,14 @@ def machine_of(device: torch.device, is_small: bool) -> Machine:
         )
         _disturbed[device] = report.machine
     return report.machine
+
+
+def measured_products(device: torch.device) -> MatmulRates | None:
+    """What doctor has found this GPU to reach. None: nobody has measured it. Nothing is measured here."""
+    if device.type != "cuda":
+        return None
+    machine = known_machine(device).machine or _disturbed.get(device)
+    return None if machine is None else machine.measured_products
 
 
 @cache

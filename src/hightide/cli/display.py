@@ -25,6 +25,9 @@ class StepRecord:
     grad_norm: float | None  # before clipping; None without clipping
     step_s: float  # from the end of the step before, as the accelerator sees it
     tokens_per_s: float
+    # How near `step_s` comes to the speed of light, as in hightide.Stats; None on the simulated accelerator, and
+    # wherever else nobody has measured how fast the GPU multiplies
+    light_share: float | None
     peak_bytes: dict[str, int]
     moved_bytes: dict[str, int]
     stall_s: dict[str, float]
@@ -59,17 +62,20 @@ class StepDisplay:
         self._progress.stop()
 
     def show(self, record: StepRecord) -> None:
-        text = _step_text(record)
-        self._progress.update(self._task, completed=record.step, text=text)
+        text = _step_text(record, *record.peak_bytes)
+        # Beside a bar there is no room for all of it, and what the host holds hardly changes.
+        short = text if record.light_share is None else _step_text(record, "gpu")
+        self._progress.update(self._task, completed=record.step, text=short)
         if record.step == 1 or record.step % self._log_every == 0 or record.step == self._num_steps:
             width = len(str(self._num_steps))
             line = f"step {record.step:>{width}}/{self._num_steps}  {text}"
             self._console.print(line, markup=False, soft_wrap=True)
 
 
-def _step_text(record: StepRecord) -> str:
-    tiers = "  ".join(f"{tier} {format_bytes(peak)}" for tier, peak in record.peak_bytes.items())
-    return f"loss {record.loss:.3f}  {_thousands(record.tokens_per_s)} tok/s  {tiers}"
+def _step_text(record: StepRecord, *shown: str) -> str:
+    tiers = "  ".join(f"{tier} {format_bytes(record.peak_bytes[tier])}" for tier in shown)
+    light = "" if record.light_share is None else f"  {record.light_share:.0%} light"
+    return f"loss {record.loss:.3f}  {_thousands(record.tokens_per_s)} tok/s{light}  {tiers}"
 
 
 def _thousands(value: float) -> str:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from hightide.cli.tide_page import count
 from hightide.ir.tier import Lane
-from hightide.ir.units import format_bytes, format_seconds
+from hightide.ir.units import format_bytes, format_flop, format_seconds
 from hightide.planner.advice.explain import WIDTH
 from hightide.planner.advice.helpful import Change, Improvements
 from hightide.planner.advice.why import NOISE, Reasons
@@ -63,6 +63,10 @@ def _outlook(console: Console, outlook: Outlook) -> None:
     alone = "without recomputation" if floor.lane is Lane.COMPUTE else "alone"
     share = f"{format_seconds(outlook.floor_s)}, {outlook.floor_share:.0%} of the step"
     console.print(_wrapped(f"  floor: {share}: {floor.lane} ({floor.lane.meaning}) {alone}"))
+    if outlook.light_s is not None:
+        rate = f"{format_flop(outlook.needed_flop)} at {format_flop(outlook.needed_flop / outlook.light_s)}/s"
+        share = f"{format_seconds(outlook.light_s)}, {outlook.light_share:.0%} of the step"
+        console.print(_wrapped(f"  speed of light: {share}: {rate}"))
     lanes = [one for one in outlook.lanes if one.busy_s or one.lane.always_shown]
     shares = {one.lane: one.busy_s / outlook.step_s for one in lanes}
     others = ", ".join(f"{lane} {share:.0%}" for lane, share in shares.items() if lane is not outlook.limiting_lane)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from statistics import median
 from typing import Any
 
 import torch
@@ -101,6 +102,7 @@ class TrainingRun:
     def __post_init__(self) -> None:
         self.device: torch.device = next(self.model.parameters()).device
         self.losses: list[float] = []  # of step 1, 2, ...
+        self.light_shares: list[float] = []  # of the steps for which they are known
         self.num_checked = 0
         self.started = time.perf_counter()
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -129,6 +131,8 @@ class TrainingRun:
 
         def log(record: StepRecord) -> None:
             self.losses.append(record.loss)
+            if record.light_share is not None:
+                self.light_shares.append(record.light_share)
             folder.log(asdict(record))
             display.show(record)
 
@@ -171,6 +175,7 @@ class TrainingRun:
                     grad_norm=norm[0] if norm else None,
                     step_s=step_s,
                     tokens_per_s=self.config.tokens_per_step / step_s,
+                    light_share=None if stats.light_s is None else stats.light_s / step_s,
                     peak_bytes=stats.peak_bytes,
                     moved_bytes=stats.moved_bytes,
                     stall_s=stats.stall_s,
@@ -200,6 +205,9 @@ class TrainingRun:
         self.console.print(
             f"loss {self.losses[0]:.2f} -> {self.losses[-1]:.2f} in {len(self.losses)} steps, {train_s:.0f} s"
         )
+        light_share = median(self.light_shares) if self.light_shares else None
+        if light_share is not None:
+            self.console.print(f"half of the steps reached {light_share:.0%} of the speed of light, or more")
         folder.write_summary(
             {
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -209,6 +217,7 @@ class TrainingRun:
                 "train_s": round(train_s, 3),
                 "first_loss": self.losses[0],
                 "last_loss": self.losses[-1],
+                "light_share": light_share,  # the median
                 "states_bytes": self.states_bytes,
                 "peaks": [vars(peak) for peak in peaks],
             }

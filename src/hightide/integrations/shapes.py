@@ -36,6 +36,22 @@ def _llama(layers: int, hidden: int, ffn: int, heads: int, *, tied: bool, vocab:
     return Shape("LlamaConfig", settings)
 
 
+def _qwen2(layers: int, hidden: int, ffn: int, heads: int, kv: int, *, tied: bool, vocab: int = 152064) -> Shape:
+    """Of Qwen2.5."""
+    settings = {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": tied,
+    }
+    return Shape("Qwen2Config", settings)
+
+
 def _gpt(layers: int, hidden: int, heads: int, positions: int = 2048) -> Shape:
     """Without dropout: it is the same work for every system, and its masks would hide a difference in the losses."""
     size = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": positions}
@@ -50,6 +66,9 @@ SHAPES: dict[str, Shape] = {
     "llama-3.2-3b": _llama(28, 3072, 8192, 24, tied=True),
     "llama-3.1-8b": _llama(32, 4096, 14336, 32, tied=False),
     "llama-3.1-70b": _llama(80, 8192, 28672, 64, tied=False),
+    "qwen2.5-3b": _qwen2(36, 2048, 11008, 16, 2, tied=True, vocab=151936),
+    "qwen2.5-7b": _qwen2(28, 3584, 18944, 28, 4, tied=False),
+    "qwen2.5-14b": _qwen2(48, 5120, 13824, 40, 8, tied=False),
     "qwen3-8b": Shape(
         "Qwen3Config",
         {

@@ -39,6 +39,10 @@ class MatmulRates:
     float32: float
     tf32: float | None  # fp32 operands, rounded on the way in. None: the device does not do this
 
+    def of(self, dtype: str) -> float | None:
+        """None: nobody has measured it."""
+        return vars(self).get(dtype)
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -198,6 +202,12 @@ class Machine:
     @property
     def is_measured(self) -> bool:
         return not self.estimates
+
+    @property
+    def measured_products(self) -> MatmulRates | None:
+        """None: without a GPU, or they are estimates."""
+        estimated = {"gpu", "gpu.matmul_flop_per_s"} & {estimate.of for estimate in self.estimates}
+        return None if self.gpu is None or self.is_simulated or estimated else self.gpu.matmul_flop_per_s
 
     @property
     def is_simulated(self) -> bool:

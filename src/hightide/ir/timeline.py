@@ -21,8 +21,10 @@ class MemoryPart(StrEnum):
     GRADIENTS = "gradient slots"  # with the buffers through which gradients are rounded
     BATCH = "batch and buffers"  # and whatever else is there during the whole step
     INPUTS = "block inputs"  # what blocks hand to each other, until backward has read it, and its gradients
-    ACTIVATIONS = "kept activations"  # graphs and logits that wait for backward
-    TRANSIENTS = "transients"  # inside a block or an update, only while it runs
+    KEPT = "kept activations"  # all that backward reads, and logits
+    SELECTIVE = "activations kept in part"  # what is dear of them, while the rest is computed again
+    SWAPPED = "activations being swapped"  # on their way to the host, or back
+    TRANSIENTS = "transients"  # inside a block or an update, only while it runs: what is computed again too
     REST = "everything else"  # of a measured run, which knows only the sum of all that is not chunks and slots
 
 
@@ -40,6 +42,7 @@ class Bar:
     waited_for: str = ""  # the action it waited for last, if its lane was free before that one had ended
     waited_s: float = 0.0  # how long its lane was free by then
     earlier: bool = False  # an action of the step before, which reaches into this one
+    held_bytes: int = 0  # of num_bytes: activations that are swapped, and not block inputs
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,14 @@ class Timeline:
     parts: tuple[MemoryPart, ...]
     levels: tuple[Level, ...]  # by time; several may have one time
     bars: tuple[Bar, ...]  # by start
+    # What the step's needed operations take at the rate of the GPU's large products. None: the rate, or what was
+    # computed, is not known; on the simulated accelerator always
+    light_s: float | None = None
+
+    @property
+    def light_share(self) -> float | None:
+        """Of the step."""
+        return None if self.light_s is None else self.light_s / self.step_s
 
     @property
     def gpu_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Bytes and seconds as people write them."""
+"""Bytes, seconds and operations as people write them."""
 
 from __future__ import annotations
 
@@ -60,3 +60,13 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.3f} s" if seconds else "0 s"
     unit, factor = ("ms", 1e3) if size >= 1e-3 else ("µs", 1e6)
     return f"{seconds * factor:.3g} {unit}" if size * factor < 99.95 else f"{seconds * factor:.0f} {unit}"
+
+
+def format_flop(flop: float) -> str:
+    """Short text for people: 2.1e15 -> '2.1 PFLOP'. Floating point operations."""
+    size, unit = float(flop), ""
+    for unit in ("", "K", "M", "G", "T", "P", "E"):
+        if size < 1000 or unit == "E":
+            break
+        size /= 1000
+    return f"{size:.{1 if unit and size < 100 else 0}f} {unit}FLOP"

@@ -10,17 +10,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from hightide.ir.action import Op, Schedule
 from hightide.ir.tier import Lane
 from hightide.ir.timeline import Level, MemoryPart, Timeline
+from hightide.observe.light import light_s_of
 from hightide.planner.predict.simulator import Span
 from hightide.planner.predict.tide import base_parts, step_timeline
 from hightide.planner.verify.compare_records import compare
 from hightide.runtime.lanes.queues import LaneRecord
 from hightide.runtime.run import Run
+from hightide.runtime.step_work import Computed
 
 NUM_CLOCK_TRIES = 16
 PARTS = (MemoryPart.PERSISTENT, MemoryPart.SLOTS, MemoryPart.GRADIENTS, MemoryPart.REST)
@@ -80,12 +83,14 @@ class _SteppedPasses:
         self.num_steps = 0
         self.peak = run.gpu.lap()
         run.lanes.keep_pass(None, num_before=2 * run.plan.accumulate + 1)  # steps of a few evaluations between
+        self.work: Computed | None = None
 
     def end_pass(self) -> None:
         lanes, peak = self._run.lanes, self._run.gpu.lap()
         index = lanes.pass_index
         if index >= self.first_pass and any(record.id in self._steps for record in lanes.records_of(index)):
             self.last_pass, self.num_steps, self.peak = index, self.num_steps + 1, peak
+            self.work = self._run.work.last_step
             lanes.keep_pass(index)
 
     @property
@@ -124,7 +129,7 @@ def _last_step(run: Run, passes: _SteppedPasses, clock: Callable[[torch.cuda.Eve
     ]
     done = [record for record in records if record.pass_index > before]
     schedules = {index: _followed(run, done, index) for index in range(before + 1, last + 1)}
-    return step_timeline(
+    timeline = step_timeline(
         run.plan,
         schedules,
         spans,
@@ -134,6 +139,7 @@ def _last_step(run: Run, passes: _SteppedPasses, clock: Callable[[torch.cuda.Eve
         (passes.peak.tensor_bytes, passes.peak.reserved_bytes),
         f"measured on {_name(run.gpu.device)}",
     )
+    return replace(timeline, light_s=light_s_of(run, passes.work))
 
 
 def _followed(run: Run, done: list[LaneRecord], index: int) -> Schedule:

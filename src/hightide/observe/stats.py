@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from hightide.ir.plan import Forecast, Plan
 from hightide.ir.units import format_bytes
+from hightide.observe.light import light_s_of
 from hightide.runtime.run import Run
 
 
@@ -25,13 +26,25 @@ class Stats:
     evictions: int
     deviations: int  # ticks that the model ran outside of the plan, or not at all
     update_kernel: str  # what computes updates on the host: "c" or "torch"
+    # What the last step would take at the speed of light: forward and backward of its samples, once each and nothing
+    # recomputed, at the rate of large products that doctor has measured on this GPU for their dtype. None: before the
+    # first step, on the simulated accelerator and where no rate was measured; and of steps whose operations nobody has
+    # counted: with batches of other shapes than the example, or forwards without a backward.
+    light_s: float | None = None
     # Calls of forward hooks on modules inside blocks that plain PyTorch would not have made: a block runs once per
     # micro-batch, and again where it is recomputed. Those of compiled blocks are not counted.
     extra_hook_calls: int = 0
 
+    @property
+    def light_share(self) -> float | None:
+        """How near the last step came to the speed of light: `light_s` of its `step_s`. None: not known."""
+        return self.light_s / self.step_s if self.light_s is not None and self.step_s else None
+
     def __str__(self) -> str:
         """A table of at most 80 columns. The plan has its own: `plan.explain()`."""
         last = f", the last took {self.step_s:.3f} s" if self.step_s else ""
+        if self.light_share is not None:
+            last += f": {self.light_share:.0%} of the speed of light"
         forecast = {"gpu": self.forecast.gpu_bytes, "host": self.forecast.host_peak_bytes}
         limits = {"gpu": self.plan.gpu_limit_bytes, "host": self.plan.host_limit_bytes}
         sizes = [(tier, limits[tier], forecast[tier], self.peak_bytes[tier], self.used_bytes[tier]) for tier in limits]
@@ -79,5 +92,6 @@ def read_stats(run: Run) -> Stats:
         evictions=run.performer.num_evictions,
         deviations=run.executor.num_deviations,
         update_kernel=run.performer.updates.kernel if run.performer.updates is not None else "",
+        light_s=light_s_of(run, run.work.last_step),
         extra_hook_calls=sum(hooks.num_extra_calls for hooks in run.inner_hooks.values()),
     )

@@ -10,6 +10,7 @@ from hightide.ir.machine import Machine
 from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.state_spec import ADAM_STATES, StateSpecs
 from hightide.ir.tier import Tier
+from hightide.planner.mechanism import NONE, Mechanisms
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Terms:
     gradients: GradientDtype = GradientDtype.FLOAT32
     disk_bytes: int = 0
     accumulate: int = 1  # passes before every step; each has the profile's samples
+    without: Mechanisms = NONE  # that a plan must do without, to see what they are worth
 
     @classmethod
     def of(cls, plan: Plan) -> Terms:

@@ -17,6 +17,7 @@ from hightide.ir.passes import Passes
 from hightide.ir.plan import Forecast, Plan
 from hightide.planner.advice.explain import explain
 from hightide.planner.lower import lower, lower_step, modes_beside
+from hightide.planner.mechanism import NONE, Mechanisms
 from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import Peaks, bytes_forecast, step_peaks
 from hightide.planner.predict.step_seconds import StepForecast, forecast
@@ -45,10 +46,16 @@ class Solution:
     def plan(self) -> Plan:
         return self.placement.plan
 
+    @property
+    def without(self) -> Mechanisms:
+        """That were forbidden."""
+        return NONE
+
     @cached_property
     def schedules(self) -> Mapping[Mode, Schedule]:
         """In every mode in which the plan may run."""
-        beside = {mode: lower(self.profile, self.plan, mode, self.placement) for mode in modes_beside(self.plan)}
+        modes = modes_beside(self.plan)
+        beside = {mode: lower(self.profile, self.plan, mode, self.placement, self.without) for mode in modes}
         return {**self.passes.by_mode, **beside}
 
     def verify(self) -> None:
@@ -72,11 +79,16 @@ class Searched(Solution):
 
     @classmethod
     def made(cls, problem: Problem, candidate: Candidate, placement: Placement, num_simulated: int) -> Searched:
-        profile, passes = problem.profile, lower_step(problem.profile, placement.plan, placement)
+        profile, without = problem.profile, problem.terms.without
+        passes = lower_step(profile, placement.plan, placement, without)
         peak, step = step_peaks(passes), forecast(problem, placement, passes)
         sizes = replace(bytes_forecast(passes, peak, problem.machine), step_s=step.step_s)
         explained = _explained(profile, placement, sizes, passes, peak)
         return cls(profile, explained, passes, peak, problem, candidate, step, num_simulated)
+
+    @property
+    def without(self) -> Mechanisms:
+        return self.problem.terms.without
 
 
 def _explained(profile: ModelProfile, placement: Placement, sizes: Forecast, passes: Passes, peak: Peaks) -> Placement:

@@ -12,6 +12,7 @@ from hightide.planner.advice.helpful import Change, Improvements
 from hightide.planner.advice.why import Reasons
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.predict.floor import floors
+from hightide.planner.predict.light import light_s, needed_flop
 from hightide.planner.problem import Problem
 from hightide.planner.solution import Searched
 
@@ -66,6 +67,9 @@ class Outlook:
     tokens_per_s: float | None  # None: the model has no tokens
     floor_s: float  # the longest of the lanes' floors
     floor_share: float  # of step_s
+    needed_flop: int  # of the model's forward and backward, once each: nothing is recomputed
+    light_s: float | None  # what they take at the rate of the GPU's large products. None: the simulated accelerator
+    light_share: float | None  # of step_s
     limiting_lane: Lane  # the busiest
     issue_s: float  # of the thread that runs the model; equal to step_s: it is the limit
     tiers: tuple[TierUse, ...]
@@ -131,13 +135,18 @@ def outlook(found: Searched) -> Outlook:
     lanes = tuple(
         LaneUse(lane, step.simulated.busy_s[lane], step.simulated.stall_s.get(lane, 0.0), alone[lane]) for lane in Lane
     )
-    samples_per_s = profile.num_samples * plan.accumulate / step.step_s
+    num_samples = profile.num_samples * plan.accumulate
+    samples_per_s = num_samples / step.step_s
+    fastest_s = light_s(profile, num_samples, found.problem.machine)
     return Outlook(
         step_s=step.step_s,
         samples_per_s=samples_per_s,
         tokens_per_s=samples_per_s * profile.tokens_per_sample if profile.tokens_per_sample > 1 else None,
         floor_s=max(alone.values()),
         floor_share=max(alone.values()) / step.step_s,
+        needed_flop=needed_flop(profile, num_samples),
+        light_s=fastest_s,
+        light_share=None if fastest_s is None else fastest_s / step.step_s,
         limiting_lane=max(lanes, key=lambda one: one.busy_s).lane,
         issue_s=step.issue_s,
         tiers=_tiers(found),
@@ -163,8 +172,8 @@ def refusal(error: InfeasiblePlan, problem: Problem) -> Refusal:
 _MOMENTS = {
     "fwd": "in forward of {}",
     "bwd": "in backward of {}",
-    "stash": "when the inputs of {} are on the host",
-    "unstash": "when the inputs of {} come back to the GPU",
+    "stash": "when what {} leaves for its backward is on the host",
+    "unstash": "when what {} has left for its backward comes back to the GPU",
 }
 
 

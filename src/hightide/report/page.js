@@ -4,7 +4,8 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const LEFT = 58, RIGHT = 10, MEMORY = 210, TOP = 16, AXIS = 22, ROW = 24, GAP = 7, NEAR_PX = 5;
-  const LANE = 0, NAME = 1, START = 2, END = 3, ID = 4, BYTES = 5, WAITED = 6, CAUSE = 7, EARLIER = 8;
+  const LANE = 0, NAME = 1, START = 2, END = 3, ID = 4, BYTES = 5, WAITED = 6, CAUSE = 7, EARLIER = 8, HELD = 9;
+  const AWAY = 44, AWAY_PARTS = [["block inputs on the host", "inputs"], ["activations swapped away", "swap"]];
   const view = { from: 0, to: data.seconds };
   const STEPS = [1, 2, 5];
 
@@ -61,7 +62,9 @@
     }
 
     build() {
-      const height = TOP + MEMORY + AXIS + this.lanes.length * (ROW + GAP) + 4;
+      this.awayMost = Math.max(0, ...this.data.away.map(([, inputs, held]) => inputs + held));
+      this.away = this.awayMost ? AWAY + GAP : 0;
+      const height = TOP + MEMORY + AXIS + this.away + this.lanes.length * (ROW + GAP) + 4;
       this.svg = svg("svg", { height, "aria-hidden": "true" });
       this.charts = html("div", {
         class: "charts", tabindex: "0", role: "group",
@@ -69,7 +72,12 @@
       }, this.svg);
       this.values = this.data.parts.map(() => html("b"));
       this.when = html("b");
-      const parts = this.data.parts.map(([name, key], at) => this.item(key, name, this.values[at])).reverse();
+      const ever = this.data.parts.map((_, part) => this.data.levels.some((level) => level[part + 1]));
+      const parts = this.data.parts.map(([name, key], at) => this.item(key, name, this.values[at]));
+      this.awayValues = AWAY_PARTS.map(() => html("b"));
+      const awayEver = AWAY_PARTS.map((_, part) => this.data.away.some((level) => level[part + 1]));
+      const away = AWAY_PARTS.map(([name, key], at) => this.item(key, name, this.awayValues[at]));
+      const shownParts = [...parts.filter((_, at) => ever[at]).reverse(), ...away.filter((_, at) => awayEver[at])];
       const used = new Set(this.data.bars.map((bar) => bar[NAME]));
       const names = this.data.names.filter((_, at) => used.has(at)).map(([name, key]) => this.item(key, name));
       const stalled = this.lanes[0].reduce((sum, bar) => sum + bar[WAITED], 0);
@@ -80,7 +88,7 @@
       this.detail = html("output", { class: "detail", "aria-live": "polite" });
       this.node = html("section", { class: "panel" },
         html("h2", {}, this.data.title),
-        html("ul", { class: "legend", "aria-label": "GPU memory at this moment" }, html("li", {}, this.when), ...parts),
+        html("ul", { class: "legend", "aria-label": "GPU memory at this moment" }, html("li", {}, this.when), ...shownParts),
         this.charts,
         html("ul", { class: "legend", "aria-label": "Colours of the lanes" }, ...names),
         this.detail);
@@ -98,7 +106,7 @@
     x(seconds) { return LEFT + (seconds - view.from) / (view.to - view.from) * (this.width - LEFT - RIGHT); }
     seconds(x) { return view.from + (x - LEFT) / (this.width - LEFT - RIGHT) * (view.to - view.from); }
     y(bytes) { return TOP + MEMORY * (1 - bytes / this.most); }
-    laneTop(lane) { return TOP + MEMORY + AXIS + lane * (ROW + GAP); }
+    laneTop(lane) { return TOP + MEMORY + AXIS + this.away + lane * (ROW + GAP); }
 
     draw() {
       this.width = this.svg.clientWidth || 800;
@@ -115,6 +123,7 @@
       this.grid(nodes, right, bottom);
       const inside = svg("g", { "clip-path": `url(#${clip})` });
       this.drawMemory(inside);
+      if (this.away) this.drawAway(nodes, inside, right);
       this.drawLanes(inside, `${clip}-hatch`);
       nodes.push(inside);
       this.drawLimit(nodes, right);
@@ -149,19 +158,31 @@
       });
     }
 
-    drawMemory(inside) {
-      const levels = this.data.levels;
+    stack(inside, levels, parts, y) {
       const below = levels.map(() => 0);
-      this.data.parts.forEach(([, key], part) => {
+      parts.forEach(([, key], part) => {
         const above = levels.map((level, at) => below[at] + level[part + 1]);
         if (above.some((bytes, at) => bytes > below[at])) {
           const ends = levels.map((_, at) => levels[at + 1]?.[0] ?? this.data.step);
-          const up = levels.map(([from], at) => `${this.x(from).toFixed(1)} ${this.y(above[at]).toFixed(1)}H${this.x(ends[at]).toFixed(1)}`);
-          const down = levels.map(([from], at) => `${this.x(ends[at]).toFixed(1)} ${this.y(below[at]).toFixed(1)}H${this.x(from).toFixed(1)}`).reverse();
+          const up = levels.map(([from], at) => `${this.x(from).toFixed(1)} ${y(above[at]).toFixed(1)}H${this.x(ends[at]).toFixed(1)}`);
+          const down = levels.map(([from], at) => `${this.x(ends[at]).toFixed(1)} ${y(below[at]).toFixed(1)}H${this.x(from).toFixed(1)}`).reverse();
           inside.append(svg("path", { class: "part", fill: colour(key), d: `M${up.join("L")}L${down.join("L")}Z` }));
         }
         above.forEach((bytes, at) => { below[at] = bytes; });
       });
+    }
+
+    drawAway(nodes, inside, right) {
+      const bottom = this.laneTop(0) - GAP;
+      this.stack(inside, this.data.away, AWAY_PARTS, (bytes) => bottom - (AWAY - 12) * bytes / this.awayMost);
+      const text = svg("text", { class: "strong", x: LEFT - 6, y: bottom - 4, "text-anchor": "end" }, "away");
+      text.append(svg("title", {}, "what waits on the host between forward and backward"));
+      nodes.push(text, svg("line", { class: "grid", x1: LEFT, x2: right, y1: bottom, y2: bottom }));
+      nodes.push(svg("text", { x: right, y: bottom - AWAY + 10, "text-anchor": "end" }, `waiting on the host: up to ${bytesText(this.awayMost)}`));
+    }
+
+    drawMemory(inside) {
+      this.stack(inside, this.data.levels, this.data.parts, (bytes) => this.y(bytes));
       const x = this.x(this.data.step);
       inside.append(svg("line", { class: "grid", x1: x, x2: x, y1: TOP, y2: this.laneTop(this.lanes.length) }));
     }
@@ -261,6 +282,8 @@
       const sum = level ? level.slice(1).reduce((total, bytes) => total + bytes, 0) : 0;
       this.when.textContent = `at ${secondsText(this.moment)}: ${level ? bytesText(sum) : "–"}`;
       this.values.forEach((node, part) => { node.textContent = level ? bytesText(level[part + 1]) : "–"; });
+      const gone = this.data.away.findLast((one) => one[0] <= this.moment);
+      this.awayValues.forEach((node, part) => { node.textContent = level ? bytesText(gone?.[part + 1] ?? 0) : "–"; });
       const x = this.x(this.moment);
       this.cursor.setAttribute("x1", x);
       this.cursor.setAttribute("x2", x);
@@ -279,6 +302,7 @@
         const rate = bar[BYTES] / (bar[END] - bar[START]) / 1e9;
         words.push(bytesText(bar[BYTES]) + (Number.isFinite(rate) ? ` at ${rate.toPrecision(3)} GB/s` : ""));
       }
+      if (bar[HELD] && bar[HELD] < bar[BYTES]) words.push(`of it ${bytesText(bar[HELD])} activations, the rest block inputs`);
       if (bar[WAITED] > 0) words.push(`its lane was free for ${secondsText(bar[WAITED])} and waited for ${bar[CAUSE]}`);
       if (bar[EARLIER]) words.push("belongs to the step before");
       if (bar[END] > this.data.step) words.push("goes on in the next step");

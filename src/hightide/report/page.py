@@ -20,10 +20,13 @@ PART_COLOURS = {
     MemoryPart.GRADIENTS: "grads",
     MemoryPart.BATCH: "other",
     MemoryPart.INPUTS: "inputs",
-    MemoryPart.ACTIVATIONS: "forward",
+    MemoryPart.KEPT: "forward",
+    MemoryPart.SELECTIVE: "selective",
+    MemoryPart.SWAPPED: "swap",
     MemoryPart.TRANSIENTS: "backward",
     MemoryPart.REST: "inputs",
 }
+PART_LABELS = {MemoryPart.TRANSIENTS: "transients, with what is recomputed"}  # else as they are called
 BAR_COLOURS = {
     "forward": "forward",
     "backward": "backward",
@@ -32,6 +35,7 @@ BAR_COLOURS = {
     "gradients move": "grads",
     "states move": "states",
     "block inputs move": "inputs",
+    "activations swap": "swap",
     "other": "other",
 }
 _NAMES = {
@@ -88,7 +92,8 @@ def _panel(timeline: Timeline) -> dict[str, object]:
         "peak": timeline.gpu_peak_bytes,
         "reserved": timeline.gpu_reserved_bytes,
         "limit": timeline.gpu_limit_bytes,
-        "parts": [[str(part), PART_COLOURS[part]] for part in timeline.parts],
+        "away": _away(timeline),
+        "parts": [[PART_LABELS.get(part, str(part)), PART_COLOURS[part]] for part in timeline.parts],
         "levels": [[_seconds(level.at_s), *level.num_bytes] for level in timeline.levels],
         "lanes": [[str(lane), lane.meaning] for lane in lanes],
         "names": [[name, BAR_COLOURS[name]] for name in names],
@@ -103,6 +108,7 @@ def _panel(timeline: Timeline) -> dict[str, object]:
                 _seconds(bar.waited_s),
                 bar.waited_for,
                 int(bar.earlier),
+                *([bar.held_bytes] if bar.held_bytes else []),
             ]
             for bar in timeline.bars
             if bar.end_s > bar.start_s or bar.waited_s
@@ -110,7 +116,25 @@ def _panel(timeline: Timeline) -> dict[str, object]:
     }
 
 
+def _away(timeline: Timeline) -> list[list[float]]:
+    """What waits on the host between forward and backward: from moments on, bytes of block inputs and of swapped
+    activations. They are there when their copy has ended, and until they have begun to come back."""
+    moves = []
+    for bar in timeline.bars:
+        if bar.op in (Op.STASH, Op.UNSTASH) and not bar.earlier and bar.num_bytes:
+            sign, at_s = (1, bar.end_s) if bar.op is Op.STASH else (-1, bar.start_s)
+            moves.append((at_s, sign * (bar.num_bytes - bar.held_bytes), sign * bar.held_bytes))
+    levels: list[list[float]] = []
+    inputs = held = 0
+    for at_s, more_inputs, more_held in sorted(moves):
+        inputs, held = inputs + more_inputs, held + more_held
+        levels.append([_seconds(at_s), inputs, held])
+    return levels
+
+
 def _name(bar: Bar) -> str:
+    if bar.held_bytes:
+        return "activations swap"
     if bar.op in (Op.FETCH, Op.READ, Op.WRITE):
         return _MOVED[bar.kind] if bar.kind is not None else "other"
     return "other" if bar.op is None else _NAMES.get(bar.op, "other")

@@ -23,6 +23,8 @@ class SummaryRow:
 
 def rows(timelines: list[Timeline]) -> list[SummaryRow]:
     found = [_row("step time", [one.step_s for one in timelines], format_seconds)]
+    if any(one.light_share is not None for one in timelines):
+        found.append(_share_row("share of the speed of light", [one.light_share for one in timelines]))
     reserved = [one.gpu_reserved_bytes for one in timelines if one.gpu_reserved_bytes is not None]
     if len(reserved) == len(timelines):
         found.append(_row("GPU peak, reserved", reserved, _bytes_text))
@@ -93,6 +95,8 @@ def _bytes_text(value: float) -> str:
     return format_bytes(int(value))
 
 
-def _share_row(name: str, shares: list[float]) -> SummaryRow:
-    difference = f"{100 * (shares[1] - shares[0]):+.1f} points" if len(shares) == 2 else ""
-    return SummaryRow(name, tuple(f"{share:.1%}" for share in shares), difference)
+def _share_row(name: str, shares: Sequence[float | None]) -> SummaryRow:
+    """None: not known."""
+    known = [share for share in shares if share is not None]
+    difference = f"{100 * (known[1] - known[0]):+.1f} points" if len(known) == 2 else ""
+    return SummaryRow(name, tuple("-" if share is None else f"{share:.1%}" for share in shares), difference)

@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from hightide.ir.action import Mode, Op
 from hightide.ir.block import ModelProfile
+from hightide.ir.machine import MatmulRates
 from hightide.ir.plan import Forecast, Update
 from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.ir.split import Split
@@ -30,6 +31,7 @@ from hightide.process.progress import tell
 from hightide.profiler.model.call_tree import Arguments, flatten_call, tensors
 from hightide.profiler.model.probe import ProbeResult, probe
 from hightide.profiler.model.samples import num_samples as samples_in
+from hightide.profiler.model.samples import shapes
 from hightide.profiler.switches.caches import Caches
 from hightide.runtime.before import Before
 from hightide.runtime.blocks import rng
@@ -53,6 +55,7 @@ from hightide.runtime.observer import Observer, watched_pass
 from hightide.runtime.schedule.executor import Executor, Tick
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
+from hightide.runtime.step_work import Computed, StepWork
 from hightide.stores.cuda import CudaAccelerator
 from hightide.stores.host_arena import HostArena
 from hightide.stores.pinned import PinnedArena
@@ -109,6 +112,8 @@ class Run:
         self.between_passes: Callable[[], None] | None = None  # called before each pass, while a recording is on
         self.loaded_masters: dict[str, Tensor] = {}  # since the last step: their parameters may be loaded after them
         self.is_whole_batch = False  # the latest
+        self.work = StepWork()
+        self.products: MatmulRates | None = None  # how fast the GPU multiplies; None: nobody has measured it
         self.num_passes = 0
         self.num_steps = 0
         self.step_s = 0.0
@@ -120,6 +125,7 @@ class Run:
         self._root_depth = 0
         self._is_lost = False  # see check_values()
         self._root_batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._checked_samples: int | None = None  # of the batch of the next pass, if it is shaped as the profiled one
         self._end_queued = False
         self._backward = Hold(is_over=lambda: torch._C._current_graph_task_id() < 0)
 
@@ -315,6 +321,8 @@ class Run:
                 "model with the "
                 "largest batch of your run as its example, or pass smaller batches and step after several of them"
             )
+        is_known = shapes(Arguments(args, kwargs), self.probed.samples) == self.probed.shapes
+        self._checked_samples = num_samples if is_known and not self.probed.failure else None
 
     def begin_pass(self, mode: Mode) -> None:
         self._backward.end()
@@ -329,7 +337,15 @@ class Run:
             self._pass_seed = rng.pass_seed(self.num_passes)
             self._nth_call.clear()
             self._end_queued = False
+            self.work.begin_pass(self._work_of_pass())
             self.anchor.begin_pass(self.gradients.of_parameters_here)
+
+    def _work_of_pass(self) -> Computed | None:
+        """None: a part of the model is called, or a batch that nobody has profiled."""
+        num_samples, self._checked_samples = self._checked_samples, None
+        autocast = self.autocast()
+        dtype = str(autocast.dtype).removeprefix("torch.") if autocast.enabled else ""
+        return None if num_samples is None else Computed(num_samples, dtype)
 
     @contextmanager
     def pass_for_block(self, block: int) -> Iterator[None]:
@@ -451,6 +467,7 @@ class Run:
         with held:
             self._end_queued = False
             self.executor.finish_backward()
+            self.work.end_backward()
         self._backward.end()
 
     # -- what the optimizer and users call ------------------------------------------------------------------------
@@ -460,6 +477,7 @@ class Run:
         self.executor.step(ready)
         self.loaded_masters.clear()
         self.num_steps += 1
+        self.work.end_step()
         now_s = time.perf_counter()
         if self._stepped_at_s is not None:
             self.step_s = now_s - self._stepped_at_s

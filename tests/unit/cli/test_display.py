@@ -12,9 +12,9 @@ from hightide.cli.demo_model import printable
 from hightide.cli.display import StepDisplay, StepRecord, TierPeak, show_peaks, show_sample
 
 
-def record(step: int) -> StepRecord:
+def record(step: int, light_share: float | None = 0.678) -> StepRecord:
     peaks = {"gpu": 999 * 2**20, "host": 1023 * 2**30}
-    return StepRecord(step, 12.3456, 1e-3, 1.0, 0.5, 123_456.0, peaks, {"h2d": 1}, {"h2d": 0.0}, 2, 0)
+    return StepRecord(step, 12.3456, 1e-3, 1.0, 0.5, 123_456.0, light_share, peaks, {"h2d": 1}, {"h2d": 0.0}, 2, 0)
 
 
 def piped() -> tuple[Console, io.StringIO]:
@@ -34,14 +34,23 @@ def test_a_pipe_gets_the_first_the_last_and_every_nth_step_as_plain_lines() -> N
     assert "\x1b" not in buffer.getvalue()
 
 
-def test_a_terminal_shows_the_bar_within_80_columns() -> None:
+@pytest.mark.parametrize(("share", "said"), [(0.678, True), (None, False)])
+def test_the_share_of_the_speed_of_light_is_shown_where_it_is_known(share: float | None, said: bool) -> None:
+    console, buffer = piped()
+    with StepDisplay(console, num_steps=1, log_every=1) as display:
+        display.show(record(1, share))
+    assert ("tok/s  68% light  gpu" in buffer.getvalue()) is said and ("light" in buffer.getvalue()) is said
+
+
+@pytest.mark.parametrize(("share", "last"), [(0.678, "68% light  gpu 999 MiB"), (None, "host 1023 GiB")])
+def test_a_terminal_shows_the_bar_within_80_columns(share: float | None, last: str) -> None:
     buffer = io.StringIO()
     console = Console(file=buffer, width=80, force_terminal=True, color_system=None, highlight=False)
     with StepDisplay(console, num_steps=100, log_every=10) as display:
-        display.show(record(7))
+        display.show(record(7, share))
     lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", buffer.getvalue()))
     bars = [line for line in lines if line.startswith("7/100")]
-    assert bars and all(re.search("[━╸]", bar) and "loss 12.346" in bar and "host 1023 GiB" in bar for bar in bars)
+    assert bars and all(re.search("[━╸]", bar) and "loss 12.346" in bar and last in bar for bar in bars)
     assert max(len(line) for line in lines) <= 80
 
 

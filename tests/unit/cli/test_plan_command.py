@@ -29,7 +29,7 @@ from hightide.ir.codec import from_json
 from hightide.ir.machine import SIMULATED
 from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import Lane, Tier
-from hightide.ir.units import format_bytes
+from hightide.ir.units import format_bytes, format_seconds
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.process import files
 from hightide.report.outlook import PlanReport
@@ -115,6 +115,7 @@ def test_a_preset_in_80_columns() -> None:
         assert words in output
     for words in ("master copies", "gradient sums", "moments", "why model.layers.1", "what would help"):
         assert words in output
+    assert "speed of light" not in output, "the simulated accelerator has none"
     lines = output.splitlines()
     assert max(map(len, lines)) <= 80
 
@@ -131,6 +132,8 @@ def test_json_says_the_same_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (gpu.tier, host.tier) == (Tier.GPU, Tier.HOST)
     assert gpu.free_bytes == gpu.limit_bytes - gpu.peak_bytes >= 0 and gpu.limit_bytes == 2**20
     assert outlook.floor_s == max(lane.floor_s for lane in outlook.lanes)
+    assert outlook.light_s is None and outlook.light_share is None, "nor has it a speed of light"
+    assert outlook.needed_flop > 0
     assert outlook.floor_share == pytest.approx(outlook.floor_s / outlook.step_s) and 0 < outlook.floor_share <= 1
     assert outlook.limiting_lane is max(outlook.lanes, key=lambda lane: lane.busy_s).lane
     assert [lane.lane for lane in outlook.lanes] == list(Lane)
@@ -162,7 +165,10 @@ def test_of_a_real_gpu_the_peak_is_what_torch_reserves(tmp_path: Path) -> None:
     text = plan(*options, "--save", path, "--html", tmp_path / "page.html").stdout
     found = report(*options, "--why", "layers.1")
     assert found.outlook is not None and found.why is not None
-    gpu, host = found.outlook.tiers
+    outlook = found.outlook
+    assert outlook.light_s is not None and outlook.light_share == pytest.approx(outlook.light_s / outlook.step_s)
+    assert f"speed of light: {format_seconds(outlook.light_s)}, {outlook.light_share:.0%} of the step: " in text
+    gpu, host = outlook.tiers
     forecast = Plan.load(path).forecast
     assert forecast.gpu_reserved_bytes is not None
     assert (gpu.peak_bytes, gpu.tensor_bytes) == (forecast.gpu_reserved_bytes, forecast.gpu_peak_bytes)
@@ -174,6 +180,7 @@ def test_of_a_real_gpu_the_peak_is_what_torch_reserves(tmp_path: Path) -> None:
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert all(f"of it {tensors} tensors, " in shown for shown in (text, page))
     assert f"torch reserves up to {peak} of 1.0 GiB, {free} stay free" in page
+    assert "<th scope=row>share of the speed of light</th>" in page
 
 
 def test_the_saved_plan_runs_and_the_page_is_of_it(tmp_path: Path) -> None:

@@ -20,13 +20,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import hightide
+from hightide import api
 from hightide.cli import train_command as train_module
 from hightide.cli.config import OptimizerConfig, TrainConfig, TrainOptions, load_config
 from hightide.cli.main import app
 from hightide.cli.readings import Moment, Readings
 from hightide.cli.run_folder import RunFolder
 from hightide.cli.train_command import TrainingRun, lr_factor, prepare
+from hightide.ir.machine import MatmulRates
 from hightide.ir.plan import Plan
+from hightide.planner.predict.light import needed_flop
 
 pytest.importorskip("transformers")
 
@@ -84,6 +87,33 @@ def test_three_steps_leave_settings_plan_metrics_and_summary(tiny: Path) -> None
     assert "what the model writes" in result.output
     assert "forecast" in result.output
     assert all(len(line) <= 80 for line in result.output.splitlines() if not line.startswith("run folder"))
+
+
+def test_the_simulated_accelerator_has_no_share_of_the_speed_of_light(tiny: Path) -> None:
+    """Its products are the processor's, and its speeds assumed."""
+    result = CliRunner().invoke(app, ["train", str(tiny), "--out", str(tiny.parent / "runs")])
+    folder = tiny.parent / "runs" / "tiny-001"
+    assert [line["light_share"] for line in metrics(folder)] == [None] * 3 and "light" not in result.output
+    assert json.loads((folder / "summary.json").read_text())["light_share"] is None
+
+
+def test_a_measured_gpu_has_a_share_of_the_speed_of_light_in_every_step(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = MatmulRates(bfloat16=2e9, float16=2e9, float32=1e9, tf32=None)
+    monkeypatch.setattr(api, "measured_products", lambda device: rates)
+    result = CliRunner().invoke(app, ["train", str(tiny), "--out", str(tiny.parent / "runs")], env={"COLUMNS": "80"})
+    folder = tiny.parent / "runs" / "tiny-001"
+    lines = metrics(folder)
+    profile = Plan.load(folder / "plan.json").profile
+    assert profile is not None
+    for line in lines:
+        light_s = needed_flop(profile, 3) / 1e9
+        assert line["light_share"] == pytest.approx(light_s / line["step_s"])  # type: ignore[operator]
+    shares = sorted(line["light_share"] for line in lines)  # type: ignore[type-var]
+    assert json.loads((folder / "summary.json").read_text())["light_share"] == shares[1]
+    assert f"reached {shares[1]:.0%} of the speed of light" in result.output
+    assert result.output.count("% light ") == 3
 
 
 def test_the_same_seed_gives_the_same_losses_and_another_seed_others(tiny: Path) -> None:

@@ -12,11 +12,16 @@ import hightide
 import models
 from hightide.api import _warn_of_reserve
 from hightide.ir.action import Mode
+from hightide.ir.machine import MatmulRates
 from hightide.ir.plan import Forecast
 from hightide.planner.lower import lower
+from hightide.planner.predict.light import needed_flop
 from hightide.planner.predict.peaks import peaks, reserved_bytes
 from hightide.planner.solution import Solution
+from hightide.posing import measured_products
+from hightide.profiler.trial.quiet import float32_precision
 from hightide.runtime.run import _forecast
+from hightide.runtime.surgery import run_of
 from unit.planner.profiles import plan_with, stack
 
 GIB = 2**30
@@ -100,3 +105,106 @@ def test_a_plan_whose_tensors_fit_is_not_refused_for_what_torch_reserves_but_war
     assert not recwarn.list
     with pytest.warns(UserWarning, match=r"expected to reserve 1020 MiB.* a limit that is 10.0 MiB lower"):
         _warn_of_reserve(forecast, 1010 * 2**20)
+
+
+RATES = MatmulRates(bfloat16=4e9, float16=4e9, float32=1e9, tf32=2e9)
+
+
+def wrapped() -> tuple[Any, Any, Any]:
+    """As on a GPU that doctor has measured."""
+    model, batch = models.llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = hightide.wrap(model, optimizer, batch, limits=hightide.Limits(gpu="64MiB", host="1GiB"))
+    run_of(model).products = RATES
+    return model, optimizer, batch
+
+
+def taken(batch: Any, num_samples: int, length: int | None = None) -> Any:
+    return {name: value[:num_samples, :length] for name, value in batch.items()}
+
+
+def test_the_simulated_accelerator_has_no_speed_of_light() -> None:
+    model, optimizer, batch = wrapped()
+    run_of(model).products = None
+    models.loss_of(model, batch).backward()
+    optimizer.step()
+    stats = hightide.stats(model)
+    assert stats.light_s is None and stats.light_share is None and "light" not in str(stats)
+    assert measured_products(torch.device("cpu")) is None
+    hightide.unwrap(model)
+
+
+def test_the_share_of_the_speed_of_light_is_of_all_samples_of_a_step() -> None:
+    model, optimizer, batch = wrapped()
+    profile, whole = run_of(model).profile, len(batch["input_ids"])
+    assert hightide.stats(model).light_s is None, "no step yet"
+    for parts in ([whole], [whole - 1], [whole, 1]):
+        for number in parts:
+            models.loss_of(model, taken(batch, number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert hightide.stats(model).light_s == pytest.approx(needed_flop(profile, sum(parts)) / 1e9)
+    stats = hightide.stats(model)
+    assert stats.light_share == pytest.approx(stats.light_s / stats.step_s)
+    text = str(replace(stats, step_s=2 * stats.light_s))
+    assert text.splitlines()[0].endswith("s: 50% of the speed of light")
+    hightide.unwrap(model)
+
+
+def test_a_step_whose_operations_nobody_has_counted_has_no_share() -> None:
+    model, optimizer, batch = wrapped()
+    whole, length = batch["input_ids"].shape
+
+    def light_after(*loops: Any) -> float | None:
+        for loop in loops:
+            loop()
+        optimizer.step()
+        optimizer.zero_grad()
+        return hightide.stats(model).light_s
+
+    def trained(**part: Any) -> None:
+        models.loss_of(model, taken(batch, whole, **part)).backward()
+
+    def looked_at() -> None:
+        model(**batch)  # with a graph that nobody uses
+
+    assert light_after(trained) is not None
+    assert light_after(lambda: trained(length=length // 2)) is None
+    assert light_after(looked_at, trained) is None
+    with torch.no_grad():
+        looked_at()
+    assert light_after(trained) is not None, "an evaluation is no part of a step"
+    hightide.unwrap(model)
+
+
+def test_the_rate_is_that_of_the_dtype_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, batch = wrapped()
+    flop = needed_flop(run_of(model).profile, len(batch["input_ids"]))
+
+    def light_s(autocast: bool) -> float | None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = models.loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return hightide.stats(model).light_s
+
+    assert light_s(autocast=False) == pytest.approx(flop / RATES.float32)
+    assert light_s(autocast=True) == pytest.approx(flop / RATES.bfloat16)
+    with float32_precision("high"):
+        assert light_s(autocast=False) == pytest.approx(flop / 2e9)
+    hightide.unwrap(model)
+
+
+def test_a_recorded_step_has_its_share() -> None:
+    model, optimizer, batch = wrapped()
+    with hightide.record(model) as recording:
+        for _ in range(2):
+            models.loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    timeline = recording.timeline
+    flop = needed_flop(run_of(model).profile, len(batch["input_ids"]))
+    assert timeline.light_s == pytest.approx(flop / 1e9)
+    assert timeline.light_share == pytest.approx(timeline.light_s / timeline.step_s)
+    hightide.unwrap(model)

@@ -9,13 +9,14 @@ from html.parser import HTMLParser
 
 import pytest
 
+from hightide.ir.action import Op
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import MemoryPart, Timeline
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.planner.predict.simulator import simulate
 from hightide.planner.predict.tide import simulated_timeline
 from hightide.planner.solution import Solution
-from hightide.report.page import PART_COLOURS, timeline_html
+from hightide.report.page import BAR_COLOURS, PART_COLOURS, PART_LABELS, timeline_html
 from hightide.report.summary import gpu_room, limiting, rows, worst_waits
 from unit.planner.advice.test_why import REAL
 from unit.planner.predict.test_simulator import machine, one_second
@@ -83,7 +84,7 @@ def test_names_cannot_become_markup() -> None:
 def test_the_data_are_the_timelines() -> None:
     shown = timeline()
     [panel] = data_of(timeline_html("a plan", shown))["panels"]
-    assert [name for name, _ in panel["parts"]] == [str(part) for part in shown.parts]
+    assert [name for name, _ in panel["parts"]] == [PART_LABELS.get(part, str(part)) for part in shown.parts]
     assert [sum(level[1:]) for level in panel["levels"]] == [sum(level.num_bytes) for level in shown.levels]
     assert max(sum(level[1:]) for level in panel["levels"]) == panel["peak"] == shown.gpu_peak_bytes
     assert panel["reserved"] == shown.gpu_reserved_bytes > panel["peak"]
@@ -93,10 +94,33 @@ def test_the_data_are_the_timelines() -> None:
     assert {"forward", "backward", "update", "parameters move", "gradients move", "block inputs move"} <= names
 
 
+def test_what_waits_on_the_host_is_shown_and_swap_is_told_from_inputs() -> None:
+    shown = timeline()
+    stashes = [bar for bar in shown.bars if bar.op in (Op.STASH, Op.UNSTASH) and bar.num_bytes]
+    swapped = {bar.id for bar in stashes if bar.id.endswith(".2")}
+    assert len(swapped) == 2
+    bars = tuple(replace(bar, held_bytes=bar.num_bytes // 4) if bar.id in swapped else bar for bar in shown.bars)
+    [panel] = data_of(timeline_html("a plan", replace(shown, bars=bars)))["panels"]
+    named = {bar[4]: panel["names"][bar[1]] for bar in panel["bars"]}
+    assert all(named[name] == ["activations swap", "swap"] for name in swapped)
+    assert all(named[bar.id] == ["block inputs move", "inputs"] for bar in stashes if bar.id not in swapped)
+    assert {bar[4]: bar[9] for bar in panel["bars"] if len(bar) > 9} == {
+        bar.id: bar.num_bytes // 4 for bar in stashes if bar.id in swapped
+    }
+    away = panel["away"]
+    moments = [at_s for at_s, _, _ in away]
+    assert moments == sorted(moments) and away[-1][1:] == [0, 0], "all of it comes back"
+    assert max(held for _, _, held in away) == next(bar.num_bytes // 4 for bar in stashes if bar.id in swapped)
+    gone = [bar for bar in stashes if bar.op is Op.STASH]
+    most, sizes = max(inputs + held for _, inputs, held in away), [bar.num_bytes for bar in gone]
+    assert sum(sizes) - max(sizes) <= most <= sum(sizes), "the last may be back before it is gone"
+    assert data_of(timeline_html("a plan", replace(shown, bars=())))["panels"][0]["away"] == []
+
+
 def test_every_part_and_lane_has_a_colour_and_a_row() -> None:
     assert PART_COLOURS.keys() == set(MemoryPart)
     css = timeline_html("a plan", timeline())
-    for colour in PART_COLOURS.values():
+    for colour in {*PART_COLOURS.values(), *BAR_COLOURS.values()}:
         assert css.count(f"--{colour}: #") == 2, "one for light, one for dark"
     assert [name for name, _ in data_of(css)["panels"][0]["lanes"]] == [str(lane) for lane in Lane if lane.always_shown]
     assert all(lane.meaning for lane in Lane)
@@ -144,6 +168,20 @@ def test_peaks_are_compared_with_peaks_of_their_kind() -> None:
     assert (found["GPU peak, tensors"], found["GPU peak, reserved"]) == ("-50.0%", "+0.0%")
     accelerator = replace(measured, gpu_reserved_bytes=None)  # the simulated one
     assert "GPU peak, reserved" not in {row.name for row in rows([simulated, accelerator])}
+
+
+def test_the_share_of_the_speed_of_light_stands_beside_the_measured_one_where_it_is_known() -> None:
+    name = "share of the speed of light"
+    told = replace(timeline(), light_s=None)
+    assert name not in {row.name for row in rows([told])}
+    told = replace(told, light_s=0.5 * told.step_s)
+    found = replace(told, step_s=2 * told.step_s)
+    [row] = [row for row in rows([told, found]) if row.name == name]
+    assert row.cells == ("50.0%", "25.0%") and row.difference == "-25.0 points"
+    [row] = [row for row in rows([told, replace(found, light_s=None)]) if row.name == name]
+    assert row.cells == ("50.0%", "-") and row.difference == ""
+    texts = read(timeline_html("a plan", told, found)).texts
+    assert name in texts["th"] and "-25.0 points" in texts["td"]
 
 
 def test_what_stays_free_is_told_of_what_torch_reserves() -> None:

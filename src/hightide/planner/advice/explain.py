@@ -17,6 +17,7 @@ from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.placement import RINGS, Buffer, Placement
 from hightide.planner.predict.peaks import Peaks
+from hightide.planner.waiting import away, held_bytes
 
 WIDTH = 80
 _COLUMNS = ("params", "states", "activations", "inputs")
@@ -26,8 +27,8 @@ def explain(profile: ModelProfile, placement: Placement, passes: Passes, peak: P
     """The plan has its forecast by now. `passes`: of a training step."""
     plan = placement.plan
     parts = [_memory(placement, peak), _batch(profile, placement), _table(profile, placement)]
-    parts.append(_precision(profile, placement))
-    lines = [line for part in [*parts, _timing(plan, passes.last), _traffic(passes)] for line in part]
+    parts += [_activations(profile, placement), _precision(profile, placement)]
+    lines = [line for part in [*parts, _timing(plan, passes.last), _traffic(profile, plan, passes)] for line in part]
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
     return "\n".join(lines)
 
@@ -117,14 +118,51 @@ def _shared_prefix(names: list[str]) -> str:
 def _decisions(block: BlockPlan, has_params: bool, is_called: bool) -> tuple[str, str, str, str]:
     """One that is never called, or loose, has no activations of its own."""
     params, states = (str(block.params), str(block.states)) if has_params else ("-", "-")
-    activation, inputs = (_activation(block), str(block.inputs)) if is_called else ("-", "-")
+    activation, inputs = (_level(block), str(block.inputs)) if is_called else ("-", "-")
     return params, states, activation, inputs
 
 
-def _activation(block: BlockPlan) -> str:
-    if block.held is Tier.GPU:
-        return str(block.activation)
-    return f"{'keep' if block.activation is Activation.KEEP else 'part'}, {block.held}"
+def _level(block: BlockPlan) -> str:
+    """In one word or two."""
+    return _LEVELS[block.activation, block.held is Tier.GPU or block.activation is Activation.RECOMPUTE]
+
+
+_LEVELS = {
+    (Activation.RECOMPUTE, True): "recompute",
+    (Activation.SELECTIVE, True): "in part",
+    (Activation.SELECTIVE, False): "swap",
+    (Activation.KEEP, False): "swap all",
+    (Activation.KEEP, True): "keep",
+}
+_MEANINGS = {  # of the bytes that wait
+    "recompute": "backward computes them again",
+    "in part": "{} of products and attention wait on the GPU",
+    "swap": "{} of products and attention wait on the host",
+    "swap all": "{} wait on the host, nothing is computed again",
+    "keep": "{} wait on the GPU, nothing is computed again",
+}
+
+
+def _activations(profile: ModelProfile, placement: Placement) -> list[str]:
+    """What blocks compute in forward and need again in backward, by level. A head with a fused loss has logits, which
+    are told with the loss."""
+    plan = placement.plan
+    blocks: dict[str, set[int]] = {level: set() for level in _MEANINGS}
+    held: Counter[str] = Counter()
+    for call in profile.calls:
+        if call.needs_backward and not profile.blocks[call.block].lazy_head:
+            level = _level(plan.blocks[call.block])
+            blocks[level].add(call.block)
+            held[level] += held_bytes(plan, call)
+    used = {level: len(found) for level, found in blocks.items() if found}
+    if not used:
+        return []
+    rest = "" if not {"in part", "swap"} & used.keys() else " (of a part, the rest is computed again)"
+    lines = [f"activations, from forward to backward{rest}:"]
+    for level, count in used.items():
+        number = f"{count} block{'s' if count > 1 else ''}:"
+        lines.append(f"  {level:<10} {number:<11} {_MEANINGS[level].format(format_bytes(held[level]))}")
+    return lines
 
 
 def _range_of(names: list[str]) -> str:
@@ -174,9 +212,12 @@ def _timing(plan: Plan, schedule: Schedule) -> list[str]:
     return [f"update: {plan.update}, {text[plan.update, on_host]}"]
 
 
-def _traffic(passes: Passes) -> list[str]:
+def _traffic(profile: ModelProfile, plan: Plan, passes: Passes) -> list[str]:
     moved = {lane: format_bytes(passes.moved_bytes(lane)) for lane in Lane}
     lines = [f"traffic per step: {moved[Lane.H2D]} to the GPU, {moved[Lane.D2H]} from it"]
+    swapped = plan.accumulate * sum(away(plan, call).held_bytes for call in profile.calls)
+    if swapped:
+        lines.append(f"  of each {format_bytes(swapped)} swapped activations")
     if passes.last.lane(Lane.DISK_READ):
         lines.append(f"disk per step: {moved[Lane.DISK_READ]} read, {moved[Lane.DISK_WRITE]} written")
     return lines

@@ -17,7 +17,9 @@ def refusal(trials: Trials, leanest: Iterable[Candidate]) -> InfeasiblePlan:
     where several lack, how much more of each. What it names is enough: these candidates were lowered, and not only
     added up."""
     limits = trials.problem.terms.limits
-    needs = {candidate: _by_tier(trials.guess(candidate)) for candidate in leanest}
+    needs = {
+        candidate: _by_tier(trials.guess(candidate)) for candidate in leanest if not trials.is_forbidden(candidate)
+    }
     exact: set[Candidate] = set()
     while True:
         found = _least(needs, limits)

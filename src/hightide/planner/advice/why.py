@@ -84,7 +84,7 @@ def why(solution: Searched, block: str) -> Reasons:
     places = _PLACES[planned.params, planned.states] if owner is not None else "no parameters"
     if owner not in (None, index):
         places += f", with {plan.blocks[owner].name}"
-    words = f"{places}; {_activation(planned)}; {_inputs(planned.inputs)}"
+    words = f"{places}; activations {_activation(planned)}; {_inputs(planned.inputs)}"
     return Reasons(planned.name, words, tuple(sorted(alternatives, key=lambda one: one.step_s)))
 
 
@@ -96,7 +96,9 @@ _ACTIVATIONS = {
 
 
 def _activation(block: BlockPlan) -> str:
-    return _ACTIVATIONS[block.activation] + ("" if block.held is Tier.GPU else f" on {block.held}")
+    if block.held is Tier.GPU or block.activation is Activation.RECOMPUTE:
+        return _ACTIVATIONS[block.activation]
+    return "swapped to the host" if block.activation is Activation.SELECTIVE else "all swapped to the host"
 
 
 def _inputs(tier: Tier) -> str:

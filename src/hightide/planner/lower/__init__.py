@@ -15,10 +15,13 @@ from hightide.planner.lower.lay_ticks import lay_ticks
 from hightide.planner.lower.move_gradients import move_gradients
 from hightide.planner.lower.move_inputs import move_inputs
 from hightide.planner.lower.order_actions import order_actions
+from hightide.planner.mechanism import NONE, Mechanism, Mechanisms
 from hightide.planner.placement import Placement
 
 
-def lower(profile: ModelProfile, plan: Plan, mode: Mode, placement: Placement | None = None) -> Schedule:
+def lower(
+    profile: ModelProfile, plan: Plan, mode: Mode, placement: Placement | None = None, without: Mechanisms = NONE
+) -> Schedule:
     """The schedule of one pass over the model in this mode. Pure; the same arguments give the same text. `placement`:
     the plan's, if it is known already."""
     if mode is Mode.ACCUMULATE and plan.update is Update.IN_BACKWARD:
@@ -28,7 +31,7 @@ def lower(profile: ModelProfile, plan: Plan, mode: Mode, placement: Placement | 
         )
     draft = Draft(profile, plan, mode, placement)
     lay_ticks(draft)
-    fetch_params(draft)
+    fetch_params(draft, reuses_slots=Mechanism.SLOT_REUSE not in without)
     if mode.trains:
         move_gradients(draft)
         move_inputs(draft)
@@ -39,13 +42,15 @@ def lower(profile: ModelProfile, plan: Plan, mode: Mode, placement: Placement | 
     return Schedule(mode, base[Tier.GPU], base[Tier.HOST], tuple(actions), base[Tier.DISK], draft.standing)
 
 
-def lower_step(profile: ModelProfile, plan: Plan, placement: Placement | None = None) -> Passes:
+def lower_step(
+    profile: ModelProfile, plan: Plan, placement: Placement | None = None, without: Mechanisms = NONE
+) -> Passes:
     """All passes of one step."""
     placement = placement or Placement(plan)
-    if plan.accumulate == 1:
-        return Passes.of(lower(profile, plan, Mode.TRAIN, placement))
-    runs = {Mode.FIRST: 1, Mode.MIDDLE: plan.accumulate - 2, Mode.LAST: 1}
-    return Passes(tuple((lower(profile, plan, mode, placement), count) for mode, count in runs.items() if count))
+    runs = {Mode.FIRST: 1, Mode.MIDDLE: plan.accumulate - 2, Mode.LAST: 1} if plan.accumulate > 1 else {Mode.TRAIN: 1}
+    return Passes(
+        tuple((lower(profile, plan, mode, placement, without), count) for mode, count in runs.items() if count)
+    )
 
 
 def lower_ticks(profile: ModelProfile, plan: Plan) -> tuple[Action, ...]:

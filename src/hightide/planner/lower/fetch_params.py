@@ -15,13 +15,14 @@ from hightide.planner.slot_choice import Use, choose_windows
 Slots = list[int | None]  # by slot, the chunk in it
 
 
-def fetch_params(draft: Draft) -> None:
-    """A pass starts with empty slots, because a step has made their copies stale; but not in the middle of one."""
+def fetch_params(draft: Draft, reuses_slots: bool = True) -> None:
+    """A pass starts with empty slots, because a step has made their copies stale; but not in the middle of one. Unless
+    it `reuses_slots`, backward does so too, and every pass."""
     slots: Slots = [None] * draft.plan.num_slots
-    if draft.mode.continues_step:
+    if draft.mode.continues_step and reuses_slots:
         slots = _left_standing(draft)
         draft.standing = tuple((index, slots.index(index)) for index in dict.fromkeys(slots) if index is not None)
-    _fill(draft, slots)
+    _fill(draft, slots, reuses_slots)
 
 
 def _left_standing(draft: Draft) -> Slots:
@@ -42,8 +43,9 @@ def _end_of_pass(draft: Draft, slots: Slots) -> Slots:
     return slots
 
 
-def _fill(draft: Draft, slots: Slots) -> None:
+def _fill(draft: Draft, slots: Slots, reuses_slots: bool = True) -> None:
     """Before each tick what it needs; `slots` are those of the beginning, and of the end."""
+    of_forward: set[int] = set()  # chunks that backward must not find
     for tick in draft.ticks:
         needed = {}
         for place in draft.chunks_at(tick):
@@ -52,7 +54,9 @@ def _fill(draft: Draft, slots: Slots) -> None:
                 needed[index] = place.num_slots
             elif place.is_refreshed and draft.uses[index][0] == tick.tick and not draft.mode.continues_step:
                 _fetch(draft, place.chunk, tick, None, [])
-        windows = choose_windows(slots, needed, _next_use(draft, tick.tick), _last_use(draft, tick.tick))
+        is_backward = tick.op is Op.BACKWARD
+        seen = [None if is_backward and chunk in of_forward else chunk for chunk in slots]
+        windows = choose_windows(seen, needed, _next_use(draft, tick.tick), _last_use(draft, tick.tick))
         gone = _make_room(draft, tick, slots, windows, needed)
         for index, start in windows.items():
             chunk = draft.plan.layout.chunks[index]
@@ -60,6 +64,8 @@ def _fill(draft: Draft, slots: Slots) -> None:
             _fetch(draft, chunk, tick, start, [e for s, e in gone.items() if s in window or e.chunk == index])
             for slot in window:
                 slots[slot] = index
+            if not reuses_slots:
+                (of_forward.discard if is_backward else of_forward.add)(index)
 
 
 def _make_room(

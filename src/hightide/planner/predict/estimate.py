@@ -7,13 +7,13 @@ large products run at 806 TFLOP/s). Another GPU may be off by a quarter; a rehea
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
 from hightide.ir.block import Affine, CallSpec, ModelProfile, Work
 from hightide.ir.costs import CallCost, Costs, Curve, LossCost, Point, SelectiveCost
 from hightide.ir.machine import Machine
 from hightide.planner.loss_tiles import logit_bytes, loss_tile_tokens
+from hightide.planner.predict.light import main_dtype
 
 PRODUCT_SHARE = 0.85  # of the rate of one large product, that a layer's products reach
 HALF_RATE_FLOP = 2e10  # a call of so many operations fills the GPU half
@@ -54,14 +54,10 @@ def _rates(profile: ModelProfile, machine: Machine) -> _Rates:
             f"the machine {machine.name!r} says nothing about its GPU (0 known rates of products); measure it "
             "with `hightide doctor`, or name a preset"
         )
-    numel: Counter[str] = Counter()
-    for spec in profile.params:
-        numel[spec.dtype] += spec.numel
     known, memory_bytes_per_s = machine.gpu.matmul_flop_per_s, machine.gpu.memory_bytes_per_s
-    rates = {"bfloat16": known.bfloat16, "float16": known.float16}
-    dtype = numel.most_common(1)[0][0]
+    dtype = main_dtype(profile)
     passes = UPDATE_PASSES.get(dtype, UPDATE_PASSES["float32"])
-    return _Rates(rates.get(dtype, known.float32), memory_bytes_per_s, memory_bytes_per_s / passes)
+    return _Rates(known.of(dtype) or known.float32, memory_bytes_per_s, memory_bytes_per_s / passes)
 
 
 def _call_cost(call: CallSpec, num_samples: int, gpu: _Rates) -> CallCost:

@@ -22,6 +22,7 @@ from hightide.ir.plan import Plan, Update
 from hightide.ir.split import micro_batches
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.loss_tiles import num_rows
+from hightide.planner.mechanism import Mechanism, Mechanisms
 from hightide.planner.placement import ChunkPlace, Placement
 from hightide.planner.predict.simulator import Simulated, simulate, simulated_step_s
 from hightide.planner.problem import Problem
@@ -45,15 +46,34 @@ class StepForecast:
 def forecast(problem: Problem, placement: Placement, schedule: Schedule | Passes) -> StepForecast:
     """The steady state of training steps under a plan, which was lowered to this."""
     profile, costs, plan = problem.profile, problem.costs, placement.plan
-    seconds = seconds_of(profile, plan, costs, placement)
-    return StepForecast(simulate(schedule, seconds, problem.machine), _issue_s(profile, plan, costs))
+    seconds, limited = seconds_of(profile, plan, costs, placement), _restricted(schedule, problem.terms.without)
+    return StepForecast(simulate(limited, seconds, problem.machine), _issue_s(profile, plan, costs))
 
 
 def forecast_step_s(problem: Problem, placement: Placement, schedule: Schedule | Passes, num_steps: int) -> float:
     """As `forecast`, for those who compare plans."""
     profile, costs, plan = problem.profile, problem.costs, placement.plan
-    step_s = simulated_step_s(schedule, seconds_of(profile, plan, costs, placement), problem.machine, num_steps)
+    limited = _restricted(schedule, problem.terms.without)
+    step_s = simulated_step_s(limited, seconds_of(profile, plan, costs, placement), problem.machine, num_steps)
     return max(step_s, _issue_s(profile, plan, costs))
+
+
+def _restricted(step: Schedule | Passes, without: Mechanisms) -> Passes:
+    """Without overlap of updates, a step begins when all updates of the one before are through: its first fetch, and
+    its first block."""
+    passes = Passes.of(step)
+    if Mechanism.UPDATE_OVERLAP not in without:
+        return passes
+    updates = tuple(action.id for action in passes.last.lane(Lane.CPU) if action.op is Op.UPDATE)
+    (schedule, count), *rest = passes.runs
+    first = {schedule.ticks[0].id, *(action.id for action in schedule.lane(Lane.H2D)[:1])}
+    waiting = [
+        action.changed(after_prev=tuple(dict.fromkeys((*action.after_prev, *updates))))
+        if action.id in first
+        else action
+        for action in schedule.actions
+    ]
+    return Passes(((replace(schedule, actions=tuple(waiting)), count), *rest))
 
 
 def _issue_s(profile: ModelProfile, plan: Plan, costs: Costs) -> float:

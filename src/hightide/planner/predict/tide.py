@@ -7,13 +7,17 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from hightide.ir.action import TICK_OPS, Action, Op, Schedule
+from hightide.ir.activation import Activation
+from hightide.ir.block import ModelProfile
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import Bar, LaneTime, Level, MemoryPart, Timeline
 from hightide.planner.placement import Buffer, Placement
+from hightide.planner.predict.light import light_s
 from hightide.planner.predict.peaks import bytes_forecast
 from hightide.planner.predict.simulator import Simulated, Span
 from hightide.planner.solution import Solution
@@ -23,16 +27,17 @@ SIMULATED_PARTS = tuple(part for part in MemoryPart if part is not MemoryPart.RE
 
 def simulated_timeline(solution: Solution, simulated: Simulated, machine: Machine) -> Timeline:
     """Where many passes of a step are alike, some of them are shown."""
-    plan, schedules = solution.plan, {one.index: one.schedule for one in simulated.passes}
+    profile, plan, schedules = solution.profile, solution.plan, {one.index: one.schedule for one in simulated.passes}
     window_s = (simulated.begin_s, simulated.passes[-1].end_s)
-    levels = tide(plan, schedules, simulated.spans, simulated.begin_s)
+    levels = tide(profile, plan, schedules, simulated.spans, simulated.begin_s)
     peak_bytes = max(sum(level.num_bytes) for level in levels)
     held_bytes = (peak_bytes, bytes_forecast(solution.passes, solution.peaks, machine).gpu_reserved_bytes)
     source = f"simulated on {machine.name}"
     if len(schedules) < plan.accumulate:
         source += f"; {len(schedules)} of the {plan.accumulate} passes of a step"
     spans = (*simulated.beside, *simulated.spans)
-    return step_timeline(plan, schedules, spans, window_s, SIMULATED_PARTS, levels, held_bytes, source)
+    timeline = step_timeline(plan, schedules, spans, window_s, SIMULATED_PARTS, levels, held_bytes, source)
+    return replace(timeline, light_s=light_s(profile, len(schedules) * plan.num_samples, machine))
 
 
 Schedules = Mapping[int, Schedule]  # of the passes of one step, by their index
@@ -71,10 +76,13 @@ def step_timeline(
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def tide(plan: Plan, schedules: Schedules, spans: Sequence[Span], begin_s: float) -> tuple[Level, ...]:
+def tide(
+    profile: ModelProfile, plan: Plan, schedules: Schedules, spans: Sequence[Span], begin_s: float
+) -> tuple[Level, ...]:
     """GPU bytes by part, as a step function. Its peak is at most that of `predict.peaks.peaks`: there transfers may be
     as slow as they like, here they give what they hold as soon as they are through. The two are equal where no transfer
     gives (no block inputs on the host)."""
+    held = _held_parts(profile, plan)
     now = Counter(base_parts(plan, next(iter(schedules.values())).gpu_base_bytes))
     levels = [_level(0.0, now)]
     ends: list[tuple[float, int, Action]] = []
@@ -83,13 +91,13 @@ def tide(plan: Plan, schedules: Schedules, spans: Sequence[Span], begin_s: float
         if not (action.gpu_takes or action.gpu_gives or action.gpu_transient):
             continue
         while ends and ends[0][0] <= span.start_s:
-            levels.append(_end(ends, now, begin_s))
-        now.update(_taken(action))
+            levels.append(_end(ends, now, held, begin_s))
+        now.update(_taken(held[action.block], action))
         now[MemoryPart.TRANSIENTS] += action.gpu_transient
         levels.append(_level(span.start_s - begin_s, now))
         heapq.heappush(ends, (span.end_s, order, action))
     while ends:
-        levels.append(_end(ends, now, begin_s))
+        levels.append(_end(ends, now, held, begin_s))
     return tuple(levels)
 
 
@@ -105,19 +113,38 @@ def base_parts(plan: Plan, base_bytes: int) -> dict[MemoryPart, int]:
     return {**parts, MemoryPart.BATCH: base_bytes - sum(parts.values())}
 
 
-def _taken(action: Action) -> dict[MemoryPart, int]:
+def _taken(part: MemoryPart, action: Action) -> dict[MemoryPart, int]:
     kept = action.gpu_kept if action.op in (Op.FORWARD, Op.UNSTASH) else 0
-    return {MemoryPart.INPUTS: action.gpu_takes - kept, MemoryPart.ACTIVATIONS: kept}
+    return {MemoryPart.INPUTS: action.gpu_takes - kept, part: kept}
 
 
-def _end(ends: list[tuple[float, int, Action]], now: Counter[MemoryPart], begin_s: float) -> Level:
+def _held_parts(profile: ModelProfile, plan: Plan) -> dict[int | None, MemoryPart]:
+    """What a block holds for backward, by its level. A head with a fused loss holds logits, whatever its level."""
+    found: dict[int | None, MemoryPart] = {None: MemoryPart.KEPT}
+    for spec, block in zip(profile.blocks, plan.blocks, strict=True):
+        if spec.lazy_head or block.activation is Activation.RECOMPUTE:
+            found[spec.index] = MemoryPart.KEPT
+        elif block.held is not Tier.GPU:
+            found[spec.index] = MemoryPart.SWAPPED
+        else:
+            is_part = block.activation is Activation.SELECTIVE
+            found[spec.index] = MemoryPart.SELECTIVE if is_part else MemoryPart.KEPT
+    return found
+
+
+def _end(
+    ends: list[tuple[float, int, Action]],
+    now: Counter[MemoryPart],
+    held: Mapping[int | None, MemoryPart],
+    begin_s: float,
+) -> Level:
     """Of the action that ends next."""
     end_s, _, action = heapq.heappop(ends)
     kept = action.gpu_kept if action.op in (Op.BACKWARD, Op.STASH) else 0
     now.subtract(
         {
             MemoryPart.INPUTS: action.gpu_gives - kept,
-            MemoryPart.ACTIVATIONS: kept,
+            held[action.block]: kept,
             MemoryPart.TRANSIENTS: action.gpu_transient,
         }
     )
@@ -160,6 +187,7 @@ def _bars(schedules: Schedules, spans: Sequence[Span], begin_s: float) -> tuple[
                 waited_for=cause,
                 waited_s=cause_s - free_s[span.lane] if cause else 0.0,
                 earlier=schedule is None,
+                held_bytes=action.gpu_kept if action is not None and action.op in (Op.STASH, Op.UNSTASH) else 0,
             )
         )
         free_s[span.lane] = max(free_s[span.lane], span.end_s)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
+from hightide.planner.mechanism import Mechanism, Mechanisms
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,17 @@ class Candidate:
     host_params: frozenset[int] = field(default_factory=frozenset)
     host_states: frozenset[int] = field(default_factory=frozenset)  # some of host_params: params are read twice a step
     disk_buffers: int = 0  # of each kind; one more than it takes lets the disk go on while another is in use
+
+    @property
+    def mechanisms(self) -> Mechanisms:
+        """Those of which a candidate decides whether they are used."""
+        uses = {
+            Mechanism.PERSISTENT: self.whole | self.params | self.trained,
+            Mechanism.SPARE_SLOTS: self.spare_slots or self.spare_grad_slots,
+            Mechanism.LEVELS: self.selective | self.swapped,
+            Mechanism.SWAP: self.swapped,
+        }
+        return frozenset(mechanism for mechanism, used in uses.items() if used)
 
     def activation(self, block: int) -> Activation:
         if block in self.keep:

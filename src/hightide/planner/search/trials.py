@@ -43,6 +43,8 @@ class Trials:
 
     def may_fit(self, candidate: Candidate) -> bool:
         """The GPU and the host. The more is filled in there, the less is left for the disk: it is checked last."""
+        if self.is_forbidden(candidate):
+            return False
         needs, terms = self.guess(candidate), self.problem.terms
         return needs.gpu_bytes <= terms.gpu_bytes and needs.host_bytes <= terms.host_bytes
 
@@ -77,12 +79,14 @@ class Trials:
         """Infinite if the candidate does not fit, or surely takes `below_s` or more."""
         if candidate in self._step_s:
             return self._step_s[candidate]
+        if self.is_forbidden(candidate):
+            return math.inf
         safe_point()
         plan = self.space.build(candidate)
         placement = self.space.placement(plan)
         if least_step_s(self.problem, placement) >= below_s:
             return math.inf
-        passes = lower_step(self.problem.profile, plan, placement)
+        passes = lower_step(self.problem.profile, plan, placement, self.problem.terms.without)
         step_s = math.inf
         if self.within(self._needs(passes, step_peaks(passes))):
             step_s = self._simulate(placement, passes)
@@ -91,7 +95,12 @@ class Trials:
 
     def _lowered(self, candidate: Candidate) -> Passes:
         plan = self.space.build(candidate)
-        return lower_step(self.problem.profile, plan, self.space.placement(plan))
+        placement, without = self.space.placement(plan), self.problem.terms.without
+        return lower_step(self.problem.profile, plan, placement, without)
+
+    def is_forbidden(self, candidate: Candidate) -> bool:
+        without = self.problem.terms.without
+        return bool(without) and not without.isdisjoint(candidate.mechanisms)
 
     def _simulate(self, placement: Placement, passes: Passes) -> float:
         self.num_simulated += 1

@@ -35,7 +35,7 @@ from hightide.profiler.model.probe import (
     record_runs,
 )
 from hightide.profiler.model.probe_record import CallRecord, ProbeRecord
-from hightide.profiler.model.samples import Samples, possible_samples
+from hightide.profiler.model.samples import Samples, possible_samples, shapes
 from hightide.profiler.model.tap_search import Taps
 from hightide.profiler.switches.caches import Caches
 from hightide.profiler.trial.independence import examine
@@ -76,7 +76,7 @@ def profile_calls(
         glue = measure_glue(model, batch, probed, runs, head) if stands_alone else None
     num_samples = probed.num_samples
     batch_bytes = _bytes(tensors(flatten_call(*call_arguments(batch))[0]))
-    probed = probed.completed(batch_bytes)
+    probed = replace(probed.completed(batch_bytes), shapes=shapes(batch, probed.samples))
     num_assumed = len(probed.calls) - len(needs_of_calls)
     num_kinds = 1 + max((needs.kind for needs in needs_of_calls), default=-1)
     needs_of_calls += [_assumed(call, num_kinds + at) for at, call in enumerate(probed.calls[len(needs_of_calls) :])]

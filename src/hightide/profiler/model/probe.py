@@ -81,6 +81,7 @@ class ProbeResult:
     refusals: Mapping[int, str] = field(default_factory=dict)  # per block: why it cannot be trained like this
     returned: Mapping[int, int | str] = field(default_factory=dict)  # per block: the argument that it fills and returns
     samples: Samples = Samples.FIRST  # where they are in the batch
+    shapes: frozenset[tuple[int, ...]] = frozenset()  # of the batch's tensors, whatever the number of samples
     replays_whole: frozenset[int] = frozenset()  # blocks that are recomputed to their end: see Finding
 
     @property
@@ -102,6 +103,7 @@ class ProbeResult:
             keeps={**earlier.keeps, **self.keeps},
             returned={**earlier.returned, **self.returned},
             replays_whole=earlier.replays_whole | self.replays_whole,
+            shapes=earlier.shapes,  # of the batch that the profile is of
         )
 
     def completed(self, output_bytes: int) -> ProbeResult:

@@ -57,6 +57,16 @@ def num_samples(batch: Batch, samples: Samples) -> int:
     return size
 
 
+def shapes(batch: Batch, samples: Samples) -> frozenset[tuple[int, ...]]:
+    """Of its tensors, whatever the number of samples: two batches with equal ones are equal work per sample."""
+    size = num_samples(batch, samples)
+    found = set()
+    for leaf in tensors(flatten_call(*call_arguments(batch))[0]):
+        dim = _dim(leaf, samples, size)
+        found.add(tuple(-1 if at == dim else length for at, length in enumerate(leaf.shape)))
+    return frozenset(found)
+
+
 def samples_along_first(batch: Batch) -> int:
     """1, where they are not there."""
     try:

@@ -5,6 +5,7 @@ import pytest
 
 from hightide.ir.action import Mode
 from hightide.ir.activation import Activation
+from hightide.ir.block import Affine, Selective, Work
 from hightide.ir.passes import Passes
 from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Lane, Tier
@@ -38,6 +39,44 @@ def test_equal_consecutive_blocks_are_one_row():
         ["layers.0", "..", "layers.3", "(4)", "gpu", "gpu", "keep", "gpu"],
         ["layers.4", "..", "head", "(10)", "host", "host", "recompute", "gpu"],
     ]
+
+
+def test_levels_are_told_in_words_with_blocks_and_bytes():
+    rule = Selective(Affine(0, 512), Work(), flop_per_byte=1, num_held=1)
+    profile = stack(6)
+    profile = replace(profile, calls=tuple(replace(call, selective=rule) for call in profile.calls))
+    plan = plan_with(profile)
+    ways = {
+        1: {"activation": Activation.SELECTIVE},
+        2: {"activation": Activation.SELECTIVE, "held": Tier.HOST},
+        3: {"activation": Activation.SELECTIVE, "held": Tier.HOST},
+        4: {"activation": Activation.KEEP, "held": Tier.HOST},
+        5: {"activation": Activation.KEEP},
+    }
+    blocks = tuple(replace(block, **ways.get(at, {})) for at, block in enumerate(plan.blocks))
+    plan = replace(plan, blocks=blocks, micro_batch=plan.num_samples)
+    lines = text_of(profile, plan).splitlines()
+    part, kept = 512 * plan.num_samples, profile.calls[5].kept.at(plan.num_samples)
+    told = lines.index("activations, from forward to backward (of a part, the rest is computed again):")
+    assert lines[told + 1 : told + 6] == [
+        "  recompute  3 blocks:   backward computes them again",  # the embedding's is nobody's to keep
+        f"  in part    1 block:    {format_bytes(part)} of products and attention wait on the GPU",
+        f"  swap       2 blocks:   {format_bytes(2 * part)} of products and attention wait on the host",
+        f"  swap all   1 block:    {format_bytes(kept)} wait on the host, nothing is computed again",
+        f"  keep       1 block:    {format_bytes(kept)} wait on the GPU, nothing is computed again",
+    ]
+    cells = {line.split()[0]: line[61:72].strip() for line in lines if line.startswith("layers")}
+    assert cells == {
+        "layers.0": "in part",
+        "layers.1": "swap",
+        "layers.3": "swap all",
+        "layers.4": "keep",
+        "layers.5": "recompute",
+    }
+    assert lines[-1] == f"  of each {format_bytes(2 * part + kept)} swapped activations"
+    assert max(map(len, lines)) <= 80
+    plain = text_of(profile, plan_with(profile))
+    assert "activations, from forward to backward:\n  recompute " in plain and "swapped" not in plain
 
 
 def test_a_tied_head_is_where_its_owner_is():

@@ -8,6 +8,7 @@ import pytest
 
 from hightide.ir.action import Mode
 from hightide.ir.activation import Activation
+from hightide.ir.block import Affine, Selective, Work
 from hightide.ir.costs import Costs
 from hightide.ir.machine import SIMULATED, Machine
 from hightide.ir.plan import Plan
@@ -85,6 +86,23 @@ def test_a_kept_block_may_be_recomputed() -> None:
     assert found["activations recomputed"].step_difference_s > 0
     assert "params streamed, states on host" in found and "recomputed, inputs on host" in found
     assert found["params streamed, states on host"].step_difference_s > 0
+
+
+def test_levels_are_named_in_words() -> None:
+    rule = Selective(Affine(0, 512), Work(), flop_per_byte=1, num_held=1)
+    profile = replace(PROFILE, calls=tuple(replace(call, selective=rule) for call in PROFILE.calls))
+    costs = estimate(profile, GPU)
+    swapping = planned(activation=Activation.SELECTIVE)
+    blocks = tuple(replace(block, held=Tier.HOST) for block in swapping.blocks)
+    reasons = {
+        name: why(solved(replace(plan, profile=profile), costs), "layers.2")
+        for name, plan in (("lean", planned()), ("swapping", replace(swapping, blocks=blocks)))
+    }
+    assert "; activations recomputed; " in reasons["lean"].planned
+    assert "; activations swapped to the host; " in reasons["swapping"].planned
+    texts = {name: {one.text for one in found.alternatives} for name, found in reasons.items()}
+    assert {"activations kept", "activations kept in part", "activations swapped to the host"} <= texts["lean"]
+    assert {"activations recomputed", "activations kept in part", "activations kept"} <= texts["swapping"]
 
 
 def test_what_is_no_way_to_plan_a_block_is_left_out() -> None:

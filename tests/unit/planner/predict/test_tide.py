@@ -22,10 +22,12 @@ from hightide.planner.predict.peaks import peaks
 from hightide.planner.predict.simulator import simulate
 from hightide.planner.predict.tide import base_parts, simulated_timeline
 from hightide.planner.solution import Solution
+from hightide.planner.waiting import away
 from unit.planner.predict.test_simulator import machine, one_second
 from unit.planner.profiles import plan_with, plans, profiles, stack
 
 PROFILE = stack(4)
+LEVELS = (MemoryPart.KEPT, MemoryPart.SELECTIVE, MemoryPart.SWAPPED)
 
 
 def timeline_of(plan: Plan, profile=PROFILE, speed: float = 4096.0, mode: Mode = Mode.TRAIN) -> Timeline:
@@ -77,8 +79,10 @@ def test_memory_is_told_apart() -> None:
     lean, part, keep = (timeline_of(plan, profile=profile) for plan in plans)
     stash = timeline_of(plan_with(PROFILE, inputs=Tier.HOST), speed=1e9)
     whole = timeline_of(plan_with(PROFILE, params=Tier.GPU, states=Tier.GPU))
-    held = [most(timeline, MemoryPart.ACTIVATIONS) for timeline in (lean, part, keep)]
-    assert held[0] < held[1] < held[2]
+    held = [[most(one, part) for part in LEVELS] for one in (lean, part, keep)]
+    logits = held[0][0]
+    assert held[0] == [logits, 0, 0] and held[2][1:] == [0, 0]
+    assert held[1][0] == logits and 0 < held[1][1] < held[2][0] - logits
     assert most(stash, MemoryPart.INPUTS) < most(lean, MemoryPart.INPUTS)
     assert (
         (most(whole, MemoryPart.SLOTS), most(whole, MemoryPart.GRADIENTS))
@@ -87,6 +91,28 @@ def test_memory_is_told_apart() -> None:
     )
     assert most(lean, MemoryPart.PERSISTENT) == 0 < most(lean, MemoryPart.SLOTS)
     assert most(lean, MemoryPart.BATCH) == PROFILE.batch_bytes + PROFILE.buffer_bytes
+
+
+@pytest.mark.parametrize("activation", [Activation.SELECTIVE, Activation.KEEP])
+def test_what_is_swapped_has_a_part_and_bars_of_its_own(activation: Activation) -> None:
+    rule = Selective(Affine(0, 512), Work(), flop_per_byte=1, num_held=1)
+    profile = replace(PROFILE, calls=tuple(replace(call, selective=rule) for call in PROFILE.calls))
+    plan = plan_with(profile, activation=activation, inputs=Tier.HOST)
+    *layers, head = plan.blocks
+    plan = replace(plan, blocks=(*(replace(block, held=Tier.HOST) for block in layers), head))
+    timeline = timeline_of(plan, profile=profile, speed=1e9)
+    stayed = timeline_of(plan_with(profile, activation=activation), profile=profile)
+    logits = most(timeline_of(plan_with(profile), profile=profile), MemoryPart.KEPT)
+    assert [most(timeline, part) for part in LEVELS][:2] == [logits, 0]
+    level = MemoryPart.SELECTIVE if activation is Activation.SELECTIVE else MemoryPart.KEPT
+    assert 0 < most(timeline, MemoryPart.SWAPPED) < most(stayed, level), "one or two blocks at a time"
+    moved = [bar for bar in timeline.bars if bar.op in (Op.STASH, Op.UNSTASH) and not bar.earlier]
+    for bar in moved:
+        call = profile.calls[int(bar.id.split(".")[1])]
+        gone = away(plan, call)
+        assert (bar.num_bytes, bar.held_bytes) == (gone.num_bytes, gone.held_bytes)
+    assert any(0 < bar.held_bytes < bar.num_bytes for bar in moved), "inputs and activations in one copy"
+    assert not any(bar.held_bytes for bar in timeline.bars if bar not in moved)
 
 
 def test_what_is_always_there_is_the_schedules_base() -> None:
