@@ -16,13 +16,11 @@ class StepWork:
     backward followed, or several did."""
 
     def __init__(self) -> None:
-        self.last_pass: Computed | None = None  # None: not known
-        self.last_step: Computed | None = None
+        self.last_step: Computed | None = None  # None: not known
         self._passes: list[Computed | None] = []  # of the step so far
         self._num_backwards = 0
 
     def begin_pass(self, computed: Computed | None) -> None:
-        self.last_pass = computed
         self._passes.append(computed)
 
     def end_backward(self) -> None:

@@ -12,7 +12,7 @@ from hightide.ir.action import Mode, Op
 from hightide.ir.plan import Update
 from hightide.ir.tier import Lane
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.lower import lower
+from hightide.planner.lower import lower, lower_step
 from hightide.planner.mechanism import Mechanism
 from hightide.planner.predict.step_seconds import forecast
 from hightide.planner.problem import Problem, Terms
@@ -72,7 +72,9 @@ def streamed(update: Update = Update.DEFERRED, *without: Mechanism) -> Searched:
 def test_without_slot_reuse_backward_fetches_everything_again() -> None:
     def fetched(solution: Searched, op: Op) -> list[int | None]:
         ticks = {tick.id: tick.op for tick in solution.passes.last.ticks}
-        fetches = [action for action in solution.passes.last.actions if action.op is Op.FETCH and action.kind == "param"]
+        fetches = [
+            action for action in solution.passes.last.actions if action.op is Op.FETCH and action.kind == "param"
+        ]
         return [one.chunk for one in fetches if one.id.at is not None and ticks[one.id.at] is op]
 
     free, bound = streamed(), streamed(Update.DEFERRED, Mechanism.SLOT_REUSE)
@@ -110,7 +112,7 @@ def test_a_plan_without_slot_reuse_runs_and_changes_no_bit() -> None:
         bound = replace(
             searched,
             problem=problem.with_terms(without=without),
-            training=lower(searched.profile, searched.plan, Mode.TRAIN, searched.placement, without),
+            passes=lower_step(searched.profile, searched.plan, searched.placement, without),
         )
         bound.verify()
         run.move_to(bound)
