@@ -12,7 +12,7 @@ import pytest
 from hightide.ir.action import Op
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import MemoryPart, Timeline
-from hightide.ir.units import format_bytes, format_seconds
+from hightide.ir.units import format_bytes, format_flop, format_seconds
 from hightide.planner.predict.simulator import simulate
 from hightide.planner.predict.tide import simulated_timeline
 from hightide.planner.solution import Solution
@@ -158,6 +158,14 @@ def test_96_blocks_twice_stay_below_a_megabyte() -> None:
 )
 def test_seconds_as_people_write_them(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("flop", "text"),
+    [(7, "7 FLOP"), (1.5e9, "1.5 GFLOP"), (336e12, "336 TFLOP"), (9.99e14, "999 TFLOP"), (2e21, "2000 EFLOP")],
+)
+def test_operations_as_people_write_them(flop: float, text: str) -> None:
+    assert format_flop(flop) == text
 
 
 def test_peaks_are_compared_with_peaks_of_their_kind() -> None:

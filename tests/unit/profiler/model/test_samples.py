@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hightide.profiler.model.call_tree import UnevenBatch
-from hightide.profiler.model.samples import Samples, num_samples, possible_samples, resized
+from hightide.profiler.model.samples import Samples, num_samples, possible_samples, resized, shapes
 
 FIRST, SECOND, NOWHERE = Samples.FIRST, Samples.SECOND, Samples.NOWHERE
 X = torch.zeros
@@ -40,3 +40,13 @@ def test_one_sample_more_is_where_the_samples_are() -> None:
 def test_a_batch_of_another_layout_is_refused() -> None:
     with pytest.raises(UnevenBatch, match="time first"):
         num_samples({"x": X(5, 6, 8), "y": X(3, 4)}, SECOND)
+
+
+def test_shapes_do_not_depend_on_the_number_of_samples_nor_on_who_shares_a_tensor() -> None:
+    tokens = torch.zeros(4, 7, dtype=torch.long)
+    first = shapes({"input_ids": tokens, "labels": tokens}, Samples.FIRST)
+    assert first == {(-1, 7)} == shapes({"input_ids": tokens[:2], "labels": tokens[:2].clone()}, Samples.FIRST)
+    assert first != shapes({"input_ids": tokens[:, :6], "labels": tokens[:, :6]}, Samples.FIRST)
+    table = torch.zeros(3, 3)  # of no sample
+    assert shapes((tokens.T, table), Samples.NOWHERE) == {(7, 4), (3, 3)}
+    assert shapes((tokens.T, tokens.T), Samples.SECOND) == {(7, -1)}
