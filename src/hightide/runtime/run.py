@@ -455,8 +455,7 @@ class Run:
     # -- what the optimizer and users call ------------------------------------------------------------------------
 
     def step(self) -> None:
-        ready = [spec.index for spec in self.chunks.specs if spec.optimised_numel and self.gradients.ready(spec.index)]
-        self.executor.step(ready)
+        self.executor.step()
         self.loaded_masters.clear()
         self.num_steps += 1
         now_s = time.perf_counter()

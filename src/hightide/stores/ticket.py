@@ -57,6 +57,11 @@ class Ticket:
         return self._done
 
     @property
+    def is_through(self) -> bool:
+        """Done well, and nobody's stream has to wait for it."""
+        return self._done and self.fence is None and self._error is None
+
+    @property
     def error(self) -> BaseException | None:
         return self._error
 

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +20,7 @@ from hightide.stores.ticket import Ticket
 KEPT_PASSES = 4  # records of older passes are dropped, unless `State.kept_pass` keeps them
 
 
-@dataclass(frozen=True, slots=True)
-class LaneRecord:
+class LaneRecord(NamedTuple):
     """One action that was completed. `ready` names what a DUE_FIRST lane could choose from, itself included."""
 
     pass_index: int  # the pass that submitted it, even if it ended in the next
@@ -44,8 +44,7 @@ class Task:
     pass_index: int
     ticket: Ticket
     run: Callable[[], object]
-    after: tuple[Ticket, ...] = ()
-    waits_for: tuple[Ticket, ...] = ()
+    after: Sequence[Ticket] = ()
     num_pending: int = 0
     ready: tuple[str, ...] = ()
     ready_dues: tuple[int, ...] = ()
@@ -63,10 +62,7 @@ class State:
         self.pass_index = 0
         self.records: dict[int, list[LaneRecord]] = {0: []}
         self.kept_pass: int | None = None  # it and those shortly before it stay, whatever follows
-        self._orders = itertools.count()
-
-    def next_order(self) -> int:
-        return next(self._orders)
+        self.orders = itertools.count()
 
     def begin_pass(self) -> int:
         with self.lock:
@@ -81,9 +77,10 @@ class State:
             return self.pass_index
 
     def record(self, record: LaneRecord) -> None:
-        with self.lock:
-            if record.pass_index in self.records:
-                self.records[record.pass_index].append(record)
+        """Without the lock: a list takes an entry at once, and nobody else takes any away."""
+        records = self.records.get(record.pass_index)
+        if records is not None:
+            records.append(record)
 
     def fail(self, error: BaseException) -> None:
         with self.lock:
@@ -167,12 +164,9 @@ class Queue:
         raise NotImplementedError
 
     def add(self, task: Task, after: Sequence[Ticket]) -> None:
-        waits_for = tuple(ticket for ticket in after if self._is_pending(ticket))
+        waits_for = [ticket for ticket in after if self._is_pending(ticket)]
         with self.state.lock:
-            task.after = tuple(
-                ticket for ticket in after if not ticket.done or ticket.fence is not None
-            )  # in this order
-            task.waits_for, task.num_pending = waits_for, len(waits_for)
+            task.after, task.num_pending = after, len(waits_for)
             self._push(task)
             if not waits_for:
                 self._became_ready(task)
@@ -186,6 +180,7 @@ class Queue:
             self.condition.notify()
 
     def _is_pending(self, ticket: Ticket) -> bool:
+        """It is asked before its fence, which is there before it is done."""
         return not ticket.done or ticket.error is not None or (self.watcher is not None and ticket.fence is not None)
 
     def _when_through(self, task: Task, ticket: Ticket) -> None:
@@ -235,9 +230,7 @@ class Queue:
                 self._wake()
 
     def _timeout(self, task: Task) -> TimeoutError:
-        missing = ", ".join(
-            repr(ticket.label) for ticket in task.waits_for if not ticket.done or ticket.fence is not None
-        )
+        missing = ", ".join(repr(ticket.label) for ticket in task.after if self._is_pending(ticket))
         return TimeoutError(f"{task.id!r} on the lane {task.lane} waited {self.timeout_s:g} s for {missing}")
 
 

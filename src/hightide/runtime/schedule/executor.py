@@ -60,10 +60,15 @@ class Pass:
     def load(self, program: Program) -> None:
         """Starts, or goes on after forward, with a program; what was issued already stays issued."""
         self.program = program
-        self.pending = {
-            lane: deque(action for action in actions if action.id not in self.tickets)
-            for lane, actions in program.by_lane.items()
-        }
+        self.pending = [
+            deque(action for action in actions if action.id not in self.tickets)
+            for actions in program.by_lane.values()
+            if actions
+        ]
+
+    def may_issue(self, action: Action, left: int) -> bool:
+        """Whether it is open, and what it comes after was issued."""
+        return action.opens <= left and all([name in self.tickets for name in action.after])
 
 
 class Executor:
@@ -90,6 +95,7 @@ class Executor:
         self._outlasting = {name for p in self.programs.values() for a in p.schedule.actions for name in a.after_prev}
         self._suspended: Pass | None = None
         self._last_use: dict[int, int] = {}
+        self._moment: list[Ticket] | None = None  # what compute had enqueued when issuing began
         self._owes_step = False  # in-backward updates have run, and step() was not called since
         self._was_abandoned = False  # the latest pass
 
@@ -189,7 +195,7 @@ class Executor:
             self._release_params(chunk, tick.block)
             self._last_use[chunk] = cursor
             if tick.accumulate and self.gradients.is_trainable(chunk):
-                self._release_gradient(chunk, tick.block)
+                self._release_gradient(chunk)
         if tick.index is None:
             self._send_home(tick)
         else:
@@ -227,13 +233,12 @@ class Executor:
             if self.chunks.grad_copies[chunk].state is Residency.DIRTY:
                 self._demands.send_away(chunk)
 
-    def step(self, leftovers: list[int]) -> None:
-        """The user's optimizer.step(). `leftovers`: chunks with a gradient; those that no planned update covers run
-        on demand."""
+    def step(self) -> None:
+        """The user's optimizer.step(). Chunks with a gradient that no planned update covers run on demand."""
         self.lanes.check()
         if self._update is Update.DEFERRED:
             self.performer.updated.clear()
-        elif not self._owes_step and any(self.gradients.is_trainable(chunk) for chunk in leftovers):
+        elif not self._owes_step and any(self.gradients.is_trainable(chunk) for chunk in self._leftovers()):
             raise Refused(
                 "optimizer.step() came again without a backward since the last one, but this model was wrapped with "
                 "update='in_backward': the promise of one step per backward. Wrap with update='deferred' (the default)."
@@ -247,11 +252,16 @@ class Executor:
             began = self._begin_tick()
             self.lanes.record_inline(current.program.ticks[step].id, began, self._gpu_bytes())
             self._complete(current, step)
-        for chunk in leftovers:
-            if chunk not in self.performer.updated:
-                self._demands.update(chunk)
+        for chunk in self._leftovers():
+            self._demands.update(chunk)
         self._owes_step = False
         self.performer.updated.clear()
+
+    def _leftovers(self) -> list[int]:
+        """Chunks with a gradient that no update has used."""
+        done, ready = self.performer.updated, self.gradients.ready
+        chunks = (spec.index for spec in self.chunks.specs if spec.optimised_numel)
+        return [chunk for chunk in chunks if chunk not in done and ready(chunk)]
 
     def wait_for_updates(self) -> None:
         for chunk in self._flight.updates:
@@ -307,7 +317,7 @@ class Executor:
                 self._release_params(chunk, None)
         for chunk, copy in enumerate(self.chunks.grad_copies):
             if copy.state is Residency.HELD:
-                self.gradients.harvest(chunk, None)
+                self.gradients.harvest(chunk)
                 copy.move(Residency.DIRTY if self.chunks.placed[chunk].in_grad_slot else Residency.CLEAN)
         if self.mode is not Mode.EVAL:
             self._suspended = None  # an evaluation that fails leaves the forward before it as it is
@@ -377,28 +387,28 @@ class Executor:
         itself not issued yet holds its lane until it is."""
         current = self._pass
         assert current is not None
+        self._moment = None
         progress = True
         while progress:
             progress = False
-            for lane, pending in current.pending.items():
-                while (
-                    pending and pending[0].opens <= left and all(name in current.tickets for name in pending[0].after)
-                ):
-                    self._submit(current, lane, pending.popleft())
+            for pending in current.pending:
+                while pending and current.may_issue(pending[0], left):
+                    self._submit(current, pending.popleft())
                     progress = True
 
-    def _submit(self, current: Pass, lane: Lane, action: Action) -> None:
-        after = [current.tickets[name] for name in action.after]
-        after += [self._flight.latest[name] for name in action.after_prev if name in self._flight.latest]
-        if action.op is Op.UPDATE and action.chunk in self._flight.exits:  # it may have left off the plan
-            after.append(self._flight.exits[action.chunk])
-        if (
-            action.op is Op.UPDATE and action.chunk in self._flight.fetches
-        ):  # a copy may still be reading what it writes
-            after.append(self._flight.fetches[action.chunk])
+    def _submit(self, current: Pass, action: Action) -> None:
+        flight, tickets, lane = self._flight, current.tickets, action.lane
+        after = [tickets[name] for name in action.after]
+        after += [flight.latest[name] for name in action.after_prev if name in flight.latest]
+        if action.op is Op.UPDATE:  # it may have left off the plan, and a copy may still be reading what it writes
+            earlier = (flight.exits.get(action.chunk), flight.fetches.get(action.chunk))  # type: ignore[arg-type]
+            after += [ticket for ticket in earlier if ticket is not None]
         work = self.performer.prepare(action)
-        ticket = self.lanes.submit(action.id, lane, action.tick, [*after, *self._flight.moment(lane)], work)
-        current.tickets[action.id] = ticket
+        if not lane.on_host:
+            if self._moment is None or action.op is Op.STASH:  # its inputs may have been copied together just now
+                self._moment = flight.moment()
+            after += self._moment
+        ticket = tickets[action.id] = self.lanes.submit(action.id, lane, action.tick, after, work)
         self._remember(action, ticket)
 
     def _remember(self, action: Action, ticket: Ticket) -> None:
@@ -426,7 +436,10 @@ class Executor:
             if name in self._flight.latest:
                 self._flight.wait(self._flight.latest[name], Lane.CPU)
         work = self.performer.prepare(action)
-        with self.chunks.gpu.meter("updates"):
+        if action.op is Op.UPDATE:  # nothing else allocates
+            with self.chunks.gpu.meter("updates"):
+                self.lanes.run_inline(action.id, work)
+        else:
             self.lanes.run_inline(action.id, work)
         current.tickets[action.id] = _DONE
         self._remember(action, _DONE)
@@ -480,7 +493,7 @@ class Executor:
         copy.move(Residency.HELD)
         self.gradients.bind(chunk, block)
 
-    def _release_gradient(self, chunk: int, block: int) -> None:
-        self.gradients.harvest(chunk, block)
+    def _release_gradient(self, chunk: int) -> None:
+        self.gradients.harvest(chunk)
         in_slot = self.chunks.placed[chunk].in_grad_slot
         self.chunks.grad_copies[chunk].move(Residency.DIRTY if in_slot else Residency.CLEAN)
