@@ -330,15 +330,13 @@ class Run:
             self._end_queued = False
             self.anchor.begin_pass(self.gradients.of_parameters_here)
 
-    @contextmanager
-    def pass_for_block(self, block: int) -> Iterator[None]:
+    def ensure_pass(self, block: int) -> None:
         """A block that is called without the whole model (`model.model(...)`) still needs a pass to run in."""
         if not self._root_depth:
             mode = Mode.TRAIN if torch.is_grad_enabled() else Mode.EVAL
             if not self.executor.expects(mode, block):
                 self.begin_pass(mode)
                 self.executor.start()
-        yield
 
     # -- what blocks call -----------------------------------------------------------------------------------------
 
