@@ -48,7 +48,7 @@ class _InSlot(NamedTuple):
 
 
 class _InInput(NamedTuple):
-    index: int
+    number: int  # of the inputs that wait on host
     offset: int  # in elements, from the input's first
     shape: torch.Size
     stride: tuple[int, ...]
@@ -159,7 +159,7 @@ def outlive_slots(
             start = flat.storage_offset() + packed.offset_bytes // flat.element_size()
             return flat.as_strided(packed.shape, packed.stride, start)
         if isinstance(packed, _InInput):
-            whole = inputs()[packed.index].detach()
+            whole = inputs()[packed.number].detach()
             return whole.as_strided(packed.shape, packed.stride, whole.storage_offset() + packed.offset)
         tensor = packed.get()
         if tensor is None:

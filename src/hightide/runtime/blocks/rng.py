@@ -1,9 +1,9 @@
 """Random numbers inside blocks that do not depend on the plan.
 
 [Note: dropout and plans] With one micro-batch a block draws from the global generator, in the order in which plain
-PyTorch would, and a recomputation replays the state that its forward saw. With several micro-batches that order does
-not exist in plain PyTorch; each (pass, block, call, micro-batch) then gets a seed of its own, so that neither the
-order of execution nor recomputation matters.
+PyTorch would, and a recomputation replays the state that its forward saw, if it drew anything. With several
+micro-batches that order does not exist in plain PyTorch; each (pass, block, call, micro-batch) then gets a seed of its
+own, so that neither the order of execution nor recomputation matters.
 """
 
 from __future__ import annotations

@@ -73,8 +73,10 @@ class Gradients:
 
     def any_valid(self) -> bool:
         """Whether gradients exist that a backward would add to. What the user did to `p.grad` is the truth."""
+        known = self._valid | self._factor.keys() | self._norms.keys()
         for key, gradient in self._found(self._placeholders).items():
-            self._look_at(key, gradient)
+            if gradient is not None or key in known:
+                self._look_at(key, gradient)
         return bool(self._valid)
 
     def _found(self, keys: Iterable[str]) -> dict[str, Tensor | None]:

@@ -174,12 +174,13 @@ class Lanes:
 
     def begin_inline(self, gpu_bytes: int | None = None) -> Begun:
         """The begin of a COMPUTE action that cannot be run as one call, and what the GPU holds then."""
-        return Begun(time.perf_counter(), self.streams.mark(Lane.COMPUTE), gpu_bytes)
+        marks = self.streams.recording or self.streams.timing
+        return Begun(time.perf_counter(), self.streams.mark(Lane.COMPUTE) if marks else None, gpu_bytes)
 
     def record_inline(self, id: str, began: Begun, gpu_bytes: int | None = None) -> None:
         """Records a COMPUTE action that ends now."""
-        ended = self.streams.mark(Lane.COMPUTE)
-        events = (began.event, ended) if began.event is not None and ended is not None else None
+        ended = None if began.event is None else self.streams.mark(Lane.COMPUTE)
+        events = None if began.event is None or ended is None else (began.event, ended)
         held = (began.gpu_bytes, gpu_bytes) if began.gpu_bytes is not None and gpu_bytes is not None else None
         span = (began.at_s, time.perf_counter())
         pass_index = self._state.pass_index

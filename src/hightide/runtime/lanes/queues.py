@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -135,6 +135,8 @@ class Watcher:
 class Queue:
     """Tasks of one lane. Subclasses say which one is next."""
 
+    _tasks: Sized
+
     def __init__(self, state: State, timeout_s: float) -> None:
         self.state = state
         self.timeout_s = timeout_s
@@ -143,7 +145,7 @@ class Queue:
         state.conditions.append(self.condition)
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return len(self._tasks)
 
     def _push(self, task: Task) -> None:
         raise NotImplementedError
@@ -169,13 +171,14 @@ class Queue:
             task.after, task.num_pending = after, len(waits_for)
             self._push(task)
             if not waits_for:
-                self._became_ready(task)
-                self._wake()
+                self._is_ready(task)
         for ticket in waits_for:  # outside the lock: a callback may be called at once
             ticket.add_done_callback(lambda done: self._when_through(task, done))
 
-    def _wake(self) -> None:
-        """Only if there is something to do: each wake takes Python's lock from the thread that issues work."""
+    def _is_ready(self, task: Task) -> None:
+        """Wakes the lane only if there is something to do: each wake takes Python's lock from the thread that issues
+        work."""
+        self._became_ready(task)
         if self._has_ready():
             self.condition.notify()
 
@@ -195,7 +198,7 @@ class Queue:
         waiting_since_s: float | None = None
         with self.state.lock:
             while True:
-                if not len(self):
+                if not self._tasks:
                     if self.state.closing:
                         return None
                     waiting_since_s = None
@@ -226,8 +229,7 @@ class Queue:
         with self.state.lock:
             task.num_pending -= 1
             if task.num_pending == 0:
-                self._became_ready(task)
-                self._wake()
+                self._is_ready(task)
 
     def _timeout(self, task: Task) -> TimeoutError:
         missing = ", ".join(repr(ticket.label) for ticket in task.after if self._is_pending(ticket))
@@ -238,9 +240,6 @@ class InOrder(Queue):
     def __init__(self, state: State, timeout_s: float) -> None:
         super().__init__(state, timeout_s)
         self._tasks: deque[Task] = deque()
-
-    def __len__(self) -> int:
-        return len(self._tasks)
 
     def _push(self, task: Task) -> None:
         self._tasks.append(task)
@@ -266,9 +265,6 @@ class DueFirst(Queue):
         # The ready ones again, as dicts whose values are copied into a record at C speed: 1,000 may be ready at a time.
         self._ready_ids: dict[int, str] = {}
         self._ready_dues: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._tasks)
 
     def _push(self, task: Task) -> None:
         self._tasks[task.order] = task

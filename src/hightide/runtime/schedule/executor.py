@@ -66,9 +66,8 @@ class Pass:
             if actions
         ]
 
-    def may_issue(self, action: Action, left: int) -> bool:
-        """Whether it is open, and what it comes after was issued."""
-        return action.opens <= left and all([name in self.tickets for name in action.after])
+    def has_issued(self, names: tuple[ActionKey, ...]) -> bool:
+        return all([name in self.tickets for name in names])
 
 
 class Executor:
@@ -90,6 +89,7 @@ class Executor:
         self._demands = Demands(self._flight, performer, names)
         self._update = update
         self._names = names
+        self._optimised = [spec.index for spec in self.chunks.specs if spec.optimised_numel]
         self._pass: Pass | None = None
         self._num_begun = 0
         self._outlasting = {name for p in self.programs.values() for a in p.schedule.actions for name in a.after_prev}
@@ -260,8 +260,7 @@ class Executor:
     def _leftovers(self) -> list[int]:
         """Chunks with a gradient that no update has used."""
         done, ready = self.performer.updated, self.gradients.ready
-        chunks = (spec.index for spec in self.chunks.specs if spec.optimised_numel)
-        return [chunk for chunk in chunks if chunk not in done and ready(chunk)]
+        return [chunk for chunk in self._optimised if chunk not in done and ready(chunk)]
 
     def wait_for_updates(self) -> None:
         for chunk in self._flight.updates:
@@ -392,7 +391,7 @@ class Executor:
         while progress:
             progress = False
             for pending in current.pending:
-                while pending and current.may_issue(pending[0], left):
+                while pending and pending[0].opens <= left and current.has_issued(pending[0].after):
                     self._submit(current, pending.popleft())
                     progress = True
 
@@ -436,11 +435,13 @@ class Executor:
             if name in self._flight.latest:
                 self._flight.wait(self._flight.latest[name], Lane.CPU)
         work = self.performer.prepare(action)
+        began = self.lanes.begin_inline()
         if action.op is Op.UPDATE:  # nothing else allocates
             with self.chunks.gpu.meter("updates"):
-                self.lanes.run_inline(action.id, work)
+                work()
         else:
-            self.lanes.run_inline(action.id, work)
+            work()
+        self.lanes.record_inline(action.id, began)
         current.tickets[action.id] = _DONE
         self._remember(action, _DONE)
 
