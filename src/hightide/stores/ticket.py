@@ -90,15 +90,16 @@ class Ticket:
         return f"Ticket({self.label!r}, {state})"
 
     def _block(self, timeout_s: float) -> None:
-        event = threading.Event()
+        completed = threading.Lock()  # a bare lock: an Event is two of them and a dozen calls
+        completed.acquire()
 
         def wake(_: Ticket) -> None:
-            event.set()
+            completed.release()
 
         self.add_done_callback(wake)
         until_s = time.monotonic() + timeout_s
         while (left_s := until_s - time.monotonic()) > 0:
-            if event.wait(min(left_s, LOOK_S)):
+            if completed.acquire(timeout=min(left_s, LOOK_S)):
                 return
             safe_point()
         with _lock:

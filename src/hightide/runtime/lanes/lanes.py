@@ -343,7 +343,7 @@ def _run(task: Task, state: State, timeout_s: float, streams: Streams) -> None:
         result = task.run()
         if isinstance(result, Ticket):
             result = result.wait(timeout_s)
-        ended = streams.mark(task.lane)
+        ended = None if began is None else streams.mark(task.lane)
         task.ticket.fence = None if on_host else streams.fence()
     except BaseException as error:  # whatever it is, it belongs to the user's thread
         state.fail(error)
@@ -352,6 +352,6 @@ def _run(task: Task, state: State, timeout_s: float, streams: Streams) -> None:
     ended_s = time.perf_counter()
     # The record comes before the ticket: who has waited for an action finds its record.
     span = (started_s, ended_s)
-    events = (began, ended) if began is not None and ended is not None else None
+    events = None if began is None or ended is None else (began, ended)
     state.record(LaneRecord(task.pass_index, task.lane, task.id, *span, task.ready, task.ready_dues, task.due, events))
     task.ticket.set_result(result)

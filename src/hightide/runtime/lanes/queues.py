@@ -50,12 +50,31 @@ class Task:
     ready_dues: tuple[int, ...] = ()
 
 
+class Bell:
+    """Wakes the one thread that waits for it; at once, if it was rung meanwhile. A bare lock: a Condition makes another
+    one for each wait, and a dozen calls."""
+
+    def __init__(self) -> None:
+        self._silent = threading.Lock()
+        self._silent.acquire()
+
+    def ring(self) -> None:
+        try:  # noqa: SIM105 (each wake counts)
+            self._silent.release()
+        except RuntimeError:  # it was rung already; to ask first would not do: a finaliser may ring in between
+            pass
+
+    def wait(self, timeout_s: float = -1) -> None:
+        """Not under the state's lock. -1: as long as it takes."""
+        self._silent.acquire(timeout=timeout_s)
+
+
 class State:
     """What the lanes share. One lock: a lane's work takes far longer than any of its bookkeeping."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.conditions: list[threading.Condition] = []
+        self.bells: list[Bell] = []
         self.failure: BaseException | None = None
         self.closing = False
         self.birthplace = Birthplace()
@@ -102,8 +121,8 @@ class State:
         return None
 
     def _wake_all(self) -> None:
-        for condition in self.conditions:
-            condition.notify_all()
+        for bell in self.bells:
+            bell.ring()
 
 
 class Watcher:
@@ -111,8 +130,8 @@ class Watcher:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self._condition = threading.Condition(state.lock)
-        state.conditions.append(self._condition)
+        self._bell = Bell()
+        state.bells.append(self._bell)
         self._watched: list[tuple[int, int, Ticket, Callable[[], object]]] = []
         self._orders = itertools.count()
 
@@ -120,16 +139,17 @@ class Watcher:
         with self.state.lock:
             number = ticket.fence.number if ticket.fence is not None else 0
             heapq.heappush(self._watched, (number, next(self._orders), ticket, then))
-            self._condition.notify()
+            self._bell.ring()
 
     def take(self) -> tuple[Ticket, Callable[[], object]] | None:
         """Blocks for the next one. None: closed."""
-        with self.state.lock:
-            while not self._watched:
+        while True:
+            with self.state.lock:
+                if self._watched:
+                    return heapq.heappop(self._watched)[2:]
                 if self.state.closing:
                     return None
-                self._condition.wait()  # idle: nobody waits for it; watch and close wake it
-            return heapq.heappop(self._watched)[2:]
+            self._bell.wait()  # idle: nobody waits for it; watch and close wake it
 
 
 class Queue:
@@ -141,8 +161,8 @@ class Queue:
         self.state = state
         self.timeout_s = timeout_s
         self.watcher: Watcher | None = None  # for a lane that works on the host
-        self.condition = threading.Condition(state.lock)
-        state.conditions.append(self.condition)
+        self._bell = Bell()
+        state.bells.append(self._bell)
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -180,7 +200,7 @@ class Queue:
         work."""
         self._became_ready(task)
         if self._has_ready():
-            self.condition.notify()
+            self._bell.ring()
 
     def _is_pending(self, ticket: Ticket) -> bool:
         """It is asked before its fence, which is there before it is done."""
@@ -196,31 +216,29 @@ class Queue:
     def take(self) -> tuple[Task, BaseException | None] | None:
         """Blocks for the next task, and the error with which it must end instead of running. None: closed and empty."""
         waiting_since_s: float | None = None
-        with self.state.lock:
-            while True:
+        while True:
+            with self.state.lock:
                 if not self._tasks:
                     if self.state.closing:
                         return None
-                    waiting_since_s = None
                     # Idle: nobody waits for this lane; what is ready wakes it, and close. What never gets ready has its
                     # time from the next look on.
-                    self.condition.wait(self.timeout_s)
-                    continue
-                if self.state.failure is not None or self.state.closing:
+                    waiting_since_s, left_s = None, self.timeout_s
+                elif self.state.failure is not None or self.state.closing:
                     task = self._pop_first()
                     return task, self.state.end(task)
-                ready = self._pop_ready()
-                if ready is not None:
+                elif (ready := self._pop_ready()) is not None:
                     return ready, None
-                now_s = time.monotonic()
-                waiting_since_s = now_s if waiting_since_s is None else waiting_since_s
-                left_s = waiting_since_s + self.timeout_s - now_s
-                if left_s <= 0:
-                    task = self._pop_first()
-                    error = self._timeout(task)
-                    self.state.fail(error)
-                    return task, error
-                self.condition.wait(left_s)
+                else:
+                    now_s = time.monotonic()
+                    waiting_since_s = now_s if waiting_since_s is None else waiting_since_s
+                    left_s = waiting_since_s + self.timeout_s - now_s
+                    if left_s <= 0:
+                        task = self._pop_first()
+                        error = self._timeout(task)
+                        self.state.fail(error)
+                        return task, error
+            self._bell.wait(left_s)
 
     def _dependency_done(self, task: Task, ticket: Ticket) -> None:
         if ticket.error is not None:
