@@ -28,8 +28,8 @@ def bookkeeping() -> ModuleType:
 def test_the_cost_per_block_does_not_grow(bookkeeping: ModuleType, placement: str) -> None:
     """Of eight times the blocks: a scan over all of them in each tick would show. Other programs on the machine only
     ever add time, so the least of several measurements counts, of either number of blocks."""
-    tier = bookkeeping.PLACEMENTS[placement]
-    wrapped = {number: bookkeeping.wrapped(number, tier) for number in (16, 128)}
+    variant = bookkeeping.VARIANTS[placement]
+    wrapped = {number: bookkeeping.wrapped(number, variant) for number in (16, 128)}
     seconds: dict[int, list[float]] = {number: [] for number in wrapped}
     for _ in range(15):  # in turns: a busy moment of the machine meets both
         for number, (run, optimizer) in wrapped.items():

@@ -32,7 +32,7 @@ class ParamRange:
     offset_numel: int
     numel: int
 
-    @property
+    @cached_property
     def end_numel(self) -> int:
         return self.offset_numel + aligned(self.numel)
 

@@ -78,16 +78,17 @@ class ChunkUpdates:
     def _ranges(self, chunk: int, hypers: dict[int, Any]) -> list[Range]:
         """What is to be updated; the hyper-parameters of its groups go to `hypers`."""
         assert self._group_of is not None
+        counted: dict[int, Callable[[str], int]] = {}  # by group
         ranges: list[Range] = []
         for entry, factor in self._gradients.ready(chunk):
             group = self._group_of.get(entry.param)
             if group is None:
                 continue
             if group not in hypers:
-                hypers[group] = self._groups.hyper(group)
-            hyper = self._used[entry.param] = hypers[group]
-            keeps = self._rule.keeps_states(hyper)
-            step = self.moments.advance(entry.param) if keeps else self.moments.count(entry.param)
+                hypers[group] = hyper = self._groups.hyper(group)
+                counted[group] = self.moments.advance if self._rule.keeps_states(hyper) else self.moments.count
+            self._used[entry.param] = hypers[group]
+            step = counted[group](entry.param)
             if ranges and ranges[-1].goes_on(entry.offset_numel, group, step, factor):
                 ranges[-1].stop = entry.end_numel
             else:

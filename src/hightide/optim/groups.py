@@ -22,6 +22,8 @@ class Groups:
 
     def __init__(self, original: torch.optim.Optimizer, rule: Rule, run: Run) -> None:
         self._original, self._rule, self._keys = original, rule, run.keys
+        self._members: list[list[int]] = []  # of each group, when it was last looked at
+        self._found: dict[str, int] = {}
         self._without_states = {spec.name for spec in run.profile.params if spec.trainable and spec.group is None}
 
     def hyper(self, group: int) -> Any:
@@ -29,10 +31,17 @@ class Groups:
 
     def now(self) -> dict[str, int]:
         """The group of each parameter that is in one. What updates could not honour is refused."""
-        found: dict[str, int] = {}
         for index, group in enumerate(self._original.param_groups):
             if (complaint := self._rule.complaint(group)) is not None:
                 raise Refused(f"group {index} of the optimizer was changed after hightide.wrap: {complaint}")
+        members = [list(map(id, group["params"])) for group in self._original.param_groups]
+        if members != self._members:  # parameters of the model live as long as this
+            self._found, self._members = self._look(), members
+        return self._found
+
+    def _look(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for index, group in enumerate(self._original.param_groups):
             for param in group["params"]:
                 key = self._keys.get(id(param))
                 if key is None:

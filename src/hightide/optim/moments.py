@@ -57,8 +57,10 @@ class Moments:
 
     def advance(self, key: str) -> int:
         """Another update. Returns its number, from 1."""
-        number = self.count(key) + 1
-        self.set_count(key, number)
+        if key in self._counters:
+            self.set_count(key, self.count(key) + 1)
+            return self._counts[key]
+        number = self._counts[key] = self._counts.get(key, 0) + 1
         return number
 
     # -- where they are -------------------------------------------------------------------------------------------

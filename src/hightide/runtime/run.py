@@ -347,15 +347,13 @@ class Run:
         dtype = str(autocast.dtype).removeprefix("torch.") if autocast.enabled else ""
         return None if num_samples is None else Computed(num_samples, dtype)
 
-    @contextmanager
-    def pass_for_block(self, block: int) -> Iterator[None]:
+    def ensure_pass(self, block: int) -> None:
         """A block that is called without the whole model (`model.model(...)`) still needs a pass to run in."""
         if not self._root_depth:
             mode = Mode.TRAIN if torch.is_grad_enabled() else Mode.EVAL
             if not self.executor.expects(mode, block):
                 self.begin_pass(mode)
                 self.executor.start()
-        yield
 
     # -- what blocks call -----------------------------------------------------------------------------------------
 
@@ -473,8 +471,7 @@ class Run:
     # -- what the optimizer and users call ------------------------------------------------------------------------
 
     def step(self) -> None:
-        ready = [spec.index for spec in self.chunks.specs if spec.optimised_numel and self.gradients.ready(spec.index)]
-        self.executor.step(ready)
+        self.executor.step()
         self.loaded_masters.clear()
         self.num_steps += 1
         self.work.end_step()

@@ -88,8 +88,7 @@ class CudaAccelerator(Accelerator):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.no_grad():
-            target.copy_(source, non_blocking=True)
+        target.copy_(source, non_blocking=True)
 
     def vacate(self) -> None:
         """Nothing of it stays, whatever a graph has saved of it: the GPU has no room for two slabs. To read an old view

@@ -63,8 +63,7 @@ class PinnedArena(HostArena):
         )
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.no_grad():
-            target.copy_(source, non_blocking=self.is_pinned)
+        target.copy_(source, non_blocking=self.is_pinned)
 
     def unpin(self) -> None:
         if self._unpin is not None:

@@ -185,16 +185,15 @@ class Store(ABC):
 
     # ---- for subclasses
 
-    def _in_ticket(self, label: str, copy: Callable[[], None]) -> Ticket:
+    def _in_ticket(self, label: str, copy: Callable[..., None], *tensors: torch.Tensor) -> Ticket:
         """Copies here and now; a failure is the ticket's."""
-        ticket = Ticket(f"{label} on {self.tier}")
         try:
-            copy()
+            copy(*tensors)
         except Exception as error:
+            ticket = Ticket(f"{label} on {self.tier}")
             ticket.set_error(error)
-        else:
-            ticket.set_result(None)
-        return ticket
+            return ticket
+        return Ticket.completed(label)
 
     def _settle(self) -> None:
         """Applies what has ended since the last look."""
@@ -251,15 +250,15 @@ class MemoryStore(Store):
 
     def read(self, region: Region, into: torch.Tensor, offset_bytes: int = 0) -> Ticket:
         source = self.view(region, into.dtype, offset_bytes, into.numel()).view(into.shape)
-        return self._in_ticket(f"read {region.label}", lambda: self._copy(into, source))
+        return self._in_ticket(region.label, self._copy, into, source)
 
     def write(self, region: Region, source: torch.Tensor, offset_bytes: int = 0) -> Ticket:
         target = self.view(region, source.dtype, offset_bytes, source.numel()).view(source.shape)
-        return self._in_ticket(f"write {region.label}", lambda: self._copy(target, source))
+        return self._in_ticket(region.label, self._copy, target, source)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.no_grad():
-            target.copy_(source)
+        """Neither is part of a graph."""
+        target.copy_(source)
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,13 @@ class Fence(Protocol):
 class Ticket:
     """Completed once, with a result or an error, by whoever does the work; waited on by anyone, for a bounded time."""
 
-    __slots__ = ("_callbacks", "_done", "_error", "_result", "fence", "label")
+    __slots__ = ("_callbacks", "_result", "done", "error", "fence", "label")
 
     def __init__(self, label: str) -> None:
         self.label = label
-        self._done = False
+        self.done = False  # True after a result and after an error; only `set_result` and `set_error` change it
+        self.error: BaseException | None = None
         self._result: object = None
-        self._error: BaseException | None = None
         self._callbacks: list[Callable[[Ticket], object]] = []
         self.fence: Fence | None = None  # on a real GPU: done means enqueued, and the fence says when it is through
 
@@ -48,17 +48,8 @@ class Ticket:
     def completed(cls, label: str, value: object = None, fence: Fence | None = None) -> Ticket:
         ticket = cls(label)
         ticket.fence = fence
-        ticket._result, ticket._done = value, True  # nobody else has it yet
+        ticket._result, ticket.done = value, True  # nobody else has it yet
         return ticket
-
-    @property
-    def done(self) -> bool:
-        """True after a result and after an error."""
-        return self._done
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._error
 
     def set_result(self, value: object = None) -> None:
         self._complete(value, None)
@@ -69,17 +60,17 @@ class Ticket:
     def add_done_callback(self, callback: Callable[[Ticket], object]) -> None:
         """Calls `callback(self)` in the thread that completes it, or here and now if it is done. It must not raise."""
         with _lock:
-            if not self._done:
+            if not self.done:
                 self._callbacks.append(callback)
                 return
         callback(self)
 
     def wait(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> object:
         """The result. A failure is raised as the very exception object that the work raised."""
-        if not self._done:
+        if not self.done:
             self._block(timeout_s)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self._result
 
     def join(self) -> None:
@@ -95,32 +86,33 @@ class Ticket:
             self.fence.synchronize()
 
     def __repr__(self) -> str:
-        state = "pending" if not self._done else "done" if self._error is None else f"failed: {self._error!r}"
+        state = "pending" if not self.done else "done" if self.error is None else f"failed: {self.error!r}"
         return f"Ticket({self.label!r}, {state})"
 
     def _block(self, timeout_s: float) -> None:
-        event = threading.Event()
+        completed = threading.Lock()  # a bare lock: an Event is two of them and a dozen calls
+        completed.acquire()
 
         def wake(_: Ticket) -> None:
-            event.set()
+            completed.release()
 
         self.add_done_callback(wake)
         until_s = time.monotonic() + timeout_s
         while (left_s := until_s - time.monotonic()) > 0:
-            if event.wait(min(left_s, LOOK_S)):
+            if completed.acquire(timeout=min(left_s, LOOK_S)):
                 return
             safe_point()
         with _lock:
-            if self._done:
+            if self.done:
                 return
             self._callbacks.remove(wake)
         raise TimeoutError(f"{self.label!r} was not done after {timeout_s:g} s")
 
     def _complete(self, value: object, error: BaseException | None) -> None:
         with _lock:
-            assert not self._done, f"the ticket {self.label!r} was completed twice"
-            self._result, self._error = value, error
-            self._done = True  # last: `done` and `wait` look without the lock
+            assert not self.done, f"the ticket {self.label!r} was completed twice"
+            self._result, self.error = value, error
+            self.done = True  # last: `done` and `wait` look without the lock
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback(self)

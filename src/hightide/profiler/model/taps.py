@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -60,9 +60,13 @@ class Tapped:
         self.parts.append(Taken(tap, tuple(leaves), positions, tree))
 
 
-@contextmanager
-def tapping(block: nn.Module, taps: Sequence[Tap]) -> Iterator[Tapped]:
+def tapping(block: nn.Module, taps: Sequence[Tap]) -> AbstractContextManager[Tapped]:
     """Runs the body with the taps open. What they gave is there at its end, and the block is as it was before."""
+    return _tapping(block, taps) if taps else nullcontext(Tapped())
+
+
+@contextmanager
+def _tapping(block: nn.Module, taps: Sequence[Tap]) -> Iterator[Tapped]:
     tapped = Tapped()
     hooked = [(tap, block.get_submodule(tap.module)) for tap in taps if not tap.attribute]
     hooks = [module._forward_hooks for _, module in hooked]

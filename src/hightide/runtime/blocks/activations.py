@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -40,8 +39,7 @@ FREED = (
 )
 
 
-@dataclass(frozen=True)
-class _InSlot:
+class _InSlot(NamedTuple):
     chunk: int
     offset_bytes: int
     dtype: torch.dtype
@@ -49,9 +47,8 @@ class _InSlot:
     stride: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _InInput:
-    index: int
+class _InInput(NamedTuple):
+    number: int  # of the inputs that wait on host
     offset: int  # in elements, from the input's first
     shape: torch.Size
     stride: tuple[int, ...]
@@ -136,10 +133,11 @@ def outlive_slots(
     chunks: Chunks,
     hold: Callable[[Tensor], Held],
     away: Sequence[Tensor] = (),
-    back: Callable[[], Sequence[Tensor]] = tuple,
+    back: Callable[[], Callable[[], Sequence[Tensor]]] = lambda: tuple,
 ) -> saved_tensors_hooks:
     """Saved-tensor hooks for a graph that outlives the slots it was made in, and those of its inputs that wait on host
-    (`away`, contiguous). `back` gives these again, in backward, and raises where backward is not the graph's own."""
+    (`away`, contiguous). `back` gives what gives these again, in backward, and raises where backward is not the graph's
+    own."""
     places = [(tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.numel()) for tensor in away]
 
     def pack(tensor: Tensor) -> _InSlot | _InInput | Held:
@@ -161,7 +159,7 @@ def outlive_slots(
             start = flat.storage_offset() + packed.offset_bytes // flat.element_size()
             return flat.as_strided(packed.shape, packed.stride, start)
         if isinstance(packed, _InInput):
-            whole = inputs[packed.index].detach()
+            whole = inputs()[packed.number].detach()
             return whole.as_strided(packed.shape, packed.stride, whole.storage_offset() + packed.offset)
         tensor = packed.get()
         if tensor is None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Autocast:
+class Autocast(NamedTuple):
     enabled: bool
     dtype: torch.dtype
     device_type: str = "cpu"
@@ -19,11 +17,8 @@ class Autocast:
     def capture(cls, device_type: str = "cpu") -> Autocast:
         return cls(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type), device_type)
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self) -> AbstractContextManager[object]:
         """Without autocast's cast cache: keyed by parameter, it would return the weights that the slot held before."""
         if not self.enabled and not torch.is_autocast_enabled(self.device_type):
-            yield
-            return
-        with torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False):
-            yield
+            return nullcontext()
+        return torch.autocast(self.device_type, self.dtype, self.enabled, cache_enabled=False)

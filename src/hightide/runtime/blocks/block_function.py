@@ -10,7 +10,7 @@ from the engine: will the anchor's accumulation node run? See also [Note: backwa
 
 [Note: recomputation] The graph of a block that is recomputed saves nothing but the way to make its tensors again: it
 is a checkpoint, entered in forward, whose output is dropped and whose gradient edge is kept. Recomputation then ends
-with the last tensor that backward needs, and a block's last projection is not repeated. Eager, torch's checkpoint does
+with the last tensor that backward needs, and a block's last projection is not repeated. Eager, recomputation.py does
 this; compiled, the checkpoint is inside of what is compiled, and the compiled backward contains the recomputation. What
 inputs it reads is decided in backward: they may have been on host in between.
 """
@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
 from hightide.ir.action import Op
 from hightide.ir.activation import Activation
@@ -44,7 +43,8 @@ from hightide.profiler.model.probe_record import is_changed
 from hightide.profiler.model.taps import Tap, hand_out, tapping
 from hightide.profiler.trial.state import Snapshot
 from hightide.runtime.blocks.activations import FREED, Holding, Stash, outlive_slots
-from hightide.runtime.blocks.compiled import NotCompiled, checkpointed_eagerly
+from hightide.runtime.blocks.compiled import NotCompiled
+from hightide.runtime.blocks.recomputation import Recomputed
 from hightide.runtime.blocks.selective import HeldResults
 from hightide.runtime.guards.transforms import once
 
@@ -83,7 +83,8 @@ class BlockRunner:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.run.probing:
             return self.original(module, *args, **kwargs)
-        with deferred, self.run.pass_for_block(self.index):
+        with deferred:
+            self.run.ensure_pass(self.index)
             if not torch.is_grad_enabled():
                 return self._without_grad(module, args, kwargs)
             return self.with_grad(module, args, kwargs)
@@ -308,16 +309,16 @@ class BlockCall:
                     del self._hold.leaving[num_held:]
                 gc.collect()  # the failed attempt's frames hold tensors
             if self._keep:
-                with outlive_slots(run.chunks, self._hold, self.away_now(), lambda: again().away_now()):
+                with outlive_slots(run.chunks, self._hold, self.away_now(), lambda: again().away_now):
                     return self.run(inputs)
-            with set_checkpoint_early_stop(self.runner.index not in run.probed.replays_whole):
-                recomputed: list[Tensor] = checkpointed_eagerly(lambda: again().run_or_replay(), self._contexts)
-            return recomputed
+            stops_early = self.runner.index not in run.probed.replays_whole
+            made: list[Tensor] = Recomputed(lambda: again().run_or_replay(), *self._contexts(), stops_early).forward()
+            return made
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Of forward and of recomputation."""
         rule = self.runner.selective
-        return noop_context_fn() if rule is None else HeldResults(rule, self._hold).contexts()
+        return (nullcontext(), nullcontext()) if rule is None else HeldResults(rule, self._hold).contexts()
 
     def _from_its_graph(self) -> Callable[[], BlockCall]:
         """What an inner graph calls to get to this object, which owns it and must not be owned by it."""
@@ -348,7 +349,7 @@ class BlockCall:
 
     def _compiled(self, inputs: list[Tensor], forward: Callable[..., Any]) -> list[Tensor]:
         run, again = self.runner.run, self._from_its_graph()
-        hooks = outlive_slots(run.chunks, self._hold, self.away_now(), lambda: again().away_now())
+        hooks = outlive_slots(run.chunks, self._hold, self.away_now(), lambda: again().away_now)
         with run.gpu.unmetered(), hooks:
             outputs = self.run(inputs, forward)
         run.adopt(outputs, "activations")
@@ -407,11 +408,15 @@ class BlockCall:
         return leaves
 
     def sliced(self, tensors: Sequence[Tensor], start: int, num_samples: int, with_grad: bool = False) -> list[Tensor]:
-        slices = []
-        for tensor, dim, requires_grad in zip(tensors, self._inputs, self.requires_grad, strict=True):
-            part = narrow(tensor, dim, start, num_samples).detach()
-            slices.append(part.requires_grad_() if with_grad and requires_grad else part)
-        return slices
+        if len(self.bounds) > 1:
+            tensors = [
+                narrow(tensor, dim, start, num_samples) for tensor, dim in zip(tensors, self._inputs, strict=True)
+            ]
+        parts = [tensor.detach() for tensor in tensors]
+        if with_grad:
+            for part, requires_grad in zip(parts, self.requires_grad, strict=True):
+                part.requires_grad_(requires_grad)
+        return parts
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -489,6 +494,8 @@ class BlockCall:
     ) -> list[Tensor | None]:
         """The outputs' gradients for one micro-batch. An output without batch dimension takes its own in the first
         only."""
+        if len(self.bounds) == 1:
+            return list(grads)
         parts: list[Tensor | None] = []
         for grad, dim in zip(grads, self.output_dims or [None] * len(grads), strict=True):
             if grad is None or (dim is None and number > 0):

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import partial
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -24,7 +22,6 @@ from hightide.ir.activation import Activation
 
 Forward = Callable[..., Any]
 Shapes = tuple[torch.Size, ...]
-Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 SELECTIVE_BUDGET = 0.7  # the least at which products are not repeated: docs/log.md, the curve of activation budgets
 MAX_SHAPES = 4  # torch.compile itself gives up at eight compilations of one function
@@ -108,20 +105,6 @@ def checkpointed(function: Forward, *args: Any, **kwargs: Any) -> Any:
     """Its graph keeps only its inputs, and recomputes the rest as far as backward needs it. Random numbers and their
     replay are the caller's."""
     return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def checkpointed_eagerly(function: Callable[[], Any], contexts: Contexts = checkpoint.noop_context_fn) -> Any:
-    """`contexts`: for forward and for recomputation.
-
-    Torch before 2.13 leaves its hooks on all tensors of the thread when a forward fails, for as long as somebody keeps
-    the exception: they are in a generator that nobody closes."""
-    try:
-        return checkpointed(function, context_fn=contexts)
-    except BaseException as error:
-        for frame, _ in walk_tb(error.__traceback__):
-            if frame.f_globals is vars(checkpoint) and isinstance(hooks := frame.f_locals.get("gen"), Generator):
-                hooks.close()
-        raise
 
 
 def _named(function: Forward) -> Forward:

@@ -1,16 +1,16 @@
 """Random numbers inside blocks that do not depend on the plan.
 
 [Note: dropout and plans] With one micro-batch a block draws from the global generator, in the order in which plain
-PyTorch would, and a recomputation replays the state that its forward saw. With several micro-batches that order does
-not exist in plain PyTorch; each (pass, block, call, micro-batch) then gets a seed of its own, so that neither the
-order of execution nor recomputation matters.
+PyTorch would, and a recomputation replays the state that its forward saw, if it drew anything. With several
+micro-batches that order does not exist in plain PyTorch; each (pass, block, call, micro-batch) then gets a seed of its
+own, so that neither the order of execution nor recomputation matters.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -38,24 +38,30 @@ class Draws:
         self, seed: bytes, block: int, nth_call: int, num_micro_batches: int, device: torch.device = CPU
     ) -> None:
         self._generators = generators(device)
-        self._seeds = [_derive(seed, block, nth_call, index) for index in range(num_micro_batches)]
-        self._states: list[Tensor] | None = None
+        self._is_single = num_micro_batches == 1
+        self._of = seed, block, nth_call
+        self._states: list[Tensor] = []  # before the forward of the only micro-batch, if it has drawn any numbers
 
     @contextmanager
     def forward(self, micro_batch: int) -> Iterator[None]:
-        if len(self._seeds) == 1:
-            self._states = [generator.get_state() for generator in self._generators]
+        if self._is_single:
+            before = self._now()
             yield
+            drew = not all(map(torch.equal, before, self._now()))
+            self._states = before if drew else []
         else:
             with self._restored():
                 self._seed(micro_batch)
                 yield
 
+    def replay(self, micro_batch: int) -> AbstractContextManager[None]:
+        """What has drawn no numbers will draw none: most blocks have no dropout."""
+        return nullcontext() if self._is_single and not self._states else self._replayed(micro_batch)
+
     @contextmanager
-    def replay(self, micro_batch: int) -> Iterator[None]:
+    def _replayed(self, micro_batch: int) -> Iterator[None]:
         with self._restored():
-            if len(self._seeds) == 1:
-                assert self._states is not None, "replayed before forward"
+            if self._is_single:
                 self._set(self._states)
             else:
                 self._seed(micro_batch)
@@ -63,7 +69,10 @@ class Draws:
 
     def _seed(self, micro_batch: int) -> None:
         for generator in self._generators:
-            generator.manual_seed(self._seeds[micro_batch])
+            generator.manual_seed(_derive(*self._of, micro_batch))
+
+    def _now(self) -> list[Tensor]:
+        return [generator.get_state() for generator in self._generators]
 
     def _set(self, states: list[Tensor]) -> None:
         for generator, state in zip(self._generators, states, strict=True):
@@ -71,7 +80,7 @@ class Draws:
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        states = [generator.get_state() for generator in self._generators]
+        states = self._now()
         try:
             yield
         finally:

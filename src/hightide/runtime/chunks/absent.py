@@ -10,7 +10,7 @@ its parameters have their own class, so that blocks and torch.compile see nothin
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,27 +116,35 @@ class Nans:
     """One NaN per parameter: what its absent values are. On the host it is seen when somebody writes one; looking at
     one that is on a GPU would wait for it."""
 
-    def __init__(self, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
-        self._numbers: dict[str, Tensor] = {}
-        self._memory: bytearray | None = bytearray(_NAN_BYTES * len(dtypes)) if device.type == "cpu" else None
-        self._untouched: dict[str, tuple[slice, bytes]] = {}
-        for index, (name, dtype) in enumerate(dtypes.items()):
-            at = slice(index * _NAN_BYTES, (index + 1) * _NAN_BYTES)
-            if self._memory is None:
-                self._numbers[name] = torch.full((), math.nan, dtype=dtype, device=device)
+    def __init__(self, chunks: Sequence[Mapping[str, torch.dtype]], device: torch.device) -> None:
+        """Those of a chunk lie together."""
+        self._numbers: list[dict[str, Tensor]] = []
+        self._memory: list[bytearray] = []  # by chunk; none on a GPU
+        self._untouched: list[bytes] = []
+        for dtypes in chunks:
+            if device.type != "cpu":
+                nans = {name: torch.full((), math.nan, dtype=dtype, device=device) for name, dtype in dtypes.items()}
+                self._numbers.append(nans)
                 continue
-            number = torch.frombuffer(self._memory, dtype=dtype, count=1, offset=at.start).view(()).fill_(math.nan)
-            self._numbers[name], self._untouched[name] = number, (at, bytes(self._memory[at]))
+            memory = bytearray(_NAN_BYTES * len(dtypes))
+            numbers = [
+                torch.frombuffer(memory, dtype=dtype, count=1, offset=index * _NAN_BYTES).view(()).fill_(math.nan)
+                for index, dtype in enumerate(dtypes.values())
+            ]
+            self._numbers.append(dict(zip(dtypes, numbers, strict=True)))
+            self._memory.append(memory)
+            self._untouched.append(bytes(memory))
 
-    def of(self, name: str) -> Tensor:
-        return self._numbers[name]
+    def everyone(self) -> dict[str, Tensor]:
+        return {name: number for numbers in self._numbers for name, number in numbers.items()}
 
-    def are_written(self, name: str) -> bool:
-        """Once: it is NaN again afterwards. By bytes: a tensor's `item()` would let go of Python's lock."""
-        if self._memory is None:
-            return False
-        at, nan = self._untouched[name]
-        if self._memory[at] == nan or math.isnan(self._numbers[name].item()):
-            return False
-        self._numbers[name].fill_(math.nan)
-        return True
+    def written(self, chunk: int) -> str | None:
+        """A parameter of the chunk to whose NaN somebody has written. Once: it is NaN again afterwards. By bytes: a
+        tensor's `item()` would let go of Python's lock."""
+        if not self._memory or self._memory[chunk] == self._untouched[chunk]:
+            return None
+        for name, number in self._numbers[chunk].items():
+            if not math.isnan(number.item()):
+                number.fill_(math.nan)
+                return name
+        return None

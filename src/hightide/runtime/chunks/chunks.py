@@ -10,7 +10,7 @@ Nothing is stored on the parameter itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -57,8 +57,15 @@ class _Bound(NamedTuple):
     shown: type
     view: Tensor
     addresses: set[int]  # where its data may be before it is bound: there, or absent
-    absent: Tensor | None  # what it is afterwards; None: it stays
-    hidden: type | None  # None: it may be used outside of its block
+
+
+class _Views(NamedTuple):
+    """The parameters of a chunk, at one of its places."""
+
+    bound: list[_Bound]
+    # Those that are something else afterwards: with their class, what takes the place of their values (None: they
+    # stay), and the class that refuses to be used (None: it may be, outside of its block).
+    leaving: list[tuple[nn.Parameter, type, Tensor | None, type | None]]
 
 
 class Chunks:
@@ -112,14 +119,15 @@ class Chunks:
         self.grad_copies = [Copy(f"gradient {spec.index} on gpu") for spec in self.specs]
         self.home_copies = [Copy(f"param {spec.index} at home", Residency.CLEAN) for spec in self.specs]
         self.stale = [False] * len(self.specs)  # persistent on the GPU, but updated on host since
-        self._nans = Nans({name: param.dtype for name, param in parameters.items()}, gpu.device)
-        self._absent = {name: self._nans.of(name).expand(param.shape) for name, param in parameters.items()}
+        dtypes = [{entry.param: parameters[entry.param].dtype for entry in spec.params} for spec in self.specs]
+        self._nans = Nans(dtypes, gpu.device)
+        self._absent = {name: nan.expand(parameters[name].shape) for name, nan in self._nans.everyone().items()}
         self._has_other_copy = [spec.has_master or self._lives_elsewhere(spec.index) for spec in self.specs]
         self.taken: list[str] = []  # parameters whose values have moved in
         self._versions: dict[str, int] = {}  # of parameters when they were last seen
         self._version_means_nothing: set[str] = set()
         self._ranges: dict[tuple[int, int | None], list[ParamRange]] = {}
-        self._made: dict[tuple[int, int | None, int | None], list[_Bound]] = {}
+        self._made: dict[tuple[int, int | None, int | None], _Views] = {}
         self._made_grads: dict[tuple[int, int | None], dict[str, Tensor]] = {}
         self._in_slots: dict[tuple[int, ChunkKind, int], Array] = {}
         self._classes: dict[str, type] = {name: type(param) for name, param in parameters.items()}
@@ -209,13 +217,14 @@ class Chunks:
         return array
 
     def grad_views(self, chunk: int) -> dict[str, Tensor]:
-        """The gradients of a chunk's parameters where it is on the GPU now. There are few such places: made once."""
+        """The gradients of a chunk's parameters where it is on the GPU now. There are few such places: made once. By
+        `.data`, each has a version of its own."""
         place = (chunk, self.grad_slots.first(chunk))
         if place not in self._made_grads:
             flat, spec = self.grad_on_gpu(chunk), self.specs[chunk]
             with torch.inference_mode(False):  # they outlive it
                 self._made_grads[place] = {
-                    entry.param: self.view_of(flat, entry)
+                    entry.param: self.view_of(flat, entry).data
                     for entry in spec.params
                     if entry.offset_numel < spec.trainable_numel
                 }
@@ -291,10 +300,10 @@ class Chunks:
         return flat[entry.within()].view(self.shapes[entry.param])
 
     def bind(self, chunk: int, block: int | None = None) -> None:
+        if (written := self._nans.written(chunk)) is not None:
+            raise Refused(WRITTEN_WHILE_ABSENT.format(name=written))
         elsewhere, versions = self._has_other_copy[chunk], self._versions
-        for key, param, shown, view, addresses, _, _ in self._views(chunk, block):
-            if self._nans.are_written(key):
-                raise Refused(WRITTEN_WHILE_ABSENT.format(name=key))
+        for key, param, shown, view, addresses in self._views(chunk, block).bound:
             param.__class__ = shown
             # Persistent parameters can be written in place, which is right only where nobody keeps another copy.
             version = param._version
@@ -314,25 +323,30 @@ class Chunks:
     def check_loose(self) -> None:
         """Parameters that nobody binds, because they are always there."""
         for chunk in self._loose:
-            for bound in self._views(chunk, None):
+            for bound in self._views(chunk, None).bound:
                 if bound.param.data_ptr() not in bound.addresses:
                     self._refuse_other_data(bound.key, bound.view)
 
-    def _views(self, chunk: int, block: int | None) -> list[_Bound]:
+    def _views(self, chunk: int, block: int | None) -> _Views:
         """The parameters of a chunk where it is now. A slot is always at the same place, so they are made once."""
         place = (chunk, block, self.param_slots.first(chunk))
         made = self._made.get(place)
         if made is None:
             with torch.inference_mode(False):  # they outlive it
-                flat = self.param_on_gpu(chunk)
-                made = self._made[place] = [self._bound(flat, entry) for entry in self.placements(chunk, block)]
+                made = self._made[place] = self._make_views(chunk, self.placements(chunk, block))
         return made
 
-    def _bound(self, flat: Tensor, entry: ParamRange) -> _Bound:
-        key, view, absent = entry.param, self.view_of(flat, entry), self._absent[entry.param]
-        leaves = absent if self.placed[self.places[key][0]].is_streamed else None
-        addresses = {view.data_ptr(), absent.data_ptr()}
-        return _Bound(key, self.parameters[key], self._classes[key], view, addresses, leaves, self._hidden.get(key))
+    def _make_views(self, chunk: int, entries: Sequence[ParamRange]) -> _Views:
+        flat, made = self.param_on_gpu(chunk), _Views([], [])
+        for entry in entries:
+            key, param, view, absent = entry.param, self.parameters[entry.param], self.view_of(flat, entry), None
+            addresses = {view.data_ptr(), self._absent[key].data_ptr()}
+            made.bound.append(_Bound(key, param, self._classes[key], view, addresses))
+            if self.placed[chunk].is_streamed:
+                absent = self._absent[key]
+            if absent is not None or key in self._hidden:
+                made.leaving.append((param, self._classes[key], absent, self._hidden.get(key)))
+        return made
 
     def ignore_version(self, key: str) -> None:
         """The code of its block makes the parameter's version grow without a write, which is not to be refused."""
@@ -360,7 +374,7 @@ class Chunks:
         self._hide(key)
 
     def unbind(self, chunk: int, block: int | None = None) -> None:
-        for _, param, shown, _, _, absent, hidden in self._views(chunk, block):
+        for param, shown, absent, hidden in self._views(chunk, block).leaving:
             if absent is not None:
                 param.__class__ = shown  # after an exception in `bind` it may not have been bound at all
                 param.data = absent

@@ -33,8 +33,7 @@ class SlotTable:
 
     def occupants(self, first: int, chunk: int) -> set[int]:
         """Other chunks in the window that `chunk` would take from slot `first` on."""
-        window = self._occupants[first : first + self._widths[chunk]]
-        return {other for other in window if other is not None and other != chunk}
+        return set(self._occupants[first : first + self._widths[chunk]]) - {None, chunk}  # type: ignore[return-value]
 
     def everyone(self) -> list[int]:
         return list(self._first)
@@ -48,12 +47,12 @@ class SlotTable:
             width = self._widths[chunk]
             assert self.fits(first, chunk), f"chunk {chunk} needs {width} slots from {first} of {len(self._occupants)}"
             assert not self.occupants(first, chunk), f"slot {first} still holds {self.occupants(first, chunk)}"
-            self._occupants[first : first + width] = [chunk] * width
-            self._first[chunk] = first
-            window = range(first, first + width)
-            fences = {id(fence): fence for slot in window for fence in self._fences[slot]}
-            for slot in window:
+            fences: dict[int, Fence] = {}
+            for slot in range(first, first + width):
+                self._occupants[slot] = chunk
+                fences.update({id(fence): fence for fence in self._fences[slot]})
                 self._fences[slot] = []
+            self._first[chunk] = first
             return list(fences.values())
 
     def used_until(self, chunk: int, fence: Fence | None) -> None:

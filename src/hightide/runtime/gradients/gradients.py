@@ -1,10 +1,10 @@
 """The ledger of gradients: which parameters have one, where it is, by what it was scaled, and its norm.
 
 [Note: gradients that come and go] While a block runs backward, `param.grad` is a view of its gradient chunk on the
-GPU, so that autograd adds every micro-batch in place, in fp32. Each view is taken through `.data`, which gives it a
-version counter of its own: a counter above zero says that the parameter received a gradient (torch.optim skips
-parameters that did not, and so do we). Afterwards `param.grad` is a placeholder that answers norms, takes scalings
-and can be read; `None` still means that there is no gradient, whoever set it.
+GPU, so that autograd adds every micro-batch in place, in fp32. Each view has a version counter of its own: one that has
+grown meanwhile says that the parameter received a gradient (torch.optim skips parameters that did not, and so do we).
+Afterwards `param.grad` is a placeholder that answers norms, takes scalings and can be read; `None` still means that
+there is no gradient, whoever set it.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class Gradients:
         self._opened: set[int] = set()  # chunks whose gradient was opened in this pass
         self._unrounded: set[int] = set()  # whose sum is still to be rounded where it is
         self.are_used_up = False  # updates in backward have read them, or are about to
+        # Of the blocks that run backward now, by chunk: names, parameters, their gradients, and versions of these.
+        self._bound: dict[int, list[tuple[str, Parameter, Tensor, int]]] = {}
         self._tickets = tickets
         self.move_to(chunks)
         for name in self._placeholders:
@@ -73,8 +75,10 @@ class Gradients:
 
     def any_valid(self) -> bool:
         """Whether gradients exist that a backward would add to. What the user did to `p.grad` is the truth."""
+        known = self._valid | self._factor.keys() | self._norms.keys()
         for key, gradient in self._found(self._placeholders).items():
-            self._look_at(key, gradient)
+            if gradient is not None or key in known:
+                self._look_at(key, gradient)
         return bool(self._valid)
 
     def _found(self, keys: Iterable[str]) -> dict[str, Tensor | None]:
@@ -134,21 +138,24 @@ class Gradients:
         if chunk not in self._opened:
             self._freshen(chunk, flat)
         views = self._chunks.grad_views(chunk)
+        bound = self._bound[chunk] = []
         for key, param in self._used_by(chunk, block):
-            param.grad = views[key].data
+            view = param.grad = views[key]
+            bound.append((key, param, view, view._version))
 
-    def harvest(self, chunk: int, block: int | None, is_final: bool = True) -> None:
+    def harvest(self, chunk: int, is_final: bool = True) -> None:
         """After a block's backward: which parameters received a gradient, and its norm while it is on the GPU: that of
         the fp32 sum, before any rounding. But fp16 may overflow in rounding, and the norm must show it. Not `is_final`:
         a later pass of the step adds to it, so nothing is rounded yet."""
-        mine, valid = self._used_by(chunk, block), self._valid
+        bound, valid = self._bound.pop(chunk, ()), self._valid
         received: dict[str, Tensor] = {}
         with Disabled():
-            for key, param in mine:
+            for key, param, view, version in bound:
                 gradient = param.grad
-                if gradient is not None and (gradient._version > 0 or key in valid):
+                if gradient is not None and (gradient is not view or view._version != version):
+                    valid.add(key)
+                if gradient is not None and key in valid:
                     received[key] = gradient
-        valid.update([key for key, gradient in received.items() if gradient._version > 0])
         if is_final and self._chunks.rounding_dtype(chunk) == torch.float16:
             self._chunks.round_gradient(chunk)
         if received and self._update is Update.DEFERRED:
@@ -159,11 +166,11 @@ class Gradients:
                 self._chunks.round_gradient(chunk)
             (self._unrounded.discard if is_final else self._unrounded.add)(chunk)
         with Disabled():
-            for key, param in mine:
+            for key, param, _, _ in bound:
                 param.grad = self._placeholders[key] if key in valid else None
 
-    def _used_by(self, chunk: int, block: int | None) -> list[tuple[str, Parameter]]:
-        """Parameters of a chunk that have gradients; with `block`, only those that this block uses."""
+    def _used_by(self, chunk: int, block: int) -> list[tuple[str, Parameter]]:
+        """Parameters of a chunk that have gradients and that this block uses."""
         if (chunk, block) not in self._used:
             users = {entry.param for entry in self._chunks.placements(chunk, block)}
             keys = [entry.param for entry in self._entries[chunk] if entry.param in users]
@@ -181,10 +188,13 @@ class Gradients:
 
     def drop(self, keys: Iterable[str]) -> None:
         """As `zero_grad(set_to_none=True)`: the bytes stay for updates that still read them."""
+        parameters, valid, factors, norms = self._chunks.parameters, self._valid, self._factor, self._norms
         with Disabled():
             for key in keys:
-                self._chunks.parameters[key].grad = None
-                self._forget(key)
+                parameters[key].grad = None
+                valid.discard(key)
+                factors.pop(key, None)
+                norms.pop(key, None)
 
     def drop_chunk(self, chunk: int) -> None:
         self.drop(entry.param for entry in self._entries[chunk])
@@ -203,7 +213,7 @@ class Gradients:
             [entry for entry in spec.params if entry.param in self._placeholders] for spec in chunks.specs
         ]
         self._loose_in = [[entry.param for entry in spec.params if entry.param in self._loose] for spec in chunks.specs]
-        self._used: dict[tuple[int, int | None], list[tuple[str, Parameter]]] = {}
+        self._used: dict[tuple[int, int], list[tuple[str, Parameter]]] = {}
         self.of_parameters_here = [chunks.parameters[key] for key in self._placeholders if not chunks.is_hidden(key)]
         self.begin_pass()
 
@@ -239,16 +249,18 @@ class Gradients:
         self._collect_loose(chunk)
         if chunk in self._unrounded:
             self._round_late(chunk)
-        placed, factors = self._chunks.specs[chunk].params, self._factor
+        placed, factors, placeholders = self._chunks.specs[chunk].params, self._factor, self._placeholders
         with Disabled():
             found = [self._chunks.parameters[entry.param].grad for entry in placed]
         ready: list[tuple[ParamRange, Factor]] = []
         for entry, gradient in zip(placed, found, strict=True):
             key = entry.param
-            if key in self._loose:
+            if gradient is not None and gradient is placeholders.get(key):
+                has_gradient = key in self._valid
+            elif key in self._loose:
                 has_gradient = gradient is not None
             else:
-                has_gradient = key in self._placeholders and self._look_at(key, gradient)
+                has_gradient = key in placeholders and self._look_at(key, gradient)
             if has_gradient:
                 ready.append((entry, self._factor_at(chunk, key) if key in factors else 1.0))
         return ready

@@ -48,7 +48,8 @@ class HeadCall:
     def forward_hold(self) -> Iterator[None]:
         run, block = self._runner.run, self._runner.index
         self._runner.check_parameters()
-        with run.pass_for_block(block), run.tick(Op.FORWARD, block) as tick:
+        run.ensure_pass(block)
+        with run.tick(Op.FORWARD, block) as tick:
             self._call = tick.call
             yield
 
@@ -60,6 +61,6 @@ class HeadCall:
         return self._runner.will_accumulate()
 
     def materialise(self, hidden: Tensor) -> Tensor:
-        with self._runner.run.pass_for_block(self._runner.index):
-            result: Tensor = self._runner.with_grad(self._module, (hidden,), {})
-            return result
+        self._runner.run.ensure_pass(self._runner.index)
+        result: Tensor = self._runner.with_grad(self._module, (hidden,), {})
+        return result

@@ -24,10 +24,9 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -78,8 +77,7 @@ class EventFence:
         self._event.synchronize()
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(NamedTuple):
     """The begin of a COMPUTE action."""
 
     at_s: float  # a perf_counter
@@ -115,20 +113,10 @@ class Streams:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    @contextmanager
-    def lane(self, lane: Lane, after: Sequence[Ticket]) -> Iterator[None]:
-        """Inside it, work is enqueued on the lane's stream behind everything that it depends on. The lane without a
-        stream works on the host, and waits there."""
-        fences = [ticket.fence for ticket in after if ticket.fence is not None]
-        if lane not in self._streams:
-            for fence in fences:
-                fence.synchronize()
-            yield
-            return
-        with torch.cuda.stream(self._streams[lane]):
-            for fence in fences:
-                fence.join()
-            yield
+    def of(self, lane: Lane) -> AbstractContextManager[object]:
+        """Inside it, work is enqueued on the lane's stream. For the whole life of the lane's thread: to change streams
+        for each action would cost as much as the action."""
+        return torch.cuda.stream(self._streams[lane]) if lane in self._streams else nullcontext()
 
 
 class Lanes:
@@ -172,7 +160,7 @@ class Lanes:
         """Queues an action and returns at once. If `run` returns a Ticket, the action is done when that is."""
         self.check()
         assert lane in self._queues, f"{id!r}: the lane {lane} has no thread; use run_inline"
-        task = Task(id, lane, due, self._state.next_order(), self._state.pass_index, Ticket(id), run)
+        task = Task(id, lane, due, next(self._state.orders), self._state.pass_index, Ticket(id), run)
         self._queues[lane].add(task, after)
         return task.ticket
 
@@ -186,12 +174,13 @@ class Lanes:
 
     def begin_inline(self, gpu_bytes: int | None = None) -> Begun:
         """The begin of a COMPUTE action that cannot be run as one call, and what the GPU holds then."""
-        return Begun(time.perf_counter(), self.streams.mark(Lane.COMPUTE), gpu_bytes)
+        marks = self.streams.recording or self.streams.timing
+        return Begun(time.perf_counter(), self.streams.mark(Lane.COMPUTE) if marks else None, gpu_bytes)
 
     def record_inline(self, id: str, began: Begun, gpu_bytes: int | None = None) -> None:
         """Records a COMPUTE action that ends now."""
-        ended = self.streams.mark(Lane.COMPUTE)
-        events = (began.event, ended) if began.event is not None and ended is not None else None
+        ended = None if began.event is None else self.streams.mark(Lane.COMPUTE)
+        events = None if began.event is None or ended is None else (began.event, ended)
         held = (began.gpu_bytes, gpu_bytes) if began.gpu_bytes is not None and gpu_bytes is not None else None
         span = (began.at_s, time.perf_counter())
         pass_index = self._state.pass_index
@@ -320,7 +309,7 @@ def _work(queue: Queue, lane: Lane, timeout_s: float, streams: Streams, begun: t
     if lane.on_host:
         torch.set_num_threads(1)
     begun.release()
-    with torch.no_grad():  # copies and updates are no part of anyone's graph
+    with torch.no_grad(), streams.of(lane):  # copies and updates are no part of anyone's graph
         while (taken := queue.take()) is not None:
             task, error = taken
             if error is None:
@@ -348,13 +337,16 @@ def _watch(watcher: Watcher, begun: threading.Semaphore) -> None:
 def _run(task: Task, state: State, timeout_s: float, streams: Streams) -> None:
     started_s = time.perf_counter()
     try:
-        with streams.lane(task.lane, task.after):
-            began = streams.mark(task.lane)
-            result = task.run()
-            if isinstance(result, Ticket):
-                result = result.wait(timeout_s)
-            ended = streams.mark(task.lane)
-            task.ticket.fence = streams.fence() if not task.lane.on_host else None
+        on_host = task.lane.on_host
+        for ticket in task.after:
+            if ticket.fence is not None:
+                ticket.fence.synchronize() if on_host else ticket.fence.join()
+        began = streams.mark(task.lane)
+        result = task.run()
+        if isinstance(result, Ticket):
+            result = result.wait(timeout_s)
+        ended = None if began is None else streams.mark(task.lane)
+        task.ticket.fence = None if on_host else streams.fence()
     except BaseException as error:  # whatever it is, it belongs to the user's thread
         state.fail(error)
         task.ticket.set_error(error)
@@ -362,6 +354,6 @@ def _run(task: Task, state: State, timeout_s: float, streams: Streams) -> None:
     ended_s = time.perf_counter()
     # The record comes before the ticket: who has waited for an action finds its record.
     span = (started_s, ended_s)
-    events = (began, ended) if began is not None and ended is not None else None
+    events = None if began is None or ended is None else (began, ended)
     state.record(LaneRecord(task.pass_index, task.lane, task.id, *span, task.ready, task.ready_dues, task.due, events))
     task.ticket.set_result(result)

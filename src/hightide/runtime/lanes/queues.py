@@ -7,8 +7,9 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +20,7 @@ from hightide.stores.ticket import Ticket
 KEPT_PASSES = 4  # records of older passes are dropped, unless `State.kept_pass` keeps them
 
 
-@dataclass(frozen=True, slots=True)
-class LaneRecord:
+class LaneRecord(NamedTuple):
     """One action that was completed. `ready` names what a DUE_FIRST lane could choose from, itself included."""
 
     pass_index: int  # the pass that submitted it, even if it ended in the next
@@ -44,11 +44,29 @@ class Task:
     pass_index: int
     ticket: Ticket
     run: Callable[[], object]
-    after: tuple[Ticket, ...] = ()
-    waits_for: tuple[Ticket, ...] = ()
+    after: Sequence[Ticket] = ()
     num_pending: int = 0
     ready: tuple[str, ...] = ()
     ready_dues: tuple[int, ...] = ()
+
+
+class Bell:
+    """Wakes the one thread that waits for it; at once, if it was rung meanwhile. A bare lock: a Condition makes another
+    one for each wait, and a dozen calls."""
+
+    def __init__(self) -> None:
+        self._silent = threading.Lock()
+        self._silent.acquire()
+
+    def ring(self) -> None:
+        try:  # noqa: SIM105 (each wake counts)
+            self._silent.release()
+        except RuntimeError:  # it was rung already; to ask first would not do: a finaliser may ring in between
+            pass
+
+    def wait(self, timeout_s: float = -1) -> None:
+        """Not under the state's lock. -1: as long as it takes."""
+        self._silent.acquire(timeout=timeout_s)
 
 
 class State:
@@ -56,7 +74,7 @@ class State:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.conditions: list[threading.Condition] = []
+        self.bells: list[Bell] = []
         self.failure: BaseException | None = None
         self.closing = False
         self.birthplace = Birthplace()
@@ -64,10 +82,7 @@ class State:
         self.records: dict[int, list[LaneRecord]] = {0: []}
         self.num_kept = KEPT_PASSES
         self.kept_pass: int | None = None  # it and those shortly before it stay, whatever follows
-        self._orders = itertools.count()
-
-    def next_order(self) -> int:
-        return next(self._orders)
+        self.orders = itertools.count()
 
     def begin_pass(self) -> int:
         with self.lock:
@@ -82,9 +97,10 @@ class State:
             return self.pass_index
 
     def record(self, record: LaneRecord) -> None:
-        with self.lock:
-            if record.pass_index in self.records:
-                self.records[record.pass_index].append(record)
+        """Without the lock: a list takes an entry at once, and nobody else takes any away."""
+        records = self.records.get(record.pass_index)
+        if records is not None:
+            records.append(record)
 
     def fail(self, error: BaseException) -> None:
         with self.lock:
@@ -106,8 +122,8 @@ class State:
         return None
 
     def _wake_all(self) -> None:
-        for condition in self.conditions:
-            condition.notify_all()
+        for bell in self.bells:
+            bell.ring()
 
 
 class Watcher:
@@ -115,8 +131,8 @@ class Watcher:
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self._condition = threading.Condition(state.lock)
-        state.conditions.append(self._condition)
+        self._bell = Bell()
+        state.bells.append(self._bell)
         self._watched: list[tuple[int, int, Ticket, Callable[[], object]]] = []
         self._orders = itertools.count()
 
@@ -124,30 +140,33 @@ class Watcher:
         with self.state.lock:
             number = ticket.fence.number if ticket.fence is not None else 0
             heapq.heappush(self._watched, (number, next(self._orders), ticket, then))
-            self._condition.notify()
+            self._bell.ring()
 
     def take(self) -> tuple[Ticket, Callable[[], object]] | None:
         """Blocks for the next one. None: closed."""
-        with self.state.lock:
-            while not self._watched:
+        while True:
+            with self.state.lock:
+                if self._watched:
+                    return heapq.heappop(self._watched)[2:]
                 if self.state.closing:
                     return None
-                self._condition.wait()  # idle: nobody waits for it; watch and close wake it
-            return heapq.heappop(self._watched)[2:]
+            self._bell.wait()  # idle: nobody waits for it; watch and close wake it
 
 
 class Queue:
     """Tasks of one lane. Subclasses say which one is next."""
 
+    _tasks: Sized
+
     def __init__(self, state: State, timeout_s: float) -> None:
         self.state = state
         self.timeout_s = timeout_s
         self.watcher: Watcher | None = None  # for a lane that works on the host
-        self.condition = threading.Condition(state.lock)
-        state.conditions.append(self.condition)
+        self._bell = Bell()
+        state.bells.append(self._bell)
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return len(self._tasks)
 
     def _push(self, task: Task) -> None:
         raise NotImplementedError
@@ -168,25 +187,24 @@ class Queue:
         raise NotImplementedError
 
     def add(self, task: Task, after: Sequence[Ticket]) -> None:
-        waits_for = tuple(ticket for ticket in after if self._is_pending(ticket))
+        waits_for = [ticket for ticket in after if self._is_pending(ticket)]
         with self.state.lock:
-            task.after = tuple(
-                ticket for ticket in after if not ticket.done or ticket.fence is not None
-            )  # in this order
-            task.waits_for, task.num_pending = waits_for, len(waits_for)
+            task.after, task.num_pending = after, len(waits_for)
             self._push(task)
             if not waits_for:
-                self._became_ready(task)
-                self._wake()
+                self._is_ready(task)
         for ticket in waits_for:  # outside the lock: a callback may be called at once
             ticket.add_done_callback(lambda done: self._when_through(task, done))
 
-    def _wake(self) -> None:
-        """Only if there is something to do: each wake takes Python's lock from the thread that issues work."""
+    def _is_ready(self, task: Task) -> None:
+        """Wakes the lane only if there is something to do: each wake takes Python's lock from the thread that issues
+        work."""
+        self._became_ready(task)
         if self._has_ready():
-            self.condition.notify()
+            self._bell.ring()
 
     def _is_pending(self, ticket: Ticket) -> bool:
+        """It is asked before its fence, which is there before it is done."""
         return not ticket.done or ticket.error is not None or (self.watcher is not None and ticket.fence is not None)
 
     def _when_through(self, task: Task, ticket: Ticket) -> None:
@@ -199,31 +217,29 @@ class Queue:
     def take(self) -> tuple[Task, BaseException | None] | None:
         """Blocks for the next task, and the error with which it must end instead of running. None: closed and empty."""
         waiting_since_s: float | None = None
-        with self.state.lock:
-            while True:
-                if not len(self):
+        while True:
+            with self.state.lock:
+                if not self._tasks:
                     if self.state.closing:
                         return None
-                    waiting_since_s = None
                     # Idle: nobody waits for this lane; what is ready wakes it, and close. What never gets ready has its
                     # time from the next look on.
-                    self.condition.wait(self.timeout_s)
-                    continue
-                if self.state.failure is not None or self.state.closing:
+                    waiting_since_s, left_s = None, self.timeout_s
+                elif self.state.failure is not None or self.state.closing:
                     task = self._pop_first()
                     return task, self.state.end(task)
-                ready = self._pop_ready()
-                if ready is not None:
+                elif (ready := self._pop_ready()) is not None:
                     return ready, None
-                now_s = time.monotonic()
-                waiting_since_s = now_s if waiting_since_s is None else waiting_since_s
-                left_s = waiting_since_s + self.timeout_s - now_s
-                if left_s <= 0:
-                    task = self._pop_first()
-                    error = self._timeout(task)
-                    self.state.fail(error)
-                    return task, error
-                self.condition.wait(left_s)
+                else:
+                    now_s = time.monotonic()
+                    waiting_since_s = now_s if waiting_since_s is None else waiting_since_s
+                    left_s = waiting_since_s + self.timeout_s - now_s
+                    if left_s <= 0:
+                        task = self._pop_first()
+                        error = self._timeout(task)
+                        self.state.fail(error)
+                        return task, error
+            self._bell.wait(left_s)
 
     def _dependency_done(self, task: Task, ticket: Ticket) -> None:
         if ticket.error is not None:
@@ -232,13 +248,10 @@ class Queue:
         with self.state.lock:
             task.num_pending -= 1
             if task.num_pending == 0:
-                self._became_ready(task)
-                self._wake()
+                self._is_ready(task)
 
     def _timeout(self, task: Task) -> TimeoutError:
-        missing = ", ".join(
-            repr(ticket.label) for ticket in task.waits_for if not ticket.done or ticket.fence is not None
-        )
+        missing = ", ".join(repr(ticket.label) for ticket in task.after if self._is_pending(ticket))
         return TimeoutError(f"{task.id!r} on the lane {task.lane} waited {self.timeout_s:g} s for {missing}")
 
 
@@ -246,9 +259,6 @@ class InOrder(Queue):
     def __init__(self, state: State, timeout_s: float) -> None:
         super().__init__(state, timeout_s)
         self._tasks: deque[Task] = deque()
-
-    def __len__(self) -> int:
-        return len(self._tasks)
 
     def _push(self, task: Task) -> None:
         self._tasks.append(task)
@@ -274,9 +284,6 @@ class DueFirst(Queue):
         # The ready ones again, as dicts whose values are copied into a record at C speed: 1,000 may be ready at a time.
         self._ready_ids: dict[int, str] = {}
         self._ready_dues: dict[int, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._tasks)
 
     def _push(self, task: Task) -> None:
         self._tasks[task.order] = task

@@ -120,7 +120,7 @@ class Demands:
     def _submit(self, what: str, lane: Lane, chunk: int, work: LaneWork) -> Ticket:
         self._count += 1
         after = [self._flight.updates[chunk]] if chunk in self._flight.updates else []
-        after += self._flight.moment(lane)
+        after += self._flight.moment()
         return self._flight.lanes.submit(f"demand.{what}.{chunk}.{self._count}", lane, 0, after, work)
 
     def _num_slots(self, chunk: int) -> int:

@@ -49,6 +49,7 @@ class Pass:
         self.cursor = 0  # the tick that the plan expects next
         self.tickets: dict[ActionKey, Ticket] = {}
         self.stashes: dict[ActionKey, Stash] = {}  # on their way to host, by the action that takes them there
+        self.is_going_back = False  # a block has begun its backward, whether it adds to gradients or not
         self.backward_begun = False
         self.backward_ended = False
         self.load(program)
@@ -61,10 +62,14 @@ class Pass:
     def load(self, program: Program) -> None:
         """Starts, or goes on after forward, with a program; what was issued already stays issued."""
         self.program = program
-        self.pending = {
-            lane: deque(action for action in actions if action.id not in self.tickets)
-            for lane, actions in program.by_lane.items()
-        }
+        self.pending = [
+            deque(action for action in actions if action.id not in self.tickets)
+            for actions in program.by_lane.values()
+            if actions
+        ]
+
+    def has_issued(self, names: tuple[ActionKey, ...]) -> bool:
+        return all([name in self.tickets for name in names])
 
 
 class Executor:
@@ -89,6 +94,7 @@ class Executor:
         self._demands = Demands(self._flight, performer, names)
         self._update = update
         self._names = names
+        self._optimised = [spec.index for spec in self.chunks.specs if spec.optimised_numel]
         self._pass: Pass | None = None
         self._num_begun = 0
         self._outlasting = {name for p in self.programs.values() for a in p.schedule.actions for name in a.after_prev}
@@ -97,6 +103,8 @@ class Executor:
         self._num_backwards = 0  # of the present step
         self._was_told = False  # that the promise was not kept
         self._final = self._last_backwards()
+        self._staying = [chunk for chunk, place in enumerate(self.chunks.placed) if place.stays]
+        self._moment: list[Ticket] | None = None  # what compute had enqueued when issuing began
         self._owes_step = False  # in-backward updates have run, and step() was not called since
         self._was_abandoned = False  # the latest pass
 
@@ -203,6 +211,9 @@ class Executor:
             raise Refused("a block ran outside of a pass; call the model that hightide.wrap returned")
         if accumulate and not current.backward_begun:
             self._begin_backward(current)
+        elif op is Op.BACKWARD and not current.is_going_back:
+            current.is_going_back = True
+            self._issue(current.cursor - 1)
         elif accumulate and current.backward_ended:
             self.gradients.any_valid()  # another backward through the same pass
             current.backward_ended = False
@@ -268,17 +279,18 @@ class Executor:
 
     def _send_those_that_stayed(self) -> None:
         """Before a step that comes earlier than was promised, or whose last pass left out a block."""
-        for chunk, place in enumerate(self.chunks.placed):
-            if place.stays and self.chunks.grad_copies[chunk].state is Residency.DIRTY:
+        for chunk in self._staying:
+            if self.chunks.grad_copies[chunk].state is Residency.DIRTY:
                 self._demands.send_away(chunk)
 
-    def step(self, leftovers: list[int]) -> None:
-        """The user's optimizer.step(). `leftovers`: chunks with a gradient; those that no planned update covers run
-        on demand."""
+    def step(self) -> None:
+        """The user's optimizer.step(). Chunks with a gradient that no planned update covers run on demand."""
         self.lanes.check()
         if self._update is Update.DEFERRED:
             self.performer.updated.clear()
-        elif not self._owes_step and not self._num_backwards and any(map(self.gradients.is_trainable, leftovers)):
+        elif (
+            not self._owes_step and not self._num_backwards and any(map(self.gradients.is_trainable, self._leftovers()))
+        ):
             raise Refused(
                 "optimizer.step() came again without a backward since the last one, but this model was wrapped with "
                 "update='in_backward': the promise of one step per backward. Wrap with update='deferred' (the default)."
@@ -295,9 +307,8 @@ class Executor:
             self.lanes.record_inline(current.program.ticks[step].id, began, self._gpu_bytes())
             self._complete(current, step)
         self._send_those_that_stayed()
-        for chunk in leftovers:
-            if chunk not in self.performer.updated:
-                self._demands.update(chunk)
+        for chunk in self._leftovers():
+            self._demands.update(chunk)
         self._owes_step = False
         self._num_backwards = 0
         self.performer.updated.clear()
@@ -313,6 +324,11 @@ class Executor:
             "with the number that it has",
             stacklevel=4,
         )
+
+    def _leftovers(self) -> list[int]:
+        """Chunks with a gradient that no update has used."""
+        done, ready = self.performer.updated, self.gradients.ready
+        return [chunk for chunk in self._optimised if chunk not in done and ready(chunk)]
 
     def wait_for_updates(self) -> None:
         for chunk in self._flight.updates:
@@ -373,7 +389,7 @@ class Executor:
                 self._release_params(chunk, None)
         for chunk, copy in enumerate(self.chunks.grad_copies):
             if copy.state is Residency.HELD:
-                self.gradients.harvest(chunk, None)
+                self.gradients.harvest(chunk)
                 copy.move(self._summed_state(chunk))
         if self.mode is not Mode.EVAL:
             self._suspended = None  # an evaluation that fails leaves the forward before it as it is
@@ -402,7 +418,7 @@ class Executor:
                 "default) to "
                 "accumulate over several backwards or to skip steps."
             )
-        current.backward_begun = True
+        current.backward_begun = current.is_going_back = True
         self.performer.updated.clear()
         program = self._program(exists) if self._accumulate > 1 or not exists else self.programs[Mode.ACCUMULATE]
         if program is not current.program:
@@ -450,31 +466,33 @@ class Executor:
         itself not issued yet holds its lane until it is."""
         current = self._pass
         assert current is not None
+        self._moment = None
         progress = True
         while progress:
             progress = False
-            for lane, pending in current.pending.items():
+            for pending in current.pending:
                 while pending and pending[0].opens <= left and self._may_issue(current, pending[0]):
-                    self._submit(current, lane, pending.popleft())
+                    self._submit(current, pending.popleft())
                     progress = True
 
     def _may_issue(self, current: Pass, action: Action) -> bool:
         """The user may change a sum of earlier passes until backward begins."""
-        is_sum = action.kind is ChunkKind.GRAD and not current.backward_begun
-        return not is_sum and all(name in current.tickets for name in action.after)
+        waits = action.op is Op.FETCH and action.kind is ChunkKind.GRAD and not current.is_going_back
+        return not waits and current.has_issued(action.after)
 
-    def _submit(self, current: Pass, lane: Lane, action: Action) -> None:
-        after = [current.tickets[name] for name in action.after]
-        after += [self._flight.latest[name] for name in action.after_prev if name in self._flight.latest]
-        if action.op is Op.UPDATE and action.chunk in self._flight.exits:  # it may have left off the plan
-            after.append(self._flight.exits[action.chunk])
-        if (
-            action.op is Op.UPDATE and action.chunk in self._flight.fetches
-        ):  # a copy may still be reading what it writes
-            after.append(self._flight.fetches[action.chunk])
+    def _submit(self, current: Pass, action: Action) -> None:
+        flight, tickets, lane = self._flight, current.tickets, action.lane
+        after = [tickets[name] for name in action.after]
+        after += [flight.latest[name] for name in action.after_prev if name in flight.latest]
+        if action.op is Op.UPDATE:  # it may have left off the plan, and a copy may still be reading what it writes
+            earlier = (flight.exits.get(action.chunk), flight.fetches.get(action.chunk))  # type: ignore[arg-type]
+            after += [ticket for ticket in earlier if ticket is not None]
         work = self.performer.prepare(action)
-        ticket = self.lanes.submit(action.id, lane, action.tick, [*after, *self._flight.moment(lane)], work)
-        current.tickets[action.id] = ticket
+        if not lane.on_host:
+            if self._moment is None or action.op is Op.STASH:  # its inputs may have been copied together just now
+                self._moment = flight.moment()
+            after += self._moment
+        ticket = tickets[action.id] = self.lanes.submit(action.id, lane, action.tick, after, work)
         self._remember(action, ticket)
 
     def _remember(self, action: Action, ticket: Ticket) -> None:
@@ -502,8 +520,13 @@ class Executor:
             if name in self._flight.latest:
                 self._flight.wait(self._flight.latest[name], Lane.CPU)
         work = self.performer.prepare(action)
-        with self.chunks.gpu.meter("updates"):
-            self.lanes.run_inline(action.id, work)
+        began = self.lanes.begin_inline()
+        if action.op is Op.UPDATE:  # nothing else allocates
+            with self.chunks.gpu.meter("updates"):
+                work()
+        else:
+            work()
+        self.lanes.record_inline(action.id, began)
         current.tickets[action.id] = _DONE
         self._remember(action, _DONE)
 
@@ -557,7 +580,7 @@ class Executor:
         self.gradients.bind(chunk, block)
 
     def _release_gradient(self, chunk: int, tick: Tick) -> None:
-        self.gradients.harvest(chunk, tick.block, self._is_final(chunk, tick))
+        self.gradients.harvest(chunk, self._is_final(chunk, tick))
         self.chunks.grad_copies[chunk].move(self._summed_state(chunk))
 
     def _is_final(self, chunk: int, tick: Tick) -> bool:

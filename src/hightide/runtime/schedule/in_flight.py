@@ -36,7 +36,8 @@ class InFlight(Tickets):
         self.stall_s: dict[Lane, float] = defaultdict(float)  # how long compute waited for each lane
 
     def wait(self, ticket: Ticket, lane: Lane) -> None:
-        self.stall_s[lane] += self.lanes.wait(ticket, lane)
+        if not ticket.done or ticket.fence is not None or ticket.error is not None:
+            self.stall_s[lane] += self.lanes.wait(ticket, lane)
 
     def wait_for_gradients(self, chunks: list[int]) -> None:
         """A planned fetch takes its slot on its lane; off the plan the block may come before it."""
@@ -44,8 +45,8 @@ class InFlight(Tickets):
             if chunk in self.gradient_fetches:
                 self.wait(self.gradient_fetches[chunk], Lane.H2D)
 
-    def moment(self, lane: Lane) -> list[Ticket]:
+    def moment(self) -> list[Ticket]:
         """What compute has enqueued so far. A copy that is issued now may use memory that compute is still about to
         leave; so it stands behind that. The host's work does not."""
-        fence = self.lanes.streams.fence() if not lane.on_host else None
+        fence = self.lanes.streams.fence()
         return [] if fence is None else [Ticket.completed("compute so far", fence=fence)]
