@@ -15,7 +15,7 @@ from torch import nn
 
 import hightide
 import models
-from hightide.ir.plan import Plan
+from hightide.ir.plan import PLAN_VERSION, Plan
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Tier
 from unit.runtime.steps import Twins, adamw, train_step, twins
@@ -291,7 +291,7 @@ def test_a_plan_file_of_an_older_version(tmp_path: Path, planned: Any, refused: 
     for chunk in data["layout"]["chunks"]:
         chunk["num_states"] = len(chunk.pop("states"))  # as it was in files of before
     path.write_text(json.dumps(data))
-    with refused(str(path), "made by version 3, this is version 4", "make a new plan"):
+    with refused(str(path), f"made by version 3, this is version {PLAN_VERSION}", "make a new plan"):
         Plan.load(path)
 
 

@@ -16,7 +16,7 @@ import models
 from hightide.cli import plan_command as plan_module
 from hightide.cli.config import TrainOptions, load_config
 from hightide.cli.main import app
-from hightide.ir.plan import Plan
+from hightide.ir.plan import PLAN_VERSION, Plan
 from unit.runtime.steps import adamw
 
 SOURCE = """
@@ -115,8 +115,8 @@ def plan_file(tmp_path: Path) -> Path:
         ({"num_samples": 10**18, "micro_batch": 10**18}, "samples; at most 2147483648"),
         ({"num_slots": 10**30}, "num_slots is"),
         ({"num_slots": 1e9}, "num_slots is 1000000000.0; it must be of type int"),
-        ({"version": 2}, "made by version 2, this is version 4"),
-        ({"version": 99}, "made by version 99, this is version 4"),
+        ({"version": 2}, f"made by version 2, this is version {PLAN_VERSION}"),
+        ({"version": 99}, f"made by version 99, this is version {PLAN_VERSION}"),
         ({"version": "\x1b[2J" + "x" * 10**6}, "made by version"),
         ({"explanation": "\x1b[2J"}, "without control characters"),
         ({"forecast": None}, "forecast must be a mapping"),

@@ -85,7 +85,7 @@ TRAPS = {
     ),
     "autocast's cast cache": (
         "unit/runtime/blocks/test_autocast.py",
-        "test_recomputation_and_keeping_are_the_same_bits_under_autocast",
+        "test_every_level_gives_the_same_bits_under_autocast",
     ),
     "dropout depends on the plan": ("parity/test_invariance.py", "test_every_plan_gives_the_same_bits"),
     "draws repeat": ("parity/test_invariance.py", "test_dropout_draws_differ_between_steps_blocks_and_micro_batches"),

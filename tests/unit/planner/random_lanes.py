@@ -28,6 +28,7 @@ class RandomLanes:
         self.plan = plan
         self.placement = Placement(plan)
         self.schedule = schedule
+        self.leaves = {action.call for action in schedule.actions if action.op is Op.STASH}
         self.slots: dict[tuple[ChunkKind, int], int] = {}  # (param or grad slots, slot) -> chunk
         self.buffers: dict[tuple[str, int], str] = {}  # (ring, buffer) -> what is in it; "": it is being filled
         self.random = random.Random(seed)
@@ -161,7 +162,7 @@ class RandomLanes:
                 assert "step" in self.done, f"{action.id}: before step()"
         if action.op is Op.UNSTASH:
             assert f"stash.{action.call}" in self.done, action.id
-        if action.op is Op.BACKWARD and self.plan.blocks[action.block or 0].inputs == "host":
+        if action.op is Op.BACKWARD and action.call in self.leaves:
             assert f"unstash.{action.call}" in self.done, action.id
 
     def _end(self, action: Action) -> None:
