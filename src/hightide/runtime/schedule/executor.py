@@ -96,6 +96,7 @@ class Executor:
     def go_on(self, before: Executor) -> None:
         """With what counts whatever the plan."""
         self.num_deviations, self._owes_step = before.num_deviations, before._owes_step
+        self._demands.has_warned = before._demands.has_warned
 
     @property
     def stall_s(self) -> dict[Lane, float]:
