@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before transformers is imported: a test must not wait for a download
 
@@ -14,6 +16,8 @@ from hypothesis import settings
 import hightide.api
 import hightide.profiler.model.model_profile
 from known_profiles import KnownProfiles
+
+TESTS = Path(__file__).resolve().parent
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("repeatable")
@@ -34,20 +38,13 @@ def _simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(hightide.api, "has_cuda", lambda: False)
 
 
-PROFILED_ONCE = (
-    "faults",
-    "loading",
-    "parity",
-    "runtime",
-    "unit",
-    "verification",
-)  # folders of tests that wrap to train
+PROFILED_EACH_TIME = {"profiler", "rehearsal", "project", "gpu"}  # folders of tests that are about profiles
 _known_profiles = KnownProfiles(hightide.profiler.model.model_profile.profile_calls)
 
 
 @pytest.fixture(autouse=True)
 def _profiled_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.path.parent.name in PROFILED_ONCE:
+    if PROFILED_EACH_TIME.isdisjoint(request.path.relative_to(TESTS).parts):
         for module in (hightide.profiler.model.model_profile, hightide.api):
             monkeypatch.setattr(module, "profile_calls", _known_profiles)
 
@@ -67,6 +64,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     rest = [item for number, item in enumerate(items) if number % num_shards != shard - 1]
     items[:] = items[shard - 1 :: num_shards]
     config.hook.pytest_deselected(items=rest)
+
+
+def pytest_collection_finish() -> None:
+    """Torch, transformers and the tests themselves are half a million objects, which no test makes garbage of: whoever
+    collects garbage looks through them no more."""
+    gc.freeze()
 
 
 def _skip_gpu_tests(items: list[pytest.Item]) -> None:

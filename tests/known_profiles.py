@@ -41,13 +41,14 @@ class KnownProfiles:
         optimizer: torch.optim.Optimizer | None,
         batch: Batch,
         chosen: Any = None,
-        device: torch.device | None = None,
+        **options: Any,
     ) -> tuple[Any, ProbeResult, tuple[()]]:
-        key = key_of(model, optimizer, batch, chosen)
+        """`options`: such as where blocks are tried, or whether."""
+        key = key_of(model, optimizer, batch, (chosen, sorted(options.items())))
         if key not in self._known:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
-                profile, probed, _ = self._profile_calls(model, optimizer, batch, chosen)
+                profile, probed, _ = self._profile_calls(model, optimizer, batch, chosen, **options)
             for warning in said:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
             if key is None or said:

@@ -21,9 +21,9 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 def test_a_known_profile_is_the_one_that_would_be_taken(name: str) -> None:
     taken: list[Any] = []
 
-    def take(*args: Any) -> Any:
+    def take(*args: Any, **options: Any) -> Any:
         taken.append(args[0])
-        return profile_calls(*args)
+        return profile_calls(*args, **options)
 
     known = KnownProfiles(take)
     first, other = models.ZOO[name](), models.ZOO[name]()
@@ -34,6 +34,8 @@ def test_a_known_profile_is_the_one_that_would_be_taken(name: str) -> None:
     assert profile == expected
     assert probed == expected_probe  # blocks too, whose modules are this model's
     assert known(first[0], adamw(first[0]), first[1])[1].blocks[0].module is not probed.blocks[0].module
+    known(other[0], adamw(other[0]), other[1], device=None)  # its blocks are not tried
+    assert taken == [first[0], other[0]]
 
 
 def changed(change: Callable[[torch.nn.Module], object]) -> Callable[[], models.Pair]:

@@ -62,9 +62,10 @@ def write(shape, folder):
 
 batch = {"input_ids": torch.ones(2, 8, dtype=torch.long), "labels": torch.ones(2, 8, dtype=torch.long)}
 
-def wrap(model, optimizer=None):
+def wrap(model, optimizer=None, plan=None):
     optimizer = optimizer or torch.optim.AdamW(model.parameters())
-    return hightide.wrap(model, optimizer, batch, limits=hightide.Limits(gpu="200MiB", host="3GiB"), micro_batch=1)
+    limits = {"limits": hightide.Limits(gpu="200MiB", host="3GiB"), "micro_batch": 1}
+    return hightide.wrap(model, optimizer, batch, **({"plan": plan} if plan else limits))
 
 def rss_bytes(field):
     line = next(line for line in open("/proc/self/status") if line.startswith(field))
@@ -98,6 +99,7 @@ del model
 
 (model, optimizer), report["load"] = measure(lambda: wrap(hightide.from_pretrained(folder / "large")))
 report["load_written"] = written_bytes(model)
+plan = hightide.stats(model).plan
 report["model"] = sum(spec.param_bytes for spec in run_of(model).chunks.specs)
 _, report["save"] = measure(lambda: model.save_pretrained(folder / "saved"))
 report["saved"] = sum(file.stat().st_size for file in (folder / "saved").glob("*.safetensors"))
@@ -110,7 +112,7 @@ report["load_bf16_written"] = written_bytes(model)
 del model, optimizer
 gc.collect()
 
-(model, optimizer), report["initialise"] = measure(lambda: wrap(on_meta(config(1024, 4))))
+(model, optimizer), report["initialise"] = measure(lambda: wrap(on_meta(config(1024, 4)), plan=plan))
 report["initialise_written"] = written_bytes(model)
 del model, optimizer
 gc.collect()
@@ -121,7 +123,7 @@ for param in plain.parameters():
     param.grad = torch.zeros_like(param)
 optimizer.step()
 optimizer.zero_grad()
-pair, report["take_over"] = measure(lambda: wrap(plain, optimizer))
+pair, report["take_over"] = measure(lambda: wrap(plain, optimizer, plan))
 print(json.dumps(report))
 """
 

@@ -144,6 +144,7 @@ def test_json_says_the_same_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.would_help is not None and found.would_help.found and not found.would_help.untried
 
 
+@pytest.mark.timeout(300)  # four plans and every change that might help
 def test_the_two_most_useful_changes_are_tried_however_late_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     options = (*TINY, "--gpu", "1MiB")
     late = report(*options).would_help

@@ -156,6 +156,7 @@ def test_an_unknown_key_is_exit_code_2_and_names_the_nearest(tiny: Path) -> None
     assert "unknown key 'stpes'; did you mean 'steps'?" in result.stderr
 
 
+@pytest.mark.timeout(200)
 def test_ctrl_c_ends_in_order_and_says_where_the_metrics_are(tmp_path: Path) -> None:
     settings = tmp_path / "tiny.yaml"
     settings.write_text(TINY.format(steps=100_000))
@@ -211,10 +212,10 @@ def _environment() -> dict[str, str]:
 
 
 def _wait_for_metrics(process: subprocess.Popen[str], path: Path) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 100
     while not path.exists() or not path.read_text():
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no step was finished within a minute"
+        assert time.monotonic() < deadline, "no step was finished in time"
         time.sleep(0.05)
 
 

@@ -28,6 +28,7 @@ class RandomLanes:
         self.plan = plan
         self.placement = Placement(plan)
         self.schedule = schedule
+        self.leaves = {action.call for action in schedule.actions if action.op is Op.STASH}
         self.slots: dict[tuple[ChunkKind, int], int] = {}  # (param or grad slots, slot) -> chunk
         for chunk, first in schedule.standing:
             width = self.placement.chunks[chunk].num_slots
@@ -164,7 +165,7 @@ class RandomLanes:
                 assert "step" in self.done, f"{action.id}: before step()"
         if action.op is Op.UNSTASH:
             assert f"stash.{action.call}" in self.done, action.id
-        if action.op is Op.BACKWARD and f"stash.{action.call}" in self.schedule.by_id:  # not where inputs have no bytes
+        if action.op is Op.BACKWARD and action.call in self.leaves:
             assert f"unstash.{action.call}" in self.done, action.id
 
     def _end(self, action: Action) -> None:

@@ -198,8 +198,17 @@ class Moves:
     def fill(self, candidate: Candidate, order: Order, from_back: bool = False) -> Candidate:
         """`from_back`: the last blocks become persistent first."""
         for kind in order:
-            candidate = self._climb(candidate, kind, from_back and kind is Kind.WHOLE)
+            key = candidate, kind, from_back and kind is Kind.WHOLE
+            found = self._climbed.get(key)
+            if found is None:
+                found = self._climbed[key] = self._climb(*key)
+            candidate = found
         return candidate
+
+    @cached_property
+    def _climbed(self) -> dict[tuple[Candidate, Kind, bool], Candidate]:
+        """Remembered: neighbours of neighbours come back to the same."""
+        return {}
 
     def shed(self, candidate: Candidate, order: Order) -> Candidate | None:
         """Gives up what fills memory until the candidate fits: the last rungs first. None: it never does."""
@@ -304,11 +313,13 @@ class Moves:
                 for left in have:
                     yield [*(other for other in have if other != left), unit]
 
-    def _climb(self, candidate: Candidate, kind: Kind, from_back: bool = False) -> Candidate:
+    def _climb(self, candidate: Candidate, kind: Kind, from_back: bool) -> Candidate:
         """As far as memory goes; over one rung that is too high."""
         have = self._rungs(candidate, kind)
         ladder = self._whole_from_back if from_back else self._ladder(kind)
         above = [unit for unit in ladder if unit not in have and self._gains(candidate, kind, unit)]
+        if not above:
+            return candidate
         count = self._most(candidate, kind, have, above)
         have, above = [*have, *above[:count]], above[count + 1 :]
         have += above[: self._most(candidate, kind, have, above)]

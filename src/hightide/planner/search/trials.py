@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hightide.ir.passes import Passes
 from hightide.ir.tier import Tier
@@ -22,7 +23,10 @@ from hightide.process.interrupts import safe_point
 NUM_STEPS = 2  # simulated for a comparison: one that leaves updates behind, one that counts
 
 
-_NONE: frozenset[int] = frozenset()
+_WITHOUT_ACTIVATIONS: dict[str, Any] = {
+    **{"micro_batch": 1, "inputs": Tier.GPU, "loss_kept_tokens": 0, "loss_tile_tokens": None},
+    **dict.fromkeys(("keep", "selective", "swapped", "near"), frozenset()),
+}
 
 
 @dataclass
@@ -55,14 +59,15 @@ class Trials:
 
     def guess(self, candidate: Candidate) -> Needs:
         """What the candidate needs, but for small differences in what is on its way."""
-        if candidate not in self._guesses:
+        found = self._guesses.get(candidate)
+        if found is None:
             always = self._always(candidate)
             inside = self._activations.gpu_bytes(candidate)
             if is_real(self.problem.machine):
                 inside = reserved_beside(inside, self._activations.stashed_bytes(candidate))
             host_bytes = always.host_bytes + self._activations.host_bytes(candidate)
-            self._guesses[candidate] = Needs(always.gpu_bytes + inside, host_bytes, always.disk_bytes)
-        return self._guesses[candidate]
+            found = self._guesses[candidate] = Needs(always.gpu_bytes + inside, host_bytes, always.disk_bytes)
+        return found
 
     def needs(self, candidate: Candidate) -> Needs:
         passes = self._lowered(candidate)
@@ -109,12 +114,11 @@ class Trials:
 
     def _always(self, candidate: Candidate) -> Needs:
         """Chunks and slots, which do not depend on activations."""
-        key = replace(candidate, micro_batch=1, inputs=Tier.GPU, keep=_NONE, selective=_NONE, near=_NONE)
-        key = replace(key, swapped=_NONE)
-        key = replace(key, loss_kept_tokens=0, loss_tile_tokens=None)
-        if key not in self._known_standing:
-            self._known_standing[key] = self._standing.of(key)
-        return self._known_standing[key]
+        key = replace(candidate, **_WITHOUT_ACTIVATIONS)
+        found = self._known_standing.get(key)
+        if found is None:
+            found = self._known_standing[key] = self._standing.of(key)
+        return found
 
     def _needs(self, passes: Passes, peak: Peaks) -> Needs:
         gpu_bytes = needed_bytes(passes, peak, self.problem.machine)

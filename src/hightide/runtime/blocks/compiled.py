@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils import checkpoint
 
 from hightide.ir.activation import Activation
@@ -74,7 +73,7 @@ class CompiledForwards:
     def _call(self, key: tuple[Forward, Activation], compiled: Forward, *args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             self._forwards[key] = None
             name = _name(key[0])
             warnings.warn(

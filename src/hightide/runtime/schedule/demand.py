@@ -28,15 +28,11 @@ class Demands:
         self._chunks, self._gradients = performer.chunks, performer.gradients
         self._names = names
         self._count = 0
-        self._warned = False
-
-    def go_on(self, before: Demands) -> None:
-        """What was said once is not said again under another plan."""
-        self._warned = before._warned
+        self.has_warned = False
 
     def warn(self, block: int) -> None:
-        if not self._warned:
-            self._warned = True
+        if not self.has_warned:
+            self.has_warned = True
             warnings.warn(OFF_PLAN.format(name=self._names[block]), stacklevel=2)
 
     # -- parameters -----------------------------------------------------------------------------------------------

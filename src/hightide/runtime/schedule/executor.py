@@ -111,7 +111,7 @@ class Executor:
     def go_on(self, before: Executor) -> None:
         """With what counts whatever the plan."""
         self.num_deviations, self._owes_step = before.num_deviations, before._owes_step
-        self._demands.go_on(before._demands)
+        self._demands.has_warned = before._demands.has_warned
         self._num_backwards, self._was_told = before._num_backwards, before._was_told
 
     def _last_backwards(self) -> dict[int, int]:
