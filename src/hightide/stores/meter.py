@@ -6,7 +6,8 @@ fire in any thread and in the middle of anything (the garbage collector runs whe
 append to a deque, which needs no lock and cannot fail. The ledger settles these deaths before it counts a birth and
 before it answers a question, so live and peak bytes are exact.
 
-Not seen: buffers that a kernel allocates and frees inside one operation.
+Not seen: buffers that a kernel allocates and frees inside one operation, unless whoever meters says how many bytes
+these are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 DEFAULT_LABEL = "activations"
 
 OnChange = Callable[[int, str], object]  # (delta_bytes, label)
+Inside = Callable[[Any, Sequence[Any], Mapping[str, Any]], int]  # of an operation and its arguments: bytes
 
 
 _DEVICE = torch.ops.prim.device.default
@@ -94,6 +96,13 @@ class StorageLedger:
         """Makes a storage known at no cost: somebody else counts it."""
         self.count(storage, "", num_bytes=0)
 
+    def pass_by(self, num_bytes: int, label: str) -> None:
+        """Something is there, and gone again."""
+        with self._lock:
+            self.settle()
+            self._change(num_bytes, label)
+            self._change(-num_bytes, label)
+
     def settle(self) -> None:
         """Takes the storages that have died off the books."""
         if not self._dead:
@@ -130,16 +139,22 @@ class AllocationMeter(TorchDispatchMode):
     """Counts new storages of the thread that entered it, of real and of fake tensors (enter it inside the fake mode).
 
     An instance belongs to one thread; threads share a ledger. `on_change(delta_bytes, label)` may raise on growth: the
-    exception leaves the operation that allocated. It must not raise on a negative delta.
+    exception leaves the operation that allocated. It must not raise on a negative delta. `inside` says what a kernel
+    allocates and frees by itself.
     """
 
     def __init__(
-        self, on_change: OnChange | None = None, label: str = DEFAULT_LABEL, ledger: StorageLedger | None = None
+        self,
+        on_change: OnChange | None = None,
+        label: str = DEFAULT_LABEL,
+        ledger: StorageLedger | None = None,
+        inside: Inside | None = None,
     ) -> None:
         super().__init__()
         assert on_change is None or ledger is None, "a shared ledger has its own on_change"
         self.ledger = StorageLedger(on_change) if ledger is None else ledger
         self.label = label
+        self._inside = inside
 
     @property
     def live_bytes(self) -> int:
@@ -174,6 +189,8 @@ class AllocationMeter(TorchDispatchMode):
         for storage in _storages(out):
             if look == _FRESH or self.ledger.knows(storage) or not _is_input(storage, args, kwargs):
                 self.ledger.count(storage, self.label)
+        if self._inside is not None and (num_bytes := self._inside(func, args, kwargs or {})):
+            self.ledger.pass_by(num_bytes, self.label)
         return out
 
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from hightide.ir.block import Affine, Selective, Work
 from hightide.ir.split import Split
 from hightide.process.interrupts import safe_point
+from hightide.profiler.model.attention import workspace_bytes
 from hightide.profiler.model.call_tree import flatten, leaves_key, narrow, tensors, unflatten
 from hightide.profiler.model.probe_record import CallRecord
 from hightide.profiler.model.taps import Tap, tapping
@@ -174,7 +175,7 @@ def meter_call(module: nn.Module, leaves: Sequence[Any], record: CallRecord, tap
             results = tensors(flatten(module.forward(*args, **kwargs))[0])
         return results + tapped.tensors
 
-    with torch.no_grad(), AllocationMeter() as meter, WorkMeter() as work:
+    with torch.no_grad(), AllocationMeter(inside=workspace_bytes) as meter, WorkMeter() as work:
         results = run()
         outputs, forward_peak, forward = meter.live_bytes, meter.peak_bytes, work.counted
     shapes = [torch.empty_like(result) for result in results]
@@ -198,7 +199,7 @@ class _MeteredGraph:
 
 
 def _meter_graph(run: Callable[[], list[torch.Tensor]], gradients: list[torch.Tensor]) -> _MeteredGraph:
-    with torch.enable_grad(), AllocationMeter() as meter, WorkMeter() as work:
+    with torch.enable_grad(), AllocationMeter(inside=workspace_bytes) as meter, WorkMeter() as work:
         with work.until_saved() as saved:
             results = run()
         edges = [(get_gradient_edge(r), g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
