@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -25,6 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 DEFAULT_LABEL = "activations"
 
 OnChange = Callable[[int, str], object]  # (delta_bytes, label)
+
+
+class Event(NamedTuple):
+    """A storage is born, or dies."""
+
+    storage: int  # its number
+    num_bytes: int  # negative: it dies
+
+
 Inside = Callable[[Any, Sequence[Any], Mapping[str, Any]], int]  # of an operation and its arguments: bytes
 
 
@@ -42,8 +51,9 @@ def device_asked(func: Any, args: Any) -> torch.device | None:
 class _StorageRef(weakref.ref):
     """Weak reference to a storage, with what was counted for it."""
 
-    __slots__ = ("key", "label", "num_bytes")
+    __slots__ = ("key", "label", "num_bytes", "number")
     key: int
+    number: int
     label: str
     num_bytes: int
 
@@ -51,7 +61,13 @@ class _StorageRef(weakref.ref):
 class StorageLedger:
     """The storages that are alive and counted, for the meters of all threads. See [Note: how storages are counted]."""
 
-    def __init__(self, on_change: OnChange | None = None, lock: threading.RLock | None = None) -> None:
+    def __init__(
+        self,
+        on_change: OnChange | None = None,
+        lock: threading.RLock | None = None,
+        events: list[Event] | None = None,
+    ) -> None:
+        """`events`: where births and deaths are written down."""
         # A store that answers on_change passes its own lock: two locks taken in both orders would deadlock.
         self._lock = threading.RLock() if lock is None else lock
         self._on_change = on_change
@@ -59,6 +75,8 @@ class StorageLedger:
         self._dead: deque[_StorageRef] = deque()
         self._live_bytes = 0
         self._peak_bytes = 0
+        self._events = events
+        self._num_counted = 0
 
     @property
     def live_bytes(self) -> int:
@@ -88,8 +106,10 @@ class StorageLedger:
                 return
             size = storage.nbytes() if num_bytes is None else num_bytes
             ref = _StorageRef(storage, self._dead.append)
-            ref.key, ref.label, ref.num_bytes = id(storage), label, size
+            ref.key, ref.label, ref.num_bytes, ref.number = id(storage), label, size, self._num_counted
+            self._num_counted += 1
             self._known[ref.key] = ref
+            self._write_down(ref.number, size)
             self._change(size, label)
 
     def ignore(self, storage: torch.UntypedStorage) -> None:
@@ -100,8 +120,10 @@ class StorageLedger:
         """Something is there, and gone again."""
         with self._lock:
             self.settle()
-            self._change(num_bytes, label)
-            self._change(-num_bytes, label)
+            for delta_bytes in (num_bytes, -num_bytes):
+                self._write_down(self._num_counted, delta_bytes)
+                self._change(delta_bytes, label)
+            self._num_counted += 1
 
     def settle(self) -> None:
         """Takes the storages that have died off the books."""
@@ -115,6 +137,7 @@ class StorageLedger:
                     return
                 if self._known.get(ref.key) is ref:  # else the address already belongs to a younger storage
                     del self._known[ref.key]
+                self._write_down(ref.number, -ref.num_bytes)
                 self._change(-ref.num_bytes, ref.label)
 
     def _recount(self, ref: _StorageRef, storage: torch.UntypedStorage, num_bytes: int | None) -> None:
@@ -122,8 +145,14 @@ class StorageLedger:
             return
         size = storage.nbytes() if num_bytes is None else num_bytes
         if size != ref.num_bytes:
+            self._write_down(ref.number, -ref.num_bytes)
             delta, ref.num_bytes = size - ref.num_bytes, size
+            self._write_down(ref.number, size)
             self._change(delta, ref.label)
+
+    def _write_down(self, number: int, delta_bytes: int) -> None:
+        if self._events is not None and delta_bytes:
+            self._events.append(Event(number, delta_bytes))
 
     def _change(self, delta_bytes: int, label: str) -> None:
         if delta_bytes == 0:
@@ -152,7 +181,8 @@ class AllocationMeter(TorchDispatchMode):
     ) -> None:
         super().__init__()
         assert on_change is None or ledger is None, "a shared ledger has its own on_change"
-        self.ledger = StorageLedger(on_change) if ledger is None else ledger
+        self.events: list[Event] = []  # of a ledger of its own
+        self.ledger = StorageLedger(on_change, events=self.events) if ledger is None else ledger
         self.label = label
         self._inside = inside
 

@@ -264,6 +264,7 @@ def _call_spec(call: ProbedCall, needs: CallNeeds) -> CallSpec:
         backward_peak=needs.backward_peak,
         selective=needs.selective,
         num_kept=needs.num_kept,
+        holes=needs.holes,
         input_grads=call.input_grads,
         tapped=call.tapped,
         num_saved=call.num_saved,
