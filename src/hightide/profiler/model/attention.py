@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
+from hightide.profiler.model.recurrent import GATES, is_unreal, recur
+
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 MAX_FLASH_WIDTH = 256  # elements of a head
@@ -57,9 +59,9 @@ class AttentionCall:
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
 
-class CountedAttention(TorchFunctionMode):
-    """While it is active, attention on tensors without values is that of the device. See [Note: which kernel attends].
-    Real tensors are attended to as ever."""
+class DeviceKernels(TorchFunctionMode):
+    """While it is active, attention and recurrent layers on tensors without values are those of the device. See [Note:
+    which kernel attends] and [Note: recurrent kernels]. Real tensors are computed with as ever."""
 
     def __init__(self, device: torch.device, unreal: Unreal) -> None:
         super().__init__()
@@ -67,6 +69,8 @@ class CountedAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._on_gpu and func in GATES and is_unreal(args):
+            return recur(func, args)
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         call = AttentionCall(*args, **kwargs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hightide.profiler.model.attention import CountedAttention
+from hightide.profiler.model.attention import DeviceKernels
+from hightide.profiler.model.recurrent import WORKSPACE, onednn_workspace_bytes
 from hightide.profiler.trial.state import Snapshot
 from hightide.stores.meter import device_asked
 
@@ -79,8 +80,8 @@ def fake_parameters(model: nn.Module, runs_on: torch.device = CPU) -> Iterator[O
         for module in model.modules():
             refer_to(module, fakes)
         operations = _Operations()
-        attention = CountedAttention(runs_on, operations.unreal)
-        with _quiet_log(), operations, attention, _experts_in_groups(model) as originals._configs:
+        kernels = DeviceKernels(runs_on, operations.unreal)
+        with _quiet_log(), operations, kernels, _experts_in_groups(model) as originals._configs:
             yield originals
     finally:
         for contents in before:
@@ -175,6 +176,8 @@ class _Operations(TorchDispatchMode):
         if func is torch.ops.aten.bincount.default and isinstance(args[0], FakeTensor):
             least = args[2] if len(args) > 2 else (kwargs or {}).get("minlength", 0)
             return args[0].new_empty(least, dtype=torch.int64)
+        if func is torch.ops.aten.mkldnn_rnn_layer.default and isinstance(args[1], FakeTensor):
+            return _with_workspace(args[1].fake_mode.__torch_dispatch__(func, types, args, kwargs or {}), args)
         if func is not torch.ops.aten._grouped_mm.default or not isinstance(args[0], FakeTensor):
             mode = next((arg.fake_mode for arg in args if isinstance(arg, FakeTensor)), self._makes)
             if mode is None or any(kind is not FakeTensor for kind in types):
@@ -183,6 +186,12 @@ class _Operations(TorchDispatchMode):
         first, second = args[0], args[1]
         groups = args[2] if len(args) > 2 else (kwargs or {}).get("offs")
         return first.new_empty(_grouped_shape(first, second, groups))
+
+
+def _with_workspace(results: Any, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """Without values it would be empty."""
+    needed = onednn_workspace_bytes(args)
+    return *results[:WORKSPACE], results[WORKSPACE].new_empty(needed, dtype=torch.uint8)
 
 
 def _grouped_shape(first: torch.Tensor, second: torch.Tensor, groups: torch.Tensor | None) -> list[int]:
