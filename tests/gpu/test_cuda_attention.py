@@ -90,4 +90,4 @@ def test_told_bytes_are_those_of_the_gpu(dtype: torch.dtype, key_heads: int, opt
 def test_the_rules_are_those_of_torch(call: AttentionCall) -> None:
     """cuDNN's kernel takes as much as the one that the rules name."""
     chosen, by_rule = gpu_kernel(call), kernel_by_rule(call)
-    assert chosen is by_rule or (chosen is SDPBackend.CUDNN_ATTENTION and by_rule is not SDPBackend.MATH)
+    assert chosen == by_rule or (chosen == SDPBackend.CUDNN_ATTENTION and by_rule != SDPBackend.MATH)

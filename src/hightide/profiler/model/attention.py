@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hightide.profiler.model.recurrent import GATES, is_unreal, recur
 
@@ -31,6 +32,7 @@ HALF = (torch.bfloat16, torch.float16)
 MAX_FLASH_WIDTH = 256  # elements of a head
 BIAS_ALIGNMENT = 16  # elements of a row of a mask
 ROWS = 128  # of queries: the kernels' statistics are for so many at a time
+ASKED = torch.device("cuda")
 SHORT = 64  # tokens with which torch is asked: their number does not matter
 
 Unreal = Callable[[FakeTensorMode], AbstractContextManager[None]]  # what operations make out of nothing has no values
@@ -83,9 +85,9 @@ class DeviceKernels(TorchFunctionMode):
 
 def _attend(call: AttentionCall) -> Tensor:
     kernel = gpu_kernel(call)
-    if kernel is SDPBackend.FLASH_ATTENTION or (kernel is SDPBackend.CUDNN_ATTENTION and call.attn_mask is None):
+    if kernel == SDPBackend.FLASH_ATTENTION or (kernel == SDPBackend.CUDNN_ATTENTION and call.attn_mask is None):
         return _flash(call)
-    if kernel is SDPBackend.EFFICIENT_ATTENTION or kernel is SDPBackend.CUDNN_ATTENTION:
+    if kernel == SDPBackend.EFFICIENT_ATTENTION or kernel == SDPBackend.CUDNN_ATTENTION:
         return _efficient(call)
     attended: Tensor = aten._scaled_dot_product_attention_math(
         call.query,
@@ -128,17 +130,20 @@ def _efficient(call: AttentionCall) -> Tensor:
 
 
 def gpu_kernel(call: AttentionCall) -> SDPBackend:
-    """That torch will choose. See [Note: which kernel attends]."""
+    """That torch will choose. See [Note: which kernel attends]. To be compared by value: it is not always the same
+    object."""
     if not torch.cuda.is_available() or any(tensor.ndim != 4 for tensor in call.tensors[:3]):
         return kernel_by_rule(call)
-    query, key, value = (_like(part, call.needs_grad) for part in call.tensors[:3])
-    mask = None
-    if call.attn_mask is not None:
-        shape = (*call.attn_mask.shape[:-2], *(min(size, SHORT) for size in call.attn_mask.shape[-2:]))
-        mask = torch.zeros(shape, dtype=call.attn_mask.dtype, device="cuda")
-    chosen = torch._fused_sdp_choice(
-        query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, enable_gqa=call.enable_gqa
-    )
+    needs_grad = call.needs_grad
+    with _disable_current_modes():  # nobody counts these, and they are real
+        query, key, value = (_like(part, needs_grad) for part in call.tensors[:3])
+        mask = None
+        if call.attn_mask is not None:
+            shape = (*call.attn_mask.shape[:-2], *(min(size, SHORT) for size in call.attn_mask.shape[-2:]))
+            mask = torch.zeros(shape, dtype=call.attn_mask.dtype, device=ASKED)
+        chosen = torch._fused_sdp_choice(
+            query, key, value, mask, call.dropout_p, call.is_causal, scale=call.scale, enable_gqa=call.enable_gqa
+        )
     return SDPBackend(chosen)
 
 
@@ -147,7 +152,7 @@ def _like(tensor: Tensor, needs_grad: bool) -> Tensor:
     strides = tensor.stride()
     order = sorted(range(4), key=lambda dim: strides[dim], reverse=True)
     sizes = [tensor.shape[0], tensor.shape[1], min(tensor.shape[2], SHORT), tensor.shape[3]]
-    made = torch.empty([sizes[dim] for dim in order], dtype=tensor.dtype, device="cuda")
+    made = torch.empty([sizes[dim] for dim in order], dtype=tensor.dtype, device=ASKED)
     return made.permute([order.index(dim) for dim in range(4)]).requires_grad_(needs_grad)
 
 

@@ -21,6 +21,7 @@ from hightide.ir.units import parse_bytes
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.search import search
+from hightide.profiler.model import attention
 from hightide.profiler.model.attention import AttentionCall, kernel_by_rule
 from hightide.profiler.model.model_profile import profile_model
 from hightide.profiler.trial import independence
@@ -185,7 +186,28 @@ def attention_call(
     ],
 )
 def test_which_kernel_a_gpu_takes(call: AttentionCall, kernel: SDPBackend) -> None:
-    assert kernel_by_rule(call) is kernel
+    assert kernel_by_rule(call) == kernel
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_torch_is_asked_with_short_tensors_that_are_real(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a GPU; here the CPU answers in its place."""
+    by_rule = layer_call(1024, padded=padded)
+    asked = []
+    choice = torch._fused_sdp_choice
+
+    def answered(query: torch.Tensor, *args: Any, **kwargs: Any) -> int:
+        asked.append((type(query), tuple(query.shape), query.stride(-1), query.requires_grad))
+        assert choice(query, *args, **kwargs) >= 0
+        return int(EFFICIENT.value if padded else FLASH.value)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention, "ASKED", CPU)
+    monkeypatch.setattr(torch, "_fused_sdp_choice", answered)
+    assert layer_call(1024, padded=padded).backward_peak == by_rule.backward_peak
+    assert {kind for kind, *_ in asked} == {torch.Tensor}
+    assert {shape[2:] for _, shape, *_ in asked} == {(attention.SHORT, HIDDEN // HEADS)}
+    assert {needs for *_, needs in asked} == {False, True} and {stride for *_, stride, _ in asked} == {1}
 
 
 def test_long_sequences_are_tried_short(monkeypatch: pytest.MonkeyPatch) -> None:
