@@ -138,7 +138,10 @@ def profile_of(model: str, sequences: int, length: int) -> ModelProfile:
     optimizer = torch.optim.AdamW(shape.parameters())
     tokens = torch.zeros(sequences, length, dtype=torch.long)
     batch = {"input_ids": tokens, "labels": tokens}
-    return profile_calls(shape, optimizer, batch, device=None)[0]  # shapes are believed: nothing is trained here
+    gpu = torch.device("cuda")
+    return profile_calls(shape, optimizer, batch, device=None, runs_on=gpu)[
+        0
+    ]  # shapes are believed: nothing is trained
 
 
 def main() -> None:

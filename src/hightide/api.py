@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -50,6 +51,7 @@ from hightide.profiler.switches import checkpointing
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import check_modules, run_of, unwrap_modules, wrap_modules
 
+S = TypeVar("S", bound=Solution)
 GPU_HEADROOM = 0.95  # of the GPU's free memory: the allocator's fragments and libraries' workspaces need some
 
 
@@ -109,6 +111,7 @@ def wrap(
                 sizes = _resolve(limits or Limits(), place, model, optimizer)
                 terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, accumulate=accumulate)
                 solution = _searched(profiled, optimizer, place, compile, terms)
+                solution = _moving_in(solution, model, optimizer)
             else:
                 check_executable(plan)
                 check_plan(profile, plan)
@@ -119,6 +122,8 @@ def wrap(
                     solution = solution.described()
                 if place.type == "cuda":
                     _warn_of_room(room_on(place, model, optimizer), plan)
+            if place.type == "cuda":
+                _warn_of_moving_in(_moving_in(solution, model, optimizer).plan)
             adapted = {id(param) for param in lora.adapted_parameters(model)}
             check_modules(
                 model, solution.profile, probed, {name for name, p in model.named_parameters() if id(p) in adapted}
@@ -178,7 +183,7 @@ def plan(
         profiled = _profile(model, optimizer, batch, blocks, place)
         sizes = _resolve(limits or Limits(), place, model, optimizer)
         terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, accumulate=accumulate)
-        return _searched(profiled, optimizer, place, compile, terms).plan
+        return _moving_in(_searched(profiled, optimizer, place, compile, terms), model, optimizer).plan
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -304,6 +309,25 @@ def _searched(
         solution = search(measured)
     solution.verify()
     return solution
+
+
+def _moving_in(solution: S, model: nn.Module, optimizer: torch.optim.Optimizer) -> S:
+    """With what the host needs meanwhile."""
+    on_host = {name for name, param in model.named_parameters() if param.device.type == "cpu"}
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return solution.moving_in(on_host, sum(state.nbytes for state in states if state.device.type == "cpu"))
+
+
+def _warn_of_moving_in(plan: Plan) -> None:
+    needed_bytes = plan.forecast.moving_host_bytes
+    if needed_bytes > max(plan.host_limit_bytes, plan.forecast.host_peak_bytes):
+        warnings.warn(
+            f"the host may have {format_bytes(plan.host_limit_bytes)}, and has {format_bytes(needed_bytes)} while the "
+            "model's values move from the CPU to their places, because the model is there now. Afterwards they are "
+            f"{format_bytes(plan.forecast.host_peak_bytes)}. A model of hightide.from_pretrained, or one that was made "
+            'under torch.device("meta"), is never there as a whole',
+            stacklevel=3,
+        )
 
 
 def _verified(solution: Solution, rehearsed: Callable[[], ModelProfile | None]) -> Solution:

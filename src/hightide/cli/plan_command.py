@@ -21,7 +21,7 @@ from hightide.cli.chosen_machine import MachineOption, chosen_machine
 from hightide.cli.plan_text import show
 from hightide.cli.target import check_target, writing
 from hightide.cli.tide_page import HtmlOption, save_page
-from hightide.cli.workload import LENGTH, SEQUENCES, Dtype, LoraOption, ModelArgument, Workload, load_workload
+from hightide.cli.workload import CPU, GPU, LENGTH, SEQUENCES, Dtype, LoraOption, ModelArgument, Workload, load_workload
 from hightide.integrations.lora import Lora
 from hightide.ir.block import ModelProfile
 from hightide.ir.codec import to_json
@@ -33,6 +33,7 @@ from hightide.planner.advice.helpful import Circumstances, fitting, improvements
 from hightide.planner.advice.why import find_block, why
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.predict.estimate import estimate
+from hightide.planner.predict.peaks import is_real
 from hightide.planner.predict.tide import simulated_timeline
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.calls import in_calls, search_calls
@@ -109,7 +110,7 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
     with notes.status("profiling the model, without its values") as status:
         workload = load_workload(options.model, options.sequences, options.length, options.dtype, lora)
         with _quiet("transformers"):
-            profile = workload.profile()
+            profile = workload.profile(GPU if is_real(machine) else CPU)
         _check_against(profile, options)
         costs = estimate(profile, machine)
         micro_batch, gradients = options.micro_batch, options.gradients

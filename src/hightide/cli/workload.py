@@ -38,6 +38,7 @@ from hightide.profiler.model.model_profile import profile_model
 from hightide.profiler.model.repeated import FEW_LAYERS, stack_of, with_layers
 
 SEQUENCES, LENGTH = 8, 2048  # where the command does not say
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MAX_TOKENS = 2**28  # per step: so many are made, to plan with
 
 ModelArgument = Annotated[
@@ -67,14 +68,15 @@ class Workload:
     has_own_batch: bool = False  # --sequences and --length do not decide about it
     num_layers: int | None = None  # where `model` has only FEW_LAYERS of them: equal ones are profiled once
 
-    def profile(self) -> ModelProfile:
-        """With AdamW over what is trained."""
+    def profile(self, runs_on: torch.device = GPU) -> ModelProfile:
+        """With AdamW over what is trained. `runs_on`: whose kernels are counted; it need not be there."""
         trained = [param for param in self.model.parameters() if param.requires_grad]
         if not trained:
             raise ValueError(f"{self.name} has 0 parameters that require a gradient; there is nothing to train")
         with warnings.catch_warnings(), set_apart(self.name):
             warnings.filterwarnings("ignore", "the model could not be probed")  # here, that is an error
-            profile, probed = profile_model(self.model, torch.optim.AdamW(trained), self.batch, device=None)
+            optimizer = torch.optim.AdamW(trained)
+            profile, probed = profile_model(self.model, optimizer, self.batch, device=None, runs_on=runs_on)
         if probed.failure:
             remedy = "let a function return the model with a batch of its own: FILE.py:FUNCTION -> (module, batch)"
             raise ValueError(f"{self.name} does not run without values: {probed.failure}; {remedy}")

@@ -144,6 +144,7 @@ class Action:
     gpu_gives: int = 0  # bytes of GPU memory released at its end
     gpu_transient: int = 0  # further bytes alive only while it runs
     gpu_kept: int = 0  # what kept graphs and logits are of the bytes that it takes (forward, unstash), or gives
+    gpu_holes: int = 0  # further bytes that torch reserves on a real GPU, because the tensors inside differ in size
     host_takes: int = 0
     host_gives: int = 0
 
@@ -200,6 +201,7 @@ _FIELDS: dict[str, tuple[str, Callable[[str], object]]] = {
     "gpu-": ("gpu_gives", int),
     "gpu~": ("gpu_transient", int),
     "kept": ("gpu_kept", int),
+    "holes": ("gpu_holes", int),
     "host+": ("host_takes", int),
     "host-": ("host_gives", int),
 }

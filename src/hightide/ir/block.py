@@ -122,6 +122,7 @@ class CallSpec:
     input_grads: Affine  # gradients of inputs, whole batch
     tapped: Affine = Affine()  # what leaves the block by another way than its result, whole batch, until backward
     num_saved: int = 1  # how many tensors `saved_inputs` are
+    holes: Affine = Affine()  # what torch reserves on a GPU beyond that, for a micro-batch that runs eagerly
     num_kept: int = 16  # how many tensors the graph of one micro-batch keeps, at most
     kind: int = 0  # calls of one kind are equal calls of equal blocks: they take equal memory and time
     forward: Work = Work()

@@ -124,6 +124,11 @@ class Costs:
     def is_measured(self) -> bool:
         return self.source.startswith("measured")
 
+    @property
+    def is_compiled(self) -> bool:
+        """Blocks were rehearsed as torch.compile makes them."""
+        return self.is_measured and self.source.endswith(", compiled")
+
     def save(self, path: str | Path) -> None:
         codec.save(self, path)
 

@@ -60,6 +60,7 @@ class Forecast:
     step_s: float = 0.0  # on the machine that the plan was searched for; 0: nobody has simulated it
     # By torch from the driver, at most. None: on the simulated accelerator, or nobody has said for which GPU
     gpu_reserved_bytes: int | None = None
+    moving_host_bytes: int = 0  # while `wrap` moves values in, with the model as it was; 0: nobody has said where it is
 
     @property
     def gpu_bytes(self) -> int:

@@ -6,9 +6,10 @@ pages and explanations read it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.block import ModelProfile
@@ -19,6 +20,7 @@ from hightide.planner.advice.explain import explain
 from hightide.planner.lower import lower, lower_step, modes_beside
 from hightide.planner.mechanism import NONE, Mechanisms
 from hightide.planner.placement import Placement
+from hightide.planner.predict.moving_in import moving_in_bytes
 from hightide.planner.predict.peaks import Peaks, bytes_forecast, step_peaks
 from hightide.planner.predict.step_seconds import StepForecast, forecast
 from hightide.planner.problem import Problem
@@ -67,6 +69,14 @@ class Solution:
     def described(self, machine: Machine | None = None) -> Solution:
         """With a forecast and an explanation of its own: of a plan that a person has made. Nobody has simulated it."""
         sizes = bytes_forecast(self.passes, self.peaks, machine)
+        return self._told(sizes)
+
+    def moving_in(self, on_host: Collection[str], waiting_bytes: int) -> Self:
+        """With what the host needs while a model's values move in: see planner/predict/moving_in.py."""
+        needed = moving_in_bytes(self.placement, on_host, waiting_bytes)
+        return self._told(replace(self.plan.forecast, moving_host_bytes=needed))
+
+    def _told(self, sizes: Forecast) -> Self:
         return replace(self, placement=_explained(self.profile, self.placement, sizes, self.passes, self.peaks))
 
 

@@ -45,7 +45,7 @@ def rehearse(
     """The model may be on the meta device, and is not touched. `micro_batches`: sizes to measure; None: one sample, a
     quarter of the batch, and all of it. Needs memory for one block with its activations. Which blocks may be split is
     told by shapes here: nothing is trained."""
-    profile, probed, records = profile_calls(model, optimizer, batch, blocks, device=None)
+    profile, probed, records = profile_calls(model, optimizer, batch, blocks, device=None, runs_on=device)
     return profile, measure_costs(profile, probed, records, optimizer, device, compile, micro_batches)
 
 

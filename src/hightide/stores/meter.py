@@ -6,7 +6,8 @@ fire in any thread and in the middle of anything (the garbage collector runs whe
 append to a deque, which needs no lock and cannot fail. The ledger settles these deaths before it counts a birth and
 before it answers a question, so live and peak bytes are exact.
 
-Not seen: buffers that a kernel allocates and frees inside one operation.
+Not seen: buffers that a kernel allocates and frees inside one operation, unless whoever meters says how many bytes
+these are.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -24,6 +25,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 DEFAULT_LABEL = "activations"
 
 OnChange = Callable[[int, str], object]  # (delta_bytes, label)
+
+
+class Event(NamedTuple):
+    """A storage is born, or dies."""
+
+    storage: int  # its number
+    num_bytes: int  # negative: it dies
+
+
+Inside = Callable[[Any, Sequence[Any], Mapping[str, Any]], int]  # of an operation and its arguments: bytes
 
 
 _DEVICE = torch.ops.prim.device.default
@@ -40,8 +51,9 @@ def device_asked(func: Any, args: Any) -> torch.device | None:
 class _StorageRef(weakref.ref):
     """Weak reference to a storage, with what was counted for it."""
 
-    __slots__ = ("key", "label", "num_bytes")
+    __slots__ = ("key", "label", "num_bytes", "number")
     key: int
+    number: int
     label: str
     num_bytes: int
 
@@ -49,7 +61,13 @@ class _StorageRef(weakref.ref):
 class StorageLedger:
     """The storages that are alive and counted, for the meters of all threads. See [Note: how storages are counted]."""
 
-    def __init__(self, on_change: OnChange | None = None, lock: threading.RLock | None = None) -> None:
+    def __init__(
+        self,
+        on_change: OnChange | None = None,
+        lock: threading.RLock | None = None,
+        events: list[Event] | None = None,
+    ) -> None:
+        """`events`: where births and deaths are written down."""
         # A store that answers on_change passes its own lock: two locks taken in both orders would deadlock.
         self._lock = threading.RLock() if lock is None else lock
         self._on_change = on_change
@@ -57,6 +75,8 @@ class StorageLedger:
         self._dead: deque[_StorageRef] = deque()
         self._live_bytes = 0
         self._peak_bytes = 0
+        self._events = events
+        self._num_counted = 0
 
     @property
     def live_bytes(self) -> int:
@@ -86,13 +106,24 @@ class StorageLedger:
                 return
             size = storage.nbytes() if num_bytes is None else num_bytes
             ref = _StorageRef(storage, self._dead.append)
-            ref.key, ref.label, ref.num_bytes = id(storage), label, size
+            ref.key, ref.label, ref.num_bytes, ref.number = id(storage), label, size, self._num_counted
+            self._num_counted += 1
             self._known[ref.key] = ref
+            self._write_down(ref.number, size)
             self._change(size, label)
 
     def ignore(self, storage: torch.UntypedStorage) -> None:
         """Makes a storage known at no cost: somebody else counts it."""
         self.count(storage, "", num_bytes=0)
+
+    def pass_by(self, num_bytes: int, label: str) -> None:
+        """Something is there, and gone again."""
+        with self._lock:
+            self.settle()
+            for delta_bytes in (num_bytes, -num_bytes):
+                self._write_down(self._num_counted, delta_bytes)
+                self._change(delta_bytes, label)
+            self._num_counted += 1
 
     def settle(self) -> None:
         """Takes the storages that have died off the books."""
@@ -106,6 +137,7 @@ class StorageLedger:
                     return
                 if self._known.get(ref.key) is ref:  # else the address already belongs to a younger storage
                     del self._known[ref.key]
+                self._write_down(ref.number, -ref.num_bytes)
                 self._change(-ref.num_bytes, ref.label)
 
     def _recount(self, ref: _StorageRef, storage: torch.UntypedStorage, num_bytes: int | None) -> None:
@@ -113,8 +145,14 @@ class StorageLedger:
             return
         size = storage.nbytes() if num_bytes is None else num_bytes
         if size != ref.num_bytes:
+            self._write_down(ref.number, -ref.num_bytes)
             delta, ref.num_bytes = size - ref.num_bytes, size
+            self._write_down(ref.number, size)
             self._change(delta, ref.label)
+
+    def _write_down(self, number: int, delta_bytes: int) -> None:
+        if self._events is not None and delta_bytes:
+            self._events.append(Event(number, delta_bytes))
 
     def _change(self, delta_bytes: int, label: str) -> None:
         if delta_bytes == 0:
@@ -130,16 +168,23 @@ class AllocationMeter(TorchDispatchMode):
     """Counts new storages of the thread that entered it, of real and of fake tensors (enter it inside the fake mode).
 
     An instance belongs to one thread; threads share a ledger. `on_change(delta_bytes, label)` may raise on growth: the
-    exception leaves the operation that allocated. It must not raise on a negative delta.
+    exception leaves the operation that allocated. It must not raise on a negative delta. `inside` says what a kernel
+    allocates and frees by itself.
     """
 
     def __init__(
-        self, on_change: OnChange | None = None, label: str = DEFAULT_LABEL, ledger: StorageLedger | None = None
+        self,
+        on_change: OnChange | None = None,
+        label: str = DEFAULT_LABEL,
+        ledger: StorageLedger | None = None,
+        inside: Inside | None = None,
     ) -> None:
         super().__init__()
         assert on_change is None or ledger is None, "a shared ledger has its own on_change"
-        self.ledger = StorageLedger(on_change) if ledger is None else ledger
+        self.events: list[Event] = []  # of a ledger of its own
+        self.ledger = StorageLedger(on_change, events=self.events) if ledger is None else ledger
         self.label = label
+        self._inside = inside
 
     @property
     def live_bytes(self) -> int:
@@ -174,6 +219,8 @@ class AllocationMeter(TorchDispatchMode):
         for storage in _storages(out):
             if look == _FRESH or self.ledger.knows(storage) or not _is_input(storage, args, kwargs):
                 self.ledger.count(storage, self.label)
+        if self._inside is not None and (num_bytes := self._inside(func, args, kwargs or {})):
+            self.ledger.pass_by(num_bytes, self.label)
         return out
 
 

@@ -53,6 +53,9 @@ def _memory(placement: Placement, peak: Peaks) -> list[str]:
             beside = format_bytes(forecast.gpu_reserved_bytes - forecast.gpu_peak_bytes)
             tensors = format_bytes(forecast.gpu_peak_bytes)
             lines.append(f"        of it {tensors} tensors, {beside} reserved by torch beside them")
+        if tier is Tier.HOST and forecast.moving_host_bytes > used:
+            moving = format_bytes(forecast.moving_host_bytes)
+            lines.append(f"        {moving} while wrap moves the values in, as the model is on the CPU")
     return lines
 
 

@@ -119,6 +119,7 @@ def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) ->
     if not backwards:
         return
     backward["gpu_transient"] += call.backward_peak.at(micro)
+    backward["gpu_holes"] = call.holes.at(micro)
     if (
         micro == draft.plan.num_samples
     ):  # its inputs' gradients are those of the batch, which are counted for themselves

@@ -3,9 +3,10 @@
 [Note: what a GPU reserves] Peaks are bytes of tensors. On a real GPU torch reserves more from the driver, and that is
 what others cannot have: a workspace of its matrix library for each thread that multiplies (the user's and autograd's),
 the rest of the last page of each of its two pools, and holes between tensors that come and go in different sizes, which
-are a share of what comes and goes. Block inputs that wait on the host leave holes of their own size, because they are
-let go when the link is done with them, in between the tensors of other blocks. The CUDA context itself is outside of
-torch's count, as of every limit. The constants were fitted to bench/measured.json.
+are a share of what comes and goes. Blocks that run eagerly have more of them inside: see [Note: holes of one block].
+Block inputs that wait on the host leave holes of their own size, because they are let go when the link is done with
+them, in between the tensors of other blocks. The CUDA context itself is outside of torch's count, as of every limit.
+The constants were fitted to bench/measured.json, whose blocks are compiled.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def reserved_bytes(schedule: Schedule | Passes, peak: Peaks | None = None) -> in
     passes = Passes.of(schedule)
     base_bytes, peak_bytes = passes.last.gpu_base_bytes, (peak or step_peaks(passes)).gpu_peak_bytes
     stashed = max((action.gpu_gives for action in passes.last.actions if action.op is Op.STASH), default=0)
-    return base_bytes + reserved_beside(peak_bytes - base_bytes, stashed)
+    inside = max((action.gpu_holes for action in passes.last.actions), default=0)
+    return base_bytes + reserved_beside(peak_bytes - base_bytes, stashed, inside)
 
 
 def bytes_forecast(schedule: Schedule | Passes, peak: Peaks, machine: Machine | None) -> Forecast:
@@ -99,10 +101,10 @@ def is_real(machine: Machine) -> bool:
     return machine.gpu is not None and not machine.is_simulated
 
 
-def reserved_beside(passing_bytes: int, stashed_bytes: int) -> int:
+def reserved_beside(passing_bytes: int, stashed_bytes: int, inside_bytes: int = 0) -> int:
     """For tensors that come and go, at most so many bytes at once; `stashed_bytes`: the widest inputs of a block that
-    wait on the host."""
-    holes = math.ceil(HOLES_SHARE * passing_bytes) + NUM_STASH_HOLES * stashed_bytes
+    wait on the host; `inside_bytes`: the holes of a block that runs eagerly."""
+    holes = math.ceil(HOLES_SHARE * passing_bytes) + NUM_STASH_HOLES * stashed_bytes + inside_bytes
     return passing_bytes + holes + WORKSPACE_BYTES + 2 * PAGE_BYTES
 
 

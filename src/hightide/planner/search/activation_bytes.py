@@ -97,6 +97,13 @@ class ActivationBytes:
             found[block] = found.get(block, 0) + levels.swapped_bytes.get(block, 0)
         return max(found.values(), default=0)
 
+    def holes_bytes(self, candidate: Candidate) -> int:
+        """Inside of the block that has most of them."""
+        profile = self._space.profile
+        inside = [call for call in profile.calls if call.needs_backward and not profile.blocks[call.block].lazy_head]
+        sizes = ((call, candidate.micro_batch if call.splittable else profile.num_samples) for call in inside)
+        return max((call.holes.at(size) for call, size in sizes), default=0)
+
     def _levels_of(self, candidate: Candidate) -> _Levels:
         slot_numel = candidate.slot_numel or self._space.slot_numel
         key = (candidate.micro_batch, candidate.inputs, slot_numel, candidate.loss_tile_tokens)

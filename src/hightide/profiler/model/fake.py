@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +17,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hightide.profiler.model.attention import DeviceKernels
+from hightide.profiler.model.recurrent import WORKSPACE, onednn_workspace_bytes
 from hightide.profiler.trial.state import Snapshot
 from hightide.stores.meter import device_asked
 
+CPU = torch.device("cpu")
 EXPERTS = "_experts_implementation_internal"  # in a transformers config
 
 
@@ -53,8 +56,9 @@ class Originals:
 
 
 @contextmanager
-def fake_parameters(model: nn.Module) -> Iterator[Originals]:
+def fake_parameters(model: nn.Module, runs_on: torch.device = CPU) -> Iterator[Originals]:
     """Replaces all parameters and buffers by fake ones on the CPU; tied ones stay tied. Puts the very objects back.
+    `runs_on`: whose kernels attention is counted by; see [Note: which kernel attends].
 
     What the model's code stored on its modules meanwhile (a cached mask, a new buffer, a hook, a count) is forgotten:
     it would be fake, or come a second time. Random generators of the model's own are where they were, too.
@@ -75,7 +79,9 @@ def fake_parameters(model: nn.Module) -> Iterator[Originals]:
                         slots[name] = fakes[id(tensor)]  # type: ignore[assignment]
         for module in model.modules():
             refer_to(module, fakes)
-        with _quiet_log(), _Operations(), _experts_in_groups(model) as originals._configs:
+        operations = _Operations()
+        kernels = DeviceKernels(runs_on, operations.unreal)
+        with _quiet_log(), operations, kernels, _experts_in_groups(model) as originals._configs:
             yield originals
     finally:
         for contents in before:
@@ -151,20 +157,41 @@ class _Operations(TorchDispatchMode):
     All other operations on fake tensors go straight to their fake mode, instead of through the tensor's class, which
     would look for the mode and enter and leave it each time. That is a fifth of the time that a profile takes."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._makes: FakeTensorMode | None = None
+
+    @contextmanager
+    def unreal(self, mode: FakeTensorMode) -> Iterator[None]:
+        """Inside, what is made from no tensor has no values either."""
+        before, self._makes = self._makes, mode
+        try:
+            yield
+        finally:
+            self._makes = before
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (device := device_asked(func, args)) is not None:
             return device
         if func is torch.ops.aten.bincount.default and isinstance(args[0], FakeTensor):
             least = args[2] if len(args) > 2 else (kwargs or {}).get("minlength", 0)
             return args[0].new_empty(least, dtype=torch.int64)
+        if func is torch.ops.aten.mkldnn_rnn_layer.default and isinstance(args[1], FakeTensor):
+            return _with_workspace(args[1].fake_mode.__torch_dispatch__(func, types, args, kwargs or {}), args)
         if func is not torch.ops.aten._grouped_mm.default or not isinstance(args[0], FakeTensor):
-            mode = next((arg.fake_mode for arg in args if isinstance(arg, FakeTensor)), None)
+            mode = next((arg.fake_mode for arg in args if isinstance(arg, FakeTensor)), self._makes)
             if mode is None or any(kind is not FakeTensor for kind in types):
                 return func(*args, **(kwargs or {}))
             return mode.__torch_dispatch__(func, types, args, kwargs or {})
         first, second = args[0], args[1]
         groups = args[2] if len(args) > 2 else (kwargs or {}).get("offs")
         return first.new_empty(_grouped_shape(first, second, groups))
+
+
+def _with_workspace(results: Any, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """Without values it would be empty."""
+    needed = onednn_workspace_bytes(args)
+    return *results[:WORKSPACE], results[WORKSPACE].new_empty(needed, dtype=torch.uint8)
 
 
 def _grouped_shape(first: torch.Tensor, second: torch.Tensor, groups: torch.Tensor | None) -> list[int]:

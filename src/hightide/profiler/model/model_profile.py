@@ -50,10 +50,12 @@ def profile_model(
     batch: Batch,
     chosen: BlockChoice | None = None,
     device: torch.device | None = CPU,
+    runs_on: torch.device | None = None,
 ) -> tuple[ModelProfile, ProbeResult]:
     """The profile, and what the runtime needs of the probe. Blocks have the same indices in both: by first call.
-    `device`: where blocks are tried, to know how they may be split; None: shapes are believed."""
-    profile, probed, _ = profile_calls(model, optimizer, batch, chosen, device=device)
+    `device`: where blocks are tried, to know how they may be split; None: shapes are believed. `runs_on`: whose kernels
+    are counted, if it is another."""
+    profile, probed, _ = profile_calls(model, optimizer, batch, chosen, device=device, runs_on=runs_on)
     return profile, probed
 
 
@@ -63,10 +65,12 @@ def profile_calls(
     batch: Batch,
     chosen: BlockChoice | None = None,
     device: torch.device | None = CPU,
+    runs_on: torch.device | None = None,
 ) -> tuple[ModelProfile, ProbeResult, tuple[CallRecord, ...]]:
     """`profile_model`, and of each call that was probed its arguments: fake, where they depend on parameters."""
     params = param_specs(model, optimizer)
-    with random_kept(), in_training(model), fake_parameters(model) as originals, Caches(model).off():
+    fakes = fake_parameters(model, runs_on or device or CPU)
+    with random_kept(), in_training(model), fakes as originals, Caches(model).off():
         found, probed, runs = _probed(model, batch, chosen, originals, device)
         needs_of_calls = _measure(probed, runs)
         head = _find_lazy_head(model, probed)
@@ -260,6 +264,7 @@ def _call_spec(call: ProbedCall, needs: CallNeeds) -> CallSpec:
         backward_peak=needs.backward_peak,
         selective=needs.selective,
         num_kept=needs.num_kept,
+        holes=needs.holes,
         input_grads=call.input_grads,
         tapped=call.tapped,
         num_saved=call.num_saved,

@@ -20,13 +20,16 @@ from torch.autograd.graph import get_gradient_edge
 from hightide.ir.block import Affine, Selective, Work
 from hightide.ir.split import Split
 from hightide.process.interrupts import safe_point
+from hightide.profiler.model.attention import workspace_bytes
+from hightide.profiler.model.caching_allocator import holes_of
 from hightide.profiler.model.call_tree import flatten, leaves_key, narrow, tensors, unflatten
 from hightide.profiler.model.probe_record import CallRecord
 from hightide.profiler.model.taps import Tap, tapping
 from hightide.profiler.model.work import Counted, CountedCall, Result, WorkMeter
-from hightide.stores.meter import AllocationMeter
+from hightide.stores.meter import AllocationMeter, Event
 
 NOTHING = Counted()
+NO_BYTES = Affine()
 DEAR_SHARE = 16  # results that take down to this part of the operations per byte that the dearest takes are held
 
 
@@ -40,6 +43,7 @@ class MeteredCall:
     backward_peak: int  # of forward with graph, then backward: with outputs and the gradients of inputs
     work: CountedCall
     num_kept: int  # tensors
+    holes: int  # see [Note: holes of one block]
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class CallNeeds:
     backward: Work
     selective: Selective | None = None
     num_kept: int = 16
+    holes: Affine = NO_BYTES
 
     @classmethod
     def assumed(cls, kind: int, graph: Affine) -> CallNeeds:
@@ -149,6 +154,7 @@ def _between(kind: int, low: int, at_low: MeteredCall, high: int, at_high: Meter
         backward=work(at_low.work.backward, at_high.work.backward),
         selective=selective(),
         num_kept=at_high.num_kept,
+        holes=Affine.through(low, at_low.holes, high, at_high.holes),
     )
 
 
@@ -174,9 +180,10 @@ def meter_call(module: nn.Module, leaves: Sequence[Any], record: CallRecord, tap
             results = tensors(flatten(module.forward(*args, **kwargs))[0])
         return results + tapped.tensors
 
-    with torch.no_grad(), AllocationMeter() as meter, WorkMeter() as work:
+    with torch.no_grad(), AllocationMeter(inside=workspace_bytes) as meter, WorkMeter() as work:
         results = run()
         outputs, forward_peak, forward = meter.live_bytes, meter.peak_bytes, work.counted
+        events = list(meter.events)
     shapes = [torch.empty_like(result) for result in results]
     del results
     for param in module.parameters():
@@ -184,7 +191,8 @@ def meter_call(module: nn.Module, leaves: Sequence[Any], record: CallRecord, tap
             param.grad = torch.empty_like(param)  # gradients are added in place
     graph = _meter_graph(run, shapes)
     counted = CountedCall(forward, graph.recompute, graph.backward, graph.results)
-    return MeteredCall(outputs, forward_peak, graph.kept, graph.backward_peak, counted, graph.num_kept)
+    holes = holes_of(events, graph.events, outputs)
+    return MeteredCall(outputs, forward_peak, graph.kept, graph.backward_peak, counted, graph.num_kept, holes)
 
 
 @dataclass(frozen=True)
@@ -195,10 +203,11 @@ class _MeteredGraph:
     results: tuple[Result, ...]  # of the recomputation
     backward_peak: int = 0
     backward: Counted = NOTHING
+    events: tuple[Event, ...] = ()
 
 
 def _meter_graph(run: Callable[[], list[torch.Tensor]], gradients: list[torch.Tensor]) -> _MeteredGraph:
-    with torch.enable_grad(), AllocationMeter() as meter, WorkMeter() as work:
+    with torch.enable_grad(), AllocationMeter(inside=workspace_bytes) as meter, WorkMeter() as work:
         with work.until_saved() as saved:
             results = run()
         edges = [(get_gradient_edge(r), g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
@@ -216,7 +225,9 @@ def _meter_graph(run: Callable[[], list[torch.Tensor]], gradients: list[torch.Te
         before = work.counted
         torch.autograd.backward([edge for edge, _ in edges], [gradient for _, gradient in edges])
         del held, stand_in
-        return replace(graph, backward_peak=meter.peak_bytes, backward=work.counted - before)
+        meter.ledger.settle()
+        found = replace(graph, backward_peak=meter.peak_bytes, backward=work.counted - before)
+        return replace(found, events=tuple(meter.events))
 
 
 def _detached(leaf: Any, mutated: bool) -> Any:

@@ -15,13 +15,18 @@ Whatever fails is told as the reason why the block runs unsplit. Before that, wh
 call is made twice, and once with a recomputation: results and gradients must be the same. If they are not, the block
 follows something that nobody sees (a global, a closure, a file, the clock), and is refused. Nothing of the user's is
 touched: attributes are put back, and hooks do not run (see [Note: hooks in a rehearsal]).
+
+Some twenty runs of a long sequence in fp32, where a GPU may have no attention but the one with a square matrix, would
+take minutes and gigabytes. So a call with more than LONG tokens is tried on its first SHORT: how samples depend on each
+other does not depend on how long they are, as a rule, and the first step looks again at the whole length. A block that
+does not run on fewer, or would be refused, is tried as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,6 +55,7 @@ AGAIN = 1e-4  # of the same call: kernels that add in any order, and what they a
 REPEATED = "gives other results when the same call is made again: it follows something that is not its own"
 RECOMPUTED = "has other gradients when it is recomputed in backward"
 PATIENCE = 4  # states that are named
+LONG, SHORT = 4096, 256  # tokens
 
 
 @dataclass(frozen=True)
@@ -85,11 +91,35 @@ def examine(
 ) -> Finding:
     """Tries one call. See [Note: trying a block alone]. `record` is of `num_samples` samples. A call that is not split
     anyway is only repeated."""
-    failure: Exception | None = None
     if device.type == "cuda":  # else torch warns that autograd's thread has no context yet
         torch.ones((), device=device, requires_grad=True).sin().backward()
     if not split.splittable and len(split.inputs) != len(record.inputs):
         num_samples = 1  # nobody knows what its samples are
+    short = _shortened(module, record, split)
+    if short is not None:
+        finding, _ = _tried(module, short, num_samples, split, taps, originals, device)
+        if finding is not None and not finding.refusal:
+            return finding
+    finding, failure = _tried(module, record, num_samples, split, taps, originals, device)
+    if finding is not None:
+        return finding
+    if not split.splittable:
+        return Finding(split.note)
+    reason = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
+    return Finding(f"whether samples depend on each other could not be tried ({reason})")
+
+
+def _tried(
+    module: nn.Module,
+    record: CallRecord,
+    num_samples: int,
+    split: Split,
+    taps: Sequence[Tap],
+    originals: Originals,
+    device: torch.device,
+) -> tuple[Finding | None, Exception | None]:
+    """What was found, or why nothing was."""
+    failure: Exception | None = None
     for place in (device, CPU) if device.type == "cuda" else (device,):
         for dtype in (torch.float32, None):
             for count in (NUM_SAMPLES, 2, 1):
@@ -97,17 +127,41 @@ def examine(
                     continue
                 try:
                     with originals.as_trained(), _alone(module, originals, place, dtype) as params:
-                        return _Trial(module, record, count, split, taps, place, dtype, params).finding()
+                        return _Trial(module, record, count, split, taps, place, dtype, params).finding(), None
                 except Exception as error:  # whatever a block raises on numbers that are not the user's
                     if is_interrupt(error):
                         raise
                     failure = error
         if not isinstance(failure, torch.OutOfMemoryError):
             break  # else there is room on the host, as a rule
-    if not split.splittable:
-        return Finding(split.note)
-    reason = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
-    return Finding(f"whether samples depend on each other could not be tried ({reason})")
+    return None, failure
+
+
+def _shortened(module: nn.Module, record: CallRecord, split: Split) -> CallRecord | None:
+    """The call with the first SHORT of its tokens, if they are more than LONG: what its widest dimension has that is
+    neither its samples nor a size of the block's own."""
+    own = {size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape}
+    dims = split.inputs if len(split.inputs) == len(record.inputs) else (None,) * len(record.inputs)
+    lengths = [
+        size
+        for tensor, dim in zip(record.inputs, dims, strict=True)
+        for at, size in enumerate(tensor.shape)
+        if size > LONG and size not in own and (dim is None or at != dim.dim)
+    ]
+    if not lengths:
+        return None
+    long = max(lengths)
+
+    def first(tensor: Tensor, dim: BatchDim | None) -> Tensor:
+        short = tensor.detach()
+        for at, size in enumerate(tensor.shape):
+            if size == long and (dim is None or at != dim.dim):
+                short = short.narrow(at, 0, SHORT)
+        return short.requires_grad_(tensor.requires_grad)
+
+    each = iter(dims)
+    leaves = [first(leaf, next(each)) if isinstance(leaf, Tensor) else leaf for leaf in record.leaves]
+    return replace(record, leaves=leaves)
 
 
 @dataclass(frozen=True)

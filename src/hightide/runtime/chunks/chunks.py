@@ -23,6 +23,7 @@ from hightide.ir.refusal import Refused
 from hightide.ir.state_spec import MASTER, REMAINDER, STATE_DTYPE_BYTES, StateSpec
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner.placement import STAGING, Buffer, ChunkPlace, Placement
+from hightide.planner.predict.moving_in import RETURN_BYTES
 from hightide.process.progress import tell
 from hightide.process.system import return_freed_memory
 from hightide.runtime.chunks.absent import Nans, absent_class
@@ -36,7 +37,6 @@ from hightide.stores.store import Accelerator, Region, Store
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in STATE_DTYPE_BYTES}
 GRAD_DTYPE = torch.float32
-RETURN_BYTES = 2**27  # of originals, while a model is loaded: as much of it may exist twice
 WRITTEN_WHILE_ABSENT = (
     "the parameter {name!r} was written to while its values were elsewhere; the write is lost. Use "
     "model.load_state_dict(), "
@@ -473,9 +473,9 @@ class Chunks:
         )
 
     def load(self, origins: Mapping[str, Origin], begins: bool = True) -> None:
-        """Moves the model's values into the chunks, one chunk at a time: the originals are freed on the way. Values
-        that are somewhere else are read straight into their places, and those that do not exist yet are zero. Unless
-        training `begins` with them, somebody else fills the states."""
+        """Moves the model's values into the chunks, one parameter at a time: the originals are freed on the way, as
+        planner/predict/moving_in.py tells. Values that are somewhere else are read straight into their places, and
+        those that do not exist yet are zero. Unless training `begins` with them, somebody else fills the states."""
         freed_bytes = 0
         for number, spec in enumerate(self.specs):
             tell("moving values to their places", f"chunk {number + 1} of {len(self.specs)}")
@@ -488,9 +488,12 @@ class Chunks:
                         origins[entry.param].fill(target)
                 elif not param.is_meta:
                     place.put(param.data)
-            for entry in spec.params:
+                    freed_bytes += param.nbytes
                 self._make_absent(entry.param)
                 self.taken.append(entry.param)
+                if freed_bytes >= RETURN_BYTES:
+                    return_freed_memory()
+                    freed_bytes = 0
             states = self._states[spec.index]  # they begin as zero, and a master as the parameter: no remainder
             for state in states.values():
                 _zero(state)
@@ -499,10 +502,7 @@ class Chunks:
             self.refresh(spec.index)
             if not self.placed[spec.index].is_streamed:
                 self.param_copies[spec.index].move(Residency.CLEAN)
-            freed_bytes += spec.param_bytes
-            if freed_bytes >= RETURN_BYTES or spec is self.specs[-1]:
-                return_freed_memory()
-                freed_bytes = 0
+        return_freed_memory()
         self.take_hold()
 
     def _make_absent(self, key: str) -> None:
