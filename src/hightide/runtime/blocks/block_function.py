@@ -75,8 +75,9 @@ class BlockRunner:
     def held_rule(self, call: int | None) -> Selective | None:
         """What is held of a call under Activation.SELECTIVE. None: nothing, as of calls that the plan did not
         foresee."""
-        is_asked = call is not None and self.plan.activation is Activation.SELECTIVE
-        return self.run.profile.calls[call].selective if is_asked else None
+        if call is None or self.plan.activation is not Activation.SELECTIVE:
+            return None
+        return self.run.profile.calls[call].selective
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.run.probing:
