@@ -8,10 +8,10 @@ which nothing moves, and to add up differences."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from operator import add
 
 from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
@@ -50,7 +50,7 @@ class _Levels:
     gpu_bytes: list[int]  # at most, by moment, with everything recomputed and no block updated on the GPU
     updates: dict[int, dict[int, int]]  # by block: the same at the moments at which it is updated there
     held: dict[Activation, dict[int, list[_Rise]]]  # by block
-    swapped: dict[int, list[_Rise]]  # by block: what it holds, until it has left, and from when it is back
+    last_forward: int  # tick
     swapped_bytes: dict[int, int]  # on the host
     near: dict[int, list[_Rise]]
     host_bytes: dict[int, int]  # by block: its inputs on the host
@@ -72,7 +72,7 @@ class ActivationBytes:
             for block in blocks
             for rise in levels.held[activation].get(block, ())
         ]
-        rises += [rise for block in candidate.swapped for rise in levels.swapped.get(block, ())]
+        rises += _swapped(levels, candidate.swapped)
         rises += [rise for block in candidate.keep | candidate.near for rise in levels.near.get(block, ())]
         if candidate.loss_kept_tokens:
             rises += self._logits_of(candidate)
@@ -111,11 +111,6 @@ class ActivationBytes:
             returns = {action.call: action for action in plain.actions if action.op is Op.UNSTASH}
             selective = _rises(plain.ticks, held[Activation.SELECTIVE])
             rises = {Activation.KEEP: _rises(plain.ticks, held[Activation.KEEP]), Activation.SELECTIVE: selective}
-            last_forward = NUM_MOMENTS * (len(profile.calls) - 1)
-            swapped = {
-                block: [part for one in found for part in _parted(one, last_forward)]
-                for block, found in selective.items()
-            }
             swapped_plan = self._plan(*key, selective=space.selectable)
             near: dict[int, list[_Rise]] = {}
             host_bytes: dict[int, int] = {}
@@ -130,7 +125,7 @@ class ActivationBytes:
             self._levels[key] = _Levels(
                 *_gpu_levels(plain, self._space),
                 rises,
-                swapped,
+                len(profile.calls) - 1,
                 _swapped_bytes(profile, swapped_plan),
                 near,
                 host_bytes,
@@ -221,16 +216,20 @@ def _rises(plain: Sequence[Action], kept: Sequence[Action]) -> dict[int, list[_R
     return {block: found for block, found in rises.items() if any(rise.num_bytes or rise.last_bytes for rise in found)}
 
 
-def _parted(rise: _Rise, last_forward: int) -> list[_Rise]:
-    """The same of what waits on the host in between; as in lower/move_inputs.py."""
-    if rise.first == rise.last:
-        return [rise]
-    forward, backward = rise.first // NUM_MOMENTS, rise.last // NUM_MOMENTS
-    gone_by, opens = away_between(forward, backward, last_forward // NUM_MOMENTS)
-    leaving, back = NUM_MOMENTS * gone_by + IN - 1, NUM_MOMENTS * opens + BETWEEN
-    if leaving >= back - 1:
-        return [rise]
-    return [replace(rise, last=leaving, last_bytes=0), replace(rise, first=back)]
+def _swapped(levels: _Levels, blocks: Collection[int]) -> list[_Rise]:
+    """Of what these blocks hold, until it has left, and from when it is back; as in lower/move_inputs.py."""
+    rises = [rise for block in blocks for rise in levels.held[Activation.SELECTIVE].get(block, ())]
+    calls = sorted((rise for rise in rises if rise.first < rise.last), key=lambda rise: rise.first)
+    ticks = [(rise.first // NUM_MOMENTS, rise.last // NUM_MOMENTS) for rise in calls]
+    found = [rise for rise in rises if rise.first >= rise.last]
+    lane_is_free = 0
+    for rise, call, following in zip_longest(calls, ticks, ticks[1:]):
+        gone_by, opens = away_between(call, levels.last_forward, following)
+        gone_by = lane_is_free = min(max(gone_by, lane_is_free), call[1])
+        leaving, back = NUM_MOMENTS * gone_by + IN - 1, NUM_MOMENTS * opens + BETWEEN
+        away = leaving < back - 1
+        found += [replace(rise, last=leaving, last_bytes=0), replace(rise, first=back)] if away else [rise]
+    return found
 
 
 def _swapped_bytes(profile: ModelProfile, plan: Plan) -> dict[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,11 @@ from hightide.planner.lower import lower
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.peaks import reserved_bytes
 from hightide.planner.problem import Problem, Terms
+from hightide.planner.search import moves
+from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.moves import Kind, Moves
 from hightide.planner.search.search import search
+from hightide.planner.search.trials import Trials
 from hightide.planner.solution import Searched
 from unit.planner.profiles import forecast_of
 
@@ -134,7 +138,7 @@ def test_swap_is_chosen_where_the_link_hides_it_and_is_worth_its_while(monkeypat
     assert len(chosen.candidate.swapped) >= 14
     assert sum(stalled.get(lane, 0.0) for lane in (Lane.H2D, Lane.D2H)) < 0.05 * chosen.step.step_s
     ladder = Moves._ladder
-    monkeypatch.setattr(Moves, "_ladder", lambda moves, kind: () if kind is Kind.SWAPPED else ladder(moves, kind))
+    monkeypatch.setattr(Moves, "_ladder", lambda one, kind: () if kind is Kind.SWAPPED else ladder(one, kind))
     without = clipped_on_a_4090(load_machine("rtx-4090"))
     assert not without.candidate.swapped
     assert without.step.step_s > 1.03 * chosen.step.step_s
@@ -143,3 +147,28 @@ def test_swap_is_chosen_where_the_link_hides_it_and_is_worth_its_while(monkeypat
 def test_swap_is_not_chosen_behind_a_slow_link() -> None:
     slow = slowed(load_machine("rtx-4090"), {Lane.H2D, Lane.D2H}, 0.1)
     assert not clipped_on_a_4090(slow).candidate.swapped
+
+
+def swapping(machine: Machine, spacing: int) -> float:
+    """The step with seven layers that swap, so far apart, and all others recomputed."""
+    _, profile = hand_written(BASE)
+    terms = Terms(40 * GIB, 4 * HOST_BYTES, Update.IN_BACKWARD, gradients=GradientDtype.PARAM)
+    trials = Trials(Problem(profile, estimate(profile, load_machine("h200")), machine, terms))
+    blocks = frozenset(range(1, 1 + 7 * spacing, spacing))
+    return trials.step_s(Candidate(profile.num_samples // 2, swapped=blocks))
+
+
+def test_blocks_that_swap_hide_their_copies_behind_those_between_them() -> None:
+    """A layer computes for 11 ms forward, and what it holds takes 33 ms to leave."""
+    steps = [swapping(load_machine("h200"), spacing) for spacing in (1, 2, 3, 4)]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[3] < 0.9 * steps[0]
+
+
+def test_the_search_spaces_swap_where_that_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = slowed(load_machine("rtx-4090"), {Lane.H2D, Lane.D2H}, 0.5)
+    chosen = clipped_on_a_4090(half)
+    blocks = sorted(chosen.candidate.swapped)
+    assert len(blocks) >= 4 and min(after - before for before, after in pairwise(blocks)) >= 3
+    monkeypatch.setattr(moves, "SPACINGS", (1,))
+    assert clipped_on_a_4090(half).step.step_s > chosen.step.step_s
