@@ -8,10 +8,10 @@ which nothing moves, and to add up differences."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, zip_longest
+from itertools import accumulate, pairwise
 from operator import add
 
 from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
@@ -44,6 +44,15 @@ class _Rise:
 
 
 @dataclass(frozen=True)
+class _Inputs:
+    """Of one call."""
+
+    block: int
+    backward: int  # its tick
+    away: _Rise  # what they would add if they stayed
+
+
+@dataclass(frozen=True)
 class _Levels:
     """Of one micro-batch size, tier of inputs, slot size and tile of the loss."""
 
@@ -53,6 +62,7 @@ class _Levels:
     last_forward: int  # tick
     swapped_bytes: dict[int, int]  # on the host
     near: dict[int, list[_Rise]]
+    inputs: dict[int, _Inputs]  # that wait on the host, by the tick of their forward
     host_bytes: dict[int, int]  # by block: its inputs on the host
     stashed_bytes: dict[int, int]  # by block: the widest of them
 
@@ -72,7 +82,7 @@ class ActivationBytes:
             for block in blocks
             for rise in levels.held[activation].get(block, ())
         ]
-        rises += _swapped(levels, candidate.swapped)
+        rises += _swapped(levels, candidate)
         rises += [rise for block in candidate.keep | candidate.near for rise in levels.near.get(block, ())]
         if candidate.loss_kept_tokens:
             rises += self._logits_of(candidate)
@@ -113,6 +123,7 @@ class ActivationBytes:
             rises = {Activation.KEEP: _rises(plain.ticks, held[Activation.KEEP]), Activation.SELECTIVE: selective}
             swapped_plan = self._plan(*key, selective=space.selectable)
             near: dict[int, list[_Rise]] = {}
+            inputs: dict[int, _Inputs] = {}
             host_bytes: dict[int, int] = {}
             stashed_bytes: dict[int, int] = {}
             for call, stash in stashes.items():
@@ -120,6 +131,7 @@ class ActivationBytes:
                 last = NUM_MOMENTS * returns[call].opens + AFTER
                 rise = _Rise(NUM_MOMENTS * stash.tick + IN, last, stash.gpu_gives)
                 near.setdefault(stash.block, []).append(rise)
+                inputs[stash.opens] = _Inputs(stash.block, returns[call].tick, rise)
                 host_bytes[stash.block] = host_bytes.get(stash.block, 0) + stash.host_takes
                 stashed_bytes[stash.block] = max(stashed_bytes.get(stash.block, 0), stash.gpu_gives)
             self._levels[key] = _Levels(
@@ -128,6 +140,7 @@ class ActivationBytes:
                 len(profile.calls) - 1,
                 _swapped_bytes(profile, swapped_plan),
                 near,
+                inputs,
                 host_bytes,
                 stashed_bytes,
             )
@@ -216,19 +229,30 @@ def _rises(plain: Sequence[Action], kept: Sequence[Action]) -> dict[int, list[_R
     return {block: found for block, found in rises.items() if any(rise.num_bytes or rise.last_bytes for rise in found)}
 
 
-def _swapped(levels: _Levels, blocks: Collection[int]) -> list[_Rise]:
-    """Of what these blocks hold, until it has left, and from when it is back; as in lower/move_inputs.py."""
-    rises = [rise for block in blocks for rise in levels.held[Activation.SELECTIVE].get(block, ())]
-    calls = sorted((rise for rise in rises if rise.first < rise.last), key=lambda rise: rise.first)
-    ticks = [(rise.first // NUM_MOMENTS, rise.last // NUM_MOMENTS) for rise in calls]
-    found = [rise for rise in rises if rise.first >= rise.last]
+def _swapped(levels: _Levels, candidate: Candidate) -> list[_Rise]:
+    """Of what blocks hold that swap, until it has left, and from when it is back; as in lower/move_inputs.py. Inputs
+    leave and come with it, or behind it."""
+    if not candidate.swapped:
+        return []
+    rises = [rise for block in candidate.swapped for rise in levels.held[Activation.SELECTIVE].get(block, ())]
+    held = {rise.first // NUM_MOMENTS: rise for rise in rises if rise.num_bytes}
+    stays = candidate.keep | candidate.near
+    inputs = {forward: one for forward, one in levels.inputs.items() if one.block not in stays}
+    ticks = {forward: (forward, rise.last // NUM_MOMENTS) for forward, rise in held.items()}
+    following = dict(pairwise(sorted(held)))
+    found = [rise for rise in rises if not rise.num_bytes]
     lane_is_free = 0
-    for rise, call, following in zip_longest(calls, ticks, ticks[1:]):
-        gone_by, opens = away_between(call, levels.last_forward, following)
+    for forward in sorted({*held, *inputs}):
+        call = ticks[forward] if forward in held else (forward, inputs[forward].backward)
+        gone_by, opens = away_between(call, levels.last_forward, ticks.get(following.get(forward, -1)))
         gone_by = lane_is_free = min(max(gone_by, lane_is_free), call[1])
         leaving, back = NUM_MOMENTS * gone_by + IN - 1, NUM_MOMENTS * opens + BETWEEN
-        away = leaving < back - 1
-        found += [replace(rise, last=leaving, last_bytes=0), replace(rise, first=back)] if away else [rise]
+        if forward in held:
+            rise, is_away = held[forward], leaving < back - 1
+            found += [replace(rise, last=leaving, last_bytes=0), replace(rise, first=back)] if is_away else [rise]
+        if forward in inputs:
+            away = inputs[forward].away
+            found += [replace(away, last=min(leaving, away.last)), replace(away, first=max(back, away.first))]
     return found
 
 
