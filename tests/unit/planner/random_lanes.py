@@ -26,6 +26,7 @@ class Done:
 class RandomLanes:
     def __init__(self, plan: Plan, schedule: Schedule, seed: int) -> None:
         self.plan = plan
+        self.stashed = {action.call for action in schedule.actions if action.op is Op.STASH}
         self.placement = Placement(plan)
         self.schedule = schedule
         self.slots: dict[tuple[ChunkKind, int], int] = {}  # (param or grad slots, slot) -> chunk
@@ -161,7 +162,7 @@ class RandomLanes:
                 assert "step" in self.done, f"{action.id}: before step()"
         if action.op is Op.UNSTASH:
             assert f"stash.{action.call}" in self.done, action.id
-        if action.op is Op.BACKWARD and self.plan.blocks[action.block or 0].inputs == "host":
+        if action.op is Op.BACKWARD and action.call in self.stashed:
             assert f"unstash.{action.call}" in self.done, action.id
 
     def _end(self, action: Action) -> None:

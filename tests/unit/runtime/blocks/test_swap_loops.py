@@ -27,9 +27,14 @@ LIMITS = hightide.Limits(gpu="64MiB", host="64MiB")
 
 
 def swapping(plan: Plan, activation: Activation, held: Tier, params: Tier = Tier.HOST) -> Plan:
+    assert plan.profile is not None
     inputs = held if activation is Activation.KEEP else Tier.GPU
-    changes = {"activation": activation, "held": held, "inputs": inputs, "params": params, "states": params}
-    blocks = tuple(replace(block, **changes) if block.name else block for block in plan.blocks)
+    changes = {"activation": activation, "params": params, "states": params}
+    away = {"held": held, "inputs": inputs}
+    blocks = tuple(
+        replace(block, **changes, **({} if spec.lazy_head else away)) if block.name else block
+        for spec, block in zip(plan.profile.blocks, plan.blocks, strict=True)
+    )
     slots = {"num_slots": 3, "num_grad_slots": 3} if params is Tier.HOST else {}
     return replace(plan, blocks=blocks, gpu_limit_bytes=2**25, host_limit_bytes=2**25, **slots)
 
