@@ -172,3 +172,12 @@ def test_the_search_spaces_swap_where_that_wins(monkeypatch: pytest.MonkeyPatch)
     assert len(blocks) >= 4 and min(after - before for before, after in pairwise(blocks)) >= 3
     monkeypatch.setattr(moves, "SPACINGS", (1,))
     assert clipped_on_a_4090(half).step.step_s > chosen.step.step_s
+
+
+def test_what_a_compiled_block_repeats_without_products_is_fused_too() -> None:
+    _, profile = hand_written(BASE)
+    layer = next(call for call in profile.calls if call.selective is not None)
+    assert layer.selective is not None and not layer.selective.recompute.flop.at(1)
+    cost = estimate(profile, load_machine("rtx-4090")).calls[layer.kind]
+    assert cost.selective is not None
+    assert cost.selective.recompute_s.at(16) < 0.1 * cost.recompute_s.at(16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -209,7 +210,7 @@ def test_what_was_saved_may_be_asked_for_again_in_one_backward(held: Tier) -> No
 
 
 class Dropping(Two):
-    """Random numbers; and it fails when it is told to, in forward or in backward."""
+    """Random numbers; and it fails, or Ctrl-C comes, when it is told to, in forward or in backward."""
 
     fails = ""
 
@@ -217,13 +218,22 @@ class Dropping(Two):
         h = nn.functional.dropout(torch.tanh(self.a(x)), 0.3)
         if self.fails == "forward":
             raise ArithmeticError("in mid-forward")
-        if self.fails == "backward" and h.requires_grad:
-            h.register_hook(_fail)
+        if self.fails == "interrupted forward":
+            signal.raise_signal(signal.SIGINT)
+        if self.fails in HOOKS and h.requires_grad:
+            h.register_hook(HOOKS[self.fails])
         return x + nn.functional.dropout(self.b(h * h), 0.2)
 
 
 def _fail(grad: Tensor) -> Tensor:
     raise ArithmeticError("in mid-backward")
+
+
+def _interrupt(grad: Tensor) -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+HOOKS = {"backward": _fail, "interrupted backward": _interrupt}
 
 
 class Loops(nn.Module):
@@ -288,9 +298,9 @@ def in_a_thread(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tenso
 
 def failing(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> list[float]:
     losses = []
-    for where in ("forward", "backward"):
+    for where in ("forward", "backward", "interrupted forward", "interrupted backward"):
         model.blocks[2].fails = where
-        with pytest.raises(ArithmeticError):
+        with pytest.raises(KeyboardInterrupt if where.startswith("interrupted") else ArithmeticError):
             step(model, optimizer, batch)
         model.blocks[2].fails = ""
         optimizer.zero_grad()
