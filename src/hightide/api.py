@@ -27,18 +27,9 @@ from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.registry import rule_for
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.problem import Terms
-from hightide.planner.search.search import search
 from hightide.planner.solution import Searched, Solution
 from hightide.planner.verify.check_plan import check_executable, check_plan, check_states
-from hightide.posing import (
-    GpuRoom,
-    Profiled,
-    measured_products,
-    problem_of,
-    rehearsed_profile,
-    room_on,
-    with_selective,
-)
+from hightide.posing import GpuRoom, Profiled, measured_products, problem_of, rehearsed_profile, room_on, solved
 from hightide.process.interrupts import deferred, held
 from hightide.process.progress import shown, tell
 from hightide.process.system import free_host_bytes
@@ -301,12 +292,7 @@ def _searched(
     profiled: Profiled, optimizer: torch.optim.Optimizer, device: torch.device, compile: bool, terms: Terms
 ) -> Searched:
     problem = problem_of(profiled, optimizer, device, compile, terms)
-    tell("searching for a plan")
-    solution = search(problem)
-    measured = with_selective(problem, solution.plan, profiled, device, compile)
-    if measured is not None:
-        tell("searching for a plan", "with what was measured for it")
-        solution = search(measured)
+    solution = solved(problem, profiled, device, compile)
     solution.verify()
     return solution
 

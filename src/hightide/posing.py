@@ -18,7 +18,7 @@ lowered by such a number would refuse models that fit."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -34,9 +34,12 @@ from hightide.ir.costs import Costs
 from hightide.ir.machine import SIMULATED, Machine, MatmulRates
 from hightide.ir.plan import Plan
 from hightide.ir.units import format_bytes
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.step_seconds import with_peaks
 from hightide.planner.problem import Problem, Terms
+from hightide.planner.search.search import search
+from hightide.planner.solution import Searched
 from hightide.process.interrupts import is_interrupt
 from hightide.process.progress import tell
 from hightide.profiler.model.probe import ProbeResult
@@ -96,27 +99,42 @@ def problem_of(
     return Problem(with_peaks(profile, costs), costs, machine, terms, quick=_is_small(profile))
 
 
-def with_selective(
-    problem: Problem, plan: Plan, profiled: Profiled, device: torch.device, compile: bool
-) -> Problem | None:
-    """The problem with measured costs for what the plan holds selectively. None: they are known as well as they can
-    be."""
-    profile, probed, records = profiled
+def solved(problem: Problem, profiled: Profiled, device: torch.device, compile: bool) -> Searched:
+    """The search begins with estimates of what is held in part, where that is compiled: it takes longer to compile than
+    all the rest, so it is measured only where a plan wants it, and then searched for again. Each round measures a kind
+    of call, or takes the rung away where that fails: there are at most as many as kinds."""
+    tell("searching for a plan")
+    solution = search(problem)
+    while wanted := _wanted_rungs(problem, solution.plan):
+        before, problem = problem, _with_measured(problem, solution.plan, wanted, profiled, device, compile)
+        tell("searching for a plan", "with what was measured for it")
+        try:
+            solution = search(problem)
+        except InfeasiblePlan:  # it takes more than anything else, and all that is planned counts with it
+            problem = before.without_rungs(wanted)
+            solution = search(problem)
+    return solution
+
+
+def _wanted_rungs(problem: Problem, plan: Plan) -> frozenset[int]:
     held = {block for block, planned in enumerate(plan.blocks) if planned.activation is Activation.SELECTIVE}
-    known = {kind for kind, cost in enumerate(problem.costs.calls) if not cost.selective or cost.selective.is_measured}
-    kinds = {call.kind for call in profile.calls if call.block in held} - known
-    if not kinds or not problem.costs.peaks:
-        return None
+    return problem.estimated_rungs & {call.kind for call in problem.profile.calls if call.block in held}
+
+
+def _with_measured(
+    problem: Problem, plan: Plan, kinds: Collection[int], profiled: Profiled, device: torch.device, compile: bool
+) -> Problem:
+    """Measured at the plan's micro-batch; at other sizes, the estimates in proportion."""
+    profile, probed, records = profiled
+    size = min(plan.micro_batch, profile.num_samples)
     try:
-        costs = measure_selective(
-            profile, probed, records, problem.costs, device, compile, min(plan.micro_batch, profile.num_samples), kinds
-        )
+        costs = measure_selective(profile, probed, records, problem.costs, device, compile, size, kinds)
     except Exception as error:  # as in _rehearsed
         if is_interrupt(error):
             raise
-        _warn_of_no_times(device, error, "what is held in part follows from estimated times")
-        return None
-    return replace(problem, profile=with_peaks(profile, costs), costs=costs)
+        _warn_of_no_times(device, error, "nothing is held in part of them")
+        return problem.without_rungs(kinds)
+    return replace(problem, profile=with_peaks(problem.profile, costs), costs=costs)
 
 
 def rehearsed_profile(

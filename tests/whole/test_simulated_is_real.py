@@ -36,6 +36,17 @@ def inputs_on_host(plan: Plan) -> Plan:
     return replace(plan, blocks=blocks, gpu_limit_bytes=2**23)
 
 
+def every_second_swapped(plan: Plan) -> Plan:
+    assert plan.profile is not None
+    blocks = tuple(
+        replace(block, activation=Activation.SELECTIVE, inputs=Tier.GPU, held=Tier.HOST if index % 2 else Tier.GPU)
+        if block.name and not plan.profile.blocks[index].lazy_head
+        else block
+        for index, block in enumerate(plan.blocks)
+    )
+    return replace(plan, blocks=blocks, gpu_limit_bytes=2**23)
+
+
 def parameters_stay(plan: Plan) -> Plan:
     blocks = tuple(
         replace(block, params=Tier.GPU, states=block.states if index % 2 else Tier.HOST)
@@ -48,6 +59,7 @@ PLANS = {  # name -> (limit, edit)
     "streamed": ("200KiB", None),
     "streamed, kept": ("200KiB", kept),
     "streamed, inputs on the host": ("200KiB", inputs_on_host),
+    "streamed, every second swapped": ("200KiB", every_second_swapped),
     "parameters persistent": ("200KiB", parameters_stay),
     "half persistent": ("400KiB", None),
     "everything fits": ("8MiB", None),

@@ -64,8 +64,8 @@ class Watch:
 
     def __init__(self, run: Run, solution: Searched) -> None:
         self._run, self._solution = run, solution
-        self.problem, self._step = solution.problem, solution.step
-        problem = solution.problem
+        problem = solution.problem.without_rungs(solution.problem.estimated_rungs)  # no plan may want them now
+        self.problem, self._step = problem, solution.step
         promises_time = problem.machine.is_measured and problem.costs.is_measured
         self._times = StepTimes(run) if promises_time else None
         self._forecast_bytes = solution.plan.forecast.gpu_bytes

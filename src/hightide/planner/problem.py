@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from hightide.ir.block import ModelProfile
@@ -54,6 +55,23 @@ class Problem:
     machine: Machine
     terms: Terms
     quick: bool = False  # only a few fillings are tried: for models whose step takes less time than a search
+
+    @property
+    def estimated_rungs(self) -> frozenset[int]:
+        """Kinds of calls whose costs of Activation.SELECTIVE are estimated, where the others were measured."""
+        kinds = range(len(self.costs.calls)) if self.costs.peaks else ()
+        costs = {kind: self.costs.calls[kind].selective for kind in kinds}
+        return frozenset(kind for kind, cost in costs.items() if cost is not None and not cost.is_measured)
+
+    def without_rungs(self, kinds: Collection[int]) -> Problem:
+        """Calls of these kinds recompute or keep."""
+        calls = (replace(call, selective=None) if call.kind in kinds else call for call in self.profile.calls)
+        costs = (replace(cost, selective=None) if kind in kinds else cost for kind, cost in enumerate(self.costs.calls))
+        return replace(
+            self,
+            profile=replace(self.profile, calls=tuple(calls)),
+            costs=replace(self.costs, calls=tuple(costs)),
+        )
 
     def with_terms(self, **changes: object) -> Problem:
         return replace(self, terms=replace(self.terms, **changes))  # type: ignore[arg-type]

@@ -50,8 +50,8 @@ def num_away(plan: Plan, call: CallSpec) -> int:
     """Tensors, at most."""
     block = plan.blocks[call.block]
     found = call.num_saved if block.inputs is Tier.HOST else 0
-    if block.held is Tier.HOST and block.activation is not Activation.RECOMPUTE:
-        each = call.num_kept if block.activation is Activation.KEEP or call.selective is None else _num_selected(call)
+    if block.held is Tier.HOST and held_by(plan, call) != Affine():
+        each = call.num_kept if block.activation is Activation.KEEP else _num_selected(call)
         found += each * -(-plan.num_samples // micro_batch_of(plan, call, Mode.TRAIN))
     return found
 

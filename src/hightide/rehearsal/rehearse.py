@@ -106,8 +106,9 @@ def measure_selective(
     with _quietly(device) as device:
         rehearsal = _Rehearsal(profile, [micro_batch], device, compile, costs.memory_bytes_per_s)
         parts = _parts(profile, probed, records)
-        for number, kind in enumerate(sorted(kinds), start=1):
-            with doing("timing blocks", f"selective, kind {number} of {len(kinds)}"):
+        for kind in sorted(kinds):
+            name = f"{parts[kind].spec.kind} (kind {kind})"  # a part of its own: the logger tells how long each took
+            with doing(f"{'compiling' if compile else 'timing'} {name} held in part"):
                 calls[kind], peaks[kind] = rehearsal.selective(parts[kind], calls[kind], peaks[kind])
     let_go(device)
     return replace(costs, calls=tuple(calls), peaks=tuple(peaks))
@@ -226,9 +227,15 @@ class _Rehearsal:
             for size, num_bytes in found.backward_bytes.items()
         )
         backward = [Point(point.num_samples, point.value * max(1.0, higher)) for point in peaks.backward_bytes.points]
-        selective = SelectiveCost(_curve(found.forward_s), _curve(recompute_s), is_measured=True)
+        told = cost.selective or SelectiveCost(NONE, NONE)
+        selective = SelectiveCost(
+            _in_proportion(told.forward_s, found.forward_s),
+            _in_proportion(told.recompute_s, recompute_s),
+            is_measured=True,
+        )
+        held = _in_proportion(peaks.selective_bytes, found.kept_bytes)
         return replace(cost, selective=selective), replace(
-            peaks, selective_bytes=_curve(found.kept_bytes), backward_bytes=Curve(tuple(backward))
+            peaks, selective_bytes=held, backward_bytes=Curve(tuple(backward))
         )
 
     def _run(self, part: RehearsedCall, activation: Activation) -> _Found:
@@ -319,6 +326,14 @@ class _Rehearsal:
             stage.close()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what one part held must not be in the way of the next
+
+
+def _in_proportion(told: Curve, found: dict[int, float]) -> Curve:
+    """What was found; at other sizes what had been told of them, by how far that was off at the largest one."""
+    largest = max(found, default=0)
+    factor = found[largest] / told.at(largest) if told.at(largest) else 0.0
+    scaled = {point.num_samples: point.value * factor for point in told.points if factor}
+    return _curve({**scaled, **found})
 
 
 def _curve(values: dict[int, float]) -> Curve:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.activation import Activation
-from hightide.ir.block import Affine, BlockSpec, CallSpec, Glue, ModelProfile, ParamSpec, Work
+from hightide.ir.block import Affine, BlockSpec, CallSpec, Glue, ModelProfile, ParamSpec, Selective, Work
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
 from hightide.ir.plan import PLAN_VERSION, BlockPlan, Forecast, GradientDtype, Plan, Update
@@ -193,7 +193,9 @@ def profiles(draw: st.DrawFn) -> ModelProfile:
         call(block, draw(st.sampled_from([8, 64])), draw(st.booleans()), draw(st.booleans()), first=place == 0)
         for place, block in enumerate(order)
     ]
-    calls = [replace(one, glue=draw(glues()), glue_backward=draw(glues())) for one in calls]
+    calls = [
+        replace(one, glue=draw(glues()), glue_backward=draw(glues()), selective=draw(rungs(one.kept))) for one in calls
+    ]
     profile = build(specs, sketches, calls, num_samples=draw(st.integers(1, 7)))
     return replace(profile, glue_end=draw(st.sampled_from([Affine(), Affine(8, 3000)])))
 
@@ -202,6 +204,24 @@ def glues() -> st.SearchStrategy[Glue]:
     """Most models have nothing between their blocks."""
     sizes = st.builds(Affine, st.sampled_from([0, 40]), st.sampled_from([0, 300, 3000]))
     return st.just(Glue()) | st.builds(Glue, sizes, sizes)
+
+
+def rungs(kept: Affine) -> st.SearchStrategy[Selective | None]:
+    """Of many calls a part is worth holding."""
+    part = Affine(kept.fixed // 2, kept.per_sample // 2)
+    return st.sampled_from([None, Selective(part, Work(), flop_per_byte=1, num_held=2)])
+
+
+LEVELS = [
+    (Activation.RECOMPUTE, Tier.GPU, Tier.GPU),
+    (Activation.RECOMPUTE, Tier.HOST, Tier.GPU),
+    (Activation.SELECTIVE, Tier.GPU, Tier.GPU),
+    (Activation.SELECTIVE, Tier.HOST, Tier.GPU),
+    (Activation.SELECTIVE, Tier.GPU, Tier.HOST),
+    (Activation.SELECTIVE, Tier.HOST, Tier.HOST),
+    (Activation.KEEP, Tier.GPU, Tier.GPU),
+    (Activation.KEEP, Tier.HOST, Tier.HOST),
+]  # with the tiers of inputs and of what is held
 
 
 @st.composite
@@ -224,16 +244,12 @@ def plans(draw: st.DrawFn, profile: ModelProfile, update: Update, disk: bool = F
                 ]
             )
         )
-        activation, inputs = draw(
-            st.sampled_from(
-                [(Activation.RECOMPUTE, Tier.GPU), (Activation.RECOMPUTE, Tier.HOST), (Activation.KEEP, Tier.GPU)]
-            )
-        )
+        activation, inputs, held = draw(st.sampled_from(LEVELS))
         if states is Tier.GPU and block.index not in with_frozen:
             params = Tier.GPU
         if block.loose:
-            params = states = inputs = Tier.GPU
-        blocks.append(BlockPlan(block.name, params, states, activation, inputs))
+            params = states = inputs = held = Tier.GPU
+        blocks.append(BlockPlan(block.name, params, states, activation, inputs, held))
     micro_batch = draw(st.integers(1, profile.num_samples))
     spares = draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
     buffers = draw(st.integers(1, 3)) if disk else 0

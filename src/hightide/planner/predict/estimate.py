@@ -62,11 +62,13 @@ def _rates(profile: ModelProfile, machine: Machine) -> _Rates:
 
 def _call_cost(call: CallSpec, num_samples: int, gpu: _Rates) -> CallCost:
     sizes = _doublings(num_samples) if call.splittable else [num_samples]
+    # A block with products is compiled, so that its passes are fused, also where a part of it is repeated without them.
+    share = FUSED_SHARE if call.forward.flop != Affine() else 1.0
 
     def curve(work: Work) -> Curve:
         if work == Work():
             return Curve(())
-        return Curve(tuple(Point(size, _seconds(work, size, gpu)) for size in sizes))
+        return Curve(tuple(Point(size, _seconds(work, size, gpu, share)) for size in sizes))
 
     forward, selective = curve(call.forward), None
     if call.selective is not None:
@@ -74,10 +76,9 @@ def _call_cost(call: CallSpec, num_samples: int, gpu: _Rates) -> CallCost:
     return CallCost(forward, forward, curve(call.recompute), curve(call.backward), selective=selective)
 
 
-def _seconds(work: Work, num_samples: int, gpu: _Rates) -> float:
-    """Products and passes over memory, one after the other."""
+def _seconds(work: Work, num_samples: int, gpu: _Rates, share: float) -> float:
+    """Products and passes over memory, one after the other. `share`: of what is touched, that moves."""
     flop, touched = work.flop.at(num_samples), work.touched_bytes.at(num_samples)
-    share = FUSED_SHARE if flop else 1.0
     return LAUNCH_S + _product_seconds(flop, gpu) + share * touched / gpu.memory_bytes_per_s
 
 

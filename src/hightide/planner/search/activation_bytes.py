@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import add
 
 from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
@@ -44,15 +44,25 @@ class _Rise:
 
 
 @dataclass(frozen=True)
+class _Inputs:
+    """Of one call."""
+
+    block: int
+    backward: int  # its tick
+    away: _Rise  # what they would add if they stayed
+
+
+@dataclass(frozen=True)
 class _Levels:
     """Of one micro-batch size, tier of inputs, slot size and tile of the loss."""
 
     gpu_bytes: list[int]  # at most, by moment, with everything recomputed and no block updated on the GPU
     updates: dict[int, dict[int, int]]  # by block: the same at the moments at which it is updated there
     held: dict[Activation, dict[int, list[_Rise]]]  # by block
-    swapped: dict[int, list[_Rise]]  # by block: what it holds, until it has left, and from when it is back
+    last_forward: int  # tick
     swapped_bytes: dict[int, int]  # on the host
     near: dict[int, list[_Rise]]
+    inputs: dict[int, _Inputs]  # that wait on the host, by the tick of their forward
     host_bytes: dict[int, int]  # by block: its inputs on the host
     stashed_bytes: dict[int, int]  # by block: the widest of them
 
@@ -72,7 +82,7 @@ class ActivationBytes:
             for block in blocks
             for rise in levels.held[activation].get(block, ())
         ]
-        rises += [rise for block in candidate.swapped for rise in levels.swapped.get(block, ())]
+        rises += _swapped(levels, candidate)
         rises += [rise for block in candidate.keep | candidate.near for rise in levels.near.get(block, ())]
         if candidate.loss_kept_tokens:
             rises += self._logits_of(candidate)
@@ -118,13 +128,9 @@ class ActivationBytes:
             returns = {action.call: action for action in plain.actions if action.op is Op.UNSTASH}
             selective = _rises(plain.ticks, held[Activation.SELECTIVE])
             rises = {Activation.KEEP: _rises(plain.ticks, held[Activation.KEEP]), Activation.SELECTIVE: selective}
-            last_forward = NUM_MOMENTS * (len(profile.calls) - 1)
-            swapped = {
-                block: [part for one in found for part in _parted(one, last_forward)]
-                for block, found in selective.items()
-            }
             swapped_plan = self._plan(*key, selective=space.selectable)
             near: dict[int, list[_Rise]] = {}
+            inputs: dict[int, _Inputs] = {}
             host_bytes: dict[int, int] = {}
             stashed_bytes: dict[int, int] = {}
             for call, stash in stashes.items():
@@ -132,14 +138,16 @@ class ActivationBytes:
                 last = NUM_MOMENTS * returns[call].opens + AFTER
                 rise = _Rise(NUM_MOMENTS * stash.tick + IN, last, stash.gpu_gives)
                 near.setdefault(stash.block, []).append(rise)
+                inputs[stash.opens] = _Inputs(stash.block, returns[call].tick, rise)
                 host_bytes[stash.block] = host_bytes.get(stash.block, 0) + stash.host_takes
                 stashed_bytes[stash.block] = max(stashed_bytes.get(stash.block, 0), stash.gpu_gives)
             self._levels[key] = _Levels(
                 *_gpu_levels(plain, self._space),
                 rises,
-                swapped,
+                len(profile.calls) - 1,
                 _swapped_bytes(profile, swapped_plan),
                 near,
+                inputs,
                 host_bytes,
                 stashed_bytes,
             )
@@ -228,16 +236,31 @@ def _rises(plain: Sequence[Action], kept: Sequence[Action]) -> dict[int, list[_R
     return {block: found for block, found in rises.items() if any(rise.num_bytes or rise.last_bytes for rise in found)}
 
 
-def _parted(rise: _Rise, last_forward: int) -> list[_Rise]:
-    """The same of what waits on the host in between; as in lower/move_inputs.py."""
-    if rise.first == rise.last:
-        return [rise]
-    forward, backward = rise.first // NUM_MOMENTS, rise.last // NUM_MOMENTS
-    gone_by, opens = away_between(forward, backward, last_forward // NUM_MOMENTS)
-    leaving, back = NUM_MOMENTS * gone_by + IN - 1, NUM_MOMENTS * opens + BETWEEN
-    if leaving >= back - 1:
-        return [rise]
-    return [replace(rise, last=leaving, last_bytes=0), replace(rise, first=back)]
+def _swapped(levels: _Levels, candidate: Candidate) -> list[_Rise]:
+    """Of what blocks hold that swap, until it has left, and from when it is back; as in lower/move_inputs.py. Inputs
+    leave and come with it, or behind it."""
+    if not candidate.swapped:
+        return []
+    rises = [rise for block in candidate.swapped for rise in levels.held[Activation.SELECTIVE].get(block, ())]
+    held = {rise.first // NUM_MOMENTS: rise for rise in rises if rise.num_bytes}
+    stays = candidate.keep | candidate.near
+    inputs = {forward: one for forward, one in levels.inputs.items() if one.block not in stays}
+    ticks = {forward: (forward, rise.last // NUM_MOMENTS) for forward, rise in held.items()}
+    following = dict(pairwise(sorted(held)))
+    found = [rise for rise in rises if not rise.num_bytes]
+    lane_is_free = 0
+    for forward in sorted({*held, *inputs}):
+        call = ticks[forward] if forward in held else (forward, inputs[forward].backward)
+        gone_by, opens = away_between(call, levels.last_forward, ticks.get(following.get(forward, -1)))
+        gone_by = lane_is_free = min(max(gone_by, lane_is_free), call[1])
+        leaving, back = NUM_MOMENTS * gone_by + IN - 1, NUM_MOMENTS * opens + BETWEEN
+        if forward in held:
+            rise, is_away = held[forward], leaving < back - 1
+            found += [replace(rise, last=leaving, last_bytes=0), replace(rise, first=back)] if is_away else [rise]
+        if forward in inputs:
+            away = inputs[forward].away
+            found += [replace(away, last=min(leaving, away.last)), replace(away, first=max(back, away.first))]
+    return found
 
 
 def _swapped_bytes(profile: ModelProfile, plan: Plan) -> dict[int, int]:

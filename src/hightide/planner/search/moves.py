@@ -26,6 +26,7 @@ MOST_SPARE = 3  # slots beyond what the widest block needs
 MOST_DISK_BUFFERS = 4  # of each kind
 NUM_SLOT_SIZES = 3  # so many slot sizes, of least waste, are tried
 FEW_BLOCKS = 8
+SPACINGS = (1, 2, 3, 4, 6)  # of blocks that swap
 
 
 class Kind(StrEnum):
@@ -182,14 +183,14 @@ class Moves:
                 yield self.fill(one, ORDERS[0], from_back=True)
 
     def swaps(self, filled: Candidate) -> Iterator[Candidate]:
-        """Fillings of its kind in which blocks swap: from the front, whose activations wait longest, all or every
-        second, third or fourth, so that a copy has the blocks in between to hide behind."""
+        """Fillings of its kind in which blocks swap: from the front, whose activations wait longest, all or every so
+        many-th, so that a copy has the blocks in between to hide behind (lower/move_inputs.py)."""
         if filled.disk or not self.space.selectable:
             return
         empty = replace(filled, keep=frozenset(), selective=frozenset(), swapped=frozenset(), loss_kept_tokens=0)
         bare = replace(empty, whole=frozenset(), params=frozenset(), near=frozenset())
         ladder = self._ladder(Kind.SWAPPED)
-        for spacing, share in product((1, 2, 3, 4), (4, 3, 2, 1)):
+        for spacing, share in product(SPACINGS, (4, 3, 2, 1)):
             units = ladder[: len(ladder) * share // 4 : spacing]
             for start in dict.fromkeys(replace(one, swapped=frozenset(units)) for one in (empty, bare) if units):
                 if self.may_fit(start):

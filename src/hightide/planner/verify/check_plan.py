@@ -169,6 +169,11 @@ def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
             raise InfeasiblePlan(f"{where} has activations on the disk, which is not supported; use held=gpu or host")
         if block.held is Tier.HOST and block.activation is Activation.RECOMPUTE:
             raise InfeasiblePlan(f"{where} recomputes, so that nothing is held; use held=gpu, or another activation")
+        if block.held is Tier.HOST and spec.lazy_head:
+            raise InfeasiblePlan(
+                f"{where} has activations on the host, but it is fused with the loss and holds none; use held=gpu, and "
+                "loss_kept_tokens to keep logits"
+            )
         if block.activation is Activation.KEEP and block.inputs is not block.held:
             raise InfeasiblePlan(
                 f"{where} keeps activations on the {block.held}, and its inputs are among them; use inputs={block.held}"

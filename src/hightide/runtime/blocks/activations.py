@@ -13,6 +13,7 @@ buffers, and inputs, which go their own way. In backward, a tensor's memory is f
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hightide.ir.refusal import Refused
-from hightide.runtime.chunks.chunks import DTYPES, Chunks
+from hightide.runtime.chunks.chunks import Chunks
 from hightide.stores.store import Accelerator, Region, Store
 from hightide.stores.ticket import Ticket
 
@@ -39,45 +40,73 @@ FREED = (
 )
 
 
-class _InSlot(NamedTuple):
-    chunk: int
-    offset_bytes: int
+class _Form(NamedTuple):
+    """How a tensor reads memory. Bits that say that it reads it conjugated, or negated, are in no byte."""
+
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
+    is_conj: bool
+    is_neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Form:
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+
+    def on(self, memory: Tensor, offset_bytes: int) -> Tensor:
+        """`offset_bytes`: from the first byte of `memory`."""
+        start_bytes = int(memory.storage_offset()) * memory.element_size() + offset_bytes
+        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
+        tensor = empty.set_(memory.untyped_storage(), start_bytes // self.dtype.itemsize, self.shape, self.stride)
+        tensor = tensor.conj() if self.is_conj else tensor
+        return torch._neg_view(tensor) if self.is_neg else tensor
+
+
+class _InSlot(NamedTuple):
+    chunk: int
+    offset_bytes: int
+    form: _Form
 
 
 class _InInput(NamedTuple):
     number: int  # of the inputs that wait on host
-    offset: int  # in elements, from the input's first
-    shape: torch.Size
-    stride: tuple[int, ...]
+    offset_bytes: int  # from the input's first byte
+    form: _Form
 
 
-def _extent(tensor: Tensor) -> int:
-    """Elements of its storage from its first to its last."""
+def _range(tensor: Tensor) -> tuple[int, int]:
+    """The first byte that it reads of its storage, and the one behind the last."""
+    first = int(tensor.storage_offset()) * tensor.element_size()
     if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        return first, first
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (1 + reach) * tensor.element_size()
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Of its storage. None: it has none of its own (sparse tensors, and those that wrap others)."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 class Held:
-    """One tensor that backward will read. On the GPU, unless it has left."""
+    """One tensor that backward will read, perhaps more than once. On the GPU, unless it has left. It lives as long as
+    the graph needs it."""
 
-    __slots__ = ("_bytes", "_form", "_is_changed", "_version", "tensor")
+    __slots__ = ("__weakref__", "_away", "_is_changed", "_version", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         """Of a graph the tensor must not be part: an output that its own node holds would never die."""
         self.tensor: Tensor | None = tensor
         self._version = tensor._version
         self._is_changed = False
-        self._form: tuple[torch.dtype, torch.Size, tuple[int, ...], int] | None = None  # with its place in `_bytes`
-        self._bytes: _Entry | None = None
+        self._away: tuple[_Entry, _Form, int] | None = None  # where it is found, and its place there, in bytes
 
     def leave(self, entry: _Entry, offset_bytes: int) -> None:
         assert self.tensor is not None
-        tensor = self.tensor
-        self._bytes, self._form = entry, (tensor.dtype, tensor.shape, tensor.stride(), offset_bytes)
+        self._away = entry, _Form.of(self.tensor), offset_bytes
 
     def forget(self) -> None:
         """What has left is gone from here."""
@@ -85,26 +114,30 @@ class Held:
         self.tensor = None
 
     @property
+    def is_changed(self) -> bool:
+        """Somebody has written to it."""
+        self._note_change()
+        return self._is_changed
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        if self._form is not None:
-            return tuple(self._form[1])
+        if self._away is not None:
+            return tuple(self._away[1].shape)
         assert self.tensor is not None
         return tuple(self.tensor.shape)
 
     def get(self) -> Tensor | None:
-        """For its one reader. None: somebody has written to it since."""
-        self._note_change()
-        if self._is_changed or self._bytes is None or self._form is None:
-            return None if self._is_changed else self.tensor
-        dtype, shape, stride, offset_bytes = self._form
-        entry, self._bytes = self._bytes, None
-        entry.num_unread -= 1
-        assert entry.tensor is not None
-        storage = entry.tensor.untyped_storage()
-        if not entry.num_unread:
-            entry.tensor = None
-        empty = torch.empty(0, dtype=dtype, device=storage.device)
-        return empty.set_(storage, offset_bytes // dtype.itemsize, shape, stride)
+        """None: somebody has written to it since."""
+        if self.is_changed:
+            return None
+        if self._away is not None:
+            entry, form, offset_bytes = self._away
+            self._away = None
+            memory = entry.read()
+            if self.tensor is None:
+                self.tensor = form.on(memory, offset_bytes)
+                self._version = self.tensor._version
+        return self.tensor
 
     def _note_change(self) -> None:
         self._is_changed |= self.tensor is not None and self.tensor._version != self._version
@@ -113,20 +146,28 @@ class Held:
 class Holding:
     """Takes what one call holds. `staying`: tensors whose storages stay where they are."""
 
-    def __init__(self, staying: Iterable[Tensor] | None = None) -> None:
-        """Without any `staying`, nothing leaves."""
-        self._staying = None if staying is None else {tensor.untyped_storage().data_ptr() for tensor in staying}
-        self.leaving: list[Held] = []
+    def __init__(self, device: torch.device | None = None, staying: Iterable[Tensor] = ()) -> None:
+        """`device`: where that is which may leave; None: nothing leaves."""
+        self._device = device
+        self._staying = {_address(tensor) for tensor in staying}
+        self._leaving: list[weakref.ref[Held]] = []  # a graph that dies takes what it holds with it
 
     def __call__(self, tensor: Tensor) -> Held:
         held = Held(tensor)
-        if self._staying is not None and self._may_leave(tensor):
-            self.leaving.append(held)
+        if self._may_leave(tensor):
+            self._leaving.append(weakref.ref(held))
         return held
 
+    def leaving(self) -> list[Held]:
+        """What graphs still need, and nobody has written to."""
+        found = (one() for one in self._leaving)
+        return [held for held in found if held is not None and not held.is_changed]
+
     def _may_leave(self, tensor: Tensor) -> bool:
-        assert self._staying is not None
-        return tensor.numel() > 1 and tensor.untyped_storage().data_ptr() not in self._staying
+        if tensor.device != self._device or type(tensor) is not Tensor or tensor.numel() <= 1:
+            return False
+        address = _address(tensor)
+        return address is not None and address not in self._staying
 
 
 def outlive_slots(
@@ -136,31 +177,29 @@ def outlive_slots(
     back: Callable[[], Callable[[], Sequence[Tensor]]] = lambda: tuple,
 ) -> saved_tensors_hooks:
     """Saved-tensor hooks for a graph that outlives the slots it was made in, and those of its inputs that wait on host
-    (`away`, contiguous). `back` gives what gives these again, in backward, and raises where backward is not the graph's
-    own."""
-    places = [(tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.numel()) for tensor in away]
+    (`away`, without gaps in memory). `back` gives what gives these again, in backward, and raises where backward is not
+    the graph's own."""
+    places = [(_address(tensor), *_range(tensor)) for tensor in away]
 
     def pack(tensor: Tensor) -> _InSlot | _InInput | Held:
+        if (address := _address(tensor)) is None:
+            return hold(tensor.detach())
         place = chunks.slot_offset(tensor)
         if place is not None:
-            chunk, offset_bytes = place
-            return _InSlot(chunk, offset_bytes, tensor.dtype, tensor.shape, tensor.stride())
-        for index, (storage, start, numel) in enumerate(places):
-            offset = int(tensor.storage_offset()) - start
-            if tensor.untyped_storage().data_ptr() == storage and offset >= 0 and offset + _extent(tensor) <= numel:
-                return _InInput(index, offset, tensor.shape, tensor.stride())
+            return _InSlot(*place, _Form.of(tensor))
+        for index, (storage, begin, end) in enumerate(places):
+            if address == storage:
+                first, last = _range(tensor)
+                if begin <= first and last <= end:
+                    return _InInput(index, first - begin, _Form.of(tensor))
         return hold(tensor.detach())
 
     def unpack(packed: _InSlot | _InInput | Held) -> Tensor:
         inputs = back()
         if isinstance(packed, _InSlot):
-            flat = chunks.param_on_gpu(packed.chunk)
-            assert flat.dtype == packed.dtype == DTYPES[chunks.specs[packed.chunk].dtype]
-            start = flat.storage_offset() + packed.offset_bytes // flat.element_size()
-            return flat.as_strided(packed.shape, packed.stride, start)
+            return packed.form.on(chunks.param_on_gpu(packed.chunk), packed.offset_bytes)
         if isinstance(packed, _InInput):
-            whole = inputs()[packed.number].detach()
-            return whole.as_strided(packed.shape, packed.stride, whole.storage_offset() + packed.offset)
+            return packed.form.on(inputs()[packed.number].detach(), packed.offset_bytes)
         tensor = packed.get()
         if tensor is None:
             raise Refused(MODIFIED.format(shape=packed.shape))
@@ -182,13 +221,15 @@ class _Entry:
     until let go, and again once it is back."""
 
     def __init__(self, tensor: Tensor, host: Store, orphans: deque[_Orphan], held: Sequence[Held] = ()) -> None:
+        """`held`: what is made of the bytes of `tensor`. They own this, and not the other way round."""
         self.tensor: Tensor | None = tensor
         self.version = tensor._version
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.region: Region | None = None
         self.num_users = 0
-        self.held, self.num_unread = held, len(held)
-        self.ordered_back = False  # the tensor here is a new one, and a lane may be writing it
+        self.is_held, self._num_unread = bool(held), len(held)
+        self._held = [weakref.ref(one) for one in held]
+        self.is_wanted = False  # it must not go any more: backward is near. A lane may be writing it
         self.on_the_way: list[Ticket] = []  # lanes' copies, asked for by any call that shares the tensor
         self.leaving: Tensor | None = None  # what the lane reads: the tensor, or a contiguous copy of it
         self._host, self._orphans = host, orphans
@@ -198,6 +239,25 @@ class _Entry:
         if self.tensor._version != self.version:
             raise Refused(MODIFIED.format(shape=tuple(self.shape)))
         return self.tensor
+
+    def read(self) -> Tensor:
+        """By one of those that are held."""
+        assert self.tensor is not None
+        tensor, self._num_unread = self.tensor, self._num_unread - 1
+        if not self._num_unread:
+            self.tensor = self.leaving = None
+        return tensor
+
+    def let_go(self) -> None:
+        self.checked()
+        self.tensor = self.leaving = None
+        for one in self._held:
+            if (held := one()) is not None:
+                held.forget()
+
+    @property
+    def label(self) -> str:
+        return "activations" if self.is_held else "block inputs"
 
     def __del__(self) -> None:  # a graph that is dropped without backward gives its host memory back too
         if self.tensor is not None and self.on_the_way:  # a lane may still be reading or writing it
@@ -223,7 +283,10 @@ class Stashes:
         self._gpu = gpu
         self._host = host
         self._by_call: dict[int, Stash] = {}
-        self._shared: dict[tuple[int, int, torch.Size, int], _Entry] = {}
+        # Weak: after the last backward that needs it, an entry's host memory is free.
+        self._shared: weakref.WeakValueDictionary[tuple[int, int, torch.Size, int], _Entry] = (
+            weakref.WeakValueDictionary()
+        )
         self._orphans: deque[_Orphan] = deque()
 
     def begin_pass(self) -> None:
@@ -254,12 +317,10 @@ class Stashes:
 
     def _ranges(self, held: Sequence[Held]) -> list[_Entry]:
         """One for each storage, from the first byte that is held to the last. See [Note: what leaves]."""
-        by_storage: dict[int, list[tuple[int, int, Held, Tensor]]] = defaultdict(list)
+        by_storage: dict[int | None, list[tuple[int, int, Held, Tensor]]] = defaultdict(list)
         for one in held:
-            if (tensor := one.tensor) is not None:
-                start, extent = int(tensor.storage_offset()), _extent(tensor)
-                first, last = (tensor.element_size() * at for at in (start, start + extent))
-                by_storage[tensor.untyped_storage().data_ptr()].append((first, last, one, tensor))
+            assert one.tensor is not None
+            by_storage[_address(one.tensor)].append((*_range(one.tensor), one, one.tensor))
         entries = []
         for parts in by_storage.values():
             first = min(part[0] for part in parts) // HELD_ALIGN_BYTES * HELD_ALIGN_BYTES
@@ -284,7 +345,7 @@ class Stashes:
             if entry.tensor is not None and entry.region is None:
                 entry.leaving = entry.tensor.detach().contiguous()
                 num_bytes = entry.leaving.numel() * entry.leaving.element_size()
-                entry.region = self._host.allocate(num_bytes, "activations" if entry.held else "block inputs")
+                entry.region = self._host.allocate(num_bytes, entry.label)
                 leaving.append((entry.leaving, entry.region))
 
         def store() -> int:
@@ -303,21 +364,19 @@ class Stashes:
     def let_go(self, stash: Stash) -> None:
         """Compute has waited for the copies to host: the GPU's memory may be used again."""
         for entry in stash.entries:
-            if entry.tensor is not None and entry.region is not None and not entry.ordered_back:
-                entry.checked()
-                entry.tensor = entry.leaving = None
-                for one in entry.held:
-                    one.forget()
+            if entry.tensor is not None and entry.region is not None and not entry.is_wanted:
+                entry.let_go()
 
     def prepare_restore(self, stash: Stash) -> Callable[[], int]:
-        """Back to the GPU. Returns the lane's work."""
+        """Back to the GPU. Returns the lane's work. What has not gone yet stays."""
         arriving = []
         for entry in stash.entries:
+            entry.is_wanted = True
             if entry.tensor is None:
                 assert entry.region is not None
                 entry.tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._gpu.device)
-                self._gpu.adopt(entry.tensor, "activations" if entry.held else "block inputs")
-                entry.version, entry.ordered_back = entry.tensor._version, True
+                self._gpu.adopt(entry.tensor, entry.label)
+                entry.version = entry.tensor._version
                 arriving.append((entry.tensor.detach(), entry.region))
 
         def restore() -> int:
@@ -337,7 +396,7 @@ class Stashes:
             entry.on_the_way.clear()
         self.prepare_restore(stash)()
         stash.consumed = True
-        return [entry.checked() for entry in stash.entries if not entry.held]
+        return [entry.checked() for entry in stash.entries if not entry.is_held]
 
     def release(self, stash: Stash) -> None:
         """After backward the GPU copy goes; host memory is reused once no other call shares the tensor."""

@@ -42,7 +42,7 @@ from hightide.profiler.model.call_tree import flatten, flatten_call, mode_of, na
 from hightide.profiler.model.probe_record import is_changed
 from hightide.profiler.model.taps import Tap, hand_out, tapping
 from hightide.profiler.trial.state import Snapshot
-from hightide.runtime.blocks.activations import FREED, Holding, Stash, outlive_slots
+from hightide.runtime.blocks.activations import FREED, Held, Holding, Stash, outlive_slots
 from hightide.runtime.blocks.compiled import NotCompiled
 from hightide.runtime.blocks.recomputation import Recomputed
 from hightide.runtime.blocks.selective import HeldResults
@@ -69,16 +69,15 @@ class BlockRunner:
         self.original = original  # the class's own forward
         self.spec = run.profile.blocks[index]
         self.plan = run.plan.blocks[index]
-        self.selective = self._held_rule()
         self.trainable = any(run.gradients.is_trainable(chunk) for chunk in run.chunks.by_block[index])
         self.inside: list[nn.Module] = []  # the block's modules, since its first call
 
-    def _held_rule(self) -> Selective | None:
-        """What is held of a call under Activation.SELECTIVE. Calls of one block are mostly of one kind: it is that of
-        the first."""
-        rules = (call.selective for call in self.run.profile.calls if call.block == self.index)
-        is_asked = self.plan.activation is Activation.SELECTIVE
-        return next((rule for rule in rules if rule is not None), None) if is_asked else None
+    def held_rule(self, call: int | None) -> Selective | None:
+        """What is held of a call under Activation.SELECTIVE. None: nothing, as of calls that the plan did not
+        foresee."""
+        if call is None or self.plan.activation is not Activation.SELECTIVE:
+            return None
+        return self.run.profile.calls[call].selective
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.run.probing:
@@ -212,12 +211,12 @@ class BlockCall:
                     whole.clear()
                     look.before.restore()
                     self._stay_whole(reason)
-                    self._hold.leaving.clear()  # of graphs that are gone
                     whole = self._run_parts(tensors, needs_backward)
                 if needs_backward and not self._keep:
                     self._before = look.before
-            if any(self.on_host) or self._hold.leaving:
-                self._register_stash(tensors)
+            held = self._hold.leaving()
+            if any(self.on_host) or held:
+                self._register_stash(tensors, held)
         return whole
 
     def _run_parts(self, tensors: Sequence[Tensor], needs_backward: bool) -> list[Tensor]:
@@ -267,6 +266,10 @@ class BlockCall:
         if self.runner.plan.inputs is not Tier.HOST or self.call is None:
             return tensors
         self.on_host = list(self.requires_grad)
+        tensors = [
+            tensor.resolve_conj().resolve_neg() if away else tensor  # what no byte says does not leave
+            for tensor, away in zip(tensors, self.on_host, strict=True)
+        ]
         if len(self.bounds) == 1:
             self._orders = [_order_in_memory(tensor) for tensor in tensors]
         return [
@@ -278,13 +281,15 @@ class BlockCall:
         """Of what the block computes. See [Note: what leaves]."""
         if self.runner.plan.held is not Tier.HOST or self.call is None:
             return Holding()
-        return Holding([*tensors, *self.module.parameters(), *self.module.buffers()])
+        run = self.runner.run
+        staying = [*tensors, *self.module.parameters(), *self.module.buffers(), *run.chunks.loose_params()]
+        return Holding(run.gpu.device, staying)
 
-    def _register_stash(self, tensors: Sequence[Tensor]) -> None:
+    def _register_stash(self, tensors: Sequence[Tensor], held: Sequence[Held]) -> None:
         assert self.call is not None and self._graphs is not None
         leaving = [(tensor, self._orders[at]) for at, tensor in enumerate(tensors) if self.on_host[at]]
         away = [tensor if order is None else tensor.permute(order) for tensor, order in leaving]
-        self.stash = self.runner.run.stashes.register(self.call, away, self._hold.leaving)
+        self.stash = self.runner.run.stashes.register(self.call, away, held)
         self._hold = Holding()
         with self.runner.run.gpu.unmetered():  # what takes their place is there once for all
             for graph in self._graphs:
@@ -294,19 +299,24 @@ class BlockCall:
     def _keep(self) -> bool:
         return self.runner.plan.activation is Activation.KEEP
 
+    @property
+    def _activation(self) -> Activation:
+        """Where the plan has no bytes for what a rule would hold, there is no rule."""
+        if self._keep or self.runner.held_rule(self.call) is not None:
+            return self.runner.plan.activation
+        return Activation.RECOMPUTE
+
     def _with_graph(self, inputs: list[Tensor], num_samples: int) -> list[Tensor]:
         """Runs one micro-batch so that backward can follow. See [Note: recomputation]."""
         run, again = self.runner.run, self._from_its_graph()
         compiled = self._compiled_forward(inputs, num_samples)
         self._now, self._is_compiled = inputs, compiled is not None
-        num_held = len(self._hold.leaving)
         with torch.enable_grad():
             if compiled is not None:
                 try:
                     return self._compiled(inputs, compiled)
                 except NotCompiled:  # the user has been told
                     self._is_compiled = False
-                    del self._hold.leaving[num_held:]
                 gc.collect()  # the failed attempt's frames hold tensors
             if self._keep:
                 with outlive_slots(run.chunks, self._hold, self.away_now(), lambda: again().away_now):
@@ -317,7 +327,7 @@ class BlockCall:
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Of forward and of recomputation."""
-        rule = self.runner.selective
+        rule = self.runner.held_rule(self.call)
         return (nullcontext(), nullcontext()) if rule is None else HeldResults(rule, self._hold).contexts()
 
     def _from_its_graph(self) -> Callable[[], BlockCall]:
@@ -345,7 +355,7 @@ class BlockCall:
         if num_samples != self.bounds[0][1] or self.runner.run.looks.keeps(self.runner.index):
             return None
         shapes = tuple(tensor.shape for tensor in inputs)
-        return self.runner.run.compiled.forward_of(self.runner.original, self.runner.plan.activation, shapes)
+        return self.runner.run.compiled.forward_of(self.runner.original, self._activation, shapes)
 
     def _compiled(self, inputs: list[Tensor], forward: Callable[..., Any]) -> list[Tensor]:
         run, again = self.runner.run, self._from_its_graph()

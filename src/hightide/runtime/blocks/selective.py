@@ -49,6 +49,12 @@ class HeldResults:
         held = [self._hold(_apart(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._results[key] = held, tree
 
+    def drop_changed(self) -> None:
+        """What was written over, as by an activation function in place, has to be made again anyway."""
+        for key, (held, _) in list(self._results.items()):
+            if any(leaf.is_changed for leaf in held if isinstance(leaf, Held)):
+                del self._results[key]
+
     def take(self, key: Key) -> Any:
         """None: it has to run."""
         if key not in self._results:
@@ -86,6 +92,10 @@ class _Recording(_Counting):
             if not self._held.is_full and self._held.is_worth(func, args, kwargs, out):
                 self._held.put(key, out)
         return out
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._held.drop_changed()
 
 
 class _Replaying(_Counting):

@@ -327,6 +327,10 @@ class Chunks:
                 if bound.param.data_ptr() not in bound.addresses:
                     self._refuse_other_data(bound.key, bound.view)
 
+    def loose_params(self) -> list[Tensor]:
+        """Of chunks that nobody binds."""
+        return [self.param_on_gpu(chunk) for chunk in self._loose]
+
     def _views(self, chunk: int, block: int | None) -> _Views:
         """The parameters of a chunk where it is now. A slot is always at the same place, so they are made once."""
         place = (chunk, block, self.param_slots.first(chunk))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,10 @@ from hightide.planner.mechanism import NONE, Mechanism, Mechanisms
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.peaks import reserved_bytes
 from hightide.planner.problem import Problem, Terms
+from hightide.planner.search import moves
+from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.search import search
+from hightide.planner.search.trials import Trials
 from hightide.planner.solution import Searched
 from unit.planner.profiles import forecast_of
 
@@ -141,3 +145,37 @@ def test_swap_is_chosen_where_the_link_hides_it_and_is_worth_its_while() -> None
 def test_swap_is_not_chosen_behind_a_slow_link() -> None:
     slow = slowed(load_machine("rtx-4090"), {Lane.H2D, Lane.D2H}, 0.1)
     assert not clipped_on_a_4090(slow).candidate.swapped
+
+
+def swapping(machine: Machine, spacing: int) -> float:
+    """The step with seven layers that swap, so far apart, and all others recomputed."""
+    _, profile = hand_written(BASE)
+    terms = Terms(40 * GIB, 4 * HOST_BYTES, Update.IN_BACKWARD, gradients=GradientDtype.PARAM)
+    trials = Trials(Problem(profile, estimate(profile, load_machine("h200")), machine, terms))
+    blocks = frozenset(range(1, 1 + 7 * spacing, spacing))
+    return trials.step_s(Candidate(profile.num_samples // 2, swapped=blocks))
+
+
+def test_blocks_that_swap_hide_their_copies_behind_those_between_them() -> None:
+    """A layer computes for 11 ms forward, and what it holds takes 33 ms to leave."""
+    steps = [swapping(load_machine("h200"), spacing) for spacing in (1, 2, 3, 4)]
+    assert steps == sorted(steps, reverse=True)
+    assert steps[3] < 0.9 * steps[0]
+
+
+def test_the_search_spaces_swap_where_that_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = slowed(load_machine("rtx-4090"), {Lane.H2D, Lane.D2H}, 0.5)
+    chosen = clipped_on_a_4090(half)
+    blocks = sorted(chosen.candidate.swapped)
+    assert len(blocks) >= 4 and min(after - before for before, after in pairwise(blocks)) >= 3
+    monkeypatch.setattr(moves, "SPACINGS", (1,))
+    assert clipped_on_a_4090(half).step.step_s > chosen.step.step_s
+
+
+def test_what_a_compiled_block_repeats_without_products_is_fused_too() -> None:
+    _, profile = hand_written(BASE)
+    layer = next(call for call in profile.calls if call.selective is not None)
+    assert layer.selective is not None and not layer.selective.recompute.flop.at(1)
+    cost = estimate(profile, load_machine("rtx-4090")).calls[layer.kind]
+    assert cost.selective is not None
+    assert cost.selective.recompute_s.at(16) < 0.1 * cost.recompute_s.at(16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,9 +31,10 @@ def swapped(activation: Activation, held: Tier = Tier.HOST, every: int = 1, para
     """Every so many-th block swaps; the others have the same level, and stay."""
 
     def edit(plan: Plan) -> Plan:
+        assert plan.profile is not None
         blocks = []
-        for index, block in enumerate(plan.blocks):
-            where = held if index % every == 0 else Tier.GPU
+        for index, (spec, block) in enumerate(zip(plan.profile.blocks, plan.blocks, strict=True)):
+            where = held if index % every == 0 and not spec.lazy_head else Tier.GPU
             inputs = where if activation is Activation.KEEP else Tier.GPU
             one = replace(block, activation=activation, held=where, inputs=inputs)
             if params is not None:
@@ -260,8 +262,8 @@ def test_a_plan_says_where_what_is_held_waits_and_wrong_ones_are_refused() -> No
     plan = hightide.plan(model, optimizer, batch, limits=LIMITS)
     assert plan.profile is not None
 
-    def refused(match: str, **changes: Any) -> None:
-        blocks = (plan.blocks[0], replace(plan.blocks[1], **changes), *plan.blocks[2:])
+    def refused(match: str, at: int = 1, **changes: Any) -> None:
+        blocks = (*plan.blocks[:at], replace(plan.blocks[at], **changes), *plan.blocks[at + 1 :])
         with pytest.raises(InfeasiblePlan, match=match):
             check_plan(plan.profile, replace(plan, blocks=blocks))
 
@@ -269,3 +271,17 @@ def test_a_plan_says_where_what_is_held_waits_and_wrong_ones_are_refused() -> No
     refused("its inputs are among them", activation=Activation.KEEP, held=Tier.HOST, inputs=Tier.GPU)
     refused("its inputs are among them", activation=Activation.KEEP, held=Tier.GPU, inputs=Tier.HOST)
     refused("activations on the disk", activation=Activation.KEEP, held=Tier.DISK)
+    head = next(block.index for block in plan.profile.blocks if block.lazy_head)
+    refused("fused with the loss", head, activation=Activation.KEEP, held=Tier.HOST, inputs=Tier.HOST)
+
+
+def test_a_plan_that_swaps_goes_through_a_file_and_is_told_in_words(tmp_path: Path) -> None:
+    model, batch = models.ZOO["llama"]()
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = swapped(Activation.SELECTIVE, every=2)(hightide.plan(model, optimizer, batch, limits=LIMITS))
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan and any(block.held is Tier.HOST for block in loaded.blocks)
+    model, _ = hightide.wrap(model, optimizer, batch, plan=loaded)
+    told = hightide.stats(model).plan.explain()
+    assert "part, host" in told and "selective" in told
