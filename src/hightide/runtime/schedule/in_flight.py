@@ -36,7 +36,8 @@ class InFlight(Tickets):
         self.stall_s: dict[Lane, float] = defaultdict(float)  # how long compute waited for each lane
 
     def wait(self, ticket: Ticket, lane: Lane) -> None:
-        if not ticket.done or ticket.fence is not None or ticket.error is not None:
+        """A failure of any lane is raised here, however long ago this ticket was done."""
+        if not ticket.done or ticket.fence is not None or ticket.error is not None or self.lanes.failure is not None:
             self.stall_s[lane] += self.lanes.wait(ticket, lane)
 
     def wait_for_gradients(self, chunks: list[int]) -> None:

@@ -93,7 +93,8 @@ def test_levels_are_named_in_words() -> None:
     profile = replace(PROFILE, calls=tuple(replace(call, selective=rule) for call in PROFILE.calls))
     costs = estimate(profile, GPU)
     swapping = planned(activation=Activation.SELECTIVE)
-    blocks = tuple(replace(block, held=Tier.HOST) for block in swapping.blocks)
+    heads = {block.name for block in PROFILE.blocks if block.lazy_head}
+    blocks = tuple(block if block.name in heads else replace(block, held=Tier.HOST) for block in swapping.blocks)
     reasons = {
         name: why(solved(replace(plan, profile=profile), costs), "layers.2")
         for name, plan in (("lean", planned()), ("swapping", replace(swapping, blocks=blocks)))

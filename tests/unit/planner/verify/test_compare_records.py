@@ -47,9 +47,9 @@ def test_a_pick_against_the_rule_is_found():
     place = next(i for i, record in enumerate(records) if record.lane is Lane.CPU)
     record = records[place]
     earlier = next(a for a in SCHEDULE.lane(Lane.CPU) if a.tick < SCHEDULE.by_id[record.id].tick)
-    records[place] = record._replace(ready=(*record.ready, earlier.id), ready_dues=(*record.ready_dues, earlier.tick))
+    records[place] = replace(record, ready=(*record.ready, earlier.id), ready_dues=(*record.ready_dues, earlier.tick))
     assert compare(SCHEDULE, records) == [f"cpu: {record.id} was picked while {earlier.id} was ready and due earlier"]
-    records[place] = record._replace(ready=(), ready_dues=())
+    records[place] = replace(record, ready=(), ready_dues=())
     assert compare(SCHEDULE, records) == [f"cpu: {record.id} was picked and was not ready"]
-    records[place] = record._replace(ready=(record.id,), ready_dues=(-5,))
+    records[place] = replace(record, ready=(record.id,), ready_dues=(-5,))
     assert "recorded as due at -5" in compare(SCHEDULE, records)[0]
