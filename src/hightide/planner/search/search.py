@@ -1,9 +1,10 @@
 """The fastest plan within the limits, by simulated step time.
 
 First, fillings: from a few plain starts (micro-batch, where inputs wait) memory is filled in several orders of kinds,
-and each result is simulated. Then the best few are improved by moves (see moves.py) until none gains more than
-`LEAST_GAIN`. A plan that cannot be faster than the best so far, because one lane alone takes longer, is not simulated
-(see bounds.py). The number of trials is bounded, not their time, so the same problem has the same answer everywhere.
+and each result is simulated. Then the best few, the best in another form and the best that swaps are improved by moves
+(see moves.py) until none gains more than `LEAST_GAIN`; a quick search stops before that. A plan that cannot be faster
+than the best so far, because one lane alone takes longer, is not simulated (see bounds.py). The number of trials is
+bounded, not their time, so the same problem has the same answer everywhere.
 
 The disk is used where else nothing or only a last resort fits: from everything there, the GPU is filled first and then
 the host.

@@ -161,7 +161,7 @@ class Gradients:
         if received and self._update is Update.DEFERRED:
             norms = torch._foreach_norm(list(received.values()))
             self._norms.update(zip(received, norms, strict=True))
-        if self._chunks.placed[chunk].rounds_in_place:  # see [Note: rounded gradients]
+        if self._chunks.placed[chunk].rounds_in_place:  # see [Note: rounded gradients] in chunks/staging.py
             if is_final:
                 self._chunks.round_gradient(chunk)
             (self._unrounded.discard if is_final else self._unrounded.add)(chunk)

@@ -1,4 +1,4 @@
-"""Lanes: serial queues of work that overlap each other. The only file that creates threads.
+"""Lanes: serial queues of work that overlap each other. The only file of the runtime that creates threads.
 
 [Note: failure in a lane] The first exception of any lane is kept as `failure`. From then on every submission and
 every wait of the user's thread raises that very object, and the lanes give it to every task that is still queued

@@ -389,7 +389,7 @@ class Executor:
                 self._release_params(chunk, None)
         for chunk, copy in enumerate(self.chunks.grad_copies):
             if copy.state is Residency.HELD:
-                self.gradients.harvest(chunk)
+                self.gradients.harvest(chunk, is_final=not self._final)
                 copy.move(self._summed_state(chunk))
         if self.mode is not Mode.EVAL:
             self._suspended = None  # an evaluation that fails leaves the forward before it as it is

@@ -151,7 +151,11 @@ class Performer:
             self._left.pop(chunk).join()
         if slot is not None and not self._take_gradient_slot(chunk, slot):
             return
-        self.chunks.grad_on_gpu(chunk).zero_()
+        try:
+            self.chunks.grad_on_gpu(chunk).zero_()
+        except BaseException:
+            self.chunks.grad_slots.drop(chunk)  # nobody else knows yet that it is there
+            raise
         self.gradients.cleared(chunk)
         if copy.state is Residency.ABSENT:
             copy.move(Residency.CLEAN)
