@@ -20,7 +20,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -34,16 +34,14 @@ import hightide
 from hightide.cli.workload import load_workload
 from hightide.doctor.known import load_machine
 from hightide.integrations.shapes import SHAPES
-from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.units import parse_bytes
 from hightide.observe.watch import Watch
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.mechanism import NONE, Mechanism, Mechanisms
 from hightide.planner.predict.estimate import estimate
-from hightide.planner.predict.simulator import NUM_PASSES, simulated_step_s
-from hightide.planner.predict.step_seconds import seconds_of
 from hightide.planner.problem import Problem, Terms
+from hightide.planner.search.calls import in_calls
 from hightide.planner.search.search import search
 from hightide.planner.solution import Searched
 from hightide.runtime.run import Run
@@ -86,15 +84,6 @@ def ablations(base: Update) -> list[Ablation]:
 
 
 @dataclass(frozen=True)
-class Told:
-    """A plan for one call of the model; a step has `num_calls` of them."""
-
-    solution: Searched
-    num_calls: int
-    step_s: float
-
-
-@dataclass(frozen=True)
 class Row:
     model: str
     sequences: int
@@ -112,52 +101,29 @@ class Row:
 # -- told -------------------------------------------------------------------------------------------------------------
 
 
-def told(problem: Problem, ablation: Ablation) -> Told | None:
+def told(problem: Problem, ablation: Ablation) -> Searched | None:
     """None: nothing fits without it."""
     problem = problem.with_terms(without=ablation.without, update=ablation.update or problem.terms.update)
-    plans = in_passes(problem) if ablation.in_passes else filter(None, [searched(problem, 1)])
-    return min(plans, key=lambda one: one.step_s, default=None)
+    plans = in_passes(problem) if ablation.in_passes else filter(None, [searched(problem)])
+    return min(plans, key=lambda one: one.step.step_s, default=None)
 
 
-def in_passes(problem: Problem) -> Iterator[Told]:
+def in_passes(problem: Problem) -> Iterator[Searched]:
     """Every number of equal calls of which each is one micro-batch."""
     num_samples = problem.profile.num_samples
     for count in (count for count in range(1, num_samples + 1) if num_samples % count == 0):
-        part = problem.with_samples(num_samples // count).with_terms(micro_batch=num_samples // count)
-        found = searched(part, count)
+        found = searched(in_calls(problem, count).with_terms(micro_batch=num_samples // count))
         if found is not None:
             yield found
 
 
-def searched(problem: Problem, num_calls: int) -> Told | None:
+def searched(problem: Problem) -> Searched | None:
     try:
         solution = search(problem)
         solution.verify()
     except InfeasiblePlan:
         return None
-    return Told(solution, num_calls, solution.step.step_s + (num_calls - 1) * _more_s(solution, num_calls))
-
-
-def _more_s(solution: Searched, num_calls: int) -> float:
-    """What one more call of the same step takes: on top of gradients that exist, and without updates."""
-    if num_calls == 1:
-        return 0.0
-    problem = solution.problem
-    seconds = seconds_of(solution.profile, solution.plan, problem.costs, solution.placement)
-    schedule = without_updates(solution.schedules[Mode.ACCUMULATE])
-    return simulated_step_s(schedule, seconds, problem.machine, NUM_PASSES)
-
-
-def without_updates(schedule: Schedule) -> Schedule:
-    updates = {action.id for action in schedule.actions if action.op is Op.UPDATE}
-
-    def freed(action: Action) -> Action:
-        return action.changed(
-            after=tuple(one for one in action.after if one not in updates),
-            after_prev=tuple(one for one in action.after_prev if one not in updates),
-        )
-
-    return replace(schedule, actions=tuple(freed(one) for one in schedule.actions if one.id not in updates))
+    return solution
 
 
 def posed(options: argparse.Namespace, model: str, sequences: int) -> Problem:
@@ -177,11 +143,11 @@ def simulated_rows(options: argparse.Namespace, model: str, sequences: int) -> I
         yield _row(model, sequences, ablation, told(problem, ablation), None)
 
 
-def _row(model: str, sequences: int, ablation: Ablation, plan: Told | None, found_s: float | None) -> Row:
+def _row(model: str, sequences: int, ablation: Ablation, plan: Searched | None, found_s: float | None) -> Row:
     if plan is None:
         return Row(model, sequences, ablation.name, None, None, 0, 0)
-    micro_batch = plan.solution.plan.micro_batch
-    return Row(model, sequences, ablation.name, plan.step_s, found_s, plan.num_calls, micro_batch)
+    chosen = plan.plan
+    return Row(model, sequences, ablation.name, plan.step.step_s, found_s, chosen.accumulate, chosen.micro_batch)
 
 
 # -- found ------------------------------------------------------------------------------------------------------------
@@ -206,7 +172,7 @@ def measured_rows(options: argparse.Namespace, model: str, sequences: int) -> It
         for ablation, plan in plans:
             found_s = None
             if plan is not None:
-                apart = Trained(options, module, sequences // plan.num_calls, update)
+                apart = Trained(options, module, plan.plan.num_samples, update, plan.plan.accumulate)
                 found_s = apart.found_s(plan, ablation)
                 apart.close()
             yield _row(model, sequences, ablation, plan, found_s)
@@ -215,7 +181,9 @@ def measured_rows(options: argparse.Namespace, model: str, sequences: int) -> It
 class Trained:
     """A wrapped model, with the problem that its plan was searched for."""
 
-    def __init__(self, options: argparse.Namespace, module: nn.Module, sequences: int, update: Update) -> None:
+    def __init__(
+        self, options: argparse.Namespace, module: nn.Module, sequences: int, update: Update, accumulate: int = 1
+    ) -> None:
         self._steps = options.steps
         optimizer = torch.optim.AdamW(module.parameters(), lr=LR)
         self._tokens = batches(module, sequences, options.length, count=1)[0]
@@ -229,26 +197,27 @@ class Trained:
             gradients="param",
             compile=options.device == "cuda",
             device=options.device,
+            accumulate=accumulate,
         )
         run = run_of(self._model)
         assert run is not None and isinstance(run.observer, Watch)
         self.problem, run.observer = run.observer.problem, None  # here no other plan may take its place
         self._run: Run = run
 
-    def found_s(self, plan: Told, ablation: Ablation) -> float:
+    def found_s(self, plan: Searched, ablation: Ablation) -> float:
         waits = Mechanism.UPDATE_OVERLAP in ablation.without
 
         def step() -> Tensor:
-            for _ in range(plan.num_calls):
+            for _ in range(plan.plan.accumulate):
                 loss = self._model(input_ids=self._tokens, labels=self._tokens).loss
-                (loss / plan.num_calls).backward()
+                (loss / plan.plan.accumulate).backward()
             self._optimizer.step()
             self._optimizer.zero_grad()
             if waits:
                 self._run.executor.wait_for_updates()
             return loss.detach()
 
-        self._run.move_to(plan.solution)
+        self._run.move_to(plan)
         return measure(self._run, step, self._steps)
 
     def close(self) -> None:

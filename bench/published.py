@@ -3,9 +3,8 @@
     python bench/published.py                     # Qwen2.5 3B, 7B and 14B on the presets rtx-4090 and h100
     python bench/published.py --machine rtx-4090 --model qwen2.5-7b
 
-A step has 524,288 tokens in sequences of 1024. It is one call of the model, or several of which each adds to the
-gradients and the last one is followed by the update (deferred: clipping stays exact); of all numbers of calls the one
-that is told to be fastest counts. Two rows for each: gradients and moments in fp32, which is what hightide does; and
+A step has 524,288 tokens in sequences of 1024, in as many calls as the planner finds fastest (deferred: clipping stays
+exact). Two rows for each: gradients and moments in fp32, which is what hightide does; and
 both in bf16, as LLMQ has them, which shows what that is worth here. Told are simulations from estimated costs.
 
 Where the host of a preset is too small, it is given `--more-host`, and the row says so.
@@ -15,10 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-
-from ablate import Told, searched
 
 from hightide.cli.workload import load_workload
 from hightide.doctor.known import load_machine
@@ -26,12 +22,14 @@ from hightide.ir.machine import Machine
 from hightide.ir.plan import GradientDtype
 from hightide.ir.state_spec import ADAM_STATES
 from hightide.ir.units import format_bytes, parse_bytes
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.light import light_s
 from hightide.planner.problem import Problem, Terms
+from hightide.planner.search.calls import search_calls
+from hightide.planner.solution import Searched
 
 TOKENS, LENGTH = 524_288, 1024
-CALLS = (1, 2, 4, 8, 16, 32, 64, 128)
 HEADROOM = 0.95  # of GPU and host, as `hightide plan` leaves it
 # Tokens per second on one GPU in bf16.
 PUBLISHED = {
@@ -60,21 +58,12 @@ def problem_of(model: str, machine: Machine, host_bytes: int | None = None) -> P
     return Problem(profile, estimate(profile, machine), machine, Terms(*limits))
 
 
-def best(problem: Problem) -> Told | None:
-    """None: nothing fits."""
-    return min(_told(problem), key=lambda one: one.step_s, default=None)
-
-
-def _told(problem: Problem) -> Iterator[Told]:
-    fastest_s = float("inf")
-    for count in (count for count in CALLS if problem.profile.num_samples % count == 0):
-        found = searched(problem.with_samples(problem.profile.num_samples // count), count)
-        if found is None:
-            continue
-        yield found
-        if found.step_s > 1.05 * fastest_s:  # ever more calls are ever slower
-            return
-        fastest_s = min(fastest_s, found.step_s)
+def best(problem: Problem) -> Searched | None:
+    """In as many calls as are fastest. None: nothing fits."""
+    try:
+        return search_calls(problem)
+    except InfeasiblePlan:
+        return None
 
 
 def show(machine: Machine, model: str, more_host_bytes: int) -> None:
@@ -92,9 +81,9 @@ def show(machine: Machine, model: str, more_host_bytes: int) -> None:
         if found is None:
             print(f"{head}  nothing fits{note}", flush=True)
             continue
-        told, plan = TOKENS / found.step_s, found.solution.plan
-        size = f"{found.num_calls} x {plan.num_samples} sequences in micro-batches of {plan.micro_batch}{note}"
-        print(f"{head} {told:9,.0f} {told / published:6.2f} {fastest_s / found.step_s:6.0%}  {size}", flush=True)
+        told, plan = TOKENS / found.step.step_s, found.plan
+        size = f"{plan.accumulate} x {plan.num_samples} sequences in micro-batches of {plan.micro_batch}{note}"
+        print(f"{head} {told:9,.0f} {told / published:6.2f} {fastest_s / found.step.step_s:6.0%}  {size}", flush=True)
 
 
 def main(argv: list[str]) -> None:

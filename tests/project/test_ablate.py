@@ -13,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import ablate
 
-from hightide.ir.action import Mode, Op
 from hightide.ir.plan import Update
 from hightide.planner.mechanism import Mechanism
 from hightide.planner.predict.estimate import estimate
@@ -43,29 +42,12 @@ def test_updates_that_begin_at_the_step_are_no_question_where_all_do() -> None:
 def test_micro_batches_as_passes_are_equal_calls_and_each_is_one_micro_batch() -> None:
     asked = problem().with_terms(update=Update.DEFERRED)
     plans = list(ablate.in_passes(asked))
-    assert [one.num_calls for one in plans] == [1, 2, 3, 6]
-    for one in plans:
-        plan = one.solution.plan
-        assert plan.micro_batch * one.num_calls == plan.num_samples * one.num_calls == 6
-        assert one.step_s >= one.solution.step.step_s and (one.step_s == one.solution.step.step_s) == (
-            one.num_calls == 1
-        )
-    best = ablate.told(asked, replace(ablate.FULL, update=Update.DEFERRED, in_passes=True))
-    assert best is not None and best.step_s == min(one.step_s for one in plans)
-
-
-def test_a_call_before_the_last_updates_nothing() -> None:
-    found = ablate.told(
-        problem(), replace(ablate.FULL, update=Update.DEFERRED, without=frozenset({Mechanism.PERSISTENT}))
+    assert [one.plan.accumulate for one in plans] == [1, 2, 3, 6]
+    assert all(
+        one.plan.micro_batch * one.plan.accumulate == one.plan.num_samples * one.plan.accumulate == 6 for one in plans
     )
-    assert found is not None
-    schedule = found.solution.schedules[Mode.ACCUMULATE]
-    left = ablate.without_updates(schedule)
-    assert {one.id for one in schedule.actions} - {one.id for one in left.actions} == {
-        one.id for one in schedule.actions if one.op is Op.UPDATE
-    }
-    known = {one.id for one in left.actions}
-    assert all(name in known for one in left.actions for name in (*one.after, *one.after_prev))
+    best = ablate.told(asked, replace(ablate.FULL, update=Update.DEFERRED, in_passes=True))
+    assert best is not None and best.step.step_s == min(one.step.step_s for one in plans)
 
 
 SIZE = ("--model", "tiny", "--sequences", "2", "--length", "8", "--host", "8GiB")

@@ -27,13 +27,10 @@ def test_the_shapes_have_the_published_numbers_of_parameters(name: str, numel: f
     assert all(name in rows for rows in published.PUBLISHED.values())
 
 
-def test_of_all_numbers_of_calls_the_fastest_counts() -> None:
+def test_what_does_not_fit_in_any_number_of_calls_is_none() -> None:
     profile = stack()
     problem = Problem(profile, estimate(profile, GPU), GPU, Terms(UNLIMITED, UNLIMITED), quick=True)
-    told = {one.num_calls: one.step_s for one in published._told(problem)}
-    assert 1 in told and all(profile.num_samples % count == 0 for count in told)
-    best = published.best(problem)
-    assert best is not None and best.step_s == min(told.values()) == told[best.num_calls]
+    assert published.best(problem) is not None
     assert published.best(problem.with_terms(gpu_bytes=1, host_bytes=1)) is None
 
 
