@@ -65,6 +65,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--update", default="deferred", choices=["deferred", "in_backward"])
     add("--gradients", default="float32", choices=["float32", "param"], help="without --plan: of finished gradients")
     add("--clip", type=float, help="clip gradients to this norm")
+    add("--calls", type=int, default=1, help="of equal size per step, which is planned as a whole; only hightide")
     add("--micro-batch", type=int, help="sequences; resident: 4 unless given")
     add("--plan", help="hightide: a plan file, instead of limits and micro-batch")
     add("--save-plan", help="hightide: write the plan that was used")
@@ -139,7 +140,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     synced_s = _synced(steps, options.steps if options.synced_steps is None else options.synced_steps)
     result: dict[str, Any] = {
         "label": options.label or options.system,
-        **{key: getattr(options, key) for key in ("system", "model", "sequences", "length", "gpu", "clip", "dtype")},
+        **{
+            key: getattr(options, key)
+            for key in ("system", "model", "sequences", "calls", "length", "gpu", "clip", "dtype")
+        },
         "compile": compile,
         "step_s": total_s / options.steps,
         "event_s": summary(marks.seconds()),
@@ -190,8 +194,10 @@ def make_hightide(options: argparse.Namespace, compile: bool) -> System:
         torch.cuda.set_per_process_memory_fraction(min(1.0, parse_bytes(options.gpu, "--gpu") / total_bytes))
     model = build(options.model, options.length, getattr(torch, options.dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    example = batches(model, options.sequences, options.length, count=1)[0]
-    wanted: dict[str, Any] = {"update": options.update}
+    if options.sequences % options.calls:
+        raise SystemExit(f"--sequences {options.sequences} cannot be cut into --calls {options.calls} of equal size")
+    example = batches(model, options.sequences // options.calls, options.length, count=1)[0]
+    wanted: dict[str, Any] = {"update": options.update, "accumulate": options.calls}
     if compile:
         wanted["compile"] = True
     if options.plan:
@@ -207,13 +213,14 @@ def make_hightide(options: argparse.Namespace, compile: bool) -> System:
         hightide.stats(model).plan.save(options.save_plan)
 
     def step(tokens: Tensor) -> Tensor:
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        for part in tokens.chunk(options.calls):
+            loss = model(input_ids=part, labels=part).loss / options.calls
+            loss.backward()
         if options.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return loss.detach() * options.calls
 
     return System(step, lambda: run_of(model).executor.wait_for_updates(), model, wrapped=True)
 

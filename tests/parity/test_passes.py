@@ -20,6 +20,7 @@ from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner import placement
+from hightide.planner.layout import pack
 from hightide.planner.placement import Placement
 from hightide.planner.solution import Solution
 from hightide.planner.verify.compare_records import compare
@@ -341,3 +342,152 @@ def test_a_plan_says_how_many_passes_it_is_for() -> None:
         hightide.wrap(*pair, batch, plan=plan, accumulate=3)
     model, _ = hightide.wrap(*pair, batch, plan=plan)
     assert hightide.stats(model).plan.accumulate == 2
+
+
+class Narrow(nn.Module):
+    """bf16 products between fp32 norms: chunks of two dtypes."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, width: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.wide, self.back = nn.Linear(width, 4 * width).to(dtype), nn.Linear(4 * width, width).to(dtype)
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.back(torch.tanh(self.wide(self.norm(x).to(self.dtype)))).float()
+
+
+class Stack(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Narrow(dtype) for _ in range(4))
+        self.others = nn.ModuleList(Narrow(dtype) for _ in range(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = z = x
+        for layer in self.layers:
+            y = layer(y)
+        for layer in self.others:
+            z = layer(z)
+        return y, z
+
+
+def stacked(where: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[Pair, Run, Plan]:
+    torch.manual_seed(0)
+    model = Stack(dtype)
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.05), (torch.randn(4, 32),)
+    plan = plan_for((model, optimizer), batch, where, **options)
+    model, optimizer = hightide.wrap(model, optimizer, batch, plan=plan)
+    run = run_of(model)
+    assert run is not None
+    return (model, optimizer), run, plan
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize("where", PLACES)
+def test_gradients_of_inputs_in_between(where: str, update: str) -> None:
+    """An adversarial loop: torch.autograd.grad for the inputs, in a pass of its own, before each backward."""
+
+    def trained(pair: Pair) -> dict[str, Tensor]:
+        model, optimizer = pair
+        draw = torch.Generator().manual_seed(1)
+        for _ in range(2):
+            for _ in range(2):
+                x = torch.randn(4, 32, generator=draw).requires_grad_(True)
+                (gradient,) = torch.autograd.grad(model(x)[0].square().sum(), x)
+                y, z = model((x + 0.01 * gradient.sign()).detach())
+                ((y.square().mean() + z.square().mean()) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {key: value.clone() for key, value in model.state_dict().items()}
+
+    pair, run, _ = stacked(where, torch.float32, update=update, accumulate=2)
+    torch.manual_seed(0)
+    model = Stack(torch.float32)
+    plain = trained((model, torch.optim.SGD(model.parameters(), lr=0.05)))
+    ours = trained(pair)
+    assert max(float((ours[key] - value).abs().max()) for key, value in plain.items()) < 1e-6
+    assert set(run.performer.num_updates.values()) == {2}
+
+
+def test_parameters_in_slots_are_not_older_than_their_update() -> None:
+    """In backward, after the last pass of a step and before step(): a forward with gradients."""
+    pair, run, _ = stacked("sums at home", torch.float32, update="in_backward", accumulate=2)
+    model, x = pair[0], torch.randn(4, 32)
+    for _ in range(2):
+        y, z = model(x)
+        (y.square().sum() + z.square().sum()).backward()
+    run.executor.wait_for_updates()
+    with torch.no_grad():
+        now = model(x)[0]
+    assert (y.detach() - now).abs().max() > 1e-2
+    torch.testing.assert_close(model(x)[0].detach(), now, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["sums at home", "sums stay"])
+def test_what_overflows_is_seen_before_an_early_step(where: str) -> None:
+    """Sums in fp32 that fp16 cannot hold: a step would make them infinite, and a scaler must know."""
+    pair, _, _ = stacked(where, torch.float16, gradients="param", accumulate=3)
+    model, optimizer = pair
+    x = torch.randn(4, 32)
+    model(x)[0].square().sum().backward()
+    halves = [param for param in model.layers.parameters() if param.dtype == torch.float16]  # type: ignore[union-attr]
+    scale = 40_000 / max(param.grad.clone().abs().max().item() for param in halves)  # type: ignore[union-attr]
+    optimizer.zero_grad()
+    for _ in range(2):
+        (model(x)[0].square().sum() * scale).backward()
+    assert max(param.grad.norm().item() for param in halves) == float("inf")  # type: ignore[union-attr]
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(torch.ones(1))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    scaler.step(optimizer)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items()), "the step is skipped"
+
+
+def test_a_move_to_another_layout_with_sums_that_are_still_to_be_rounded() -> None:
+    pair, run, plan = stacked("sums at home", gradients="param", accumulate=3)
+    (model, optimizer), x = pair, torch.randn(4, 32)
+    assert plan.profile is not None
+    layout = pack(plan.profile, plan.layout.slot_numel // 2, plan.layout.chunks[0].rule_states)
+    other = replace(plan, layout=layout)
+    slots, grad_slots = Placement(other).widest_tick({call.block for call in plan.profile.calls})
+    model(x)[0].square().mean().backward()
+    run.move_to(Solution.of(run.profile, replace(other, num_slots=slots + 2, num_grad_slots=grad_slots + 1)))
+    model(x)[0].square().mean().backward()
+    with pytest.warns(UserWarning, match="step\\(\\) came after 2"):
+        optimizer.step()
+    run.executor.wait_for_updates()
+
+
+def test_several_losses_in_a_pass() -> None:
+    """Backwards off the plan send no sum home that is to stay: it is rounded once, as everywhere."""
+    found = []
+    for where in ("sums at home", "sums stay"):
+        (model, optimizer), run, _ = stacked(where, gradients="param", accumulate=3)
+        draw = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            y, z = model(torch.randn(4, 32, generator=draw))
+            y.square().mean().backward()
+            z.square().mean().backward()
+        optimizer.step()
+        run.executor.wait_for_updates()
+        found.append({key: value.clone() for key, value in model.state_dict().items()})
+    assert all(torch.equal(found[0][key], value) for key, value in found[1].items())
+
+
+@pytest.mark.parametrize("num_evaluations", [0, 1])
+def test_a_recording_has_all_passes_of_the_last_step(num_evaluations: int) -> None:
+    (model, optimizer), _, _ = stacked("mixed", torch.float32, accumulate=3)
+    x = torch.randn(4, 32)
+    with hightide.record(model) as recording:
+        for _ in range(3):
+            for number in range(3):
+                model(x)[0].square().mean().backward()
+                with torch.no_grad():
+                    for _ in range(num_evaluations if number < 2 else 0):
+                        model(x)
+            optimizer.step()
+            optimizer.zero_grad()
+    bars = [bar for bar in recording.timeline.bars if not bar.earlier]
+    assert sum(bar.id == "bwd.0" for bar in bars) == 3 and sum(bar.id == "step" for bar in bars) == 1
+    assert sum(bar.id == "fwd.0" for bar in bars) == 3 + 2 * num_evaluations

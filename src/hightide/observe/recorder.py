@@ -24,6 +24,7 @@ from hightide.planner.verify.compare_records import compare
 from hightide.runtime.lanes.queues import LaneRecord
 from hightide.runtime.run import Run
 from hightide.runtime.step_work import Computed
+from hightide.stores.store import LapPeak
 
 NUM_CLOCK_TRIES = 16
 PARTS = (MemoryPart.PERSISTENT, MemoryPart.SLOTS, MemoryPart.GRADIENTS, MemoryPart.REST)
@@ -79,24 +80,31 @@ class _SteppedPasses:
             tick.id for program in run.executor.programs.values() for tick in program.ticks if tick.op is Op.STEP
         }
         self.first_pass = run.lanes.pass_index + 1
-        self.last_pass = 0  # that stepped
+        self.before = self.last_pass = 0  # the pass before the last step, and the one that stepped
         self.num_steps = 0
         self.peak = run.gpu.lap()
-        run.lanes.keep_pass(None, num_before=2 * run.plan.accumulate + 1)  # steps of a few evaluations between
         self.work: Computed | None = None
+        self._trained: list[tuple[int, LapPeak]] = []  # passes since the last step, and what the GPU held in them
+        run.lanes.keep_pass(None, num_before=2 * run.plan.accumulate + 1)  # and a few evaluations between
 
     def end_pass(self) -> None:
         lanes, peak = self._run.lanes, self._run.gpu.lap()
         index = lanes.pass_index
-        if index >= self.first_pass and any(record.id in self._steps for record in lanes.records_of(index)):
-            self.last_pass, self.num_steps, self.peak = index, self.num_steps + 1, peak
+        if index < self.first_pass or not self._run.executor.is_training:
+            return
+        self._trained.append((index, peak))
+        if any(record.id in self._steps for record in lanes.records_of(index)):
+            passes = self._trained[-self._run.plan.accumulate :]
+            self.before, self.last_pass, self.num_steps = passes[0][0] - 1, index, self.num_steps + 1
+            self.peak = max((lap for _, lap in passes), key=lambda lap: lap.tensor_bytes)
             self.work = self._run.work.last_step
+            self._trained.clear()
             lanes.keep_pass(index)
 
     @property
     def has_step_before(self) -> bool:
         """Before all passes of the last step."""
-        return self.last_pass - self._run.plan.accumulate >= self.first_pass
+        return self.before >= self.first_pass
 
 
 def _clock(device: torch.device) -> Callable[[torch.cuda.Event], float]:
@@ -119,8 +127,7 @@ def _marked(device: torch.device) -> tuple[float, float, torch.cuda.Event]:
 
 
 def _last_step(run: Run, passes: _SteppedPasses, clock: Callable[[torch.cuda.Event], float]) -> Timeline:
-    last = passes.last_pass
-    before = last - run.plan.accumulate  # the pass that ended before the step began
+    last, before = passes.last_pass, passes.before
     records = [record for record in run.lanes.records if passes.first_pass <= record.pass_index <= last]
     spans = [_span(record, clock) for record in records]
     ended_s = [

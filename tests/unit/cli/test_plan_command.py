@@ -328,7 +328,7 @@ def test_a_fault_of_the_program_is_not_the_code_for_what_does_not_fit(monkeypatc
     def fail(self: object) -> None:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(plan_module, "search", fail)
+    monkeypatch.setattr(plan_module, "search_calls", fail)
     said = plan(*TINY, exit_code=3).stderr
     assert "Traceback" in said and "RuntimeError: boom" in said and "a fault of hightide; please report it" in said
 
@@ -449,7 +449,7 @@ def test_a_plan_that_is_refused_for_another_reason_is_an_error(monkeypatch: pyte
     def refuse(self: object) -> None:
         raise InfeasiblePlan("the schedule cannot run")
 
-    monkeypatch.setattr(plan_module, "search", refuse)
+    monkeypatch.setattr(plan_module, "search_calls", refuse)
     assert "the schedule cannot run" in plan(*TINY, exit_code=2).stderr
 
 

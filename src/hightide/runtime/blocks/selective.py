@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class HeldResults:
 
     def __init__(self, rule: Selective, hold: Callable[[Tensor], Held] = Held) -> None:
         self._rule, self._hold = rule, hold
+        self.is_recording = self._is_given_up = False
         self._results: dict[Key, tuple[list[Any], Any]] = {}  # leaves, and the tree that they are of
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -38,7 +39,13 @@ class HeldResults:
 
     @property
     def is_full(self) -> bool:
-        return len(self._results) == self._rule.num_held
+        return self._is_given_up or len(self._results) == self._rule.num_held
+
+    def give_up(self) -> None:
+        """A gradient is taken in the middle of forward: its operations, and those that are repeated for it, are counted
+        among forward's, so nobody could tell later which result is whose. All are made again."""
+        self._results.clear()
+        self._is_given_up = True
 
     def is_worth(self, func: Any, args: Any, kwargs: Any, out: Any) -> bool:
         dear = flop_per_byte(func, args, kwargs, out) >= self._rule.flop_per_byte
@@ -84,6 +91,10 @@ class _Counting(TorchDispatchMode):
 
 
 class _Recording(_Counting):
+    def __enter__(self) -> Self:
+        self._held.is_recording = True
+        return super().__enter__()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
@@ -95,10 +106,16 @@ class _Recording(_Counting):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._held.is_recording = False
         self._held.drop_changed()
 
 
 class _Replaying(_Counting):
+    def __enter__(self) -> Self:
+        if self._held.is_recording:
+            self._held.give_up()
+        return super().__enter__()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_counted(func) and (out := self._held.take(self._key(func))) is not None:
             return out

@@ -23,6 +23,7 @@ from hightide.process.forks import Birthplace
 from hightide.process.interrupts import held
 from hightide.runtime.chunks.absent import Disabled
 from hightide.runtime.chunks.chunks import GRAD_DTYPE, Chunks
+from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.gradients.gradient_placeholder import GradientPlaceholder
 from hightide.runtime.lanes.lanes import EventFence
 from hightide.runtime.schedule.in_flight import Tickets
@@ -107,6 +108,8 @@ class Gradients:
         with held:
             place = self.place_of(key)
             place.put(gradient.to(place.dtype))
+            if self._chunks.placed[chunk].rounds_in_place:
+                self._unrounded.add(chunk)
             self._forget(key)
             self._valid.add(key)
             self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE)
@@ -214,6 +217,11 @@ class Gradients:
         ]
         self._loose_in = [[entry.param for entry in spec.params if entry.param in self._loose] for spec in chunks.specs]
         self._used: dict[tuple[int, int], list[tuple[str, Parameter]]] = {}
+        self._unrounded = {
+            spec.index
+            for spec in chunks.specs
+            if chunks.placed[spec.index].rounds_in_place and self.has_gradient(spec.index)
+        }
         self.of_parameters_here = [chunks.parameters[key] for key in self._placeholders if not chunks.is_hidden(key)]
         self.begin_pass()
 
@@ -247,8 +255,6 @@ class Gradients:
     def ready(self, chunk: int) -> list[tuple[ParamRange, Factor]]:
         """The parameters of a chunk that have a gradient, with the factor that the update must apply."""
         self._collect_loose(chunk)
-        if chunk in self._unrounded:
-            self._round_late(chunk)
         placed, factors, placeholders = self._chunks.specs[chunk].params, self._factor, self._placeholders
         with Disabled():
             found = [self._chunks.parameters[entry.param].grad for entry in placed]
@@ -263,7 +269,15 @@ class Gradients:
                 has_gradient = key in placeholders and self._look_at(key, gradient)
             if has_gradient:
                 ready.append((entry, self._factor_at(chunk, key) if key in factors else 1.0))
+        if chunk in self._unrounded:  # the look at what the user has put there may have added to it
+            self._round_late(chunk)
         return ready
+
+    def _is_unrounded(self, chunk: int) -> bool:
+        """A step now would round it: whoever looks at it sees it so."""
+        place, state = self._chunks.placed[chunk], self._chunks.grad_copies[chunk].state
+        leaves = place.stays and place.rounds_to is not None and state is Residency.DIRTY
+        return leaves or chunk in self._unrounded
 
     def _round_late(self, chunk: int) -> None:
         """A step that came before the pass that was to be its last, or in which that pass left the block out."""
@@ -296,7 +310,9 @@ class Gradients:
 
     def norm(self, key: str, norm_type: float) -> Tensor:
         self._refuse_in_backward("measured", "clip or inspect them")
-        if norm_type == 2.0 and key in self._norms:
+        chunk = self._chunks.places[key][0]
+        overflows = self._is_unrounded(chunk) and self._chunks.rounding_dtype(chunk) == torch.float16
+        if norm_type == 2.0 and key in self._norms and not overflows:
             factor = self._factor.get(key, 1.0)
             return self._norms[key] * (factor.abs() if isinstance(factor, Tensor) else abs(factor))
         return torch.linalg.vector_norm(self.read(key), norm_type)
@@ -326,6 +342,8 @@ class Gradients:
         if chunk in self._tickets.exits:
             self._tickets.exits[chunk].settle()
         value = self.place_of(key).peek().to(GRAD_DTYPE, copy=True)
+        if self._is_unrounded(chunk):
+            value = value.to(self._chunks.rounding_dtype(chunk)).to(GRAD_DTYPE)
         _scale(value, self._factor.get(key, 1.0))
         return value.to(self._placeholders[key].dtype).to(self._chunks.gpu.device)
 

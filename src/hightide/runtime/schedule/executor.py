@@ -22,7 +22,7 @@ from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.lanes.lanes import Begun
 from hightide.runtime.schedule.demand import Demands
 from hightide.runtime.schedule.in_flight import InFlight
-from hightide.runtime.schedule.performer import Performer
+from hightide.runtime.schedule.performer import LaneWork, Performer, nothing
 from hightide.runtime.schedule.program import Program
 from hightide.stores.ticket import Ticket
 
@@ -49,6 +49,7 @@ class Pass:
         self.cursor = 0  # the tick that the plan expects next
         self.tickets: dict[ActionKey, Ticket] = {}
         self.stashes: dict[ActionKey, Stash] = {}  # on their way to host, by the action that takes them there
+        self.summed: set[int] = set()  # chunks to whose gradients it has added
         self.is_going_back = False  # a block has begun its backward, whether it adds to gradients or not
         self.backward_begun = False
         self.backward_ended = False
@@ -56,8 +57,8 @@ class Pass:
 
     @property
     def is_cut_off(self) -> bool:
-        """Its backward has ended with an exception, between two ticks."""
-        return self.backward_begun and not self.backward_ended
+        """Its backward has ended with an exception, between two ticks, or added to no gradients."""
+        return (self.is_going_back or self.backward_begun) and not self.backward_ended
 
     def load(self, program: Program) -> None:
         """Starts, or goes on after forward, with a program; what was issued already stays issued."""
@@ -103,7 +104,7 @@ class Executor:
         self._num_backwards = 0  # of the present step
         self._was_told = False  # that the promise was not kept
         self._final = self._last_backwards()
-        self._staying = [chunk for chunk, place in enumerate(self.chunks.placed) if place.stays]
+        self._staying = {chunk for chunk, place in enumerate(self.chunks.placed) if place.stays}
         self._moment: list[Ticket] | None = None  # what compute had enqueued when issuing began
         self._owes_step = False  # in-backward updates have run, and step() was not called since
         self._was_abandoned = False  # the latest pass
@@ -140,7 +141,7 @@ class Executor:
         elif mode.trains:
             self._suspended = None
         program = self._program(exists=self._num_backwards > 0) if mode.trains else self.programs[mode]
-        self._settle_slots(program.schedule.standing)
+        self._settle_slots(() if self._owes_step else program.schedule.standing)  # updates have made them stale
         self.lanes.begin_pass()
         self._pass = Pass(program, self.lanes.pass_index)
         if mode.trains:
@@ -255,15 +256,15 @@ class Executor:
         return self.chunks.gpu.device_used_bytes if self.lanes.streams.recording else None
 
     def _send_home(self, tick: Tick) -> None:
-        """No write-back is planned for a block that ran off the plan."""
+        """No write-back is planned for a block that ran off the plan. What stays has until the step."""
         for chunk in self.chunks.by_block[tick.block] if tick.accumulate else ():
-            if self.chunks.grad_copies[chunk].state is Residency.DIRTY:
+            if chunk not in self._staying and self.chunks.grad_copies[chunk].state is Residency.DIRTY:
                 self._demands.send_away(chunk)
 
     def finish_backward(self) -> None:
         """At the end of autograd's backward: planned ticks that were not run are passed over, no gradient stays
         behind."""
-        if self._pass is None:
+        if self._pass is None or not self._pass.backward_begun:
             return
         step = self._pass.program.step_tick
         if step is not None:
@@ -279,7 +280,7 @@ class Executor:
 
     def _send_those_that_stayed(self) -> None:
         """Before a step that comes earlier than was promised, or whose last pass left out a block."""
-        for chunk in self._staying:
+        for chunk in sorted(self._staying):
             if self.chunks.grad_copies[chunk].state is Residency.DIRTY:
                 self._demands.send_away(chunk)
 
@@ -298,6 +299,7 @@ class Executor:
         if self._num_backwards not in (0, self._accumulate):
             self._tell(f"step() came after {self._num_backwards}")
         self._send_gradients_home()  # a backward that ended with an exception has left some behind
+        self._send_those_that_stayed()
         current = self._pass
         step = None if current is None else current.program.step_tick
         if current is not None and step is not None and current.cursor <= step and current.backward_begun:
@@ -306,7 +308,6 @@ class Executor:
             began = self._begin_tick()
             self.lanes.record_inline(current.program.ticks[step].id, began, self._gpu_bytes())
             self._complete(current, step)
-        self._send_those_that_stayed()
         for chunk in self._leftovers():
             self._demands.update(chunk)
         self._owes_step = False
@@ -487,13 +488,26 @@ class Executor:
         if action.op is Op.UPDATE:  # it may have left off the plan, and a copy may still be reading what it writes
             earlier = (flight.exits.get(action.chunk), flight.fetches.get(action.chunk))  # type: ignore[arg-type]
             after += [ticket for ticket in earlier if ticket is not None]
-        work = self.performer.prepare(action)
+        work = self._work(current, action)
         if not lane.on_host:
             if self._moment is None or action.op is Op.STASH:  # its inputs may have been copied together just now
                 self._moment = flight.moment()
             after += self._moment
         ticket = tickets[action.id] = self.lanes.submit(action.id, lane, action.tick, after, work)
         self._remember(action, ticket)
+
+    def _work(self, current: Pass, action: Action) -> LaneWork:
+        """A pass without a backward that adds to gradients (torch.autograd.grad) uses no sums up. One that stays leaves
+        as planned if its block has added to it in this pass; else a later backward may still do so, and it has until
+        the step."""
+        if action.op is Op.UPDATE and not current.backward_begun:
+            return nothing
+        if action.chunk in self._staying:
+            if action.op is Op.WRITE_BACK and action.chunk not in current.summed:
+                return nothing
+            if action.op is Op.UPDATE and self.chunks.grad_copies[action.chunk].state is Residency.DIRTY:
+                return nothing
+        return self.performer.prepare(action)
 
     def _remember(self, action: Action, ticket: Ticket) -> None:
         if action.id in self._outlasting:
@@ -519,7 +533,7 @@ class Executor:
         for name in action.after_prev:
             if name in self._flight.latest:
                 self._flight.wait(self._flight.latest[name], Lane.CPU)
-        work = self.performer.prepare(action)
+        work = self._work(current, action)
         began = self.lanes.begin_inline()
         if action.op is Op.UPDATE:  # nothing else allocates
             with self.chunks.gpu.meter("updates"):
@@ -580,6 +594,8 @@ class Executor:
         self.gradients.bind(chunk, block)
 
     def _release_gradient(self, chunk: int, tick: Tick) -> None:
+        assert self._pass is not None
+        self._pass.summed.add(chunk)
         self.gradients.harvest(chunk, self._is_final(chunk, tick))
         self.chunks.grad_copies[chunk].move(self._summed_state(chunk))
 

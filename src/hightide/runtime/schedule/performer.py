@@ -88,10 +88,10 @@ class Performer:
         plan)."""
         copy, table = self.chunks.param_copies[chunk], self.chunks.param_slots
         if copy.state is not Residency.ABSENT or not table.fits(slot, chunk):
-            return _nothing
+            return nothing
         others = table.occupants(slot, chunk)
         if any(self.chunks.param_copies[other].state is not Residency.CLEAN for other in others):
-            return _nothing
+            return nothing
         for other in others:
             self.evict(other)
         table.take(slot, chunk)
@@ -167,9 +167,9 @@ class Performer:
             return
         copy = self.chunks.grad_copies[chunk]
         copy.move(Residency.ARRIVING)
+        if chunk in self._left:
+            self._left[chunk].join()
         if self.gradients.has_gradient(chunk):
-            if chunk in self._left:
-                self._left[chunk].join()
             self.moved_bytes[Lane.H2D] += self.chunks.bring_gradient(chunk)
         else:
             self.chunks.grad_on_gpu(chunk).zero_()
@@ -194,7 +194,7 @@ class Performer:
         if copy.state is Residency.CLEAN:  # opened, then its block was skipped
             self.drop_gradient(chunk)
         if copy.state is not Residency.DIRTY:
-            return _nothing
+            return nothing
         copy.move(Residency.LEAVING)
 
         def work() -> None:
@@ -221,12 +221,12 @@ class Performer:
     def _stash(self, action: Action) -> LaneWork:
         assert action.call is not None
         stash = self.stashes.of(action.call)
-        return _nothing if stash is None else self._counted(Lane.D2H, self.stashes.prepare_store(stash))
+        return nothing if stash is None else self._counted(Lane.D2H, self.stashes.prepare_store(stash))
 
     def _unstash(self, action: Action) -> LaneWork:
         assert action.call is not None
         stash = self.stashes.of(action.call)
-        return _nothing if stash is None else self._counted(Lane.H2D, self.stashes.prepare_restore(stash))
+        return nothing if stash is None else self._counted(Lane.H2D, self.stashes.prepare_restore(stash))
 
     def _counted(self, lane: Lane, copy: Callable[[], int]) -> LaneWork:
         def work() -> None:
@@ -244,10 +244,10 @@ class Performer:
         assert self.updates is not None, "a schedule with updates needs an optimizer"
         used_up = self.chunks.placed[chunk].is_used_up
         if used_up and self.chunks.grad_slots.first(chunk) is None:
-            return _nothing
+            return nothing
         apply = self.updates.prepare(chunk)
         if apply is None:
-            return (lambda: self.drop_gradient(chunk)) if used_up else _nothing
+            return (lambda: self.drop_gradient(chunk)) if used_up else nothing
         self.updated.add(chunk)
         self.num_updates[chunk] += 1
         home = self.chunks.home_copies[chunk]
@@ -263,5 +263,5 @@ class Performer:
         return work
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """An action that the model's path through this pass made unnecessary."""

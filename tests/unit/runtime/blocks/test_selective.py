@@ -217,3 +217,44 @@ def test_results_are_held_in_the_order_of_their_making_and_no_more_than_asked() 
         False,  # three are held already, one of them inside of the second
     ]
     assert seen.counts[aten.mm.default] == 2
+
+
+class Force(nn.Module):
+    """Takes a gradient in the middle of its forward, as models of energies do."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            y = x if x.requires_grad else x.detach().requires_grad_(True)
+            energy = torch.tanh(self.second(torch.tanh(self.first(y)))).square().sum()
+            (force,) = torch.autograd.grad(energy, y, create_graph=True)
+        return x + self.last(torch.tanh(force))
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_a_gradient_that_is_taken_in_the_middle_of_forward(activation: Activation) -> None:
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(1)
+        for _ in range(2):
+            x = torch.randn(4, 32, generator=draw).requires_grad_(True)
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {key: value.clone() for key, value in model.state_dict().items()}
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Force() for _ in range(3)))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    plain, (model, optimizer), batch = trained(*made()), made(), (torch.randn(4, 32),)
+    limits = hightide.Limits(gpu="16MiB", host="64MiB")
+    plan = hightide.plan(model, optimizer, batch, limits=limits, micro_batch=4)
+    blocks = tuple(replace(block, activation=activation) for block in plan.blocks)
+    model, optimizer = hightide.wrap(model, optimizer, batch, plan=replace(plan, blocks=blocks))
+    ours = trained(model, optimizer)
+    assert max(float((ours[key] - value).abs().max()) for key, value in plain.items()) < 1e-6
+    hightide.unwrap(model)
