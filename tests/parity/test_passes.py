@@ -108,17 +108,18 @@ def assert_same_bits(ours: tuple[list[float], dict[str, Tensor]], other: tuple[l
 
 
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("number", [2, 3, 4])
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "plain"])
+@pytest.mark.parametrize(
+    ("name", "number"), [("llama", 3), ("llama_tied", 2), ("llama_tied", 3), ("llama_tied", 4), ("plain", 4)]
+)
 def test_every_plan_equals_plain_pytorch_and_gives_the_same_bits(name: str, number: int, update: str) -> None:
     clip = 0.3 if update == "deferred" else 0.0
-    plain = train(build(name)[0], name, [number] * 3, clip)
+    plain = train(build(name)[0], name, [number] * 2, clip)
     first = None
     for where in PLACES:
         pair, run = wrapped(name, where, update=update, accumulate=number)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            trained = train(pair, name, [number] * 3, clip)
+            trained = train(pair, name, [number] * 2, clip)
         assert hightide.stats(pair[0]).deviations == 0
         assert_close(trained, plain)
         assert_followed(run, number)

@@ -34,7 +34,8 @@ from hightide.planner.infeasible import InfeasiblePlan
 from hightide.process import files
 from hightide.report.outlook import PlanReport
 
-TINY = ("tiny", "--sequences", 4, "--length", 32)
+WHOLE = ("tiny", "--sequences", 4, "--length", 32)
+TINY = (*WHOLE, "--calls", 1)
 
 SOURCE = """
 import torch
@@ -146,7 +147,7 @@ def test_json_says_the_same_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(300)  # four plans and every change that might help
 def test_the_two_most_useful_changes_are_tried_however_late_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = (*TINY, "--gpu", "1MiB")
+    options = (*TINY, "--gpu", "1MiB", "--micro-batch", 4)
     late = report(*options).would_help
     assert late is not None and late.num_tried == 2 and late.look_longer == "--look 30"
     assert "--gradients param" in {change.option for change in late.untried}
@@ -158,6 +159,17 @@ def test_the_two_most_useful_changes_are_tried_however_late_it_is(monkeypatch: p
     monkeypatch.setattr(plan_module, "LARGE_STEP", 1)
     large = report(*options).would_help
     assert large is not None and large.num_tried == 0 and large.look_longer
+
+
+def test_the_number_of_calls_is_searched_or_pinned() -> None:
+    found = report(*WHOLE).outlook
+    assert found is not None and (found.calls, found.samples_per_call) == (1, 4)
+    pinned = plan(*WHOLE, "--calls", 2, "--gpu", "1MiB").stdout
+    assert "loop: 2 calls of 2 samples, then step()" in pinned and "4 x 32 tokens per step" in pinned
+    assert "cannot be cut into 3 equal calls" in plan(*WHOLE, "--calls", 3, exit_code=2).stderr
+    assert "not planned yet" in plan(*WHOLE, "--calls", 2, "--disk", "/tmp:1GiB", exit_code=2).stderr
+    many = report("llama-3.2-1b", "--sequences", 64, "--length", 1024, "--gpu", "40GiB", "--machine", "h200").outlook
+    assert many is not None and many.calls * many.samples_per_call == 64 and many.calls > 1
 
 
 def test_of_a_real_gpu_the_peak_is_what_torch_reserves(tmp_path: Path) -> None:
@@ -328,7 +340,7 @@ def test_a_fault_of_the_program_is_not_the_code_for_what_does_not_fit(monkeypatc
     def fail(self: object) -> None:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(plan_module, "search_calls", fail)
+    monkeypatch.setattr(plan_module, "search", fail)
     said = plan(*TINY, exit_code=3).stderr
     assert "Traceback" in said and "RuntimeError: boom" in said and "a fault of hightide; please report it" in said
 
@@ -449,7 +461,7 @@ def test_a_plan_that_is_refused_for_another_reason_is_an_error(monkeypatch: pyte
     def refuse(self: object) -> None:
         raise InfeasiblePlan("the schedule cannot run")
 
-    monkeypatch.setattr(plan_module, "search_calls", refuse)
+    monkeypatch.setattr(plan_module, "search", refuse)
     assert "the schedule cannot run" in plan(*TINY, exit_code=2).stderr
 
 
