@@ -108,8 +108,9 @@ def _begin() -> None:
 def _end() -> None:
     _now.depth -= 1
     if not _now.depth:
-        came = [one for one in _now.noted if one.times]
+        noted = _now.noted
         _put_back()
+        came = [one for one in noted if one.times]  # not before: one may come while handlers are put back
         for one in came[1:]:  # the first may raise: Python itself keeps the others
             raise_signal(one.number)
         for one in came[:1]:

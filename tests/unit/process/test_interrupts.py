@@ -219,3 +219,17 @@ def test_a_hold_ends_somewhere_else_or_when_it_is_over() -> None:
     with pytest.raises(KeyboardInterrupt):
         ctrl_c()
     assert is_default()
+
+
+def test_one_that_comes_while_handlers_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def late(number: int) -> object:
+        if number == signal.SIGINT and not asked:
+            asked.append(number)
+            signal.raise_signal(signal.SIGINT)
+        return signal.getsignal(number)
+
+    with pytest.raises(KeyboardInterrupt), interrupts.deferred:
+        monkeypatch.setattr(interrupts, "getsignal", late)
+    assert asked

@@ -283,10 +283,9 @@ class Stashes:
         self._gpu = gpu
         self._host = host
         self._by_call: dict[int, Stash] = {}
-        # Weak: after the last backward that needs it, an entry's host memory is free.
-        self._shared: weakref.WeakValueDictionary[tuple[int, int, torch.Size, int], _Entry] = (
-            weakref.WeakValueDictionary()
-        )
+        # Weak: after the last backward that needs it, the host memory of an entry is free. Not a weak dict: the code
+        # that it runs when an entry dies could swallow a Ctrl-C.
+        self._shared: dict[tuple[int, int, torch.Size, int], weakref.ref[_Entry]] = {}
         self._orphans: deque[_Orphan] = deque()
 
     def begin_pass(self) -> None:
@@ -307,9 +306,11 @@ class Stashes:
         entries = self._ranges(held)
         for tensor in tensors:
             key = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape, tensor._version)
-            entry = self._shared.get(key)
+            known = self._shared.get(key)
+            entry = None if known is None else known()
             if entry is None or entry.tensor is not tensor:
-                entry = self._shared[key] = _Entry(tensor, self._host, self._orphans)
+                entry = _Entry(tensor, self._host, self._orphans)
+                self._shared[key] = weakref.ref(entry)
             entry.num_users += 1
             entries.append(entry)
         stash = self._by_call[call] = Stash(entries)
