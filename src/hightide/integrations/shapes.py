@@ -22,34 +22,28 @@ class Shape:
 
 
 def _llama(layers: int, hidden: int, ffn: int, heads: int, *, tied: bool, vocab: int = 128256, kv: int = 8) -> Shape:
-    settings = {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "max_position_embeddings": 131072,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-        "tie_word_embeddings": tied,
-    }
-    return Shape("LlamaConfig", settings)
+    return Shape("LlamaConfig", _decoder(layers, hidden, ffn, heads, kv, vocab, tied, positions=131072, theta=500000.0))
 
 
 def _qwen2(layers: int, hidden: int, ffn: int, heads: int, kv: int, *, tied: bool, vocab: int = 152064) -> Shape:
     """Of Qwen2.5."""
-    settings = {
+    return Shape("Qwen2Config", _decoder(layers, hidden, ffn, heads, kv, vocab, tied, positions=32768, theta=1000000.0))
+
+
+def _decoder(
+    layers: int, hidden: int, ffn: int, heads: int, kv: int, vocab: int, tied: bool, positions: int, theta: float
+) -> dict[str, Any]:
+    return {
         "vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": ffn,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv,
-        "max_position_embeddings": 32768,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "max_position_embeddings": positions,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "tie_word_embeddings": tied,
     }
-    return Shape("Qwen2Config", settings)
 
 
 def _gpt(layers: int, hidden: int, heads: int, positions: int = 2048) -> Shape:
