@@ -119,7 +119,9 @@ def streamed(plan: hightide.Plan, activation: Activation, inputs: Tier = Tier.GP
     moving = {"params": Tier.HOST, "states": Tier.HOST, "activation": activation, "inputs": inputs}
     blocks = tuple(replace(block, **moving) if block.name else block for block in plan.blocks)
     slots = 2 * max(plan.layout.num_slots(chunk) for chunk in plan.layout.chunks) + 2
-    return replace(plan, blocks=blocks, num_slots=slots, num_grad_slots=slots, loss_kept_tokens=0)
+    return replace(
+        plan, blocks=blocks, num_slots=slots, num_grad_slots=slots, loss_kept_tokens=0, loss_in_forward=False
+    )
 
 
 _needed_bytes: dict[object, int] = {}  # of cases seen before: saves a round

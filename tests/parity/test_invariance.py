@@ -57,12 +57,15 @@ def plans_for(subject: Subject, update: str, **build: Any) -> dict[str, Plan]:
     base = hightide.plan(model, optimizer, batch, limits=ROOMY, micro_batch=3, update=update)
     profile, _ = profile_model(model, optimizer, batch)
     make = partial(edit, profile, base)
+    is_fused = any(block.lazy_head for block in profile.blocks)
+    in_forward = replace(make(lambda _: (H, H, RECOMPUTE, G)), loss_kept_tokens=0, loss_in_forward=is_fused)
     smallest = min(chunk.numel for chunk in base.layout.chunks)
     return {
         "all on the gpu, kept": make(lambda _: (G, G, KEEP, G)),
         "states on host": make(lambda _: (G, H, RECOMPUTE, G)),
         "one slot": make(lambda _: (H, H, RECOMPUTE, G)),
-        "no logits kept": replace(make(lambda _: (G, G, KEEP, G)), loss_kept_tokens=0),
+        "no logits kept": replace(make(lambda _: (G, G, KEEP, G)), loss_kept_tokens=0, loss_in_forward=False),
+        "the loss's gradients in forward": in_forward,
         "two slots, kept": make(lambda _: (H, H, KEEP, G), spare_slots=1),
         "many slots, inputs on host": make(lambda _: (H, H, RECOMPUTE, H), spare_slots=3),
         "tiny chunks, kept": make(lambda _: (H, H, KEEP, G), slot_numel=smallest, spare_slots=1),

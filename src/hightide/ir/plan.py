@@ -87,6 +87,7 @@ class Plan:
     gradients: GradientDtype = GradientDtype.FLOAT32
     accumulate: int = 1  # passes, each a forward and a backward, before every step
     loss_kept_tokens: int = 0  # whose logits stay on the GPU from forward to backward: the rest is projected twice
+    loss_in_forward: bool = False  # the head's gradients are made with the loss, and wait for backward: no logits do
     disk_limit_bytes: int = 0
     num_disk_buffers: int = 0  # of each kind, on the host: what lives on disk passes through them
     # The facts that it was made from. No decision depends on this copy: with it the file alone can be simulated.

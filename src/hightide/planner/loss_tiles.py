@@ -18,6 +18,7 @@ NUM_SMALLER_TILES = 2
 ROW_BYTES = 64  # numbers per token beside the logits, while the loss runs
 SAVED_ROW_BYTES = 20  # and of those, what waits for backward
 SUM_BYTES = 4  # softmax runs in fp32 at least
+EARLY_DTYPES = frozenset({"bfloat16", "float32"})
 
 
 def loss_tile_tokens(profile: ModelProfile) -> int:
@@ -63,23 +64,41 @@ def kept_logits_bytes(profile: ModelProfile, plan: Plan) -> int:
     return kept * profile.vocabulary * logit_bytes(profile)
 
 
-def saved_bytes(profile: ModelProfile, plan: Plan) -> int:
+def early_gradient_bytes(profile: ModelProfile, call: CallSpec, num_samples: int) -> int:
+    """Gradients of the head's weights and of its rows, where they are made in forward. Sums are fp32."""
+    params = [profile.param(key) for key in _head(profile, call).params]
+    return sum(SUM_BYTES * spec.numel for spec in params if spec.trainable) + call.input_grads.at(num_samples)
+
+
+def may_run_in_forward(profile: ModelProfile, call: CallSpec) -> bool:
+    """A head that is one product, in a dtype whose range holds gradients before they are scaled: fp16's does not."""
+    head = _head(profile, call)
+    dtypes = {profile.param(key).dtype for key in head.params}
+    return head.lazy_head and head.plain_linear and call.needs_backward and dtypes <= EARLY_DTYPES
+
+
+def saved_bytes(profile: ModelProfile, plan: Plan, call: CallSpec) -> int:
     """What waits from the head's forward to its backward."""
-    return num_rows(profile, plan.num_samples) * SAVED_ROW_BYTES + kept_logits_bytes(profile, plan)
+    early = early_gradient_bytes(profile, call, plan.num_samples) if plan.loss_in_forward else 0
+    return num_rows(profile, plan.num_samples) * SAVED_ROW_BYTES + kept_logits_bytes(profile, plan) + early
 
 
 def forward_transient_bytes(profile: ModelProfile, plan: Plan, call: CallSpec) -> int:
     tile = 0 if _keeps_all(profile, plan) else _tile_bytes(profile, plan)
-    inside = 0 if _head(profile, call).plain_linear else call.forward_peak.at_fraction(*_fraction(profile, plan))
-    return tile + inside + _beside_logits_bytes(profile, plan)
+    head = _head(profile, call)
+    inside = 0 if head.plain_linear else call.forward_peak.at_fraction(*_fraction(profile, plan))
+    product = _product_bytes(profile, head) if plan.loss_in_forward else 0
+    return tile + inside + product + _beside_logits_bytes(profile, plan)
 
 
 def backward_transient_bytes(profile: ModelProfile, plan: Plan, call: CallSpec) -> int:
     head, tile = _head(profile, call), _tile_bytes(profile, plan)
     if head.plain_linear:
         # Kept tiles come first and are overwritten in place: a projection is made when they are gone.
-        projected = max(0, tile - kept_logits_bytes(profile, plan))
-        return projected + _product_bytes(profile, head) + _beside_logits_bytes(profile, plan)
+        inside = max(0, tile - kept_logits_bytes(profile, plan)) + _product_bytes(profile, head)
+        if plan.loss_in_forward:  # a loss that cannot do it is walked through here, and has made nothing before
+            inside = max(0, inside - early_gradient_bytes(profile, call, plan.num_samples))
+        return inside + _beside_logits_bytes(profile, plan)
     # Its graph as it was measured, which holds the logits; their gradient may need a tile of its own.
     graph = call.backward_peak.at_fraction(*_fraction(profile, plan))
     return graph + tile + _beside_logits_bytes(profile, plan)

@@ -349,7 +349,8 @@ def _all_streamed(plan: Plan) -> Plan:
     }
     blocks = tuple(replace(block, **away) if block.name else block for block in plan.blocks)
     widest = max(plan.layout.num_slots(chunk) for chunk in plan.layout.chunks)
-    return replace(plan, blocks=blocks, num_slots=2 * widest + 1, num_grad_slots=2 * widest + 1, loss_kept_tokens=0)
+    plan = replace(plan, loss_kept_tokens=0, loss_in_forward=False)
+    return replace(plan, blocks=blocks, num_slots=2 * widest + 1, num_grad_slots=2 * widest + 1)
 
 
 def _counted(number: int, one: str, many: str) -> str:

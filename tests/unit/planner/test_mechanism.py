@@ -39,7 +39,8 @@ EVERYTHING = Candidate(2, whole=frozenset({1}), selective=frozenset({1}), swappe
     ],
 )
 def test_a_candidate_says_what_it_uses(changes: dict[str, object], unused: set[Mechanism]) -> None:
-    always = {Mechanism.SLOT_REUSE, Mechanism.UPDATE_OVERLAP}  # no candidate decides about them
+    # No candidate decides about them.
+    always = {Mechanism.SLOT_REUSE, Mechanism.UPDATE_OVERLAP, Mechanism.LOSS_IN_FORWARD}
     assert EVERYTHING.mechanisms == set(Mechanism) - always
     assert replace(EVERYTHING, **changes).mechanisms == set(Mechanism) - always - unused  # type: ignore[arg-type]
     assert Mechanism.SPARE_SLOTS in replace(EVERYTHING, spare_slots=0, spare_grad_slots=1).mechanisms

@@ -72,6 +72,7 @@ def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
         lines += textwrap.wrap(text, WIDTH, subsequent_indent="    ")
     if profile.vocabulary:
         kept = f", those of {plan.loss_kept_tokens} kept" if plan.loss_kept_tokens else ""
+        kept = ", its gradients made in forward" if plan.loss_in_forward else kept
         lines.append(f"loss: over slices of {plan.loss_tile_tokens} tokens x {profile.vocabulary} logits{kept}")
     slots = _slots(plan.num_slots, sizes[Buffer.SLOT])
     grad_slots = _slots(plan.num_grad_slots, sizes[Buffer.GRAD_SLOT])

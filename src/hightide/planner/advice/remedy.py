@@ -79,8 +79,11 @@ def _kept(profile: ModelProfile, plan: Plan, schedule: Schedule, now: Action) ->
         if not action.gpu_kept or (action is now and action.op is Op.BACKWARD):
             continue
         is_head = _is_head(profile, action)
-        num_bytes = kept_logits_bytes(profile, plan) if is_head else action.gpu_kept  # a head keeps sums of rows, too
+        is_early = is_head and plan.loss_in_forward
+        # A head keeps sums of rows, too.
+        num_bytes = kept_logits_bytes(profile, plan) if is_head and not is_early else action.gpu_kept
         change = "a smaller loss_kept_tokens" if is_head else "activation=recompute in more blocks"
+        change = "loss_in_forward=false" if is_early else change
         kept[change] += num_bytes if action.op in (Op.FORWARD, Op.UNSTASH) else -num_bytes
     return kept
 

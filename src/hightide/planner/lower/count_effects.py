@@ -109,7 +109,7 @@ def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) ->
     if draft.profile.blocks[call.block].lazy_head:
         forward["gpu_transient"] += loss.forward_transient_bytes(draft.profile, draft.plan, call)
         if backwards:
-            _keep(forward, backward, loss.saved_bytes(draft.profile, draft.plan))
+            _keep(forward, backward, loss.saved_bytes(draft.profile, draft.plan, call))
             backward["gpu_transient"] += loss.backward_transient_bytes(draft.profile, draft.plan, call)
         return
     micro = micro_batch_of(draft.plan, call, draft.mode)

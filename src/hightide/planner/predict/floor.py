@@ -34,6 +34,7 @@ def _compute(profile: ModelProfile, plan: Plan, costs: Costs) -> float:
     blocks = tuple(replace(block, activation=Activation.KEEP, **there) for block in plan.blocks)
     kept = num_rows(profile) if all(block.plain_linear for block in profile.blocks if block.lazy_head) else 0
     resident = replace(plan, blocks=blocks, micro_batch=plan.num_samples, num_slots=0, loss_kept_tokens=kept)
+    resident = replace(resident, loss_in_forward=False)
     called = {call.block for call in profile.calls}
     _, grad_slots = Placement(resident).widest_tick(called)  # of updates in backward
     resident = replace(resident, num_grad_slots=grad_slots)

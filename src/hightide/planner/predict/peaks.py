@@ -5,7 +5,8 @@ what others cannot have: a workspace of its matrix library for each thread that 
 the rest of the last page of each of its two pools, and holes between tensors that come and go in different sizes, which
 are a share of what comes and goes. Blocks that run eagerly have more of them inside: see [Note: holes of one block].
 Block inputs that wait on the host leave holes of their own size, because they are let go when the link is done with
-them, in between the tensors of other blocks. The CUDA context itself is outside of torch's count, as of every limit.
+them, in between the tensors of other blocks; what blocks hold that swap leaves such holes too, but fewer: it is in
+many tensors, and large holes fill up. The CUDA context itself is outside of torch's count, as of every limit.
 The constants were fitted to bench/measured.json, whose blocks are compiled.
 """
 
@@ -25,6 +26,7 @@ WORKSPACE_BYTES = 2 * 32 * 1024**2  # of cuBLAS, as torch sizes it on Hopper; 8 
 PAGE_BYTES = 20 * 1024**2  # by which the allocator's growing segments grow
 HOLES_SHARE = 0.025
 NUM_STASH_HOLES = 3
+NUM_HELD_HOLES = 1
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,15 @@ def reserved_bytes(schedule: Schedule | Passes, peak: Peaks | None = None) -> in
     """At most, by torch on a real GPU. See [Note: what a GPU reserves]. `peak`: the schedule's, if it is known."""
     passes = Passes.of(schedule)
     base_bytes, peak_bytes = passes.last.gpu_base_bytes, (peak or step_peaks(passes)).gpu_peak_bytes
-    stashed = max((action.gpu_gives for action in passes.last.actions if action.op is Op.STASH), default=0)
+    stashes = [action for action in passes.last.actions if action.op is Op.STASH]
+    left = max((stash_holes(action.gpu_gives - action.gpu_kept, action.gpu_kept) for action in stashes), default=0)
     inside = max((action.gpu_holes for action in passes.last.actions), default=0)
-    return base_bytes + reserved_beside(peak_bytes - base_bytes, stashed, inside)
+    return base_bytes + reserved_beside(peak_bytes - base_bytes, left + inside)
+
+
+def stash_holes(input_bytes: int, held_bytes: int) -> int:
+    """That a block leaves whose inputs, and what it holds, wait on the host."""
+    return NUM_STASH_HOLES * input_bytes + NUM_HELD_HOLES * held_bytes
 
 
 def bytes_forecast(schedule: Schedule | Passes, peak: Peaks, machine: Machine | None) -> Forecast:
@@ -101,10 +109,10 @@ def is_real(machine: Machine) -> bool:
     return machine.gpu is not None and not machine.is_simulated
 
 
-def reserved_beside(passing_bytes: int, stashed_bytes: int, inside_bytes: int = 0) -> int:
-    """For tensors that come and go, at most so many bytes at once; `stashed_bytes`: the widest inputs of a block that
-    wait on the host; `inside_bytes`: the holes of a block that runs eagerly."""
-    holes = math.ceil(HOLES_SHARE * passing_bytes) + NUM_STASH_HOLES * stashed_bytes + inside_bytes
+def reserved_beside(passing_bytes: int, holes_bytes: int) -> int:
+    """For tensors that come and go, at most so many bytes at once; `holes_bytes`: that the copies of one block leave,
+    and that are inside of one that runs eagerly."""
+    holes = math.ceil(HOLES_SHARE * passing_bytes) + holes_bytes
     return passing_bytes + holes + WORKSPACE_BYTES + 2 * PAGE_BYTES
 
 

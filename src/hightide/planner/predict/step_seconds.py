@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.activation import Activation
 from hightide.ir.block import Affine, CallSpec, ModelProfile
-from hightide.ir.costs import Costs, Curve
+from hightide.ir.costs import Costs, Curve, LossCost
 from hightide.ir.passes import Passes
 from hightide.ir.plan import Plan, Update
 from hightide.ir.split import micro_batches
 from hightide.ir.tier import Lane, Tier
-from hightide.planner.loss_tiles import num_rows
+from hightide.planner.loss_tiles import early_gradient_bytes, num_rows
 from hightide.planner.mechanism import Mechanism, Mechanisms
 from hightide.planner.placement import ChunkPlace, Placement
 from hightide.planner.predict.simulator import Simulated, simulate, simulated_step_s
@@ -180,18 +180,18 @@ class _Seconds:
 
     def _forward_of(self, call: CallSpec) -> float:
         if self._is_fused(call):
-            assert self._costs.loss is not None
-            return self._num_tiles() * self._costs.loss.forward_s
+            return self._num_tiles() * (self._loss.forward_s + (self._loss.backward_s if self._is_early else 0.0))
         cost, sizes = self._costs.calls[call.kind], _micro_batches(self._plan, call)
         curve = cost.forward(self._activation(call))
         return sum(curve.at(size) for size in sizes) + self._gather(call.outputs.at(sum(sizes)), sizes)
 
     def _backward_of(self, call: CallSpec) -> float:
         if self._is_fused(call):
-            assert self._costs.loss is not None
-            kept = min(self._plan.loss_kept_tokens, self._num_rows()) / self._costs.loss.tile_tokens
-            projected_s = (self._num_tiles() - kept) * self._costs.loss.project_s
-            return self._num_tiles() * self._costs.loss.backward_s + projected_s
+            if self._is_early:  # scaled, and added to the sum: each read twice and written once
+                return self._touch(3 * early_gradient_bytes(self._profile, call, self._plan.num_samples))
+            kept = min(self._plan.loss_kept_tokens, self._num_rows()) / self._loss.tile_tokens
+            projected_s = (self._num_tiles() - kept) * self._loss.project_s
+            return self._num_tiles() * self._loss.backward_s + projected_s
         cost, sizes = self._costs.calls[call.kind], _micro_batches(self._plan, call)
         repeated = cost.repeated(self._activation(call))
         seconds = sum(cost.backward_s.at(size) + repeated.at(size) for size in sizes)
@@ -224,9 +224,17 @@ class _Seconds:
     def _num_rows(self) -> int:
         return num_rows(self._profile, self._plan.num_samples)
 
-    def _num_tiles(self) -> float:
+    @property
+    def _loss(self) -> LossCost:
         assert self._costs.loss is not None
-        return self._num_rows() / self._costs.loss.tile_tokens
+        return self._costs.loss
+
+    @property
+    def _is_early(self) -> bool:
+        return self._plan.loss_in_forward
+
+    def _num_tiles(self) -> float:
+        return self._num_rows() / self._loss.tile_tokens
 
 
 def _micro_batches(plan: Plan, call: CallSpec) -> list[int]:

@@ -23,6 +23,7 @@ from hightide.ir.tier import Lane, Tier
 from hightide.planner.lower import lower, lower_ticks
 from hightide.planner.lower.move_inputs import away_between
 from hightide.planner.placement import region_bytes
+from hightide.planner.predict.peaks import stash_holes
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space
 from hightide.planner.waiting import held_bytes, num_away
@@ -98,17 +99,16 @@ class ActivationBytes:
         inputs = sum(size for block, size in levels.host_bytes.items() if block not in near)
         return inputs + sum(levels.swapped_bytes.get(block, 0) for block in candidate.swapped)
 
-    def stashed_bytes(self, candidate: Candidate) -> int:
-        """The widest of what blocks have waiting on the host."""
+    def holes_bytes(self, candidate: Candidate) -> int:
+        """Left by the copies of the block that has most to move, and inside of the block that has most of them."""
         near = candidate.keep | candidate.near
         levels = self._levels_of(candidate)
-        found = {block: size for block, size in levels.stashed_bytes.items() if block not in near}
-        for block in candidate.swapped:
-            found[block] = found.get(block, 0) + levels.swapped_bytes.get(block, 0)
-        return max(found.values(), default=0)
+        inputs = {block: size for block, size in levels.stashed_bytes.items() if block not in near}
+        held = {block: levels.swapped_bytes.get(block, 0) for block in candidate.swapped}
+        left = (stash_holes(inputs.get(block, 0), held.get(block, 0)) for block in inputs.keys() | held)
+        return max(left, default=0) + self._holes_inside(candidate)
 
-    def holes_bytes(self, candidate: Candidate) -> int:
-        """Inside of the block that has most of them."""
+    def _holes_inside(self, candidate: Candidate) -> int:
         profile = self._space.profile
         inside = [call for call in profile.calls if call.needs_backward and not profile.blocks[call.block].lazy_head]
         sizes = ((call, candidate.micro_batch if call.splittable else profile.num_samples) for call in inside)
@@ -251,7 +251,8 @@ def _swapped(levels: _Levels, candidate: Candidate) -> list[_Rise]:
     lane_is_free = 0
     for forward in sorted({*held, *inputs}):
         call = ticks[forward] if forward in held else (forward, inputs[forward].backward)
-        gone_by, opens = away_between(call, levels.last_forward, ticks.get(following.get(forward, -1)))
+        after = ticks.get(following.get(forward, -1))
+        gone_by, opens = away_between(call, levels.last_forward, forward in held, after)
         gone_by = lane_is_free = min(max(gone_by, lane_is_free), call[1])
         leaving, back = NUM_MOMENTS * gone_by + IN - 1, NUM_MOMENTS * opens + BETWEEN
         if forward in held:

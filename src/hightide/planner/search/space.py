@@ -12,7 +12,15 @@ from hightide.ir.chunk import Layout
 from hightide.ir.plan import PLAN_VERSION, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
-from hightide.planner.loss_tiles import loss_tile_tokens, num_rows, smaller_tiles
+from hightide.planner.loss_tiles import (
+    early_gradient_bytes,
+    logit_bytes,
+    loss_tile_tokens,
+    may_run_in_forward,
+    num_rows,
+    smaller_tiles,
+)
+from hightide.planner.mechanism import Mechanism
 from hightide.planner.placement import Buffer, ChunkPlaces, Home, Placement
 from hightide.planner.problem import Terms
 from hightide.planner.search.candidate import Candidate
@@ -44,7 +52,8 @@ class Space:
             explanation="",
             gradients=self.terms.gradients,
             accumulate=self.terms.accumulate,
-            loss_kept_tokens=candidate.loss_kept_tokens,
+            loss_kept_tokens=0 if self._is_early(candidate) else candidate.loss_kept_tokens,
+            loss_in_forward=self._is_early(candidate),
             disk_limit_bytes=self.terms.disk_bytes,
             profile=self.profile,
         )
@@ -149,12 +158,33 @@ class Space:
 
     @cached_property
     def keepable_tokens(self) -> tuple[int, ...]:
-        """How many tokens' logits can be kept, tile by tile, ascending. Only of a head that is a plain product."""
+        """How many tokens' logits can be kept, tile by tile, ascending. Only of a head that is a plain product. To keep
+        all of them saves as much as to make the head's gradients in forward: the one of the two that takes less memory
+        is the last, and what takes more is left out."""
         heads = {block.index for block in self.profile.blocks if block.lazy_head and block.plain_linear}
         if not any(call.block in heads and call.needs_backward for call in self.profile.calls):
             return ()
         rows, tile = num_rows(self.profile), self._loss_tile_tokens
-        return tuple(min(rows, count * tile) for count in range(1, -(-rows // tile) + 1))
+        counts = [min(rows, count * tile) for count in range(1, -(-rows // tile) + 1)]
+        token_bytes = self.profile.vocabulary * logit_bytes(self.profile)
+        if self._early_bytes is None:
+            return tuple(counts)
+        return (*(count for count in counts[:-1] if count * token_bytes < self._early_bytes), rows)
+
+    @cached_property
+    def _early_bytes(self) -> int | None:
+        """Of the head's gradients, where they are made in forward. None: they cannot be, or would take more than all
+        logits."""
+        heads = [call for call in self.profile.calls if self.profile.blocks[call.block].lazy_head]
+        if Mechanism.LOSS_IN_FORWARD in self.terms.without or not heads:
+            return None
+        if not all(may_run_in_forward(self.profile, call) for call in heads):
+            return None
+        found = sum(early_gradient_bytes(self.profile, call, self.profile.num_samples) for call in heads)
+        return found if found < num_rows(self.profile) * self.profile.vocabulary * logit_bytes(self.profile) else None
+
+    def _is_early(self, candidate: Candidate) -> bool:
+        return self._early_bytes is not None and candidate.loss_kept_tokens >= num_rows(self.profile)
 
     @cached_property
     def smaller_tiles(self) -> tuple[int, ...]:

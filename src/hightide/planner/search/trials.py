@@ -64,8 +64,7 @@ class Trials:
             always = self._always(candidate)
             inside = self._activations.gpu_bytes(candidate)
             if is_real(self.problem.machine):
-                stashed, holes = self._activations.stashed_bytes(candidate), self._activations.holes_bytes(candidate)
-                inside = reserved_beside(inside, stashed, holes)
+                inside = reserved_beside(inside, self._activations.holes_bytes(candidate))
             host_bytes = always.host_bytes + self._activations.host_bytes(candidate)
             found = self._guesses[candidate] = Needs(always.gpu_bytes + inside, host_bytes, always.disk_bytes)
         return found

@@ -14,6 +14,7 @@ from hightide.ir.state_spec import StateSpecs
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.layout import made_again
+from hightide.planner.loss_tiles import may_run_in_forward
 from hightide.planner.placement import Placement
 
 MAX_BLOCKS, MAX_CHUNKS, MAX_CALLS = 20_000, 100_000, 100_000  # a hundred times those of the largest models
@@ -184,6 +185,19 @@ def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
             raise InfeasiblePlan(f"{where} (parameters used outside of blocks) must have params and states on the gpu")
 
 
+def _check_loss_in_forward(profile: ModelProfile, plan: Plan) -> None:
+    calls = [call for call in profile.calls if profile.blocks[call.block].lazy_head]
+    if not calls or not all(may_run_in_forward(profile, call) for call in calls):
+        raise InfeasiblePlan(
+            "loss_in_forward is true, but this model has no head that is a trained nn.Linear in bf16 or fp32 before a "
+            "fused loss; use loss_in_forward=false"
+        )
+    if plan.loss_kept_tokens:
+        raise InfeasiblePlan(
+            f"loss_kept_tokens is {plan.loss_kept_tokens}, but with loss_in_forward no logits wait; use one of the two"
+        )
+
+
 def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
     if plan.num_samples < profile.num_samples:
         raise InfeasiblePlan(
@@ -208,6 +222,8 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
             f"loss_kept_tokens is {plan.loss_kept_tokens}, but the head ({', '.join(b.kind for b in heads)}) is more "
             "than an nn.Linear, whose logits are made again with a graph in backward; use loss_kept_tokens=0"
         )
+    if plan.loss_in_forward:
+        _check_loss_in_forward(profile, plan)
     placement = Placement(plan)
     if placement.uses_disk and plan.num_disk_buffers < 1:
         raise InfeasiblePlan("num_disk_buffers is 0, but blocks live on the disk; it must be at least 1")

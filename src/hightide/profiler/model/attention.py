@@ -35,6 +35,8 @@ ROWS = 128  # of queries: the kernels' statistics are for so many at a time
 ASKED = torch.device("cuda")
 SHORT = 64  # tokens with which torch is asked: their number does not matter
 
+_entered: list[bool] = []  # modes that are active, outermost first, and whether they stand for a GPU
+
 Unreal = Callable[[FakeTensorMode], AbstractContextManager[None]]  # what operations make out of nothing has no values
 
 
@@ -68,6 +70,14 @@ class DeviceKernels(TorchFunctionMode):
     def __init__(self, device: torch.device, unreal: Unreal) -> None:
         super().__init__()
         self._on_gpu, self._unreal = device.type == "cuda", unreal
+
+    def __enter__(self) -> DeviceKernels:
+        _entered.append(self._on_gpu)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _entered.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -115,7 +125,7 @@ def _efficient(call: AttentionCall) -> Tensor:
     bias, key, value = call.attn_mask, call.key, call.value
     if bias is not None:
         if bias.dtype is torch.bool:
-            bias = torch.where(bias, 0.0, float("-inf")).to(call.query.dtype)
+            bias = torch.zeros_like(bias, dtype=call.query.dtype).masked_fill_(bias.logical_not(), float("-inf"))
         columns = bias.shape[-1]
         if columns % BIAS_ALIGNMENT:
             bias = F.pad(bias, (0, -columns % BIAS_ALIGNMENT))[..., :columns]
@@ -184,7 +194,10 @@ def kernel_by_rule(call: AttentionCall) -> SDPBackend:
 
 def workspace_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """What an attention kernel of a GPU allocates and frees inside, at most: sums in fp32, statistics by row, and the
-    gradients of keys and values that several heads share, head by head."""
+    gradients of keys and values that several heads share, head by head. The backward of a softmax multiplies result and
+    gradient there first."""
+    if func is aten._softmax_backward_data.default:
+        return int(args[0].numel() * args[0].element_size()) if _entered and _entered[-1] else 0
     if func is aten._scaled_dot_product_flash_attention_backward.default:
         query, key, value = args[1:4]
         sums = _rows(query) * query.shape[-1]

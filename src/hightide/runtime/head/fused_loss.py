@@ -7,6 +7,13 @@ weights. So a head costs one projection more than plain PyTorch and memory for o
 many tiles as the plan says keep their logits, and cost nothing more. The first tiles are kept: their memory is free
 again when backward makes the first projection. Which are kept changes no result, since tiles and their order stay.
 
+Or the plan says that the gradients are made in forward, right after the loss of each tile, and wait for backward in
+the place of the logits: those of the rows, and those of the weights in fp32. They are made for a gradient of 1 of the
+loss, and backward scales them by what it gets: so for one loss of all rows only (not for `reduction="none"`), and not
+in fp16, where such small ones vanish; what cannot be done so is done in backward. With many rows that takes the least
+memory, and nothing is projected twice. Bits are those of the other way where the gradient of the loss is a power of
+two (it is 1 in most loops) and nothing was summed before; else they differ by a rounding.
+
 What the model did to its logits is replayed on the tiles of rows. Exact casts need nothing, because the passes read any
 dtype; everything else (scaling, soft-capping) gets an inner graph per tile of rows. A head that is an nn.Linear and
 nothing more has its backward by hand (runtime/head/linear.py); any other is projected with an inner graph in backward,
@@ -21,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +48,7 @@ from hightide.runtime.head.cross_entropy import (
     tiles,
     write_gradient,
 )
-from hightide.runtime.head.linear import LinearBackward
+from hightide.runtime.head.linear import LinearBackward, Sums, add_scaled, gradients_of, zeros_for
 
 
 class Head(Protocol):
@@ -73,6 +80,9 @@ class Head(Protocol):
 
     def claim_kept_tokens(self) -> int:
         """Rows whose logits may wait for backward: for the first loss that asks, so that memory is promised once."""
+
+    def claim_forward(self) -> bool:
+        """Whether gradients may be made in forward: likewise."""
 
     def project(self, rows: Tensor) -> Tensor:
         """The module's own forward. Called only while held; rows are (tokens, hidden)."""
@@ -158,7 +168,11 @@ class _FusedCrossEntropy(torch.autograd.Function):
         options: CrossEntropy,
     ) -> Tensor:
         head = projection.head
-        num_kept = head.claim_kept_tokens() if head.plain_linear is not None and any(ctx.needs_input_grad) else 0
+        backwards = head.plain_linear is not None and any(ctx.needs_input_grad)
+        num_kept = head.claim_kept_tokens() if backwards else 0
+        normaliser = options.normaliser(target, weight) if options.reduction == "mean" else None
+        may_be_early = backwards and options.reduction != "none" and head.claim_forward()
+        early: _InForward | None = None
         kept: list[Tensor] = []
         passes: _Passes | None = None
         row_losses = torch.zeros(0, device=rows.device)  # so that no rows at all is a sum of nothing
@@ -170,17 +184,23 @@ class _FusedCrossEntropy(torch.autograd.Function):
                     passes = _Passes.over(logits, projection)
                     labels = Labels.of(target, weight, options, head.num_classes, passes.dtype)
                     numbers = RowNumbers.empty(len(rows), passes.dtype, passes.device, options.label_smoothing)
+                    if may_be_early and logits.dtype is not torch.float16:
+                        rows_grad = _empty_like(rows) if ctx.needs_input_grad[0] else None
+                        module = cast(nn.Linear, head.plain_linear)
+                        early = _InForward.of(module, rows_grad, labels, numbers, normaliser, logits.dtype)
                 passes.measure(logits, labels.index[tile], labels.class_weight, numbers[tile])
-                if tile.stop <= num_kept:
+                if early is not None:
+                    early.add(passes, rows, logits, tile)
+                elif tile.stop <= num_kept:
                     kept.append(logits)
                 del logits  # a tile must be gone before the next one is made
             if passes is not None:
                 row_losses = numbers.losses(labels)
-        normaliser = options.normaliser(target, weight) if options.reduction == "mean" else None
         # Through save_for_backward: it refuses a second backward and inputs that were changed in place meanwhile.
         found = (None, None) if passes is None else (numbers.maximum, numbers.total)
         ctx.save_for_backward(rows, target, weight, normaliser, *found)
         ctx.projection, ctx.options, ctx.kept, ctx.has_run_backward = projection, options, kept, False
+        ctx.early = None if early is None else early.made
         if options.reduction == "none":
             return row_losses
         total = row_losses.sum()
@@ -196,13 +216,17 @@ class _FusedCrossEntropy(torch.autograd.Function):
             )
         ctx.has_run_backward = True
         kept, ctx.kept = ctx.kept, []
+        early, ctx.early = ctx.early, None
         projection, options = ctx.projection, ctx.options
         projection.check_version()
         needs_rows, needs_anchor = ctx.needs_input_grad[:2]
         accumulate = needs_anchor and projection.head.will_accumulate()
         if not (needs_rows or accumulate):
             return None, None, None, None, None, None
-        rows_grad = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_rows else None
+        if early is not None:
+            with projection.head.backward_hold(accumulate):
+                return early.finish(grad_output, accumulate), None, None, None, None, None
+        rows_grad = _empty_like(rows) if needs_rows else None
         with projection.head.backward_hold(accumulate), projection.autocast.restored():
             if total is not None:
                 row_grads = grad_output if normaliser is None else grad_output / normaliser
@@ -212,6 +236,57 @@ class _FusedCrossEntropy(torch.autograd.Function):
                 del labels, row_grads
                 walk.run(rows, rows_grad, kept)
         return rows_grad, None, None, None, None, None
+
+
+def _empty_like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True)
+class _Early:
+    """Gradients that were made in forward, for a gradient of 1 of the loss."""
+
+    module: nn.Linear
+    rows_grad: Tensor | None
+    sums: Sums
+
+    def finish(self, grad_output: Tensor, accumulate: bool) -> Tensor | None:
+        """In backward, once."""
+        if accumulate:
+            add_scaled(self.module, self.sums, grad_output)
+        return None if self.rows_grad is None else self.rows_grad.mul_(grad_output)
+
+
+@dataclass(frozen=True)
+class _InForward:
+    """How they are made. It ends with forward: it holds weights."""
+
+    made: _Early
+    index: Tensor
+    gradients: RowGradients  # of numbers that forward fills in, tile by tile
+    linear: LinearBackward
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Linear,
+        rows_grad: Tensor | None,
+        labels: Labels,
+        numbers: RowNumbers,
+        normaliser: Tensor | None,
+        dtype: torch.dtype,
+    ) -> _InForward:
+        """`dtype`: of the logits."""
+        one = torch.ones_like(numbers.total[:1, 0])
+        row_grads = (one if normaliser is None else one / normaliser).expand(len(numbers.total))
+        gradients = RowGradients.of(labels, row_grads, numbers.maximum, numbers.total)
+        made = _Early(module, rows_grad, zeros_for(module))
+        return cls(made, labels.index, gradients, LinearBackward(module, dtype, made.sums))
+
+    def add(self, passes: _Passes, rows: Tensor, logits: Tensor, tile: slice) -> None:
+        """The logits are written over."""
+        passes.write_gradient(logits, self.index[tile], self.gradients[tile], logits)
+        self.linear(rows[tile], logits, None if self.made.rows_grad is None else self.made.rows_grad[tile])
 
 
 @dataclass(frozen=True)
@@ -238,7 +313,8 @@ class _Backward:
             logits = kept.pop() if kept else head.project(rows[tile])
             if passes is None or linear is None:
                 passes = _Passes.over(logits, self.projection)
-                linear = LinearBackward(head.plain_linear, logits.dtype, self.accumulate)
+                sums = gradients_of(head.plain_linear) if self.accumulate else (None, None)
+                linear = LinearBackward(head.plain_linear, logits.dtype, sums)
             passes.write_gradient(logits, self.index[tile], self.gradients[tile], logits)
             linear(rows[tile], logits, part)
             del logits
@@ -250,7 +326,7 @@ class _Backward:
             logits = self.projection.head.project(leaf)
         passes = _Passes.over(logits, self.projection) if passes is None else passes
         free = logits.is_contiguous() and logits.untyped_storage().data_ptr() not in saved
-        grad = logits.detach() if free else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        grad = logits.detach() if free else _empty_like(logits)
         passes.write_gradient(logits.detach(), self.index[tile], self.gradients[tile], grad)
         if self.accumulate:
             torch.autograd.backward(logits, grad)

@@ -23,6 +23,7 @@ class HeadCall:
         self._call: int | None = None
         plan, profile = runner.run.plan, runner.run.profile
         self._kept_tokens = plan.loss_kept_tokens
+        self._in_forward = plan.loss_in_forward
         self.tile_tokens = plan.loss_tile_tokens
         self.scratch_bytes = loss_scratch_bytes(profile, plan.loss_tile_tokens)
         self.plain_linear = module if runner.spec.plain_linear and isinstance(module, nn.Linear) else None
@@ -38,6 +39,10 @@ class HeadCall:
 
     def claim_kept_tokens(self) -> int:
         claimed, self._kept_tokens = self._kept_tokens, 0
+        return claimed
+
+    def claim_forward(self) -> bool:
+        claimed, self._in_forward = self._in_forward, False
         return claimed
 
     def project(self, rows: Tensor) -> Tensor:

@@ -15,14 +15,16 @@ from torch import Tensor, nn
 from hightide.planner.loss_tiles import LOSS_SLICE_BYTES
 from hightide.runtime.head.cross_entropy import tiles
 
+Sums = tuple[Tensor | None, Tensor | None]  # of weight and bias
+
 
 class LinearBackward:
     """For one backward, tile by tile. The weights must stay bound as long as it lives."""
 
-    def __init__(self, linear: nn.Linear, dtype: torch.dtype, accumulate: bool) -> None:
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype, sums: Sums) -> None:
         """`dtype`: of the output. Under autocast it differs from that of the parameters."""
         self._weight = linear.weight.detach().to(dtype)
-        self._sums = [_gradient(param) if accumulate else None for param in (linear.weight, linear.bias)]
+        self._sums = sums
 
     def __call__(self, rows: Tensor, grad: Tensor, rows_grad: Tensor | None) -> None:
         """Adds to the parameters' gradients; writes the gradient of the rows into `rows_grad`."""
@@ -36,6 +38,27 @@ class LinearBackward:
             add_product(weight_sum, grad.t(), rows.detach().to(grad.dtype))
         if bias_sum is not None:
             bias_sum.add_(grad.sum(0, dtype=torch.promote_types(grad.dtype, bias_sum.dtype)))
+
+
+def gradients_of(linear: nn.Linear) -> Sums:
+    """While they are bound."""
+    return _gradient(linear.weight), _gradient(linear.bias)
+
+
+def zeros_for(linear: nn.Linear) -> Sums:
+    """To sum in before gradients are bound."""
+    weight, bias = (
+        None if param is None or not param.requires_grad else torch.zeros_like(param, dtype=torch.float32)
+        for param in (linear.weight, linear.bias)
+    )
+    return weight, bias
+
+
+def add_scaled(linear: nn.Linear, sums: Sums, factor: Tensor) -> None:
+    """`sums`, which are used up, to the bound gradients."""
+    for total, found in zip(gradients_of(linear), sums, strict=True):
+        if total is not None and found is not None:
+            total.add_(found.mul_(factor))
 
 
 def _gradient(param: Tensor | None) -> Tensor | None:

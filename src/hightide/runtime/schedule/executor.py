@@ -490,7 +490,9 @@ class Executor:
             after += [ticket for ticket in earlier if ticket is not None]
         work = self._work(current, action)
         if not lane.on_host:
-            if self._moment is None or action.op is Op.STASH:  # its inputs may have been copied together just now
+            # Inputs may have been copied together just now; and where torch fills new memory (deterministic
+            # algorithms), that is compute's work too.
+            if self._moment is None or action.op in (Op.STASH, Op.UNSTASH):
                 self._moment = flight.moment()
             after += self._moment
         ticket = tickets[action.id] = self.lanes.submit(action.id, lane, action.tick, after, work)

@@ -173,8 +173,23 @@ def test_logits_are_kept_only_of_a_plain_linear_head() -> None:
     assert quick(profile).loss_kept_tokens == 0
     head = next(block for block in profile.blocks if block.lazy_head)
     plain = replace(profile, blocks=tuple(replace(block, plain_linear=block is head) for block in profile.blocks))
+    plain = replace(plain, params=tuple(replace(spec, dtype="float16") for spec in plain.params))
     full = quick(plain)
     assert full.loss_kept_tokens == 48 and "those of 48 kept" in full.explain()
+
+
+@pytest.mark.parametrize(("num_tokens", "dtype"), [(1, "float32"), (8000, "float32"), (8000, "float16")])
+def test_gradients_of_the_head_are_made_in_forward_where_that_takes_less_than_all_logits(
+    num_tokens: int, dtype: str
+) -> None:
+    profile = stack(12)
+    blocks = tuple(replace(block, plain_linear=block.lazy_head) for block in profile.blocks)
+    params = tuple(replace(spec, dtype=dtype) for spec in profile.params)
+    long = replace(profile, blocks=blocks, params=params, tokens_per_sample=num_tokens, vocabulary=8)
+    plan = quick(long)
+    assert plan.loss_in_forward == (num_tokens > 1 and dtype != "float16")
+    assert plan.loss_kept_tokens == (0 if plan.loss_in_forward else 6 * num_tokens)
+    assert ("made in forward" in plan.explain()) == plan.loss_in_forward
 
 
 def test_a_plan_survives_its_file(tmp_path) -> None:

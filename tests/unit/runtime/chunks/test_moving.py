@@ -44,7 +44,7 @@ def placed(plan: Plan, kind: str) -> Plan:
         else block
         for block in plan.blocks
     )
-    plan = replace(plan, blocks=blocks, loss_kept_tokens=0)
+    plan = replace(plan, blocks=blocks, loss_kept_tokens=0, loss_in_forward=False)
     slots, grad_slots = Placement(plan).widest_tick({call.block for call in profile_of(plan).calls})
     return replace(plan, num_slots=slots + (slots > 0), num_grad_slots=grad_slots)
 

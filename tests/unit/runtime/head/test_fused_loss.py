@@ -33,6 +33,7 @@ class LinearHead:
         self.version = 0
         self.scratch_bytes = 3 * linear.out_features * 4  # three rows of fp32
         self.kept_tokens = 0
+        self.in_forward = False
         self.plain_linear = linear if plain else None  # None: backward through an inner graph
         self.linear = linear
         self.original_forward = linear.forward
@@ -47,6 +48,10 @@ class LinearHead:
     def claim_kept_tokens(self) -> int:
         kept, self.kept_tokens = self.kept_tokens, 0
         return kept
+
+    def claim_forward(self) -> bool:
+        claimed, self.in_forward = self.in_forward, False
+        return claimed
 
     def project(self, rows: Tensor) -> Tensor:
         assert self.is_held and rows.dim() == 2 and len(rows) <= self.tile_tokens

@@ -43,11 +43,13 @@ def language_model(dtype: torch.dtype, soft_cap: bool = False) -> tuple[nn.Modul
     return model.train().to(dtype), {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def forecast_and_peak(model: nn.Module, batch: dict[str, Any], tile_tokens: int, kept_tokens: int) -> tuple[int, int]:
+def forecast_and_peak(
+    model: nn.Module, batch: dict[str, Any], tile_tokens: int, kept_tokens: int, in_forward: bool = False
+) -> tuple[int, int]:
     """Of what activations and logits take: chunks and batch, which are exact, are left out."""
     optimizer = torch.optim.AdamW(model.parameters())
     plan = hightide.plan(model, optimizer, batch, limits=LIMITS, micro_batch=2)
-    plan = replace(plan, loss_tile_tokens=tile_tokens, loss_kept_tokens=kept_tokens)
+    plan = replace(plan, loss_tile_tokens=tile_tokens, loss_kept_tokens=kept_tokens, loss_in_forward=in_forward)
     model, optimizer = hightide.wrap(model, optimizer, batch, plan=plan)
     for _ in range(2):
         model(**batch).loss.backward()
@@ -74,6 +76,16 @@ def test_the_forecast_bounds_the_peak_of_the_loss_within_a_tenth(
     assert peak <= forecast <= 1.1 * peak
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile_tokens", [NUM_ROWS, 64])
+def test_the_forecast_bounds_the_peak_of_a_loss_whose_gradients_are_made_in_forward(
+    dtype: torch.dtype, tile_tokens: int
+) -> None:
+    model, batch = language_model(dtype)
+    forecast, peak = forecast_and_peak(model, batch, tile_tokens, 0, in_forward=True)
+    assert peak <= forecast <= 1.1 * peak
+
+
 @pytest.mark.parametrize("tile_tokens", [NUM_ROWS, 64])
 def test_the_forecast_bounds_recorded_operations(tile_tokens: int) -> None:
     """Soft-capping needs an inner graph, in the same scratch."""
@@ -91,7 +103,9 @@ def test_the_forecast_bounds_a_head_that_is_more_than_linear() -> None:
     assert peak <= forecast <= 1.5 * peak
     optimizer = torch.optim.AdamW(model.parameters())
     plan = hightide.plan(model, optimizer, batch, limits=LIMITS, micro_batch=2)
-    assert plan.loss_kept_tokens == 0
+    assert plan.loss_kept_tokens == 0 and not plan.loss_in_forward
+    with pytest.raises(InfeasiblePlan, match="loss_in_forward is true, but this model has no head"):
+        hightide.wrap(model, optimizer, batch, plan=replace(plan, loss_in_forward=True))
     with pytest.raises(InfeasiblePlan, match=r"loss_kept_tokens is 64, but the head \(ScaledHead\) is more"):
         hightide.wrap(model, optimizer, batch, plan=replace(plan, loss_kept_tokens=64))
 
@@ -106,13 +120,16 @@ def test_kept_tokens_below_zero_are_refused_and_plans_without_them_load(tmp_path
     model, batch = language_model(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters())
     plan = hightide.plan(model, optimizer, batch, limits=LIMITS, micro_batch=2)
-    assert plan.loss_kept_tokens == NUM_ROWS  # there is room
-    assert f"those of {NUM_ROWS} kept" in plan.explain()
+    assert plan.loss_in_forward and plan.loss_kept_tokens == 0  # there is room, and that takes less than all logits
+    assert "its gradients made in forward" in plan.explain()
+    with pytest.raises(InfeasiblePlan, match="loss_kept_tokens is 64, but with loss_in_forward no logits wait"):
+        hightide.wrap(model, optimizer, batch, plan=replace(plan, loss_kept_tokens=64))
+    plan = replace(plan, loss_in_forward=False, loss_kept_tokens=NUM_ROWS)
     with pytest.raises(InfeasiblePlan, match="loss_kept_tokens is -1"):
         hightide.wrap(model, optimizer, batch, plan=replace(plan, loss_kept_tokens=-1))
     path = tmp_path / "plan.json"
     plan.save(path)
-    lines = [line for line in path.read_text().splitlines() if "loss_kept_tokens" not in line]
+    lines = [line for line in path.read_text().splitlines() if "loss_kept" not in line and "loss_in_" not in line]
     text = "\n".join(lines)
     path.write_text(text.replace('",\n}', '"\n}'))
-    assert Plan.load(path).loss_kept_tokens == 0
+    assert Plan.load(path).loss_kept_tokens == 0 and not Plan.load(path).loss_in_forward

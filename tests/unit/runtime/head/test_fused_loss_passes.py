@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from hightide.runtime.head.lazy_logits import LazyLogits
-from hightide.runtime.head.linear import LinearBackward, add_product
+from hightide.runtime.head.linear import LinearBackward, add_product, gradients_of
 from unit.runtime.head.test_fused_loss import LinearHead
 
 ROWS, HIDDEN, CLASSES, TILE = 61, 16, 83, 24  # two tiles and a tail
@@ -282,7 +282,7 @@ def test_linear_backward_equals_autograd(dtype: torch.dtype, autocast: bool) -> 
     out.backward(grad)
     rows_grad = torch.empty_like(rows)
     with torch.no_grad():
-        LinearBackward(by_hand, out.dtype, accumulate=True)(rows, grad, rows_grad)
+        LinearBackward(by_hand, out.dtype, gradients_of(by_hand))(rows, grad, rows_grad)
     found = [rows_grad, by_hand.weight.grad, by_hand.bias.grad]
     tolerance = 2**-7 if out.dtype == torch.bfloat16 else 1e-6
     assert largest_error(found, [rows.grad, linear.weight.grad, linear.bias.grad]) <= tolerance
@@ -293,7 +293,7 @@ def test_linear_backward_leaves_frozen_parameters_and_grad_of_inputs_alone() -> 
     linear.bias.requires_grad_(False)
     rows, grad = torch.randn(ROWS, HIDDEN), torch.randn(ROWS, CLASSES)
     with torch.no_grad():
-        LinearBackward(linear, grad.dtype, accumulate=False)(rows, grad, torch.empty_like(rows))
+        LinearBackward(linear, grad.dtype, (None, None))(rows, grad, torch.empty_like(rows))
         assert linear.weight.grad is None
-        LinearBackward(linear, grad.dtype, accumulate=True)(rows, grad, None)
+        LinearBackward(linear, grad.dtype, gradients_of(linear))(rows, grad, None)
     assert linear.bias.grad is None and linear.weight.grad is not None
