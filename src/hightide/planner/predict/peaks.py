@@ -26,7 +26,7 @@ WORKSPACE_BYTES = 2 * 32 * 1024**2  # of cuBLAS, as torch sizes it on Hopper; 8 
 PAGE_BYTES = 20 * 1024**2  # by which the allocator's growing segments grow
 HOLES_SHARE = 0.025
 NUM_STASH_HOLES = 3
-NUM_HELD_HOLES = 1
+NUM_HELD_HOLES = 1.25
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def reserved_bytes(schedule: Schedule | Passes, peak: Peaks | None = None) -> in
 
 def stash_holes(input_bytes: int, held_bytes: int) -> int:
     """That a block leaves whose inputs, and what it holds, wait on the host."""
-    return NUM_STASH_HOLES * input_bytes + NUM_HELD_HOLES * held_bytes
+    return NUM_STASH_HOLES * input_bytes + math.ceil(NUM_HELD_HOLES * held_bytes)
 
 
 def bytes_forecast(schedule: Schedule | Passes, peak: Peaks, machine: Machine | None) -> Forecast:
