@@ -11,6 +11,7 @@ class Mechanism(StrEnum):
     SLOT_REUSE = "slot reuse"  # what slots still hold when backward begins is not fetched again
     LEVELS = "levels"  # between recomputing and keeping: activations held in part
     SWAP = "swap"  # of these, those that wait on the host
+    LOOKUP = "lookup on the host"  # of embeddings: rows cross the link, and no tables
     UPDATE_OVERLAP = "update overlap"  # the host's updates run beside the next forward
 
 

@@ -15,6 +15,7 @@ from hightide.ir.plan import BlockPlan, Plan, Update
 from hightide.ir.state_spec import summary
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
+from hightide.planner.lookup import buffer_bytes
 from hightide.planner.placement import RINGS, Buffer, Placement
 from hightide.planner.predict.peaks import Peaks
 from hightide.planner.waiting import away, held_bytes
@@ -76,6 +77,11 @@ def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
     slots = _slots(plan.num_slots, sizes[Buffer.SLOT])
     grad_slots = _slots(plan.num_grad_slots, sizes[Buffer.GRAD_SLOT])
     lines.append(f"slots: {slots}, {grad_slots} for gradients")
+    for index, block in enumerate(plan.blocks):
+        if block.compute is Tier.HOST:
+            rows, _ = buffer_bytes(profile, plan, index)
+            text = f"{block.name}: looked up on the host, {format_bytes(rows)} of rows cross the link"
+            lines += textwrap.wrap(text, WIDTH, subsequent_indent="    ")
     staying = [place for place in placement.chunks if place.stays]
     if staying:
         summed = format_bytes(sum(place.chunk.grad_bytes for place in staying))
@@ -121,6 +127,8 @@ def _shared_prefix(names: list[str]) -> str:
 def _decisions(block: BlockPlan, has_params: bool, is_called: bool) -> tuple[str, str, str, str]:
     """One that is never called, or loose, has no activations of its own."""
     params, states = (str(block.params), str(block.states)) if has_params else ("-", "-")
+    if block.compute is Tier.HOST:
+        params = "stays"  # on the host
     activation, inputs = (_level(block), str(block.inputs)) if is_called else ("-", "-")
     return params, states, activation, inputs
 
