@@ -125,11 +125,10 @@ def _shared_prefix(names: list[str]) -> str:
 
 
 def _decisions(block: BlockPlan, has_params: bool, is_called: bool) -> tuple[str, str, str, str]:
-    """One that is never called, or loose, has no activations of its own."""
+    """One that is never called, loose, or looked up on the host, has no activations of its own."""
     params, states = (str(block.params), str(block.states)) if has_params else ("-", "-")
-    if block.compute is Tier.HOST:
-        params = "stays"  # on the host
-    activation, inputs = (_level(block), str(block.inputs)) if is_called else ("-", "-")
+    has_activations = is_called and block.compute is Tier.GPU
+    activation, inputs = (_level(block), str(block.inputs)) if has_activations else ("-", "-")
     return params, states, activation, inputs
 
 
@@ -161,7 +160,8 @@ def _activations(profile: ModelProfile, placement: Placement) -> list[str]:
     blocks: dict[str, set[int]] = {level: set() for level in _MEANINGS}
     held: Counter[str] = Counter()
     for call in profile.calls:
-        if call.needs_backward and not profile.blocks[call.block].lazy_head:
+        is_here = not profile.blocks[call.block].lazy_head and plan.blocks[call.block].compute is Tier.GPU
+        if call.needs_backward and is_here:
             level = _level(plan.blocks[call.block])
             blocks[level].add(call.block)
             held[level] += held_bytes(plan, call)

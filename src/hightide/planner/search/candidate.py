@@ -23,7 +23,9 @@ class Candidate:
     swapped: frozenset[int] = field(default_factory=frozenset)  # selective, and what they hold waits on the host
     sums: frozenset[int] = field(default_factory=frozenset)  # blocks whose sums stay on the GPU from pass to pass
     trained: frozenset[int] = field(default_factory=frozenset)  # blocks whose adapters stay while the rest streams
-    looked_up: frozenset[int] = field(default_factory=frozenset)  # embeddings on the host, whatever else is said of them
+    looked_up: frozenset[int] = field(
+        default_factory=frozenset
+    )  # embeddings on the host, whatever else is said of them
     loss_kept_tokens: int = 0
     near: frozenset[int] = field(default_factory=frozenset)  # blocks whose inputs stay on the GPU, whatever `inputs` is
     spare_grad_slots: int | None = None  # None: as many as spare_slots

@@ -62,13 +62,16 @@ class CpuCopies:
         self._known: dict[int, tuple[Tensor, int, Tensor]] = {}  # by the address of the copy
 
     def note(self, moved: Tensor, value: Tensor) -> None:
-        """`moved`: on the GPU, in memory of its own."""
-        if moved.numel() and moved.stride() == value.stride():
+        """`moved`: on the GPU, in memory of its own. Only ids are asked for. Of inference tensors nobody knows who
+        writes to them."""
+        if moved.numel() and not moved.is_inference() and not moved.is_floating_point():
+            if moved.stride() != value.stride():  # a part of a larger one
+                value = torch.empty_strided(moved.size(), moved.stride(), dtype=moved.dtype).copy_(value)
             self._known[moved.untyped_storage().data_ptr()] = moved, moved._version, value
 
     def find(self, tensor: Tensor) -> Tensor | None:
-        """The values of a tensor of the batch, or of a view of one, unless somebody has written to it. It is the
-        user's own memory."""
+        """The values of a tensor of the batch, or of a view of one, unless somebody has written to it. It may be
+        the user's own memory."""
         moved, version, value = self._known.get(tensor.untyped_storage().data_ptr(), (None, 0, tensor))
         if moved is None or moved._version != version or moved.dtype != tensor.dtype:
             return None

@@ -3,7 +3,7 @@ planner/lookup.py.
 
 [Note: ids on the host] A batch that comes from the CPU is copied to the GPU, and what the embedding is called with is
 one of its tensors, or a view of one: then the ids are those of the user's own tensor (`CpuCopies`), and nobody waits.
-Ids that were made on the GPU are fetched, which waits for all that it has to do; a warning says so once."""
+Ids that were made on the GPU are fetched, which waits for all that it has to do; in training a warning says so."""
 
 from __future__ import annotations
 
@@ -48,16 +48,13 @@ class HostEmbedding(BlockRunner):
         return LookUpFunction.apply(call, self.anchor) if self.trainable else call.forward()
 
     def on_host(self, ids: Tensor) -> Tensor:
-        """See [Note: ids on the host]."""
-        if ids.device.type == "cpu":
-            return ids.clone()  # its own may be written over before backward
-        found = self.run.cpu_copies.find(ids)
-        if found is not None:
-            return found.clone()
-        if not self._has_warned:
+        """A copy, because ids may be written over before backward. See [Note: ids on the host]."""
+        here = ids if ids.device.type == "cpu" else self.run.cpu_copies.find(ids)
+        if here is None and torch.is_grad_enabled() and not self._has_warned:
             self._has_warned = True
             warnings.warn(FROM_GPU.format(name=self.spec.name), stacklevel=2)
-        return ids.cpu()
+        with self.run.gpu.unmetered(), torch.inference_mode(False):
+            return ids.cpu() if here is None else here.clone()
 
 
 class LookUp:
@@ -69,8 +66,7 @@ class LookUp:
             raise Refused(CHANGED.format(name=runner.spec.name))
         self.runner = runner
         self._module, self._padding, self._shape = module, module.padding_idx, input.shape
-        with runner.run.gpu.unmetered(), torch.inference_mode(False):
-            self._ids = runner.on_host(input).flatten()
+        self._ids = runner.on_host(input).flatten()
         self._call: int | None = None
         self._spent = False
 
