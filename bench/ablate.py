@@ -72,6 +72,7 @@ ABLATIONS = (
     _without(Mechanism.SLOT_REUSE),
     _without(Mechanism.LEVELS),
     _without(Mechanism.SWAP),
+    _without(Mechanism.LOOKUP),
     Ablation("updates begin at step()", update=Update.DEFERRED),
     _without(Mechanism.UPDATE_OVERLAP, update=Update.DEFERRED),
     Ablation("micro-batches as passes", update=Update.DEFERRED, in_passes=True),

@@ -449,6 +449,42 @@ def test_states_are_saved_and_loaded() -> None:
     assert all(torch.equal(value, expected[1][name]) for name, value in found[1].items())
 
 
+def test_wrap_finds_it_by_itself_where_nothing_else_fits() -> None:
+    """A table as large as the GPU."""
+
+    def wide() -> Words:
+        model = Words()
+        model.embed = nn.Embedding(30_000, WIDTH)
+        return model
+
+    model, plain = wide(), wide()
+    plain.load_state_dict(model.state_dict())
+    optimizer, limits = optimizer_of(model.parameters()), hightide.Limits(gpu=30_000 * WIDTH * 4, host="64MiB")
+    model, optimizer = hightide.wrap(model, optimizer, batch_of(0), limits=limits)
+    run = run_of(model)
+    assert run is not None and [table.key for table in run.chunks.tables.values()] == ["embed.weight"]
+    assert_equal(train(model, optimizer, 8, clip=True), train(plain, optimizer_of(plain.parameters()), 8, clip=True))
+    with hightide.record(model):
+        train(model, optimizer, 2)
+    assert hightide.stats(model).deviations == 0
+
+
+def test_a_grad_scaler_sees_an_overflow_of_rows() -> None:
+    model, optimizer, _ = wrapped(Words().half(), gradients="param")
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scales = []
+    for step in range(4):
+        before = model.state_dict()["embed.weight"]
+        loss = model(**batch_of(step))["loss"] * (float("inf") if step == 2 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+        assert torch.equal(before, model.state_dict()["embed.weight"]) == (step == 2)
+    assert scales == [256.0, 256.0, 128.0, 128.0]
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 

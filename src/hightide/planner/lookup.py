@@ -15,6 +15,8 @@ from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.planner.placement import region_bytes
 
+SUM_PASSES = 5  # over what a SUM touches: on one core it does 3.5 GB/s, where an update does 18
+
 
 def is_looked_up(plan: Plan, call: CallSpec) -> bool:
     return plan.blocks[call.block].compute is Tier.HOST
@@ -45,8 +47,8 @@ def standing_bytes(profile: ModelProfile, plan: Plan) -> dict[Tier, int]:
 
 
 def sum_bytes(profile: ModelProfile, plan: Plan, call: CallSpec) -> int:
-    """That a SUM touches, each array once as an update counts them: gradients of rows, and at most as many rows of the
-    table's, in fp32."""
+    """The cpu lane's work of a SUM, in bytes that an update would touch in the same time: it touches the gradients of
+    rows, and at most as many rows of the table's, in fp32."""
     (key,) = profile.blocks[call.block].params
     num_bytes = rows_bytes(plan, call)
-    return num_bytes + num_bytes // DTYPE_BYTES[profile.param(key).dtype] * GRAD_BYTES
+    return SUM_PASSES * (num_bytes + num_bytes // DTYPE_BYTES[profile.param(key).dtype] * GRAD_BYTES)

@@ -34,7 +34,7 @@ from hightide.planner.waiting import micro_batch_of
 # updates too, and shares Python's lock with the threads of the lanes. Measured: docs/log.md, 2026-11-15.
 ISSUE_FACTOR = 1.8
 
-# Read and written by the thread that runs the model while it gathers rows of a table on the host.
+# Read and written by the thread that runs the model while it gathers rows of a table on the host (on two cores: 10e9).
 GATHER_BYTES_PER_S = 8e9
 
 

@@ -34,6 +34,7 @@ class HostTable:
         self._rows = self._buffer(host, buffer_bytes[0])
         self._made, self._arrived = self._buffer(gpu, gradient_bytes), self._buffer(host, gradient_bytes)
         self._is_sent: Fence | None = None  # when what is in the buffer of rows is on the GPU
+        self.arriving: Tensor | None = None  # there, until compute has waited for it: an interrupt may forget it
 
     def _buffer(self, store: Store, num_bytes: int) -> Array | None:
         if not num_bytes:
@@ -51,6 +52,7 @@ class HostTable:
     def look_up(self, ids: Tensor, into: Tensor, fence: Callable[[], Fence | None]) -> Copy:
         """Gathers rows, and returns what takes them to the GPU. More than the buffer holds, as an evaluation may want,
         goes there in parts, of which all but the last are on their way by then."""
+        self.arriving = into
         if self._rows is None:  # no call was foreseen
             rows = self.weight.view.index_select(0, ids)
             return lambda: into.copy_(rows).nbytes

@@ -131,7 +131,7 @@ def _add(home: Tensor, new: NewRows, ids: Tensor, places: Tensor, which: Tensor)
     num_rows = _num_rows(home)
     for some, owners in zip(places.split(num_rows), which.split(num_rows), strict=True):
         summed.index_add_(0, owners, new.rows.index_select(0, some).float())
-    return _put(home, new, ids, home.index_select(0, ids).float().add_(summed))
+    return _put(home, new, ids, summed if new.starts else home.index_select(0, ids).float().add_(summed))
 
 
 def _finish(home: Tensor, new: NewRows, ids: Tensor) -> float:

@@ -270,6 +270,7 @@ class Executor:
         else:
             current.works.pop(name, None)
             copy()
+        self.chunks.tables[chunk].arriving = None
 
     def add_rows(self, tick: Tick, chunk: int, ids: Tensor, gradients: Tensor, padding: int | None) -> None:
         """To the gradient of a table. Inside its tick."""
