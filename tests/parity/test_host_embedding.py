@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import race_detector
 import torch
 import torch.nn.functional as F
 from harness import EPS, assert_close_weights
+from test_slow_lanes import slow_down
 from torch import Tensor, nn
 
 import hightide
@@ -264,6 +266,41 @@ def test_only_rows_cross_the_link() -> None:
     rows, table = NUM_SAMPLES * LENGTH * WIDTH * 4, VOCABULARY * WIDTH * 4
     assert moved[G]["d2h"] - moved[H]["d2h"] == table - rows
     assert moved[G]["h2d"] - moved[H]["h2d"] in (table - rows, 2 * table - rows)
+
+
+@pytest.mark.parametrize("case", ["plain", "three backwards", "three planned", "in backward"])
+def test_a_slow_lane_changes_nothing(case: str) -> None:
+    options, plan, loop = CASES[case]
+    results = []
+    for lane in (None, Lane.H2D, Lane.D2H, Lane.CPU):
+        with pytest.MonkeyPatch.context() as patch:
+            delayed = slow_down(patch, lane) if lane is not None else ["nothing"]
+            model, optimizer, _ = wrapped(Words(**options), **plan)
+            results.append(train(model, optimizer, 3, **loop))
+        assert delayed
+    for losses, weights in results[1:]:
+        assert losses == results[0][0]
+        assert all(torch.equal(value, results[0][1][name]) for name, value in weights.items())
+
+
+@pytest.mark.filterwarnings("ignore:block .* was called in an order")
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize(("calls", "accumulate"), [(1, 1), (2, 1), (1, 3), (2, 2)])
+def test_no_stream_overtakes_another(update: str, calls: int, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    detector = race_detector.install(monkeypatch)
+    model, optimizer, run = wrapped(Words(calls=calls), update=update, accumulate=accumulate)
+    for step in range(6):
+        model.calls = calls + (step % 3 == 2)  # type: ignore[assignment]  # off the plan
+        for part in range(accumulate):
+            backward(model, part)
+        with torch.no_grad():
+            model(**batch_of(7, num_samples=9))
+        optimizer.step()
+        optimizer.zero_grad()
+    run.executor.wait_for_updates()
+    hightide.unwrap(model)
+    assert min(detector.num_uses[kind] for kind in ("rows", "made rows", "arrived rows", "home of gradient")) > 10
+    assert not detector.races, "\n".join(sorted(set(detector.races)))
 
 
 # -- what loops do ----------------------------------------------------------------------------------------------------
