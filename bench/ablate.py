@@ -73,6 +73,7 @@ ABLATIONS = (
     _without(Mechanism.LEVELS),
     _without(Mechanism.SWAP),
     _without(Mechanism.LOSS_IN_FORWARD),
+    _without(Mechanism.LOOKUP),
     Ablation("updates begin at step()", update=Update.DEFERRED),
     _without(Mechanism.UPDATE_OVERLAP, update=Update.DEFERRED),
     Ablation("micro-batches as passes", update=Update.DEFERRED, in_passes=True),

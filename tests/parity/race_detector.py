@@ -106,6 +106,38 @@ class Detector:
 
             return noted
 
+        def with_rows(chunk: int, table: Any) -> None:
+            """A table on the host: its three buffers."""
+            gathered, leave, add = table._gathered, table.leave, None if table.sums is None else table.sums.add
+            rows, made, arrived = (("rows", chunk), ("made rows", chunk), ("arrived rows", chunk))
+
+            def gathering(*args: Any) -> Any:
+                self.use([rows], f"gathering of {chunk}")
+                send = gathered(*args)
+                return lambda: (self.use([rows], f"look_up of {chunk}", writes=False), send())[1]
+
+            def leaving(gradients: Tensor) -> Any:
+                self.use([made], f"gradient of rows of {chunk}")
+                found, send = leave(gradients)
+
+                def sending() -> int:
+                    self.use([made], f"copy of rows of {chunk}", writes=False)
+                    self.use([arrived], f"copy of rows of {chunk}")
+                    return int(send())
+
+                return found, sending
+
+            def adding(*args: Any) -> None:
+                self.use([arrived], f"sum of {chunk}", writes=False)
+                self.use([("home of gradient", chunk)], f"sum of {chunk}")
+                add(*args)
+
+            table._gathered, table.leave = gathering, leaving
+            if add is not None:
+                table.sums.add = adding
+
+        for chunk, table in chunks.tables.items():
+            with_rows(chunk, table)
         run.performer.update = updating(run.performer.update)
         chunks.param_on_gpu = noting(chunks.param_on_gpu, params, "slot")
         chunks.unbind = noting(chunks.unbind, params, "slot")

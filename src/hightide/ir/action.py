@@ -24,7 +24,9 @@ class Op(StrEnum):
     FETCH = "fetch"  # PARAM or GRAD towards the GPU
     EVICT = "evict"  # drop a clean copy
     CLEAR = "clear"  # open a gradient at zero
-    WRITE_BACK = "write_back"  # a dirty gradient away from the GPU
+    WRITE_BACK = "write_back"  # a dirty gradient away from the GPU; of a table on the host, the rows' gradients
+    LOOK_UP = "look_up"  # rows of a table that stays on the host, to the GPU
+    SUM = "sum"  # gradients of rows, on the host, into that of their table
     STASH = "stash"  # block inputs and what a block holds, GPU to host, after forward
     UNSTASH = "unstash"  # the same, host to GPU, before backward
     UPDATE = "update"  # the optimizer's update of one chunk

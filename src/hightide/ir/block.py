@@ -46,6 +46,7 @@ class BlockSpec:
     loose: bool = False
     lazy_head: bool = False  # projection and loss are fused over slices of tokens (see runtime/head/fused_loss.py)
     plain_linear: bool = False  # an nn.Linear and nothing more: its gradient is two matrix products
+    plain_embedding: bool = False  # an nn.Embedding and nothing more: its rows can be looked up on the host
 
 
 @dataclass(frozen=True)

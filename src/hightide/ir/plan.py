@@ -50,6 +50,8 @@ class BlockPlan:
     held: Tier = Tier.GPU  # where that waits which the block has computed and holds (`activation`). HOST: swapped
     # Where sums of gradients wait between the passes of one step. GPU: they stay, whatever `states` is
     sums: Tier = Tier.HOST
+    # HOST: an embedding whose rows are looked up where its table lives. Nothing but rows and their gradients crosses
+    compute: Tier = Tier.GPU
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ class Mechanism(StrEnum):
     LEVELS = "levels"  # between recomputing and keeping: activations held in part
     SWAP = "swap"  # of these, those that wait on the host
     LOSS_IN_FORWARD = "loss in forward"  # the head's gradients are made with the loss: logits neither wait nor repeat
+    LOOKUP = "lookup on the host"  # of embeddings: rows cross the link, and no tables
     UPDATE_OVERLAP = "update overlap"  # the host's updates run beside the next forward
 
 

@@ -41,6 +41,7 @@ class Home(NamedTuple):
     params: Tier
     states: Tier
     sums: Tier  # of gradients, between the passes of a step
+    compute: Tier = Tier.GPU
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,9 +65,11 @@ class ChunkPlace:
     bytes_on: Mapping[Tier, int]  # that stores set aside for these
     buffer_bytes: Mapping[Buffer, int]
     read_bytes: int  # from disk, before an update
+    is_looked_up: bool = False  # a table that never leaves the host: neither it nor its gradient has a slot
 
     @property
     def is_streamed(self) -> bool:
+        """Its values are not on the GPU, but for the time of their use."""
         return self.params is not Tier.GPU
 
     @property
@@ -124,8 +127,9 @@ class ChunkPlaces:
             self._made[key] = self._place(chunk, *home)
         return self._made[key]
 
-    def _place(self, chunk: ChunkSpec, params: Tier, states: Tier, sums: Tier) -> ChunkPlace:
+    def _place(self, chunk: ChunkSpec, params: Tier, states: Tier, sums: Tier, compute: Tier) -> ChunkPlace:
         trained, layout = chunk.trainable_numel > 0, self.layout
+        on_host = compute is Tier.HOST
         if states is Tier.GPU and trained:  # what is frozen in the block may stream
             params = Tier.GPU
         is_updated_elsewhere = params is Tier.GPU is not states and chunk.optimised_numel > 0
@@ -136,7 +140,7 @@ class ChunkPlaces:
         is_read_at_once = self._update is Update.IN_BACKWARD and summed_once and states is not Tier.HOST
         grad = states if trained and not is_read_at_once else None
         leaves = states is not Tier.GPU
-        stays = several and trained and leaves and sums is Tier.GPU
+        stays = several and trained and leaves and sums is Tier.GPU and not on_host
         # A dtype that is wider than the sum would only repeat zeros.
         rounds = trained and self._gradients is GradientDtype.PARAM and DTYPE_BYTES[chunk.dtype] < GRAD_BYTES
         # At home a sum to which other passes add is not rounded yet.
@@ -155,16 +159,19 @@ class ChunkPlaces:
         for (_, tier), num_bytes in copies.items():
             bytes_on[tier] += region_bytes(num_bytes)
 
-        num_slots = 0 if params is Tier.GPU else layout.num_slots(chunk)
-        num_grad_slots = layout.num_grad_slots(chunk) if trained and grad is not Tier.GPU and not stays else 0
-        rounds_in_place = rounds and (not narrow or not leaves or (chunk.num_backwards > 1 and not several))
+        num_slots = 0 if params is Tier.GPU or on_host else layout.num_slots(chunk)
+        has_grad_slot = trained and grad is not Tier.GPU and not stays and not on_host
+        num_grad_slots = layout.num_grad_slots(chunk) if has_grad_slot else 0
+        again = not leaves or (chunk.num_backwards > 1 and not several)  # where it is summed, or more is added
+        rounds_in_place = rounds and (not narrow or (again and not on_host))
+        passes_gpu = narrow and leaves and not on_host
         on_disk = sum(num_bytes for (_, tier), num_bytes in copies.items() if tier is Tier.DISK)
         buffers = {
             Buffer.SLOT: -(-chunk.param_bytes // num_slots) if num_slots else 0,
             Buffer.GRAD_SLOT: -(-chunk.grad_bytes // num_grad_slots) if num_grad_slots else 0,
-            Buffer.LEAVING: _staged_bytes(chunk, LEAVING_NUMEL) if narrow and leaves else 0,
-            Buffer.ARRIVING: _staged_bytes(chunk, STAGING_NUMEL) if narrow and leaves else 0,
-            Buffer.ROUNDING: _staged_bytes(chunk, STAGING_NUMEL) if rounds else 0,
+            Buffer.LEAVING: _staged_bytes(chunk, LEAVING_NUMEL) if passes_gpu else 0,
+            Buffer.ARRIVING: _staged_bytes(chunk, STAGING_NUMEL) if passes_gpu else 0,
+            Buffer.ROUNDING: _staged_bytes(chunk, STAGING_NUMEL) if rounds and not on_host else 0,
             # Sums go on, in tied chunks and where gradients are accumulated: those on disk come back too.
             Buffer.READ: max(copies.get((kind, Tier.DISK), 0) for kind in (ChunkKind.PARAM, ChunkKind.GRAD)),
             Buffer.WRITTEN: grad_bytes if states is Tier.DISK else 0,
@@ -189,6 +196,7 @@ class ChunkPlaces:
             bytes_on=bytes_on,
             buffer_bytes={buffer: region_bytes(num_bytes) for buffer, num_bytes in buffers.items() if num_bytes},
             read_bytes=on_disk,
+            is_looked_up=on_host,
         )
 
 
@@ -198,7 +206,7 @@ class Placement:
     def __init__(self, plan: Plan, places: ChunkPlaces | None = None) -> None:
         """`places`: those of the plan's layout, for those who ask about many plans."""
         places = places or ChunkPlaces(plan.layout, plan.update, plan.gradients, plan.accumulate)
-        homes = [Home(block.params, block.states, block.sums) for block in plan.blocks]
+        homes = [Home(block.params, block.states, block.sums, block.compute) for block in plan.blocks]
         self.plan = plan
         self.chunks = tuple(places.at(chunk, homes[chunk.block]) for chunk in plan.layout.chunks)
 

@@ -42,8 +42,9 @@ def held_bytes(plan: Plan, call: CallSpec) -> int:
 
 
 def held_by(plan: Plan, call: CallSpec) -> Affine:
-    """Of one micro-batch."""
-    return call.held(plan.blocks[call.block].activation)
+    """Of one micro-batch. What is looked up on the host holds nothing on the GPU."""
+    block = plan.blocks[call.block]
+    return Affine() if block.compute is Tier.HOST else call.held(block.activation)
 
 
 def num_away(plan: Plan, call: CallSpec) -> int:

@@ -46,6 +46,8 @@ _NAMES = {
     Op.UNSTASH: "block inputs move",
     Op.WRITE_BACK: "gradients move",
     Op.CLEAR: "gradients move",
+    Op.SUM: "gradients move",
+    Op.LOOK_UP: "parameters move",
 }
 _MOVED = {
     ChunkKind.PARAM: "parameters move",

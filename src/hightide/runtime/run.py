@@ -37,9 +37,10 @@ from hightide.runtime.before import Before
 from hightide.runtime.blocks import rng
 from hightide.runtime.blocks.activations import Stashes
 from hightide.runtime.blocks.autocast import Autocast
-from hightide.runtime.blocks.batch import copy_to, map_tensors
+from hightide.runtime.blocks.batch import CpuCopies, copy_to, map_tensors
 from hightide.runtime.blocks.block_function import BlockRunner
 from hightide.runtime.blocks.compiled import CompiledForwards
+from hightide.runtime.blocks.host_embedding import HostEmbedding
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.moving import StatesOnTheMove
 from hightide.runtime.chunks.origin import FirstValues
@@ -106,6 +107,7 @@ class Run:
             self.retreat()
             raise
         self.observer: Observer | None = None
+        self.cpu_copies = CpuCopies()  # of the batch whose forward is under way
 
         self.anchor = Anchor(device)
         self.lends = False  # see borrowed()
@@ -159,7 +161,8 @@ class Run:
 
     def _make_executor(self, solution: Solution) -> None:
         self.stashes = Stashes(self.gpu, self.host)
-        self.performer = Performer(self.chunks, self.gradients, self.stashes, self.lanes.streams.fence)
+        streams, sharers = self.lanes.streams, self.lanes.sharers
+        self.performer = Performer(self.chunks, self.gradients, self.stashes, streams.fence, sharers.run)
         names = [block.name or "(loose)" for block in self.profile.blocks]
         update, accumulate = self.plan.update, self.plan.accumulate
         self.executor = Executor(solution.schedules, self.flight, self.performer, update, names, accumulate)
@@ -225,8 +228,13 @@ class Run:
         self.performer.go_on(performer)
         self.executor.go_on(executor)
         self.runners = {
-            module: BlockRunner(self, runner.index, runner.original) for module, runner in self.runners.items()
+            module: self.make_runner(runner.index, runner.original) for module, runner in self.runners.items()
         }
+
+    def make_runner(self, block: int, original: Callable[..., Any]) -> BlockRunner:
+        """`original`: the forward of its module's own class."""
+        on_host = self.plan.blocks[block].compute is Tier.HOST
+        return (HostEmbedding if on_host else BlockRunner)(self, block, original)
 
     def _allocate(self, solution: Solution) -> tuple[Accelerator, HostArena, Chunks]:
         """All memory that another plan needs, or none."""
@@ -294,6 +302,7 @@ class Run:
         finally:
             self._root_depth -= 1
             self._root_batch = None
+            self.cpu_copies.clear()
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The batch on the accelerator: a copy that dies with the pass, as of `.to(device)`, so that batches which
@@ -305,6 +314,8 @@ class Run:
                 return value
             if id(value) not in moved:  # labels are often the input ids themselves
                 moved[id(value)] = copy_to(value, self.gpu.device)
+                if value.device.type == "cpu" and self.chunks.tables:
+                    self.cpu_copies.note(moved[id(value)], value)
             return moved[id(value)]
 
         with self.gpu.meter("batch"):

@@ -207,7 +207,7 @@ def wrap_modules(run: Run) -> None:
     for block in run.profile.blocks:
         if not block.loose:
             module = modules[block.name]
-            run.runners[id(module)] = BlockRunner(run, block.index, type(module).forward)
+            run.runners[id(module)] = run.make_runner(block.index, type(module).forward)
             run.unchanged[block.index] = Unchanged(module, run.keys)
             run.inner_hooks[block.index] = InnerHooks(module)
             run.compiled.add(module, type(module).forward)

@@ -197,7 +197,27 @@ def profiles(draw: st.DrawFn) -> ModelProfile:
         replace(one, glue=draw(glues()), glue_backward=draw(glues()), selective=draw(rungs(one.kept))) for one in calls
     ]
     profile = build(specs, sketches, calls, num_samples=draw(st.integers(1, 7)))
+    profile = with_tables(profile, *(block.index for block in profile.blocks if len(block.params) == 1))
     return replace(profile, glue_end=draw(st.sampled_from([Affine(), Affine(8, 3000)])))
+
+
+def with_tables(profile: ModelProfile, *tables: int) -> ModelProfile:
+    """These blocks are embeddings, if nobody shares their parameter."""
+    used = [key for block in profile.blocks for key in block.params]
+    blocks = [
+        replace(block, plain_embedding=block.index in tables and not block.loose and used.count(block.params[0]) == 1)
+        for block in profile.blocks
+    ]
+    return replace(profile, blocks=tuple(blocks))
+
+
+def looked_up(profile: ModelProfile, plan: Plan) -> Plan:
+    """With all embeddings on the host."""
+    there = {"params": Tier.HOST, "states": Tier.HOST, "sums": Tier.HOST, "compute": Tier.HOST}
+    pairs = zip(profile.blocks, plan.blocks, strict=True)
+    return replace(
+        plan, blocks=tuple(replace(block, **there) if spec.plain_embedding else block for spec, block in pairs)
+    )
 
 
 def glues() -> st.SearchStrategy[Glue]:
@@ -254,6 +274,8 @@ def plans(draw: st.DrawFn, profile: ModelProfile, update: Update, disk: bool = F
     spares = draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
     buffers = draw(st.integers(1, 3)) if disk else 0
     plan = finish(profile, blocks, update, micro_batch, *spares, slot_numel, buffers)
+    if draw(st.booleans()):
+        plan = looked_up(profile, plan)
     return replace(plan, gradients=draw(st.sampled_from(GradientDtype)))
 
 

@@ -28,6 +28,7 @@ class RandomLanes:
         self.plan = plan
         self.placement = Placement(plan)
         self.schedule = schedule
+        self._tables = [place.chunk for place in self.placement.chunks if place.is_looked_up]
         self.leaves = {action.call for action in schedule.actions if action.op is Op.STASH}
         self.slots: dict[tuple[ChunkKind, int], int] = {}  # (param or grad slots, slot) -> chunk
         for chunk, first in schedule.standing:
@@ -122,6 +123,7 @@ class RandomLanes:
             self._check_residents(action)
         self._check_arrived(action)
         self._pass_buffers(action, starts=True)
+        self._pass_rows(action, starts=True)
 
     def _pass_buffers(self, action: Action, starts: bool) -> None:
         """Between disk and host: who fills a buffer finds it empty when it starts, who empties it finds in it what it
@@ -152,6 +154,30 @@ class RandomLanes:
         if starts and action.op is Op.WRITE and action.kind is ChunkKind.STATE:
             assert f"update.{action.chunk}" in self.done, f"{action.id}: before the update"
 
+    def _pass_rows(self, action: Action, starts: bool) -> None:
+        """Of tables on the host: gradients of rows are made in one buffer and arrive in another."""
+        table = next((c for c in self._tables if action.block in c.users), None)
+        if table is None:
+            return
+        made, arrived = ("made", table.index), ("arrived", table.index)
+        if action.op is Op.FORWARD and starts:
+            assert f"look_up.{action.call}" in self.done, f"{action.id}: its rows are not there"
+        fills = {Op.BACKWARD: made, Op.WRITE_BACK: arrived}.get(action.op)
+        empties = {Op.WRITE_BACK: made, Op.SUM: arrived}.get(action.op)
+        if action.op is Op.BACKWARD and not table.trainable_numel:
+            fills = None
+        if starts and fills is not None:
+            assert fills not in self.buffers, f"{action.id} overwrites gradients of rows"
+            self.buffers[fills] = ""
+        if starts and empties is not None:
+            assert self.buffers.get(empties) == "rows", f"{action.id}: no gradients of rows are there"
+        if starts and action.op is Op.UPDATE:
+            assert not {made, arrived} & self.buffers.keys(), f"{action.id}: rows are not summed"
+        if not starts and fills is not None:
+            self.buffers[fills] = "rows"
+        if not starts and empties is not None:
+            del self.buffers[empties]
+
     def _check_arrived(self, action: Action) -> None:
         """What it reads has come home, or back from there."""
         moving = {(other.kind, other.chunk) for other, _ in self.running.values() if other.op is Op.WRITE_BACK}
@@ -172,11 +198,13 @@ class RandomLanes:
         self.gpu_bytes -= action.gpu_gives
         self.host_bytes -= action.host_gives
         self._pass_buffers(action, starts=False)
+        self._pass_rows(action, starts=False)
         used_up = action.op is Op.UPDATE and self.placement.chunks[action.chunk or 0].is_used_up
         if action.op in (Op.EVICT, Op.WRITE_BACK) or used_up:
             kind = ChunkKind.GRAD if used_up else action.kind
             held = [place for place, chunk in self.slots.items() if place[0] is kind and chunk == action.chunk]
-            own = action.op is Op.WRITE_BACK and self.placement.chunks[action.chunk or 0].stays
+            place = self.placement.chunks[action.chunk or 0]
+            own = action.op is Op.WRITE_BACK and (place.stays or place.is_looked_up)
             assert bool(held) != own, f"{action.id}: not there"
             for place in held:
                 del self.slots[place]
@@ -194,7 +222,7 @@ class RandomLanes:
         """Reads are whole: the chunk stands in a slot and nothing is still on its way into it."""
         arriving = {(action.kind, action.chunk) for action, _ in self.running.values() if action.op is Op.FETCH}
         for chunk in self.plan.layout.chunks:
-            if tick.block not in chunk.users:
+            if tick.block not in chunk.users or chunk in self._tables:
                 continue
             owner = self.plan.blocks[chunk.block]
             stays = owner.params == "gpu" or (owner.states == "gpu" and chunk.trainable_numel)

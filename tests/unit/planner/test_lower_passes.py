@@ -93,7 +93,10 @@ def steps(draw: st.DrawFn) -> Any:
     profile, update = draw(profiles()), draw(st.sampled_from(Update))
     plan = draw(plans(profile, update))
     homes = draw(st.lists(st.sampled_from([Tier.GPU, Tier.HOST]), min_size=len(plan.blocks), max_size=len(plan.blocks)))
-    blocks: list[BlockPlan] = [replace(b, sums=home) for b, home in zip(plan.blocks, homes, strict=True)]
+    blocks: list[BlockPlan] = [
+        replace(b, sums=home if b.compute is Tier.GPU else Tier.HOST)
+        for b, home in zip(plan.blocks, homes, strict=True)
+    ]
     spares = plan.num_slots, plan.num_grad_slots
     made = finish(profile, blocks, update, plan.micro_batch, 0, 0, plan.layout.slot_numel, 0)
     plan = replace(made, accumulate=draw(st.integers(2, 4)), gradients=plan.gradients)

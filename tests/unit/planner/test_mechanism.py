@@ -26,7 +26,8 @@ from unit.planner.problems import selective_problem
 from unit.planner.profiles import plan_with, stack
 from unit.runtime.steps import adamw, train_step
 
-EVERYTHING = Candidate(2, whole=frozenset({1}), selective=frozenset({1}), swapped=frozenset({2}))
+SOME = frozenset({1})
+EVERYTHING = Candidate(2, whole=SOME, selective=SOME, swapped=frozenset({2}), looked_up=frozenset({0}))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,7 @@ EVERYTHING = Candidate(2, whole=frozenset({1}), selective=frozenset({1}), swappe
         ({"whole": frozenset()}, {Mechanism.PERSISTENT}),
         ({"spare_slots": 0}, {Mechanism.SPARE_SLOTS}),
         ({"swapped": frozenset()}, {Mechanism.SWAP}),
+        ({"looked_up": frozenset()}, {Mechanism.LOOKUP}),
         ({"swapped": frozenset(), "selective": frozenset()}, {Mechanism.SWAP, Mechanism.LEVELS}),
     ],
 )

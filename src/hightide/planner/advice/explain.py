@@ -15,6 +15,7 @@ from hightide.ir.plan import BlockPlan, Plan, Update
 from hightide.ir.state_spec import summary
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
+from hightide.planner.lookup import buffer_bytes
 from hightide.planner.placement import RINGS, Buffer, Placement
 from hightide.planner.predict.peaks import Peaks
 from hightide.planner.waiting import away, held_bytes
@@ -77,6 +78,11 @@ def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
     slots = _slots(plan.num_slots, sizes[Buffer.SLOT])
     grad_slots = _slots(plan.num_grad_slots, sizes[Buffer.GRAD_SLOT])
     lines.append(f"slots: {slots}, {grad_slots} for gradients")
+    for index, block in enumerate(plan.blocks):
+        if block.compute is Tier.HOST:
+            rows, _ = buffer_bytes(profile, plan, index)
+            text = f"{block.name}: looked up on the host, {format_bytes(rows)} of rows cross the link"
+            lines += textwrap.wrap(text, WIDTH, subsequent_indent="    ")
     staying = [place for place in placement.chunks if place.stays]
     if staying:
         summed = format_bytes(sum(place.chunk.grad_bytes for place in staying))
@@ -120,9 +126,10 @@ def _shared_prefix(names: list[str]) -> str:
 
 
 def _decisions(block: BlockPlan, has_params: bool, is_called: bool) -> tuple[str, str, str, str]:
-    """One that is never called, or loose, has no activations of its own."""
+    """One that is never called, loose, or looked up on the host, has no activations of its own."""
     params, states = (str(block.params), str(block.states)) if has_params else ("-", "-")
-    activation, inputs = (_level(block), str(block.inputs)) if is_called else ("-", "-")
+    has_activations = is_called and block.compute is Tier.GPU
+    activation, inputs = (_level(block), str(block.inputs)) if has_activations else ("-", "-")
     return params, states, activation, inputs
 
 
@@ -154,7 +161,8 @@ def _activations(profile: ModelProfile, placement: Placement) -> list[str]:
     blocks: dict[str, set[int]] = {level: set() for level in _MEANINGS}
     held: Counter[str] = Counter()
     for call in profile.calls:
-        if call.needs_backward and not profile.blocks[call.block].lazy_head:
+        is_here = not profile.blocks[call.block].lazy_head and plan.blocks[call.block].compute is Tier.GPU
+        if call.needs_backward and is_here:
             level = _level(plan.blocks[call.block])
             blocks[level].add(call.block)
             held[level] += held_bytes(plan, call)

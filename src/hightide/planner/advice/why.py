@@ -28,6 +28,7 @@ _PLACES = {
     (Tier.HOST, Tier.DISK): "params streamed, states on disk",
     (Tier.DISK, Tier.DISK): "params and states on disk",
 }
+LOOKED_UP = "looked up on the host"
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,15 @@ def why(solution: Searched, block: str) -> Reasons:
                 too_many_bytes=max(0, *above),
             )
         )
-    places = _PLACES[planned.params, planned.states] if owner is not None else "no parameters"
+    places = _places(planned) if owner is not None else "no parameters"
     if owner not in (None, index):
         places += f", with {plan.blocks[owner].name}"
     words = f"{places}; activations {_activation(planned)}; {_inputs(planned.inputs)}"
     return Reasons(planned.name, words, tuple(sorted(alternatives, key=lambda one: one.step_s)))
+
+
+def _places(block: BlockPlan) -> str:
+    return LOOKED_UP if block.compute is Tier.HOST else _PLACES[block.params, block.states]
 
 
 _ACTIVATIONS = {
@@ -108,10 +113,13 @@ def _inputs(tier: Tier) -> str:
 def _others(planned: BlockPlan, owns: bool, disk: bool, accumulates: bool) -> list[tuple[str, BlockPlan]]:
     """`owns`: whether it decides where its parameters are. `disk`: whether the plan uses one anyway."""
     others = [
-        (text, replace(planned, params=params, states=states))
+        (text, replace(planned, params=params, states=states, compute=Tier.GPU))
         for (params, states), text in _PLACES.items()
-        if owns and (params, states) != (planned.params, planned.states) and (disk or states is not Tier.DISK)
+        if owns and text != _places(planned) and (disk or states is not Tier.DISK)
     ]
+    if owns and planned.compute is Tier.GPU:
+        home = Tier.HOST
+        others.append((LOOKED_UP, replace(planned, params=home, states=home, sums=home, compute=home)))
     for activation in Activation:
         inputs = Tier.GPU if activation is Activation.KEEP else planned.inputs
         other = replace(planned, activation=activation, inputs=inputs, held=Tier.GPU)

@@ -12,6 +12,7 @@ from hightide.planner.lower.count_effects import add_effects, base_bytes
 from hightide.planner.lower.draft import Draft
 from hightide.planner.lower.fetch_params import fetch_params
 from hightide.planner.lower.lay_ticks import lay_ticks
+from hightide.planner.lower.look_up_rows import look_up_rows, sum_rows
 from hightide.planner.lower.move_gradients import move_gradients
 from hightide.planner.lower.move_inputs import move_inputs
 from hightide.planner.lower.order_actions import order_actions
@@ -32,8 +33,10 @@ def lower(
     draft = Draft(profile, plan, mode, placement)
     lay_ticks(draft)
     fetch_params(draft, reuses_slots=Mechanism.SLOT_REUSE not in without)
+    look_up_rows(draft)
     if mode.trains:
         move_gradients(draft)
+        sum_rows(draft)
         move_inputs(draft)
     if mode.ends_step:
         add_updates(draft)

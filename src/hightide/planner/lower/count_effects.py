@@ -16,6 +16,7 @@ from hightide.ir.action import Action, ActionKey, Op
 from hightide.ir.block import Affine, CallSpec, Glue, ModelProfile
 from hightide.ir.chunk import GRAD_BYTES, REGION_BYTES, UPDATE_TILE_NUMEL
 from hightide.ir.tier import Lane, Tier
+from hightide.planner import lookup
 from hightide.planner import loss_tiles as loss
 from hightide.planner.lower.draft import Draft
 from hightide.planner.placement import Placement, region_bytes
@@ -27,9 +28,9 @@ Effects = defaultdict[ActionKey, Effect]
 
 def base_bytes(profile: ModelProfile, placement: Placement) -> dict[Tier, int]:
     """What is on each tier during the whole pass."""
-    found = placement.base_bytes()
+    found, rows = placement.base_bytes(), lookup.standing_bytes(profile, placement.plan)
     found[Tier.GPU] += profile.batch_bytes + profile.buffer_bytes
-    return found
+    return {tier: num_bytes + rows[tier] for tier, num_bytes in found.items()}
 
 
 def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
@@ -104,6 +105,8 @@ def _count_saved(draft: Draft, index: int, call: CallSpec, received: int, effect
 
 
 def _count_inside(draft: Draft, index: int, call: CallSpec, effects: Effects) -> None:
+    if lookup.is_looked_up(draft.plan, call):  # the GPU computes nothing
+        return
     forward, backward = effects[ActionKey(Op.FORWARD, index)], effects[ActionKey(Op.BACKWARD, index)]
     backwards = draft.mode.trains and call.needs_backward
     if draft.profile.blocks[call.block].lazy_head:

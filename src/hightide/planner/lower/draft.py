@@ -21,7 +21,7 @@ class Draft:
         self.actions: list[Action] = []  # all but the ticks
         self.awaited: dict[int, list[ActionKey]] = defaultdict(list)  # tick -> ids that it waits for
         self.standing: tuple[tuple[int, int], ...] = ()  # chunks that are in slots from the pass before, and where
-        self.last_write_back: dict[int, Action] = {}  # chunk -> its final one in this pass
+        self.last_write_back: dict[int, Action] = {}  # chunk -> its final one in this pass, or SUM
 
     def chunks_at(self, tick: Action) -> tuple[ChunkPlace, ...]:
         return () if tick.block is None else self.placement.by_block[tick.block]

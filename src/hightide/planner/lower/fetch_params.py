@@ -50,6 +50,8 @@ def _fill(draft: Draft, slots: Slots, reuses_slots: bool = True) -> None:
         needed = {}
         for place in draft.chunks_at(tick):
             index = place.chunk.index
+            if place.is_looked_up:
+                continue
             if place.is_streamed:
                 needed[index] = place.num_slots
             elif place.is_refreshed and draft.uses[index][0] == tick.tick and not draft.mode.continues_step:

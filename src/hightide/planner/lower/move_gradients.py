@@ -37,6 +37,8 @@ def move_gradients(draft: Draft) -> None:
         needed: dict[int, int] = {}
         for place in draft.chunks_at(tick):
             index = place.chunk.index
+            if place.is_looked_up:
+                continue
             if place.in_grad_slot:
                 needed[index] = place.num_grad_slots
             elif place.grad is not None and draft.mode.starts_sums and draft.backward_uses[index][0] == tick.tick:

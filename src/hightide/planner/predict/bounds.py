@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from hightide.ir.action import Mode
 from hightide.ir.machine import Machine
 from hightide.ir.tier import Lane, Tier
+from hightide.planner.lookup import is_looked_up, rows_bytes
 from hightide.planner.lower.draft import Draft
 from hightide.planner.lower.lay_ticks import lay_ticks
 from hightide.planner.placement import Placement
@@ -28,6 +29,10 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
     backward = {call.block for call in profile.calls if call.needs_backward}
     for place in draft.placement.chunks:
         chunk = place.chunk
+        if place.is_looked_up:
+            if chunk.optimised_numel and not backward.isdisjoint(chunk.users):
+                moved[Lane.CPU] += place.update_bytes
+            continue
         if draft.uses.get(chunk.index):
             moved[Lane.H2D] += chunk.param_bytes if place.home is not Tier.GPU else 0
             moved[Lane.DISK_READ] += chunk.param_bytes if place.home is Tier.DISK else 0
@@ -49,6 +54,10 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
         num_bytes = plan.accumulate * away(plan, call).num_bytes
         moved[Lane.D2H] += num_bytes
         moved[Lane.H2D] += num_bytes
+        if is_looked_up(plan, call):
+            rows = plan.accumulate * rows_bytes(plan, call)
+            moved[Lane.H2D] += rows
+            moved[Lane.D2H] += rows if call.needs_backward else 0
     disk_s = _disk_s(machine, moved[Lane.DISK_READ], moved[Lane.DISK_WRITE])
     return max(compute_s, disk_s, *lanes_alone(moved, machine.best_speed).values())
 

@@ -30,7 +30,7 @@ def floors(solution: Searched) -> dict[Lane, float]:
 
 
 def _compute(profile: ModelProfile, plan: Plan, costs: Costs) -> float:
-    there = {"params": Tier.GPU, "states": Tier.GPU, "inputs": Tier.GPU, "held": Tier.GPU}
+    there = dict.fromkeys(("params", "states", "inputs", "held", "compute"), Tier.GPU)
     blocks = tuple(replace(block, activation=Activation.KEEP, **there) for block in plan.blocks)
     kept = num_rows(profile) if all(block.plain_linear for block in profile.blocks if block.lazy_head) else 0
     resident = replace(plan, blocks=blocks, micro_batch=plan.num_samples, num_slots=0, loss_kept_tokens=kept)

@@ -4,7 +4,8 @@
 several a copy of each into the whole batch's output. A BACKWARD is the same way back; when it is done the gradient's
 norms are taken (deferred updates only: for clipping) and it is rounded (plan.gradients). Rounding on the way home runs
 on another stream, but takes its memory traffic from the block that computes meanwhile, so it counts here too. A head
-with a fused loss goes by tiles of tokens. STEP stands for the model's own code between blocks.
+with a fused loss goes by tiles of tokens. The forward of an embedding on the host is the gathering of its rows, for
+which compute waits; its backward one copy. STEP stands for the model's own code between blocks.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from hightide.ir.passes import Passes
 from hightide.ir.plan import Plan, Update
 from hightide.ir.split import micro_batches
 from hightide.ir.tier import Lane, Tier
+from hightide.planner.lookup import is_looked_up, rows_bytes
 from hightide.planner.loss_tiles import early_gradient_bytes, num_rows
 from hightide.planner.mechanism import Mechanism, Mechanisms
 from hightide.planner.placement import ChunkPlace, Placement
@@ -31,6 +33,9 @@ from hightide.planner.waiting import micro_batch_of
 # Seconds of the thread that runs the model, over what blocks took in a rehearsal: in training it starts copies and
 # updates too, and shares Python's lock with the threads of the lanes. Measured: docs/log.md, 2026-11-15.
 ISSUE_FACTOR = 1.8
+
+# Read and written by the thread that runs the model while it gathers rows of a table on the host (on two cores: 10e9).
+GATHER_BYTES_PER_S = 8e9
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ def _check_costs(profile: ModelProfile, costs: Costs) -> None:
 class _Seconds:
     def __init__(self, profile: ModelProfile, placement: Placement, costs: Costs) -> None:
         self._profile, self._plan, self._placement, self._costs = profile, placement.plan, placement, costs
-        self._known: dict[tuple[Op, int, Activation], float] = {}  # of calls of one kind
+        self._known: dict[tuple[Op, int, Activation, bool], float] = {}  # of calls of one kind
 
     def __call__(self, action: Action) -> float:
         assert action.lane is Lane.COMPUTE, f"{action.id} is of the lane {action.lane}"
@@ -167,18 +172,20 @@ class _Seconds:
         return self._profile.calls[action.call]
 
     def _forward(self, call: CallSpec) -> float:
-        key = (Op.FORWARD, call.kind, self._activation(call))
+        key = (Op.FORWARD, call.kind, self._activation(call), is_looked_up(self._plan, call))
         if key not in self._known:
             self._known[key] = self._forward_of(call)
         return self._known[key]
 
     def _backward(self, call: CallSpec) -> float:
-        key = (Op.BACKWARD, call.kind, self._activation(call))
+        key = (Op.BACKWARD, call.kind, self._activation(call), is_looked_up(self._plan, call))
         if key not in self._known:
             self._known[key] = self._backward_of(call)
         return self._known[key]
 
     def _forward_of(self, call: CallSpec) -> float:
+        if is_looked_up(self._plan, call):  # before its rows can go
+            return 2 * rows_bytes(self._plan, call) / GATHER_BYTES_PER_S
         if self._is_fused(call):
             return self._num_tiles() * (self._loss.forward_s + (self._loss.backward_s if self._is_early else 0.0))
         cost, sizes = self._costs.calls[call.kind], _micro_batches(self._plan, call)
@@ -186,6 +193,8 @@ class _Seconds:
         return sum(curve.at(size) for size in sizes) + self._gather(call.outputs.at(sum(sizes)), sizes)
 
     def _backward_of(self, call: CallSpec) -> float:
+        if is_looked_up(self._plan, call):
+            return self._touch(2 * rows_bytes(self._plan, call))
         if self._is_fused(call):
             if self._is_early:  # scaled, and added to the sum: each read twice and written once
                 return self._touch(3 * early_gradient_bytes(self._profile, call, self._plan.num_samples))
@@ -203,6 +212,8 @@ class _Seconds:
 
     def _finishing_bytes(self, place: ChunkPlace) -> int:
         """Read and written when a block's backward is done: norms, and rounding of the sum."""
+        if place.is_looked_up:  # the host has it
+            return 0
         norms = place.chunk.grad_bytes if self._plan.update is Update.DEFERRED else 0
         if place.rounds_to is None or self._plan.accumulate > 1:  # then once in many passes
             return norms

@@ -16,6 +16,7 @@ from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import Bar, LaneTime, Level, MemoryPart, Timeline
+from hightide.planner.lookup import standing_bytes
 from hightide.planner.placement import Buffer, Placement
 from hightide.planner.predict.light import light_s
 from hightide.planner.predict.peaks import bytes_forecast
@@ -105,10 +106,11 @@ def base_parts(plan: Plan, base_bytes: int) -> dict[MemoryPart, int]:
     """What is on the GPU during the whole step."""
     placement = Placement(plan)
     sizes = placement.buffer_bytes
+    rows = standing_bytes(plan.profile, plan)[Tier.GPU] if plan.profile is not None else 0
     parts = {
         MemoryPart.PERSISTENT: placement.bytes_on[Tier.GPU],
         MemoryPart.SLOTS: plan.num_slots * sizes[Buffer.SLOT],
-        MemoryPart.GRADIENTS: plan.num_grad_slots * sizes[Buffer.GRAD_SLOT] + placement.staging_bytes,
+        MemoryPart.GRADIENTS: plan.num_grad_slots * sizes[Buffer.GRAD_SLOT] + placement.staging_bytes + rows,
     }
     return {**parts, MemoryPart.BATCH: base_bytes - sum(parts.values())}
 

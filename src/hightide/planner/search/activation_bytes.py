@@ -71,7 +71,7 @@ class _Levels:
 class ActivationBytes:
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._levels: dict[tuple[int, Tier, int, int | None], _Levels] = {}
+        self._levels: dict[tuple[int, Tier, int, int | None, frozenset[int]], _Levels] = {}
         self._logits: dict[int, list[_Rise]] = {}
 
     def gpu_bytes(self, candidate: Candidate) -> int:
@@ -111,12 +111,14 @@ class ActivationBytes:
     def _holes_inside(self, candidate: Candidate) -> int:
         profile = self._space.profile
         inside = [call for call in profile.calls if call.needs_backward and not profile.blocks[call.block].lazy_head]
+        inside = [call for call in inside if call.block not in candidate.looked_up]
         sizes = ((call, candidate.micro_batch if call.splittable else profile.num_samples) for call in inside)
         return max((call.holes.at(size) for call, size in sizes), default=0)
 
     def _levels_of(self, candidate: Candidate) -> _Levels:
         slot_numel = candidate.slot_numel or self._space.slot_numel
-        key = (candidate.micro_batch, candidate.inputs, slot_numel, candidate.loss_tile_tokens)
+        tables = candidate.looked_up
+        key = (candidate.micro_batch, candidate.inputs, slot_numel, candidate.loss_tile_tokens, tables)
         if key not in self._levels:
             plain = lower(self._space.profile, self._plan(*key), Mode.TRAIN)
             profile, space = self._space.profile, self._space
@@ -170,6 +172,7 @@ class ActivationBytes:
         inputs: Tier,
         slot_numel: int | None = None,
         loss_tile_tokens: int | None = None,
+        looked_up: frozenset[int] = frozenset(),
         keep: Sequence[int] = (),
         selective: Sequence[int] = (),
         loss_kept_tokens: int = 0,
@@ -181,6 +184,7 @@ class ActivationBytes:
             whole=frozenset(self._space.movable),
             keep=frozenset(keep),
             selective=frozenset(selective),
+            looked_up=looked_up,
             loss_kept_tokens=loss_kept_tokens,
             slot_numel=slot_numel,
             loss_tile_tokens=loss_tile_tokens,

@@ -23,6 +23,9 @@ class Candidate:
     swapped: frozenset[int] = field(default_factory=frozenset)  # selective, and what they hold waits on the host
     sums: frozenset[int] = field(default_factory=frozenset)  # blocks whose sums stay on the GPU from pass to pass
     trained: frozenset[int] = field(default_factory=frozenset)  # blocks whose adapters stay while the rest streams
+    looked_up: frozenset[int] = field(
+        default_factory=frozenset
+    )  # embeddings on the host, whatever else is said of them
     loss_kept_tokens: int = 0
     near: frozenset[int] = field(default_factory=frozenset)  # blocks whose inputs stay on the GPU, whatever `inputs` is
     spare_grad_slots: int | None = None  # None: as many as spare_slots
@@ -41,6 +44,7 @@ class Candidate:
             Mechanism.SPARE_SLOTS: self.spare_slots or self.spare_grad_slots,
             Mechanism.LEVELS: self.selective | self.swapped,
             Mechanism.SWAP: self.swapped,
+            Mechanism.LOOKUP: self.looked_up,
         }
         return frozenset(mechanism for mechanism, used in uses.items() if used)
 

@@ -116,6 +116,8 @@ class Moves:
         for inputs, micro_batch in product((Tier.HOST, Tier.GPU), sizes):
             lean = form.of(Candidate(micro_batch, inputs, spare_slots=0, spare_grad_slots=0))
             yield lean
+            if self.space.tables:
+                yield self._looked_up(lean)
             yield replace(lean, trained=frozenset(self.space.adapted))
             for front, rest in self._fronts(movable, movable[::-1], by_width, by_width[::-1]):
                 yield replace(lean, whole=front)
@@ -195,6 +197,25 @@ class Moves:
             for start in dict.fromkeys(replace(one, swapped=frozenset(units)) for one in (empty, bare) if units):
                 if self.may_fit(start):
                     yield from (self.fill(start, order) for order in ORDERS[:3])
+
+    def lookups(self, filled: Candidate) -> Iterator[Candidate]:
+        """Fillings of its kind in which embeddings are looked up on the host: what they had of the GPU, or of the link,
+        is there for others. Slots need not be as wide as they are."""
+        if filled.disk or not self.space.tables:
+            return
+        for slot_numel in dict.fromkeys((filled.slot_numel, None)):
+            here = self._looked_up(replace(filled, slot_numel=slot_numel))
+            bare = Candidate(filled.micro_batch, filled.inputs, filled.spare_slots, looked_up=here.looked_up)
+            bare = Form(slot_numel, filled.loss_tile_tokens).of(bare)
+            for start in (here, bare, replace(bare, spare_slots=0, spare_grad_slots=0)):
+                if self.may_fit(start):
+                    yield from (self.fill(start, order) for order in ORDERS[:2])
+
+    def _looked_up(self, candidate: Candidate) -> Candidate:
+        """All embeddings, or if it does so already none."""
+        tables = frozenset(self.space.tables) - candidate.looked_up
+        kinds = (Kind.WHOLE, Kind.PARAMS, Kind.TRAINED, Kind.SUMS, Kind.KEEP, Kind.NEAR)
+        return replace(candidate, looked_up=tables, **{kind: getattr(candidate, kind) - tables for kind in kinds})
 
     def fill(self, candidate: Candidate, order: Order, from_back: bool = False) -> Candidate:
         """`from_back`: the last blocks become persistent first."""
@@ -276,6 +297,8 @@ class Moves:
 
     def _changes(self, candidate: Candidate) -> Iterator[Candidate]:
         """One thing is another."""
+        if self.space.tables and not candidate.disk:
+            yield self._looked_up(candidate)
         for spare in (candidate.spare_slots + 1, candidate.spare_slots - 1):
             if 0 <= spare <= MOST_SPARE:
                 yield replace(candidate, spare_slots=spare)
@@ -338,6 +361,8 @@ class Moves:
 
     def _gains(self, candidate: Candidate, kind: Kind, unit: int) -> bool:
         """Whether there is anything left to gain by it."""
+        if kind is not Kind.LOGITS and unit in candidate.looked_up:
+            return False
         if kind is Kind.NEAR:
             return candidate.inputs is Tier.HOST and unit not in candidate.keep
         if kind is Kind.LOGITS:

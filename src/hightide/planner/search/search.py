@@ -76,6 +76,7 @@ class _Search:
         if not self.moves.few:
             starts += self._best(self.moves.recast(starts[0]))
         starts += self._best(self.moves.swaps(starts[0]))
+        starts += self._best(self.moves.lookups(starts[0]))
         return min((self._improved(candidate) for candidate in starts), key=self.trials.step_s)
 
     def _leanest(self) -> Candidate:

@@ -82,6 +82,8 @@ class Space:
 
     def home(self, block: BlockSpec, candidate: Candidate) -> Home:
         index, sums = block.index, Tier.GPU if block.index in candidate.sums else Tier.HOST
+        if index in candidate.looked_up:
+            return Home(Tier.HOST, Tier.HOST, Tier.HOST, compute=Tier.HOST)
         if block.loose or index in candidate.whole:
             return Home(Tier.GPU, Tier.GPU, sums)
         params = Tier.DISK if candidate.disk and index not in candidate.host_params else Tier.HOST
@@ -90,11 +92,12 @@ class Space:
         return Home(*in_part, sums)
 
     def _block_plan(self, block: BlockSpec, candidate: Candidate) -> BlockPlan:
-        params, states, sums = self.home(block, candidate)
+        params, states, sums, compute = self.home(block, candidate)
         activation = candidate.activation(block.index)
         near = activation is Activation.KEEP or block.loose or block.index in candidate.near
         held = Tier.HOST if block.index in candidate.swapped else Tier.GPU
-        return BlockPlan(block.name, params, states, activation, Tier.GPU if near else candidate.inputs, held, sums)
+        inputs = Tier.GPU if near else candidate.inputs
+        return BlockPlan(block.name, params, states, activation, inputs, held, sums, compute)
 
     def layout(self, slot_numel: int | None = None) -> Layout:
         return self.places(slot_numel or self.slot_numel).layout
@@ -128,6 +131,15 @@ class Space:
     def block_numel(self, block: int) -> int:
         """Of the chunks that it owns."""
         return self._numels[block]
+
+    @cached_property
+    def tables(self) -> tuple[int, ...]:
+        """Embeddings that can be looked up on the host: called ones that are not tied. Of tiny ones, or from a disk, it
+        is not worth it."""
+        tiny = tiny_blocks(self.profile)
+        shared = {user for chunk in self.layout().chunks if len(chunk.users) > 1 for user in chunk.users}
+        possible = [b.index for b in self.profile.blocks if b.plain_embedding and b.index in self.called]
+        return tuple(block for block in possible if block not in tiny | shared)
 
     @cached_property
     def adapted(self) -> tuple[int, ...]:

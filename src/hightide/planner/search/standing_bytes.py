@@ -11,6 +11,7 @@ from itertools import product
 
 from hightide.ir.chunk import ChunkSpec, Layout
 from hightide.ir.tier import Tier
+from hightide.planner.lookup import standing_bytes
 from hightide.planner.placement import RINGS, STAGING, Buffer, ChunkPlace, Home
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space
@@ -79,6 +80,9 @@ class _LayoutShares:
         num_grad_slots = candidate.num_grad_slots(grad_slots, any(share.has_leaving for share in counts))
         gpu += num_slots * buffers[Buffer.SLOT] + num_grad_slots * buffers[Buffer.GRAD_SLOT]
         gpu += sum(buffers[one] for one in STAGING) + profile.batch_bytes + profile.buffer_bytes
+        if candidate.looked_up:
+            rows = standing_bytes(profile, space.build(candidate))
+            gpu, host = gpu + rows[Tier.GPU], host + rows[Tier.HOST]
         return Needs(gpu, host + candidate.disk_buffers * sum(buffers[one] for one in RINGS), disk)
 
     def least_bytes(self) -> int:

@@ -7,6 +7,7 @@ from hightide.ir.action import TICK_OPS, Action, Op, Place
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.planner.lookup import rows_bytes, sum_bytes
 from hightide.planner.placement import ChunkPlace, Placement
 from hightide.planner.waiting import away
 
@@ -15,6 +16,8 @@ _LANES = {
     Op.UNSTASH: Lane.H2D,
     Op.WRITE_BACK: Lane.D2H,
     Op.STASH: Lane.D2H,
+    Op.LOOK_UP: Lane.H2D,
+    Op.SUM: Lane.CPU,
     Op.READ: Lane.DISK_READ,
     Op.WRITE: Lane.DISK_WRITE,
 }  # others: compute, and updates where the states are
@@ -23,6 +26,7 @@ _WAYS: dict[Op, tuple[Tier | None, Tier | None]] = {
     Op.UNSTASH: (Tier.HOST, Tier.GPU),
     Op.WRITE_BACK: (Tier.GPU, Tier.HOST),
     Op.STASH: (Tier.GPU, Tier.HOST),
+    Op.LOOK_UP: (Tier.HOST, Tier.GPU),
     Op.EVICT: (Tier.GPU, None),
     Op.CLEAR: (None, Tier.GPU),
     Op.READ: (Tier.DISK, Tier.HOST),
@@ -33,6 +37,7 @@ _KINDS = {
     Op.EVICT: (ChunkKind.PARAM,),
     Op.CLEAR: (ChunkKind.GRAD,),
     Op.WRITE_BACK: (ChunkKind.GRAD,),
+    Op.SUM: (ChunkKind.GRAD,),
     Op.UPDATE: (ChunkKind.STATE,),
     Op.READ: (ChunkKind.PARAM, ChunkKind.GRAD, ChunkKind.STATE),
     Op.WRITE: (ChunkKind.GRAD, ChunkKind.STATE),
@@ -41,11 +46,12 @@ _KINDS = {
 
 def objection(profile: ModelProfile, placement: Placement, action: Action) -> str | None:
     """What is wrong with it, if anything."""
-    if action.op in _KINDS and not 0 <= (-1 if action.chunk is None else action.chunk) < len(placement.chunks):
+    if (action.op in _KINDS or action.op is Op.LOOK_UP) and not 0 <= (
+        -1 if action.chunk is None else action.chunk
+    ) < len(placement.chunks):
         return f"names the chunk {action.chunk}; the plan has {len(placement.chunks)}"
-    if action.op in (Op.STASH, Op.UNSTASH) and not 0 <= (-1 if action.call is None else action.call) < len(
-        profile.calls
-    ):
+    is_of_call = action.op in (Op.STASH, Op.UNSTASH, Op.LOOK_UP, Op.SUM)
+    if is_of_call and not 0 <= (-1 if action.call is None else action.call) < len(profile.calls):
         return f"names the call {action.call}; the model has {len(profile.calls)}"
     if action.kind not in _KINDS.get(action.op, (None,)):
         return f"is about {action.kind}, which no {action.op} is"
@@ -56,6 +62,8 @@ def objection(profile: ModelProfile, placement: Placement, action: Action) -> st
     way = _tier(action.source), _tier(action.target)
     if way != _WAYS.get(action.op, (None, None)):
         return f"goes from {action.source} to {action.target}, which is no way of a {action.op}"
+    if action.op in (Op.LOOK_UP, Op.SUM) and not (place is not None and place.is_looked_up):
+        return f"is about chunk {action.chunk}, which is used on the GPU"
     num_bytes = _num_bytes(profile, placement.plan, action, place)
     if action.num_bytes != num_bytes:
         return f"moves {action.num_bytes} bytes; it has {num_bytes} to move"
@@ -79,6 +87,9 @@ def _num_bytes(profile: ModelProfile, plan: Plan, action: Action, place: ChunkPl
         assert action.call is not None
         return away(plan, profile.calls[action.call]).num_bytes
     assert place is not None
+    if place.is_looked_up and action.call is not None:
+        call = profile.calls[action.call]
+        return sum_bytes(profile, plan, call) if action.op is Op.SUM else rows_bytes(plan, call)
     if action.op is Op.UPDATE:
         return place.update_bytes
     if action.kind is ChunkKind.STATE:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 
 from hightide.ir.activation import Activation
-from hightide.ir.block import DTYPE_BYTES, ModelProfile
+from hightide.ir.block import DTYPE_BYTES, BlockSpec, ModelProfile
 from hightide.ir.codec import check_numbers
 from hightide.ir.costs import Costs
 from hightide.ir.foreign import MAX_COUNT, quoted, shown
-from hightide.ir.plan import PLAN_VERSION, Plan
+from hightide.ir.plan import PLAN_VERSION, BlockPlan, Plan
 from hightide.ir.state_spec import StateSpecs
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
@@ -181,6 +181,8 @@ def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
             )
         if block.sums is Tier.DISK:
             raise InfeasiblePlan(f"{where} has sums of gradients on the disk by themselves; use sums=gpu or host")
+        if block.compute is not Tier.GPU:
+            _check_lookup(spec, block, plan, where)
         if spec.loose and (block.params, block.states) != (Tier.GPU, Tier.GPU):
             raise InfeasiblePlan(f"{where} (parameters used outside of blocks) must have params and states on the gpu")
 
@@ -195,6 +197,28 @@ def _check_loss_in_forward(profile: ModelProfile, plan: Plan) -> None:
     if plan.loss_kept_tokens:
         raise InfeasiblePlan(
             f"loss_kept_tokens is {plan.loss_kept_tokens}, but with loss_in_forward no logits wait; use one of the two"
+        )
+
+
+def _check_lookup(spec: BlockSpec, block: BlockPlan, plan: Plan, where: str) -> None:
+    """Of an embedding on the host."""
+    if block.compute is Tier.DISK:
+        raise InfeasiblePlan(f"{where} has compute on the disk; use gpu, or host for an embedding")
+    if not spec.plain_embedding:
+        raise InfeasiblePlan(
+            f"{where} has compute on the host, but it ({quoted(spec.kind)}) is more than an nn.Embedding without "
+            "max_norm, scale_grad_by_freq, sparse and hooks, whose rows alone can be looked up there; use compute=gpu"
+        )
+    if (block.params, block.states, block.sums) != (Tier.HOST, Tier.HOST, Tier.HOST):
+        raise InfeasiblePlan(
+            f"{where} has compute on the host, but params, states and sums on {block.params}, {block.states} and "
+            f"{block.sums}; its table never leaves the host: put all of them there, or use compute=gpu"
+        )
+    chunks = [chunk for chunk in plan.layout.chunks if spec.index in chunk.users]
+    if len(chunks) != 1 or len(chunks[0].users) != 1:
+        raise InfeasiblePlan(
+            f"{where} has compute on the host, but its table is used by {max(len(one.users) for one in chunks)} blocks "
+            "(it is tied), and the others need it on the GPU anyway; use compute=gpu"
         )
 
 

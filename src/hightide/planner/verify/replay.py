@@ -34,6 +34,10 @@ class Replay(OrderedReplay):
         self.write_backs: dict[int, list[Action]] = {}
         self.updated: set[int] = set()
         self.stashed: dict[tuple[Op, int | None], Action] = {}
+        self.looked_up: dict[int | None, Action] = {}  # by call
+        self.first_rows: dict[int, Action] = {}  # table on the host -> the first tick that adds to its gradient
+        self.left: dict[int, Action] = {}  # table on the host -> the latest copy of its rows' gradients
+        self.rows: dict[int, Action] = {}  # and that which is not summed yet
         self._standing: set[str] = set()  # ids of who let in what is in slots from the pass before
         for chunk, slot in schedule.standing:
             self._let_stand(chunk, slot)
@@ -74,6 +78,8 @@ class Replay(OrderedReplay):
             Op.STASH: self._stash,
             Op.UNSTASH: self._stash,
             Op.UPDATE: self._update,
+            Op.LOOK_UP: self._look_up,
+            Op.SUM: self._sum_rows,
         }  # READ and WRITE: DiskReplay
         left = -1  # the last tick so far
         for action in self.schedule.actions:
@@ -116,7 +122,11 @@ class Replay(OrderedReplay):
         assert tick.block is not None
         for place in self.placement.by_block[tick.block]:
             index = place.chunk.index
-            if place.is_streamed:
+            if place.is_looked_up:
+                if tick.op is Op.FORWARD:
+                    rows = self.looked_up.get(tick.call)
+                    self.after(tick, rows, f"uses rows of chunk {index} that are not on the GPU then")
+            elif place.is_streamed:
                 entry = self.slots.entry(index, ChunkKind.PARAM)
                 self.after(tick, entry, f"uses chunk {index}, which is not in a slot then")
             elif place.is_refreshed and not self.schedule.mode.continues_step:
@@ -137,6 +147,12 @@ class Replay(OrderedReplay):
         if chunk.index in self.updated:
             self.fail(tick, f"adds to the gradient of chunk {chunk.index} after its update")
         self.summed.add(chunk.index)
+        if place.is_looked_up:
+            if (earlier := self.left.get(chunk.index)) is not None:
+                self.after(tick, earlier, f"makes gradients of rows of chunk {chunk.index} where others are")
+            self.first_rows.setdefault(chunk.index, tick)
+            self.dirty[chunk.index] = tick
+            return
         if place.in_grad_slot:
             entry = self.grad_slots.entry(chunk.index, ChunkKind.GRAD)
             self.after(tick, entry, f"adds to the gradient of chunk {chunk.index}, which is not in a grad slot then")
@@ -148,9 +164,33 @@ class Replay(OrderedReplay):
         if self.schedule.mode.starts_sums and chunk.index not in self.cleared and not loose:
             self.fail(tick, f"adds to the gradient of chunk {chunk.index}, which was not cleared")
 
+    def _look_up(self, action: Action) -> None:
+        chunk = self.place(action).chunk
+        if chunk.optimised_numel:
+            self.follows(action, ActionKey(Op.UPDATE, chunk.index), f"reads chunk {chunk.index} before it is updated")
+        if action.call in self.looked_up or chunk.index in self.updated:
+            self.fail(action, f"looks up rows of call {action.call} again, or after the update")
+        self.looked_up[action.call] = action
+
+    def _sum_rows(self, action: Action) -> None:
+        chunk = self.place(action).chunk
+        self.after(action, self.rows.pop(chunk.index, None), f"adds rows of chunk {chunk.index} that are not there")
+        if chunk.optimised_numel:
+            self.follows(action, ActionKey(Op.UPDATE, chunk.index), "overwrites a gradient that may still be read")
+        self.write_backs.setdefault(chunk.index, []).append(action)
+
+    def _rows_leave(self, action: Action, chunk: int) -> None:
+        if chunk in self.rows:
+            self.fail(action, f"overwrites gradients of rows of chunk {chunk} that are not summed")
+        for summed in self.write_backs.get(chunk, []):
+            self.after(action, summed, f"overwrites gradients of rows of chunk {chunk} that may still be read")
+        self.rows[chunk] = self.left[chunk] = action
+
     def _fetch(self, action: Action) -> None:
         place = self.place(action)
         chunk = place.chunk
+        if place.is_looked_up:
+            self.fail(action, f"fetches chunk {chunk.index}, whose rows are looked up on the host")
         if action.kind is ChunkKind.GRAD:
             if self.schedule.mode.starts_sums and chunk.index not in self.write_backs:
                 self.fail(action, f"fetches a gradient of chunk {chunk.index} that no earlier action has made")
@@ -200,7 +240,7 @@ class Replay(OrderedReplay):
     def _clear(self, action: Action) -> None:
         place = self.place(action)
         chunk = place.chunk
-        if not self.schedule.mode.starts_sums or chunk.index in self.summed:
+        if not self.schedule.mode.starts_sums or chunk.index in self.summed or place.is_looked_up:
             self.fail(action, f"clears the gradient of chunk {chunk.index}, which holds sums")
         if not place.in_grad_slot:
             if chunk.index in self.cleared:
@@ -227,6 +267,8 @@ class Replay(OrderedReplay):
             self.fail(action, f"writes back the gradient of chunk {chunk.index}, which is to stay")
         last_sum = self.dirty.pop(chunk.index)
         self.after(action, last_sum, f"writes back the gradient of chunk {chunk.index} before it is summed")
+        if place.is_looked_up:
+            return self._rows_leave(action, chunk.index)
         if chunk.optimised_numel:
             self.follows(action, ActionKey(Op.UPDATE, chunk.index), "overwrites a gradient that may still be read")
         if place.stays and action.source != Place(Tier.GPU):
@@ -252,7 +294,7 @@ class Replay(OrderedReplay):
             last_sum = self.dirty.pop(chunk.index, None)
             self.after(action, last_sum, f"uses up the gradient of chunk {chunk.index} before it is summed")
             self.grad_slots.leave(action, self.grad_slots.holding(chunk.index, ChunkKind.GRAD))
-        if chunk.index in self.dirty:
+        if chunk.index in self.dirty or chunk.index in self.rows:
             self.fail(action, f"reads the gradient of chunk {chunk.index}, which is not written back")
         if chunk.index in self.updated:
             self.fail(action, f"updates chunk {chunk.index} again")
@@ -273,11 +315,17 @@ class Replay(OrderedReplay):
     def _check_end(self) -> None:
         mode, places = self.schedule.mode, self.placement.chunks
         lost = [index for index in sorted(self.dirty) if mode.ends_step or not places[index].stays]
+        lost += sorted(self.rows)
         if lost:
             raise InfeasiblePlan(f"the gradients of chunks {lost} are never written back")
         if not mode.trains:
             return
         self.check_next_pass(self.grad_slots)
+        for index, tick in self.first_rows.items():
+            sums, copy = self.write_backs[index], self.left[index]
+            first = next(one for one in self.schedule.lane(Lane.D2H) if one.chunk == index)
+            self.follows(tick, copy.id, f"makes gradients of rows of chunk {index} where others may be")
+            self.follows(first, sums[-1].id, f"overwrites gradients of rows of chunk {index} that may still be read")
         for index, fetch in self.continued.items():
             self.follows(fetch, self.write_backs[index][-1].id, "fetches a gradient before it is at home")
         self._check_balance()

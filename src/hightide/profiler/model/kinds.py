@@ -66,6 +66,16 @@ def is_plain_linear(module: nn.Module) -> bool:
     return type(module).forward is nn.Linear.forward and {"weight", "bias"} <= module._parameters.keys()
 
 
+def is_plain_embedding(module: nn.Module) -> bool:
+    """Is its output F.embedding of its own weight, whose gradient is the sum of its rows' gradients? Its hooks, if it
+    has any, are the users' affair: they may take it for what runs on the GPU."""
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        return False
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    is_plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+    return is_plain and module._parameters.keys() == {"weight"} and not any(hooks)
+
+
 def _own_number(blocks: Sequence[FoundBlock], facts: Sequence[Facts], group: Sequence[int]) -> set[str]:
     """Attributes whose value is the block's place in its list, in each block of the group."""
     numbers = {index: blocks[index].name.rpartition(".")[2] for index in group}

@@ -21,7 +21,7 @@ from hightide.profiler.model.block_finder import BlockChoice, FoundBlocks, find_
 from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_call, tensors
 from hightide.profiler.model.fake import Originals, fake_parameters
 from hightide.profiler.model.glue import measure_glue
-from hightide.profiler.model.kinds import is_plain_linear
+from hightide.profiler.model.kinds import is_plain_embedding, is_plain_linear
 from hightide.profiler.model.needs import CallMeter, CallNeeds
 from hightide.profiler.model.probe import (
     CPU,
@@ -284,7 +284,8 @@ def _block_specs(model: nn.Module, found: FoundBlocks, probed: ProbeResult, head
         params = tuple(name for name in used_first if name not in found.loose)
         kind = type(block.module).__name__
         plain = is_plain_linear(block.module)
-        specs.append(BlockSpec(index, block.name, kind, params, lazy_head=index == head, plain_linear=plain))
+        table = is_plain_embedding(block.module) and index not in probed.taps and len(params) == 1
+        specs.append(BlockSpec(index, block.name, kind, params, False, index == head, plain, table))
     if found.loose:
         specs.append(BlockSpec(len(specs), "", "loose", found.loose, loose=True))
     return tuple(specs)

@@ -53,3 +53,30 @@ def copy_to(value: Tensor, device: torch.device) -> Tensor:
         # The user may fill a buffer that is pinned already again at once, before an asynchronous copy has read it.
         value = torch.empty_like(value, pin_memory=True).copy_(value) if value.is_pinned() else value.pin_memory()
     return value.to(device, non_blocking=True)
+
+
+class CpuCopies:
+    """A batch as it came from the CPU: whoever needs values of it there need not fetch them from the GPU."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, int, Tensor]] = {}  # by the address of the copy
+
+    def note(self, moved: Tensor, value: Tensor) -> None:
+        """`moved`: on the GPU, in memory of its own. Only ids are asked for. Of inference tensors nobody knows who
+        writes to them."""
+        if moved.numel() and not moved.is_inference() and not moved.is_floating_point():
+            if moved.stride() != value.stride():  # a part of a larger one
+                value = torch.empty_strided(moved.size(), moved.stride(), dtype=moved.dtype).copy_(value)
+            self._known[moved.untyped_storage().data_ptr()] = moved, moved._version, value
+
+    def find(self, tensor: Tensor) -> Tensor | None:
+        """The values of a tensor of the batch, or of a view of one, unless somebody has written to it. It may be
+        the user's own memory."""
+        moved, version, value = self._known.get(tensor.untyped_storage().data_ptr(), (None, 0, tensor))
+        if moved is None or moved._version != version or moved.dtype != tensor.dtype:
+            return None
+        offset = value.storage_offset() + tensor.storage_offset() - moved.storage_offset()
+        return value.detach().as_strided(tensor.size(), tensor.stride(), offset)
+
+    def clear(self) -> None:
+        self._known.clear()

@@ -22,11 +22,13 @@ from hightide.ir.chunk import ChunkSpec, ParamRange
 from hightide.ir.refusal import Refused
 from hightide.ir.state_spec import MASTER, REMAINDER, STATE_DTYPE_BYTES, StateSpec
 from hightide.ir.tier import ChunkKind, Tier
+from hightide.planner.lookup import buffer_bytes
 from hightide.planner.placement import STAGING, Buffer, ChunkPlace, Placement
 from hightide.planner.predict.moving_in import RETURN_BYTES
 from hightide.process.progress import tell
 from hightide.process.system import return_freed_memory
 from hightide.runtime.chunks.absent import Nans, absent_class
+from hightide.runtime.chunks.host_table import HostTable
 from hightide.runtime.chunks.origin import Origin
 from hightide.runtime.chunks.remainder import join, split
 from hightide.runtime.chunks.residency import Copy, Residency
@@ -115,6 +117,11 @@ class Chunks:
         self._states: list[dict[StateSpec, Array]] = []
         for place in self.placed:
             self._allocate(place, stores)
+        self.tables: dict[int, HostTable] = {}  # chunks that are looked up on the host
+        for place in self.placed:
+            if place.is_looked_up:
+                sizes = buffer_bytes(profile, plan, place.chunk.block)
+                self.tables[place.chunk.index] = self._table(place.chunk, stores, sizes)
         self.param_copies = [Copy(f"param {spec.index} on gpu") for spec in self.specs]
         self.grad_copies = [Copy(f"gradient {spec.index} on gpu") for spec in self.specs]
         self.home_copies = [Copy(f"param {spec.index} at home", Residency.CLEAN) for spec in self.specs]
@@ -433,6 +440,8 @@ class Chunks:
         self._made.clear()
         self._made_grads.clear()
         self._in_slots.clear()
+        for table in self.tables.values():
+            table.forget_views()
         for array in (
             *self._persistent,
             *self._homes,
@@ -463,7 +472,7 @@ class Chunks:
             self._persistent.append(array(ChunkKind.PARAM, place.params, DTYPES[spec.dtype], spec.numel))
         grad = None
         if place.grad is not None:
-            dtype = DTYPES[place.grad_dtype] if place.leaves else GRAD_DTYPE
+            dtype = DTYPES[place.grad_dtype] if place.leaves or place.is_looked_up else GRAD_DTYPE
             grad = array(ChunkKind.GRAD, place.grad, dtype, spec.trainable_numel)
         self._grads.append(grad)
         own = array(ChunkKind.GRAD, Tier.GPU, GRAD_DTYPE, spec.trainable_numel) if place.stays else None
@@ -475,6 +484,11 @@ class Chunks:
                 for state, offset_bytes in offsets.items()
             }
         )
+
+    def _table(self, spec: ChunkSpec, stores: Mapping[Tier, Store], sizes: tuple[int, int]) -> HostTable:
+        (entry,), home, grad = spec.params, self._homes[spec.index], self._grads[spec.index]
+        gradient = None if grad is None else self.part(grad, entry)
+        return HostTable(entry.param, self.part(home, entry), gradient, self.gpu, stores[Tier.HOST], sizes)
 
     def load(self, origins: Mapping[str, Origin], begins: bool = True) -> None:
         """Moves the model's values into the chunks, one parameter at a time: the originals are freed on the way, as

@@ -24,6 +24,7 @@ from hightide.process.interrupts import held
 from hightide.runtime.chunks.absent import Disabled
 from hightide.runtime.chunks.chunks import GRAD_DTYPE, Chunks
 from hightide.runtime.chunks.residency import Residency
+from hightide.runtime.chunks.row_sums import NewRows, RowsNorm
 from hightide.runtime.gradients.gradient_placeholder import GradientPlaceholder
 from hightide.runtime.lanes.lanes import EventFence
 from hightide.runtime.schedule.in_flight import Tickets
@@ -49,7 +50,7 @@ class Gradients:
         }
         self._valid: set[str] = set()  # parameters whose chunk holds a gradient
         self._factor: dict[str, float | Tensor] = {}  # what it still has to be multiplied by; absent: 1
-        self._norms: dict[str, Tensor] = {}
+        self._norms: dict[str, Tensor | RowsNorm] = {}
         self._on_host: dict[int, HostNumber] = {}  # factors of this step, by the id of their tensor
         self._opened: set[int] = set()  # chunks whose gradient was opened in this pass
         self._unrounded: set[int] = set()  # whose sum is still to be rounded where it is
@@ -108,12 +109,18 @@ class Gradients:
         with held:
             place = self.place_of(key)
             place.put(gradient.to(place.dtype))
-            if self._chunks.placed[chunk].rounds_in_place:
-                self._unrounded.add(chunk)
+            self._is_written(chunk)
             self._forget(key)
             self._valid.add(key)
             self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE)
             self._chunks.parameters[key].grad = self._placeholders[key]
+
+    def _is_written(self, chunk: int) -> None:
+        """By the user, at its home."""
+        if self._chunks.placed[chunk].rounds_in_place:
+            self._unrounded.add(chunk)
+        if chunk in self._chunks.tables and (sums := self._chunks.tables[chunk].sums) is not None:
+            sums.forget()
 
     def _settle(self, chunk: int) -> None:
         """Until nobody moves or reads the gradient at its home."""
@@ -145,6 +152,29 @@ class Gradients:
         for key, param in self._used_by(chunk, block):
             view = param.grad = views[key]
             bound.append((key, param, view, view._version))
+
+    def open_rows(self, chunk: int, is_final: bool) -> NewRows:
+        """Before the gradients of rows are added to that of their table, on the host: what becomes of what is there.
+        From now on the parameter has a gradient, and its norm as soon as that is summed. Not `is_final`: a later pass
+        of the step adds to it, so nothing is rounded yet."""
+        (entry,), place = self._entries[chunk], self._chunks.placed[chunk]
+        key, is_open = entry.param, chunk in self._opened
+        starts = not is_open and key not in self._valid
+        factor = self._factor_at(chunk, key) if not is_open and key in self._valid else 1.0
+        if not is_open:
+            self._factor.pop(key, None)
+        self._opened.add(chunk)
+        self._valid.add(key)
+        if place.rounds_in_place:
+            (self._unrounded.discard if is_final else self._unrounded.add)(chunk)
+        norm = None
+        if self._update is Update.DEFERRED:
+            norm = self._norms[key] = RowsNorm()
+        with Disabled():
+            self._chunks.parameters[key].grad = self._placeholders[key]
+        nowhere = torch.empty(0)
+        rounding = self._chunks.rounding_dtype(chunk) if is_final or place.is_narrow else None
+        return NewRows(nowhere, nowhere, starts, factor, rounding, norm=norm)
 
     def harvest(self, chunk: int, is_final: bool = True) -> None:
         """After a block's backward: which parameters received a gradient, and its norm while it is on the GPU: that of
@@ -314,8 +344,24 @@ class Gradients:
         overflows = self._is_unrounded(chunk) and self._chunks.rounding_dtype(chunk) == torch.float16
         if norm_type == 2.0 and key in self._norms and not overflows:
             factor = self._factor.get(key, 1.0)
-            return self._norms[key] * (factor.abs() if isinstance(factor, Tensor) else abs(factor))
+            return self._norm_of(key) * (factor.abs() if isinstance(factor, Tensor) else abs(factor))
         return torch.linalg.vector_norm(self.read(key), norm_type)
+
+    def _norm_of(self, key: str) -> Tensor:
+        """That of a table's gradient is known when it is summed on the host. On the simulated accelerator it is that of
+        the whole array, in the order in which all other plans add up squares; a GPU has an order of its own."""
+        norm, chunk = self._norms[key], self._chunks.places[key][0]
+        if not isinstance(norm, RowsNorm):
+            return norm
+        self._settle(chunk)
+        gradient, device = self.place_of(key), self._chunks.gpu.device
+        if norm.value is None or (device.type == "cpu" and gradient.dtype == GRAD_DTYPE and not self._rounds(chunk)):
+            norm.value = float(torch.linalg.vector_norm(gradient.view, dtype=GRAD_DTYPE))
+        found = self._norms[key] = torch.full((), norm.value, device=device)
+        return found
+
+    def _rounds(self, chunk: int) -> bool:
+        return self._chunks.rounding_dtype(chunk) is not None
 
     def scale(self, key: str, factor: float | Tensor) -> None:
         self._refuse_in_backward("scaled", "clip or scale them")
@@ -326,7 +372,9 @@ class Gradients:
 
     def add(self, key: str, value: Tensor) -> None:
         self._refuse_in_backward("changed", "change them")
-        self._settle(self._chunks.places[key][0])
+        self._settle(chunk := self._chunks.places[key][0])
+        if chunk in self._chunks.tables:
+            self._is_written(chunk)
         with held, self.place_of(key).opened() as gradient:
             _scale(gradient, self._factor.pop(key, 1.0))
             gradient.add_(value.to(gradient.device))

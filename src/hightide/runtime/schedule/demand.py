@@ -100,6 +100,18 @@ class Demands:
         ticket = self._submit("write_back", Lane.D2H, chunk, self._performer.write_back(chunk))
         self._flight.exits[chunk] = ticket
 
+    def add_rows(self, chunk: int, send: LaneWork, add: LaneWork) -> None:
+        """To a table's gradient, on the host."""
+        flight, self._count = self._flight, self._count + 1
+        earlier = [ticket[chunk] for ticket in (flight.exits, flight.updates) if chunk in ticket]
+        leaves = flight.lanes.submit(
+            f"demand.rows.{chunk}.{self._count}", Lane.D2H, 0, [*earlier, *flight.moment()], send
+        )
+        flight.rows[chunk] = leaves
+        flight.exits[chunk] = flight.lanes.submit(
+            f"demand.sum.{chunk}.{self._count}", Lane.CPU, 0, [*earlier, leaves], add
+        )
+
     def update(self, chunk: int) -> None:
         flight = self._flight.fetches.get(chunk)  # a copy may still be reading what the update writes
         earlier = (self._flight.exits.get(chunk), self._flight.updates.get(chunk), flight)

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from hightide.ir.action import Action, ActionKey, Mode, Op, Schedule
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
@@ -48,6 +50,7 @@ class Pass:
         self.index = index
         self.cursor = 0  # the tick that the plan expects next
         self.tickets: dict[ActionKey, Ticket] = {}
+        self.works: dict[ActionKey, LaneWork] = {}  # of tables on the host: what a block has left to be done
         self.stashes: dict[ActionKey, Stash] = {}  # on their way to host, by the action that takes them there
         self.summed: set[int] = set()  # chunks to whose gradients it has added
         self.is_going_back = False  # a block has begun its backward, whether it adds to gradients or not
@@ -104,6 +107,9 @@ class Executor:
         self._num_backwards = 0  # of the present step
         self._was_told = False  # that the promise was not kept
         self._final = self._last_backwards()
+        self._held = [
+            tuple(chunk for chunk in used if chunk not in self.chunks.tables) for used in self.chunks.by_block
+        ]
         self._staying = {chunk for chunk, place in enumerate(self.chunks.placed) if place.stays}
         self._moment: list[Ticket] | None = None  # what compute had enqueued when issuing began
         self._owes_step = False  # in-backward updates have run, and step() was not called since
@@ -227,7 +233,7 @@ class Executor:
             self._skip_to(current, index)
             self._before(current, index, accumulate)
             call = current.program.ticks[index].call
-        for chunk in self.chunks.by_block[block]:
+        for chunk in self._held[block]:
             self._hold_params(chunk, block)
             if accumulate and self.gradients.is_trainable(chunk):
                 self._hold_gradient(chunk, block)
@@ -236,7 +242,7 @@ class Executor:
     def leave(self, tick: Tick) -> None:
         assert self._pass is not None
         cursor = self._pass.cursor if tick.index is None else tick.index
-        for chunk in self.chunks.by_block[tick.block]:
+        for chunk in self._held[tick.block]:
             self._release_params(chunk, tick.block)
             self._last_use[chunk] = cursor
             if tick.accumulate and self.gradients.is_trainable(chunk):
@@ -247,6 +253,40 @@ class Executor:
             name = self._pass.program.ticks[tick.index].id
             self.lanes.record_inline(name, tick.began, self._gpu_bytes())
             self._complete(self._pass, tick.index)
+
+    # -- tables on the host ---------------------------------------------------------------------------------------
+
+    def look_up(self, tick: Tick, chunk: int, ids: Tensor, into: Tensor) -> None:
+        """Rows of a table, which are on the GPU for whatever compute enqueues from now on. Inside its tick."""
+        self.wait_for_update(chunk)
+        copy, current = self.performer.look_up(chunk, ids, into), self._pass
+        assert current is not None
+        name = ActionKey(Op.LOOK_UP, tick.call)
+        if tick.index is not None:
+            current.works[name] = copy
+            self._issue(tick.index - 1)
+        if tick.index is not None and name in current.tickets:
+            self._wait(current, name)
+        else:
+            current.works.pop(name, None)
+            copy()
+        self.chunks.tables[chunk].arriving = None
+
+    def add_rows(self, tick: Tick, chunk: int, ids: Tensor, gradients: Tensor, padding: int | None) -> None:
+        """To the gradient of a table. Inside its tick."""
+        current = self._pass
+        assert current is not None
+        self._check_update(chunk, tick.block)
+        if chunk in self._flight.rows:  # they would be overwritten on the GPU
+            self._flight.wait(self._flight.rows[chunk], Lane.D2H)
+        works = self.performer.add_rows(chunk, ids, gradients, padding, self._is_final(chunk, tick))
+        current.summed.add(chunk)
+        if tick.index is None:
+            self._demands.add_rows(chunk, *works)
+        else:
+            at = current.program.ticks[tick.index].id
+            names = (ActionKey(Op.WRITE_BACK, chunk, at=at), ActionKey(Op.SUM, chunk, at=at))
+            current.works.update(zip(names, works, strict=True))
 
     def _begin_tick(self) -> Begun:
         return self.lanes.begin_inline(self._gpu_bytes())
@@ -477,7 +517,10 @@ class Executor:
                     progress = True
 
     def _may_issue(self, current: Pass, action: Action) -> bool:
-        """The user may change a sum of earlier passes until backward begins."""
+        """The user may change a sum of earlier passes until backward begins. Which rows are looked up is known when the
+        block is called."""
+        if action.op is Op.LOOK_UP and action.tick >= current.cursor and action.id not in current.works:
+            return False
         waits = action.op is Op.FETCH and action.kind is ChunkKind.GRAD and not current.is_going_back
         return not waits and current.has_issued(action.after)
 
@@ -485,7 +528,10 @@ class Executor:
         flight, tickets, lane = self._flight, current.tickets, action.lane
         after = [tickets[name] for name in action.after]
         after += [flight.latest[name] for name in action.after_prev if name in flight.latest]
-        if action.op is Op.UPDATE:  # it may have left off the plan, and a copy may still be reading what it writes
+        is_of_rows = action.op is Op.WRITE_BACK and action.chunk in self.chunks.tables
+        if (
+            action.op is Op.UPDATE or is_of_rows
+        ):  # it may have left off the plan, and a copy may still be reading what it writes
             earlier = (flight.exits.get(action.chunk), flight.fetches.get(action.chunk))  # type: ignore[arg-type]
             after += [ticket for ticket in earlier if ticket is not None]
         work = self._work(current, action)
@@ -504,6 +550,8 @@ class Executor:
         the step."""
         if action.op is Op.UPDATE and not current.backward_begun:
             return nothing
+        if action.op is not Op.UPDATE and action.chunk in self.chunks.tables:
+            return current.works.pop(action.id, nothing)
         if action.chunk in self._staying:
             if action.op is Op.WRITE_BACK and action.chunk not in current.summed:
                 return nothing
@@ -519,8 +567,9 @@ class Executor:
         elif action.op is Op.FETCH and action.chunk is not None:
             flight = self._flight
             (flight.fetches if action.kind is ChunkKind.PARAM else flight.gradient_fetches)[action.chunk] = ticket
-        elif action.op is Op.WRITE_BACK and action.chunk is not None:
-            self._flight.exits[action.chunk] = ticket
+        elif action.op in (Op.WRITE_BACK, Op.SUM) and action.chunk is not None:
+            is_sum = action.op is Op.SUM or action.chunk not in self.chunks.tables
+            (self._flight.exits if is_sum else self._flight.rows)[action.chunk] = ticket
         elif action.op in (Op.STASH, Op.UNSTASH) and action.call is not None:
             stash = self.performer.stashes.of(action.call)
             if stash is not None:
@@ -578,11 +627,7 @@ class Executor:
 
     def _hold_gradient(self, chunk: int, block: int) -> None:
         copy = self.chunks.grad_copies[chunk]
-        if self._update is Update.IN_BACKWARD and chunk in self.performer.updated:
-            raise Refused(
-                f"block {self._names[block]!r} ran backward again after its update, but this model was wrapped with "
-                "update='in_backward': the promise of one backward per step. Wrap with update='deferred' (the default)."
-            )
+        self._check_update(chunk, block)
         place = self.chunks.placed[chunk]
         if place.leaves or place.in_grad_slot:
             self._flight.wait_for_gradients([chunk])
@@ -594,6 +639,13 @@ class Executor:
             copy.move(Residency.CLEAN)  # its own place; the ledger clears what is not valid
         copy.move(Residency.HELD)
         self.gradients.bind(chunk, block)
+
+    def _check_update(self, chunk: int, block: int) -> None:
+        if self._update is Update.IN_BACKWARD and chunk in self.performer.updated:
+            raise Refused(
+                f"block {self._names[block]!r} ran backward again after its update, but this model was wrapped with "
+                "update='in_backward': the promise of one backward per step. Wrap with update='deferred' (the default)."
+            )
 
     def _release_gradient(self, chunk: int, tick: Tick) -> None:
         assert self._pass is not None

@@ -18,11 +18,12 @@ class Tickets:
         self.gradient_fetches: dict[int, Ticket] = {}
         self.exits: dict[int, Ticket] = {}  # write-backs of gradients
         self.updates: dict[int, Ticket] = {}
+        self.rows: dict[int, Ticket] = {}  # copies of gradients of rows to the host; their sums are `exits`
         self.latest: dict[ActionKey, Ticket] = {}  # actions of earlier passes that satisfy `after_prev`
 
     def forget(self) -> None:
         """Nothing is under way, and chunks are others now."""
-        for tickets in (self.fetches, self.gradient_fetches, self.exits, self.updates):
+        for tickets in (self.fetches, self.gradient_fetches, self.exits, self.updates, self.rows):
             tickets.clear()
         self.latest.clear()
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
+
+from torch import Tensor
 
 from hightide.ir.action import Action, Op
 from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.blocks.activations import Stashes
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.residency import Residency
+from hightide.runtime.chunks.row_sums import Share
 from hightide.runtime.gradients.gradients import Gradients
 from hightide.stores.ticket import Fence
 
@@ -36,6 +41,11 @@ class Updates(Protocol):
         """Lets go of the stores' memory: the optimizer may be around for longer."""
 
 
+def alone(work: Callable[[int], object], num_threads: int) -> None:
+    """Work that nobody shares."""
+    work(0)
+
+
 class Performer:
     def __init__(
         self,
@@ -43,9 +53,10 @@ class Performer:
         gradients: Gradients,
         stashes: Stashes,
         fence: Callable[[], Fence | None] = lambda: None,
+        share: Share = alone,
     ) -> None:
-        """`fence`: this moment in the caller's stream."""
-        self._fence = fence
+        """`fence`: this moment in the caller's stream; `share`: runs work of the cpu lane in several threads."""
+        self._fence, self._share = fence, share
         self._left: dict[int, Fence] = {}  # when the latest gradient of each chunk has reached home
         self.chunks = chunks
         self.gradients = gradients
@@ -233,6 +244,22 @@ class Performer:
             self.moved_bytes[lane] += copy()
 
         return work
+
+    # -- tables on the host ---------------------------------------------------------------------------------------
+
+    def look_up(self, chunk: int, ids: Tensor, into: Tensor) -> LaneWork:
+        """Gathers rows now; the work takes them to the GPU."""
+        return self._counted(Lane.H2D, self.chunks.tables[chunk].look_up(ids, into, self._fence))
+
+    def add_rows(
+        self, chunk: int, ids: Tensor, gradients: Tensor, padding: int | None, is_final: bool
+    ) -> tuple[LaneWork, LaneWork]:
+        """Two pieces of work: one takes the gradients of rows to the host, the other adds them to their table's."""
+        table = self.chunks.tables[chunk]
+        assert table.sums is not None
+        rows, send = table.leave(gradients)
+        new = replace(self.gradients.open_rows(chunk, is_final), ids=ids, rows=rows, padding=padding)
+        return self._counted(Lane.D2H, send), partial(table.sums.add, new, self._share)
 
     # -- updates --------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,10 @@ from hightide.ir.costs import CallCost, CallPeaks, Costs, Curve, LossCost, Point
 from hightide.ir.machine import Gpu, Machine, MatmulRates
 from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Lane, Tier
+from hightide.planner.lookup import SUM_PASSES
 from hightide.planner.lower import lower
+from hightide.planner.placement import Placement
+from hightide.planner.predict.bounds import least_step_s
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.peaks import (
     HOLES_SHARE,
@@ -26,9 +29,10 @@ from hightide.planner.predict.peaks import (
     peaks,
     reserved_bytes,
 )
-from hightide.planner.predict.step_seconds import ISSUE_FACTOR, seconds_of, with_peaks
+from hightide.planner.predict.step_seconds import GATHER_BYTES_PER_S, ISSUE_FACTOR, seconds_of, with_peaks
+from hightide.planner.problem import Problem, Terms
 from unit.planner.predict.test_simulator import machine
-from unit.planner.profiles import forecast_of, plan_with, stack
+from unit.planner.profiles import forecast_of, looked_up, plan_with, stack, with_tables
 
 
 def with_gpu(flop_per_s: float, memory_bytes_per_s: float) -> Machine:
@@ -228,3 +232,35 @@ def test_a_forecast_of_96_blocks_takes_milliseconds() -> None:
     started_s = time.process_time()
     forecast_of(profile, plan, costs, GPU)
     assert time.process_time() - started_s < 1.0  # 0.15 s on an idle machine
+
+
+def test_a_lookup_on_the_host_costs_rows_and_no_table() -> None:
+    """Of compute the gathering and one copy; of the links the rows; of the host their sum, and the update as ever."""
+    profile = with_tables(stack(), 0)
+    plan = plan_with(profile)
+    there = looked_up(profile, plan)
+    rows = profile.calls[0].outputs.at(profile.num_samples)
+    found = seconds(profile, there)
+    assert found["fwd.0"] == 2 * rows / GATHER_BYTES_PER_S
+    assert found["bwd.0"] == 2 * rows / COSTS.memory_bytes_per_s
+    moved = {}
+    for name, one in (("gpu", plan), ("host", there)):
+        schedule = lower(profile, one, Mode.TRAIN)
+        moved[name] = {lane: sum(a.num_bytes for a in schedule.lane(lane) if a.block == 0) for lane in Lane}
+    table = profile.param("embed.weight").numel * 4
+    assert moved["host"][Lane.H2D] == moved["host"][Lane.D2H] == rows
+    assert moved["gpu"][Lane.H2D] == 2 * table and moved["gpu"][Lane.D2H] == table
+    assert moved["host"][Lane.CPU] == moved["gpu"][Lane.CPU] + SUM_PASSES * 2 * rows
+    assert least_step_s(Problem(profile, COSTS, machine(1e6, 0.7), Terms.of(there)), Placement(there)) <= (
+        forecast_of(profile, there, COSTS, machine(1e6, 0.7)).step_s
+    )
+
+
+def test_a_lookup_waits_for_the_update_of_its_table_alone() -> None:
+    profile = with_tables(stack(), 0)
+    schedule = lower(profile, looked_up(profile, plan_with(profile)), Mode.TRAIN)
+    rows = schedule.by_id["look_up.0"]
+    assert rows.after_prev == ("update.0",) and rows.after == () and schedule.lane(Lane.H2D)[0] is rows
+    assert schedule.by_id["fwd.0"].after == ("look_up.0",)
+    assert schedule.by_id["sum.0@bwd.0"].after == ("write_back.0@bwd.0",)
+    assert "sum.0@bwd.0" in schedule.by_id["update.0"].after

@@ -8,16 +8,19 @@ from dataclasses import replace
 import pytest
 
 from hightide.ir.activation import Activation
+from hightide.ir.block import Affine
+from hightide.ir.costs import CallCost, Costs, Curve, Point
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.mechanism import Mechanism
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.search import equal_parts, search
 from hightide.planner.solution import Searched
 from hightide.planner.verify.check_plan import check_plan
-from unit.planner.predict.test_step_seconds import GPU
+from unit.planner.predict.test_step_seconds import GPU, machine
 from unit.planner.problems import SmallProblem, chunked_problem, selective_problem, small_problem
-from unit.planner.profiles import UNLIMITED, stack
+from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, stack, with_tables
 
 
 def found(problem: SmallProblem) -> Searched:
@@ -132,3 +135,20 @@ def test_a_refusal_names_the_smallest_limit_that_would_do(tier: Tier) -> None:
 
 def test_the_same_problem_has_the_same_answer() -> None:
     assert found(small_problem(3, 2)) == found(small_problem(3, 2))
+
+
+def test_a_table_that_no_gpu_could_hold_is_looked_up_on_the_host() -> None:
+    """Wider than the GPU: with its gradient it can neither stay there nor pass."""
+    params = [param("table", 64 * 4096), *(param(f"p{layer}", 2048) for layer in range(3))]
+    sketches = [Sketch("table", ["table"]), *(Sketch(f"layers.{layer}", [f"p{layer}"]) for layer in range(3))]
+    calls = [replace(call(0, splittable=False, first=True), saved_inputs=Affine(), input_grads=Affine())]
+    calls += [replace(call(block), kind=1) for block in (1, 2, 3)]
+    profile = with_tables(build(params, sketches, calls), 0)
+    curve = Curve((Point(1, 0.01), Point(profile.num_samples, 0.03)))
+    costs = Costs("made up", profile.fingerprint, (CallCost(curve, curve, curve, curve),) * 2, None, 1e6, 4e5)
+    problem = Problem(profile, costs, machine(1e6, 0.7), Terms(params[0].numel * 4, 2**30))
+    found = search(problem)
+    found.verify()
+    assert found.plan.blocks[0].compute is Tier.HOST
+    with pytest.raises(InfeasiblePlan):
+        search(problem.with_terms(without=frozenset({Mechanism.LOOKUP})))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,9 +13,11 @@ from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.loss_tiles import loss_tile_tokens
+from hightide.planner.mechanism import Mechanism
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.search import search
+from hightide.planner.search.trials import Trials
 
 GIB = 2**30
 HARDLY = 0.8  # of a limit that is enough: with a disk a refusal may name a sixth more than it takes
@@ -86,3 +89,23 @@ def test_with_a_disk_a_refusal_names_what_is_enough_and_hardly_more(gpu: float, 
         search(problem.with_limit(tier, size))
         with pytest.raises(InfeasiblePlan):
             search(problem.with_limit(tier, int(HARDLY * size)))
+
+
+@pytest.mark.parametrize("update", Update)
+def test_an_embedding_is_looked_up_on_the_host_where_that_is_faster(update: Update) -> None:
+    """Of the 8B in 10 GiB: its table goes over the link, or has no room."""
+    problem = limited(asked("llama-3.1-8b", "rtx-3090", 4), gpu=10, host=200).with_terms(update=update)
+    found, without = search(problem), search(problem.with_terms(without=frozenset({Mechanism.LOOKUP})))
+    assert [block.name for block in found.plan.blocks if block.compute is Tier.HOST] == ["model.embed_tokens"]
+    assert not any(block.compute is Tier.HOST for block in without.plan.blocks)
+    assert found.step.step_s < 0.997 * without.step.step_s
+    found.verify()
+
+
+def test_where_states_on_the_gpu_save_more_an_embedding_stays_there() -> None:
+    """Of the 8B in 24 GiB with deferred updates, the host's update is the limit: a table on the GPU spares it that."""
+    problem = limited(asked("llama-3.1-8b", "h200", 4), gpu=24, host=200)
+    found, without = search(problem), search(problem.with_terms(without=frozenset({Mechanism.LOOKUP})))
+    assert found.step.step_s <= without.step.step_s
+    forced = replace(found.candidate, looked_up=frozenset({0}), whole=found.candidate.whole - {0})
+    assert Trials(problem).step_s(forced) > found.step.step_s

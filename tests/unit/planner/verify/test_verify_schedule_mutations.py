@@ -11,14 +11,26 @@ import pytest
 
 from hightide.ir.action import Mode, Schedule
 from hightide.ir.activation import Activation
-from hightide.ir.block import ModelProfile
+from hightide.ir.block import Affine, ModelProfile
 from hightide.ir.plan import BlockPlan, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
 from hightide.planner.predict.peaks import peaks
 from unit.planner import mutations
-from unit.planner.profiles import UNLIMITED, Sketch, build, call, finish, param, plan_with, stack, verify_within
+from unit.planner.profiles import (
+    UNLIMITED,
+    Sketch,
+    build,
+    call,
+    finish,
+    looked_up,
+    param,
+    plan_with,
+    stack,
+    verify_within,
+    with_tables,
+)
 from unit.planner.random_lanes import RandomLanes
 
 SEEDS = range(3)
@@ -45,7 +57,14 @@ def mixed(profile: ModelProfile, update: Update) -> Plan:
     return replace(finish(profile, blocks, update, 2, 1, 1, 1024), gradients=GradientDtype.PARAM)
 
 
-STACK, TIED, ADAPTERS = stack(4), stack(3, tied=True), adapters()
+def twice() -> ModelProfile:
+    """An embedding that is called twice."""
+    profile = stack(2)
+    again = replace(profile.calls[0], kind=4, new_inputs=Affine())
+    return with_tables(replace(profile, calls=(profile.calls[0], again, *profile.calls[1:])), 0)
+
+
+STACK, TIED, ADAPTERS, TABLES = stack(4), stack(3, tied=True), adapters(), twice()
 CASES: dict[str, tuple[ModelProfile, Plan, Mode]] = {
     "streamed": (STACK, plan_with(STACK, inputs=Tier.HOST, slot_numel=3200), Mode.TRAIN),
     "streamed, in backward": (STACK, plan_with(STACK, update=Update.IN_BACKWARD, spare=2), Mode.TRAIN),
@@ -66,6 +85,10 @@ CASES: dict[str, tuple[ModelProfile, Plan, Mode]] = {
     "disk, in backward": (STACK, plan_with(STACK, states=Tier.DISK, update=Update.IN_BACKWARD), Mode.TRAIN),
     "disk, tied": (TIED, plan_with(TIED, Tier.DISK, Tier.DISK, update=Update.IN_BACKWARD), Mode.TRAIN),
     "disk, accumulating": (TIED, plan_with(TIED, Tier.DISK, Tier.DISK, num_disk_buffers=1), Mode.ACCUMULATE),
+    "looked up": (TABLES, looked_up(TABLES, plan_with(TABLES)), Mode.TRAIN),
+    "looked up, in backward": (TABLES, looked_up(TABLES, plan_with(TABLES, update=Update.IN_BACKWARD)), Mode.TRAIN),
+    "looked up, accumulating": (TABLES, looked_up(TABLES, plan_with(TABLES)), Mode.ACCUMULATE),
+    "looked up, evaluating": (TABLES, looked_up(TABLES, plan_with(TABLES)), Mode.EVAL),
     "adapters": (ADAPTERS, plan_with(ADAPTERS, states=Tier.GPU), Mode.TRAIN),
 }
 

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import hightide
 from hightide.runtime import run as runtime_run
-from hightide.runtime.blocks.batch import map_tensors
+from hightide.runtime.blocks.batch import CpuCopies, map_tensors
 from hightide.runtime.surgery import run_of
 
 Pair = namedtuple("Pair", "left right")
@@ -136,3 +136,29 @@ def test_the_batch_goes_before_any_parameter(monkeypatch: pytest.MonkeyPatch) ->
     model(batch).sum().backward()
     assert order[0] == "batch" and order[1].startswith("fetch"), order[:4]
     hightide.unwrap(model)
+
+
+def test_the_cpu_copy_of_a_batch_is_found_by_its_tensors_and_their_views() -> None:
+    copies = CpuCopies()
+    value = torch.arange(24).view(4, 6)[:, 1:]  # a view of more, as of a loader's buffer
+    moved = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).copy_(value)
+    copies.note(moved, value)
+    for view in (lambda t: t, lambda t: t[1:3], lambda t: t.t(), lambda t: t[:, ::2], lambda t: t.unsqueeze(0)):
+        found = copies.find(view(moved))
+        assert found is not None and torch.equal(found, view(value)) and found.data_ptr() == view(value).data_ptr()
+    assert copies.find(moved.clone()) is None
+    assert copies.find(moved.view(torch.int32)) is None
+    moved[0, 0] = 99
+    assert copies.find(moved) is None
+    copies.note(moved, value)
+    copies.clear()
+    assert copies.find(moved) is None
+
+
+def test_a_part_of_a_larger_batch_is_found_as_it_lies_on_the_gpu() -> None:
+    copies, value = CpuCopies(), torch.arange(24).view(4, 6)[:, :-1]
+    moved = value.contiguous()
+    copies.note(moved, value)
+    for view in (lambda t: t, lambda t: t[1:3, ::2], lambda t: t.flatten()):
+        found = copies.find(view(moved))
+        assert found is not None and torch.equal(found, view(moved))
