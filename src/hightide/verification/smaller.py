@@ -7,7 +7,6 @@ PyTorch, which are more than hightide takes: everything lies in one place."""
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -159,9 +158,7 @@ def _smaller(task: SmallerTask, blocks: BlockChoice | None, only_layers: bool) -
         length = _length(task.batch)
         if length is not None and length // 2 >= LEAST_LENGTH:
             shorter = _shortened(task.batch, length, length // 2)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                profile, probed = profile_model(task.model, task.optimizer, shorter, blocks)
+            profile, probed = profile_model(task.model, task.optimizer, shorter, blocks, source=None)
             if not probed.failure:  # some models take one length only
                 text = f"tokens per sample: {length // 2} of {{}}"
                 yield replace(task, batch=shorter, profile=profile, changed=_said(task.changed, text, length))
