@@ -80,9 +80,9 @@ class Workload:
         if probed.failure:
             batch = "let a function return the model with a batch of its own: FILE.py:FUNCTION -> (module, batch). "
             raise ValueError(
-                f"{self.name} does not run without values: {probed.failure}; {'' if self.has_own_batch else batch}If it "
-                "asks for values of what it computes, what it needs is not known before it runs: hightide.wrap and "
-                "hightide.plan measure it in one pass on values, on the machine that trains it"
+                f"{self.name} does not run without values: {probed.failure}; {'' if self.has_own_batch else batch}"
+                "If it asks for values of what it computes, what it needs is not known before it runs: hightide.wrap "
+                "and hightide.plan measure it in one pass on values, on the machine that trains it"
             )
         if self.num_layers is None:
             return profile

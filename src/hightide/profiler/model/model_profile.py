@@ -78,6 +78,8 @@ def profile_calls(
         survey = _surveyed(model, batch, *_probed(model, batch, chosen, originals, device), originals, device)
         if survey.failure and source is not None:
             survey = _on_values(model, batch, survey, originals, device or CPU, source)
+    if survey.failure:
+        survey = replace(survey, probed=replace(survey.probed, failure=survey.failure))
     found, probed, head, glue = survey.found, survey.probed, survey.head, survey.glue
     num_samples = probed.num_samples
     batch_bytes = _bytes(tensors(flatten_call(*call_arguments(batch))[0]))
