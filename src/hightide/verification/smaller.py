@@ -22,7 +22,7 @@ from hightide.loading.unloaded import Unloaded
 from hightide.optim.registry import rule_for
 from hightide.profiler.model.block_finder import BlockChoice
 from hightide.profiler.model.call_tree import Arguments, flatten_call, tensors
-from hightide.profiler.model.model_profile import profile_model
+from hightide.profiler.model.model_profile import DoesNotRun, profile_model
 from hightide.profiler.model.samples import samples_along_first
 from hightide.verification.copies import copied_optimizer, lacks_values, twins_of
 from hightide.verification.observed_training import changed_batch
@@ -131,7 +131,10 @@ def need_of(task: SmallerTask, steps: int) -> Need:
 def _profile(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Arguments, blocks: BlockChoice | None
 ) -> ModelProfile:
-    return profile_model(model, optimizer, batch, blocks)[0]
+    try:
+        return profile_model(model, optimizer, batch, blocks)[0]
+    except DoesNotRun:  # plain training will tell why
+        return profile_model(model, optimizer, batch, blocks, source=None)[0]
 
 
 def _too_large(first: Need, need: Need, task: SmallerTask, room: MemoryBudget, device: torch.device) -> str:

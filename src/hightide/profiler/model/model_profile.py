@@ -45,6 +45,10 @@ Runs = tuple[ProbeRecord, ProbeRecord]  # with B and with B + 1 samples
 MAX_PROBES = 4  # each one more finds parameters to be loose, which may free others of their block
 
 
+class DoesNotRun(ValueError):
+    """The model fails on its example batch, on values too."""
+
+
 def profile_model(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -184,7 +188,7 @@ def _on_values(
         originals.forget_attributes()
         if "OutOfMemoryError" not in failure:
             break
-    raise ValueError(
+    raise DoesNotRun(
         f"the model runs neither without values ({survey.failure}) nor, a block at a time, on the example batch "
         f"({failure}): what it needs cannot be known. Pass a batch on which it trains; its code between blocks is run "
         "on the CPU for this"
