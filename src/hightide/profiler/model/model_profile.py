@@ -30,6 +30,7 @@ from hightide.profiler.model.probe import (
     ProbeResult,
     compare,
     examined,
+    give_back,
     pair_records,
     random_kept,
     record_runs,
@@ -182,6 +183,7 @@ def _on_values(
             probed = examined(probed, runs, originals, device)
             with originals.as_trained():
                 on_values = _surveyed(model, batch, found, probed, runs, originals, device, values)
+            give_back(probed, place)
             failure = on_values.failure
             if not failure:
                 return on_values

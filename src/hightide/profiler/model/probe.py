@@ -160,11 +160,11 @@ def examined(
             split=replace(call.split, note=finding.note),
             tapped=replace(call.tapped, fixed=call.tapped.fixed + kept_bytes),
         )
-    _give_back(probed, device)
+    give_back(probed, device)
     return replace(probed, calls=_agreed(calls), keeps=keeps, refusals=refusals, replays_whole=frozenset(replays_whole))
 
 
-def _give_back(probed: ProbeResult, device: torch.device) -> None:
+def give_back(probed: ProbeResult, device: torch.device) -> None:
     """The memory of the trials: else the model's values come on top of it, and what is left of it in torch's cache is
     room beyond a limit. Small ones are not worth the time."""
     if max((sum(param.numel() for param in block.module.parameters()) for block in probed.blocks), default=0) > LARGE:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hightide.ir.refusal import Refused
 from hightide.process.interrupts import is_interrupt, safe_point
-from hightide.profiler.model.block_finder import FoundBlock, first_names
+from hightide.profiler.model.block_finder import FoundBlock
 from hightide.profiler.model.call_tree import (
     Tree,
     flatten,
@@ -129,7 +129,7 @@ class Recorder:
         finished = [record for record in self._records if record.finished]
         uses = {block: tuple(names) for block, names in watch.uses.items()}
         captured, reached = _follow(
-            result, finished, self._blocks, self._search.openings, watch.loose, first_names(self._model)
+            result, finished, self._blocks, self._search.openings, watch.loose, _names(self._model)
         )
         captured |= {self._blocks[leak.block].name for leak in self._search.leaks}
         return ProbeRecord(
@@ -173,7 +173,7 @@ class Recorder:
             self._search.enter(index)
             self._hooks.append(HookWatch(module))
             self._hooks[-1].open()
-            return None if self._values is None else unflatten(leaves, tree)
+            return None if not is_changed(leaves, given) else unflatten(leaves, tree)
 
         return hook
 
@@ -271,7 +271,7 @@ def _follow(
     """Follows gradients from the model's results, not through blocks' outputs: the model has taken a tensor out of the
     middle of a block if they reach the block's parameters. Returns the names of such blocks, and the ids of the
     openings' tensors that they meet on their way, where they end: these can be made taps."""
-    owners = {id(param): block.name for block in blocks for param in block.module.parameters()}
+    owners = {stands_for(param): block.name for block in blocks for param in block.module.parameters()}
     borders = {tensor.grad_fn for record in records for tensor in record.outputs if tensor.grad_fn is not None}
     at: dict[Any, set[int]] = {}
     for opening in openings:
@@ -305,13 +305,13 @@ class _ParameterWatch(TorchDispatchMode):
         self.loose: set[str] = set()
         self.written: set[str] = set()
         self._model, self._running = model, running
-        self._keys = names = first_names(model)
-        self._names = {storage_of(param): names[id(param)] for param in model.parameters()}
+        self._keys = names = _names(model)
+        self._names = {storage_of(param): names[stands_for(param)] for param in model.parameters()}
         self._owners: dict[str, set[int]] = {}
         for index, block in enumerate(blocks):
             for param in block.module.parameters():
-                if id(param) in names:  # else the model has lost this block since it was wrapped
-                    self._owners.setdefault(names[id(param)], set()).add(index)
+                if stands_for(param) in names:  # else the model has lost this block since it was wrapped
+                    self._owners.setdefault(names[stands_for(param)], set()).add(index)
 
     @contextmanager
     def also(self, module: nn.Module) -> Iterator[None]:
@@ -368,6 +368,11 @@ class _ParameterWatch(TorchDispatchMode):
             self.uses.setdefault(block, {})[name] = None
         if not users:
             self.loose.add(name)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """The key of each parameter, also where a copy with values is in its place."""
+    return {stands_for(param): name for name, param in model.named_parameters()}
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -131,6 +131,36 @@ def test_parameters_that_are_used_between_blocks_have_values_too() -> None:
     assert "scales.1" in [block.name for block in profile.blocks], "never called, but there"
 
 
+def test_a_parameter_that_its_block_and_the_code_around_use() -> None:
+    class Tied(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            y = self.head(x)
+            return y + (x @ self.head.weight.T if y.sum() > 0 else x.sin() @ self.head.weight.T)
+
+    profile, probed = profiled(Tied(), torch.randn(5, WIDTH))
+    assert [block.params for block in profile.blocks if block.loose] == [("head.weight",)]
+    assert [profile.blocks[call.block].name for call in profile.calls][-1] == "head"
+    assert not probed.captured and not probed.written
+
+
+def test_arguments_that_come_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: blocks get copies, and what they return is copied back."""
+    model, batch = models.t5(num_samples=5)
+    with asking(model, 2):
+        expected, _ = profiled(model, batch)
+        there: list[Tensor] = []
+
+        def moved(tensor: Tensor, _device: torch.device) -> Tensor:
+            there.append(tensor.detach().clone().requires_grad_(tensor.requires_grad))
+            return there[-1]
+
+        monkeypatch.setattr(Values, "_moved", staticmethod(moved))
+        found, _ = profiled(model, batch)
+    assert there and found == expected
+
+
 def test_one_block_is_there_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: dict[int, int] = {}
     most = 0
