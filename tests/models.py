@@ -60,6 +60,28 @@ def vector_batch(seed: int = 1, num_samples: int = NUM_SAMPLES) -> dict[str, Any
     }
 
 
+def translation_batch(**options: Any) -> dict[str, Any]:
+    """Tokens whose labels have another length."""
+    tokens = token_batch(**options)
+    return {**tokens, "labels": tokens["labels"][:, :7].clone()}
+
+
+def series_batch(seed: int = 1, num_samples: int = NUM_SAMPLES) -> dict[str, Any]:
+    """14 moments of the past, 5 of the future."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(num_samples, *sizes, generator=generator)
+
+    return {
+        "past_values": draw(14),
+        "past_time_features": draw(14, 2),
+        "past_observed_mask": torch.ones(num_samples, 14),
+        "future_values": draw(5),
+        "future_time_features": draw(5, 2),
+    }
+
+
 def llama(tied: bool = False, num_layers: int = 4, dropout: float = 0.0, seed: int = 0, **batch: Any) -> Pair:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(**_llama_options(tied, num_layers, dropout))
@@ -214,9 +236,7 @@ def t5(tied: bool = True, num_layers: int = 3, dropout: float = 0.0, seed: int =
     )
     torch.manual_seed(seed)
     model = transformers.T5ForConditionalGeneration(config).train()
-    tokens = token_batch(**batch)
-    tokens["labels"] = tokens["labels"][:, :7].clone()  # the decoder's length is another one than the encoder's
-    return model, tokens
+    return model, translation_batch(**batch)
 
 
 def vit(num_layers: int = 3, dropout: float = 0.0, seed: int = 0, **batch: Any) -> Pair:
@@ -233,6 +253,78 @@ def vit(num_layers: int = 3, dropout: float = 0.0, seed: int = 0, **batch: Any) 
     )
     torch.manual_seed(seed)
     return transformers.ViTForImageClassification(config).train(), image_batch(**batch)
+
+
+def autoformer(num_layers: int = 3, dropout: float = 0.0, seed: int = 0, **batch: Any) -> Pair:
+    """Its attention looks for the longest delays in the values that it computes."""
+    torch.manual_seed(seed)
+    config = transformers.AutoformerConfig(
+        prediction_length=5,
+        context_length=12,
+        label_length=6,
+        lags_sequence=[1, 2],
+        num_time_features=2,
+        moving_average=5,
+        d_model=HIDDEN,
+        **_coder_options(num_layers, dropout),
+    )
+    return transformers.AutoformerForPrediction(config).train(), series_batch(**batch)
+
+
+def switch_transformers(num_layers: int = 4, dropout: float = 0.0, seed: int = 0, **batch: Any) -> Pair:
+    """Every other layer has experts, which get as many tokens as their router likes."""
+    torch.manual_seed(seed)
+    config = transformers.SwitchTransformersConfig(
+        vocab_size=VOCABULARY,
+        d_model=HIDDEN,
+        d_kv=8,
+        d_ff=48,
+        num_layers=num_layers,
+        num_decoder_layers=num_layers,
+        num_sparse_encoder_layers=num_layers // 2,
+        num_sparse_decoder_layers=num_layers // 2,
+        num_heads=HEADS,
+        num_experts=4,
+        router_jitter_noise=0.0,
+        dropout_rate=dropout,
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+    )
+    return transformers.SwitchTransformersForConditionalGeneration(config).train(), translation_batch(**batch)
+
+
+def nllb_moe(num_layers: int = 4, dropout: float = 0.0, seed: int = 0, **batch: Any) -> Pair:
+    torch.manual_seed(seed)
+    config = transformers.NllbMoeConfig(
+        vocab_size=VOCABULARY,
+        d_model=HIDDEN,
+        encoder_sparse_step=2,
+        decoder_sparse_step=2,
+        num_experts=4,
+        max_position_embeddings=64,
+        decoder_start_token_id=2,
+        moe_token_dropout=dropout,
+        **_coder_options(num_layers, dropout),
+        **_special_tokens(),
+    )
+    return transformers.NllbMoeForConditionalGeneration(config).train(), translation_batch(**batch)
+
+
+def _coder_options(num_layers: int, dropout: float) -> dict[str, Any]:
+    return {
+        "encoder_layers": num_layers,
+        "decoder_layers": num_layers,
+        "encoder_attention_heads": HEADS,
+        "decoder_attention_heads": HEADS,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "encoder_layerdrop": 0.0,
+        "decoder_layerdrop": 0.0,
+        "dropout": dropout,
+        "attention_dropout": dropout,
+        "activation_dropout": dropout,
+    }
 
 
 class PlainTransformer(nn.Module):

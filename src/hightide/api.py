@@ -17,7 +17,7 @@ from hightide.ir.limits import Limits
 from hightide.ir.plan import Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
-from hightide.loading.unloaded import forget
+from hightide.loading.unloaded import forget, origins_in
 from hightide.loading.values import first_values
 from hightide.observe.recorder import Recording
 from hightide.observe.recorder import record as record_run
@@ -38,6 +38,7 @@ from hightide.profiler.model.call_tree import Batch
 from hightide.profiler.model.model_profile import profile_calls
 from hightide.profiler.model.probe import ProbeResult
 from hightide.profiler.model.probe_record import CallRecord
+from hightide.profiler.model.values import made_up
 from hightide.profiler.switches import checkpointing
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import check_modules, run_of, unwrap_modules, wrap_modules
@@ -285,7 +286,18 @@ def _profile(
     device: torch.device,
 ) -> tuple[ModelProfile, ProbeResult, tuple[CallRecord, ...]]:
     tell("profiling the model")
-    return profile_calls(model, optimizer, batch, blocks, device=device)
+    origins = origins_in(model)
+    if not origins:
+        return profile_calls(model, optimizer, batch, blocks, device=device)
+
+    def loaded(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in origins:
+            return made_up(tensor)
+        values = torch.empty(tensor.shape, dtype=tensor.dtype)
+        origins[id(tensor)].fill(values)
+        return values
+
+    return profile_calls(model, optimizer, batch, blocks, device=device, source=loaded)
 
 
 def _searched(

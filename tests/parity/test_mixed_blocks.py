@@ -91,12 +91,9 @@ def trials(draw: st.DrawFn) -> Trial:
     sketch = draw(sketches())
     num_samples = draw(st.sampled_from([2, 4, 5, 6]))
     rows = sketch.tokens if sketch.time_first != sketch.turned else num_samples  # what the library takes for samples
-    alone = (
-        "branch" in sketch.kinds
-    )  # it cannot be probed: hightide asks to leave room, and knows no block called twice
     parts = [rows] if sketch.draws_by_sample else [None, 1, 2, 3, rows]
     micro_batch = draw(st.sampled_from(parts))
-    tight = not alone and draw(st.booleans())
+    tight = draw(st.booleans())
     return Trial(
         sketch=sketch,
         num_samples=num_samples,
@@ -104,7 +101,7 @@ def trials(draw: st.DrawFn) -> Trial:
         way=Way(
             micro_batch and min(micro_batch, rows),
             tight,
-            "deferred" if alone else draw(st.sampled_from(["deferred", "deferred", "in_backward"])),
+            draw(st.sampled_from(["deferred", "deferred", "in_backward"])),
             draw(st.sampled_from([1.02, 1.3, 2.0])) if tight else 1.0,
         ),
         optimizer=draw(st.sampled_from(sorted(OPTIMIZERS))),

@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -73,13 +72,18 @@ class Workload:
         trained = [param for param in self.model.parameters() if param.requires_grad]
         if not trained:
             raise ValueError(f"{self.name} has 0 parameters that require a gradient; there is nothing to train")
-        with warnings.catch_warnings(), set_apart(self.name):
-            warnings.filterwarnings("ignore", "the model could not be probed")  # here, that is an error
+        with set_apart(self.name):
             optimizer = torch.optim.AdamW(trained)
-            profile, probed = profile_model(self.model, optimizer, self.batch, device=None, runs_on=runs_on)
+            profile, probed = profile_model(
+                self.model, optimizer, self.batch, device=None, runs_on=runs_on, source=None
+            )
         if probed.failure:
-            remedy = "let a function return the model with a batch of its own: FILE.py:FUNCTION -> (module, batch)"
-            raise ValueError(f"{self.name} does not run without values: {probed.failure}; {remedy}")
+            batch = "let a function return the model with a batch of its own: FILE.py:FUNCTION -> (module, batch). "
+            raise ValueError(
+                f"{self.name} does not run without values: {probed.failure}; {'' if self.has_own_batch else batch}"
+                "If it asks for values of what it computes, what it needs is not known before it runs: hightide.wrap "
+                "and hightide.plan measure it in one pass on values, on the machine that trains it"
+            )
         if self.num_layers is None:
             return profile
         layer = self.model.get_submodule(f"{stack_of(profile)}.1")

@@ -160,6 +160,7 @@ class ModelProfile:
     calls: tuple[CallSpec, ...]
     vocabulary: int  # rows of the lazy head; 0 without one
     glue_end: Affine = Affine()  # most bytes alive between the last backward of a block and the step
+    on_values: bool = False  # bytes are of one pass on values: the model asks for them, and may take more another time
 
     def param(self, key: str) -> ParamSpec:
         return self._by_key[key]

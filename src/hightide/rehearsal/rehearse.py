@@ -45,7 +45,7 @@ def rehearse(
     """The model may be on the meta device, and is not touched. `micro_batches`: sizes to measure; None: one sample, a
     quarter of the batch, and all of it. Needs memory for one block with its activations. Which blocks may be split is
     told by shapes here: nothing is trained."""
-    profile, probed, records = profile_calls(model, optimizer, batch, blocks, device=None, runs_on=device)
+    profile, probed, records = profile_calls(model, optimizer, batch, blocks, device=None, runs_on=device, source=None)
     return profile, measure_costs(profile, probed, records, optimizer, device, compile, micro_batches)
 
 
@@ -61,8 +61,8 @@ def measure_costs(
     """Of a model that was profiled already."""
     if probed.failure:
         raise ValueError(
-            f"the model cannot be rehearsed: its probe failed ({probed.failure}), so the arguments of only "
-            f"{len(records)} of {len(profile.calls)} calls are known; plan it without a rehearsal"
+            f"the model cannot be rehearsed: it does not run without values ({probed.failure}), and blocks alone would "
+            "get others; plan it without a rehearsal"
         )
     sizes = _sizes(profile.num_samples, micro_batches, compile)
     cuda = device.type == "cuda"

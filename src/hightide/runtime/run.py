@@ -333,7 +333,7 @@ class Run:
                 "largest batch of your run as its example, or pass smaller batches and step after several of them"
             )
         is_known = shapes(Arguments(args, kwargs), self.probed.samples) == self.probed.shapes
-        self._checked_samples = num_samples if is_known and not self.probed.failure else None
+        self._checked_samples = num_samples if is_known else None
 
     def begin_pass(self, mode: Mode) -> None:
         self._backward.end()

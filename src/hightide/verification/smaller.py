@@ -7,7 +7,6 @@ PyTorch, which are more than hightide takes: everything lies in one place."""
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +22,7 @@ from hightide.loading.unloaded import Unloaded
 from hightide.optim.registry import rule_for
 from hightide.profiler.model.block_finder import BlockChoice
 from hightide.profiler.model.call_tree import Arguments, flatten_call, tensors
-from hightide.profiler.model.model_profile import profile_model
+from hightide.profiler.model.model_profile import DoesNotRun, profile_model
 from hightide.profiler.model.samples import samples_along_first
 from hightide.verification.copies import copied_optimizer, lacks_values, twins_of
 from hightide.verification.observed_training import changed_batch
@@ -132,7 +131,10 @@ def need_of(task: SmallerTask, steps: int) -> Need:
 def _profile(
     model: nn.Module, optimizer: torch.optim.Optimizer, batch: Arguments, blocks: BlockChoice | None
 ) -> ModelProfile:
-    return profile_model(model, optimizer, batch, blocks)[0]
+    try:
+        return profile_model(model, optimizer, batch, blocks)[0]
+    except DoesNotRun:  # plain training will tell why
+        return profile_model(model, optimizer, batch, blocks, source=None)[0]
 
 
 def _too_large(first: Need, need: Need, task: SmallerTask, room: MemoryBudget, device: torch.device) -> str:
@@ -159,9 +161,7 @@ def _smaller(task: SmallerTask, blocks: BlockChoice | None, only_layers: bool) -
         length = _length(task.batch)
         if length is not None and length // 2 >= LEAST_LENGTH:
             shorter = _shortened(task.batch, length, length // 2)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                profile, probed = profile_model(task.model, task.optimizer, shorter, blocks)
+            profile, probed = profile_model(task.model, task.optimizer, shorter, blocks, source=None)
             if not probed.failure:  # some models take one length only
                 text = f"tokens per sample: {length // 2} of {{}}"
                 yield replace(task, batch=shorter, profile=profile, changed=_said(task.changed, text, length))

@@ -27,7 +27,7 @@ _COLUMNS = ("params", "states", "activations", "inputs")
 def explain(profile: ModelProfile, placement: Placement, passes: Passes, peak: Peaks) -> str:
     """The plan has its forecast by now. `passes`: of a training step."""
     plan = placement.plan
-    parts = [_memory(placement, peak), _batch(profile, placement), _table(profile, placement)]
+    parts = [_memory(placement, peak), _source(profile), _batch(profile, placement), _table(profile, placement)]
     parts += [_activations(profile, placement), _precision(profile, placement)]
     lines = [line for part in [*parts, _timing(plan, passes.last), _traffic(profile, plan, passes)] for line in part]
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
@@ -58,6 +58,12 @@ def _memory(placement: Placement, peak: Peaks) -> list[str]:
             moving = format_bytes(forecast.moving_host_bytes)
             lines.append(f"        {moving} while wrap moves the values in, as the model is on the CPU")
     return lines
+
+
+def _source(profile: ModelProfile) -> list[str]:
+    if not profile.on_values:
+        return []
+    return ["  activations as in one pass on values: another batch may take other bytes"]
 
 
 def _batch(profile: ModelProfile, placement: Placement) -> list[str]:

@@ -8,7 +8,6 @@ for its sum, what a product saves for its gradient, a dropout's mask. In between
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,12 +18,13 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
 from hightide.ir.block import Affine, Glue
-from hightide.process.interrupts import is_interrupt, safe_point
+from hightide.process.interrupts import safe_point
 from hightide.profiler.model.call_tree import Batch, flatten, flatten_call, tensors, unflatten
-from hightide.profiler.model.probe import ProbeResult, in_both_sizes, pair_records
+from hightide.profiler.model.probe import ProbeResult, in_sizes, pair_records
 from hightide.profiler.model.probe_record import CallRecord, ProbeRecord
 from hightide.profiler.model.taps import hand_out
 from hightide.stores.meter import AllocationMeter
@@ -39,24 +39,16 @@ class GlueNeeds:
 
 def measure_glue(
     model: nn.Module, batch: Batch, probed: ProbeResult, runs: tuple[ProbeRecord, ProbeRecord], lazy_head: int | None
-) -> GlueNeeds | None:
-    """Of the calls in `runs`; None, with a warning, where it cannot be. To be called with fake parameters. What is
-    between a lazy head and the end of its backward is the fused loss, which counts for itself."""
+) -> GlueNeeds:
+    """Of the calls in `runs`. To be called with fake parameters; raises whatever the model's code raises without
+    values, in its backward too. What is between a lazy head and the end of its backward is the fused loss, which counts
+    for itself."""
 
     def meter(extra: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Metered:
         return _meter(model, probed, runs[extra].records, lazy_head, args, kwargs)
 
-    try:
-        one, two = in_both_sizes(model, batch, meter, probed.samples)
-    except Exception as error:  # an operation without a fake version, or a backward of the user's that asks for values
-        if is_interrupt(error):
-            raise
-        warnings.warn(
-            f"the memory of the model's own code between its blocks could not be measured ({type(error).__name__}: "
-            f"{error}); the plan takes it for 0 bytes: leave room for it in the limits",
-            stacklevel=2,
-        )
-        return None
+    one, *more = in_sizes((0,) if probed.on_values else (0, 1), model, batch, meter, probed.samples)
+    two = more[0] if more else _Metered([], [])
     places = {id(record): place for place, record in enumerate(runs[1].records)}
     fit = partial(_fit, probed.num_samples)
 
@@ -70,7 +62,8 @@ def measure_glue(
             for a, b in pairs
         )
 
-    return GlueNeeds(glue(one.forward, two.forward), glue(one.backward, two.backward), fit(one.end, two.end))
+    end = fit(one.end, two.end if more else None)
+    return GlueNeeds(glue(one.forward, two.forward), glue(one.backward, two.backward), end)
 
 
 def _fit(num_samples: int, first: int, second: int | None) -> Affine:
@@ -187,10 +180,7 @@ class _StandIn(torch.autograd.Function):
         ctx.watch, ctx.place = watch, place
         ctx.set_materialize_grads(False)
         is_lazy = record.block == watch.lazy_head
-        outputs = [
-            output.new_empty(()).expand(output.shape) if is_lazy else torch.empty_like(output)
-            for output in record.outputs
-        ]
+        outputs = [_like(output, is_lazy) for output in record.outputs]
         recorded = zip(record.outputs, outputs, strict=True)
         ctx.mark_non_differentiable(*(output for like, output in recorded if not like.requires_grad))
         return tuple(outputs)
@@ -200,11 +190,18 @@ class _StandIn(torch.autograd.Function):
         ctx.watch.came_back(ctx.place, grads)
         inputs = ctx.watch.records[ctx.place].inputs
         made = [
-            torch.empty_like(tensor, memory_format=torch.contiguous_format) if wanted else None
+            torch.zeros_like(tensor, memory_format=torch.contiguous_format) if wanted else None
             for tensor, wanted in zip(inputs, ctx.needs_input_grad[3:], strict=True)
         ]
         ctx.watch.left()
         return None, None, None, *made
+
+
+def _like(output: torch.Tensor, is_lazy: bool) -> torch.Tensor:
+    """With its values, if it has any: the code around may ask for them."""
+    if isinstance(output, FakeTensor):
+        return output.new_empty(()).expand(output.shape) if is_lazy else torch.empty_like(output)
+    return output.detach() if is_lazy else output.detach().clone()
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

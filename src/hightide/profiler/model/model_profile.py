@@ -6,8 +6,8 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -16,20 +16,21 @@ from torch import nn
 
 from hightide.ir.block import DTYPE_BYTES, Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec
 from hightide.ir.split import BatchDim, Split
+from hightide.process.interrupts import is_interrupt
 from hightide.process.progress import tell
 from hightide.profiler.model.block_finder import BlockChoice, FoundBlocks, find_blocks, first_names
 from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_call, tensors
 from hightide.profiler.model.fake import Originals, fake_parameters
-from hightide.profiler.model.glue import measure_glue
+from hightide.profiler.model.glue import GlueNeeds, measure_glue
 from hightide.profiler.model.kinds import is_plain_embedding, is_plain_linear
 from hightide.profiler.model.needs import CallMeter, CallNeeds
 from hightide.profiler.model.probe import (
     CPU,
-    GRAPH_PER_OUTPUT,
     ProbedCall,
     ProbeResult,
     compare,
     examined,
+    give_back,
     pair_records,
     random_kept,
     record_runs,
@@ -37,11 +38,16 @@ from hightide.profiler.model.probe import (
 from hightide.profiler.model.probe_record import CallRecord, ProbeRecord
 from hightide.profiler.model.samples import Samples, possible_samples, shapes
 from hightide.profiler.model.tap_search import Taps
+from hightide.profiler.model.values import Source, Values, made_up
 from hightide.profiler.switches.caches import Caches
 from hightide.profiler.trial.independence import examine
 
 Runs = tuple[ProbeRecord, ProbeRecord]  # with B and with B + 1 samples
 MAX_PROBES = 4  # each one more finds parameters to be loose, which may free others of their block
+
+
+class DoesNotRun(ValueError):
+    """The model fails on its example batch, on values too."""
 
 
 def profile_model(
@@ -51,11 +57,13 @@ def profile_model(
     chosen: BlockChoice | None = None,
     device: torch.device | None = CPU,
     runs_on: torch.device | None = None,
+    source: Source | None = made_up,
 ) -> tuple[ModelProfile, ProbeResult]:
     """The profile, and what the runtime needs of the probe. Blocks have the same indices in both: by first call.
     `device`: where blocks are tried, to know how they may be split; None: shapes are believed. `runs_on`: whose kernels
-    are counted, if it is another."""
-    profile, probed, _ = profile_calls(model, optimizer, batch, chosen, device=device, runs_on=runs_on)
+    are counted, if it is another. `source`: the values of parameters on the meta device, if the model asks for them;
+    None: such a model is known in part only, and `failure` says so."""
+    profile, probed, _ = profile_calls(model, optimizer, batch, chosen, device=device, runs_on=runs_on, source=source)
     return profile, probed
 
 
@@ -66,33 +74,30 @@ def profile_calls(
     chosen: BlockChoice | None = None,
     device: torch.device | None = CPU,
     runs_on: torch.device | None = None,
+    source: Source | None = made_up,
 ) -> tuple[ModelProfile, ProbeResult, tuple[CallRecord, ...]]:
     """`profile_model`, and of each call that was probed its arguments: fake, where they depend on parameters."""
     params = param_specs(model, optimizer)
     fakes = fake_parameters(model, runs_on or device or CPU)
     with random_kept(), in_training(model), fakes as originals, Caches(model).off():
-        found, probed, runs = _probed(model, batch, chosen, originals, device)
-        needs_of_calls = _measure(probed, runs)
-        head = _find_lazy_head(model, probed)
-        if head is not None and device is not None and not _is_by_row(probed, runs, head, originals, device):
-            head = None
-        stands_alone = not probed.failure and not probed.captured  # else it is refused, or known in part only
-        glue = measure_glue(model, batch, probed, runs, head) if stands_alone else None
+        survey = _surveyed(model, batch, *_probed(model, batch, chosen, originals, device), originals, device)
+        if survey.failure and source is not None:
+            survey = _on_values(model, batch, survey, originals, device or CPU, source)
+    if survey.failure:
+        survey = replace(survey, probed=replace(survey.probed, failure=survey.failure))
+    found, probed, head, glue = survey.found, survey.probed, survey.head, survey.glue
     num_samples = probed.num_samples
     batch_bytes = _bytes(tensors(flatten_call(*call_arguments(batch))[0]))
-    probed = replace(probed.completed(batch_bytes), shapes=shapes(batch, probed.samples))
-    num_assumed = len(probed.calls) - len(needs_of_calls)
-    num_kinds = 1 + max((needs.kind for needs in needs_of_calls), default=-1)
-    needs_of_calls += [_assumed(call, num_kinds + at) for at, call in enumerate(probed.calls[len(needs_of_calls) :])]
-    if probed.failure:
+    probed = replace(probed, shapes=shapes(batch, probed.samples))
+    if probed.on_values:
         warnings.warn(
-            f"the model could not be probed ({probed.failure}): its blocks run all {num_samples} samples at once, "
-            f"which takes more memory, and how much of it {num_assumed} of {len(probed.blocks)} blocks need is only "
-            "estimated: leave room in the limits. Results are the same",
+            f"the model could not be probed without values ({probed.failure}): its blocks run all {num_samples} "
+            "samples at once, which takes more memory. How much was measured in one pass on values. Results are the "
+            "same",
             stacklevel=2,
         )
     blocks = _block_specs(model, found, probed, head)
-    calls = tuple(_call_spec(call, needs) for call, needs in zip(probed.calls, needs_of_calls, strict=True))
+    calls = tuple(_call_spec(call, needs) for call, needs in zip(probed.calls, survey.needs, strict=True))
     if glue is not None:
         around = zip(calls, glue.forward, glue.backward, strict=True)
         calls = tuple(replace(call, glue=forward, glue_backward=backward) for call, forward, backward in around)
@@ -108,8 +113,88 @@ def profile_calls(
         calls=calls,
         vocabulary=head_call.output_shapes[0][-1] if head_call else 0,
         glue_end=glue.end if glue is not None else Affine(),
+        on_values=probed.on_values,
     )
-    return profile, probed, tuple(runs[0].records)
+    return profile, probed, tuple(survey.runs[0].records)
+
+
+@dataclass(frozen=True)
+class _Survey:
+    """What one way to run a model has told."""
+
+    found: FoundBlocks
+    probed: ProbeResult
+    runs: Runs
+    needs: list[CallNeeds]  # by call
+    head: int | None
+    glue: GlueNeeds | None
+    failure: str  # why a part of it is not known
+
+
+def _surveyed(
+    model: nn.Module,
+    batch: Batch,
+    found: FoundBlocks,
+    probed: ProbeResult,
+    runs: Runs,
+    originals: Originals,
+    device: torch.device | None,
+    values: Values | None = None,
+) -> _Survey:
+    meter = CallMeter(values)
+    kinds = [
+        meter.measure(
+            probed.blocks[call.block].module, call.split, one, two, probed.num_samples, probed.taps.get(call.block, ())
+        )
+        for call, (one, two) in zip(probed.calls, pair_records(*runs), strict=True)
+    ]
+    needs = meter.needs
+    head = _find_lazy_head(model, probed)
+    if head is not None and device is not None and not _is_by_row(probed, runs, head, originals, device):
+        head = None
+    failure = meter.failure or (probed.failure if not probed.on_values else "")
+    glue = None
+    if not failure and not probed.captured:  # else it is refused
+        with nullcontext() if values is None else values.between(model, found.loose):
+            try:
+                glue = measure_glue(model, batch, probed, runs, head)
+            except Exception as error:
+                if is_interrupt(error):
+                    raise
+                failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return _Survey(found, probed, runs, [needs[kind] for kind in kinds], head, glue, failure)
+
+
+def _on_values(
+    model: nn.Module, batch: Batch, survey: _Survey, originals: Originals, device: torch.device, source: Source
+) -> _Survey:
+    """See [Note: a pass on values]. Where a block has no room on a GPU without being split, on the CPU."""
+    tell("running the model on values", "a block at a time")
+    failure = ""
+    for place in dict.fromkeys((device, CPU)):
+        values = Values(originals, place, source)
+        with originals.as_trained():
+            found, probed, runs = _probe_until_settled(
+                model, batch, survey.found, survey.probed.samples, values, survey.failure
+            )
+        failure = probed.failure
+        if not failure:
+            probed = replace(probed, failure=survey.failure, on_values=True)
+            probed = examined(probed, runs, originals, device)
+            with originals.as_trained():
+                on_values = _surveyed(model, batch, found, probed, runs, originals, device, values)
+            give_back(probed, place)
+            failure = on_values.failure
+            if not failure:
+                return on_values
+        originals.forget_attributes()
+        if "OutOfMemoryError" not in failure:
+            break
+    raise DoesNotRun(
+        f"the model runs neither without values ({survey.failure}) nor, a block at a time, on the example batch "
+        f"({failure}): what it needs cannot be known. Pass a batch on which it trains; its code between blocks is run "
+        "on the CPU for this"
+    )
 
 
 def param_specs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[ParamSpec, ...]:
@@ -173,7 +258,7 @@ def _probed(
     """See [Note: time first]."""
     results = []
     for samples in possible_samples(batch):
-        found, probed, runs = _probe_until_settled(model, batch, chosen, samples)
+        found, probed, runs = _probe_until_settled(model, batch, find_blocks(model, chosen), samples)
         if device is not None:
             tell("trying blocks alone")
             probed = examined(probed, runs, originals, device)
@@ -186,14 +271,24 @@ def _probed(
 
 
 def _probe_until_settled(
-    model: nn.Module, batch: Batch, chosen: BlockChoice | None, samples: Samples
+    model: nn.Module,
+    batch: Batch,
+    found: FoundBlocks,
+    samples: Samples,
+    values: Values | None = None,
+    asks: str = "",
 ) -> tuple[FoundBlocks, ProbeResult, Runs]:
-    """Parameters seen outside of their blocks become loose, which may change what the blocks are: then probes again."""
-    found = find_blocks(model, chosen)
+    """Parameters seen outside of their blocks become loose, which may change what the blocks are: then probes again.
+    `asks`: why it is done on values."""
     taps: Taps = {}
+
+    def once() -> tuple[ProbeResult, Runs]:
+        with nullcontext() if values is None else values.between(model, found.loose):
+            runs = record_runs(model, found.blocks, batch, taps=taps, samples=samples, values=values)
+        return compare(found.blocks, *runs, samples, asks), runs
+
     for _ in range(MAX_PROBES):
-        runs = record_runs(model, found.blocks, batch, taps=taps, samples=samples)
-        probed = compare(found.blocks, *runs, samples)
+        probed, runs = once()
         more = probed.loose - set(found.loose)
         if not more and not probed.more_taps:
             break
@@ -205,8 +300,7 @@ def _probe_until_settled(
         }
         found = kept
     else:
-        runs = record_runs(model, found.blocks, batch, taps=taps, samples=samples)
-        probed = compare(found.blocks, *runs, samples)
+        probed, runs = once()
     order = _order_of_first_call(probed)
     found = FoundBlocks(tuple(found.blocks[old] for old in order), found.loose)
     return found, _reordered(probed, order), _reordered_runs(runs, order)
@@ -234,20 +328,6 @@ def _reordered_runs(runs: Runs, order: list[int]) -> Runs:
         for record in run.records:
             record.block = order.index(record.block)
     return runs
-
-
-def _measure(probed: ProbeResult, runs: Runs) -> list[CallNeeds]:
-    meter = CallMeter()
-    return [
-        meter.measure(
-            probed.blocks[call.block].module, call.split, one, two, probed.num_samples, probed.taps.get(call.block, ())
-        )
-        for call, (one, two) in zip(probed.calls, pair_records(*runs), strict=True)
-    ]
-
-
-def _assumed(call: ProbedCall, kind: int) -> CallNeeds:
-    return CallNeeds.assumed(kind, Affine(0, GRAPH_PER_OUTPUT * call.outputs.per_sample))
 
 
 def _call_spec(call: ProbedCall, needs: CallNeeds) -> CallSpec:
@@ -318,7 +398,7 @@ def _is_by_row(probed: ProbeResult, runs: Runs, head: int, originals: Originals,
     module = probed.blocks[head].module
     if is_plain_linear(module):
         return True
-    record = next(record for record in runs[1].records if record.block == head)
+    record = next(record for record in (*runs[1].records, *runs[0].records) if record.block == head)
     if len(record.inputs) != 1 or len(record.leaves) != 1:
         return True  # it is not called as the fused loss would call it
     rows = record.inputs[0].flatten(0, -2)

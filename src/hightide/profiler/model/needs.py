@@ -7,7 +7,6 @@ in between, and exact at both ends. Work is affine itself.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +18,13 @@ from torch.autograd.graph import get_gradient_edge
 
 from hightide.ir.block import Affine, Selective, Work
 from hightide.ir.split import Split
-from hightide.process.interrupts import safe_point
+from hightide.process.interrupts import is_interrupt, safe_point
 from hightide.profiler.model.attention import workspace_bytes
 from hightide.profiler.model.caching_allocator import holes_of
 from hightide.profiler.model.call_tree import flatten, leaves_key, narrow, tensors, unflatten
 from hightide.profiler.model.probe_record import CallRecord
 from hightide.profiler.model.taps import Tap, tapping
+from hightide.profiler.model.values import Values
 from hightide.profiler.model.work import Counted, CountedCall, Result, WorkMeter
 from hightide.stores.meter import AllocationMeter, Event
 
@@ -61,17 +61,39 @@ class CallNeeds:
     num_kept: int = 16
     holes: Affine = NO_BYTES
 
-    @classmethod
-    def assumed(cls, kind: int, graph: Affine) -> CallNeeds:
-        """Of a call that was not measured."""
-        return cls(kind, graph, graph, graph, Work(), Work(), Work())
+    def wider(self, other: CallNeeds) -> CallNeeds:
+        """Enough for two equal calls of equal blocks that ask for values, and take different bytes."""
+
+        def work(one: Work, two: Work) -> Work:
+            return Work(_widest(one.flop, two.flop), _widest(one.touched_bytes, two.touched_bytes))
+
+        return replace(
+            self,
+            forward_peak=_widest(self.forward_peak, other.forward_peak),
+            kept=_widest(self.kept, other.kept),
+            backward_peak=_widest(self.backward_peak, other.backward_peak),
+            forward=work(self.forward, other.forward),
+            recompute=work(self.recompute, other.recompute),
+            backward=work(self.backward, other.backward),
+            num_kept=max(self.num_kept, other.num_kept),
+            holes=_widest(self.holes, other.holes),
+        )
+
+
+def _widest(one: Affine, two: Affine) -> Affine:
+    """Of lines through the origin, as those of one size are."""
+    return max(one, two, key=lambda line: line.per_sample)
 
 
 class CallMeter:
-    """Measures calls; equal calls of equal blocks once."""
+    """Measures calls; equal calls of equal blocks once. With `values` all of them: see [Note: a pass on values]."""
 
-    def __init__(self) -> None:
+    def __init__(self, values: Values | None = None) -> None:
         self._measured: dict[Any, CallNeeds] = {}
+        self._values = values
+        if values is not None:
+            _use_library(values.device)
+        self.failure = ""  # why a call could not be measured: it asks for values, or there is no fake operation
 
     def measure(
         self,
@@ -81,25 +103,42 @@ class CallMeter:
         two: CallRecord | None,
         num_samples: int,
         taps: Sequence[Tap] = (),
-    ) -> CallNeeds:
-        """`one` and `two` are the same call with num_samples and with one more. To be called with fake parameters."""
+    ) -> int:
+        """`one` and `two` are the same call with num_samples and with one more. To be called with fake parameters.
+        Returns the kind of the call."""
         key = (_identity(module), split, num_samples, leaves_key(one.leaves), two is None, tuple(taps))
-        if key not in self._measured:
-            safe_point()
-            kind = len(self._measured)
-            try:
-                if split.splittable and two is not None:
-                    self._measured[key] = _measure_split(kind, module, split, two, num_samples, taps)
-                else:
-                    self._measured[key] = _measure_whole(kind, module, one, two, num_samples, taps)
-            except Exception as error:  # code that asks for values, or an operation that has no fake version
-                self._measured[key] = CallNeeds.assumed(kind, Affine())
-                warnings.warn(
-                    f"the memory of {type(module).__name__} could not be measured ({type(error).__name__}: {error}); "
-                    "the plan takes its activations for 0 bytes: leave room for them in the limits",
-                    stacklevel=2,
-                )
-        return self._measured[key]
+        known = self._measured.get(key)
+        if known is not None and self._values is None:
+            return known.kind
+        safe_point()
+        kind = len(self._measured) if known is None else known.kind
+        try:
+            if self._values is not None:
+                needs = self._measure_on_values(self._values, kind, module, one, num_samples, taps)
+            elif split.splittable and two is not None:
+                needs = _measure_split(kind, module, split, two, num_samples, taps)
+            else:
+                needs = _measure_whole(kind, module, one, two, num_samples, taps)
+        except Exception as error:
+            if is_interrupt(error):
+                raise
+            self.failure = self.failure or f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            needs = CallNeeds(kind, NO_BYTES, NO_BYTES, NO_BYTES, Work(), Work(), Work())
+        self._measured[key] = needs if known is None else known.wider(needs)
+        return kind
+
+    @property
+    def needs(self) -> list[CallNeeds]:
+        """By kind."""
+        return list(self._measured.values())
+
+    def _measure_on_values(
+        self, values: Values, kind: int, module: nn.Module, one: CallRecord, num_samples: int, taps: Sequence[Tap]
+    ) -> CallNeeds:
+        """Nothing is held in part of a call whose operations may be others next time."""
+        with values.of(module):
+            there = replace(one, leaves=values.there(one.leaves))
+            return replace(_measure_whole(kind, module, there, None, num_samples, taps), selective=None)
 
 
 def _measure_split(
@@ -180,16 +219,18 @@ def meter_call(module: nn.Module, leaves: Sequence[Any], record: CallRecord, tap
             results = tensors(flatten(module.forward(*args, **kwargs))[0])
         return results + tapped.tensors
 
+    device = _device_of(module, leaves)
     with torch.no_grad(), AllocationMeter(inside=workspace_bytes) as meter, WorkMeter() as work:
+        allocated = _Allocated(device)
         results = run()
-        outputs, forward_peak, forward = meter.live_bytes, meter.peak_bytes, work.counted
+        outputs, forward_peak, forward = meter.live_bytes, max(meter.peak_bytes, allocated.peak_bytes), work.counted
         events = list(meter.events)
-    shapes = [torch.empty_like(result) for result in results]
+    shapes = [torch.zeros_like(result) for result in results]
     del results
     for param in module.parameters():
         if param.requires_grad and param.grad is None:
             param.grad = torch.empty_like(param)  # gradients are added in place
-    graph = _meter_graph(run, shapes)
+    graph = _meter_graph(run, shapes, device)
     counted = CountedCall(forward, graph.recompute, graph.backward, graph.results)
     holes = holes_of(events, graph.events, outputs)
     return MeteredCall(outputs, forward_peak, graph.kept, graph.backward_peak, counted, graph.num_kept, holes)
@@ -206,8 +247,11 @@ class _MeteredGraph:
     events: tuple[Event, ...] = ()
 
 
-def _meter_graph(run: Callable[[], list[torch.Tensor]], gradients: list[torch.Tensor]) -> _MeteredGraph:
+def _meter_graph(
+    run: Callable[[], list[torch.Tensor]], gradients: list[torch.Tensor], device: torch.device | None
+) -> _MeteredGraph:
     with torch.enable_grad(), AllocationMeter(inside=workspace_bytes) as meter, WorkMeter() as work:
+        allocated = _Allocated(device)
         with work.until_saved() as saved:
             results = run()
         edges = [(get_gradient_edge(r), g) for r, g in zip(results, gradients, strict=True) if r.requires_grad]
@@ -226,8 +270,37 @@ def _meter_graph(run: Callable[[], list[torch.Tensor]], gradients: list[torch.Te
         torch.autograd.backward([edge for edge, _ in edges], [gradient for _, gradient in edges])
         del held, stand_in
         meter.ledger.settle()
-        found = replace(graph, backward_peak=meter.peak_bytes, backward=work.counted - before)
+        peak_bytes = max(meter.peak_bytes, allocated.peak_bytes)
+        found = replace(graph, backward_peak=peak_bytes, backward=work.counted - before)
         return replace(found, events=tuple(meter.events))
+
+
+class _Allocated:
+    """What torch's allocator has handed out on a GPU since: kernels' own memory too, which no meter sees."""
+
+    def __init__(self, device: torch.device | None) -> None:
+        self._device = device
+        if device is not None:
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before_bytes = torch.cuda.memory_allocated(device)
+
+    @property
+    def peak_bytes(self) -> int:
+        if self._device is None:
+            return 0
+        return int(torch.cuda.max_memory_allocated(self._device)) - self._before_bytes
+
+
+def _device_of(module: nn.Module, leaves: Sequence[Any]) -> torch.device | None:
+    """The GPU that a call runs on, if it has values and is there."""
+    return next((one.device for one in (*module.parameters(), *tensors(leaves)) if one.is_cuda), None)
+
+
+def _use_library(device: torch.device) -> None:
+    """Its matrix library takes a workspace for each thread that multiplies, for good: no call takes it."""
+    if device.type == "cuda":
+        square = torch.ones(64, 64, device=device, requires_grad=True)
+        (square @ square).sum().backward()
 
 
 def _detached(leaf: Any, mutated: bool) -> Any:

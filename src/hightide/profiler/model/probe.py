@@ -33,6 +33,7 @@ from hightide.profiler.model.kinds import are_alike, is_plain_linear, kinds_of
 from hightide.profiler.model.probe_record import CallRecord, Forward, ProbeRecord, Recorder, storage_of
 from hightide.profiler.model.samples import Samples, num_samples, resized
 from hightide.profiler.model.tap_search import Taps, merged
+from hightide.profiler.model.values import Values
 from hightide.profiler.switches.caches import Caches
 from hightide.profiler.trial.independence import Finding, examine
 from hightide.profiler.trial.state import GlobalRandom
@@ -45,7 +46,6 @@ FAILED = "the probe of the model failed ({})"
 T = TypeVar("T")
 CPU = torch.device("cpu")
 LARGE = 2**20  # parameters of a block; finding what holds itself takes a moment
-GRAPH_PER_OUTPUT = 17  # bytes that the graph of a transformer layer holds, in bytes of its output
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class ProbeResult:
     uses: Mapping[int, tuple[str, ...]]  # per block: keys of the parameters that its calls used, in order of first use
     loose: frozenset[str]  # keys of parameters used outside of the calls of their blocks
     failure: str  # why the model could not be probed to its end; "" if it could
+    on_values: bool = False  # then it was run on values, and all is known: see [Note: a pass on values]
     captured: frozenset[str] = frozenset()  # blocks out of whose middle the model took a tensor in a way that is no tap
     taps: Taps = field(default_factory=dict)  # per block, in this probe
     more_taps: Taps = field(default_factory=dict)  # that it found: probe again with them
@@ -105,23 +106,6 @@ class ProbeResult:
             replays_whole=earlier.replays_whole | self.replays_whole,
             shapes=earlier.shapes,  # of the batch that the profile is of
         )
-
-    def completed(self, output_bytes: int) -> ProbeResult:
-        """With a call of each block that a failed probe did not come to, in the order of definition. What is not known
-        is assumed: that it returns as much as the largest of the others, or `output_bytes`."""
-        if not self.failure:
-            return self
-        called = {call.block for call in self.calls}
-        trains = any(param.requires_grad for block in self.blocks for param in block.module.parameters())
-        largest = max([call.outputs.at(self.num_samples) for call in self.calls] or [output_bytes])
-        assumed = Affine(0, -(-largest // self.num_samples))
-        split = Split("", (), (), note=FAILED.format(self.failure))
-        missing = tuple(
-            ProbedCall(index, split, trains, (), (), Affine(), assumed, assumed, assumed, tapped=Affine())
-            for index in range(len(self.blocks))
-            if index not in called
-        )
-        return replace(self, calls=self.calls + missing)
 
 
 def probe(
@@ -176,11 +160,11 @@ def examined(
             split=replace(call.split, note=finding.note),
             tapped=replace(call.tapped, fixed=call.tapped.fixed + kept_bytes),
         )
-    _give_back(probed, device)
+    give_back(probed, device)
     return replace(probed, calls=_agreed(calls), keeps=keeps, refusals=refusals, replays_whole=frozenset(replays_whole))
 
 
-def _give_back(probed: ProbeResult, device: torch.device) -> None:
+def give_back(probed: ProbeResult, device: torch.device) -> None:
     """The memory of the trials: else the model's values come on top of it, and what is left of it in torch's cache is
     room beyond a limit. Small ones are not worth the time."""
     if max((sum(param.numel() for param in block.module.parameters()) for block in probed.blocks), default=0) > LARGE:
@@ -203,44 +187,55 @@ def record_runs(
     forward: Forward | None = None,
     taps: Taps | None = None,
     samples: Samples = Samples.FIRST,
+    values: Values | None = None,
 ) -> tuple[ProbeRecord, ProbeRecord]:
-    """The two runs. To be called with fake parameters."""
+    """The two runs. To be called with fake parameters. On `values` there is one: the second has no calls."""
     size = num_samples(batch, samples)
 
     def record(extra: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProbeRecord:
-        return Recorder(model, blocks, size + extra, taps or {}).run(forward or model, args, kwargs)
+        return Recorder(model, blocks, size + extra, taps or {}, values).run(forward or model, args, kwargs)
 
-    return in_both_sizes(model, batch, record, samples)
+    if values is None:
+        first, second = in_sizes((0, 1), model, batch, record, samples)
+        return first, second
+    (only,) = in_sizes((0,), model, batch, record, samples)
+    return only, replace(only, num_samples=size + 1, records=[])
 
 
-def in_both_sizes(
+def in_sizes(
+    extras: Sequence[int],
     model: nn.Module,
     batch: Batch,
     run: Callable[[int, tuple[Any, ...], dict[str, Any]], T],
     samples: Samples = Samples.FIRST,
-) -> tuple[T, T]:
-    """Calls `run` with 0 and with 1, for so many samples more, and the arguments of the model's call."""
+) -> list[T]:
+    """Calls `run` with each of `extras`, for so many samples more, and the arguments of the model's call."""
     with random_kept() as rewind, Caches(model).in_every_call(model), torch.enable_grad():
         results = []
-        for extra in (0, 1):
+        for extra in extras:
             rewind()
             args, kwargs = resized(batch, samples, extra)
             results.append(run(extra, args, kwargs))
-    return results[0], results[1]
+    return results
 
 
 def compare(
-    blocks: Sequence[FoundBlock], first: ProbeRecord, second: ProbeRecord, samples: Samples = Samples.FIRST
+    blocks: Sequence[FoundBlock],
+    first: ProbeRecord,
+    second: ProbeRecord,
+    samples: Samples = Samples.FIRST,
+    asks: str = "",
 ) -> ProbeResult:
-    """What the two runs tell; see [Note: what the two runs tell]."""
+    """What the two runs tell; see [Note: what the two runs tell]. `asks`: why there was one only, on values."""
     failure = first.failure or second.failure
+    unsplit = failure or asks
     sizes = _sizes(first) | _sizes(second)
     fit = _Fit(first.num_samples)
     calls = []
     for one, two in pair_records(first, second):
         split = _learn_split(one, two, first.num_samples)
-        if failure and split.splittable:
-            split = replace(split, note=FAILED.format(failure))
+        if unsplit and (split.splittable or two is None):
+            split = replace(split, note=FAILED.format(unsplit))
         if one.block in first.rehooked and split.splittable:
             split = replace(split, note=HOOKED)
         if samples is Samples.NOWHERE:
@@ -269,10 +264,10 @@ def compare(
         first.uses,
         loose,
         failure,
-        captured,
-        first.taps,
-        merged(first.more_taps, second.more_taps),
-        first.written | second.written,
+        captured=captured,
+        taps=first.taps,
+        more_taps=merged(first.more_taps, second.more_taps),
+        written=first.written | second.written,
         refusals={record.block: record.problem for run in (first, second) for record in run.records if record.problem},
         returned={record.block: record.returned for record in first.records if record.returned is not None},
         samples=samples,

@@ -3,8 +3,8 @@ what was taken out of blocks by another way than their results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hightide.ir.refusal import Refused
 from hightide.process.interrupts import is_interrupt, safe_point
-from hightide.profiler.model.block_finder import FoundBlock, first_names
+from hightide.profiler.model.block_finder import FoundBlock
 from hightide.profiler.model.call_tree import (
     Tree,
     flatten,
@@ -28,6 +28,7 @@ from hightide.profiler.model.call_tree import (
 from hightide.profiler.model.hooks import HookWatch
 from hightide.profiler.model.tap_search import Opening, Taps, TapSearch
 from hightide.profiler.model.taps import Taken, Tapped, hand_out, tapping
+from hightide.profiler.model.values import Values, stands_for
 from hightide.stores.meter import device_asked
 
 Forward = Callable[..., object]  # called like the model
@@ -82,13 +83,22 @@ class ProbeRecord:
 class Recorder:
     """Hooks on the blocks that write down their calls."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[FoundBlock], num_samples: int, taps: Taps) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[FoundBlock],
+        num_samples: int,
+        taps: Taps,
+        values: Values | None = None,
+    ) -> None:
+        """`values`: blocks run on them, and not on tensors without."""
         self._model = model
         self._blocks = blocks
+        self._values = values
         self._num_samples = num_samples
         self._taps = taps
         self._search = TapSearch([block.module for block in blocks], taps)
-        self._open: list[tuple[ExitStack, Tapped]] = []  # of the running blocks
+        self._open: list[_Open] = []  # of the running blocks
         self._records: list[CallRecord] = []
         self._running: list[CallRecord] = []
         self._hooks: list[HookWatch] = []  # of the running blocks
@@ -96,7 +106,7 @@ class Recorder:
 
     def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProbeRecord:
         known = [*tensors(flatten_call(args, kwargs)[0]), *self._model.parameters(), *self._model.buffers()]
-        watch = _ParameterWatch(self._model, self._blocks, self._running)
+        self._watch = watch = _ParameterWatch(self._model, self._blocks, self._running)
         failure = ""
         result: object = None
         with ExitStack() as stack:
@@ -119,7 +129,7 @@ class Recorder:
         finished = [record for record in self._records if record.finished]
         uses = {block: tuple(names) for block, names in watch.uses.items()}
         captured, reached = _follow(
-            result, finished, self._blocks, self._search.openings, watch.loose, first_names(self._model)
+            result, finished, self._blocks, self._search.openings, watch.loose, _names(self._model)
         )
         captured |= {self._blocks[leak.block].name for leak in self._search.leaks}
         return ProbeRecord(
@@ -142,22 +152,28 @@ class Recorder:
             self._hooks.pop().close()
         self._search.close()
         while self._open:
-            self._open.pop()[0].close()
+            self._open.pop().stack.close()
 
     def _enter(self, index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             safe_point()
-            leaves, tree = flatten_call(args, kwargs)
+            given, tree = flatten_call(args, kwargs)
+            leaves = given if self._values is None else self._values.there(given)
             signature = signature_of(leaves, tree, mode_of(list(module.modules())))
             versions = [tensor._version for tensor in tensors(leaves)]
             record = CallRecord(index, leaves, tree, way_of(leaves, tree), signature, versions)
             self._records.append(record)
             self._running.append(record)
             stack = ExitStack()
-            self._open.append((stack, stack.enter_context(tapping(module, self._taps.get(index, ())))))
+            tapped = stack.enter_context(tapping(module, self._taps.get(index, ())))
+            self._open.append(_Open(stack, tapped, given))
+            if self._values is not None:
+                stack.enter_context(self._values.of(module))
+                stack.enter_context(self._watch.also(module))
             self._search.enter(index)
             self._hooks.append(HookWatch(module))
             self._hooks[-1].open()
+            return None if not is_changed(leaves, given) else unflatten(leaves, tree)
 
         return hook
 
@@ -170,19 +186,34 @@ class Recorder:
         if hooks.replaces:
             self._rehooked.add(record.block)
         self._search.leave(record.block)
-        stack, tapped = self._open.pop()
-        stack.close()
+        opened = self._open.pop()
+        opened.stack.close()
+        tapped = opened.tapped
+
+        def bordered(leaf: Any) -> Any:
+            return _bordered(leaf) if self._values is None else self._values.back(leaf, record.leaves, opened.given)
+
         leaves, tree = flatten(result)
-        record.results, record.result_tree = [_bordered(leaf) for leaf in leaves], tree
-        record.tapped, record.tap_parts = [_bordered(tensor) for tensor in tapped.tensors], tapped.parts
+        record.results, record.result_tree = [bordered(leaf) for leaf in leaves], tree
+        record.tapped, record.tap_parts = [bordered(tensor) for tensor in tapped.tensors], tapped.parts
         hand_out(module, tapped.parts, record.tapped)
         record.needs_backward = any(tensor.requires_grad for tensor in record.outputs)
         record.returned = _returned(args, kwargs, result)
         if not module._backward_hooks and not module._backward_pre_hooks:  # for these torch puts others in their place
             record.problem = _problem(record, flatten_call(args, kwargs)[0])
         record.mutated = record.versions != [tensor._version for tensor in record.inputs]
+        record.leaves = opened.given
         record.finished = True
         return unflatten(record.results, tree)
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A running block."""
+
+    stack: ExitStack
+    tapped: Tapped
+    given: list[Any]  # leaves of its arguments, as the model's code passed them
 
 
 def _problem(record: CallRecord, leaves_after: list[Any]) -> str:
@@ -240,7 +271,7 @@ def _follow(
     """Follows gradients from the model's results, not through blocks' outputs: the model has taken a tensor out of the
     middle of a block if they reach the block's parameters. Returns the names of such blocks, and the ids of the
     openings' tensors that they meet on their way, where they end: these can be made taps."""
-    owners = {id(param): block.name for block in blocks for param in block.module.parameters()}
+    owners = {stands_for(param): block.name for block in blocks for param in block.module.parameters()}
     borders = {tensor.grad_fn for record in records for tensor in record.outputs if tensor.grad_fn is not None}
     at: dict[Any, set[int]] = {}
     for opening in openings:
@@ -259,8 +290,8 @@ def _follow(
             reached |= at[node]
             continue
         param = getattr(node, "variable", None)
-        if param is not None and id(param) in owners and names.get(id(param)) not in loose:
-            captured.add(owners[id(param)])
+        if param is not None and (key := stands_for(param)) in owners and names.get(key) not in loose:
+            captured.add(owners[key])
         todo.extend(next_node for next_node, _ in node.next_functions)
     return captured, reached
 
@@ -274,13 +305,27 @@ class _ParameterWatch(TorchDispatchMode):
         self.loose: set[str] = set()
         self.written: set[str] = set()
         self._model, self._running = model, running
-        names = first_names(model)
-        self._names = {storage_of(param): names[id(param)] for param in model.parameters()}
+        self._keys = names = _names(model)
+        self._names = {storage_of(param): names[stands_for(param)] for param in model.parameters()}
         self._owners: dict[str, set[int]] = {}
         for index, block in enumerate(blocks):
             for param in block.module.parameters():
-                if id(param) in names:  # else the model has lost this block since it was wrapped
-                    self._owners.setdefault(names[id(param)], set()).add(index)
+                if stands_for(param) in names:  # else the model has lost this block since it was wrapped
+                    self._owners.setdefault(names[stands_for(param)], set()).add(index)
+
+    @contextmanager
+    def also(self, module: nn.Module) -> Iterator[None]:
+        """The parameters of a block are copies with values for a while."""
+        copies = {storage_of(param): self._keys[stands_for(param)] for param in module.parameters()}
+        new = {key: name for key, name in copies.items() if key not in self._names}
+        self._names.update(new)
+        try:
+            yield
+        finally:
+            now = {storage_of(param) for param in module.parameters()}
+            self.written |= {name for key, name in copies.items() if key not in now}
+            for key in new:
+                del self._names[key]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._see_all(args)
@@ -323,6 +368,11 @@ class _ParameterWatch(TorchDispatchMode):
             self.uses.setdefault(block, {})[name] = None
         if not users:
             self.loose.add(name)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """The key of each parameter, also where a copy with values is in its place."""
+    return {stands_for(param): name for name, param in model.named_parameters()}
 
 
 def storage_of(tensor: torch.Tensor) -> int:

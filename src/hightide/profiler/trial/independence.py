@@ -41,6 +41,7 @@ from hightide.profiler.model.fake import Originals, refer_to
 from hightide.profiler.model.hooks import users_hooks_aside
 from hightide.profiler.model.probe_record import CallRecord
 from hightide.profiler.model.taps import Tap, tapping
+from hightide.profiler.model.values import random_values
 from hightide.profiler.trial.quiet import Quiet, float32_precision
 from hightide.profiler.trial.state import GlobalRandom, Snapshot, contents, same_contents
 
@@ -595,12 +596,7 @@ def _alone(
 def _random_parameter(
     param: nn.Parameter, dtype: torch.dtype | None, device: torch.device, generator: torch.Generator
 ) -> nn.Parameter:
-    """Matrices that keep the size of what they multiply; vectors are mostly the weights of norms, and biases."""
-    values = torch.randn(param.shape, generator=generator, device=device)
-    if param.ndim < 2:
-        values = 1.0 + 0.3 * values
-    else:
-        values *= max(1, param.numel() // max(1, param.shape[0])) ** -0.5
+    values = random_values(param, device, generator)
     return nn.Parameter(values.to(dtype or param.dtype), requires_grad=param.requires_grad)
 
 

@@ -139,19 +139,21 @@ def test_unsupported_dtypes_and_empty_models_are_refused() -> None:
         profile_model(nn.ReLU(), None, torch.zeros(2, 2))
 
 
-def test_a_model_that_cannot_be_probed_is_profiled_unsplit_with_a_warning() -> None:
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_model_that_asks_for_values_is_profiled_unsplit_with_a_warning(calls: int) -> None:
     class Asks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            nn.init.constant_(self.layers[0].bias, 2 * calls - 3.0)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.layers[0](x)
             return self.layers[1](x) if x.sum() > 0 else x
 
-    with pytest.warns(UserWarning, match="could not be probed"):
+    with pytest.warns(UserWarning, match="could not be probed without values.*all 6 samples"):
         profile, probed = profile_model(Asks(), None, torch.zeros(6, 8))
-    assert probed.failure and [block.name for block in profile.blocks] == ["layers.0", "layers.1"]
-    assert [call.splittable for call in profile.calls] == [False, False], "also the one that was not reached is planned"
-    assert [call.outputs for call in profile.calls] == [Affine(0, 32)] * 2
-    assert profile.calls[1].kept == Affine(0, 17 * 32), "an estimate"
+    assert probed.failure and probed.on_values and profile.on_values
+    assert [block.name for block in profile.blocks] == ["layers.0", "layers.1"]
+    assert [call.splittable for call in profile.calls] == [False] * calls, "the way that its values lead it"
+    assert all(call.outputs == Affine(0, 32) and call.kept == Affine() for call in profile.calls)

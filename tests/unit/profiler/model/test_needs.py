@@ -130,7 +130,7 @@ def test_frozen_blocks_keep_nothing() -> None:
     assert call.kept.at(6) == call.backward_peak.at(6) == 0 < call.forward_peak.at(6)
 
 
-def test_memory_that_cannot_be_measured_is_said() -> None:
+def test_a_block_whose_backward_asks_for_values_is_measured_on_values() -> None:
     class NoBackward(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -145,6 +145,19 @@ def test_memory_that_cannot_be_measured_is_said() -> None:
             return NoBackward.apply(super().forward(input))
 
     model = nn.Sequential(nn.Linear(8, 8), Layer(8, 8))
-    with pytest.warns(UserWarning, match="memory of Layer could not be measured.*leave room"):
+    with pytest.warns(UserWarning, match="could not be probed without values.*one pass on values"):
         profile, _ = profile_model(model, None, torch.zeros(6, 8))
-    assert profile.calls[1].splittable
+    assert profile.on_values and not profile.calls[1].splittable
+    assert profile.calls[1].forward_peak.at(6) == 6 * 32, "the product, beside its clone"
+
+
+def test_without_values_such_a_block_is_not_taken_for_known() -> None:
+    class Layer(nn.Linear):
+        def forward(self, input: torch.Tensor) -> Any:
+            output = super().forward(input)
+            if output.requires_grad:
+                output.register_hook(lambda grad: grad * (float(grad.sum()) < float("inf")))
+            return output
+
+    _, probed = profile_model(nn.Sequential(nn.Linear(8, 8), Layer(8, 8)), None, torch.zeros(6, 8), source=None)
+    assert "DataDependent" in probed.failure and not probed.on_values
