@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import add
+from typing import NamedTuple
 
 from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
 from hightide.ir.activation import Activation
@@ -33,8 +34,7 @@ IN, AFTER, BETWEEN = range(3)
 NUM_MOMENTS = 3
 
 
-@dataclass(frozen=True)
-class _Rise:
+class _Rise(NamedTuple):
     """So many bytes more from one moment through another, and so many more in the last one."""
 
     first: int
@@ -72,6 +72,7 @@ class ActivationBytes:
         self._space = space
         self._levels: dict[tuple[int, Tier, int, int | None], _Levels] = {}
         self._logits: dict[int, list[_Rise]] = {}
+        self._holes: dict[int, int] = {}  # bytes, by micro-batch size
 
     def gpu_bytes(self, candidate: Candidate) -> int:
         """At most at once, beside what is always there."""
@@ -109,10 +110,12 @@ class ActivationBytes:
 
     def holes_bytes(self, candidate: Candidate) -> int:
         """Inside of the block that has most of them."""
-        profile = self._space.profile
-        inside = [call for call in profile.calls if call.needs_backward and not profile.blocks[call.block].lazy_head]
-        sizes = ((call, candidate.micro_batch if call.splittable else profile.num_samples) for call in inside)
-        return max((call.holes.at(size) for call, size in sizes), default=0)
+        micro_batch, profile = candidate.micro_batch, self._space.profile
+        if micro_batch not in self._holes:
+            calls = [call for call in profile.calls if call.needs_backward and not profile.blocks[call.block].lazy_head]
+            sizes = ((call, micro_batch if call.splittable else profile.num_samples) for call in calls)
+            self._holes[micro_batch] = max((call.holes.at(size) for call, size in sizes), default=0)
+        return self._holes[micro_batch]
 
     def _levels_of(self, candidate: Candidate) -> _Levels:
         slot_numel = candidate.slot_numel or self._space.slot_numel
@@ -256,10 +259,12 @@ def _swapped(levels: _Levels, candidate: Candidate) -> list[_Rise]:
         leaving, back = NUM_MOMENTS * gone_by + IN - 1, NUM_MOMENTS * opens + BETWEEN
         if forward in held:
             rise, is_away = held[forward], leaving < back - 1
-            found += [replace(rise, last=leaving, last_bytes=0), replace(rise, first=back)] if is_away else [rise]
+            left = _Rise(rise.first, leaving, rise.num_bytes)
+            found += [left, _Rise(back, *rise[1:])] if is_away else [rise]
         if forward in inputs:
             away = inputs[forward].away
-            found += [replace(away, last=min(leaving, away.last)), replace(away, first=max(back, away.first))]
+            found.append(_Rise(away.first, min(leaving, away.last), away.num_bytes, away.last_bytes))
+            found.append(_Rise(max(back, away.first), *away[1:]))
     return found
 
 
@@ -281,9 +286,9 @@ def _more_inside(before: dict[str, Action], tick: Action) -> int:
 def _added(levels: list[int], rises: Iterable[_Rise]) -> list[int]:
     slopes = [0] * (len(levels) + 1)
     found = list(levels)
-    for rise in rises:
-        if rise.first <= rise.last:
-            slopes[rise.first] += rise.num_bytes
-            slopes[rise.last + 1] -= rise.num_bytes
-            found[rise.last] += rise.last_bytes
+    for first, last, num_bytes, last_bytes in rises:
+        if first <= last:
+            slopes[first] += num_bytes
+            slopes[last + 1] -= num_bytes
+            found[last] += last_bytes
     return list(map(add, found, accumulate(slopes)))
