@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import random
 from pathlib import Path
@@ -69,7 +70,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Torch, transformers and the tests themselves are half a million objects, which no test makes garbage of: whoever
     collects garbage looks through them no more."""
+    importlib.import_module("torch._dynamo")  # the first optimizer would, after this
     gc.freeze()
+
+
+MANY = 50_000  # objects that have come to stay; tests that collect garbage do so several times each
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_again() -> None:
+    """What was imported since, or remembered, stays too."""
+    if len(gc.get_objects(generation=2)) > MANY:
+        gc.collect()
+        gc.freeze()
 
 
 def _skip_gpu_tests(items: list[pytest.Item]) -> None:

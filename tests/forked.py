@@ -15,7 +15,13 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 
 _FORK = """
-import json, os, sys
+import gc, json, os, sys
+import torch, torch._dynamo  # by the first optimizer else, in every child, for a second
+import hightide
+_model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+hightide.plan(_model, torch.optim.AdamW(_model.parameters()), torch.ones(2, 4))  # all else that is loaded lazily
+del _model
+gc.freeze()  # else each child looks through all of it, when it ends at the latest, and so copies it
 _folder, _cases = sys.argv[1], json.loads(sys.argv[2])
 for _number, _arguments in enumerate(_cases):
     _child = os.fork()

@@ -10,6 +10,7 @@ gc.disable()  # importing torch makes very many objects, and looking through the
 
 from hightide.cli.main import app  # noqa: E402
 
+gc.freeze()  # they stay to the end: nobody looks through them then either
 gc.enable()
 
 

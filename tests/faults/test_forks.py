@@ -18,6 +18,7 @@ SCRIPT = """
     from hightide.runtime.surgery import run_of
     from hightide.planner.solution import Solution
 
+    gc.freeze()  # children do not look through what was imported
     torch.set_num_threads(1)
     subject = interrupts.Subject("deferred")
     subject.check()
@@ -87,7 +88,10 @@ SCRIPT = """
 """
 
 WORKERS = """
+    import gc
     import torch, hightide, interrupts
+
+    gc.freeze()  # workers do not look through what was imported
 
     class Holding(torch.utils.data.Dataset):
         def __init__(self, model, uses):

@@ -368,9 +368,9 @@ def names_of(plan: hightide.Plan) -> list[str]:
     ("blocks", "some", "count"),
     [
         ("model.layers.*", "model.layers.1", 6),
-        (["model.layers.?", "model.norm"], "model.layers.1", 6),
+        pytest.param(["model.layers.?", "model.norm"], "model.layers.1", 6, marks=pytest.mark.long),
         (LlamaDecoderLayer, "model.layers.1", 6),
-        ([LlamaAttention, LlamaMLP], "model.layers.1.mlp", 15),
+        pytest.param([LlamaAttention, LlamaMLP], "model.layers.1.mlp", 15, marks=pytest.mark.long),
         (["*.mlp", LlamaAttention], "model.layers.2.self_attn", 15),
     ],
 )

@@ -217,7 +217,13 @@ def no_warnings_of_ours() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", NESTED)
+# T5 is in test_covering.py; LLaVA's tower is called as PaliGemma's, and one encoder with a decoder as the other.
+ALIKE = ("t5", "llava", "encoder_decoder")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in NESTED]
+)
 def test_nested_models_are_split_and_equal_plain_under_a_tight_limit(name: str) -> None:
     with no_warnings_of_ours():
         _, wrapped = compare(partial(build, name), partial(batches, name), wrap={"micro_batch": 3}, clip="torch")

@@ -107,9 +107,24 @@ def assert_same_bits(ours: tuple[list[float], dict[str, Tensor]], other: tuple[l
     assert all(torch.equal(ours[1][key], value) for key, value in other[1].items())
 
 
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+COVERING = [  # every model and number of passes, each timing with each kind of weights and with a middle pass
+    ("llama", 3, "in_backward"),
+    ("llama_tied", 2, "deferred"),
+    ("llama_tied", 3, "deferred"),
+    ("llama_tied", 4, "in_backward"),
+    ("plain", 4, "deferred"),
+]
+MORE = [
+    ("llama", 3, "deferred"),
+    ("llama_tied", 2, "in_backward"),
+    ("llama_tied", 3, "in_backward"),
+    ("llama_tied", 4, "deferred"),
+    ("plain", 4, "in_backward"),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "number"), [("llama", 3), ("llama_tied", 2), ("llama_tied", 3), ("llama_tied", 4), ("plain", 4)]
+    ("name", "number", "update"), [*COVERING, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)]
 )
 def test_every_plan_equals_plain_pytorch_and_gives_the_same_bits(name: str, number: int, update: str) -> None:
     clip = 0.3 if update == "deferred" else 0.0

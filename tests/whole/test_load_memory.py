@@ -57,7 +57,7 @@ hightide.unwrap(wrapped(32, 2, hightide.Limits(gpu="32MiB", host="32MiB")))  # a
 freed = torch.ones(30 * 2**18)  # teaches the C library to keep tensors of up to 30 MiB on its heap
 del freed
 bare_bytes = rss_bytes("VmRSS:")
-run = run_of(wrapped(1024, 9, hightide.Limits(gpu="160MiB", host="2GiB")))
+run = run_of(wrapped(512, 36, hightide.Limits(gpu="160MiB", host="2GiB")))
 print(json.dumps({
     "above_bare_bytes": rss_bytes("VmHWM:") - bare_bytes,
     "model_bytes": sum(spec.param_bytes for spec in run.chunks.specs),

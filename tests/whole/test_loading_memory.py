@@ -90,7 +90,7 @@ def written_bytes(model):
 report = {}
 small = config(64, 2)
 write(small, folder / "small")
-write(config(1024, 4), folder / "large")
+write(config(512, 16), folder / "large")
 model = wrap(hightide.from_pretrained(folder / "small"))[0]  # all that is loaded lazily
 model(**batch).loss.backward()
 model.save_pretrained(folder / "small-saved")
@@ -112,12 +112,12 @@ report["load_bf16_written"] = written_bytes(model)
 del model, optimizer
 gc.collect()
 
-(model, optimizer), report["initialise"] = measure(lambda: wrap(on_meta(config(1024, 4)), plan=plan))
+(model, optimizer), report["initialise"] = measure(lambda: wrap(on_meta(config(512, 16)), plan=plan))
 report["initialise_written"] = written_bytes(model)
 del model, optimizer
 gc.collect()
 
-plain = transformers.LlamaForCausalLM(config(1024, 4))
+plain = transformers.LlamaForCausalLM(config(512, 16))
 optimizer = torch.optim.AdamW(plain.parameters())
 for param in plain.parameters():
     param.grad = torch.zeros_like(param)

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,14 @@ from hightide.ir.plan import Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.search.calls import search_calls
+from hightide.planner.search.search import search
 from hightide.process import files
 from hightide.report.outlook import PlanReport
 
 WHOLE = ("tiny", "--sequences", 4, "--length", 32)
 TINY = (*WHOLE, "--calls", 1)
+SEARCHED_ONCE = {"search": cache(search), "search_calls": cache(search_calls)}  # the same problem has the same answer
 
 SOURCE = """
 import torch
@@ -77,6 +81,8 @@ def _here(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(machine_module, "known_machine", lambda device: Known(machine))
     monkeypatch.setattr(plan_module, "ANSWER_S", 0.0)
     monkeypatch.setattr(plan_module, "HELP_S", 0.0)
+    for name, once in SEARCHED_ONCE.items():
+        monkeypatch.setattr(plan_module, name, once)
 
 
 def plan(*arguments: object, exit_code: int = 0) -> Result:
@@ -168,8 +174,8 @@ def test_the_number_of_calls_is_searched_or_pinned() -> None:
     assert "loop: 2 calls of 2 samples, then step()" in pinned and "4 x 32 tokens per step" in pinned
     assert "cannot be cut into 3 equal calls" in plan(*WHOLE, "--calls", 3, exit_code=2).stderr
     assert "not planned yet" in plan(*WHOLE, "--calls", 2, "--disk", "/tmp:1GiB", exit_code=2).stderr
-    many = report("llama-3.2-1b", "--sequences", 64, "--length", 1024, "--gpu", "40GiB", "--machine", "h200").outlook
-    assert many is not None and many.calls * many.samples_per_call == 64 and many.calls > 1
+    many = report("llama-3.2-1b", "--sequences", 8, "--length", 8192, "--gpu", "40GiB", "--machine", "h200").outlook
+    assert many is not None and many.calls * many.samples_per_call == 8 and many.calls > 1
 
 
 def test_of_a_real_gpu_the_peak_is_what_torch_reserves(tmp_path: Path) -> None:

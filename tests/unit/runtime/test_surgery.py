@@ -8,6 +8,7 @@ import io
 import pickle
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import hightide
 import models
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
+from hightide.runtime.blocks import compiled
 from hightide.runtime.chunks.absent import Disabled
 from hightide.runtime.surgery import Wrapped, run_of
 from unit.runtime.steps import Twins, assert_equal_weights, train_step, twins
@@ -53,8 +55,10 @@ def test_classes_keep_their_names_and_relations(pair: Twins) -> None:
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_a_model_that_is_dropped_is_gone(compile: bool) -> None:
-    """torch.compile keeps the classes that it has met."""
+def test_a_model_that_is_dropped_is_gone(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile keeps the classes that it has met, whatever compiles behind its tracing."""
+    traced = partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(compiled.torch, "compile", traced)
     model, batch = models.hand_written(num_layers=3)
     optimizer = torch.optim.AdamW(model.parameters())
     plan = hightide.plan(model, optimizer, batch, limits=hightide.Limits(gpu="200KiB", host="1MiB"), micro_batch=2)

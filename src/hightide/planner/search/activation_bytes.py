@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import add
+from typing import NamedTuple
 
 from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
 from hightide.ir.activation import Activation
@@ -34,8 +35,7 @@ IN, AFTER, BETWEEN = range(3)
 NUM_MOMENTS = 3
 
 
-@dataclass(frozen=True)
-class _Rise:
+class _Rise(NamedTuple):
     """So many bytes more from one moment through another, and so many more in the last one."""
 
     first: int
@@ -73,6 +73,7 @@ class ActivationBytes:
         self._space = space
         self._levels: dict[tuple[int, Tier, int, int | None, frozenset[int]], _Levels] = {}
         self._logits: dict[int, list[_Rise]] = {}
+        self._holes: dict[tuple[int, frozenset[int]], int] = {}  # by micro-batch, and what is looked up on the host
 
     def gpu_bytes(self, candidate: Candidate) -> int:
         """At most at once, beside what is always there."""
@@ -109,11 +110,14 @@ class ActivationBytes:
         return max(left, default=0) + self._holes_inside(candidate)
 
     def _holes_inside(self, candidate: Candidate) -> int:
-        profile = self._space.profile
-        inside = [call for call in profile.calls if call.needs_backward and not profile.blocks[call.block].lazy_head]
-        inside = [call for call in inside if call.block not in candidate.looked_up]
-        sizes = ((call, candidate.micro_batch if call.splittable else profile.num_samples) for call in inside)
-        return max((call.holes.at(size) for call, size in sizes), default=0)
+        key = candidate.micro_batch, candidate.looked_up
+        if key not in self._holes:
+            micro_batch, profile = candidate.micro_batch, self._space.profile
+            calls = [call for call in profile.calls if call.needs_backward and call.block not in candidate.looked_up]
+            calls = [call for call in calls if not profile.blocks[call.block].lazy_head]
+            sizes = ((call, micro_batch if call.splittable else profile.num_samples) for call in calls)
+            self._holes[key] = max((call.holes.at(size) for call, size in sizes), default=0)
+        return self._holes[key]
 
     def _levels_of(self, candidate: Candidate) -> _Levels:
         slot_numel = candidate.slot_numel or self._space.slot_numel
@@ -261,10 +265,12 @@ def _swapped(levels: _Levels, candidate: Candidate) -> list[_Rise]:
         leaving, back = NUM_MOMENTS * gone_by + IN - 1, NUM_MOMENTS * opens + BETWEEN
         if forward in held:
             rise, is_away = held[forward], leaving < back - 1
-            found += [replace(rise, last=leaving, last_bytes=0), replace(rise, first=back)] if is_away else [rise]
+            left = _Rise(rise.first, leaving, rise.num_bytes)
+            found += [left, _Rise(back, *rise[1:])] if is_away else [rise]
         if forward in inputs:
             away = inputs[forward].away
-            found += [replace(away, last=min(leaving, away.last)), replace(away, first=max(back, away.first))]
+            found.append(_Rise(away.first, min(leaving, away.last), away.num_bytes, away.last_bytes))
+            found.append(_Rise(max(back, away.first), *away[1:]))
     return found
 
 
@@ -286,9 +292,9 @@ def _more_inside(before: dict[str, Action], tick: Action) -> int:
 def _added(levels: list[int], rises: Iterable[_Rise]) -> list[int]:
     slopes = [0] * (len(levels) + 1)
     found = list(levels)
-    for rise in rises:
-        if rise.first <= rise.last:
-            slopes[rise.first] += rise.num_bytes
-            slopes[rise.last + 1] -= rise.num_bytes
-            found[rise.last] += rise.last_bytes
+    for first, last, num_bytes, last_bytes in rises:
+        if first <= last:
+            slopes[first] += num_bytes
+            slopes[last + 1] -= num_bytes
+            found[last] += last_bytes
     return list(map(add, found, accumulate(slopes)))

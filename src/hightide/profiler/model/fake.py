@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hightide.profiler.model.attention import DeviceKernels
+from hightide.profiler.model.known_results import result_of
 from hightide.profiler.model.recurrent import WORKSPACE, onednn_workspace_bytes
 from hightide.profiler.trial.state import Snapshot
 from hightide.stores.meter import device_asked
@@ -33,6 +34,7 @@ class Originals:
         self._attributes = attributes
         self._buffers: dict[int, torch.Tensor] = {}
         self._configs: list[Any] = []  # whose experts are computed in groups meanwhile
+        self._modes: Sequence[AbstractContextManager[Any]] = ()  # that run operations without values; entered in turn
 
     def add(self, fake: torch.Tensor, original: torch.Tensor) -> None:
         self._buffers[id(fake)] = original
@@ -47,11 +49,16 @@ class Originals:
 
     @contextmanager
     def as_trained(self) -> Iterator[None]:
-        """With values there is no need for another way to compute experts."""
+        """With values there is no need for another way to compute experts, nor for modes that every operation passes.
+        To be called where no mode was entered after them."""
         _set_experts(self._configs, "eager")
+        for mode in reversed(self._modes):
+            mode.__exit__(None, None, None)
         try:
             yield
         finally:
+            for mode in self._modes:
+                mode.__enter__()
             _set_experts(self._configs, "grouped_mm")
 
 
@@ -81,6 +88,7 @@ def fake_parameters(model: nn.Module, runs_on: torch.device = CPU) -> Iterator[O
             refer_to(module, fakes)
         operations = _Operations()
         kernels = DeviceKernels(runs_on, operations.unreal)
+        originals._modes = (operations, kernels)
         with _quiet_log(), operations, kernels, _experts_in_groups(model) as originals._configs:
             yield originals
     finally:
@@ -182,7 +190,7 @@ class _Operations(TorchDispatchMode):
             mode = next((arg.fake_mode for arg in args if isinstance(arg, FakeTensor)), self._makes)
             if mode is None or any(kind is not FakeTensor for kind in types):
                 return func(*args, **(kwargs or {}))
-            return mode.__torch_dispatch__(func, types, args, kwargs or {})
+            return result_of(mode, func, types, args, kwargs or {})
         first, second = args[0], args[1]
         groups = args[2] if len(args) > 2 else (kwargs or {}).get("offs")
         return first.new_empty(_grouped_shape(first, second, groups))

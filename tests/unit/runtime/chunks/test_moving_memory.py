@@ -67,7 +67,7 @@ hightide.unwrap(model)
 del model, optimizer
 bare_bytes = rss_bytes("VmRSS:")
 
-model, optimizer, batch = wrapped(768, 6, before, dtype)
+model, optimizer, batch = wrapped(384, 24, before, dtype)
 run = run_of(model)
 step(model, optimizer, batch)
 if has_gradients:
