@@ -399,6 +399,24 @@ def test_a_model_that_is_no_language_model_needs_a_function(tmp_path: Path) -> N
     assert "does not run without values" in said and "FILE.py:FUNCTION" in said
 
 
+def test_a_model_that_asks_for_values_gets_no_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "asks.py"
+    path.write_text(
+        "import torch\n"
+        "class Asks(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        y = super().forward(x)\n"
+        "        return y.sin() if y.detach().sum().item() > 0 else y\n"
+        "def make():\n"
+        "    return torch.nn.Sequential(Asks(8, 8), Asks(8, 8)), torch.zeros(4, 8)\n"
+    )
+    result = plan(f"{path}:make", exit_code=2)
+    said = " ".join(result.stderr.split())
+    assert "does not run without values: DataDependentOutputException" in said and not result.stdout
+    assert "hightide.plan measure it in one pass on values" in said
+    assert "batch of its own" not in said, "it has one"
+
+
 def test_an_encoder_with_a_decoder_needs_its_first_token(tmp_path: Path) -> None:
     size = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4, "vocab_size": 96}
     config = T5Config(**size)
