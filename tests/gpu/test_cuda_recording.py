@@ -37,7 +37,8 @@ def test_recorded_times_follow_the_schedule(update: str) -> None:
     assert {tick.id for tick in schedule.ticks} <= bars.keys()
     for action in schedule.actions:
         for name in action.after:
-            if action.id in bars and name in bars and schedule.by_id[name].op is not Op.EVICT:
+            # What is dropped takes no time; an update follows the call of step(), not what the GPU has queued there.
+            if action.id in bars and name in bars and schedule.by_id[name].op not in (Op.EVICT, Op.STEP):
                 assert bars[name].end_s <= bars[action.id].start_s + CLOCK_S, f"{name} after {action.id}"
     for lane in (Lane.COMPUTE, Lane.H2D, Lane.D2H):
         row = [bar for bar in timeline.bars if bar.lane is lane and not bar.earlier]
@@ -65,6 +66,7 @@ def test_recording_does_not_wait_for_the_gpu(monkeypatch: pytest.MonkeyPatch) ->
     hightide.unwrap(model)
 
 
+@pytest.mark.alone  # a GPU that others share runs the block late
 def test_the_first_block_does_not_wait_for_the_parameters_of_others() -> None:
     """Each step begins with 16 fetches of 32 MiB, one after the other; the batch comes from host memory too."""
     torch.manual_seed(0)
