@@ -150,7 +150,8 @@ def fused_cross_entropy(
     """`F.cross_entropy` of the logits of `rows`, with the gradient for rows and head, one tile at a time."""
     projection.check_version()
     anchor = projection.head.anchor
-    loss: Tensor = _FusedCrossEntropy.apply(rows, anchor, target, weight, projection, options)
+    has_graph = torch.is_grad_enabled()  # inside of a function nobody can tell
+    loss: Tensor = _FusedCrossEntropy.apply(rows, anchor, target, weight, projection, options, has_graph)
     return loss
 
 
@@ -166,9 +167,10 @@ class _FusedCrossEntropy(torch.autograd.Function):
         weight: Tensor | None,
         projection: Projection,
         options: CrossEntropy,
+        has_graph: bool,
     ) -> Tensor:
         head = projection.head
-        backwards = head.plain_linear is not None and any(ctx.needs_input_grad)
+        backwards = head.plain_linear is not None and has_graph and any(ctx.needs_input_grad)
         num_kept = head.claim_kept_tokens() if backwards else 0
         normaliser = options.normaliser(target, weight) if options.reduction == "mean" else None
         may_be_early = backwards and options.reduction != "none" and head.claim_forward()
@@ -184,7 +186,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
                     passes = _Passes.over(logits, projection)
                     labels = Labels.of(target, weight, options, head.num_classes, passes.dtype)
                     numbers = RowNumbers.empty(len(rows), passes.dtype, passes.device, options.label_smoothing)
-                    if may_be_early and logits.dtype is not torch.float16:
+                    if may_be_early and not passes.is_half:
                         rows_grad = _empty_like(rows) if ctx.needs_input_grad[0] else None
                         module = cast(nn.Linear, head.plain_linear)
                         early = _InForward.of(module, rows_grad, labels, numbers, normaliser, logits.dtype)
@@ -222,10 +224,10 @@ class _FusedCrossEntropy(torch.autograd.Function):
         needs_rows, needs_anchor = ctx.needs_input_grad[:2]
         accumulate = needs_anchor and projection.head.will_accumulate()
         if not (needs_rows or accumulate):
-            return None, None, None, None, None, None
+            return None, None, None, None, None, None, None
         if early is not None:
             with projection.head.backward_hold(accumulate):
-                return early.finish(grad_output, accumulate), None, None, None, None, None
+                return early.finish(grad_output, accumulate), None, None, None, None, None, None
         rows_grad = _empty_like(rows) if needs_rows else None
         with projection.head.backward_hold(accumulate), projection.autocast.restored():
             if total is not None:
@@ -235,7 +237,9 @@ class _FusedCrossEntropy(torch.autograd.Function):
                 walk = _Backward(projection, labels.index, gradients, accumulate)
                 del labels, row_grads
                 walk.run(rows, rows_grad, kept)
-        return rows_grad, None, None, None, None, None
+            elif accumulate:
+                _add_nothing(projection.head, rows)
+        return rows_grad, None, None, None, None, None, None
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
@@ -338,6 +342,13 @@ class _Backward:
         return passes
 
 
+def _add_nothing(head: Head, rows: Tensor) -> None:
+    """Of a loss over no rows the weights' gradient is zero, which is not the same as none."""
+    with torch.enable_grad():
+        logits = head.project(rows.detach())
+    torch.autograd.backward(logits, torch.zeros_like(logits))
+
+
 @contextmanager
 def _saved_storages() -> Iterator[set[int]]:
     """The storages that autograd saves meanwhile: what must not be overwritten."""
@@ -359,13 +370,16 @@ class _Passes:
     dtype: torch.dtype  # of all sums
     device: torch.device
     scratch: Scratch  # its length is the number of rows that are gone through at once
+    is_half: bool  # logits, or what the model made of them, are fp16: gradients need the scale that a loss is given
 
     @classmethod
     def over(cls, logits: Tensor, projection: Projection) -> _Passes:
         recorded = tuple(operation for operation in projection.operations if operation.elementwise)
         result, exact, widest = logits.detach()[:0], True, 0
+        is_half = logits.dtype is torch.float16
         for operation in recorded:
             before, result = result, operation(result)
+            is_half = is_half or result.dtype is torch.float16
             exact = exact and operation.is_exact_cast(before, result)
             widest = max(widest, result.element_size())
         dtype = torch.promote_types(result.dtype, torch.float32)
@@ -375,7 +389,7 @@ class _Passes:
         row_bytes = max(widest, dtype.itemsize) * logits.shape[1] * copies
         num_rows = min(len(logits), max(1, projection.head.scratch_bytes // row_bytes))
         scratch = Scratch(num_rows, logits.shape[1], dtype, result.device)
-        return cls(operations, dtype, result.device, scratch)
+        return cls(operations, dtype, result.device, scratch, is_half)
 
     def measure(self, logits: Tensor, index: Tensor, class_weight: Tensor | None, numbers: RowNumbers) -> None:
         if not self.operations:

@@ -132,7 +132,7 @@ def test_gradients_of_rows_alone_leave_those_of_weights() -> None:
     assert pair.linear.weight.grad is None and pair.head.holds[-1] == "backward accumulate=False"
 
 
-@pytest.mark.parametrize("kind", ["a loss per row", "fp16", "a second loss"])
+@pytest.mark.parametrize("kind", ["a loss per row", "fp16", "logits made fp16", "a second loss"])
 def test_what_cannot_be_done_so_is_done_in_backward(kind: str) -> None:
     if kind == "a loss per row":
         pair = early()
@@ -140,14 +140,40 @@ def test_what_cannot_be_done_so_is_done_in_backward(kind: str) -> None:
     elif kind == "fp16":
         pair = early(dtype=torch.float16)
         both(pair, 1024.0)
+    elif kind == "logits made fp16":
+        pair = early()
+        for logits in pair.logits():
+            rows, labels = shifted(logits.half().float(), pair.labels)
+            (F.cross_entropy(rows, labels) * 1024).backward()
     else:
         pair = early()
         for logits in pair.logits():
             rows, labels = shifted(logits, pair.labels)
             (F.cross_entropy(rows, labels) + F.cross_entropy(rows, labels.flip(0))).backward()
-    pair.assert_same_gradients(2e-3 if kind == "fp16" else 1e-6)
+    pair.assert_same_gradients(2e-3 if "fp16" in kind else 1e-6)
     expected = 3 if kind == "a second loss" else 2
     assert len(pair.head.projected_dtypes) == expected * NUM_TILES
+
+
+def test_a_loss_that_needs_no_gradient_makes_none_and_takes_nothing_from_the_next() -> None:
+    pair = early()
+    _, lazy = pair.logits()
+    F.cross_entropy(*shifted(lazy.detach(), pair.labels))
+    with torch.no_grad():
+        F.cross_entropy(*shifted(lazy, pair.labels))
+    assert pair.head.in_forward and len(pair.head.projected_dtypes) == 2 * NUM_TILES
+    F.cross_entropy(*shifted(lazy, pair.labels)).backward()
+    assert not pair.head.in_forward and len(pair.head.projected_dtypes) == 3 * NUM_TILES
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_loss_over_no_rows_gives_weights_a_gradient_of_zero(plain: bool) -> None:
+    pair = early(plain=plain)
+    for logits in pair.logits():
+        F.cross_entropy(logits[pair.labels > VOCABULARY], pair.labels[:0, 0], reduction="sum").backward()
+    for param, expected in zip(pair.linear.parameters(), pair.plain_linear.parameters(), strict=True):
+        assert param.grad is not None and expected.grad is not None
+        assert not param.grad.any() and not expected.grad.any()
 
 
 def test_all_labels_ignored() -> None:
