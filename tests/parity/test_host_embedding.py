@@ -461,6 +461,55 @@ def test_generation_and_evaluation_look_up_what_was_trained() -> None:
     assert_close_weights(dict(plain.state_dict()), dict(model.state_dict()))
 
 
+def test_evaluation_follows_weights_that_are_exchanged() -> None:
+    """As in plain PyTorch: functional_call, and averaged weights that are put in their place."""
+    plain, other = Words(), torch.randn(VOCABULARY, WIDTH)
+    model, _, _ = wrapped(copy.deepcopy(plain))
+    for one in (plain, model):
+        one.eval()
+    with torch.no_grad():
+        losses = [
+            torch.func.functional_call(one, {"embed.weight": other}, kwargs=batch_of(1))["loss"].item()
+            for one in (plain, model)
+        ]
+        own = [one(**batch_of(1))["loss"].item() for one in (plain, model)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) and own[0] == pytest.approx(own[1], rel=1e-6)
+    assert abs(own[0] - losses[0]) > 1e-3
+    hightide.unwrap(model)
+
+
+class Changing(Words):
+    """Changes what was looked up in place."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        rows = super().rows(ids)
+        rows.mul_(1.5)
+        rows[:, 0] = 0.25
+        return F.relu(rows, inplace=True)
+
+
+def test_what_was_looked_up_may_be_changed_in_place() -> None:
+    plain = Changing()
+    model, optimizer, _ = wrapped(copy.deepcopy(plain))
+    found, expected = train(model, optimizer, 4), train(plain, optimizer_of(plain.parameters()), 4)
+    assert_equal(found, expected)
+    hightide.unwrap(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_is_no_business_of_sums(dtype: torch.dtype) -> None:
+    plain = Words()
+    model, optimizer, _ = wrapped(copy.deepcopy(plain))
+    expected = train(plain, optimizer_of(plain.parameters()), 3, clip=True)
+    torch.set_default_dtype(dtype)
+    try:
+        found = train(model, optimizer, 3, clip=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_equal(found, expected)
+    hightide.unwrap(model)
+
+
 def test_a_second_backward_is_refused() -> None:
     model, _, _ = wrapped(Words())
     total = model.embed(batch_of(0)["ids"]).sum()  # type: ignore[operator]

@@ -12,6 +12,7 @@ A math kernel makes its causal mask by an operation without arguments, which wou
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -35,7 +36,15 @@ ROWS = 128  # of queries: the kernels' statistics are for so many at a time
 ASKED = torch.device("cuda")
 SHORT = 64  # tokens with which torch is asked: their number does not matter
 
-_entered: list[bool] = []  # modes that are active, outermost first, and whether they stand for a GPU
+
+class _Entered(threading.local):
+    """Modes that are active in this thread, outermost first: whether they stand for a GPU."""
+
+    def __init__(self) -> None:
+        self.on_gpu: list[bool] = []
+
+
+_entered = _Entered()
 
 Unreal = Callable[[FakeTensorMode], AbstractContextManager[None]]  # what operations make out of nothing has no values
 
@@ -72,12 +81,12 @@ class DeviceKernels(TorchFunctionMode):
         self._on_gpu, self._unreal = device.type == "cuda", unreal
 
     def __enter__(self) -> DeviceKernels:
-        _entered.append(self._on_gpu)
+        _entered.on_gpu.append(self._on_gpu)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _entered.pop()
+        _entered.on_gpu.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -197,7 +206,7 @@ def workspace_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     gradients of keys and values that several heads share, head by head. The backward of a softmax multiplies result and
     gradient there first."""
     if func is aten._softmax_backward_data.default:
-        return int(args[0].numel() * args[0].element_size()) if _entered and _entered[-1] else 0
+        return int(args[0].numel() * args[0].element_size()) if _entered.on_gpu and _entered.on_gpu[-1] else 0
     if func is aten._scaled_dot_product_flash_attention_backward.default:
         query, key, value = args[1:4]
         sums = _rows(query) * query.shape[-1]

@@ -65,13 +65,13 @@ class CpuCopies:
         """`moved`: on the GPU, in memory of its own. Only ids are asked for. Of inference tensors nobody knows who
         writes to them."""
         if moved.numel() and not moved.is_inference() and not moved.is_floating_point():
-            if moved.stride() != value.stride():  # a part of a larger one
-                value = torch.empty_strided(moved.size(), moved.stride(), dtype=moved.dtype).copy_(value)
+            # A copy: the user's own tensor may be filled anew before the last embedding is called.
+            value = torch.empty_strided(moved.size(), moved.stride(), dtype=moved.dtype).copy_(value)
             self._known[moved.untyped_storage().data_ptr()] = moved, moved._version, value
 
     def find(self, tensor: Tensor) -> Tensor | None:
-        """The values of a tensor of the batch, or of a view of one, unless somebody has written to it. It may be
-        the user's own memory."""
+        """The values of a tensor of the batch, or of a view of one, unless somebody has written to it (not by `.data`,
+        of which torch does not know)."""
         moved, version, value = self._known.get(tensor.untyped_storage().data_ptr(), (None, 0, tensor))
         if moved is None or moved._version != version or moved.dtype != tensor.dtype:
             return None

@@ -40,6 +40,9 @@ class HostEmbedding(BlockRunner):
         self._has_warned = False
 
     def _without_grad(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        unchanged = self.run.unchanged.get(self.index)
+        if unchanged is not None and unchanged.is_exchanged:  # functional_call, averaged weights: those of the moment
+            return self.original(module, *args, **kwargs)
         return LookUp(self, module, *args, **kwargs).forward()
 
     def with_grad(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,10 +79,11 @@ class LookUp:
         with run.tick(Op.FORWARD, self.runner.index) as tick:
             self._call = tick.call
             with torch.inference_mode(False):  # a lane writes to it
-                rows = torch.empty((len(self._ids), weight.shape[1]), dtype=weight.dtype, device=run.gpu.device)
+                # No view is returned: of the result of a function autograd lets nobody change one in place.
+                found = torch.empty((*self._shape, weight.shape[1]), dtype=weight.dtype, device=run.gpu.device)
                 with run.gpu.unmetered():
-                    run.executor.look_up(tick, chunk, self._ids, rows)
-                return rows.view(*self._shape, weight.shape[1])
+                    run.executor.look_up(tick, chunk, self._ids, found.view(len(self._ids), weight.shape[1]))
+                return found
 
     def backward(self, gradients: Tensor | None) -> None:
         if self._spent:

@@ -127,7 +127,7 @@ def _num_rows(home: Tensor) -> int:
 
 def _add(home: Tensor, new: NewRows, ids: Tensor, places: Tensor, which: Tensor) -> float:
     """The square of the new rows' norm."""
-    summed = torch.zeros((len(ids), home.shape[1]))
+    summed = torch.zeros((len(ids), home.shape[1]), dtype=torch.float32)  # whatever the user's default is
     num_rows = _num_rows(home)
     for some, owners in zip(places.split(num_rows), which.split(num_rows), strict=True):
         summed.index_add_(0, owners, new.rows.index_select(0, some).float())

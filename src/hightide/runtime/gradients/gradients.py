@@ -357,7 +357,7 @@ class Gradients:
         gradient, device = self.place_of(key), self._chunks.gpu.device
         if norm.value is None or (device.type == "cpu" and gradient.dtype == GRAD_DTYPE and not self._rounds(chunk)):
             norm.value = float(torch.linalg.vector_norm(gradient.view, dtype=GRAD_DTYPE))
-        found = self._norms[key] = torch.full((), norm.value, device=device)
+        found = self._norms[key] = torch.full((), norm.value, dtype=GRAD_DTYPE, device=device)
         return found
 
     def _rounds(self, chunk: int) -> bool:

@@ -45,6 +45,10 @@ class Unchanged:
             if param is not None
         ]
 
+    @property
+    def is_exchanged(self) -> bool:
+        return any(place.slots.get(place.name) is not place.param for place in self._places)
+
     def check(self) -> None:
         with Disabled():  # parameters may be absent
             for slots, name, param, key, trainable in self._places:

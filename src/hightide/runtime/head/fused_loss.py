@@ -71,7 +71,7 @@ class Head(Protocol):
         """Size of the last dimension of the logits."""
 
     @property
-    def version(self) -> int:
+    def version(self) -> object:
         """Changes whenever the weights do: logits are computed late, and must be those of the weights at call time."""
 
     @property
@@ -128,13 +128,13 @@ class Projection:
     head: Head
     autocast: Autocast
     operations: tuple[Recorded, ...]
-    version: int  # the head's, when it was called
+    version: object  # the head's, when it was called
 
     def check_version(self) -> None:
         if self.head.version != self.version:
             raise Refused(
-                "the head's weights were updated after these logits were made, so they can no longer be computed; use "
-                "the logits, or call backward, before optimizer.step()"
+                "the head's weights were updated or written to after these logits were made, so they can no longer be "
+                "computed; use the logits, or call backward, before optimizer.step()"
             )
 
 

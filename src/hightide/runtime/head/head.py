@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hightide.ir.action import Op
 from hightide.planner.loss_tiles import loss_scratch_bytes
 from hightide.runtime.blocks.block_function import BlockRunner
+from hightide.runtime.chunks.absent import Disabled
 
 
 class HeadCall:
@@ -31,11 +32,13 @@ class HeadCall:
         self.anchor = runner.anchor
 
     @property
-    def version(self) -> int:
-        """Logits that are evaluated late must not use newer weights than their call. Another plan counts updates
-        afresh."""
+    def version(self) -> tuple[int, ...]:
+        """Logits that are evaluated late must not use newer weights than their call: updated, or written to by the user
+        where they stay on the GPU. Another plan counts updates afresh."""
         self._runner.check_plan(self._module)
-        return self._runner.version
+        with Disabled():  # parameters may be absent
+            written = [param._version for param in self._module.parameters()]
+        return self._runner.version, *written
 
     def claim_kept_tokens(self) -> int:
         claimed, self._kept_tokens = self._kept_tokens, 0

@@ -133,3 +133,23 @@ def test_kept_tokens_below_zero_are_refused_and_plans_without_them_load(tmp_path
     text = "\n".join(lines)
     path.write_text(text.replace('",\n}', '"\n}'))
     assert Plan.load(path).loss_kept_tokens == 0 and not Plan.load(path).loss_in_forward
+
+
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_weights_that_are_written_to_before_backward_are_refused(in_forward: bool) -> None:
+    """As in plain PyTorch, whose graph has saved them. The head stays on the GPU here, so that one can."""
+    model, batch = language_model(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = hightide.plan(model, optimizer, batch, limits=LIMITS, micro_batch=2)
+    plan = replace(plan, loss_kept_tokens=0, loss_in_forward=in_forward)
+    model, optimizer = hightide.wrap(model, optimizer, batch, plan=plan)
+    for _ in range(2):  # what hightide itself does to them is nothing
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = model(**batch).loss
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    with pytest.raises(hightide.Refused, match="updated or written to after these logits were made"):
+        loss.backward()
+    hightide.unwrap(model)
