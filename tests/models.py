@@ -220,7 +220,7 @@ def bert(tied: bool = True, num_layers: int = 3, dropout: float = 0.0, seed: int
     return transformers.BertForMaskedLM(config).train(), token_batch(**batch)
 
 
-def t5(tied: bool = True, num_layers: int = 3, dropout: float = 0.0, seed: int = 0, **batch: Any) -> Pair:
+def t5(tied: bool = True, num_layers: int = 2, dropout: float = 0.0, seed: int = 0, **batch: Any) -> Pair:
     config = transformers.T5Config(
         vocab_size=VOCABULARY,
         d_model=HIDDEN,

@@ -39,6 +39,7 @@ from hightide.report.outlook import PlanReport
 
 WHOLE = ("tiny", "--sequences", 4, "--length", 32)
 TINY = (*WHOLE, "--calls", 1)
+TIGHT = (*TINY, "--gpu", "1MiB", "--micro-batch", 4)  # one problem for all tests that need no other
 SEARCHED_ONCE = {"search": cache(search), "search_calls": cache(search_calls)}  # the same problem has the same answer
 
 SOURCE = """
@@ -117,7 +118,7 @@ def llama_folder(folder: Path, **settings: object) -> Path:
 
 
 def test_a_preset_in_80_columns() -> None:
-    output = plan(*TINY, "--gpu", "1MiB", "--why", "layers.1").stdout
+    output = plan(*TIGHT, "--why", "layers.1").stdout
     for words in ("fits the limits", "tokens/s", "floor: ", "limit: ", "gpu   peak", "host  peak", "micro-batch"):
         assert words in output
     for words in ("master copies", "gradient sums", "moments", "why model.layers.1", "what would help"):
@@ -129,7 +130,7 @@ def test_a_preset_in_80_columns() -> None:
 
 def test_json_says_the_same_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "ANSWER_S", math.inf)
-    found = report(*TINY, "--gpu", "1MiB", "--why", "embed_tokens")
+    found = report(*TIGHT, "--why", "embed_tokens")
     assert found.fits and found.refusal is None and found.outlook is not None
     outlook, subject = found.outlook, found.subject
     assert (subject.num_samples, subject.tokens_per_sample, subject.gpu_limit_bytes) == (4, 32, 2**20)
@@ -153,7 +154,7 @@ def test_json_says_the_same_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timeout(300)  # four plans and every change that might help
 def test_the_two_most_useful_changes_are_tried_however_late_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = (*TINY, "--gpu", "1MiB", "--micro-batch", 4)
+    options = TIGHT
     late = report(*options).would_help
     assert late is not None and late.num_tried == 2 and late.look_longer == "--look 30"
     assert "--gradients param" in {change.option for change in late.untried}
@@ -170,7 +171,7 @@ def test_the_two_most_useful_changes_are_tried_however_late_it_is(monkeypatch: p
 def test_the_number_of_calls_is_searched_or_pinned() -> None:
     found = report(*WHOLE).outlook
     assert found is not None and (found.calls, found.samples_per_call) == (1, 4)
-    pinned = plan(*WHOLE, "--calls", 2, "--gpu", "1MiB").stdout
+    pinned = plan(*WHOLE, "--calls", 2, "--gpu", "1MiB", "--micro-batch", 2).stdout
     assert "loop: 2 calls of 2 samples, then step()" in pinned and "4 x 32 tokens per step" in pinned
     assert "cannot be cut into 3 equal calls" in plan(*WHOLE, "--calls", 3, exit_code=2).stderr
     assert "not planned yet" in plan(*WHOLE, "--calls", 2, "--disk", "/tmp:1GiB", exit_code=2).stderr
@@ -222,7 +223,7 @@ def test_the_saved_plan_runs_and_the_page_is_of_it(tmp_path: Path) -> None:
 
 def test_a_plan_edited_beyond_its_limit_is_refused_with_moment_tier_and_bytes(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    plan(*TINY, "--gpu", "1MiB", "--save", path)
+    plan(*TIGHT, "--save", path)
     made = Plan.load(path)
     edited = json.loads(path.read_text())
     edited["gpu_limit_bytes"] = made.forecast.gpu_peak_bytes - 1000
