@@ -91,10 +91,10 @@ def test_with_a_disk_a_refusal_names_what_is_enough_and_hardly_more(gpu: float, 
             search(problem.with_limit(tier, int(HARDLY * size)))
 
 
-@pytest.mark.parametrize("update", Update)
-def test_an_embedding_is_looked_up_on_the_host_where_that_is_faster(update: Update) -> None:
-    """Of the 8B in 10 GiB: its table goes over the link, or has no room."""
-    problem = limited(asked("llama-3.1-8b", "rtx-3090", 4), gpu=10, host=200).with_terms(update=update)
+def test_an_embedding_is_looked_up_on_the_host_where_that_is_faster() -> None:
+    """Of the 8B in 10 GiB, updated in backward: its table goes over the link, or has no room. (With deferred updates
+    it makes no difference there.)"""
+    problem = limited(asked("llama-3.1-8b", "rtx-3090", 4), gpu=10, host=200).with_terms(update=Update.IN_BACKWARD)
     found, without = search(problem), search(problem.with_terms(without=frozenset({Mechanism.LOOKUP})))
     assert [block.name for block in found.plan.blocks if block.compute is Tier.HOST] == ["model.embed_tokens"]
     assert not any(block.compute is Tier.HOST for block in without.plan.blocks)

@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,7 +68,10 @@ def test_values_and_their_absence_tell_the_same(name: str) -> None:
     with asking(model, 2 if name == "t5" else 1):  # its first is never called
         found, _ = profiled(model, batch)
     assert found.on_values and not expected.on_values
-    assert found.blocks == expected.blocks
+    # A hook asks here, and a block with hooks is no plain embedding.
+    assert [replace(block, plain_embedding=False) for block in found.blocks] == [
+        replace(block, plain_embedding=False) for block in expected.blocks
+    ]
     assert [call.block for call in found.calls] == [call.block for call in expected.calls]
     for call, other in zip(found.calls, expected.calls, strict=True):
         where = expected.blocks[call.block].name

@@ -43,7 +43,8 @@ def test_it_is_off_while_the_model_is_profiled_and_on_again_after_plan(reentrant
     before = state_of(model)
     assert any(flag for _, flag, _ in before)
     plan = partial(hightide.plan, batch=batch, limits=LIMITS, micro_batch=2)
-    assert plan(model, optimizer_of(model)) == plan(plain, optimizer_of(plain))
+    # Transformers hangs a hook on the embedding, which is then no plain one; nothing is decided by that here.
+    assert plan(model, optimizer_of(model)).decisions == plan(plain, optimizer_of(plain)).decisions
     assert state_of(model) == before and not any(was_on(module) for module in model.modules())
 
 
