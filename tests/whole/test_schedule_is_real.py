@@ -167,7 +167,7 @@ def test_an_edited_dependency_changes_the_moment_of_an_action() -> None:
     pair = wrapped("more slots")
     pair.step()
     whole = schedule(pair)
-    early = next(a for a in whole.lane(Lane.H2D) if a.op is Op.FETCH and a.opens == -1 and a.tick >= 3)
+    early = next(a for a in whole.lane(Lane.H2D) if a.op is Op.FETCH and a.opens == -1 and a.tick >= 2)
     late_opens = early.tick - 1
 
     def started_after_tick() -> bool:
