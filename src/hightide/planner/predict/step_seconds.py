@@ -31,8 +31,8 @@ from hightide.planner.problem import Problem
 from hightide.planner.waiting import micro_batch_of
 
 # Seconds of the thread that runs the model, over what blocks took in a rehearsal: in training it starts copies and
-# updates too, and shares Python's lock with the threads of the lanes. Measured: docs/log.md, 2026-11-15.
-ISSUE_FACTOR = 1.8
+# updates too, and shares Python's lock with the threads of the lanes. Measured: docs/log.md, "Bookkeeping of Python".
+ISSUE_FACTOR = 1.35
 
 # Read and written by the thread that runs the model while it gathers rows of a table on the host (on two cores: 10e9).
 GATHER_BYTES_PER_S = 8e9

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 
 from hightide.ir.tier import Tier
@@ -123,6 +123,23 @@ class Moves:
                 yield replace(lean, whole=front)
                 yield replace(lean, params=front)
                 yield replace(lean, whole=front, params=rest)
+
+    def relieved(self, spare: int, form: Form, host_fits: Callable[[Candidate], bool]) -> Iterator[Candidate]:
+        """Plain starts of which the host cannot hold all: so much is on the GPU that it can, of sums that wait between
+        passes first, then of whole blocks."""
+        for start in self.starts(spare, form):
+            for kind in (Kind.SUMS, Kind.WHOLE):
+                ladder = self._ladder(kind)
+                count = _fewest(partial(self._fits_up_to, start, kind, ladder, host_fits), len(ladder))
+                start = self._with(start, kind, ladder if count is None else ladder[:count])
+                if count is not None:
+                    yield start
+                    break
+
+    def _fits_up_to(
+        self, start: Candidate, kind: Kind, ladder: Sequence[int], fits: Callable[[Candidate], bool], count: int
+    ) -> bool:
+        return fits(self._with(start, kind, ladder[:count]))
 
     def _mixed(self, lean: Candidate) -> Iterator[Candidate]:
         """From the disk: with ever more on the GPU and as much as fits on the host, and the other way round."""

@@ -108,7 +108,8 @@ class _Search:
             plain = [] if needs_disk else [moves.starts(spare, form) for spare in (1, 0)]
             yield from ([starts] for starts in plain)
             on_disk = [moves.starts(spare, form, disk=True) for spare in (1, 0)]
-            yield [*([] if needs_disk else [moves.last_resorts(form)]), on_disk[0]]
+            relieved = [moves.relieved(spare, form, self.trials.host_fits) for spare in (1, 0)]
+            yield [*([] if needs_disk else [*relieved, moves.last_resorts(form)]), on_disk[0]]
             yield [on_disk[1]]
 
     def _fill(self, starts: list[Candidate], found: dict[Candidate, float]) -> None:

@@ -52,6 +52,9 @@ class Trials:
         needs, terms = self.guess(candidate), self.problem.terms
         return needs.gpu_bytes <= terms.gpu_bytes and needs.host_bytes <= terms.host_bytes
 
+    def host_fits(self, candidate: Candidate) -> bool:
+        return self.guess(candidate).host_bytes <= self.problem.terms.host_bytes
+
     def within(self, needs: Needs) -> bool:
         terms = self.problem.terms
         memory = needs.gpu_bytes <= terms.gpu_bytes and needs.host_bytes <= terms.host_bytes
