@@ -113,9 +113,11 @@ class Costs:
     update_bytes_per_s: float  # bytes that an update on the GPU touches, each array once
     glue_s: float = 0.0  # per step: the model's own code between blocks
     peaks: tuple[CallPeaks, ...] = ()  # by kind; none: not measured
+    # How much longer blocks take under a load without a pause, as training is, than in the moments that were timed
+    load_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("memory_bytes_per_s", "update_bytes_per_s"):
+        for name in ("memory_bytes_per_s", "update_bytes_per_s", "load_factor"):
             rate = getattr(self, name)
             if not (rate > 0 and math.isfinite(rate)):
                 raise ValueError(f"{name} of these costs is {rate}; it must be more than 0: rehearse the model again")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +26,7 @@ from hightide.profiler.model.probe import ProbeResult
 from hightide.profiler.model.probe_record import CallRecord
 from hightide.rehearsal.device import memory_rate, update_rate
 from hightide.rehearsal.stage import RehearsedCall, Stage, Tile
-from hightide.rehearsal.stopwatch import Lap, MemoryReading, time_laps
+from hightide.rehearsal.stopwatch import Lap, MemoryReading, load_factor, time_laps
 from hightide.runtime.blocks.compiled import MAX_SHAPES, SELECTIVE_BUDGET
 
 NONE = Curve(())
@@ -75,6 +75,8 @@ def measure_costs(
                 found.append(rehearsal.call(part))
         with doing("timing blocks", "the loss"):
             loss = rehearsal.loss(parts)
+        with doing("timing blocks", "under load"):
+            factor = rehearsal.load_factor(parts, [cost for cost, _ in found])
     name = torch.cuda.get_device_name(device) if cuda else "the simulated accelerator"
     costs = Costs(
         source=f"measured on {name}{', compiled' if compile else ''}",
@@ -85,6 +87,7 @@ def measure_costs(
         update_bytes_per_s=update_rate(optimizer, profile, device),
         glue_s=GLUE_S if cuda else 0.0,
         peaks=tuple(peaks for _, peaks in found),
+        load_factor=factor,
     )
     let_go(device)
     return costs
@@ -247,25 +250,39 @@ class _Rehearsal:
         return found
 
     def _run_size(self, stage: Stage, size: int, found: _Found) -> None:
-        args, kwargs = stage.arguments(size)
-        gradients: list[Tensor] = []
+        call, gradients = stage.arguments(size), list[Tensor]()
+        laps = time_laps(self._pass(stage, call, gradients), self.device)
+        found.forward_s[size] = laps.seconds[0]
+        found.issue_s.append(laps.issue_s)
+        if gradients:
+            found.backward_s[size] = self._without_clear(laps.seconds[1], stage)
+        self._read_memory(stage, size, call, gradients, found)
+
+    def _pass(self, stage: Stage, call: Any, gradients: list[Tensor]) -> Callable[[Lap], None]:
+        """Forward and backward. `gradients` of its results are drawn by the first one."""
 
         def once(lap: Lap) -> None:
-            results = stage.forward(args, kwargs)
+            results = stage.forward(*call)
             if not gradients:
                 gradients.extend(torch.randn_like(result) for result in results)
             lap()
             if results:
                 torch.autograd.backward(results, gradients)
             lap()
-            stage.end_step(args, kwargs)
+            stage.end_step(*call)
 
-        laps = time_laps(once, self.device)
-        found.forward_s[size] = laps.seconds[0]
-        found.issue_s.append(laps.issue_s)
-        if gradients:
-            found.backward_s[size] = self._without_clear(laps.seconds[1], stage)
-        self._read_memory(stage, size, (args, kwargs), gradients, found)
+        return once
+
+    def load_factor(self, parts: Sequence[RehearsedCall], costs: Sequence[CallCost]) -> float:
+        """Of the kind that takes most of a step."""
+        if self.device.type != "cuda":
+            return 1.0
+        calls = Counter(call.kind for call in self.profile.calls)
+        size = self.sizes[-1]
+        part = max(parts, key=lambda part: calls[part.call.kind] * costs[part.call.kind].backward_s.at(size))
+        num_samples = size if part.call.splittable else self.profile.num_samples
+        with self._on_stage(part, num_samples, Activation.RECOMPUTE) as stage:
+            return load_factor(self._pass(stage, stage.arguments(num_samples), []), self.device)
 
     def _read_memory(self, stage: Stage, size: int, call: Any, gradients: list[Tensor], found: _Found) -> None:
         memory = MemoryReading(stage.run)

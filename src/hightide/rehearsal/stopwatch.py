@@ -14,6 +14,8 @@ import torch
 from hightide.runtime.run import Run
 
 AHEAD_CYCLES = 40_000_000  # a GPU sleeps so long, about 20 ms, until the thread that feeds it is ahead of it
+LOAD_S = 1.5  # of load, after which a clock hardly falls any more (docs/log.md)
+MOST_LOAD_FACTOR = 1.15  # more is somebody else's work on the same GPU
 Lap = Callable[[], None]  # ends one part of a pass
 Pass = Callable[[Lap], None]
 
@@ -50,6 +52,17 @@ def time_laps(once: Pass, device: torch.device) -> Laps:
         passes, _ = _batch(once, device, count)
     later = passes[len(passes) // 2 :]
     return Laps(tuple(statistics.median(part) for part in zip(*later, strict=True)), issue_s)
+
+
+def load_factor(once: Pass, device: torch.device) -> float:
+    """How much longer a pass takes after LOAD_S of load without a pause than in what `time_laps` measures: a GPU that
+    draws all the power that it may lowers its clock. 1 where nothing is slower, and on a machine without one."""
+    if device.type != "cuda":
+        return 1.0
+    pass_s = sum(time_laps(once, device).seconds)
+    passes, _ = _batch(once, device, max(8, int(LOAD_S / max(pass_s, 1e-9))))
+    loaded_s = statistics.median(sum(parts) for parts in passes[-len(passes) // 4 :])
+    return min(max(1.0, loaded_s / pass_s), MOST_LOAD_FACTOR)
 
 
 def _batch(once: Pass, device: torch.device, count: int) -> tuple[list[list[float]], float]:

@@ -174,13 +174,13 @@ class _Seconds:
     def _forward(self, call: CallSpec) -> float:
         key = (Op.FORWARD, call.kind, self._activation(call), is_looked_up(self._plan, call))
         if key not in self._known:
-            self._known[key] = self._forward_of(call)
+            self._known[key] = self._costs.load_factor * self._forward_of(call)
         return self._known[key]
 
     def _backward(self, call: CallSpec) -> float:
         key = (Op.BACKWARD, call.kind, self._activation(call), is_looked_up(self._plan, call))
         if key not in self._known:
-            self._known[key] = self._backward_of(call)
+            self._known[key] = self._costs.load_factor * self._backward_of(call)
         return self._known[key]
 
     def _forward_of(self, call: CallSpec) -> float:

@@ -78,6 +78,15 @@ def test_a_kept_block_does_not_recompute() -> None:
     assert found["bwd.1"] == pytest.approx(5.0 * 6 / 4)
 
 
+def test_blocks_take_as_much_longer_as_they_did_under_load_and_nothing_else_does() -> None:
+    profile = stack()
+    plan = plan_with(profile, micro_batch=6, update=Update.IN_BACKWARD)
+    timed, loaded = seconds(profile, plan), seconds(profile, plan, replace(COSTS, load_factor=1.5))
+    blocks = {name for name in timed if name.startswith(("fwd", "bwd"))}
+    assert blocks and all(loaded[name] == pytest.approx(1.5 * timed[name]) for name in blocks)
+    assert all(loaded[name] == timed[name] for name in timed.keys() - blocks)
+
+
 def test_the_loss_goes_by_tiles_and_kept_logits_are_not_projected_again() -> None:
     profile = stack()
     head = len(profile.calls) - 1
