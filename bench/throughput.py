@@ -322,7 +322,7 @@ def _hightide_part(before: hightide.Stats, after: hightide.Stats, result: dict[s
         "tier_peak_bytes": after.peak_bytes,
         "forecast": vars(after.forecast),
         "host_above_plan_bytes": result["host_rss_peak_bytes"]
-        - result["host_rss_bare_bytes"]
+        - (after.forecast.process_bytes or result["host_rss_bare_bytes"])
         - after.forecast.host_peak_bytes,
     }
 

@@ -32,7 +32,7 @@ from hightide.planner.verify.check_plan import check_executable, check_plan, che
 from hightide.posing import GpuRoom, Profiled, measured_products, problem_of, rehearsed_profile, room_on, solved
 from hightide.process.interrupts import deferred, held
 from hightide.process.progress import shown, tell
-from hightide.process.system import free_host_bytes
+from hightide.process.system import free_host_bytes, resident_bytes
 from hightide.profiler.model.block_finder import BlockChoice
 from hightide.profiler.model.call_tree import Batch
 from hightide.profiler.model.model_profile import profile_calls
@@ -103,7 +103,7 @@ def wrap(
                 sizes = _resolve(limits or Limits(), place, model, optimizer)
                 terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, accumulate=accumulate)
                 solution = _searched(profiled, optimizer, place, compile, terms)
-                solution = _moving_in(solution, model, optimizer)
+                solution = _moving_in(solution, model, optimizer, place)
             else:
                 check_executable(plan)
                 check_plan(profile, plan)
@@ -115,7 +115,7 @@ def wrap(
                 if place.type == "cuda":
                     _warn_of_room(room_on(place, model, optimizer), plan)
             if place.type == "cuda":
-                _warn_of_moving_in(_moving_in(solution, model, optimizer).plan)
+                _warn_of_moving_in(_moving_in(solution, model, optimizer, place).plan)
             adapted = {id(param) for param in lora.adapted_parameters(model)}
             check_modules(
                 model, solution.profile, probed, {name for name, p in model.named_parameters() if id(p) in adapted}
@@ -175,7 +175,7 @@ def plan(
         profiled = _profile(model, optimizer, batch, blocks, place)
         sizes = _resolve(limits or Limits(), place, model, optimizer)
         terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, accumulate=accumulate)
-        return _moving_in(_searched(profiled, optimizer, place, compile, terms), model, optimizer).plan
+        return _moving_in(_searched(profiled, optimizer, place, compile, terms), model, optimizer, place).plan
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -309,11 +309,15 @@ def _searched(
     return solution
 
 
-def _moving_in(solution: S, model: nn.Module, optimizer: torch.optim.Optimizer) -> S:
-    """With what the host needs meanwhile."""
-    on_host = {name for name, param in model.named_parameters() if param.device.type == "cpu"}
+def _moving_in(solution: S, model: nn.Module, optimizer: torch.optim.Optimizer, place: torch.device) -> S:
+    """With what the host needs meanwhile. What the process has beside it is the same for all plans only where blocks
+    run on a GPU: there it has been compiled for, and has its kernels."""
+    on_host = {name: param for name, param in model.named_parameters() if param.device.type == "cpu"}
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    return solution.moving_in(on_host, sum(state.nbytes for state in states if state.device.type == "cpu"))
+    waiting_bytes = sum(state.nbytes for state in states if state.device.type == "cpu")
+    model_bytes = sum(param.nbytes for param in on_host.values())
+    process_bytes = max(0, resident_bytes() - model_bytes - waiting_bytes) if place.type == "cuda" else 0
+    return solution.moving_in(set(on_host), waiting_bytes, process_bytes)
 
 
 def _warn_of_moving_in(plan: Plan) -> None:

@@ -10,8 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import hightide
+from hightide import api
 from hightide.planner.predict.moving_in import RETURN_BYTES
+from hightide.planner.solution import Solution
 from whole.test_loading_memory import STEADY_MALLOC
 
 SLACK_BYTES = 24 * 2**20
@@ -113,3 +118,18 @@ def test_with_everything_on_the_gpu_the_model_is_the_peak_and_is_told(measured: 
     of = measured["resident"]
     assert of["told"] >= of["model"] > of["host"] + 4 * SLACK_BYTES
     assert of["line"] and of["left"] < SLACK_BYTES
+
+
+def test_what_the_process_has_beside_the_model_is_told_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Python, torch and kernels; not the values, which will be in their places. On the simulated accelerator a plan
+    must not depend on what the process has done before."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model[0].weight]["exp_avg"] = torch.zeros(64, 64)
+    values_bytes = sum(param.nbytes for param in model.parameters()) + 4 * 64 * 64
+    plan = hightide.plan(model, torch.optim.AdamW(model.parameters()), torch.ones(2, 64))
+    assert plan.profile is not None and plan.forecast.process_bytes == 0
+    monkeypatch.setattr(api, "resident_bytes", lambda: 7 * 2**20 + values_bytes)
+    told = api._moving_in(Solution.of(plan.profile, plan), model, optimizer, torch.device("cuda")).plan
+    assert told.forecast.process_bytes == 7 * 2**20
+    assert "beside it 7.0 MiB of the process: Python, torch, code" in told.explain()

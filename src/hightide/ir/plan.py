@@ -63,6 +63,9 @@ class Forecast:
     # By torch from the driver, at most. None: on the simulated accelerator, or nobody has said for which GPU
     gpu_reserved_bytes: int | None = None
     moving_host_bytes: int = 0  # while `wrap` moves values in, with the model as it was; 0: nobody has said where it is
+    # Of the process itself beside all that: Python, torch, compiled code, as it was when blocks had been rehearsed on a
+    # real GPU. No limit counts it. 0: nobody has looked
+    process_bytes: int = 0
 
     @property
     def gpu_bytes(self) -> int:

@@ -71,10 +71,11 @@ class Solution:
         sizes = bytes_forecast(self.passes, self.peaks, machine)
         return self._told(sizes)
 
-    def moving_in(self, on_host: Collection[str], waiting_bytes: int) -> Self:
-        """With what the host needs while a model's values move in: see planner/predict/moving_in.py."""
+    def moving_in(self, on_host: Collection[str], waiting_bytes: int, process_bytes: int) -> Self:
+        """With what the host needs while a model's values move in, see planner/predict/moving_in.py, and what the
+        process has beside it."""
         needed = moving_in_bytes(self.placement, on_host, waiting_bytes)
-        return self._told(replace(self.plan.forecast, moving_host_bytes=needed))
+        return self._told(replace(self.plan.forecast, moving_host_bytes=needed, process_bytes=process_bytes))
 
     def _told(self, sizes: Forecast) -> Self:
         return replace(self, placement=_explained(self.profile, self.placement, sizes, self.passes, self.peaks))

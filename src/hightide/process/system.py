@@ -56,6 +56,14 @@ def available_bytes() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def resident_bytes() -> int:
+    """Memory that this process has: its pages in RAM. 0: the system does not say."""
+    try:
+        return int(psutil.Process().memory_info().rss)
+    except (OSError, psutil.Error):
+        return 0
+
+
 def _mappable_bytes() -> int | None:
     """Of the limit of the address space (ulimit -v). None: there is no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -57,6 +57,10 @@ def _memory(placement: Placement, peak: Peaks) -> list[str]:
         if tier is Tier.HOST and forecast.moving_host_bytes > used:
             moving = format_bytes(forecast.moving_host_bytes)
             lines.append(f"        {moving} while wrap moves the values in, as the model is on the CPU")
+        if tier is Tier.HOST and forecast.process_bytes:
+            lines.append(
+                f"        beside it {format_bytes(forecast.process_bytes)} of the process: Python, torch, code"
+            )
     return lines
 
 
