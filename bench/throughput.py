@@ -62,6 +62,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--length", type=int, default=2048, help="tokens per sequence")
     add("--gpu", help="hightide: limit of GPU memory, enforced by torch's allocator too, such as 24GiB")
     add("--host", help="hightide: limit of host memory")
+    add("--disk", action="append", metavar="FOLDER:SIZE", help="hightide: a disk beside them, such as /scratch:48GiB")
     add("--update", default="deferred", choices=["deferred", "in_backward"])
     add("--gradients", default="float32", choices=["float32", "param"], help="without --plan: of finished gradients")
     add("--clip", type=float, help="clip gradients to this norm")
@@ -202,8 +203,9 @@ def make_hightide(options: argparse.Namespace, compile: bool) -> System:
         wanted["compile"] = True
     if options.plan:
         wanted["plan"] = hightide.Plan.load(options.plan)
+        wanted["limits"] = hightide.Limits(disk=options.disk) if options.disk else None
     else:
-        wanted["limits"] = hightide.Limits(gpu=options.gpu, host=options.host)
+        wanted["limits"] = hightide.Limits(gpu=options.gpu, host=options.host, disk=options.disk)
         wanted["gradients"] = options.gradients
         wanted["micro_batch"] = options.micro_batch
     model, optimizer = hightide.wrap(
