@@ -336,9 +336,10 @@ class Gradients:
                 place.copy_(param.grad)
                 param.grad = place if param.dtype == place.dtype else param.grad
 
-    # -- what a placeholder answers (GradientOwner) ---------------------------------------------------------------
+    # -- what a placeholder asks ----------------------------------------------------------------------------------
 
     def norm(self, key: str, norm_type: float) -> Tensor:
+        """0-dimensional, over the whole gradient."""
         self._refuse_in_backward("measured", "clip or inspect them")
         chunk = self._chunks.places[key][0]
         overflows = self._is_unrounded(chunk) and self._chunks.rounding_dtype(chunk) == torch.float16
@@ -364,6 +365,7 @@ class Gradients:
         return self._chunks.rounding_dtype(chunk) is not None
 
     def scale(self, key: str, factor: float | Tensor) -> None:
+        """By a number or a 0-dimensional tensor."""
         self._refuse_in_backward("scaled", "clip or scale them")
         if isinstance(factor, Tensor) and factor.device.type == "cpu":
             factor = float(factor)
@@ -371,6 +373,7 @@ class Gradients:
         self._factor[key] = factor if earlier is None else earlier * factor
 
     def add(self, key: str, value: Tensor) -> None:
+        """A tensor of the gradient's shape, or one that broadcasts to it."""
         self._refuse_in_backward("changed", "change them")
         self._settle(chunk := self._chunks.places[key][0])
         if chunk in self._chunks.tables:
