@@ -36,6 +36,7 @@ from hightide.planner.predict.step_seconds import forecast
 from hightide.planner.problem import Problem
 from hightide.planner.search.search import search
 from hightide.planner.solution import Searched
+from hightide.process.interrupts import in_a_line
 from hightide.process.progress import shown
 from hightide.process.system import free_host_bytes
 from hightide.runtime.chunks.moving import waiting_bytes
@@ -315,11 +316,8 @@ class Watch:
             with shown("hightide moves to another plan"):
                 self._run.move_to(following.solution)
         except (torch.OutOfMemoryError, MemoryError) as error:  # the old plan is as it was
-            problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            warnings.warn(
-                f"{following.reason}. The plan stays: the model could not be moved to another one ({problem})",
-                stacklevel=4,
-            )
+            problem = f"the model could not be moved to another one ({in_a_line(error)})"
+            warnings.warn(f"{following.reason}. The plan stays: {problem}", stacklevel=4)
             return
         self.num_replans += 1
         warnings.warn(

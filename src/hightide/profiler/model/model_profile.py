@@ -16,10 +16,10 @@ from torch import nn
 
 from hightide.ir.block import DTYPE_BYTES, Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec
 from hightide.ir.split import BatchDim, Split
-from hightide.process.interrupts import is_interrupt
+from hightide.process.interrupts import in_a_line
 from hightide.process.progress import tell
 from hightide.profiler.model.block_finder import BlockChoice, FoundBlocks, find_blocks, first_names
-from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_call, tensors
+from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_call, num_bytes, tensors
 from hightide.profiler.model.fake import Originals, fake_parameters
 from hightide.profiler.model.glue import GlueNeeds, measure_glue
 from hightide.profiler.model.kinds import is_plain_embedding, is_plain_linear
@@ -40,7 +40,7 @@ from hightide.profiler.model.samples import Samples, possible_samples, shapes
 from hightide.profiler.model.tap_search import Taps
 from hightide.profiler.model.values import Source, Values, made_up
 from hightide.profiler.switches.caches import Caches
-from hightide.profiler.trial.independence import examine
+from hightide.profiler.trial.independence import TriedCall, examine
 
 Runs = tuple[ProbeRecord, ProbeRecord]  # with B and with B + 1 samples
 MAX_PROBES = 4  # each one more finds parameters to be loose, which may free others of their block
@@ -87,7 +87,6 @@ def profile_calls(
         survey = replace(survey, probed=replace(survey.probed, failure=survey.failure))
     found, probed, head, glue = survey.found, survey.probed, survey.head, survey.glue
     num_samples = probed.num_samples
-    batch_bytes = _bytes(tensors(flatten_call(*call_arguments(batch))[0]))
     probed = replace(probed, shapes=shapes(batch, probed.samples))
     if probed.on_values:
         warnings.warn(
@@ -106,8 +105,8 @@ def profile_calls(
         fingerprint=fingerprint(params, blocks),
         num_samples=num_samples,
         tokens_per_sample=prod(head_call.input_shapes[0][:-1]) // num_samples if head_call else 1,
-        batch_bytes=batch_bytes,
-        buffer_bytes=_bytes(list(model.buffers())),
+        batch_bytes=num_bytes(tensors(flatten_call(*call_arguments(batch))[0])),
+        buffer_bytes=num_bytes(list(model.buffers())),
         params=params,
         blocks=blocks,
         calls=calls,
@@ -159,9 +158,7 @@ def _surveyed(
             try:
                 glue = measure_glue(model, batch, probed, runs, head)
             except Exception as error:
-                if is_interrupt(error):
-                    raise
-                failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                failure = in_a_line(error)
     return _Survey(found, probed, runs, [needs[kind] for kind in kinds], head, glue, failure)
 
 
@@ -301,14 +298,12 @@ def _probe_until_settled(
         found = kept
     else:
         probed, runs = once()
-    order = _order_of_first_call(probed)
+    # Called ones in the order of their first call, then the others.
+    order = list(dict.fromkeys([*(call.block for call in probed.calls), *range(len(probed.blocks))]))
     found = FoundBlocks(tuple(found.blocks[old] for old in order), found.loose)
-    return found, _reordered(probed, order), _reordered_runs(runs, order)
-
-
-def _order_of_first_call(probed: ProbeResult) -> list[int]:
-    """Old indices of blocks: called ones in order of their first call, then the others."""
-    return list(dict.fromkeys([*(call.block for call in probed.calls), *range(len(probed.blocks))]))
+    for record in (*runs[0].records, *runs[1].records):
+        record.block = order.index(record.block)
+    return found, _reordered(probed, order), runs
 
 
 def _reordered(probed: ProbeResult, order: list[int]) -> ProbeResult:
@@ -323,13 +318,6 @@ def _reordered(probed: ProbeResult, order: list[int]) -> ProbeResult:
     )
 
 
-def _reordered_runs(runs: Runs, order: list[int]) -> Runs:
-    for run in runs:
-        for record in run.records:
-            record.block = order.index(record.block)
-    return runs
-
-
 def _call_spec(call: ProbedCall, needs: CallNeeds) -> CallSpec:
     return CallSpec(
         block=call.block,
@@ -339,19 +327,10 @@ def _call_spec(call: ProbedCall, needs: CallNeeds) -> CallSpec:
         new_inputs=call.new_inputs,
         saved_inputs=call.saved_inputs,
         outputs=call.outputs,
-        forward_peak=needs.forward_peak,
-        kept=needs.kept,
-        backward_peak=needs.backward_peak,
-        selective=needs.selective,
-        num_kept=needs.num_kept,
-        holes=needs.holes,
-        input_grads=call.input_grads,
+        input_grads=call.saved_inputs,
         tapped=call.tapped,
         num_saved=call.num_saved,
-        kind=needs.kind,
-        forward=needs.forward,
-        recompute=needs.recompute,
-        backward=needs.backward,
+        **vars(needs),
     )
 
 
@@ -404,9 +383,5 @@ def _is_by_row(probed: ProbeResult, runs: Runs, head: int, originals: Originals,
     rows = record.inputs[0].flatten(0, -2)
     by_row = replace(record, leaves=[rows.detach().requires_grad_(record.inputs[0].requires_grad)])
     split = Split(record.signature, (BatchDim(0),), (BatchDim(0),))
-    finding = examine(module, by_row, len(rows), split, (), originals, device)
+    finding = examine(TriedCall(module, by_row, len(rows), split), originals, device)
     return not finding.note and not finding.keeps
-
-
-def _bytes(values: list[torch.Tensor]) -> int:
-    return sum(value.numel() * value.element_size() for value in {id(value): value for value in values}.values())

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hightide.ir.refusal import Refused
-from hightide.process.interrupts import is_interrupt, safe_point
+from hightide.process.interrupts import in_a_line, safe_point
 from hightide.profiler.model.block_finder import FoundBlock
 from hightide.profiler.model.call_tree import (
     Tree,
@@ -123,15 +123,13 @@ class Recorder:
             except Refused:
                 raise
             except Exception as error:  # whatever the model raises without values: the caller falls back
-                if is_interrupt(error):
-                    raise
-                failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                failure = in_a_line(error)
         finished = [record for record in self._records if record.finished]
         uses = {block: tuple(names) for block, names in watch.uses.items()}
         captured, reached = _follow(
             result, finished, self._blocks, self._search.openings, watch.loose, _names(self._model)
         )
-        captured |= {self._blocks[leak.block].name for leak in self._search.leaks}
+        captured |= {self._blocks[block].name for block in self._search.leaking}
         return ProbeRecord(
             self._num_samples,
             finished,

@@ -29,14 +29,6 @@ class Opening:
     hooks: frozenset[Any] = frozenset()  # what tells hooks apart: their code
 
 
-@dataclass(frozen=True)
-class Leak:
-    """A way out that cannot be made a tap."""
-
-    block: int
-    what: str
-
-
 class TapSearch:
     """Watches the calls of blocks in one run. Modules that are tapped already are left out."""
 
@@ -46,7 +38,7 @@ class TapSearch:
         self._before: list[dict[tuple[str, str], tuple[Any, list[int]]]] = []
         self._handles: list[list[Any]] = []
         self.openings: list[Opening] = []
-        self.leaks: list[Leak] = []
+        self.leaking: set[int] = set()  # blocks that add a tensor to a list or dict they keep: that is no tap
 
     def enter(self, index: int) -> None:
         block = self._blocks[index]
@@ -69,7 +61,7 @@ class TapSearch:
             if not new:
                 continue
             if value is old:
-                self.leaks.append(Leak(index, f"it adds a tensor to its {f'{name}.{attribute}'.strip('.')!r}"))
+                self.leaking.add(index)
             else:
                 self.openings.append(Opening(index, Tap(name, attribute), new))
 
