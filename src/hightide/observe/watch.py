@@ -226,7 +226,8 @@ class Watch:
         if not must and found.plan.decisions == self._run.plan.decisions:
             warnings.warn(f"{reason}. The plan stays: it fits all the same", stacklevel=3)
             return None
-        return self._checked(found, reason)
+        found.verify()
+        return _Next(found, reason)
 
     def _wider(self, factors: Factors) -> str:
         if not factors:
@@ -298,14 +299,11 @@ class Watch:
         if found.step.step_s > (1 - LEAST_GAIN) * present_s:
             warnings.warn(f"{reason}. The plan stays: with these speeds there is no better one", stacklevel=3)
             return None
-        gain = f"{reason}. With these speeds another plan takes {format_seconds(found.step.step_s)} instead of"
-        return self._checked(found, f"{gain} {format_seconds(present_s)}")
+        found.verify()
+        gain = f"With these speeds another plan takes {format_seconds(found.step.step_s)} instead of"
+        return _Next(found, f"{reason}. {gain} {format_seconds(present_s)}")
 
     # -- another plan ----------------------------------------------------------------------------------------------
-
-    def _checked(self, solution: Searched, reason: str) -> _Next:
-        solution.verify()
-        return _Next(solution, reason)
 
     def _go_on_with(self, following: _Next) -> None:
         """Whatever comes of it, there is no second time."""

@@ -22,6 +22,7 @@ from hightide.process.interrupts import in_a_line, safe_point
 from hightide.profiler.model.attention import workspace_bytes
 from hightide.profiler.model.caching_allocator import holes_of
 from hightide.profiler.model.call_tree import flatten, leaves_key, narrow, tensors, unflatten
+from hightide.profiler.model.kinds import build_of
 from hightide.profiler.model.probe_record import CallRecord
 from hightide.profiler.model.taps import Tap, tapping
 from hightide.profiler.model.values import Values
@@ -109,7 +110,7 @@ class CallMeter:
     ) -> int:
         """`one` and `two` are the same call with num_samples and with one more. To be called with fake parameters.
         Returns the kind of the call."""
-        key = (_identity(module), split, num_samples, leaves_key(one.leaves), two is None, tuple(taps))
+        key = (build_of(module), repr(module), split, num_samples, leaves_key(one.leaves), two is None, tuple(taps))
         known = self._measured.get(key)
         if known is not None and self._values is None:
             return known.kind
@@ -304,8 +305,3 @@ def _detached(leaf: Any, mutated: bool) -> Any:
     alone = leaf.detach().requires_grad_(leaf.requires_grad)
     with torch.enable_grad():
         return alone.clone() if mutated else alone  # autograd forbids to change a leaf in place, not its clone
-
-
-def _identity(module: nn.Module) -> tuple[Any, ...]:
-    params = tuple((name, param.shape, param.dtype, param.requires_grad) for name, param in module.named_parameters())
-    return type(module), module.training, repr(module), params
