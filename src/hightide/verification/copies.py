@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hightide.loading.initial import forget_initialised, initialised_modules, reset_of
+from hightide.loading.initial import forget_initialised, initialised_modules, lacks_values, reset_of
 from hightide.loading.unloaded import Unloaded
 from hightide.profiler.trial.quiet import float32_precision
 from hightide.profiler.trial.state import GlobalRandom
@@ -126,10 +126,6 @@ def hooked_parameters(model: nn.Module) -> list[str]:
 
 
 # -- values --------------------------------------------------------------------------------------------------------
-
-
-def lacks_values(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def _give_values(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from hightide.ir.plan import Plan
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Tier
 from hightide.ir.units import parse_bytes
+from hightide.loading.initial import lacks_values
 from hightide.loading.values import first_values
 from hightide.optim.registry import rule_for
 from hightide.planner.infeasible import InfeasiblePlan
@@ -34,7 +35,6 @@ from hightide.verification.copies import (
     copied_model,
     copied_optimizer,
     hooked_parameters,
-    lacks_values,
     nudge,
     seed_all,
     steady,

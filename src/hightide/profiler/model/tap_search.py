@@ -13,10 +13,9 @@ from torch import nn
 
 from hightide.profiler.model.call_tree import flatten, tensors
 from hightide.profiler.model.taps import Tap
+from hightide.profiler.trial.state import INTERNAL
 
 Taps = Mapping[int, tuple[Tap, ...]]  # per block
-
-_INTERNAL = frozenset(nn.Module().__dict__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +114,7 @@ def _held(openings: Sequence[Opening]) -> set[int]:
 def _attributes(block: nn.Module) -> Iterable[tuple[tuple[str, str], Any]]:
     for name, module in block.named_modules():
         for attribute, value in list(module.__dict__.items()):
-            if attribute not in _INTERNAL and isinstance(value, torch.Tensor | list | tuple | dict):
+            if attribute not in INTERNAL and isinstance(value, torch.Tensor | list | tuple | dict):
                 yield (name, attribute), value
 
 

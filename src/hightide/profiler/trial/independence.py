@@ -25,7 +25,7 @@ does not run on fewer, or would be refused, is tried as it is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,13 +37,11 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from hightide.ir.split import BatchDim, Split
 from hightide.process.interrupts import in_a_line, is_interrupt, safe_point
 from hightide.profiler.model.call_tree import flatten, narrow, unflatten
-from hightide.profiler.model.exchange import exchange
 from hightide.profiler.model.fake import Originals
-from hightide.profiler.model.hooks import users_hooks_aside
 from hightide.profiler.model.probe_record import CallRecord
 from hightide.profiler.model.taps import Tap, tapping
-from hightide.profiler.model.values import random_values
-from hightide.profiler.trial.quiet import Quiet, float32_precision
+from hightide.profiler.trial.alone import alone
+from hightide.profiler.trial.quiet import Quiet
 from hightide.profiler.trial.state import GlobalRandom, Snapshot, contents, same_contents
 
 CPU = torch.device("cpu")
@@ -121,7 +119,7 @@ def _tried(call: TriedCall, originals: Originals, device: torch.device) -> tuple
                 if count > call.num_samples or (count < 2 and call.split.splittable):
                     continue
                 try:
-                    with originals.as_trained(), _alone(call.module, originals, place, dtype) as params:
+                    with originals.as_trained(), alone(call.module, originals, place, dtype) as params:
                         return _Trial(replace(call, num_samples=count), place, dtype, params).finding(), None
                 except Exception as error:  # whatever a block raises on numbers that are not the user's
                     if is_interrupt(error):
@@ -540,41 +538,3 @@ def _equal_leaves(one: list[Any], two: list[Any]) -> bool:
     return len(one) == len(two) and all(
         type(a) is type(b) and (not isinstance(a, plain) or a == b) for a, b in zip(one, two, strict=True)
     )
-
-
-# -- a block with values ------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _alone(
-    module: nn.Module, originals: Originals, device: torch.device, dtype: torch.dtype | None
-) -> Iterator[list[nn.Parameter]]:
-    """The block with random parameters on the device, its own buffers, and without the user's hooks. `dtype` None: its
-    own. To be called with fake parameters, which are there again afterwards."""
-    generator = torch.Generator(device).manual_seed(1)
-    modules = list(module.modules())
-    kept = [(there, dict(there)) for one in modules for there in (one._parameters, one._buffers, vars(one))]
-
-    def real(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            return _real_buffer(originals.of(tensor), dtype, device, generator)
-        values = random_values(tensor, device, generator)
-        return nn.Parameter(values.to(dtype or tensor.dtype), requires_grad=tensor.requires_grad)
-
-    try:
-        others = exchange(modules, real).values()
-        with float32_precision(), users_hooks_aside(module):
-            yield [other for other in others if isinstance(other, nn.Parameter)]
-    finally:
-        for there, before in kept:
-            there.clear()
-            there.update(before)
-
-
-def _real_buffer(buffer: Tensor, dtype: torch.dtype | None, device: torch.device, generator: torch.Generator) -> Tensor:
-    target = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-    if not buffer.is_meta:
-        return buffer.detach().to(device, target, copy=True)
-    if not buffer.is_floating_point():
-        return torch.zeros(buffer.shape, dtype=target, device=device)
-    return torch.rand(buffer.shape, generator=generator, device=device).to(target)  # also good for a variance

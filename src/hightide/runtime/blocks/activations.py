@@ -30,9 +30,8 @@ from hightide.stores.ticket import Ticket
 HELD_ALIGN_BYTES = 64  # what is held begins at a multiple of this, so that it can be read as any type
 
 MODIFIED = (
-    "one of the variables needed for gradient computation has been modified by an inplace operation: a block's "
-    "input or saved "
-    "tensor of shape {shape} changed after the block's forward"
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a block's input "
+    "or saved tensor of shape {shape} changed after the block's forward"
 )
 FREED = (
     "Trying to backward through a block a second time: its saved inputs have been freed. "

@@ -439,9 +439,8 @@ class BlockCall:
         self.runner.check_parameters()
         if run.plan.update is Update.DEFERRED and self.runner.version != self._version:
             raise Refused(
-                f"the parameters of block {self.runner.spec.name!r} were updated between its forward and its "
-                "backward: the "
-                "gradient would be that of other weights. Call backward() before optimizer.step()."
+                f"the parameters of block {self.runner.spec.name!r} were updated between its forward and its backward: "
+                "the gradient would be that of other weights. Call backward() before optimizer.step()."
             )
         accumulate = self.runner.will_accumulate()
         run.queue_end_of_backward()
