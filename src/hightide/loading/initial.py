@@ -176,16 +176,13 @@ def _real_buffers(model: nn.Module) -> dict[str, tuple[Tensor, Any]]:
         for name, buffer in module._buffers.items():
             if buffer is None or not buffer.is_meta:
                 continue
-            mark = math.nan if buffer.is_floating_point() else _lowest(buffer.dtype)
+            is_bool = buffer.dtype == torch.bool
+            mark = math.nan if buffer.is_floating_point() else 0 if is_bool else torch.iinfo(buffer.dtype).min
             if id(buffer) not in made:
                 made[id(buffer)] = torch.full(buffer.shape, mark, dtype=buffer.dtype)
             module._buffers[name] = made[id(buffer)]
             marked[f"{path}.{name}".removeprefix(".")] = (made[id(buffer)], mark)
     return marked
-
-
-def _lowest(dtype: torch.dtype) -> int:
-    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def _is_unset(buffer: Tensor, mark: Any) -> bool:

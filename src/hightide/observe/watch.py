@@ -20,7 +20,7 @@ import torch
 from hightide.ir.action import Op
 from hightide.ir.plan import Update
 from hightide.ir.units import format_bytes, format_seconds
-from hightide.observe.timing import WARM_STEPS, Measured, StepTimes, lane_seconds, lanes_off
+from hightide.observe.timing import WARM_STEPS, Measured, StepTimes, lanes_off
 from hightide.planner.advice.correct import (
     Factors,
     MemoryShortage,
@@ -264,9 +264,10 @@ class Watch:
         if not factors:
             warnings.warn(f"{reason}. {self._beside_lanes(measured.step_s < expected_s)}", stacklevel=3)
             return
-        lanes = lane_seconds(self._step)
-        parts = [f"{lane} was busy for {format_seconds(measured.lane_s[lane])} instead of {format_seconds(lanes[lane])}"
-                 for lane in factors]  # fmt: skip
+        busy = {lane: (measured.lane_s[lane], self._step.simulated.action_s[lane]) for lane in factors}
+        parts = [
+            f"{lane} was busy for {format_seconds(a)} instead of {format_seconds(b)}" for lane, (a, b) in busy.items()
+        ]
         measured_on = f"by speeds of {self.problem.machine.date[:10]}; `hightide doctor` measures again"
         reason = f"{reason}: {', '.join(parts)} ({measured_on})"
         following = self._faster(with_slower_lanes(self.problem, factors), reason)

@@ -81,7 +81,10 @@ def copied_optimizer(optimizer: torch.optim.Optimizer, twins: Mapping[int, nn.Pa
             params.append(twin)
             if param in optimizer.state:
                 state = {name: _copied(value) for name, value in optimizer.state[param].items()}
-                states[twin] = {name: _beside(twin, value) for name, value in state.items()}
+                states[twin] = {  # moments lie where their parameter is; counters stay on the CPU
+                    name: value.to(twin.device) if isinstance(value, Tensor) and value.ndim else value
+                    for name, value in state.items()
+                }
         groups.append({**{name: _copied(value) for name, value in group.items() if name != "params"}, "params": params})
     made = type(optimizer)(groups)  # type: ignore[call-arg]
     made.state.update(states)
@@ -92,11 +95,6 @@ def _copied(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return value.detach().to(torch.float32, copy=True) if value.dtype in HALF else value.detach().clone()
-
-
-def _beside(param: nn.Parameter, value: Any) -> Any:
-    """Moments lie where their parameter is; counters stay on the CPU."""
-    return value.to(param.device) if isinstance(value, Tensor) and value.ndim else value
 
 
 def steady(optimizer: torch.optim.Optimizer, largest_gradient: float) -> list[str]:
@@ -139,7 +137,8 @@ def _give_values(model: nn.Module) -> None:
         for name, param in module._parameters.items():
             if param is not None and param.is_meta:
                 if id(param) not in made:
-                    empty = torch.full(param.shape, math.nan, dtype=_wide(param.dtype))
+                    dtype = torch.float32 if param.dtype in HALF else param.dtype
+                    empty = torch.full(param.shape, math.nan, dtype=dtype)
                     made[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
                 module._parameters[name] = made[id(param)]  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
@@ -151,10 +150,6 @@ def _give_values(model: nn.Module) -> None:
         for param in model.parameters():
             if param.isnan().any():
                 param.normal_(std=0.02)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in HALF else dtype
 
 
 def nudge(model: nn.Module) -> None:

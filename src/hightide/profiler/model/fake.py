@@ -176,7 +176,9 @@ class _Operations(TorchDispatchMode):
             least = args[2] if len(args) > 2 else (kwargs or {}).get("minlength", 0)
             return args[0].new_empty(least, dtype=torch.int64)
         if func is torch.ops.aten.mkldnn_rnn_layer.default and isinstance(args[1], FakeTensor):
-            return _with_workspace(args[1].fake_mode.__torch_dispatch__(func, types, args, kwargs or {}), args)
+            results: Any = args[1].fake_mode.__torch_dispatch__(func, types, args, kwargs or {})
+            needed = onednn_workspace_bytes(args)  # without values it would be empty
+            return *results[:WORKSPACE], results[WORKSPACE].new_empty(needed, dtype=torch.uint8)
         if func is not torch.ops.aten._grouped_mm.default or not isinstance(args[0], FakeTensor):
             mode = next((arg.fake_mode for arg in args if isinstance(arg, FakeTensor)), self._makes)
             if mode is None or any(kind is not FakeTensor for kind in types):
@@ -185,12 +187,6 @@ class _Operations(TorchDispatchMode):
         first, second = args[0], args[1]
         groups = args[2] if len(args) > 2 else (kwargs or {}).get("offs")
         return first.new_empty(_grouped_shape(first, second, groups))
-
-
-def _with_workspace(results: Any, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """Without values it would be empty."""
-    needed = onednn_workspace_bytes(args)
-    return *results[:WORKSPACE], results[WORKSPACE].new_empty(needed, dtype=torch.uint8)
 
 
 def _grouped_shape(first: torch.Tensor, second: torch.Tensor, groups: torch.Tensor | None) -> list[int]:

@@ -189,7 +189,9 @@ class Recorder:
         tapped = opened.tapped
 
         def bordered(leaf: Any) -> Any:
-            return _bordered(leaf) if self._values is None else self._values.back(leaf, record.leaves, opened.given)
+            if self._values is not None:
+                return self._values.back(leaf, record.leaves, opened.given)
+            return leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None else leaf
 
         leaves, tree = flatten(result)
         record.results, record.result_tree = [bordered(leaf) for leaf in leaves], tree
@@ -252,10 +254,6 @@ def _tensors_inside(value: Any, depth: int = 0) -> list[torch.Tensor]:
     elif not isinstance(value, torch.nn.Module | type) and hasattr(value, "__dict__"):
         parts = list(vars(value).values())
     return [tensor for part in parts for tensor in _tensors_inside(part, depth + 1)] if depth < 3 else []
-
-
-def _bordered(leaf: Any) -> Any:
-    return leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None else leaf
 
 
 def _follow(

@@ -34,7 +34,7 @@ class TapSearch:
     def __init__(self, blocks: Sequence[nn.Module], taps: Taps) -> None:
         self._blocks = blocks
         self._taps = taps
-        self._before: list[dict[tuple[str, str], tuple[Any, list[int]]]] = []
+        self._before: list[dict[tuple[str, str], tuple[Any, set[int]]]] = []
         self._handles: list[list[Any]] = []
         self.openings: list[Opening] = []
         self.leaking: set[int] = set()  # blocks that add a tensor to a list or dict they keep: that is no tap
@@ -45,18 +45,18 @@ class TapSearch:
         handles = []
         for name, module in block.named_modules():
             if name and name not in known and module._forward_hooks:
-                hooks = frozenset(_code(hook) for hook in module._forward_hooks.values())
+                hooks = frozenset(getattr(hook, "__code__", type(hook)) for hook in module._forward_hooks.values())
                 handles.append(module.register_forward_hook(self._note(index, Tap(name), hooks), prepend=True))
         self._handles.append(handles)
-        self._before.append({key: (value, _ids(value)) for key, value in _attributes(block)})
+        self._before.append({key: (value, set(map(id, _tensors_in(value)))) for key, value in _attributes(block)})
 
     def leave(self, index: int) -> None:
         for handle in self._handles.pop():
             handle.remove()
         before = self._before.pop()
         for (name, attribute), value in _attributes(self._blocks[index]):
-            old, old_ids = before.get((name, attribute), (None, []))
-            new = [leaf for leaf in tensors(flatten(value)[0]) if leaf.grad_fn is not None and id(leaf) not in old_ids]
+            old, old_ids = before.get((name, attribute), (None, set()))
+            new = [leaf for leaf in _tensors_in(value) if leaf.grad_fn is not None and id(leaf) not in old_ids]
             if not new:
                 continue
             if value is old:
@@ -72,7 +72,7 @@ class TapSearch:
 
     def _note(self, index: int, tap: Tap, hooks: frozenset[Any]) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            self.openings.append(Opening(index, tap, tensors(flatten(output)[0]), hooks))
+            self.openings.append(Opening(index, tap, _tensors_in(output), hooks))
 
         return hook
 
@@ -118,9 +118,5 @@ def _attributes(block: nn.Module) -> Iterable[tuple[tuple[str, str], Any]]:
                 yield (name, attribute), value
 
 
-def _ids(value: Any) -> list[int]:
-    return [id(leaf) for leaf in tensors(flatten(value)[0])]
-
-
-def _code(hook: Any) -> Any:
-    return getattr(hook, "__code__", type(hook))
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return tensors(flatten(value)[0])

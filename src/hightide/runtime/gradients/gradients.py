@@ -59,8 +59,9 @@ class Gradients:
         self._bound: dict[int, list[tuple[str, Parameter, Tensor, int]]] = {}
         self._tickets = tickets
         self.move_to(chunks)
-        for name in self._placeholders:
-            _allow_fp32_gradient(chunks.parameters[name])
+        for param in (chunks.parameters[name] for name in self._placeholders):
+            if param.dtype != torch.float32:
+                param.grad_dtype = None  # autograd adds a low-precision gradient to an fp32 `.grad` in one pass
         for name in self._loose:
             if chunks.parameters[name].dtype == torch.float16:  # a GradScaler refuses gradients in fp16
                 chunks.parameters[name].grad_dtype = torch.float32
@@ -356,13 +357,11 @@ class Gradients:
             return norm
         self._settle(chunk)
         gradient, device = self.place_of(key), self._chunks.gpu.device
-        if norm.value is None or (device.type == "cpu" and gradient.dtype == GRAD_DTYPE and not self._rounds(chunk)):
+        is_whole = gradient.dtype == GRAD_DTYPE and self._chunks.rounding_dtype(chunk) is None
+        if norm.value is None or (device.type == "cpu" and is_whole):
             norm.value = float(torch.linalg.vector_norm(gradient.view, dtype=GRAD_DTYPE))
         found = self._norms[key] = torch.full((), norm.value, dtype=GRAD_DTYPE, device=device)
         return found
-
-    def _rounds(self, chunk: int) -> bool:
-        return self._chunks.rounding_dtype(chunk) is not None
 
     def scale(self, key: str, factor: float | Tensor) -> None:
         """By a number or a 0-dimensional tensor."""
@@ -426,9 +425,3 @@ def _scale(value: Tensor, factor: float | Tensor) -> None:
         value.zero_()  # not a product: zero times infinity is NaN, and the user asked for zero
     else:
         value.mul_(factor)
-
-
-def _allow_fp32_gradient(param: Parameter) -> None:
-    """Lets autograd add a low-precision gradient to an fp32 `.grad` in one pass."""
-    if param.dtype != torch.float32:
-        param.grad_dtype = None

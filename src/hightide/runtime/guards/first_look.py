@@ -61,12 +61,10 @@ class FirstLooks:
         return Look(self, key, call)
 
     def learn(self, key: tuple[int, str, int], changes: bool) -> None:
-        self._keeps[key] = changes
+        """What has changed something once counts as changing it."""
+        self._keeps[key] = changes or self._keeps.get(key, False)
         if changes:
             self._keeping.add(key[0])
-
-    def is_known(self, key: tuple[int, str, int]) -> bool:
-        return key in self._keeps
 
     def keeps(self, block: int) -> bool:
         return block in self._keeping
@@ -160,8 +158,7 @@ class Look:
         replaces = self._hooks is not None and self._hooks.replaces
         if changes and not replaces and self._looks.leaves_the_same(self._call, tensors, self.before):
             changes = []
-        if changes or replaces or not self._looks.is_known(self._key):
-            self._looks.learn(self._key, bool(changes or replaces))
+        self._looks.learn(self._key, bool(changes or replaces))
         if changes:
             return CHANGES.format(", ".join(changes[:4]) + (" ..." if len(changes) > 4 else ""))
         return HOOKED if replaces else ""
