@@ -23,8 +23,9 @@ from hightide.loading.unloaded import Unloaded
 from hightide.optim.registry import rule_for
 from hightide.profiler.model.block_finder import BlockChoice
 from hightide.profiler.model.call_tree import Arguments, flatten_call, tensors
-from hightide.profiler.model.model_profile import DoesNotRun, profile_model
+from hightide.profiler.model.model_profile import profile_model
 from hightide.profiler.model.samples import samples_along_first
+from hightide.profiler.model.survey import DoesNotRun
 from hightide.verification.copies import copied_optimizer, twins_of
 from hightide.verification.observed_training import changed_batch
 

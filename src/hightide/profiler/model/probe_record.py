@@ -98,10 +98,8 @@ class Recorder:
         self._num_samples = num_samples
         self._taps = taps
         self._search = TapSearch([block.module for block in blocks], taps)
-        self._open: list[_Open] = []  # of the running blocks
         self._records: list[CallRecord] = []
-        self._running: list[CallRecord] = []
-        self._hooks: list[HookWatch] = []  # of the running blocks
+        self._running: list[_Running] = []  # the innermost block last
         self._rehooked: set[int] = set()
 
     def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProbeRecord:
@@ -146,11 +144,9 @@ class Recorder:
 
     def _close(self) -> None:
         """What a failure inside of a block has left open."""
-        while self._hooks:
-            self._hooks.pop().close()
         self._search.close()
-        while self._open:
-            self._open.pop().stack.close()
+        while self._running:
+            self._running.pop().stack.close()
 
     def _enter(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -161,16 +157,15 @@ class Recorder:
             versions = [tensor._version for tensor in tensors(leaves)]
             record = CallRecord(index, leaves, tree, way_of(leaves, tree), signature, versions)
             self._records.append(record)
-            self._running.append(record)
-            stack = ExitStack()
+            stack, hooks = ExitStack(), HookWatch(module)
             tapped = stack.enter_context(tapping(module, self._taps.get(index, ())))
-            self._open.append(_Open(stack, tapped, given))
+            self._running.append(_Running(record, stack, tapped, given, hooks))
             if self._values is not None:
                 stack.enter_context(self._values.of(module))
                 stack.enter_context(self._watch.also(module))
             self._search.enter(index)
-            self._hooks.append(HookWatch(module))
-            self._hooks[-1].open()
+            stack.callback(hooks.close)
+            hooks.open()
             return None if not is_changed(leaves, given) else unflatten(leaves, tree)
 
         return hook
@@ -178,19 +173,16 @@ class Recorder:
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         """The caller gets views of the outputs: gradients that come through them pass a node of their own, and those of
         a tensor that was taken out of the block's middle do not."""
-        record = self._running.pop()
-        hooks = self._hooks.pop()
-        hooks.close()
-        if hooks.replaces:
-            self._rehooked.add(record.block)
+        running = self._running.pop()
+        record, tapped = running.record, running.tapped
         self._search.leave(record.block)
-        opened = self._open.pop()
-        opened.stack.close()
-        tapped = opened.tapped
+        running.stack.close()
+        if running.hooks.replaces:
+            self._rehooked.add(record.block)
 
         def bordered(leaf: Any) -> Any:
             if self._values is not None:
-                return self._values.back(leaf, record.leaves, opened.given)
+                return self._values.back(leaf, record.leaves, running.given)
             return leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None else leaf
 
         leaves, tree = flatten(result)
@@ -202,18 +194,20 @@ class Recorder:
         if not module._backward_hooks and not module._backward_pre_hooks:  # for these torch puts others in their place
             record.problem = _problem(record, flatten_call(args, kwargs)[0])
         record.mutated = record.versions != [tensor._version for tensor in record.inputs]
-        record.leaves = opened.given
+        record.leaves = running.given
         record.finished = True
         return unflatten(record.results, tree)
 
 
 @dataclass(frozen=True)
-class _Open:
-    """A running block."""
+class _Running:
+    """A block whose call has not ended."""
 
-    stack: ExitStack
+    record: CallRecord
+    stack: ExitStack  # of what ends with it
     tapped: Tapped
     given: list[Any]  # leaves of its arguments, as the model's code passed them
+    hooks: HookWatch
 
 
 def _problem(record: CallRecord, leaves_after: list[Any]) -> str:
@@ -295,7 +289,7 @@ def _follow(
 class _ParameterWatch(TorchDispatchMode):
     """Sees which parameters operations use, inside and outside of the blocks that hold them."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[FoundBlock], running: list[CallRecord]) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[FoundBlock], running: list[_Running]) -> None:
         super().__init__()
         self.uses: dict[int, dict[str, None]] = {}
         self.loose: set[str] = set()
@@ -359,7 +353,7 @@ class _ParameterWatch(TorchDispatchMode):
         if name is None:
             return
         owners = self._owners.get(name, set())
-        users = [record.block for record in self._running if record.block in owners]
+        users = [one.record.block for one in self._running if one.record.block in owners]
         for block in users:
             self.uses.setdefault(block, {})[name] = None
         if not users:
