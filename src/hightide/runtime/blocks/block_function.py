@@ -38,8 +38,9 @@ from hightide.profiler.model.call_tree import flatten, flatten_call, mode_of, na
 from hightide.profiler.model.probe_record import is_changed
 from hightide.profiler.model.taps import Tap, hand_out, tapping
 from hightide.profiler.trial.state import Snapshot
-from hightide.runtime.blocks.activations import FREED, Held, Holding, Stash, outlive_slots
+from hightide.runtime.blocks.activations import FREED, Stash
 from hightide.runtime.blocks.compiled import NotCompiled
+from hightide.runtime.blocks.held import Held, Holding, outlive_slots
 from hightide.runtime.blocks.micro_batches import Gathered, Graph, InputGradient, divided
 from hightide.runtime.blocks.recomputation import Recomputed
 from hightide.runtime.blocks.selective import HeldResults
