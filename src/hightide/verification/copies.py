@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from hightide.loading.initial import forget_initialised, initialised_modules, lacks_values, reset_of
 from hightide.loading.unloaded import Unloaded
+from hightide.profiler.model.exchange import exchange
 from hightide.profiler.trial.quiet import float32_precision
 from hightide.profiler.trial.state import GlobalRandom
 
@@ -132,18 +133,16 @@ def _give_values(model: nn.Module) -> None:
     seed_all(torch.device("cpu"))
     modules = list(initialised_modules(model))
     forget_initialised(model)
-    made: dict[int, Tensor] = {}
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None and param.is_meta:
-                if id(param) not in made:
-                    dtype = torch.float32 if param.dtype in HALF else param.dtype
-                    empty = torch.full(param.shape, math.nan, dtype=dtype)
-                    made[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
-                module._parameters[name] = made[id(param)]  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = made.setdefault(id(buffer), torch.zeros(buffer.shape, dtype=buffer.dtype))
+
+    def unset(tensor: Tensor) -> Tensor | None:
+        if not tensor.is_meta:
+            return None
+        if not isinstance(tensor, nn.Parameter):
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        dtype = torch.float32 if tensor.dtype in HALF else tensor.dtype
+        return nn.Parameter(torch.full(tensor.shape, math.nan, dtype=dtype), requires_grad=tensor.requires_grad)
+
+    exchange(list(model.modules()), unset)
     with torch.no_grad():
         for module in modules:
             (reset_of(module) or module.initialize_weights)()  # type: ignore[operator]
