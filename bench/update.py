@@ -29,10 +29,11 @@ from torch import Tensor
 from hightide.doctor.links import NUM_BUFFERS, Link
 from hightide.doctor.pace import Work, measure_together
 from hightide.doctor.rates import dram_rates
-from hightide.doctor.update_speed import HYPER, UpdateArrays, UpdateWork
+from hightide.doctor.update_speed import HYPER, UpdateWork, update_arrays
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.ir.machine import UPDATE_TRAFFIC_BYTES
 from hightide.ir.tier import Lane
+from hightide.optim.operands import Operands
 from hightide.runtime.lanes.lanes import Lanes
 from hightide.stores.cuda import CudaAccelerator
 from hightide.stores.pinned import PinnedArena
@@ -53,8 +54,8 @@ class Variant:
     tile_numel: int
 
 
-def arrays(kind: str, numel: int, huge_pages: bool = False) -> UpdateArrays:
-    return UpdateArrays(numel, _huge if huge_pages else _plain, PARAM_DTYPES[kind])
+def arrays(kind: str, numel: int, huge_pages: bool = False) -> Operands:
+    return update_arrays(numel, _huge if huge_pages else _plain, PARAM_DTYPES[kind])
 
 
 def _plain(numel: int, dtype: torch.dtype) -> Tensor:
@@ -87,16 +88,16 @@ def ceiling(*measured: dict[str, float]) -> float:
     return max(probe[name] for probe in measured for name in ("read", "scale", "add"))
 
 
-def measure(updated: UpdateArrays, variant: Variant, window_s: float, loaded: bool) -> dict[str, Any]:
+def measure(operands: Operands, variant: Variant, window_s: float, loaded: bool) -> dict[str, Any]:
     device = torch.device("cuda", torch.cuda.current_device()) if loaded else None
     lanes = Lanes(device=device, update_threads=variant.num_threads)
     try:
-        update = UpdateWork(updated, lanes.sharers, variant.kernel, variant.tile_numel)
+        update = UpdateWork(operands, lanes.sharers, variant.kernel, variant.tile_numel)
         with link_loads(lanes, device) if device is not None else nullcontext({}) as links:
             paces = measure_together(lanes, {**links, Lane.CPU: update}, window_s)
     finally:
         lanes.close()
-    numel = len(updated.operands)
+    numel = len(operands)
     times = paces[Lane.CPU].piece_s
     rate = numel / statistics.median(times)
     return {
@@ -114,13 +115,12 @@ def measure(updated: UpdateArrays, variant: Variant, window_s: float, loaded: bo
 def check() -> None:
     """Every variant computes the same, to the bit, as torch's fused AdamW on the rounded gradient."""
     for kind, kernel in itertools.product(PARAM_DTYPES, KERNELS):
-        updated = arrays(kind, 80 * ALIGN_NUMEL)
-        operands = updated.operands
+        operands = arrays(kind, 80 * ALIGN_NUMEL)
         expected = operands.master_values().clone().requires_grad_()
         expected.grad = operands.grad.float()
         torch.optim.AdamW([expected], lr=HYPER.lr, weight_decay=HYPER.weight_decay, fused=True).step()
         lanes = Lanes(update_threads=2)
-        UpdateWork(updated, lanes.sharers, kernel, 8 * ALIGN_NUMEL)()
+        UpdateWork(operands, lanes.sharers, kernel, 8 * ALIGN_NUMEL)()
         lanes.close()
         assert torch.equal(operands.master_values(), expected.detach()), (kind, kernel)
         assert operands.param is None or torch.equal(operands.param, expected.detach().bfloat16()), kernel
@@ -150,14 +150,14 @@ def main() -> None:
     before = dram_rates(probe_numel, num_cores, REPEATS)
     results = []
     for kind in options.kinds.split(","):
-        updated = arrays(kind, numel, options.huge_pages)
+        operands = arrays(kind, numel, options.huge_pages)
         choices = (options.kernels.split(","), _numbers(options.threads), _numbers(options.tiles))
         for kernel, num_threads, tile_numel in itertools.product(*choices):
             for loaded in (False, True)[: 1 + options.load]:
                 variant = Variant(kind, kernel, num_threads, tile_numel)
-                results.append(measure(updated, variant, options.seconds, loaded))
+                results.append(measure(operands, variant, options.seconds, loaded))
                 print(json.dumps(results[-1]), flush=True)
-        del updated
+        del operands
     after = dram_rates(probe_numel, num_cores, REPEATS)  # again: a machine that others use drifts
     machine = {"cores": num_cores, "torch": torch.__version__, "huge_pages": options.huge_pages}
     print(json.dumps({**machine, "dram_bytes_per_s": {"before": before, "after": after}}))

@@ -17,7 +17,8 @@ def build_model(config: TrainConfig) -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM  # optional: only this command needs it
     except ImportError as error:
         raise ValueError("hightide train needs transformers: pip install 'hightide[hf]'") from error
-    shape = config.model
+    shape, sample = config.model, config.sample
+    sample_bytes = len(sample.prompt.encode()) + sample.num_bytes
     torch.manual_seed(config.seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -27,18 +28,13 @@ def build_model(config: TrainConfig) -> nn.Module:
             num_hidden_layers=shape.layers,
             num_attention_heads=shape.heads,
             num_key_value_heads=shape.heads,
-            max_position_embeddings=_max_positions(config),
+            max_position_embeddings=max(config.data.sequence_bytes, sample_bytes),
             tie_word_embeddings=False,
             bos_token_id=None,  # every byte is text; none is special
             eos_token_id=None,
             pad_token_id=None,
         )
     )
-
-
-def _max_positions(config: TrainConfig) -> int:
-    sample = config.sample
-    return max(config.data.sequence_bytes, len(sample.prompt.encode()) + sample.num_bytes)
 
 
 def write_sample(model: Any, config: SampleConfig, seed: int) -> str:

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from hightide.doctor.identity import fingerprint
-from hightide.ir import codec
 from hightide.ir.codec import from_json
+from hightide.ir.foreign import read_json
 from hightide.ir.machine import Machine
 from hightide.process.system import cache_folder, make_private
 
@@ -84,7 +84,7 @@ def load_machine(name_or_path: str | Path) -> Machine:
             f"`hightide doctor --out FILE` writes a file on the machine itself"
         )
     try:
-        is_one = "speeds" in codec.read(path, "machine")
+        is_one = "speeds" in read_json(path, "machine")
     except (TypeError, ValueError):  # no mapping, or no JSON at all
         is_one = False
     if not is_one:

@@ -17,7 +17,7 @@ from hightide.doctor.identity import fingerprint, gpu_name, processor_name
 from hightide.doctor.links import NUM_BUFFERS, Link
 from hightide.doctor.pace import Work, measure_together
 from hightide.doctor.rates import dram_rates, gpu_memory_rate, matmul_rates
-from hightide.doctor.update_speed import UpdateArrays, UpdateWork
+from hightide.doctor.update_speed import UpdateWork, update_arrays
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.ir.machine import UPDATE_BYTES, Gpu, Host, Machine, Speeds, Unpinned, subsets
 from hightide.ir.tier import Lane
@@ -103,7 +103,7 @@ def _measure(device: torch.device, effort: Effort, tell: Tell) -> tuple[Machine,
         def array(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return host.view(host.allocate(numel * dtype.itemsize, "update"), dtype)
 
-        update = UpdateWork(UpdateArrays(effort.update_numel, array), lanes.sharers)
+        update = UpdateWork(update_arrays(effort.update_numel, array), lanes.sharers)
         works: dict[Lane, Work] = {**links, Lane.CPU: update}
 
         def speeds(*busy: Lane) -> Speeds:

@@ -19,25 +19,22 @@ NOISE_NUMEL = 1 << 20
 Allocate = Callable[[int, torch.dtype], Tensor]  # of so many elements
 
 
-class UpdateArrays:
-    """What one update reads and writes. All pages are touched."""
-
-    def __init__(self, numel: int, allocate: Allocate, param_dtype: torch.dtype = torch.bfloat16) -> None:
-        """`param_dtype` of parameter and gradient: float32, where the master is the parameter, or bfloat16, where it is
-        in two parts."""
-        in_parts = param_dtype == torch.bfloat16
-        first, second = (allocate(numel, torch.float32).zero_() for _ in range(2))
-        master = None if in_parts else allocate(numel, torch.float32)
-        remainder = allocate(numel, torch.int16).zero_() if in_parts else None
-        grad = allocate(numel, param_dtype)
-        param = allocate(numel, param_dtype) if in_parts else None
-        noise = torch.randn(min(numel, NOISE_NUMEL))
-        for start in range(0, numel, len(noise)):
-            part = noise[: numel - start]
-            for target in (master, grad, param):
-                if target is not None:
-                    target[start : start + len(part)] = part
-        self.operands = Operands(master, grad, (first, second), param, remainder)
+def update_arrays(numel: int, allocate: Allocate, param_dtype: torch.dtype = torch.bfloat16) -> Operands:
+    """What one update reads and writes. All pages are touched. `param_dtype` of parameter and gradient: float32, where
+    the master is the parameter, or bfloat16, where it is in two parts."""
+    in_parts = param_dtype == torch.bfloat16
+    first, second = (allocate(numel, torch.float32).zero_() for _ in range(2))
+    master = None if in_parts else allocate(numel, torch.float32)
+    remainder = allocate(numel, torch.int16).zero_() if in_parts else None
+    grad = allocate(numel, param_dtype)
+    param = allocate(numel, param_dtype) if in_parts else None
+    noise = torch.randn(min(numel, NOISE_NUMEL))
+    for start in range(0, numel, len(noise)):
+        part = noise[: numel - start]
+        for target in (master, grad, param):
+            if target is not None:
+                target[start : start + len(part)] = part
+    return Operands(master, grad, (first, second), param, remainder)
 
 
 class UpdateWork:
@@ -45,9 +42,9 @@ class UpdateWork:
     UPDATE_TRAFFIC_BYTES cross the memory: all are read, and all but the gradient written."""
 
     def __init__(
-        self, arrays: UpdateArrays, sharers: UpdateThreads, kernel: str | None = None, tile_numel: int | None = None
+        self, operands: Operands, sharers: UpdateThreads, kernel: str | None = None, tile_numel: int | None = None
     ) -> None:
-        self._operands = arrays.operands
+        self._operands = operands
         self._update = HostUpdate(AdamWRule(), sharers, kernel, tile_numel)
         self.num_updates = 0
 

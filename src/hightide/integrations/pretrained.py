@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +156,12 @@ class _Part:
             target.copy_(self._converted.take(self._name))
 
 
+class _Source(NamedTuple):
+    origin: Origin
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class _LoadingPlan:
     """An origin for every entry of the model's state dict, by the rules by which transformers loads."""
 
@@ -165,9 +171,7 @@ class _LoadingPlan:
 
         self._model = model
         self._expected: dict[str, Tensor] = model.state_dict()
-        self.origins: dict[str, Origin] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
+        self._sources: dict[str, _Source] = {}
         self.unexpected: list[str] = []
         self.twice: list[str] = []
         transforms = get_model_conversion_mapping(model)
@@ -185,10 +189,9 @@ class _LoadingPlan:
             if target not in self._expected:
                 self.unexpected.append(name)
             elif pattern is None:
-                if target in self.origins:
+                if target in self._sources:
                     self.twice.append(target)
-                self.origins[target], self.shapes[target] = stored[name], stored[name].shape
-                self.dtypes[target] = stored[name].dtype
+                self._sources[target] = _Source(stored[name], stored[name].shape, stored[name].dtype)
             else:
                 collected.setdefault(target, converters[pattern])
                 sources.setdefault(target, []).append((name, pattern))
@@ -210,9 +213,8 @@ class _LoadingPlan:
         converted = _Converted(lambda: convert(StoredTensor.read))
         for name, value in shapes.items():
             if name in self._expected:
-                self.origins[name] = _Part(converted, name)
                 made = value[0] if isinstance(value, list) else value
-                self.shapes[name], self.dtypes[name] = tuple(made.shape), made.dtype
+                self._sources[name] = _Source(_Part(converted, name), tuple(made.shape), made.dtype)
             else:
                 self.unexpected.append(name)
 
@@ -220,15 +222,16 @@ class _LoadingPlan:
         """Every parameter has values and every tensor a place, but for what transformers itself does not mind."""
         info = _LoadingInfo(self._missing(), set(self.unexpected))
         self._model._adjust_missing_and_unexpected_keys(info)
+        pairs = [(name, source, self._expected[name]) for name, source in sorted(self._sources.items())]
         unlike = [
-            f"{name} {self.dtypes[name]} instead of {self._expected[name].dtype}"
-            for name in sorted(self.origins)
-            if self.dtypes[name].is_floating_point != self._expected[name].is_floating_point()
+            f"{name} {source.dtype} instead of {expected.dtype}"
+            for name, source, expected in pairs
+            if source.dtype.is_floating_point != expected.is_floating_point()
         ]
         mismatched = [
-            f"{name} {self.shapes[name]} instead of {tuple(self._expected[name].shape)}"
-            for name in sorted(self.origins)
-            if self.shapes[name] != tuple(self._expected[name].shape)
+            f"{name} {source.shape} instead of {tuple(expected.shape)}"
+            for name, source, expected in pairs
+            if source.shape != tuple(expected.shape)
         ]
         problems = [
             f"{len(names)} {text}: {few(sorted(names))}"
@@ -249,7 +252,7 @@ class _LoadingPlan:
 
     def _missing(self) -> set[str]:
         """A tied parameter has its values from any of its names."""
-        filled = {id(self._tensor(name)) for name in self.origins}
+        filled = {id(self._tensor(name)) for name in self._sources}
         return {name for name in self._expected if id(self._tensor(name)) not in filled}
 
     def _tensor(self, name: str) -> Tensor:
@@ -261,7 +264,7 @@ class _LoadingPlan:
         """By the id of the parameter. A tied one may be stored under each of its names, with the same values."""
         found: dict[int, tuple[nn.Parameter, Origin]] = {}
         names: dict[int, str] = {}
-        for name, origin in self.origins.items():
+        for name, (origin, _, _) in self._sources.items():
             param = self._tensor(name)
             if not isinstance(param, nn.Parameter):
                 continue
@@ -277,7 +280,7 @@ class _LoadingPlan:
     def load_buffers(self) -> None:
         """They are real already, and small."""
         buffers = dict(self._model.named_buffers())
-        for name, origin in self.origins.items():
+        for name, (origin, _, _) in self._sources.items():
             if name in buffers:
                 origin.fill(buffers[name])
 

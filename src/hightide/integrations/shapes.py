@@ -30,6 +30,11 @@ def _qwen2(layers: int, hidden: int, ffn: int, heads: int, kv: int, *, tied: boo
     return Shape("Qwen2Config", _decoder(layers, hidden, ffn, heads, kv, vocab, tied, positions=32768, theta=1000000.0))
 
 
+def _qwen3(layers: int, hidden: int, ffn: int, heads: int, kv: int, *, head: int) -> Shape:
+    settings = _decoder(layers, hidden, ffn, heads, kv, 151936, False, positions=40960, theta=1000000.0)
+    return Shape("Qwen3Config", {**settings, "head_dim": head})
+
+
 def _decoder(
     layers: int, hidden: int, ffn: int, heads: int, kv: int, vocab: int, tied: bool, positions: int, theta: float
 ) -> dict[str, Any]:
@@ -63,21 +68,7 @@ SHAPES: dict[str, Shape] = {
     "qwen2.5-3b": _qwen2(36, 2048, 11008, 16, 2, tied=True, vocab=151936),
     "qwen2.5-7b": _qwen2(28, 3584, 18944, 28, 4, tied=False),
     "qwen2.5-14b": _qwen2(48, 5120, 13824, 40, 8, tied=False),
-    "qwen3-8b": Shape(
-        "Qwen3Config",
-        {
-            "vocab_size": 151936,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 40960,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-            "tie_word_embeddings": False,
-        },
-    ),
+    "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8, head=128),
     "gpt2-xl": _gpt(48, 1600, 25, positions=1024),
     "gpt-13b": _gpt(40, 5120, 40),
     "gpt-65b": _gpt(80, 8192, 64),

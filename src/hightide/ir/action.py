@@ -1,6 +1,6 @@
 """A schedule: the actions of one pass over the model, each with lane, dependencies and memory effect.
 
-Text form, one action a line (fields that are empty are left out):
+Its text, one action a line (fields that are empty are left out):
 
     h2d fetch fetch.param.3@fwd.3 tick=3 opens=0 block=3 chunk=3 kind=param from=host to=gpu[1] bytes=4096
     after=evict.param.0@fwd.3 prev=update.3
@@ -8,7 +8,6 @@ Text form, one action a line (fields that are empty are left out):
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -55,16 +54,6 @@ class ActionKey(str):
         cls, op: Op, number: int | None = None, kind: ChunkKind | None = None, at: ActionKey | None = None
     ) -> ActionKey:
         return _key(op, number, kind, at)
-
-    @classmethod
-    def parse(cls, text: str) -> ActionKey:
-        name, at, tick = text.partition("@")
-        op, *rest = name.split(".")
-        number = int(rest.pop()) if rest else None
-        ops = {str(_SHORT.get(one, one)): one for one in Op}
-        if op not in ops or len(rest) > 1:
-            raise ValueError(f"{text!r} is no action's key, such as fetch.param.3@fwd.3 or update.3")
-        return cls(ops[op], number, ChunkKind(rest[0]) if rest else None, cls.parse(tick) if at else None)
 
     def __getnewargs__(self) -> Any:
         return self.op, self.number, self.kind, self.at
@@ -120,11 +109,6 @@ class Place:
     def __str__(self) -> str:
         return str(self.tier) if self.slot is None else f"{self.tier}[{self.slot}]"
 
-    @classmethod
-    def parse(cls, text: str) -> Place:
-        tier, bracket, slot = text.partition("[")
-        return cls(Tier(tier), int(slot.rstrip("]")) if bracket else None)
-
 
 @dataclass(frozen=True)
 class Action:
@@ -165,49 +149,33 @@ class Action:
 
     def __str__(self) -> str:
         words = [str(self.lane), str(self.op), self.id, f"tick={self.tick}"]
-        for label, (name, _) in _FIELDS.items():
+        for label, name in _FIELDS.items():
             value = getattr(self, name)
             if value not in (None, (), _DEFAULTS[name]):
                 words.append(f"{label}={','.join(value) if isinstance(value, tuple) else value}")
         return " ".join(words)
 
-    @classmethod
-    def parse(cls, line: str) -> Action:
-        lane, op, identity, *rest = line.split()
-        values: dict[str, object] = {}
-        for word in rest:
-            label, _, text = word.partition("=")
-            if label not in _FIELDS and label != "tick":
-                raise ValueError(f"unknown field {label!r} in the action {line!r}; known are {', '.join(_FIELDS)}")
-            name, read = _FIELDS.get(label, ("tick", int))
-            values[name] = read(text)
-        return cls(id=ActionKey.parse(identity), op=Op(op), lane=Lane(lane), **values)  # type: ignore[arg-type]
 
-
-def _keys(text: str) -> tuple[ActionKey, ...]:
-    return tuple(map(ActionKey.parse, text.split(",")))
-
-
-_FIELDS: dict[str, tuple[str, Callable[[str], object]]] = {
-    "opens": ("opens", int),
-    "block": ("block", int),
-    "call": ("call", int),
-    "chunk": ("chunk", int),
-    "kind": ("kind", ChunkKind),
-    "from": ("source", Place.parse),
-    "to": ("target", Place.parse),
-    "bytes": ("num_bytes", int),
-    "after": ("after", _keys),
-    "prev": ("after_prev", _keys),
-    "gpu+": ("gpu_takes", int),
-    "gpu-": ("gpu_gives", int),
-    "gpu~": ("gpu_transient", int),
-    "kept": ("gpu_kept", int),
-    "holes": ("gpu_holes", int),
-    "host+": ("host_takes", int),
-    "host-": ("host_gives", int),
+_FIELDS = {  # as the text calls them
+    "opens": "opens",
+    "block": "block",
+    "call": "call",
+    "chunk": "chunk",
+    "kind": "kind",
+    "from": "source",
+    "to": "target",
+    "bytes": "num_bytes",
+    "after": "after",
+    "prev": "after_prev",
+    "gpu+": "gpu_takes",
+    "gpu-": "gpu_gives",
+    "gpu~": "gpu_transient",
+    "kept": "gpu_kept",
+    "holes": "gpu_holes",
+    "host+": "host_takes",
+    "host-": "host_gives",
 }
-_DEFAULTS: dict[str, object] = {name: Action.__dataclass_fields__[name].default for name, _ in _FIELDS.values()}
+_DEFAULTS: dict[str, object] = {name: Action.__dataclass_fields__[name].default for name in _FIELDS.values()}
 
 
 @dataclass(frozen=True)
@@ -238,15 +206,3 @@ class Schedule:
         standing = ",".join(f"{chunk}:{slot}" for chunk, slot in self.standing)
         head = f"# schedule mode={self.mode} {bases} rules={rules}" + (f" standing={standing}" if standing else "")
         return "\n".join([head, *(str(action) for action in self.actions)]) + "\n"
-
-    @classmethod
-    def from_text(cls, text: str) -> Schedule:
-        head, *lines = text.splitlines()
-        words = dict(word.split("=", 1) for word in head.split() if "=" in word)
-        if not head.startswith("# schedule") or not {"mode", "gpu_base", "host_base", "disk_base"} <= words.keys():
-            raise ValueError(f"not a schedule: the first line is {head[:80]!r}")
-        actions = tuple(Action.parse(line) for line in lines if line.strip() and not line.startswith("#"))
-        gpu, host, disk = (int(words[f"{tier}_base"]) for tier in ("gpu", "host", "disk"))
-        pairs = [pair.split(":") for pair in words["standing"].split(",")] if "standing" in words else []
-        standing = tuple((int(chunk), int(slot)) for chunk, slot in pairs)
-        return cls(Mode(words["mode"]), gpu, host, actions, disk, standing)

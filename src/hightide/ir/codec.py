@@ -31,11 +31,6 @@ def save(value: object, path: str | Path) -> None:
     files.write_text(path, to_json(value) + "\n")
 
 
-def read(path: str | Path, what: str) -> Any:
-    """Plain data of a file, for `build`. `what` is in it is said where it cannot be read."""
-    return read_json(path, what)
-
-
 def load(cls: type[T], path: str | Path, what: str) -> T:
     return typing.cast(T, build(cls, read_json(path, what), shown(path)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -155,12 +154,10 @@ class Machine:
             names = "; ".join("+".join(busy) for busy in missing)
             raise ValueError(f"the machine {quoted(self.name)} has no speeds for: {names}; measure it again")
         for speeds in self.speeds:
-            if len(speeds.busy) != len(speeds.bytes_per_s) or min(speeds.bytes_per_s, default=1.0) <= 0:
+            if len(speeds.busy) != len(speeds.bytes_per_s):
                 raise ValueError(
                     f"the machine {quoted(self.name)} has speeds {quoted(speeds)}; each busy lane needs one above zero"
                 )
-        if not all(math.isfinite(value) for speeds in self.speeds for value in speeds.bytes_per_s):
-            raise ValueError(f"the machine {quoted(self.name)} has a speed that is no number; measure it again")
         where = f"the machine {quoted(self.name)}"
         check_numbers(self.latency_s, f"{where}: latency_s", 0, MAX_LATENCY_S)
         check_numbers(self.fingerprint, f"{where}: fingerprint")

@@ -42,14 +42,17 @@ def check_initialisers(model: nn.Module, without_origin: Mapping[str, nn.Paramet
 
 def initialised_modules(model: nn.Module) -> Iterator[nn.Module]:
     """Those with an initialiser and something on the meta device, children first. A transformers model does its own."""
-    if callable(getattr(model, "initialize_weights", None)) and callable(getattr(model, "_init_weights", None)):
-        if any(value.is_meta for value in (*model.parameters(), *model.buffers())):
-            yield model
-        return
-    for child in model.children():
-        yield from initialised_modules(child)
-    if reset_of(model) is not None and any(value.is_meta for value in (*model.parameters(), *model.buffers())):
+    names = ("initialize_weights", "_init_weights")
+    is_of_transformers = all(callable(getattr(model, name, None)) for name in names)
+    if not is_of_transformers:
+        for child in model.children():
+            yield from initialised_modules(child)
+    if (is_of_transformers or reset_of(model) is not None) and lacks_values(model):
         yield model
+
+
+def lacks_values(model: nn.Module) -> bool:
+    return any(value.is_meta for value in (*model.parameters(), *model.buffers()))
 
 
 def initialise(model: nn.Module, modules: list[nn.Module], keys: frozenset[str], chunks: Chunks) -> None:
@@ -173,16 +176,13 @@ def _real_buffers(model: nn.Module) -> dict[str, tuple[Tensor, Any]]:
         for name, buffer in module._buffers.items():
             if buffer is None or not buffer.is_meta:
                 continue
-            mark = math.nan if buffer.is_floating_point() else _lowest(buffer.dtype)
+            is_bool = buffer.dtype == torch.bool
+            mark = math.nan if buffer.is_floating_point() else 0 if is_bool else torch.iinfo(buffer.dtype).min
             if id(buffer) not in made:
                 made[id(buffer)] = torch.full(buffer.shape, mark, dtype=buffer.dtype)
             module._buffers[name] = made[id(buffer)]
             marked[f"{path}.{name}".removeprefix(".")] = (made[id(buffer)], mark)
     return marked
-
-
-def _lowest(dtype: torch.dtype) -> int:
-    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def _is_unset(buffer: Tensor, mark: Any) -> bool:

@@ -79,15 +79,10 @@ def measure(steps: Sequence[Sequence[LaneRecord]]) -> Measured:
     return Measured(median(between_s), {lane: median(seconds) for lane, seconds in busy.items()})
 
 
-def lane_seconds(step: StepForecast) -> dict[Lane, float]:
-    """In which each lane is to be busy, for one step's actions."""
-    return step.simulated.action_s
-
-
 def lanes_off(measured: Measured, step: StepForecast, most_off: float) -> dict[Lane, float]:
     """How many times their forecast lanes were busy, of those that were off and are much of a step."""
     found = {}
-    for lane, expected_s in lane_seconds(step).items():
+    for lane, expected_s in step.simulated.action_s.items():
         seconds = measured.lane_s[lane]
         if expected_s and max(seconds, expected_s) >= LEAST_SHARE * measured.step_s:
             factor = max(seconds, LEAST_S) / expected_s

@@ -20,7 +20,7 @@ import torch
 from hightide.ir.action import Op
 from hightide.ir.plan import Update
 from hightide.ir.units import format_bytes, format_seconds
-from hightide.observe.timing import WARM_STEPS, Measured, StepTimes, lane_seconds, lanes_off
+from hightide.observe.timing import WARM_STEPS, Measured, StepTimes, lanes_off
 from hightide.planner.advice.correct import (
     Factors,
     MemoryShortage,
@@ -36,6 +36,7 @@ from hightide.planner.predict.step_seconds import forecast
 from hightide.planner.problem import Problem
 from hightide.planner.search.search import search
 from hightide.planner.solution import Searched
+from hightide.process.interrupts import in_a_line
 from hightide.process.progress import shown
 from hightide.process.system import free_host_bytes
 from hightide.runtime.chunks.moving import waiting_bytes
@@ -225,7 +226,8 @@ class Watch:
         if not must and found.plan.decisions == self._run.plan.decisions:
             warnings.warn(f"{reason}. The plan stays: it fits all the same", stacklevel=3)
             return None
-        return self._checked(found, reason)
+        found.verify()
+        return _Next(found, reason)
 
     def _wider(self, factors: Factors) -> str:
         if not factors:
@@ -262,9 +264,10 @@ class Watch:
         if not factors:
             warnings.warn(f"{reason}. {self._beside_lanes(measured.step_s < expected_s)}", stacklevel=3)
             return
-        lanes = lane_seconds(self._step)
-        parts = [f"{lane} was busy for {format_seconds(measured.lane_s[lane])} instead of {format_seconds(lanes[lane])}"
-                 for lane in factors]  # fmt: skip
+        busy = {lane: (measured.lane_s[lane], self._step.simulated.action_s[lane]) for lane in factors}
+        parts = [
+            f"{lane} was busy for {format_seconds(a)} instead of {format_seconds(b)}" for lane, (a, b) in busy.items()
+        ]
         measured_on = f"by speeds of {self.problem.machine.date[:10]}; `hightide doctor` measures again"
         reason = f"{reason}: {', '.join(parts)} ({measured_on})"
         following = self._faster(with_slower_lanes(self.problem, factors), reason)
@@ -297,14 +300,11 @@ class Watch:
         if found.step.step_s > (1 - LEAST_GAIN) * present_s:
             warnings.warn(f"{reason}. The plan stays: with these speeds there is no better one", stacklevel=3)
             return None
-        gain = f"{reason}. With these speeds another plan takes {format_seconds(found.step.step_s)} instead of"
-        return self._checked(found, f"{gain} {format_seconds(present_s)}")
+        found.verify()
+        gain = f"With these speeds another plan takes {format_seconds(found.step.step_s)} instead of"
+        return _Next(found, f"{reason}. {gain} {format_seconds(present_s)}")
 
     # -- another plan ----------------------------------------------------------------------------------------------
-
-    def _checked(self, solution: Searched, reason: str) -> _Next:
-        solution.verify()
-        return _Next(solution, reason)
 
     def _go_on_with(self, following: _Next) -> None:
         """Whatever comes of it, there is no second time."""
@@ -315,11 +315,8 @@ class Watch:
             with shown("hightide moves to another plan"):
                 self._run.move_to(following.solution)
         except (torch.OutOfMemoryError, MemoryError) as error:  # the old plan is as it was
-            problem = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            warnings.warn(
-                f"{following.reason}. The plan stays: the model could not be moved to another one ({problem})",
-                stacklevel=4,
-            )
+            problem = f"the model could not be moved to another one ({in_a_line(error)})"
+            warnings.warn(f"{following.reason}. The plan stays: {problem}", stacklevel=4)
             return
         self.num_replans += 1
         warnings.warn(

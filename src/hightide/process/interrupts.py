@@ -183,3 +183,10 @@ def safe_point() -> None:
 def is_interrupt(error: BaseException) -> bool:
     """Whether a user's handler has raised this: whoever takes failures for findings must let it pass."""
     return RAISED in vars(error)
+
+
+def in_a_line(error: BaseException) -> str:
+    """A failure that is taken for a finding. An interrupt is none, and is raised again."""
+    if is_interrupt(error):
+        raise error
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

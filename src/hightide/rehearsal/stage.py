@@ -30,6 +30,7 @@ from hightide.planner.search.candidate import Candidate
 from hightide.planner.solution import Solution
 from hightide.profiler.model.block_finder import FoundBlock
 from hightide.profiler.model.call_tree import flatten, narrow, tensors, unflatten
+from hightide.profiler.model.exchange import exchange
 from hightide.profiler.model.hooks import HOOKS, is_part_of_computation
 from hightide.profiler.model.probe import ProbedCall, ProbeResult
 from hightide.profiler.model.probe_record import CallRecord
@@ -175,10 +176,8 @@ def _copied(module: nn.Module, device: torch.device) -> nn.Module:
             own = [(key, hook) for key, hook in inside._forward_pre_hooks.items() if is_part_of_computation(hook)]
             memo[id(inside._forward_pre_hooks)] = OrderedDict((key, copy.deepcopy(hook, memo)) for key, hook in own)
     copied = copy.deepcopy(module, memo)
-    for inside in copied.modules():
-        for name, buffer in inside._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                inside._buffers[name] = _real(buffer, False, device)
+    buffers = {id(buffer) for buffer in copied.buffers() if buffer.is_meta}
+    exchange(list(copied.modules()), lambda tensor: _real(tensor, False, device) if id(tensor) in buffers else None)
     return copied
 
 

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hightide.loading.initial import forget_initialised, initialised_modules, reset_of
+from hightide.loading.initial import forget_initialised, initialised_modules, lacks_values, reset_of
 from hightide.loading.unloaded import Unloaded
+from hightide.profiler.model.exchange import exchange
 from hightide.profiler.trial.quiet import float32_precision
 from hightide.profiler.trial.state import GlobalRandom
 
@@ -81,7 +82,10 @@ def copied_optimizer(optimizer: torch.optim.Optimizer, twins: Mapping[int, nn.Pa
             params.append(twin)
             if param in optimizer.state:
                 state = {name: _copied(value) for name, value in optimizer.state[param].items()}
-                states[twin] = {name: _beside(twin, value) for name, value in state.items()}
+                states[twin] = {  # moments lie where their parameter is; counters stay on the CPU
+                    name: value.to(twin.device) if isinstance(value, Tensor) and value.ndim else value
+                    for name, value in state.items()
+                }
         groups.append({**{name: _copied(value) for name, value in group.items() if name != "params"}, "params": params})
     made = type(optimizer)(groups)  # type: ignore[call-arg]
     made.state.update(states)
@@ -92,11 +96,6 @@ def _copied(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return value.detach().to(torch.float32, copy=True) if value.dtype in HALF else value.detach().clone()
-
-
-def _beside(param: nn.Parameter, value: Any) -> Any:
-    """Moments lie where their parameter is; counters stay on the CPU."""
-    return value.to(param.device) if isinstance(value, Tensor) and value.ndim else value
 
 
 def steady(optimizer: torch.optim.Optimizer, largest_gradient: float) -> list[str]:
@@ -128,37 +127,28 @@ def hooked_parameters(model: nn.Module) -> list[str]:
 # -- values --------------------------------------------------------------------------------------------------------
 
 
-def lacks_values(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-
-
 def _give_values(model: nn.Module) -> None:
     if not lacks_values(model):
         return
     seed_all(torch.device("cpu"))
     modules = list(initialised_modules(model))
     forget_initialised(model)
-    made: dict[int, Tensor] = {}
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None and param.is_meta:
-                if id(param) not in made:
-                    empty = torch.full(param.shape, math.nan, dtype=_wide(param.dtype))
-                    made[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
-                module._parameters[name] = made[id(param)]  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = made.setdefault(id(buffer), torch.zeros(buffer.shape, dtype=buffer.dtype))
+
+    def unset(tensor: Tensor) -> Tensor | None:
+        if not tensor.is_meta:
+            return None
+        if not isinstance(tensor, nn.Parameter):
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        dtype = torch.float32 if tensor.dtype in HALF else tensor.dtype
+        return nn.Parameter(torch.full(tensor.shape, math.nan, dtype=dtype), requires_grad=tensor.requires_grad)
+
+    exchange(list(model.modules()), unset)
     with torch.no_grad():
         for module in modules:
             (reset_of(module) or module.initialize_weights)()  # type: ignore[operator]
         for param in model.parameters():
             if param.isnan().any():
                 param.normal_(std=0.02)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in HALF else dtype
 
 
 def nudge(model: nn.Module) -> None:

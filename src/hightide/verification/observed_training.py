@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hightide.ir.plan import Update
 from hightide.profiler.model.call_tree import Arguments
-from hightide.profiler.trial.state import GlobalRandom
+from hightide.profiler.trial.state import INTERNAL, GlobalRandom
 from hightide.runtime.blocks.batch import map_tensors
 from hightide.runtime.head.lazy_logits import LazyLogits
 from hightide.runtime.surgery import run_of
@@ -31,7 +31,6 @@ AFTER = 0  # the number of what is seen after the last step
 OF_GRADIENT = ("gradient", "gradient norm")
 ROUNDING = 4  # times the last bit of a weight, whatever its update is
 LOST = 1e-9  # of the norm of all gradients: smaller ones are nothing but rounding
-_INTERNAL = frozenset(nn.Module().__dict__)
 LossOf = Callable[[Any], Tensor]
 
 
@@ -224,7 +223,7 @@ def numbers_of(model: nn.Module) -> dict[str, float]:
         f"{path}.{name}".removeprefix("."): value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if name not in _INTERNAL and isinstance(value, int | float) and not isinstance(value, bool)
+        if name not in INTERNAL and isinstance(value, int | float) and not isinstance(value, bool)
     }
 
 

@@ -61,11 +61,8 @@ def switch_off(model: nn.Module) -> int:
 
 
 def _clear(owner: Any) -> int:
-    names = [name for name, value in vars(owner).items() if _is_share(value) and any(part in name for part in NAMES)]
+    shares = [name for name, value in vars(owner).items() if isinstance(value, float) and 0 < value <= 1]
+    names = [name for name in shares if any(part in name for part in NAMES)]
     for name in names:
         setattr(owner, name, 0.0)
     return len(names)
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, float) and 0 < value <= 1

@@ -18,13 +18,15 @@ from hightide.integrations.pretrained import build_without_values
 from hightide.ir.block import DTYPE_BYTES, ModelProfile
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.ir.units import format_bytes
+from hightide.loading.initial import lacks_values
 from hightide.loading.unloaded import Unloaded
 from hightide.optim.registry import rule_for
 from hightide.profiler.model.block_finder import BlockChoice
 from hightide.profiler.model.call_tree import Arguments, flatten_call, tensors
-from hightide.profiler.model.model_profile import DoesNotRun, profile_model
+from hightide.profiler.model.model_profile import profile_model
 from hightide.profiler.model.samples import samples_along_first
-from hightide.verification.copies import copied_optimizer, lacks_values, twins_of
+from hightide.profiler.model.survey import DoesNotRun
+from hightide.verification.copies import copied_optimizer, twins_of
 from hightide.verification.observed_training import changed_batch
 
 LEAST_SAMPLES = 3  # for as many micro-batches

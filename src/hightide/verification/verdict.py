@@ -107,9 +107,9 @@ class Verdict:
         if not shown:
             return []
         lines = [_cells("differs most" if different else "closest to differing", "plain", "hightide", "by", "allowed")]
-        lines += [
-            _cells(_short(row), *map(_number, (row.plain, row.hightide, row.difference, row.allowed))) for row in shown
-        ]
+        for row in shown:
+            numbers = (row.plain, row.hightide, row.difference, row.allowed)
+            lines.append(_cells(_short(row), *(f"{number:.3g}" for number in numbers)))
         rest = len(different) - len(shown)
         if rest > 0:
             lines.append(f"and {rest} more differ, of {len(self.rows)} compared")
@@ -150,10 +150,6 @@ def _short(row: ComparedRow) -> str:
     room = _COLUMNS[0] - len(head) - 1
     where = row.where if len(row.where) <= room else "…" + row.where[-(room - 1) :]
     return f"{head} {where}" if row.where else head
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}"
 
 
 def _by_reason(unsplit: Iterable[tuple[str, str]]) -> list[str]:

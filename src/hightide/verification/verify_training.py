@@ -19,9 +19,11 @@ from hightide.ir.plan import Plan
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Tier
 from hightide.ir.units import parse_bytes
+from hightide.loading.initial import lacks_values
 from hightide.loading.values import first_values
 from hightide.optim.registry import rule_for
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.process.interrupts import in_a_line
 from hightide.process.progress import shown, tell
 from hightide.process.system import free_host_bytes
 from hightide.profiler.model.block_finder import BlockChoice
@@ -33,7 +35,6 @@ from hightide.verification.copies import (
     copied_model,
     copied_optimizer,
     hooked_parameters,
-    lacks_values,
     nudge,
     seed_all,
     steady,
@@ -97,50 +98,27 @@ def verify(
     if not tolerance > 0:
         raise ValueError(f"tolerance={tolerance}; it must be above 0: sums are taken in another order")
     place = api.chosen_device(device)
-    others = {"update": update, "gradients": gradients, "compile": compile}
-    options = _Options(limits, micro_batch, place, blocks, others)
+    shared = {"update": update, "gradients": gradients, "compile": compile, "device": place, "blocks": blocks}
     given = Arguments(*call_arguments(batch))
-    findings = _Findings()
+    runs = _SideBySide(model, optimizer, given, loss or usual_loss, steps, limits, micro_batch, place, shared)
     with shown("hightide.verify"), as_before(place), recorded_warnings() as said:
         try:
-            room = _room(place, memory)
-            runs = _SideBySide(model, optimizer, given, options, loss or usual_loss, steps, room, findings)
+            runs.prepare(_room(place, memory))
             runs.run(tolerance)
         except _NotTrained as refusal:
-            findings.refusal = str(refusal)
+            runs.refusal = str(refusal)
     return Verdict(
-        equal=not findings.refusal and not findings.failure and all(row.equal for row in findings.rows),
-        rows=tuple(findings.rows),
-        runs=tuple(findings.runs),
-        changed=tuple(findings.changed),
-        unsplit=tuple(findings.unsplit),
+        equal=not runs.refusal and not runs.failure and all(row.equal for row in runs.rows),
+        rows=tuple(runs.rows),
+        runs=tuple(runs.trained),
+        changed=tuple(runs.changed),
+        unsplit=tuple(runs.unsplit),
         warnings=tuple(said),
-        refusal=findings.refusal,
-        failure=findings.failure,
+        refusal=runs.refusal,
+        failure=runs.failure,
         tolerance=tolerance,
         seconds=time.perf_counter() - began_s,
     )
-
-
-@dataclass(frozen=True)
-class _Options:
-    """Of `wrap`."""
-
-    limits: Limits | None
-    micro_batch: int | None
-    device: torch.device
-    blocks: BlockChoice | None
-    others: dict[str, Any]
-
-
-@dataclass
-class _Findings:
-    rows: list[ComparedRow] = field(default_factory=list)
-    runs: list[str] = field(default_factory=list)
-    changed: list[str] = field(default_factory=list)
-    unsplit: list[tuple[str, str]] = field(default_factory=list)
-    refusal: str = ""
-    failure: str = ""
 
 
 @dataclass(frozen=True)
@@ -156,32 +134,42 @@ class _NotTrained(Exception):
     """hightide refuses the model."""
 
 
+@dataclass
 class _SideBySide:
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        batch: Arguments,
-        options: _Options,
-        loss: LossOf,
-        steps: int,
-        room: MemoryBudget,
-        findings: _Findings,
-    ) -> None:
-        self._options, self._findings = options, findings
+    """Options are those of `wrap`; `shared` has those that are passed on as they are."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    batch: Arguments
+    loss: LossOf
+    steps: int
+    limits: Limits | None
+    micro_batch: int | None
+    device: torch.device
+    shared: dict[str, Any]
+    # What is found, as in Verdict.
+    rows: list[ComparedRow] = field(default_factory=list)
+    trained: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    unsplit: list[tuple[str, str]] = field(default_factory=list)
+    refusal: str = ""
+    failure: str = ""
+
+    def prepare(self, room: MemoryBudget) -> None:
         with _refusals(ValueError):
-            rule_for(optimizer)
-            first_values(model)
+            rule_for(self.optimizer)
+            first_values(self.model)
             tell("profiling the model")
-            task = fitted(model, optimizer, batch, options.blocks, steps, room, options.device)
+            blocks = self.shared["blocks"]
+            task = fitted(self.model, self.optimizer, self.batch, blocks, self.steps, room, self.device)
         self._task = task
-        self._hooked = hooked_parameters(model)
-        findings.changed += _changes(task, self._hooked)
-        findings.unsplit += _unsplit(task)
+        self._hooked = hooked_parameters(self.model)
+        self.changed += _changes(task, self._hooked)
+        self.unsplit += _unsplit(task)
         example = changed_batch(task.batch, _widened)
-        batches = tuple(_rolled(example, step) for step in range(steps))
+        batches = tuple(_rolled(example, step) for step in range(self.steps))
         names = [block.name for block in task.profile.blocks if not block.loose]
-        self._loop = Loop(batches, loss, tuple(names), _in_backward_order(task))
+        self._loop = Loop(batches, self.loss, tuple(names), _in_backward_order(task))
         self._num_samples = samples_along_first(task.batch)
         self._largest_gradient = 0.0
         self._has_dropout = False
@@ -189,7 +177,7 @@ class _SideBySide:
     def run(self, tolerance: float) -> None:
         tell("plain steps")
         self._try_plain()
-        size, asked = self._num_samples, self._options.micro_batch
+        size, asked = self._num_samples, self.micro_batch
         several = min(asked, size) if asked is not None else max(1, size // 3)
         drawing, left = self._random_blocks() if size > 1 else ([], [])
         if not left:
@@ -206,12 +194,12 @@ class _SideBySide:
             switch_off(model)
         optimizer = copied_optimizer(self._task.optimizer, twins_of(self._task.model, model))
         changes = steady(optimizer, self._largest_gradient)
-        self._findings.changed += [text for text in changes if text not in self._findings.changed]
+        self.changed += [text for text in changes if text not in self.changed]
         return model, optimizer
 
     def _plain(self, with_dropout: bool = True, change: Callable[[nn.Module], None] | None = None) -> ObservedTraining:
         model, optimizer = self._copies(with_dropout)
-        model.to(self._options.device)  # the optimizer's references stay good
+        model.to(self.device)  # the optimizer's references stay good
         if change is not None:
             change(model)
         return ObservedTraining(model, optimizer)
@@ -220,7 +208,7 @@ class _SideBySide:
         """One forward and backward: whether it works at all, and how large gradients are."""
         subject = self._plain()
         with _own_errors():
-            seed_all(self._options.device)
+            seed_all(self.device)
             loss = self._loop.loss(call(subject.model, subject.placed(self._loop.batches[0])))
             if not loss.requires_grad:
                 raise ValueError("the loss does not depend on any parameter that requires a gradient")
@@ -247,7 +235,7 @@ class _SideBySide:
                 f"only one micro-batch: {few(left)} draw random numbers that cannot be switched off, and in several "
                 "micro-batches these differ by design"
             )
-        self._findings.changed.append(text)
+        self.changed.append(text)
         return drawing, left
 
     def _compare(self, tolerance: float, cases: list[_Case], with_dropout: bool) -> None:
@@ -258,14 +246,14 @@ class _SideBySide:
             train(self._plain(with_dropout, nudge), self._loop, reference.feel)
             self._let_go()
         for case in cases:
-            if not self._findings.failure:
+            if not self.failure:
                 self._train_wrapped(case, with_dropout, reference)
 
     def _train_wrapped(self, case: _Case, with_dropout: bool, reference: Reference) -> None:
         tell("steps in hightide", self._spoken(case))
         with self._failures(), _refusals(ValueError, Refused):
             subject = self._wrapped(case, with_dropout)
-        if self._findings.failure or subject is None:
+        if self.failure or subject is None:
             return
         run = subject.run
         assert run is not None
@@ -274,7 +262,7 @@ class _SideBySide:
         text = f"{steps}, {_counted(num_micro, 'micro-batch', 'micro-batches')}, {self._spoken(case)}"
         if self._has_dropout:
             text += ", random as it is" if with_dropout else ", without dropout"
-        self._findings.runs.append(text)
+        self.trained.append(text)
         comparison = Comparison(reference, text)
         unread = () if subject.shows_gradients else OF_GRADIENT
         is_complete = False
@@ -284,7 +272,7 @@ class _SideBySide:
                 is_complete = True
         finally:
             run.discard()
-            self._findings.rows += comparison.rows(unread, is_complete)
+            self.rows += comparison.rows(unread, is_complete)
             del subject, run
             self._let_go()
 
@@ -296,13 +284,12 @@ class _SideBySide:
         except _NotTrained:
             raise
         except Exception as error:
-            self._findings.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            self.failure = in_a_line(error)
 
-    def _check_limits(self, shared: dict[str, Any]) -> None:
+    def _check_limits(self) -> None:
         """InfeasiblePlan where they are too small for the user's own model too."""
-        task, options = self._task, self._options
-        size = min(options.micro_batch, self._num_samples) if options.micro_batch is not None else None
-        api.plan(task.model, task.optimizer, task.batch, limits=options.limits, micro_batch=size, **shared)
+        task, size = self._task, self.micro_batch and min(self.micro_batch, self._num_samples)
+        api.plan(task.model, task.optimizer, task.batch, limits=self.limits, micro_batch=size, **self.shared)
 
     def _let_go(self) -> None:
         """Of what a copy's own cycles of references keep."""
@@ -312,29 +299,26 @@ class _SideBySide:
     def _spoken(self, case: _Case) -> str:
         if case.streams:
             return "everything streamed"
-        return "as wrap plans it" if self._options.limits is None else "within your limits"
+        return "as wrap plans it" if self.limits is None else "within your limits"
 
     def _wrapped(self, case: _Case, with_dropout: bool) -> ObservedTraining | None:
         """None: there is no plan for the user's limits, where verify itself asks for more than the user would."""
-        options = self._options
         model, optimizer = self._copies(with_dropout)
         for name, param in model.named_parameters():
             if name in self._hooked:
                 param.register_hook(lambda gradient: None)  # so that wrap says what it thinks of them
-        begin = values_of(model)
-        shared: dict[str, Any] = {**options.others, "device": options.device, "blocks": options.blocks}
-        example = self._loop.batches[0]
+        begin, example = values_of(model), self._loop.batches[0]
         if case.streams:
-            made = api.plan(model, optimizer, example, micro_batch=case.micro_batch, **shared)
-            return ObservedTraining(*api.wrap(model, optimizer, example, plan=_all_streamed(made), **shared), begin)
+            made = _all_streamed(api.plan(model, optimizer, example, micro_batch=case.micro_batch, **self.shared))
+            return ObservedTraining(*api.wrap(model, optimizer, example, plan=made, **self.shared), begin)
         try:
-            limits, micro_batch = options.limits, case.micro_batch
-            wrapped = api.wrap(model, optimizer, example, limits=limits, micro_batch=micro_batch, **shared)
+            limits, size = self.limits, case.micro_batch
+            wrapped = api.wrap(model, optimizer, example, limits=limits, micro_batch=size, **self.shared)
         except InfeasiblePlan as error:
             if not case.asks_more:
                 raise
-            self._check_limits(shared)
-            self._findings.changed.append(f"not run within your limits, {case.asks_more}: {error}")
+            self._check_limits()
+            self.changed.append(f"not run within your limits, {case.asks_more}: {error}")
             return None
         return ObservedTraining(*wrapped, begin)
 

@@ -22,7 +22,7 @@ import models
 from hightide.ir.block import Affine, ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.tier import Lane, Tier
-from hightide.observe.timing import Measured, StepTimes, lane_seconds
+from hightide.observe.timing import Measured, StepTimes
 from hightide.observe.watch import Watch
 from hightide.planner.advice.correct import MemoryShortage
 from hightide.planner.infeasible import InfeasiblePlan
@@ -388,7 +388,7 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch, factors: dict[Lane, float], step
             return None
         assert isinstance(self._run.observer, Watch)
         forecast = self._run.observer._step
-        lanes = lane_seconds(forecast)
+        lanes = forecast.simulated.action_s
         return Measured(
             step * forecast.step_s, {lane: factors.get(lane, 1.0) * seconds for lane, seconds in lanes.items()}
         )

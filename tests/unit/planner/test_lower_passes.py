@@ -114,7 +114,6 @@ def check(case: Any) -> None:
     for schedule in passes:
         run = RandomLanes(plan, schedule, seed).run()
         assert run.gpu_peak_bytes <= peaks(schedule).gpu_peak_bytes
-        assert Schedule.from_text(schedule.to_text()) == schedule
     simulated = simulate(passes, lambda _: 1.0, machine(alone=4096.0, shared=0.7))
     assert sum(one.weight for one in simulated.passes) == plan.accumulate
 

@@ -84,6 +84,11 @@ def tensors(leaves: Sequence[Any]) -> list[torch.Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+def num_bytes(values: Sequence[torch.Tensor]) -> int:
+    """Of all of them, each once."""
+    return sum(value.numel() * value.element_size() for value in {id(value): value for value in values}.values())
+
+
 def way_of(leaves: Sequence[Any], tree: Tree) -> str:
     """What tells two ways of calling a block apart: structure, dtypes, numbers of dimensions; not sizes."""
     return f"{tree} {' '.join(_leaf_text(leaf) for leaf in leaves)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hightide.profiler.model.attention import DeviceKernels
+from hightide.profiler.model.exchange import exchange
 from hightide.profiler.model.known_results import result_of
 from hightide.profiler.model.recurrent import WORKSPACE, onednn_workspace_bytes
 from hightide.profiler.trial.state import Snapshot
@@ -71,21 +72,18 @@ def fake_parameters(model: nn.Module, runs_on: torch.device = CPU) -> Iterator[O
     it would be fake, or come a second time. Random generators of the model's own are where they were, too.
     """
     attributes = Snapshot(model, buffers=False, hooks=True)
-    before = [_Contents(module) for module in model.modules()]
+    modules = list(model.modules())
+    before = [_Contents(module) for module in modules]
     originals = Originals(attributes)
-    fakes: dict[int, torch.Tensor] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        made = _fake(tensor, mode)
+        originals.add(made, tensor)
+        return made
+
     try:
-        for module in model.modules():
-            for slots in (module._parameters, module._buffers):
-                for name, tensor in slots.items():
-                    if tensor is not None:
-                        if id(tensor) not in fakes:
-                            fakes[id(tensor)] = _fake(tensor, mode)
-                            originals.add(fakes[id(tensor)], tensor)
-                        slots[name] = fakes[id(tensor)]  # type: ignore[assignment]
-        for module in model.modules():
-            refer_to(module, fakes)
+        exchange(modules, fake)
         operations = _Operations()
         kernels = DeviceKernels(runs_on, operations.unreal)
         originals._modes = (operations, kernels)
@@ -95,13 +93,6 @@ def fake_parameters(model: nn.Module, runs_on: torch.device = CPU) -> Iterator[O
         for contents in before:
             contents.restore()
         attributes.restore()
-
-
-def refer_to(module: nn.Module, others: Mapping[int, torch.Tensor]) -> None:
-    """Lists of tensors in attributes, such as the flat weights of recurrent modules, name the others too."""
-    for name, value in list(module.__dict__.items()):
-        if isinstance(value, list) and any(isinstance(part, torch.Tensor) and id(part) in others for part in value):
-            module.__dict__[name] = [others.get(id(part), part) for part in value]
 
 
 @contextmanager
@@ -185,7 +176,9 @@ class _Operations(TorchDispatchMode):
             least = args[2] if len(args) > 2 else (kwargs or {}).get("minlength", 0)
             return args[0].new_empty(least, dtype=torch.int64)
         if func is torch.ops.aten.mkldnn_rnn_layer.default and isinstance(args[1], FakeTensor):
-            return _with_workspace(args[1].fake_mode.__torch_dispatch__(func, types, args, kwargs or {}), args)
+            results: Any = args[1].fake_mode.__torch_dispatch__(func, types, args, kwargs or {})
+            needed = onednn_workspace_bytes(args)  # without values it would be empty
+            return *results[:WORKSPACE], results[WORKSPACE].new_empty(needed, dtype=torch.uint8)
         if func is not torch.ops.aten._grouped_mm.default or not isinstance(args[0], FakeTensor):
             mode = next((arg.fake_mode for arg in args if isinstance(arg, FakeTensor)), self._makes)
             if mode is None or any(kind is not FakeTensor for kind in types):
@@ -194,12 +187,6 @@ class _Operations(TorchDispatchMode):
         first, second = args[0], args[1]
         groups = args[2] if len(args) > 2 else (kwargs or {}).get("offs")
         return first.new_empty(_grouped_shape(first, second, groups))
-
-
-def _with_workspace(results: Any, args: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """Without values it would be empty."""
-    needed = onednn_workspace_bytes(args)
-    return *results[:WORKSPACE], results[WORKSPACE].new_empty(needed, dtype=torch.uint8)
 
 
 def _grouped_shape(first: torch.Tensor, second: torch.Tensor, groups: torch.Tensor | None) -> list[int]:

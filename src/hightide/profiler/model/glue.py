@@ -134,9 +134,9 @@ class _Watch:
         place = self._next_call(block)
         record = self.records[place]
         inputs = tensors(flatten_call(args, kwargs)[0])
-        self.metered.forward[place] = self.level([*map(_storage, inputs), *self._latest])
+        self.metered.forward[place] = self.level([*map(torch.Tensor.untyped_storage, inputs), *self._latest])
         outputs = list(_StandIn.apply(self, place, self.anchor if record.needs_backward else None, *inputs))
-        self._latest = list(map(_storage, outputs))
+        self._latest = list(map(torch.Tensor.untyped_storage, outputs))
         leaves = [outputs.pop(0) if isinstance(leaf, torch.Tensor) else leaf for leaf in record.results]
         self.left()
         hand_out(module, record.tap_parts, outputs)
@@ -146,7 +146,7 @@ class _Watch:
     def came_back(self, place: int, grads: Sequence[torch.Tensor | None]) -> None:
         self._latest = []
         if self.records[place].block != self.lazy_head:
-            self.metered.backward[place] = self.level([_storage(grad) for grad in grads if grad is not None])
+            self.metered.backward[place] = self.level([grad.untyped_storage() for grad in grads if grad is not None])
 
     def _next_call(self, block: int) -> int:
         """A call that was not recorded (a checkpoint of the user's runs its forward again) is like the last one."""
@@ -202,10 +202,6 @@ def _like(output: torch.Tensor, is_lazy: bool) -> torch.Tensor:
     if isinstance(output, FakeTensor):
         return output.new_empty(()).expand(output.shape) if is_lazy else torch.empty_like(output)
     return output.detach() if is_lazy else output.detach().clone()
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def is_part_of_computation(hook: Callable[..., Any]) -> bool:
 
 @contextmanager
 def no_global_hooks() -> Iterator[None]:
-    slots = [getattr(torch_module, f"_global{slot}") for slot in HOOKS]
+    slots = _global_hooks()
     before = [slot.copy() for slot in slots]
     for slot in slots:
         slot.clear()
@@ -61,8 +61,8 @@ def users_hooks_aside(module: nn.Module) -> Iterator[None]:
 
 def num_hooks(modules: Sequence[nn.Module]) -> int:
     """On any of them, those on all modules of the process included."""
-    shared = sum(len(getattr(torch_module, f"_global{slot}")) for slot in HOOKS)
-    return shared + sum(
+    shared = sum(len(slot) for slot in _global_hooks())
+    return shared + sum(  # asked at every call of a block
         len(module._forward_hooks)
         + len(module._forward_pre_hooks)
         + len(module._backward_hooks)
@@ -71,23 +71,24 @@ def num_hooks(modules: Sequence[nn.Module]) -> int:
     )
 
 
+def _global_hooks() -> list[Any]:
+    return [getattr(torch_module, f"_global{slot}") for slot in HOOKS]
+
+
 class HookWatch:
     """Sees whether hooks on modules inside a block change what the block computes: then it is not the block alone that
     must treat samples independently. To be opened while the block runs."""
 
     def __init__(self, block: nn.Module) -> None:
-        self.replaces = any(len(getattr(torch_module, f"_global{slot}")) for slot in HOOKS) or any(
-            inside._backward_hooks or inside._backward_pre_hooks for inside in block.modules() if inside is not block
+        modules = [inside for inside in block.modules() if inside is not block]
+        self.replaces = any(_global_hooks()) or any(
+            inside._backward_hooks or inside._backward_pre_hooks for inside in modules
         )  # they would see, and may change, gradients of a micro-batch
         self._hooked = [
             inside
-            for inside in block.modules()
-            if inside is not block
-            and any(
-                not is_part_of_computation(hook)
-                for slot in (inside._forward_hooks, inside._forward_pre_hooks)
-                for hook in slot.values()
-            )
+            for inside in modules
+            for hooks in [(*inside._forward_hooks.values(), *inside._forward_pre_hooks.values())]
+            if not all(map(is_part_of_computation, hooks))
         ]
         self._handles: list[RemovableHandle] = []
         self._seen: list[Any] = []
@@ -96,29 +97,21 @@ class HookWatch:
         for inside in self._hooked:
             self._handles += [
                 inside.register_forward_pre_hook(self._note, prepend=True, with_kwargs=True),
-                inside.register_forward_pre_hook(self._compare_inputs, with_kwargs=True),
-                inside.register_forward_hook(self._note_output, prepend=True),
-                inside.register_forward_hook(self._compare_output),
+                inside.register_forward_pre_hook(self._compare, with_kwargs=True),
+                inside.register_forward_hook(self._note, prepend=True),
+                inside.register_forward_hook(self._compare),
             ]
 
     def close(self) -> None:
         while self._handles:
             self._handles.pop().remove()
 
-    def _note(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._seen.append((args, kwargs))
+    def _note(self, _module: nn.Module, *values: Any) -> None:
+        self._seen.append(values)
 
-    def _compare_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _compare(self, _module: nn.Module, *values: Any) -> None:
         if self._seen:
-            before = self._seen.pop()
-            self.replaces |= not _same_objects(before, (args, kwargs))
-
-    def _note_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        self._seen.append(output)
-
-    def _compare_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if self._seen:
-            self.replaces |= not _same_objects(self._seen.pop(), output)
+            self.replaces |= not _same_objects(self._seen.pop(), values)
 
 
 def _same_objects(one: Any, two: Any) -> bool:

@@ -6,48 +6,25 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
 
 from hightide.ir.block import DTYPE_BYTES, Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec
-from hightide.ir.split import BatchDim, Split
-from hightide.process.interrupts import is_interrupt
-from hightide.process.progress import tell
-from hightide.profiler.model.block_finder import BlockChoice, FoundBlocks, find_blocks, first_names
-from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_call, tensors
-from hightide.profiler.model.fake import Originals, fake_parameters
-from hightide.profiler.model.glue import GlueNeeds, measure_glue
+from hightide.profiler.model.block_finder import BlockChoice, FoundBlocks, first_names
+from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_call, num_bytes, tensors
+from hightide.profiler.model.fake import fake_parameters
 from hightide.profiler.model.kinds import is_plain_embedding, is_plain_linear
-from hightide.profiler.model.needs import CallMeter, CallNeeds
-from hightide.profiler.model.probe import (
-    CPU,
-    ProbedCall,
-    ProbeResult,
-    compare,
-    examined,
-    give_back,
-    pair_records,
-    random_kept,
-    record_runs,
-)
-from hightide.profiler.model.probe_record import CallRecord, ProbeRecord
-from hightide.profiler.model.samples import Samples, possible_samples, shapes
-from hightide.profiler.model.tap_search import Taps
-from hightide.profiler.model.values import Source, Values, made_up
+from hightide.profiler.model.needs import CallNeeds
+from hightide.profiler.model.probe import CPU, ProbedCall, ProbeResult, random_kept
+from hightide.profiler.model.probe_record import CallRecord
+from hightide.profiler.model.samples import shapes
+from hightide.profiler.model.survey import Surveying
+from hightide.profiler.model.values import Source, made_up
 from hightide.profiler.switches.caches import Caches
-from hightide.profiler.trial.independence import examine
-
-Runs = tuple[ProbeRecord, ProbeRecord]  # with B and with B + 1 samples
-MAX_PROBES = 4  # each one more finds parameters to be loose, which may free others of their block
-
-
-class DoesNotRun(ValueError):
-    """The model fails on its example batch, on values too."""
 
 
 def profile_model(
@@ -80,14 +57,14 @@ def profile_calls(
     params = param_specs(model, optimizer)
     fakes = fake_parameters(model, runs_on or device or CPU)
     with random_kept(), in_training(model), fakes as originals, Caches(model).off():
-        survey = _surveyed(model, batch, *_probed(model, batch, chosen, originals, device), originals, device)
+        surveying = Surveying(model, batch, originals, device)
+        survey = surveying.without_values(chosen)
         if survey.failure and source is not None:
-            survey = _on_values(model, batch, survey, originals, device or CPU, source)
+            survey = surveying.on_values(survey, source)
     if survey.failure:
         survey = replace(survey, probed=replace(survey.probed, failure=survey.failure))
     found, probed, head, glue = survey.found, survey.probed, survey.head, survey.glue
     num_samples = probed.num_samples
-    batch_bytes = _bytes(tensors(flatten_call(*call_arguments(batch))[0]))
     probed = replace(probed, shapes=shapes(batch, probed.samples))
     if probed.on_values:
         warnings.warn(
@@ -106,8 +83,8 @@ def profile_calls(
         fingerprint=fingerprint(params, blocks),
         num_samples=num_samples,
         tokens_per_sample=prod(head_call.input_shapes[0][:-1]) // num_samples if head_call else 1,
-        batch_bytes=batch_bytes,
-        buffer_bytes=_bytes(list(model.buffers())),
+        batch_bytes=num_bytes(tensors(flatten_call(*call_arguments(batch))[0])),
+        buffer_bytes=num_bytes(list(model.buffers())),
         params=params,
         blocks=blocks,
         calls=calls,
@@ -116,85 +93,6 @@ def profile_calls(
         on_values=probed.on_values,
     )
     return profile, probed, tuple(survey.runs[0].records)
-
-
-@dataclass(frozen=True)
-class _Survey:
-    """What one way to run a model has told."""
-
-    found: FoundBlocks
-    probed: ProbeResult
-    runs: Runs
-    needs: list[CallNeeds]  # by call
-    head: int | None
-    glue: GlueNeeds | None
-    failure: str  # why a part of it is not known
-
-
-def _surveyed(
-    model: nn.Module,
-    batch: Batch,
-    found: FoundBlocks,
-    probed: ProbeResult,
-    runs: Runs,
-    originals: Originals,
-    device: torch.device | None,
-    values: Values | None = None,
-) -> _Survey:
-    meter = CallMeter(values)
-    kinds = [
-        meter.measure(
-            probed.blocks[call.block].module, call.split, one, two, probed.num_samples, probed.taps.get(call.block, ())
-        )
-        for call, (one, two) in zip(probed.calls, pair_records(*runs), strict=True)
-    ]
-    needs = meter.needs
-    head = _find_lazy_head(model, probed)
-    if head is not None and device is not None and not _is_by_row(probed, runs, head, originals, device):
-        head = None
-    failure = meter.failure or (probed.failure if not probed.on_values else "")
-    glue = None
-    if not failure and not probed.captured:  # else it is refused
-        with nullcontext() if values is None else values.between(model, found.loose):
-            try:
-                glue = measure_glue(model, batch, probed, runs, head)
-            except Exception as error:
-                if is_interrupt(error):
-                    raise
-                failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return _Survey(found, probed, runs, [needs[kind] for kind in kinds], head, glue, failure)
-
-
-def _on_values(
-    model: nn.Module, batch: Batch, survey: _Survey, originals: Originals, device: torch.device, source: Source
-) -> _Survey:
-    """See [Note: a pass on values]. Where a block has no room on a GPU without being split, on the CPU."""
-    tell("running the model on values", "a block at a time")
-    failure = ""
-    for place in dict.fromkeys((device, CPU)):
-        values = Values(originals, place, source)
-        with originals.as_trained():
-            found, probed, runs = _probe_until_settled(
-                model, batch, survey.found, survey.probed.samples, values, survey.failure
-            )
-        failure = probed.failure
-        if not failure:
-            probed = replace(probed, failure=survey.failure, on_values=True)
-            probed = examined(probed, runs, originals, device)
-            with originals.as_trained():
-                on_values = _surveyed(model, batch, found, probed, runs, originals, device, values)
-            give_back(probed, place)
-            failure = on_values.failure
-            if not failure:
-                return on_values
-        originals.forget_attributes()
-        if "OutOfMemoryError" not in failure:
-            break
-    raise DoesNotRun(
-        f"the model runs neither without values ({survey.failure}) nor, a block at a time, on the example batch "
-        f"({failure}): what it needs cannot be known. Pass a batch on which it trains; its code between blocks is run "
-        "on the CPU for this"
-    )
 
 
 def param_specs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[ParamSpec, ...]:
@@ -252,84 +150,6 @@ def in_training(model: nn.Module) -> Iterator[None]:
             module.training = False
 
 
-def _probed(
-    model: nn.Module, batch: Batch, chosen: BlockChoice | None, originals: Originals, device: torch.device | None
-) -> tuple[FoundBlocks, ProbeResult, Runs]:
-    """See [Note: time first]."""
-    results = []
-    for samples in possible_samples(batch):
-        found, probed, runs = _probe_until_settled(model, batch, find_blocks(model, chosen), samples)
-        if device is not None:
-            tell("trying blocks alone")
-            probed = examined(probed, runs, originals, device)
-        results.append((found, probed, runs))
-        mixes = any(call.split.inputs and not call.split.splittable for call in probed.calls)
-        if not mixes or any(call.split.splittable for call in probed.calls):
-            break
-    of_use = (result for result in results if any(call.split.splittable for call in result[1].calls))
-    return next(of_use, results[0])
-
-
-def _probe_until_settled(
-    model: nn.Module,
-    batch: Batch,
-    found: FoundBlocks,
-    samples: Samples,
-    values: Values | None = None,
-    asks: str = "",
-) -> tuple[FoundBlocks, ProbeResult, Runs]:
-    """Parameters seen outside of their blocks become loose, which may change what the blocks are: then probes again.
-    `asks`: why it is done on values."""
-    taps: Taps = {}
-
-    def once() -> tuple[ProbeResult, Runs]:
-        with nullcontext() if values is None else values.between(model, found.loose):
-            runs = record_runs(model, found.blocks, batch, taps=taps, samples=samples, values=values)
-        return compare(found.blocks, *runs, samples, asks), runs
-
-    for _ in range(MAX_PROBES):
-        probed, runs = once()
-        more = probed.loose - set(found.loose)
-        if not more and not probed.more_taps:
-            break
-        kept = found.without(model, more)
-        taps = {
-            kept.blocks.index(found.blocks[old]): entry
-            for old, entry in probed.all_taps.items()
-            if found.blocks[old] in kept.blocks
-        }
-        found = kept
-    else:
-        probed, runs = once()
-    order = _order_of_first_call(probed)
-    found = FoundBlocks(tuple(found.blocks[old] for old in order), found.loose)
-    return found, _reordered(probed, order), _reordered_runs(runs, order)
-
-
-def _order_of_first_call(probed: ProbeResult) -> list[int]:
-    """Old indices of blocks: called ones in order of their first call, then the others."""
-    return list(dict.fromkeys([*(call.block for call in probed.calls), *range(len(probed.blocks))]))
-
-
-def _reordered(probed: ProbeResult, order: list[int]) -> ProbeResult:
-    return replace(
-        probed,
-        blocks=tuple(probed.blocks[old] for old in order),
-        calls=tuple(replace(call, block=order.index(call.block)) for call in probed.calls),
-        uses={new: probed.uses.get(old, ()) for new, old in enumerate(order)},
-        taps={new: probed.taps[old] for new, old in enumerate(order) if old in probed.taps},
-        refusals={new: probed.refusals[old] for new, old in enumerate(order) if old in probed.refusals},
-        returned={new: probed.returned[old] for new, old in enumerate(order) if old in probed.returned},
-    )
-
-
-def _reordered_runs(runs: Runs, order: list[int]) -> Runs:
-    for run in runs:
-        for record in run.records:
-            record.block = order.index(record.block)
-    return runs
-
-
 def _call_spec(call: ProbedCall, needs: CallNeeds) -> CallSpec:
     return CallSpec(
         block=call.block,
@@ -339,19 +159,10 @@ def _call_spec(call: ProbedCall, needs: CallNeeds) -> CallSpec:
         new_inputs=call.new_inputs,
         saved_inputs=call.saved_inputs,
         outputs=call.outputs,
-        forward_peak=needs.forward_peak,
-        kept=needs.kept,
-        backward_peak=needs.backward_peak,
-        selective=needs.selective,
-        num_kept=needs.num_kept,
-        holes=needs.holes,
-        input_grads=call.input_grads,
+        input_grads=call.saved_inputs,
         tapped=call.tapped,
         num_saved=call.num_saved,
-        kind=needs.kind,
-        forward=needs.forward,
-        recompute=needs.recompute,
-        backward=needs.backward,
+        **vars(needs),
     )
 
 
@@ -369,44 +180,3 @@ def _block_specs(model: nn.Module, found: FoundBlocks, probed: ProbeResult, head
     if found.loose:
         specs.append(BlockSpec(len(specs), "", "loose", found.loose, loose=True))
     return tuple(specs)
-
-
-def _find_lazy_head(model: nn.Module, probed: ProbeResult) -> int | None:
-    """The output embedding of a language model, if it is a block that is called once. In a wrapper that holds copies
-    of it (PEFT's modules_to_save), the copy that is called."""
-    get = getattr(model, "get_output_embeddings", None)
-    outer = get() if callable(get) else None
-    if not isinstance(outer, nn.Module):
-        return None
-    inside = set(outer.modules())
-    called = [call.block for call in probed.calls if probed.blocks[call.block].module in inside]
-    if len(called) != 1:
-        return None
-    module = probed.blocks[called[0]].module
-    if not isinstance(module, nn.Linear):
-        return None
-    config: Any = getattr(model, "config", None)
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    (call,) = [call for call in probed.calls if call.block == called[0]]
-    if not call.input_shapes:  # the probe did not get there
-        return None
-    return called[0] if getattr(text_config, "vocab_size", None) == module.out_features else None
-
-
-def _is_by_row(probed: ProbeResult, runs: Runs, head: int, originals: Originals, device: torch.device) -> bool:
-    """Whether a head that is more than a linear layer may be computed token by token, as the fused loss does."""
-    module = probed.blocks[head].module
-    if is_plain_linear(module):
-        return True
-    record = next(record for record in (*runs[1].records, *runs[0].records) if record.block == head)
-    if len(record.inputs) != 1 or len(record.leaves) != 1:
-        return True  # it is not called as the fused loss would call it
-    rows = record.inputs[0].flatten(0, -2)
-    by_row = replace(record, leaves=[rows.detach().requires_grad_(record.inputs[0].requires_grad)])
-    split = Split(record.signature, (BatchDim(0),), (BatchDim(0),))
-    finding = examine(module, by_row, len(rows), split, (), originals, device)
-    return not finding.note and not finding.keeps
-
-
-def _bytes(values: list[torch.Tensor]) -> int:
-    return sum(value.numel() * value.element_size() for value in {id(value): value for value in values}.values())

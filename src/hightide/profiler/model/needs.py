@@ -18,14 +18,15 @@ from torch.autograd.graph import get_gradient_edge
 
 from hightide.ir.block import Affine, Selective, Work
 from hightide.ir.split import Split
-from hightide.process.interrupts import is_interrupt, safe_point
+from hightide.process.interrupts import in_a_line, safe_point
 from hightide.profiler.model.attention import workspace_bytes
 from hightide.profiler.model.caching_allocator import holes_of
 from hightide.profiler.model.call_tree import flatten, leaves_key, narrow, tensors, unflatten
+from hightide.profiler.model.kinds import build_of
 from hightide.profiler.model.probe_record import CallRecord
 from hightide.profiler.model.taps import Tap, tapping
 from hightide.profiler.model.values import Values
-from hightide.profiler.model.work import Counted, CountedCall, Result, WorkMeter
+from hightide.profiler.model.work import Counted, Result, WorkMeter
 from hightide.stores.meter import AllocationMeter, Event
 
 NOTHING = Counted()
@@ -39,11 +40,14 @@ class MeteredCall:
 
     outputs: int
     forward_peak: int  # without graph, with the outputs
-    kept: int  # by the graph, after the outputs are gone
-    backward_peak: int  # of forward with graph, then backward: with outputs and the gradients of inputs
-    work: CountedCall
-    num_kept: int  # tensors
-    holes: int  # see [Note: holes of one block]
+    forward: Counted
+    kept: int = 0  # by the graph, after the outputs are gone
+    num_kept: int = 0  # tensors, at most
+    recompute: Counted = NOTHING
+    results: tuple[Result, ...] = ()  # of the recomputation, as they are made
+    backward_peak: int = 0  # of forward with graph, then backward: with outputs and the gradients of inputs
+    backward: Counted = NOTHING
+    holes: int = 0  # see [Note: holes of one block]
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class CallMeter:
     ) -> int:
         """`one` and `two` are the same call with num_samples and with one more. To be called with fake parameters.
         Returns the kind of the call."""
-        key = (_identity(module), split, num_samples, leaves_key(one.leaves), two is None, tuple(taps))
+        key = (build_of(module), repr(module), split, num_samples, leaves_key(one.leaves), two is None, tuple(taps))
         known = self._measured.get(key)
         if known is not None and self._values is None:
             return known.kind
@@ -120,9 +124,8 @@ class CallMeter:
             else:
                 needs = _measure_whole(kind, module, one, two, num_samples, taps)
         except Exception as error:
-            if is_interrupt(error):
-                raise
-            self.failure = self.failure or f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            failure = in_a_line(error)
+            self.failure = self.failure or failure
             needs = CallNeeds(kind, NO_BYTES, NO_BYTES, NO_BYTES, Work(), Work(), Work())
         self._measured[key] = needs if known is None else known.wider(needs)
         return kind
@@ -169,14 +172,14 @@ def _between(kind: int, low: int, at_low: MeteredCall, high: int, at_high: Meter
 
     def selective() -> Selective | None:
         """None: holding all takes no more."""
-        dearest = max((result.flop_per_byte for result in at_high.work.results), default=0.0)
+        dearest = max((result.flop_per_byte for result in at_high.results), default=0.0)
         least = max(1, int(dearest / DEAR_SHARE))
-        held = [[result for result in at.work.results if result.flop_per_byte >= least] for at in (at_low, at_high)]
+        held = [[result for result in at.results if result.flop_per_byte >= least] for at in (at_low, at_high)]
         low_bytes, high_bytes = (sum(result.num_bytes for result in results) for results in held)
         if not held[1] or high_bytes >= at_high.kept:
             return None
         low_work, high_work = (
-            _without(at.work.recompute, results) for at, results in zip((at_low, at_high), held, strict=True)
+            _without(at.recompute, results) for at, results in zip((at_low, at_high), held, strict=True)
         )
         kept = Affine.through(low, low_bytes, high, high_bytes)
         return Selective(kept, work(low_work, high_work), least, len(held[1]))
@@ -188,9 +191,9 @@ def _between(kind: int, low: int, at_low: MeteredCall, high: int, at_high: Meter
         ),
         kept=Affine.through(low, at_low.kept, high, at_high.kept),
         backward_peak=Affine.through(low, at_low.backward_peak, high, at_high.backward_peak),
-        forward=work(at_low.work.forward, at_high.work.forward),
-        recompute=work(at_low.work.recompute, at_high.work.recompute),
-        backward=work(at_low.work.backward, at_high.work.backward),
+        forward=work(at_low.forward, at_high.forward),
+        recompute=work(at_low.recompute, at_high.recompute),
+        backward=work(at_low.backward, at_high.backward),
         selective=selective(),
         num_kept=at_high.num_kept,
         holes=Affine.through(low, at_low.holes, high, at_high.holes),
@@ -230,26 +233,19 @@ def meter_call(module: nn.Module, leaves: Sequence[Any], record: CallRecord, tap
     for param in module.parameters():
         if param.requires_grad and param.grad is None:
             param.grad = torch.empty_like(param)  # gradients are added in place
-    graph = _meter_graph(run, shapes, device)
-    counted = CountedCall(forward, graph.recompute, graph.backward, graph.results)
-    holes = holes_of(events, graph.events, outputs)
-    return MeteredCall(outputs, forward_peak, graph.kept, graph.backward_peak, counted, graph.num_kept, holes)
+    metered = MeteredCall(outputs, forward_peak, forward)
+    return _with_graph(metered, run, shapes, device, events)
 
 
-@dataclass(frozen=True)
-class _MeteredGraph:
-    kept: int  # bytes
-    num_kept: int  # tensors, at most
-    recompute: Counted
-    results: tuple[Result, ...]  # of the recomputation
-    backward_peak: int = 0
-    backward: Counted = NOTHING
-    events: tuple[Event, ...] = ()
-
-
-def _meter_graph(
-    run: Callable[[], list[torch.Tensor]], gradients: list[torch.Tensor], device: torch.device | None
-) -> _MeteredGraph:
+def _with_graph(
+    metered: MeteredCall,
+    run: Callable[[], list[torch.Tensor]],
+    gradients: list[torch.Tensor],
+    device: torch.device | None,
+    forward_events: Sequence[Event],
+) -> MeteredCall:
+    """The same, and what the graph of a second run keeps, and its backward takes."""
+    events: Sequence[Event] = ()
     with torch.enable_grad(), AllocationMeter(inside=workspace_bytes) as meter, WorkMeter() as work:
         allocated = _Allocated(device)
         with work.until_saved() as saved:
@@ -263,16 +259,16 @@ def _meter_graph(
         held = [storage() for storage in storages]
         stand_in = gradients[0].new_empty(with_results - kept, dtype=torch.uint8) if gradients else None
         recompute, num_results = saved[-1]
-        graph = _MeteredGraph(kept, len(saved) - 1, recompute, tuple(work.results[:num_results]))
-        if not edges:
-            return graph
-        before = work.counted
-        torch.autograd.backward([edge for edge, _ in edges], [gradient for _, gradient in edges])
-        del held, stand_in
-        meter.ledger.settle()
-        peak_bytes = max(meter.peak_bytes, allocated.peak_bytes)
-        found = replace(graph, backward_peak=peak_bytes, backward=work.counted - before)
-        return replace(found, events=tuple(meter.events))
+        made = tuple(work.results[:num_results])
+        metered = replace(metered, kept=kept, num_kept=len(saved) - 1, recompute=recompute, results=made)
+        if edges:
+            before = work.counted
+            torch.autograd.backward([edge for edge, _ in edges], [gradient for _, gradient in edges])
+            del held, stand_in
+            meter.ledger.settle()
+            peak_bytes = max(meter.peak_bytes, allocated.peak_bytes)
+            metered, events = replace(metered, backward_peak=peak_bytes, backward=work.counted - before), meter.events
+        return replace(metered, holes=holes_of(forward_events, events, metered.outputs))
 
 
 class _Allocated:
@@ -309,8 +305,3 @@ def _detached(leaf: Any, mutated: bool) -> Any:
     alone = leaf.detach().requires_grad_(leaf.requires_grad)
     with torch.enable_grad():
         return alone.clone() if mutated else alone  # autograd forbids to change a leaf in place, not its clone
-
-
-def _identity(module: nn.Module) -> tuple[Any, ...]:
-    params = tuple((name, param.shape, param.dtype, param.requires_grad) for name, param in module.named_parameters())
-    return type(module), module.training, repr(module), params

@@ -23,11 +23,7 @@ from hightide.ir.block import Affine
 from hightide.ir.split import BatchDim, Split
 from hightide.process.system import return_freed_memory
 from hightide.profiler.model.block_finder import FoundBlock
-from hightide.profiler.model.call_tree import (
-    Batch,
-    leaves_key,
-    tensors,
-)
+from hightide.profiler.model.call_tree import Batch, leaves_key, num_bytes, tensors
 from hightide.profiler.model.fake import Originals, fake_parameters
 from hightide.profiler.model.kinds import are_alike, is_plain_linear, kinds_of
 from hightide.profiler.model.probe_record import CallRecord, Forward, ProbeRecord, Recorder, storage_of
@@ -35,7 +31,7 @@ from hightide.profiler.model.samples import Samples, num_samples, resized
 from hightide.profiler.model.tap_search import Taps, merged
 from hightide.profiler.model.values import Values
 from hightide.profiler.switches.caches import Caches
-from hightide.profiler.trial.independence import Finding, examine
+from hightide.profiler.trial.independence import Finding, TriedCall, examine
 from hightide.profiler.trial.state import GlobalRandom
 
 MUTATES_INPUT = "it changes an input in place"
@@ -60,7 +56,6 @@ class ProbedCall:
     new_inputs: Affine
     saved_inputs: Affine
     outputs: Affine  # of its result
-    input_grads: Affine
     tapped: Affine  # what its taps take out, which lives until backward
     num_saved: int = 1
 
@@ -144,8 +139,8 @@ def examined(
         numbers = tuple(leaf for leaf in record.leaves if isinstance(leaf, int | float))
         key = kinds[call.block], call.split, taps, leaves_key(record.leaves), numbers
         if key not in found:
-            tried = (record, probed.num_samples) if larger is None else (larger, probed.num_samples + 1)
-            found[key] = examine(block.module, *tried, call.split, taps, originals, device)
+            sized = (record, probed.num_samples) if larger is None else (larger, probed.num_samples + 1)
+            found[key] = examine(TriedCall(block.module, *sized, call.split, taps), originals, device)
         finding = found[key]
         if finding.refusal:
             refusals[call.block] = finding.refusal
@@ -154,7 +149,7 @@ def examined(
         if finding.replays_whole:
             replays_whole.add(call.block)
         # Replays begin from what was there, and end with what is there by then.
-        kept_bytes = 2 * _total_bytes(list(block.module.buffers())) if finding.keeps else 0
+        kept_bytes = 2 * num_bytes(list(block.module.buffers())) if finding.keeps else 0
         calls[at] = replace(
             call,
             split=replace(call.split, note=finding.note),
@@ -230,7 +225,6 @@ def compare(
     failure = first.failure or second.failure
     unsplit = failure or asks
     sizes = _sizes(first) | _sizes(second)
-    fit = _Fit(first.num_samples)
     calls = []
     for one, two in pair_records(first, second):
         split = _learn_split(one, two, first.num_samples)
@@ -240,18 +234,14 @@ def compare(
             split = replace(split, note=HOOKED)
         if samples is Samples.NOWHERE:
             split = replace(split, note=NO_SAMPLES)
-        larger = sizes[id(two)] if two else _Sizes()
+        larger = sizes[id(two)] if two else {}
         call = ProbedCall(
             block=one.block,
             split=split,
             needs_backward=one.needs_backward,
             input_shapes=_shapes(one.inputs),
             output_shapes=_shapes(one.outputs),
-            new_inputs=fit(sizes[id(one)].new_inputs, larger.new_inputs),
-            saved_inputs=fit(sizes[id(one)].saved_inputs, larger.saved_inputs),
-            outputs=fit(sizes[id(one)].outputs, larger.outputs),
-            input_grads=fit(sizes[id(one)].saved_inputs, larger.saved_inputs),
-            tapped=fit(sizes[id(one)].tapped, larger.tapped),
+            **{name: _fit(first.num_samples, size, larger.get(name)) for name, size in sizes[id(one)].items()},
             num_saved=sum(tensor.requires_grad for tensor in one.inputs),
         )
         calls.append(call)
@@ -388,37 +378,23 @@ def _agreed(calls: list[ProbedCall]) -> tuple[ProbedCall, ...]:
     return tuple(agreed)
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """Bytes as a function of the number of samples, from those of the two runs."""
-
-    num_samples: int
-
-    def __call__(self, first: int, second: int) -> Affine:
-        per_sample = second - first
-        if per_sample < 0 or per_sample * self.num_samples > first:  # also where the second run lacks the call
-            return Affine(0, -(-first // self.num_samples))
-        return Affine(first - per_sample * self.num_samples, per_sample)
+def _fit(num_samples: int, first: int, second: int | None) -> Affine:
+    """Bytes as a function of the number of samples, from those of the two runs. None: the second lacks the call."""
+    per_sample = -1 if second is None else second - first
+    if per_sample < 0 or per_sample * num_samples > first:
+        return Affine(0, -(-first // num_samples))
+    return Affine(first - per_sample * num_samples, per_sample)
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """Bytes of one call in one run. -1: there was none."""
-
-    new_inputs: int = -1
-    saved_inputs: int = -1
-    outputs: int = -1
-    tapped: int = -1
-
-
-def _sizes(run: ProbeRecord) -> dict[int, _Sizes]:
+def _sizes(run: ProbeRecord) -> dict[int, dict[str, int]]:
+    """Bytes of each call, as ProbedCall names them."""
     return {
-        id(record): _Sizes(
-            new_inputs,
-            _grad_bytes(record.inputs),
-            _total_bytes(tensors(record.results)),
-            _total_bytes(record.tapped) + _grad_bytes(record.tapped),  # about what a loss of it saves
-        )
+        id(record): {
+            "new_inputs": new_inputs,
+            "saved_inputs": _grad_bytes(record.inputs),
+            "outputs": num_bytes(tensors(record.results)),
+            "tapped": num_bytes(record.tapped) + _grad_bytes(record.tapped),  # about what a loss of it saves
+        }
         for record, new_inputs in zip(run.records, _new_input_bytes(run), strict=True)
     }
 
@@ -439,10 +415,6 @@ def _new_input_bytes(run: ProbeRecord) -> Iterator[int]:
 def _grad_bytes(inputs: list[torch.Tensor]) -> int:
     """Of a tensor that is passed twice, twice: it is stashed twice, and has two gradients."""
     return sum(tensor.numel() * tensor.element_size() for tensor in inputs if tensor.requires_grad)
-
-
-def _total_bytes(values: list[torch.Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in {id(value): value for value in values}.values())
 
 
 def _shapes(values: list[torch.Tensor]) -> tuple[tuple[int, ...], ...]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hightide.ir.refusal import Refused
-from hightide.process.interrupts import is_interrupt, safe_point
+from hightide.process.interrupts import in_a_line, safe_point
 from hightide.profiler.model.block_finder import FoundBlock
 from hightide.profiler.model.call_tree import (
     Tree,
@@ -98,10 +98,8 @@ class Recorder:
         self._num_samples = num_samples
         self._taps = taps
         self._search = TapSearch([block.module for block in blocks], taps)
-        self._open: list[_Open] = []  # of the running blocks
         self._records: list[CallRecord] = []
-        self._running: list[CallRecord] = []
-        self._hooks: list[HookWatch] = []  # of the running blocks
+        self._running: list[_Running] = []  # the innermost block last
         self._rehooked: set[int] = set()
 
     def run(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProbeRecord:
@@ -123,15 +121,13 @@ class Recorder:
             except Refused:
                 raise
             except Exception as error:  # whatever the model raises without values: the caller falls back
-                if is_interrupt(error):
-                    raise
-                failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+                failure = in_a_line(error)
         finished = [record for record in self._records if record.finished]
         uses = {block: tuple(names) for block, names in watch.uses.items()}
         captured, reached = _follow(
             result, finished, self._blocks, self._search.openings, watch.loose, _names(self._model)
         )
-        captured |= {self._blocks[leak.block].name for leak in self._search.leaks}
+        captured |= {self._blocks[block].name for block in self._search.leaking}
         return ProbeRecord(
             self._num_samples,
             finished,
@@ -148,11 +144,9 @@ class Recorder:
 
     def _close(self) -> None:
         """What a failure inside of a block has left open."""
-        while self._hooks:
-            self._hooks.pop().close()
         self._search.close()
-        while self._open:
-            self._open.pop().stack.close()
+        while self._running:
+            self._running.pop().stack.close()
 
     def _enter(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -163,16 +157,15 @@ class Recorder:
             versions = [tensor._version for tensor in tensors(leaves)]
             record = CallRecord(index, leaves, tree, way_of(leaves, tree), signature, versions)
             self._records.append(record)
-            self._running.append(record)
-            stack = ExitStack()
+            stack, hooks = ExitStack(), HookWatch(module)
             tapped = stack.enter_context(tapping(module, self._taps.get(index, ())))
-            self._open.append(_Open(stack, tapped, given))
+            self._running.append(_Running(record, stack, tapped, given, hooks))
             if self._values is not None:
                 stack.enter_context(self._values.of(module))
                 stack.enter_context(self._watch.also(module))
             self._search.enter(index)
-            self._hooks.append(HookWatch(module))
-            self._hooks[-1].open()
+            stack.callback(hooks.close)
+            hooks.open()
             return None if not is_changed(leaves, given) else unflatten(leaves, tree)
 
         return hook
@@ -180,18 +173,17 @@ class Recorder:
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
         """The caller gets views of the outputs: gradients that come through them pass a node of their own, and those of
         a tensor that was taken out of the block's middle do not."""
-        record = self._running.pop()
-        hooks = self._hooks.pop()
-        hooks.close()
-        if hooks.replaces:
-            self._rehooked.add(record.block)
+        running = self._running.pop()
+        record, tapped = running.record, running.tapped
         self._search.leave(record.block)
-        opened = self._open.pop()
-        opened.stack.close()
-        tapped = opened.tapped
+        running.stack.close()
+        if running.hooks.replaces:
+            self._rehooked.add(record.block)
 
         def bordered(leaf: Any) -> Any:
-            return _bordered(leaf) if self._values is None else self._values.back(leaf, record.leaves, opened.given)
+            if self._values is not None:
+                return self._values.back(leaf, record.leaves, running.given)
+            return leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None else leaf
 
         leaves, tree = flatten(result)
         record.results, record.result_tree = [bordered(leaf) for leaf in leaves], tree
@@ -202,18 +194,20 @@ class Recorder:
         if not module._backward_hooks and not module._backward_pre_hooks:  # for these torch puts others in their place
             record.problem = _problem(record, flatten_call(args, kwargs)[0])
         record.mutated = record.versions != [tensor._version for tensor in record.inputs]
-        record.leaves = opened.given
+        record.leaves = running.given
         record.finished = True
         return unflatten(record.results, tree)
 
 
 @dataclass(frozen=True)
-class _Open:
-    """A running block."""
+class _Running:
+    """A block whose call has not ended."""
 
-    stack: ExitStack
+    record: CallRecord
+    stack: ExitStack  # of what ends with it
     tapped: Tapped
     given: list[Any]  # leaves of its arguments, as the model's code passed them
+    hooks: HookWatch
 
 
 def _problem(record: CallRecord, leaves_after: list[Any]) -> str:
@@ -256,10 +250,6 @@ def _tensors_inside(value: Any, depth: int = 0) -> list[torch.Tensor]:
     return [tensor for part in parts for tensor in _tensors_inside(part, depth + 1)] if depth < 3 else []
 
 
-def _bordered(leaf: Any) -> Any:
-    return leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None else leaf
-
-
 def _follow(
     result: object,
     records: list[CallRecord],
@@ -299,7 +289,7 @@ def _follow(
 class _ParameterWatch(TorchDispatchMode):
     """Sees which parameters operations use, inside and outside of the blocks that hold them."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[FoundBlock], running: list[CallRecord]) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[FoundBlock], running: list[_Running]) -> None:
         super().__init__()
         self.uses: dict[int, dict[str, None]] = {}
         self.loose: set[str] = set()
@@ -363,7 +353,7 @@ class _ParameterWatch(TorchDispatchMode):
         if name is None:
             return
         owners = self._owners.get(name, set())
-        users = [record.block for record in self._running if record.block in owners]
+        users = [one.record.block for one in self._running if one.record.block in owners]
         for block in users:
             self.uses.setdefault(block, {})[name] = None
         if not users:

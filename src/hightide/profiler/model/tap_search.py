@@ -13,10 +13,9 @@ from torch import nn
 
 from hightide.profiler.model.call_tree import flatten, tensors
 from hightide.profiler.model.taps import Tap
+from hightide.profiler.trial.state import INTERNAL
 
 Taps = Mapping[int, tuple[Tap, ...]]  # per block
-
-_INTERNAL = frozenset(nn.Module().__dict__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,24 +28,16 @@ class Opening:
     hooks: frozenset[Any] = frozenset()  # what tells hooks apart: their code
 
 
-@dataclass(frozen=True)
-class Leak:
-    """A way out that cannot be made a tap."""
-
-    block: int
-    what: str
-
-
 class TapSearch:
     """Watches the calls of blocks in one run. Modules that are tapped already are left out."""
 
     def __init__(self, blocks: Sequence[nn.Module], taps: Taps) -> None:
         self._blocks = blocks
         self._taps = taps
-        self._before: list[dict[tuple[str, str], tuple[Any, list[int]]]] = []
+        self._before: list[dict[tuple[str, str], tuple[Any, set[int]]]] = []
         self._handles: list[list[Any]] = []
         self.openings: list[Opening] = []
-        self.leaks: list[Leak] = []
+        self.leaking: set[int] = set()  # blocks that add a tensor to a list or dict they keep: that is no tap
 
     def enter(self, index: int) -> None:
         block = self._blocks[index]
@@ -54,22 +45,22 @@ class TapSearch:
         handles = []
         for name, module in block.named_modules():
             if name and name not in known and module._forward_hooks:
-                hooks = frozenset(_code(hook) for hook in module._forward_hooks.values())
+                hooks = frozenset(getattr(hook, "__code__", type(hook)) for hook in module._forward_hooks.values())
                 handles.append(module.register_forward_hook(self._note(index, Tap(name), hooks), prepend=True))
         self._handles.append(handles)
-        self._before.append({key: (value, _ids(value)) for key, value in _attributes(block)})
+        self._before.append({key: (value, set(map(id, _tensors_in(value)))) for key, value in _attributes(block)})
 
     def leave(self, index: int) -> None:
         for handle in self._handles.pop():
             handle.remove()
         before = self._before.pop()
         for (name, attribute), value in _attributes(self._blocks[index]):
-            old, old_ids = before.get((name, attribute), (None, []))
-            new = [leaf for leaf in tensors(flatten(value)[0]) if leaf.grad_fn is not None and id(leaf) not in old_ids]
+            old, old_ids = before.get((name, attribute), (None, set()))
+            new = [leaf for leaf in _tensors_in(value) if leaf.grad_fn is not None and id(leaf) not in old_ids]
             if not new:
                 continue
             if value is old:
-                self.leaks.append(Leak(index, f"it adds a tensor to its {f'{name}.{attribute}'.strip('.')!r}"))
+                self.leaking.add(index)
             else:
                 self.openings.append(Opening(index, Tap(name, attribute), new))
 
@@ -81,7 +72,7 @@ class TapSearch:
 
     def _note(self, index: int, tap: Tap, hooks: frozenset[Any]) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            self.openings.append(Opening(index, tap, tensors(flatten(output)[0]), hooks))
+            self.openings.append(Opening(index, tap, _tensors_in(output), hooks))
 
         return hook
 
@@ -123,13 +114,9 @@ def _held(openings: Sequence[Opening]) -> set[int]:
 def _attributes(block: nn.Module) -> Iterable[tuple[tuple[str, str], Any]]:
     for name, module in block.named_modules():
         for attribute, value in list(module.__dict__.items()):
-            if attribute not in _INTERNAL and isinstance(value, torch.Tensor | list | tuple | dict):
+            if attribute not in INTERNAL and isinstance(value, torch.Tensor | list | tuple | dict):
                 yield (name, attribute), value
 
 
-def _ids(value: Any) -> list[int]:
-    return [id(leaf) for leaf in tensors(flatten(value)[0])]
-
-
-def _code(hook: Any) -> Any:
-    return getattr(hook, "__code__", type(hook))
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    return tensors(flatten(value)[0])

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hightide.profiler.model.block_finder import first_names
-from hightide.profiler.model.fake import Originals, refer_to
+from hightide.profiler.model.exchange import exchange
+from hightide.profiler.model.fake import Originals
 from hightide.profiler.trial.state import GlobalRandom
 
 CPU = torch.device("cpu")
@@ -101,30 +102,25 @@ class Values:
         self, module: nn.Module, device: torch.device, has_values: Callable[[nn.Parameter], bool]
     ) -> Iterator[None]:
         """What code has put in the place of a buffer meanwhile stays there; a parameter comes back in any case."""
-        copies: dict[int, Tensor] = {}
         inside = list(module.modules())
-        swapped: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        params = [dict(one._parameters) for one in inside]
+        before: dict[int, Tensor] = {}  # by the id of the copy
+
+        def copied(tensor: Tensor) -> Tensor | None:
+            if isinstance(tensor, nn.Parameter) and not has_values(tensor):
+                return None
+            copy = self._copy(tensor, device)
+            before[id(copy)] = tensor
+            return copy
+
+        copies = exchange(inside, copied)
         try:
-            for one in inside:
-                for slots in _slots(one):
-                    for name, tensor in slots.items():
-                        if tensor is None or (isinstance(tensor, nn.Parameter) and not has_values(tensor)):
-                            continue
-                        if id(tensor) not in copies:
-                            copies[id(tensor)] = self._copy(tensor, device)
-                        swapped.append((slots, name, tensor, copies[id(tensor)]))
-            for slots, name, _, copy in swapped:
-                slots[name] = copy
-            for one in inside:
-                refer_to(one, copies)
             yield
         finally:
-            for slots, name, tensor, copy in swapped:
-                if isinstance(tensor, nn.Parameter) or slots.get(name) is copy:
-                    slots[name] = tensor
-            before = {id(copy): tensor for _, _, tensor, copy in swapped}
-            for one in inside:
-                refer_to(one, before)
+            for one, theirs in zip(inside, params, strict=True):
+                one._parameters.update(theirs)
+            exchange(inside, lambda tensor: before.get(id(tensor)))
+            del copies  # they must live until here: another tensor could get the id of one
 
     def _copy(self, tensor: Tensor, device: torch.device) -> Tensor:
         if not isinstance(tensor, FakeTensor) and tensor.device == device:
@@ -137,11 +133,6 @@ class Values:
         param = nn.Parameter(copy, requires_grad=tensor.requires_grad)
         vars(param)[_STANDS_FOR] = stands_for(tensor)
         return param
-
-
-def _slots(module: nn.Module) -> Iterator[dict[str, Any]]:
-    yield module._parameters
-    yield module._buffers
 
 
 _STANDS_FOR = "hightide_stands_for"

@@ -40,14 +40,6 @@ class Result:
         return self.counted.flop / max(1, self.num_bytes)
 
 
-@dataclass(frozen=True)
-class CountedCall:
-    forward: Counted = Counted()
-    recompute: Counted = Counted()
-    backward: Counted = Counted()
-    results: tuple[Result, ...] = ()  # of the recomputation, as they are made
-
-
 class WorkMeter(TorchDispatchMode):
     """Counts the operations of the thread that entered it, of real and of fake tensors."""
 

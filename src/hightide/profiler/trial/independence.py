@@ -25,7 +25,7 @@ does not run on fewer, or would be refused, is tried as it is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,14 +35,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from hightide.ir.split import BatchDim, Split
-from hightide.process.interrupts import is_interrupt, safe_point
+from hightide.process.interrupts import in_a_line, is_interrupt, safe_point
 from hightide.profiler.model.call_tree import flatten, narrow, unflatten
-from hightide.profiler.model.fake import Originals, refer_to
-from hightide.profiler.model.hooks import users_hooks_aside
+from hightide.profiler.model.fake import Originals
 from hightide.profiler.model.probe_record import CallRecord
 from hightide.profiler.model.taps import Tap, tapping
-from hightide.profiler.model.values import random_values
-from hightide.profiler.trial.quiet import Quiet, float32_precision
+from hightide.profiler.trial.alone import alone
+from hightide.profiler.trial.quiet import Quiet
 from hightide.profiler.trial.state import GlobalRandom, Snapshot, contents, same_contents
 
 CPU = torch.device("cpu")
@@ -66,7 +65,7 @@ class Finding:
     note: str = ""  # why it must run unsplit; "": it need not
     keeps: tuple[str, ...] = ()  # what a forward changes of what the block keeps
     refusal: str = ""  # why it cannot be recomputed
-    replays_whole: bool = False  # a recomputation must not end with the last tensor that is saved: see _try_replay
+    replays_whole: bool = False  # a recomputation must not end with the last tensor that is saved: see _try_again
 
 
 class _Mixed(Exception):
@@ -81,54 +80,47 @@ class _NoValues(Exception):
     """The block gives no numbers that could be compared."""
 
 
-def examine(
-    module: nn.Module,
-    record: CallRecord,
-    num_samples: int,
-    split: Split,
-    taps: Sequence[Tap],
-    originals: Originals,
-    device: torch.device,
-) -> Finding:
-    """Tries one call. See [Note: trying a block alone]. `record` is of `num_samples` samples. A call that is not split
-    anyway is only repeated."""
+@dataclass(frozen=True)
+class TriedCall:
+    module: nn.Module
+    record: CallRecord  # of `num_samples` samples
+    num_samples: int
+    split: Split
+    taps: Sequence[Tap] = ()
+
+
+def examine(call: TriedCall, originals: Originals, device: torch.device) -> Finding:
+    """Tries one call. See [Note: trying a block alone]. A call that is not split anyway is only repeated."""
     if device.type == "cuda":  # else torch warns that autograd's thread has no context yet
         torch.ones((), device=device, requires_grad=True).sin().backward()
-    if not split.splittable and len(split.inputs) != len(record.inputs):
-        num_samples = 1  # nobody knows what its samples are
-    short = _shortened(module, record, split)
+    split = call.split
+    if not split.splittable and len(split.inputs) != len(call.record.inputs):
+        call = replace(call, num_samples=1)  # nobody knows what its samples are
+    short = _shortened(call)
     if short is not None:
-        finding, _ = _tried(module, short, num_samples, split, taps, originals, device)
+        finding, _ = _tried(short, originals, device)
         if finding is not None and not finding.refusal:
             return finding
-    finding, failure = _tried(module, record, num_samples, split, taps, originals, device)
+    finding, failure = _tried(call, originals, device)
     if finding is not None:
         return finding
     if not split.splittable:
         return Finding(split.note)
-    reason = f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
-    return Finding(f"whether samples depend on each other could not be tried ({reason})")
+    assert failure is not None
+    return Finding(f"whether samples depend on each other could not be tried ({in_a_line(failure)})")
 
 
-def _tried(
-    module: nn.Module,
-    record: CallRecord,
-    num_samples: int,
-    split: Split,
-    taps: Sequence[Tap],
-    originals: Originals,
-    device: torch.device,
-) -> tuple[Finding | None, Exception | None]:
+def _tried(call: TriedCall, originals: Originals, device: torch.device) -> tuple[Finding | None, Exception | None]:
     """What was found, or why nothing was."""
     failure: Exception | None = None
     for place in (device, CPU) if device.type == "cuda" else (device,):
         for dtype in (torch.float32, None):
             for count in (NUM_SAMPLES, 2, 1):
-                if count > num_samples or (count < 2 and split.splittable):
+                if count > call.num_samples or (count < 2 and call.split.splittable):
                     continue
                 try:
-                    with originals.as_trained(), _alone(module, originals, place, dtype) as params:
-                        return _Trial(module, record, count, split, taps, place, dtype, params).finding(), None
+                    with originals.as_trained(), alone(call.module, originals, place, dtype) as params:
+                        return _Trial(replace(call, num_samples=count), place, dtype, params).finding(), None
                 except Exception as error:  # whatever a block raises on numbers that are not the user's
                     if is_interrupt(error):
                         raise
@@ -138,14 +130,15 @@ def _tried(
     return None, failure
 
 
-def _shortened(module: nn.Module, record: CallRecord, split: Split) -> CallRecord | None:
+def _shortened(call: TriedCall) -> TriedCall | None:
     """The call with the first SHORT of its tokens, if they are more than LONG: what its widest dimension has that is
     neither its samples nor a size of the block's own."""
-    own = {size for tensor in (*module.parameters(), *module.buffers()) for size in tensor.shape}
-    dims = split.inputs if len(split.inputs) == len(record.inputs) else (None,) * len(record.inputs)
+    inputs, known = call.record.inputs, call.split.inputs
+    own = {size for tensor in (*call.module.parameters(), *call.module.buffers()) for size in tensor.shape}
+    dims = known if len(known) == len(inputs) else (None,) * len(inputs)
     lengths = [
         size
-        for tensor, dim in zip(record.inputs, dims, strict=True)
+        for tensor, dim in zip(inputs, dims, strict=True)
         for at, size in enumerate(tensor.shape)
         if size > LONG and size not in own and (dim is None or at != dim.dim)
     ]
@@ -161,8 +154,8 @@ def _shortened(module: nn.Module, record: CallRecord, split: Split) -> CallRecor
         return short.requires_grad_(tensor.requires_grad)
 
     each = iter(dims)
-    leaves = [first(leaf, next(each)) if isinstance(leaf, Tensor) else leaf for leaf in record.leaves]
-    return replace(record, leaves=leaves)
+    leaves = [first(leaf, next(each)) if isinstance(leaf, Tensor) else leaf for leaf in call.record.leaves]
+    return replace(call, record=replace(call.record, leaves=leaves))
 
 
 @dataclass(frozen=True)
@@ -203,18 +196,11 @@ class _Outcome:
 
 class _Trial:
     def __init__(
-        self,
-        module: nn.Module,
-        record: CallRecord,
-        num_samples: int,
-        split: Split,
-        taps: Sequence[Tap],
-        device: torch.device,
-        dtype: torch.dtype | None,
-        params: list[nn.Parameter],
+        self, call: TriedCall, device: torch.device, dtype: torch.dtype | None, params: list[nn.Parameter]
     ) -> None:
-        self._module, self._record, self._split, self._taps = module, record, split, taps
-        self._num_samples, self._params = num_samples, params
+        self._module, self._record, self._split, self._taps = call.module, call.record, call.split, call.taps
+        self._num_samples, self._params = call.num_samples, params
+        record, split, num_samples = call.record, call.split, call.num_samples
         self._circumstances = 1.0 if dtype is not None else LOW_PRECISION
         self._generator = torch.Generator(device).manual_seed(0)
         self._input_dims = split.inputs if num_samples > 1 or split.splittable else (None,) * len(record.inputs)
@@ -228,7 +214,7 @@ class _Trial:
         ]
         self._wants_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in record.leaves]
         self._seeds: list[Tensor] | None = None  # gradients that come back
-        self._before = Snapshot(module, shared_random=True)
+        self._before = Snapshot(call.module, shared_random=True)
         self._random = GlobalRandom(device)
 
     def finding(self) -> Finding:
@@ -376,10 +362,7 @@ class _Trial:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the whole call did not fail
-            if is_interrupt(error):
-                raise
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            raise _Mixed(f"split, it fails ({reason})") from error
+            raise _Mixed(f"split, it fails ({in_a_line(error)})") from error
 
     # -- running --------------------------------------------------------------------------------------------------
 
@@ -555,55 +538,3 @@ def _equal_leaves(one: list[Any], two: list[Any]) -> bool:
     return len(one) == len(two) and all(
         type(a) is type(b) and (not isinstance(a, plain) or a == b) for a, b in zip(one, two, strict=True)
     )
-
-
-# -- a block with values ------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _alone(
-    module: nn.Module, originals: Originals, device: torch.device, dtype: torch.dtype | None
-) -> Iterator[list[nn.Parameter]]:
-    """The block with random parameters on the device, its own buffers, and without the user's hooks. `dtype` None: its
-    own. To be called with fake parameters, which are there again afterwards."""
-    generator = torch.Generator(device).manual_seed(1)
-    params: dict[int, nn.Parameter] = {}
-    buffers: dict[int, Tensor] = {}
-    modules = list(module.modules())
-    kept = [(there, dict(there)) for one in modules for there in (one._parameters, one._buffers, vars(one))]
-    try:
-        for inside in modules:
-            for name, param in inside._parameters.items():
-                if param is not None:
-                    if id(param) not in params:
-                        params[id(param)] = _random_parameter(param, dtype, device, generator)
-                    inside._parameters[name] = params[id(param)]
-            for name, buffer in inside._buffers.items():
-                if buffer is not None:
-                    if id(buffer) not in buffers:
-                        buffers[id(buffer)] = _real_buffer(originals.of(buffer), dtype, device, generator)
-                    inside._buffers[name] = buffers[id(buffer)]
-        for inside in module.modules():
-            refer_to(inside, params)
-        with float32_precision(), users_hooks_aside(module):
-            yield list(params.values())
-    finally:
-        for there, before in kept:
-            there.clear()
-            there.update(before)
-
-
-def _random_parameter(
-    param: nn.Parameter, dtype: torch.dtype | None, device: torch.device, generator: torch.Generator
-) -> nn.Parameter:
-    values = random_values(param, device, generator)
-    return nn.Parameter(values.to(dtype or param.dtype), requires_grad=param.requires_grad)
-
-
-def _real_buffer(buffer: Tensor, dtype: torch.dtype | None, device: torch.device, generator: torch.Generator) -> Tensor:
-    target = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-    if not buffer.is_meta:
-        return buffer.detach().to(device, target, copy=True)
-    if not buffer.is_floating_point():
-        return torch.zeros(buffer.shape, dtype=target, device=device)
-    return torch.rand(buffer.shape, generator=generator, device=device).to(target)  # also good for a variance

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
+INTERNAL = frozenset(nn.Module().__dict__) - {"training"}  # attributes that are torch's own
 MAX_DEPTH = 6  # of objects in objects
 MANY = 10_000  # entries: data, and no state
 CLONED_NUMEL = 1 << 20  # a larger tensor in an attribute is replaced as a whole, or it is a buffer

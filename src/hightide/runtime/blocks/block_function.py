@@ -18,32 +18,30 @@ inputs it reads is decided in backward: they may have been on host in between.
 from __future__ import annotations
 
 import gc
-import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from hightide.ir.action import Op
 from hightide.ir.activation import Activation
 from hightide.ir.block import Selective
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
-from hightide.ir.split import BatchDim, Split, micro_batches
 from hightide.ir.tier import Tier
 from hightide.process.interrupts import deferred, safe_point
 from hightide.profiler.model.call_tree import flatten, flatten_call, mode_of, narrow, signature_of, unflatten
 from hightide.profiler.model.probe_record import is_changed
 from hightide.profiler.model.taps import Tap, hand_out, tapping
 from hightide.profiler.trial.state import Snapshot
-from hightide.runtime.blocks.activations import FREED, Held, Holding, Stash, outlive_slots
+from hightide.runtime.blocks.activations import FREED, Stash
 from hightide.runtime.blocks.compiled import NotCompiled
+from hightide.runtime.blocks.held import Held, Holding, outlive_slots
+from hightide.runtime.blocks.micro_batches import Gathered, Graph, InputGradient, divided
 from hightide.runtime.blocks.recomputation import Recomputed
 from hightide.runtime.blocks.selective import HeldResults
 from hightide.runtime.guards.transforms import once
@@ -158,7 +156,7 @@ class BlockCall:
         self.on_host: list[bool] = [False] * len(self._tensors)  # which inputs wait for backward on host
         self._orders: list[tuple[int, ...] | None] = [None] * len(self._tensors)  # of their dimensions in memory
         self._hold = Holding()
-        self._graphs: list[_Graph] | None = None
+        self._graphs: list[Graph] | None = None
         self._is_compiled = False  # the present micro-batch
         self._now: list[Tensor] = []  # the inputs of the micro-batch that a recomputation is about
         self._spent = False  # its one backward has begun
@@ -167,7 +165,7 @@ class BlockCall:
         self.autocast = runner.run.autocast()
         self.signature = signature_of(self._merged(self._tensors), self._tree, mode_of(runner.inside))
         split = runner.run.split_of(runner.index, self.signature)
-        self.bounds, self._inputs, self.output_dims = _micro_batches(split, self._tensors, runner.run.plan.micro_batch)
+        self.bounds, self._inputs, self.output_dims = divided(split, self._tensors, runner.run.plan.micro_batch)
         self._draws = runner.run.draws(runner.index, len(self.bounds))
         self._before: Snapshot | None = None  # what the block kept, if its forward changes it and is run again
         self._differentiable: list[bool] = []  # of the outputs
@@ -220,8 +218,8 @@ class BlockCall:
         return whole
 
     def _run_parts(self, tensors: Sequence[Tensor], needs_backward: bool) -> list[Tensor]:
-        graphs: list[_Graph] = []
-        gathered: _Gathered | None = None
+        graphs: list[Graph] = []
+        gathered: Gathered | None = None
         for number, (start, num_samples) in enumerate(self.bounds):
             safe_point()
             with self._draws.forward(number), self.autocast.restored():
@@ -229,11 +227,11 @@ class BlockCall:
                 outputs = self._with_graph(inputs, num_samples) if needs_backward else self.run(inputs)
             self._check_outputs(outputs)
             if gathered is None:
-                gathered = _Gathered(outputs, self.output_dims, self.bounds)
+                gathered = Gathered(outputs, self.output_dims, self.bounds)
                 self._differentiable = [output.requires_grad for output in outputs]
             gathered.put(number, outputs)
             if needs_backward:
-                graphs.append(_Graph.of(inputs, outputs, self._is_compiled))
+                graphs.append(Graph(inputs, outputs, self._is_compiled))
             del inputs, outputs
         self._graphs = graphs
         self._now = []
@@ -243,7 +241,7 @@ class BlockCall:
     def _stay_whole(self, reason: str) -> None:
         """This call, and those like it, run the whole batch at once."""
         split = self.runner.run.never_split(self.runner.index, self.signature, reason)
-        self.bounds, self._inputs, self.output_dims = _micro_batches(split, [None] * len(self._inputs), 1)
+        self.bounds, self._inputs, self.output_dims = divided(split, [None] * len(self._inputs), 1)
         self._draws = self.runner.run.draws(self.runner.index, 1)
 
     def not_differentiable(self, outputs: Sequence[Tensor]) -> list[Tensor]:
@@ -442,9 +440,8 @@ class BlockCall:
         self.runner.check_parameters()
         if run.plan.update is Update.DEFERRED and self.runner.version != self._version:
             raise Refused(
-                f"the parameters of block {self.runner.spec.name!r} were updated between its forward and its "
-                "backward: the "
-                "gradient would be that of other weights. Call backward() before optimizer.step()."
+                f"the parameters of block {self.runner.spec.name!r} were updated between its forward and its backward: "
+                "the gradient would be that of other weights. Call backward() before optimizer.step()."
             )
         accumulate = self.runner.will_accumulate()
         run.queue_end_of_backward()
@@ -452,7 +449,7 @@ class BlockCall:
         with run.tick(Op.BACKWARD, self.runner.index, self.call, accumulate), self._running():
             tensors = self._inputs_back(here)
             summed = [
-                _InputGradient(tensor, dim, len(self.bounds)) for tensor, dim in zip(tensors, self._inputs, strict=True)
+                InputGradient(tensor, dim, len(self.bounds)) for tensor, dim in zip(tensors, self._inputs, strict=True)
             ]
             for number, (start, num_samples) in enumerate(self.bounds):
                 safe_point()
@@ -535,45 +532,6 @@ class BlockFunction(torch.autograd.Function):
             return None, None, *ctx.call.backward(here, grads, ctx.needs_input_grad[2:])
 
 
-class _Graph:
-    """The inner graph of one micro-batch: its leaves, and where its outputs' gradients enter. It does not hold the
-    outputs."""
-
-    def __init__(self, inputs: list[Tensor], edges: list[GradientEdge | None], compiled: bool) -> None:
-        self._inputs = inputs
-        self._edges = edges
-        self.compiled = compiled
-
-    @classmethod
-    def of(cls, inputs: list[Tensor], outputs: list[Tensor], compiled: bool) -> _Graph:
-        edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
-        return cls(inputs, edges, compiled)
-
-    def forget_inputs(self, which: Sequence[bool]) -> None:
-        """The leaves stay as ends of the graph, their values do not: shape without memory."""
-        for leaf, forget in zip(self._inputs, which, strict=True):
-            if forget:
-                leaf.data = _nowhere(leaf.dtype, leaf.device).expand(leaf.shape)
-
-    def roots(self, grads: list[Tensor | None]) -> list[tuple[GradientEdge, Tensor]]:
-        pairs = zip(self._edges, grads, strict=True)
-        return [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
-
-    def backward(self, roots: list[tuple[GradientEdge, Tensor]], wanted: Sequence[bool], accumulate: bool) -> None:
-        edges, grads = [edge for edge, _ in roots], [grad for _, grad in roots]
-        if accumulate:
-            torch.autograd.backward(edges, grads)
-            return
-        leaves = [tensor for tensor, want in zip(self._inputs, wanted, strict=True) if want]
-        if leaves:
-            for leaf, grad in zip(leaves, torch.autograd.grad(edges, leaves, grads, allow_unused=True), strict=True):
-                leaf.grad = grad
-
-    def take_grad(self, index: int) -> Tensor | None:
-        grad, self._inputs[index].grad = self._inputs[index].grad, None
-        return grad
-
-
 def _order_in_memory(tensor: Tensor) -> tuple[int, ...] | None:
     """The order of dimensions in which a tensor is contiguous; None: as it is, or in none."""
     strides = tensor.stride()
@@ -586,84 +544,3 @@ def _in_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
     if order is None:
         return tensor
     return tensor.permute(sorted(range(len(order)), key=order.__getitem__))
-
-
-@cache
-def _nowhere(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), math.nan, dtype=dtype, device=device)
-
-
-class _Gathered:
-    """Whole-batch outputs, filled micro-batch by micro-batch. One micro-batch is the whole batch and is not copied."""
-
-    def __init__(
-        self, first: list[Tensor], dims: Sequence[BatchDim | None] | None, bounds: list[tuple[int, int]]
-    ) -> None:
-        self._bounds = bounds
-        self._dims = dims or [None] * len(first)
-        total = sum(num_samples for _, num_samples in bounds)
-        if len(bounds) == 1:
-            self.whole = [output.detach() for output in first]
-            return
-        self.whole = []
-        for output, dim in zip(first, self._dims, strict=True):
-            shape = list(output.shape)
-            if dim is not None:
-                shape[dim.dim] = dim.rows * total
-            self.whole.append(output.new_empty(shape) if dim is not None else output.detach())
-
-    def put(self, number: int, outputs: list[Tensor]) -> None:
-        if len(self._bounds) == 1:
-            return
-        for whole, output, dim in zip(self.whole, outputs, self._dims, strict=True):
-            if dim is not None:
-                narrow(whole, dim, *self._bounds[number]).copy_(output.detach())
-
-
-class _InputGradient:
-    """The gradient of one input over all micro-batches: side by side if it carries the batch, summed if it does not."""
-
-    def __init__(self, tensor: Tensor, dim: BatchDim | None, num_micro_batches: int) -> None:
-        self._like = tensor
-        self._dim = dim
-        self._single = num_micro_batches == 1
-        self.value: Tensor | None = None
-
-    def add(self, grad: Tensor | None, start: int, num_samples: int) -> None:
-        if grad is None:
-            if self._dim is not None and self.value is not None:
-                narrow(self.value, self._dim, start, num_samples).zero_()
-        elif self._single:
-            self.value = grad
-        elif self._dim is None:
-            self.value = grad if self.value is None else self.value.add_(grad)
-        else:
-            if self.value is None:
-                self.value = torch.empty_like(self._like, memory_format=torch.contiguous_format)
-                narrow(self.value, self._dim, 0, start).zero_()
-            narrow(self.value, self._dim, start, num_samples).copy_(grad)
-
-
-def _micro_batches(
-    split: Split | None, tensors: Sequence[Tensor | None], micro_batch: int
-) -> tuple[list[tuple[int, int]], Sequence[BatchDim | None], Sequence[BatchDim | None] | None]:
-    """(start, number of samples) of each micro-batch, and which dimensions carry the batch. Unknown calls run
-    unsplit."""
-    unsplit = [(0, 1)], [None] * len(tensors), None
-    if split is None or not split.splittable:
-        return unsplit
-    sizes = {
-        tensor.shape[dim.dim] / dim.rows
-        for tensor, dim in zip(tensors, split.inputs, strict=True)
-        if dim is not None and tensor is not None
-    }
-    if len(sizes) != 1:
-        if sizes:
-            warnings.warn(
-                f"a block runs unsplit: its inputs disagree on the number of samples ({sorted(sizes)})", stacklevel=2
-            )
-        return unsplit
-    (size,) = sizes
-    if size != int(size):
-        return unsplit
-    return micro_batches(int(size), micro_batch), split.inputs, split.outputs

@@ -57,9 +57,7 @@ class Recomputed:
         self._autocast = Autocast.capture("cpu")  # the block restores the GPU's
         self._is_forward_done = self._is_spent = False
         self._num_again = 0
-        modes = reversed(
-            _get_current_function_mode_stack()
-        )  # another thread runs backward, without `torch.device(...)`
+        modes = reversed(_get_current_function_mode_stack())  # backward's thread has no `torch.device(...)` of its own
         self._device: Context = next((mode for mode in modes if isinstance(mode, DeviceContext)), nullcontext())
 
     def forward(self) -> Any:
@@ -105,14 +103,11 @@ class Recomputed:
             saved = self._saved[number]()
             if saved is not None:
                 if saved.form != (tensor.shape, tensor.dtype, tensor.device):
-                    raise Refused(ANOTHER.format(what=f"the tensor {number} that it saves is {_told(tensor)}"))
+                    now = f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, and was another in forward"
+                    raise Refused(ANOTHER.format(what=f"the tensor {number} that it saves is {now}"))
                 saved.tensor = tensor
             if self._stops_early and number + 1 == len(self._saved):
                 raise _AllThere
         elif self._is_forward_done:
             raise Refused(ANOTHER.format(what=f"it saves more than {len(self._saved)} tensors"))
         return tensor
-
-
-def _told(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, and was another in forward"

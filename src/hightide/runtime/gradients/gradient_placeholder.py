@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,48 +25,33 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from hightide.ir.refusal import Refused
 
+if TYPE_CHECKING:
+    from hightide.runtime.gradients.gradients import Gradients
+
 aten = torch.ops.aten
-
-
-class GradientOwner(Protocol):
-    """Whoever holds the real gradients."""
-
-    def norm(self, key: Any, norm_type: float) -> Tensor:
-        """0-dimensional, over the whole gradient of `key`."""
-
-    def scale(self, key: Any, factor: float | Tensor) -> None:
-        """Multiplies the gradient by a number or a 0-dimensional tensor."""
-
-    def add(self, key: Any, value: Tensor) -> None:
-        """Adds a tensor of the gradient's shape (or one that broadcasts to it)."""
-
-    def zero(self, key: Any) -> None: ...
-
-    def read(self, key: Any) -> Tensor:
-        """A copy of the gradient, shaped as the parameter."""
 
 
 class GradientPlaceholder(Tensor):
     """`GradientPlaceholder(param_like, owner, key)`: see [Note: gradient placeholder]."""
 
-    _home: weakref.ref[GradientOwner]  # [Note: who holds a placeholder]
-    _key: Hashable
+    _home: weakref.ref[Gradients]  # [Note: who holds a placeholder]
+    _key: str
     _views: tuple[Callable[[Tensor], Tensor], ...]  # from the whole gradient to this view of it
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, param_like: Tensor, owner: GradientOwner, key: Hashable) -> GradientPlaceholder:
+    def __new__(cls, param_like: Tensor, owner: Gradients, key: str) -> GradientPlaceholder:
         # An absent parameter is an expanded scalar, so its strides are no example: the gradient is contiguous. And a
         # GradScaler refuses gradients in fp16, which would overflow when summed; ours are sums in fp32.
         dtype = torch.float32 if param_like.dtype == torch.float16 else param_like.dtype
         return _placeholder(torch.empty(param_like.shape, dtype=dtype, device="meta"), param_like.device, owner, key)
 
-    def __init__(self, param_like: Tensor, owner: GradientOwner, key: Hashable) -> None:
+    def __init__(self, param_like: Tensor, owner: Gradients, key: str) -> None:
         """Everything happens in __new__."""
 
     @property
-    def owner(self) -> GradientOwner:
+    def owner(self) -> Gradients:
         owner = self._home()
         if owner is None:
             raise Refused(
@@ -121,8 +106,8 @@ class GradientPlaceholder(Tensor):
 def _placeholder(
     like: Tensor,
     device: torch.device,
-    owner: GradientOwner,
-    key: Hashable,
+    owner: Gradients,
+    key: str,
     views: tuple[Callable[[Tensor], Tensor], ...] = (),
 ) -> GradientPlaceholder:
     """Shape, strides and dtype are those of `like`, which may be on the meta device."""

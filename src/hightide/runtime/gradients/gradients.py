@@ -59,8 +59,9 @@ class Gradients:
         self._bound: dict[int, list[tuple[str, Parameter, Tensor, int]]] = {}
         self._tickets = tickets
         self.move_to(chunks)
-        for name in self._placeholders:
-            _allow_fp32_gradient(chunks.parameters[name])
+        for param in (chunks.parameters[name] for name in self._placeholders):
+            if param.dtype != torch.float32:
+                param.grad_dtype = None  # autograd adds a low-precision gradient to an fp32 `.grad` in one pass
         for name in self._loose:
             if chunks.parameters[name].dtype == torch.float16:  # a GradScaler refuses gradients in fp16
                 chunks.parameters[name].grad_dtype = torch.float32
@@ -336,9 +337,10 @@ class Gradients:
                 place.copy_(param.grad)
                 param.grad = place if param.dtype == place.dtype else param.grad
 
-    # -- what a placeholder answers (GradientOwner) ---------------------------------------------------------------
+    # -- what a placeholder asks ----------------------------------------------------------------------------------
 
     def norm(self, key: str, norm_type: float) -> Tensor:
+        """0-dimensional, over the whole gradient."""
         self._refuse_in_backward("measured", "clip or inspect them")
         chunk = self._chunks.places[key][0]
         overflows = self._is_unrounded(chunk) and self._chunks.rounding_dtype(chunk) == torch.float16
@@ -355,15 +357,14 @@ class Gradients:
             return norm
         self._settle(chunk)
         gradient, device = self.place_of(key), self._chunks.gpu.device
-        if norm.value is None or (device.type == "cpu" and gradient.dtype == GRAD_DTYPE and not self._rounds(chunk)):
+        is_whole = gradient.dtype == GRAD_DTYPE and self._chunks.rounding_dtype(chunk) is None
+        if norm.value is None or (device.type == "cpu" and is_whole):
             norm.value = float(torch.linalg.vector_norm(gradient.view, dtype=GRAD_DTYPE))
         found = self._norms[key] = torch.full((), norm.value, dtype=GRAD_DTYPE, device=device)
         return found
 
-    def _rounds(self, chunk: int) -> bool:
-        return self._chunks.rounding_dtype(chunk) is not None
-
     def scale(self, key: str, factor: float | Tensor) -> None:
+        """By a number or a 0-dimensional tensor."""
         self._refuse_in_backward("scaled", "clip or scale them")
         if isinstance(factor, Tensor) and factor.device.type == "cpu":
             factor = float(factor)
@@ -371,6 +372,7 @@ class Gradients:
         self._factor[key] = factor if earlier is None else earlier * factor
 
     def add(self, key: str, value: Tensor) -> None:
+        """A tensor of the gradient's shape, or one that broadcasts to it."""
         self._refuse_in_backward("changed", "change them")
         self._settle(chunk := self._chunks.places[key][0])
         if chunk in self._chunks.tables:
@@ -423,9 +425,3 @@ def _scale(value: Tensor, factor: float | Tensor) -> None:
         value.zero_()  # not a product: zero times infinity is NaN, and the user asked for zero
     else:
         value.mul_(factor)
-
-
-def _allow_fp32_gradient(param: Parameter) -> None:
-    """Lets autograd add a low-precision gradient to an fp32 `.grad` in one pass."""
-    if param.dtype != torch.float32:
-        param.grad_dtype = None

@@ -16,8 +16,8 @@ it lies below the forecast's peak; else two micro-batches are run together. What
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,12 +61,10 @@ class FirstLooks:
         return Look(self, key, call)
 
     def learn(self, key: tuple[int, str, int], changes: bool) -> None:
-        self._keeps[key] = changes
+        """What has changed something once counts as changing it."""
+        self._keeps[key] = changes or self._keeps.get(key, False)
         if changes:
             self._keeping.add(key[0])
-
-    def is_known(self, key: tuple[int, str, int]) -> bool:
-        return key in self._keeps
 
     def keeps(self, block: int) -> bool:
         return block in self._keeping
@@ -83,16 +81,11 @@ class FirstLooks:
         together = self._most_together(call)
         if together < 2:
             return ""
-        random = GlobalRandom(self._run.gpu.device)
         try:
-            with torch.no_grad(), users_hooks_aside(call.module), call.autocast.restored():
+            with self._aside(call):
                 return _compared(call, tensors, together)
         except OutOfMemory:  # the forecast of a block's forward is an estimate
             return ""
-        finally:
-            random.restore()
-            if self._run.observer is not None:
-                self._run.observer.begin_again()
 
     def leaves_the_same(self, call: BlockCall, tensors: Sequence[Tensor], before: Snapshot) -> bool:
         """Whether a block that was split has left what one forward of the whole batch leaves, and a second one too: a
@@ -100,27 +93,31 @@ class FirstLooks:
         if len(call.bounds) < 2 or call.runner.index in self._keeping or self._most_together(call) < len(call.bounds):
             return False
         num_samples = sum(size for _, size in call.bounds)
-        random = GlobalRandom(self._run.gpu.device)
-        with self._gpu_unmetered():
-            left = contents(call.module)
-            before.restore()
-        same = True
+        unmetered, same = self._run.gpu.unmetered, True
         try:
-            with torch.no_grad(), users_hooks_aside(call.module), call.autocast.restored():
+            with self._aside(call):
+                with unmetered():
+                    left = contents(call.module)
+                    before.restore()
                 for _ in range(2):
                     call.tried(call.sliced(tensors, 0, num_samples))
-                    with self._gpu_unmetered():
+                    with unmetered():
                         same = same and same_contents(left, contents(call.module))
         except OutOfMemory:
-            same = False
+            return False
+        return same
+
+    @contextmanager
+    def _aside(self, call: BlockCall) -> Iterator[None]:
+        """Inside, a block runs beside the run that counts: nobody draws, hears of it or measures it."""
+        random = GlobalRandom(self._run.gpu.device)
+        try:
+            with torch.no_grad(), users_hooks_aside(call.module), call.autocast.restored():
+                yield
         finally:
             random.restore()
             if self._run.observer is not None:
                 self._run.observer.begin_again()
-        return same
-
-    def _gpu_unmetered(self) -> AbstractContextManager[None]:
-        return self._run.gpu.unmetered()
 
     def _most_together(self, call: BlockCall) -> int:
         """Micro-batches for which there is room: all, two or none."""
@@ -161,8 +158,7 @@ class Look:
         replaces = self._hooks is not None and self._hooks.replaces
         if changes and not replaces and self._looks.leaves_the_same(self._call, tensors, self.before):
             changes = []
-        if changes or replaces or not self._looks.is_known(self._key):
-            self._looks.learn(self._key, bool(changes or replaces))
+        self._looks.learn(self._key, bool(changes or replaces))
         if changes:
             return CHANGES.format(", ".join(changes[:4]) + (" ..." if len(changes) > 4 else ""))
         return HOOKED if replaces else ""

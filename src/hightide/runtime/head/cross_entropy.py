@@ -131,29 +131,21 @@ class Scratch:
     device: torch.device
 
     @functools.cached_property
-    def _arrays(self) -> Tensor:
+    def arrays(self) -> Tensor:
         return torch.empty(2, self.num_rows, self.num_classes, dtype=self.dtype, device=self.device)
-
-    @property
-    def first(self) -> Tensor:
-        return self._arrays[0]
-
-    @property
-    def second(self) -> Tensor:
-        return self._arrays[1]
 
     def __len__(self) -> int:
         return self.num_rows
 
     def log_probabilities(self, logits: Tensor) -> Tensor:
-        """In `first`. `second` may be used on the way."""
-        first = self.first[: len(logits)]
+        """In the first one. The second may be used on the way."""
+        first = self.arrays[0, : len(logits)]
         if logits.dtype == first.dtype:
             aten._log_softmax.out(logits, 1, False, out=first)
         elif converts(logits.device, logits.dtype):
             aten._log_softmax.out(logits, 1, True, out=first)
         else:
-            second = self.second[: len(logits)]
+            second = self.arrays[1, : len(logits)]
             aten._log_softmax.out(second.copy_(logits), 1, False, out=first)
         return first
 
@@ -177,13 +169,14 @@ def write_gradient(logits: Tensor, index: Tensor, gradients: RowGradients, scrat
     if gradients.spread is None and row_kernels.usable(logits):
         row_kernels.write_gradient(logits, index, gradients.maximum, gradients.total, gradients.target, out)
         return
-    clean = gradients.spread is None and (logits.dtype == scratch.dtype or converts(logits.device, logits.dtype))
+    is_read = logits.dtype == scratch.dtype or converts(logits.device, logits.dtype)  # without the second array
+    clean = gradients.spread is None and is_read
     if clean:
-        scratch.second.zero_()
+        scratch.arrays[1].zero_()
     for rows in tiles(len(logits), len(scratch)):
         part = gradients[rows]
         log_probabilities = scratch.log_probabilities(logits[rows])
-        second = scratch.second[: rows.stop - rows.start]
+        second = scratch.arrays[1, : rows.stop - rows.start]
         if part.spread is not None:
             second.copy_(part.spread.expand_as(second))
             if part.class_weight is not None:
@@ -191,7 +184,7 @@ def write_gradient(logits: Tensor, index: Tensor, gradients: RowGradients, scrat
         elif not clean:
             second.zero_()
         second.scatter_add_(1, index[rows], part.target)
-        if out.dtype == second.dtype or _direct(logits, out):
+        if out.dtype == second.dtype or (out.dtype == logits.dtype and is_read):
             aten._log_softmax_backward_data.out(second, log_probabilities, 1, out.dtype, out=out[rows])
         else:
             # In place: each element is read before it is written, by the same thread.
@@ -199,10 +192,6 @@ def write_gradient(logits: Tensor, index: Tensor, gradients: RowGradients, scrat
             out[rows].copy_(log_probabilities)
         if clean:
             second.scatter_(1, index[rows], 0.0)
-
-
-def _direct(logits: Tensor, out: Tensor) -> bool:
-    return out.dtype == logits.dtype and converts(logits.device, logits.dtype)
 
 
 @functools.cache

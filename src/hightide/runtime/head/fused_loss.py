@@ -26,9 +26,9 @@ matrix multiplication itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,55 +50,8 @@ from hightide.runtime.head.cross_entropy import (
 )
 from hightide.runtime.head.linear import LinearBackward, Sums, add_scaled, gradients_of, zeros_for
 
-
-class Head(Protocol):
-    """The block that turns hidden rows into logits: what the runtime gives to lazy logits and to the fused loss."""
-
-    @property
-    def tile_tokens(self) -> int:
-        """Rows per projection."""
-
-    @property
-    def scratch_bytes(self) -> int:
-        """For the passes over a tile of rows, recorded operations included."""
-
-    @property
-    def plain_linear(self) -> nn.Linear | None:
-        """The module, where `project` is an nn.Linear's forward and nothing more."""
-
-    @property
-    def num_classes(self) -> int:
-        """Size of the last dimension of the logits."""
-
-    @property
-    def version(self) -> object:
-        """Changes whenever the weights do: logits are computed late, and must be those of the weights at call time."""
-
-    @property
-    def anchor(self) -> Tensor | None:
-        """An empty tensor that requires grad; None where the head has no trainable parameters."""
-
-    def claim_kept_tokens(self) -> int:
-        """Rows whose logits may wait for backward: for the first loss that asks, so that memory is promised once."""
-
-    def claim_forward(self) -> bool:
-        """Whether gradients may be made in forward: likewise."""
-
-    def project(self, rows: Tensor) -> Tensor:
-        """The module's own forward. Called only while held; rows are (tokens, hidden)."""
-
-    def forward_hold(self) -> AbstractContextManager[object]:
-        """Weights are bound inside it."""
-
-    def backward_hold(self, accumulate: bool) -> AbstractContextManager[object]:
-        """Weights are bound inside it, as leaves whose `.grad` inner autograd adds to. Without `accumulate` only
-        gradients of rows are asked for."""
-
-    def will_accumulate(self) -> bool:
-        """Asked inside backward: will this backward reach the anchor? (Not under `torch.autograd.grad` of inputs.)"""
-
-    def materialise(self, hidden: Tensor) -> Tensor:
-        """All logits at once, by the ordinary execution of a block, with autograd."""
+if TYPE_CHECKING:
+    from hightide.runtime.head.head import HeadCall
 
 
 @dataclass(frozen=True)
@@ -125,7 +78,7 @@ class Recorded:
 class Projection:
     """How rows become what the loss sees: the head, the autocast state of its call, and the recorded operations."""
 
-    head: Head
+    head: HeadCall
     autocast: Autocast
     operations: tuple[Recorded, ...]
     version: object  # the head's, when it was called
@@ -174,7 +127,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         num_kept = head.claim_kept_tokens() if backwards else 0
         normaliser = options.normaliser(target, weight) if options.reduction == "mean" else None
         may_be_early = backwards and options.reduction != "none" and head.claim_forward()
-        early: _InForward | None = None
+        early: _Early | None = None
         kept: list[Tensor] = []
         passes: _Passes | None = None
         row_losses = torch.zeros(0, device=rows.device)  # so that no rows at all is a sum of nothing
@@ -187,12 +140,17 @@ class _FusedCrossEntropy(torch.autograd.Function):
                     labels = Labels.of(target, weight, options, head.num_classes, passes.dtype)
                     numbers = RowNumbers.empty(len(rows), passes.dtype, passes.device, options.label_smoothing)
                     if may_be_early and not passes.is_half:
-                        rows_grad = _empty_like(rows) if ctx.needs_input_grad[0] else None
                         module = cast(nn.Linear, head.plain_linear)
-                        early = _InForward.of(module, rows_grad, labels, numbers, normaliser, logits.dtype)
+                        rows_grad = _empty_like(rows) if ctx.needs_input_grad[0] else None
+                        early = _Early(module, rows_grad, zeros_for(module))
+                        linear = LinearBackward(module, logits.dtype, early.sums)
+                        one = torch.ones_like(numbers.total[:1, 0])
+                        of_one = (one if normaliser is None else one / normaliser).expand(len(rows))
+                        gradients = RowGradients.of(labels, of_one, numbers.maximum, numbers.total)  # filled by tiles
                 passes.measure(logits, labels.index[tile], labels.class_weight, numbers[tile])
                 if early is not None:
-                    early.add(passes, rows, logits, tile)
+                    passes.write_gradient(logits, labels.index[tile], gradients[tile], logits)
+                    linear(rows[tile], logits, None if early.rows_grad is None else early.rows_grad[tile])
                 elif tile.stop <= num_kept:
                     kept.append(logits)
                 del logits  # a tile must be gone before the next one is made
@@ -202,7 +160,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         found = (None, None) if passes is None else (numbers.maximum, numbers.total)
         ctx.save_for_backward(rows, target, weight, normaliser, *found)
         ctx.projection, ctx.options, ctx.kept, ctx.has_run_backward = projection, options, kept, False
-        ctx.early = None if early is None else early.made
+        ctx.early = early
         if options.reduction == "none":
             return row_losses
         total = row_losses.sum()
@@ -262,38 +220,6 @@ class _Early:
 
 
 @dataclass(frozen=True)
-class _InForward:
-    """How they are made. It ends with forward: it holds weights."""
-
-    made: _Early
-    index: Tensor
-    gradients: RowGradients  # of numbers that forward fills in, tile by tile
-    linear: LinearBackward
-
-    @classmethod
-    def of(
-        cls,
-        module: nn.Linear,
-        rows_grad: Tensor | None,
-        labels: Labels,
-        numbers: RowNumbers,
-        normaliser: Tensor | None,
-        dtype: torch.dtype,
-    ) -> _InForward:
-        """`dtype`: of the logits."""
-        one = torch.ones_like(numbers.total[:1, 0])
-        row_grads = (one if normaliser is None else one / normaliser).expand(len(numbers.total))
-        gradients = RowGradients.of(labels, row_grads, numbers.maximum, numbers.total)
-        made = _Early(module, rows_grad, zeros_for(module))
-        return cls(made, labels.index, gradients, LinearBackward(module, dtype, made.sums))
-
-    def add(self, passes: _Passes, rows: Tensor, logits: Tensor, tile: slice) -> None:
-        """The logits are written over."""
-        passes.write_gradient(logits, self.index[tile], self.gradients[tile], logits)
-        self.linear(rows[tile], logits, None if self.made.rows_grad is None else self.made.rows_grad[tile])
-
-
-@dataclass(frozen=True)
 class _Backward:
     """The walk of backward over the tiles."""
 
@@ -342,7 +268,7 @@ class _Backward:
         return passes
 
 
-def _add_nothing(head: Head, rows: Tensor) -> None:
+def _add_nothing(head: HeadCall, rows: Tensor) -> None:
     """Of a loss over no rows the weights' gradient is zero, which is not the same as none."""
     with torch.enable_grad():
         logits = head.project(rows.detach())

@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,10 @@ from hightide.ir.refusal import Refused
 from hightide.ir.units import format_bytes
 from hightide.runtime.blocks.autocast import Autocast
 from hightide.runtime.head.cross_entropy import CrossEntropy
-from hightide.runtime.head.fused_loss import Head, Projection, Recorded, fused_cross_entropy, replay
+from hightide.runtime.head.fused_loss import Projection, Recorded, fused_cross_entropy, replay
+
+if TYPE_CHECKING:
+    from hightide.runtime.head.head import HeadCall
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class LazyLogits(Tensor):
     _has_views: bool  # shares its (virtual) memory with another LazyLogits: operations in place would have to reach it
 
     @staticmethod
-    def __new__(cls, head: Head, hidden: Tensor, identity: object | None = None) -> LazyLogits:
+    def __new__(cls, head: HeadCall, hidden: Tensor, identity: object | None = None) -> LazyLogits:
         autocast = Autocast.capture(hidden.device.type)
         needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or head.anchor is not None)
         return _lazy(
@@ -94,7 +97,7 @@ class LazyLogits(Tensor):
             )
         )
 
-    def __init__(self, head: Head, hidden: Tensor, identity: object | None = None) -> None:
+    def __init__(self, head: HeadCall, hidden: Tensor, identity: object | None = None) -> None:
         """Everything happens in __new__: the object is the output of an autograd function."""
 
     @classmethod

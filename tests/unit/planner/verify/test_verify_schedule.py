@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hightide.ir.action import Mode, Op, Place, Schedule
+from hightide.ir.action import Mode, Op, Place
 from hightide.ir.activation import Activation
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.infeasible import InfeasiblePlan
@@ -264,7 +264,3 @@ def test_loose_parameters_cannot_leave_the_gpu():
     profile = build([param("a", 9), param("l", 9)], [Sketch("x", ["a"]), Sketch("", ["l"], loose=True)], [call(0)])
     with pytest.raises(InfeasiblePlan, match=r"outside of blocks"):
         check_plan(profile, with_block(plan_with(profile), 1, states=Tier.HOST))
-
-
-def test_a_schedule_survives_text():
-    assert Schedule.from_text(SCHEDULE.to_text()) == SCHEDULE
