@@ -23,7 +23,8 @@ from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space
 
 MOST_SPARE = 3  # slots beyond what the widest block needs
-MOST_DISK_BUFFERS = 4  # of each kind
+MOST_BUFFERS = 4  # of a ring
+LATE = (0, 2, 3, 4, 6, 8, 9, 12)  # twelfths of the blocks on disk whose updates are tried to be late
 NUM_SLOT_SIZES = 3  # so many slot sizes, of least waste, are tried
 FEW_BLOCKS = 8
 SPACINGS = (1, 2, 3, 4, 6)  # of blocks that swap
@@ -94,9 +95,9 @@ class Moves:
             return
         buffers = 1 + spare if disk else 0
         for inputs, micro_batch in product((Tier.GPU, Tier.HOST), self.micro_batches):
-            yield form.of(
-                Candidate(micro_batch, inputs, spare, spare_grad_slots=spare, disk=disk, disk_buffers=buffers)
-            )
+            plain = Candidate(micro_batch, inputs, spare, spare_grad_slots=spare, disk=disk)
+            gradients = 0 if self.space.updates_in_backward else buffers
+            yield form.of(replace(plain, state_buffers=buffers, read_buffers=buffers, grad_buffers=gradients))
 
     def leanest(self) -> Iterator[Candidate]:
         """If none of these fits, nothing is known that does."""
@@ -254,10 +255,14 @@ class Moves:
             yield from self._balanced(changed)
 
     def _other_buffers(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Finer chunks need smaller buffers, which leave more of the host."""
+        """Finer chunks need smaller buffers, which leave more of the host; and what is late makes others early."""
         sizes = self.space.slot_sizes[:NUM_SLOT_SIZES]
-        for slot_numel, buffers in product(sizes, range(1, 1 + MOST_DISK_BUFFERS)):
-            changed = replace(candidate, slot_numel=slot_numel, disk_buffers=buffers)
+        changes: list[dict[str, int]] = [{"late": late} for late in LATE] if self.space.updates_in_backward else []
+        counts = range(1, 1 + MOST_BUFFERS)
+        changes += [{"slot_numel": size, "state_buffers": count} for size, count in product(sizes, counts)]
+        changes += [{ring: count} for ring in ("grad_buffers", "read_buffers") for count in counts]
+        for change in changes:
+            changed = replace(candidate, **change)  # type: ignore[arg-type]
             fitting = changed if self.may_fit(changed) else self.shed(changed, _HOST_FIRST)
             if fitting is not None:
                 yield self.fill(fitting, ORDERS[0])
