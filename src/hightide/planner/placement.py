@@ -11,7 +11,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hightide.ir.block import DTYPE_BYTES
-from hightide.ir.chunk import GRAD_BYTES, LEAVING_NUMEL, REGION_BYTES, STAGING_NUMEL, ChunkSpec, Layout
+from hightide.ir.chunk import (
+    DISK_REGION_BYTES,
+    GRAD_BYTES,
+    LEAVING_NUMEL,
+    REGION_BYTES,
+    STAGING_NUMEL,
+    ChunkSpec,
+    Layout,
+)
 from hightide.ir.plan import BlockPlan, GradientDtype, Plan, Update
 from hightide.ir.tier import ChunkKind, Tier
 
@@ -157,7 +165,7 @@ class ChunkPlaces:
             copies[ChunkKind.STATE, states] = chunk.state_bytes
         bytes_on = dict.fromkeys(Tier, 0)
         for (_, tier), num_bytes in copies.items():
-            bytes_on[tier] += region_bytes(num_bytes)
+            bytes_on[tier] += region_bytes(num_bytes, tier)
 
         num_slots = 0 if params is Tier.GPU or on_host else layout.num_slots(chunk)
         has_grad_slot = trained and grad is not Tier.GPU and not stays and not on_host
@@ -306,6 +314,7 @@ def _staged_bytes(chunk: ChunkSpec, most_numel: int) -> int:
     return min(chunk.trainable_numel, most_numel) * DTYPE_BYTES[chunk.dtype]
 
 
-def region_bytes(num_bytes: int) -> int:
-    """What a store sets aside for so many bytes."""
-    return -(-num_bytes // REGION_BYTES) * REGION_BYTES
+def region_bytes(num_bytes: int, tier: Tier | None = None) -> int:
+    """What a store sets aside for so many bytes. The tier is asked for because a disk sets aside in larger units."""
+    unit_bytes = DISK_REGION_BYTES if tier is Tier.DISK else REGION_BYTES
+    return -(-num_bytes // unit_bytes) * unit_bytes
