@@ -28,7 +28,7 @@ from hightide.optim.registry import rule_for
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.problem import Terms
 from hightide.planner.solution import Searched, Solution
-from hightide.planner.verify.check_plan import check_executable, check_plan, check_states
+from hightide.planner.verify.check_plan import check_plan, check_states
 from hightide.posing import GpuRoom, Profiled, measured_products, problem_of, rehearsed_profile, room_on, solved
 from hightide.process.interrupts import deferred, held
 from hightide.process.progress import shown, tell
@@ -79,8 +79,11 @@ def wrap(
     if plan is not None and not isinstance(plan, Plan):
         raise ValueError(f"plan is a {type(plan).__name__}; pass a Plan, such as hightide.Plan.load('plan.json')")
     _check_limits(limits)
-    if plan is not None and (limits is not None or micro_batch is not None):
-        raise ValueError("plan= already fixes limits and micro_batch; pass either plan= or these, not both")
+    if plan is not None and (_sets_memory(limits) or micro_batch is not None):
+        raise ValueError(
+            "plan= already fixes limits and micro_batch; pass either plan= or these, not both (of limits, only disk= may "
+            "come with a plan that uses one: the plan does not say in which folder)"
+        )
     rule = rule_for(check_fresh(model, optimizer))
     timing = _timing(update)
     if plan is not None and timing not in (Update.DEFERRED, plan.update):  # the default asks for nothing
@@ -101,11 +104,12 @@ def wrap(
             solution: Solution
             if plan is None:
                 sizes = _resolve(limits or Limits(), place, model, optimizer)
-                terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, accumulate=accumulate)
+                disks = limits.disks if limits is not None else ()
+                disk_bytes = sum(disk.num_bytes for disk in disks)
+                terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, disk_bytes, accumulate)
                 solution = _searched(profiled, optimizer, place, compile, terms)
                 solution = _moving_in(solution, model, optimizer)
             else:
-                check_executable(plan)
                 check_plan(profile, plan)
                 check_states(plan, rule.states)
                 rehearsed = partial(rehearsed_profile, profiled, optimizer, place, compile, plan.gpu_limit_bytes)

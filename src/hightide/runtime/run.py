@@ -18,12 +18,15 @@ from torch.autograd.graph import increment_version
 
 from hightide.ir.action import Mode, Op
 from hightide.ir.block import ModelProfile
+from hightide.ir.chunk import DISK_REGION_BYTES
 from hightide.ir.limits import DiskLimit
 from hightide.ir.machine import MatmulRates
 from hightide.ir.plan import Forecast, Update
 from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.ir.split import Split
 from hightide.ir.tier import Tier
+from hightide.ir.units import format_bytes
+from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import peaks, reserved_bytes
 from hightide.planner.solution import Solution
 from hightide.process.forks import Birthplace
@@ -59,6 +62,7 @@ from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
 from hightide.runtime.step_work import Computed, StepWork
 from hightide.stores.cuda import CudaAccelerator
+from hightide.stores.disk import DiskStore
 from hightide.stores.host_arena import HostArena
 from hightide.stores.pinned import PinnedArena
 from hightide.stores.simulated import SimulatedAccelerator
@@ -169,7 +173,7 @@ class Run:
         return self.stores.host
 
     @property
-    def disk(self) -> Store | None:
+    def disk(self) -> DiskStore | None:
         """None: the plan uses none."""
         return self.stores.disk
 
@@ -596,8 +600,7 @@ class _Stores:
 
     def __init__(self, solution: Solution, device: torch.device, disks: Sequence[DiskLimit]) -> None:
         """The disk first: where it has no room, nothing else was taken."""
-        disk_bytes = solution.placement.base_bytes()[Tier.DISK]
-        self.disk = open_disks(disks, disk_bytes) if disk_bytes else None
+        self.disk = _disk_store(solution.placement, disks)
         try:
             self.gpu, self.host = _memory(solution, device)
         except BaseException:
@@ -613,6 +616,27 @@ class _Stores:
     def close(self) -> None:
         for store in self.by_tier.values():
             store.close()
+
+
+def _disk_store(placement: Placement, disks: Sequence[DiskLimit]) -> DiskStore | None:
+    """Files of what the plan needs, on each disk in proportion to its limit. A chunk's arrays each lie on one: with
+    several disks, each has room for one more."""
+    needed_bytes, limit_bytes = placement.bytes_on[Tier.DISK], sum(disk.num_bytes for disk in disks)
+    if not needed_bytes:
+        return None
+    if needed_bytes > limit_bytes:
+        raise ValueError(
+            f"the plan keeps {needed_bytes} bytes ({format_bytes(needed_bytes)}) on disk, and the folders of "
+            f"Limits(disk=...) may have {limit_bytes} ({format_bytes(limit_bytes)}); give it a folder with as much: "
+            f"limits=hightide.Limits(disk='/folder:{needed_bytes}')"
+        )
+    largest_bytes = max(place.bytes_on[Tier.DISK] for place in placement.chunks) if len(disks) > 1 else 0
+    shares = [needed_bytes * disk.num_bytes // limit_bytes + DISK_REGION_BYTES + largest_bytes for disk in disks]
+    files = [
+        DiskLimit(disk.path, min(disk.num_bytes, share // DISK_REGION_BYTES * DISK_REGION_BYTES))
+        for disk, share in zip(disks, shares, strict=True)
+    ]
+    return DiskStore(files)
 
 
 def _memory(solution: Solution, device: torch.device) -> tuple[Accelerator, HostArena]:

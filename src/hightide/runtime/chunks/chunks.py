@@ -28,7 +28,7 @@ from hightide.planner.predict.moving_in import RETURN_BYTES
 from hightide.process.progress import tell
 from hightide.process.system import return_freed_memory
 from hightide.runtime.chunks.absent import Nans, absent_class
-from hightide.runtime.chunks.disk_homes import DiskHomes, UpdateArrays, by_tiles
+from hightide.runtime.chunks.disk_homes import DiskHomes, UpdateArrays
 from hightide.runtime.chunks.host_table import HostTable
 from hightide.runtime.chunks.origin import Origin
 from hightide.runtime.chunks.remainder import join, split
@@ -255,11 +255,7 @@ class Chunks:
         """From home, or the buffer in which it waits, to where compute finds it, on the h2d lane. Returns the bytes
         moved."""
         home, target = self._homes[chunk] if buffer is None else buffer, self.param_on_gpu(chunk)
-        if home.is_memory:
-            home.read(target).wait()
-        else:
-            for start, tile in by_tiles(target):
-                tile.copy_(home.part(start, tile.shape).get())
+        home.read(target).wait()
         return home.nbytes
 
     def grad_dtype(self, chunk: int) -> torch.dtype:
@@ -269,10 +265,7 @@ class Chunks:
     def send_gradient(self, chunk: int, buffer: Array | None = None) -> int:
         """From its slot, or where it has stayed, home or into a buffer, on the d2h lane. Returns the bytes moved."""
         home, source = self.grad(chunk) if buffer is None else buffer, self.grad_on_gpu(chunk)
-        if not home.is_memory:
-            for start, tile in by_tiles(source):
-                home.part(start, tile.shape).put(tile.cpu())
-        elif self._leaving is not None and self.placed[chunk].is_narrow:
+        if self._leaving is not None and self.placed[chunk].is_narrow:
             self._leaving.send(source, home)
         else:
             home.write(source).wait()
@@ -281,10 +274,7 @@ class Chunks:
     def bring_gradient(self, chunk: int, buffer: Array | None = None) -> int:
         """From home, or a buffer, into its slot, on the h2d lane. Returns the bytes moved."""
         home, target = self.grad(chunk) if buffer is None else buffer, self.grad_on_gpu(chunk)
-        if not home.is_memory:
-            for start, tile in by_tiles(target):
-                tile.copy_(home.part(start, tile.shape).get().to(tile.dtype))
-        elif self._arriving is not None and self.placed[chunk].is_narrow:
+        if self._arriving is not None and self.placed[chunk].is_narrow:
             self._arriving.bring(target, home)
         else:
             home.read(target).wait()

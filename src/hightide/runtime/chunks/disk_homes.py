@@ -142,11 +142,6 @@ class DiskHomes:
             stray.forget_view()
 
 
-def by_tiles(values: Tensor) -> Iterator[tuple[int, Tensor]]:
-    for start in range(0, values.numel(), TILE_NUMEL):
-        yield start, values[start : start + TILE_NUMEL]
-
-
 def _wait(tickets: list[Ticket]) -> None:
     """All of them, also if one fails: nobody else may use the buffer meanwhile."""
     errors = []
