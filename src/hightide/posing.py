@@ -227,8 +227,8 @@ def with_disk(machine: Machine, limit: DiskLimit) -> Machine:
             disk = load_machine(ASSUMED).disk
             assert disk is not None
             warnings.warn(
-                f"the disk of {folder} cannot be measured ({error}); the plan follows from the speed of {disk.name}: it "
-                "fits, and may be slower than another",
+                f"the disk of {folder} cannot be measured ({error}); the plan follows from the speed of {disk.name}: "
+                "it fits, and may be slower than another",
                 stacklevel=5,
             )
             source = f"taken for {disk.name}"

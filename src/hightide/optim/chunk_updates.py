@@ -66,6 +66,7 @@ class ChunkUpdates:
         if self._group_of is None:
             groups = self._groups.now()
             self.moments.read_counters()
+            self.moments.write_copies()
             self._group_of = groups
             self._gradients.optimised = frozenset(self._group_of)
 
@@ -154,7 +155,10 @@ class ChunkUpdates:
         param, gradient, kept = arrays
         known = self._wholes.get(chunk)
         if known is None or known[0] is not gradient.view or known[1] is not kept:
-            states, numel = {state: array.view for state, array in kept.items()}, self._chunks.specs[chunk].optimised_numel
+            states, numel = (
+                {state: array.view for state, array in kept.items()},
+                self._chunks.specs[chunk].optimised_numel,
+            )
             operands = self._operands(chunk, param.view[:numel], gradient.view[:numel], states)
             known = self._wholes[chunk] = (gradient.view, kept, operands)
         return known[2]
@@ -162,7 +166,7 @@ class ChunkUpdates:
     def _operands(self, chunk: int, param: Tensor, grad: Tensor, kept: Mapping[StateSpec, Tensor]) -> Operands:
         has_master = self._chunks.specs[chunk].has_master
         return Operands(
-            kept[MASTER] if MASTER in kept else None if has_master else param,
+            kept.get(MASTER, None if has_master else param),
             grad,
             tuple(kept[state] for state in self._rule.states),
             param if has_master else None,

@@ -88,7 +88,7 @@ class Run:
         learns: bool = True,
         disks: Sequence[DiskLimit] = (),
     ) -> None:
-        """`learns` False: a rehearsal, which looks at no block (see first_look.py). `disks`: for a plan that uses any."""
+        """`learns` False: a rehearsal, which looks at no block (see first_look.py). `disks`: for plans that use any."""
         self.model, self.profile = model, solution.profile
         self._disks = tuple(disks)
         self.birthplace = Birthplace()

@@ -69,7 +69,7 @@ class DiskHomes:
     def arriving(self, content: Content) -> Array:
         """A parameter or a gradient on its way to the GPU, in its buffer."""
         home = self._arrays[content.chunk, content.kind]
-        return self.rings.up.array(content.buffer, home.dtype, *home.shape)
+        return self.rings.up.array(content.buffer, home.dtype, home.shape[0])
 
     def leaving(self, content: Content) -> Array:
         """A gradient on its way to the disk, or to its update, in its buffer."""
@@ -82,7 +82,7 @@ class DiskHomes:
         offsets, index, ring = self._places[content.chunk].update_offsets, content.chunk, self.rings.state
         homes = {kind: self._arrays[index, kind] for kind in offsets}
         return {
-            kind: ring.array(content.buffer, home.dtype, *home.shape, offsets[kind]) for kind, home in homes.items()
+            kind: ring.array(content.buffer, home.dtype, home.shape[0], offsets[kind]) for kind, home in homes.items()
         }
 
     def at_hand(self, content: Content, gradient: Array | None) -> UpdateArrays:
@@ -105,10 +105,9 @@ class DiskHomes:
         """From disk into its buffer. Returns the bytes moved."""
         content.is_good = False
         targets = self._parts(content) if content.kind is ChunkKind.STATE else {content.kind: self.arriving(content)}
-        homes = {kind: self._arrays[content.chunk, kind] for kind in targets}
-        _wait([home.read(targets[kind].view) for kind, home in homes.items()])
+        _wait([self._arrays[content.chunk, kind].read(target.view) for kind, target in targets.items()])
         content.is_good = True
-        return sum(home.nbytes for home in homes.values())
+        return sum(target.nbytes for target in targets.values())
 
     def write_gradient(self, content: Content) -> int:
         home = self._arrays[content.chunk, ChunkKind.GRAD]

@@ -1,11 +1,11 @@
 """Buffers on the host through which everything passes that lives on disk. Which action uses which buffer is in the
 schedule: see [Note: rings of buffers] in planner/lower/pass_through_disk.py.
 
-[Note: what is in a buffer] The user's thread notes what each buffer is for when it issues the action that fills it, and
-who uses it until it is filled again. An action finds its buffer as the schedule says, unless the model left the plan, an
-evaluation came between forward and backward, or a backward turned out to add to gradients: then another content is
-there, or one that somebody has made obsolete. So whoever empties a buffer looks at what is in it, and fills it again
-if need be: slower, never wrong. And whoever uses a buffer stands behind all who did, whatever pass they belong to.
+[Note: what is in a buffer] The user's thread notes what each buffer is for when it issues the action that fills it,
+and who uses it until it is filled again. An action finds its buffer as the schedule says, unless the model left the
+plan, or an evaluation came between forward and backward: then another content is there, or one that somebody has made
+obsolete. So whoever empties a buffer looks at what is in it, and fills it again if need be: slower, never wrong. And
+whoever uses a buffer stands behind all who did, whatever pass they belong to.
 """
 
 from __future__ import annotations

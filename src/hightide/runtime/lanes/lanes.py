@@ -49,7 +49,9 @@ WORKERS: dict[Lane, str] = {
     Lane.DISK_READ: "hightide-disk-read",  # fills buffers ahead of fetches and updates; idle without a disk
     Lane.DISK_WRITE: "hightide-disk-write",  # empties them behind updates and write-backs; idle without a disk
 }
-WATCHER = "hightide-fences"  # one for each lane that works on the host: waits for copies, so that it takes finished ones
+WATCHER = (
+    "hightide-fences"  # one for each lane that works on the host: waits for copies, so that it takes finished ones
+)
 SHARER = "hightide-update"  # works on the same update as the cpu lane, other tiles of it
 CORES_FOR_OTHERS = (
     2  # Python's and autograd's threads with what they start, and the two copying lanes, which mostly wait
@@ -123,8 +125,8 @@ class Streams:
 
 
 class Lanes:
-    """One worker thread for each lane of WORKERS, and those that share the CPU lane's updates. COMPUTE is the caller's own
-    thread."""
+    """One worker thread for each lane of WORKERS, and those that share the CPU lane's updates. COMPUTE is the caller's
+    own thread."""
 
     def __init__(
         self,

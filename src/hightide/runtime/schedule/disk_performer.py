@@ -93,6 +93,10 @@ class DiskPerformer:
         chunk, buffer = _of(action, action.target)
         return self._disk.leaving(self._rings.down.fill(buffer, chunk, ChunkKind.GRAD))
 
+    def has_states(self, chunk: int) -> bool:
+        """Of this chunk, on disk."""
+        return chunk in self._disk
+
     def updating(self, chunk: int, apply: LaneWork, is_planned: bool) -> LaneWork:
         """The update of a chunk whose states are on disk: in its buffer, or tile by tile if no READ was planned."""
         state = self._rings.state.of(chunk, ChunkKind.STATE) if is_planned else None

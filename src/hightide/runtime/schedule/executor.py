@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hightide.ir.action import Action, ActionKey, Mode, Op, Schedule
+from hightide.ir.action import Action, ActionKey, Mode, Op, Place, Schedule
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import ChunkKind, Lane
@@ -50,6 +50,7 @@ class Pass:
         self.index = index
         self.cursor = 0  # the tick that the plan expects next
         self.tickets: dict[ActionKey, Ticket] = {}
+        self.buffers: dict[ActionKey, Place | None] = {}  # of READs that were issued: which they fill
         self.works: dict[ActionKey, LaneWork] = {}  # of tables on the host: what a block has left to be done
         self.stashes: dict[ActionKey, Stash] = {}  # on their way to host, by the action that takes them there
         self.summed: set[int] = set()  # chunks to whose gradients it has added
@@ -64,8 +65,12 @@ class Pass:
         return (self.is_going_back or self.backward_begun) and not self.backward_ended
 
     def load(self, program: Program) -> None:
-        """Starts, or goes on after forward, with a program; what was issued already stays issued."""
+        """Starts, or goes on after forward, with a program; what was issued already stays issued. But what was read
+        ahead from disk into a buffer that is now for something else is read again."""
         self.program = program
+        for action in program.by_lane[Lane.DISK_READ]:
+            if self.buffers.get(action.id, action.target) != action.target:
+                del self.tickets[action.id]
         self.pending = [
             deque(action for action in actions if action.id not in self.tickets)
             for actions in program.by_lane.values()
@@ -592,6 +597,8 @@ class Executor:
             (flight.fetches if action.kind is ChunkKind.PARAM else flight.gradient_fetches)[action.chunk] = ticket
         elif action.op is Op.READ and action.chunk is not None and action.kind is not None:
             self._flight.reads[action.chunk, action.kind] = ticket
+            if self._pass is not None:
+                self._pass.buffers[action.id] = action.target
         elif action.op is Op.WRITE and action.chunk is not None:
             is_grad = action.kind is ChunkKind.GRAD
             (self._flight.exits if is_grad else self._flight.stored)[action.chunk] = ticket

@@ -296,7 +296,7 @@ class Performer:
         apply = self.updates.prepare(chunk)
         if apply is None:
             return (lambda: self.drop_gradient(chunk)) if used_up else nothing
-        if self._disk is not None and chunk in self.chunks.disk:
+        if self._disk is not None and self._disk.has_states(chunk):
             apply = self._disk.updating(chunk, apply, is_planned)
         self.updated.add(chunk)
         self.num_updates[chunk] += 1
