@@ -11,7 +11,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hightide.ir.block import DTYPE_BYTES
-from hightide.ir.chunk import GRAD_BYTES, LEAVING_NUMEL, REGION_BYTES, STAGING_NUMEL, ChunkSpec, Layout
+from hightide.ir.chunk import (
+    DISK_REGION_BYTES,
+    GRAD_BYTES,
+    LEAVING_NUMEL,
+    REGION_BYTES,
+    STAGING_NUMEL,
+    ChunkSpec,
+    Layout,
+)
 from hightide.ir.plan import BlockPlan, GradientDtype, Plan, Update
 from hightide.ir.tier import ChunkKind, Tier
 
@@ -120,6 +128,16 @@ class ChunkPlace:
         return {ChunkKind.PARAM: self.home, ChunkKind.GRAD: self.grad, ChunkKind.STATE: self.states}[kind]
 
     @property
+    def update_offsets(self) -> dict[ChunkKind, int]:
+        """Where each kind that lives on disk begins in a buffer for updates, in bytes."""
+        offsets, end = {}, 0
+        for kind in ChunkKind:
+            if num_bytes := self.copies.get((kind, Tier.DISK), 0):
+                offsets[kind] = end
+                end += on_disk_bytes(num_bytes)
+        return offsets
+
+    @property
     def written_bytes(self) -> int:
         """To disk, after an update: its parameters too, where they live there."""
         return self.read_bytes - self.copies.get((ChunkKind.GRAD, Tier.DISK), 0)
@@ -172,7 +190,7 @@ class ChunkPlaces:
             copies[ChunkKind.STATE, states] = chunk.state_bytes
         bytes_on = dict.fromkeys(Tier, 0)
         for (_, tier), num_bytes in copies.items():
-            bytes_on[tier] += region_bytes(num_bytes)
+            bytes_on[tier] += region_bytes(num_bytes, tier)
 
         num_slots = 0 if params is Tier.GPU or on_host else layout.num_slots(chunk)
         has_grad_slot = trained and grad is not Tier.GPU and not stays and not on_host
@@ -180,7 +198,7 @@ class ChunkPlaces:
         again = not leaves or (chunk.num_backwards > 1 and not several)  # where it is summed, or more is added
         rounds_in_place = rounds and (not narrow or (again and not on_host))
         passes_gpu = narrow and leaves and not on_host
-        on_disk = sum(num_bytes for (_, tier), num_bytes in copies.items() if tier is Tier.DISK)
+        on_disk = {kind: num_bytes for (kind, tier), num_bytes in copies.items() if tier is Tier.DISK}
         buffers = {
             Buffer.SLOT: -(-chunk.param_bytes // num_slots) if num_slots else 0,
             Buffer.GRAD_SLOT: -(-chunk.grad_bytes // num_grad_slots) if num_grad_slots else 0,
@@ -190,7 +208,7 @@ class ChunkPlaces:
             # Sums go on, in tied chunks and where gradients are accumulated: those on disk come back too.
             Buffer.READ: max(copies.get((kind, Tier.DISK), 0) for kind in (ChunkKind.PARAM, ChunkKind.GRAD)),
             Buffer.WRITTEN: grad_bytes if has_grad_slot and leaves and grad is not Tier.HOST else 0,
-            Buffer.UPDATED: on_disk if states is Tier.DISK and trained else 0,
+            Buffer.UPDATED: sum(map(on_disk_bytes, on_disk.values())) if states is Tier.DISK and trained else 0,
         }
         read_grad_bytes = DTYPE_BYTES[grad_dtype] if leaves else GRAD_BYTES
         return ChunkPlace(
@@ -209,8 +227,12 @@ class ChunkPlaces:
             num_grad_slots=num_grad_slots,
             copies=copies,
             bytes_on=bytes_on,
-            buffer_bytes={buffer: region_bytes(num_bytes) for buffer, num_bytes in buffers.items() if num_bytes},
-            read_bytes=on_disk,
+            buffer_bytes={
+                buffer: (on_disk_bytes if buffer in RINGS else region_bytes)(num_bytes)
+                for buffer, num_bytes in buffers.items()
+                if num_bytes
+            },
+            read_bytes=sum(on_disk.values()),
             is_looked_up=on_host,
             parks=parks,
         )
@@ -322,6 +344,13 @@ def _staged_bytes(chunk: ChunkSpec, most_numel: int) -> int:
     return min(chunk.trainable_numel, most_numel) * DTYPE_BYTES[chunk.dtype]
 
 
-def region_bytes(num_bytes: int) -> int:
-    """What a store sets aside for so many bytes."""
-    return -(-num_bytes // REGION_BYTES) * REGION_BYTES
+def region_bytes(num_bytes: int, tier: Tier | None = None) -> int:
+    """What a store sets aside for so many bytes. The tier is asked for because a disk sets aside in larger units."""
+    unit_bytes = DISK_REGION_BYTES if tier is Tier.DISK else REGION_BYTES
+    return -(-num_bytes // unit_bytes) * unit_bytes
+
+
+def on_disk_bytes(num_bytes: int) -> int:
+    """The same on a disk, and in the buffers that its bytes pass through: both begin and end where direct transfers
+    may."""
+    return region_bytes(num_bytes, Tier.DISK)

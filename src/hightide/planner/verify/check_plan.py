@@ -113,18 +113,6 @@ def check_states(plan: Plan, states: StateSpecs) -> None:
             )
 
 
-def check_executable(plan: Plan) -> None:
-    """Whether this version can run it, too."""
-    blocks = [block.name for block in plan.blocks if Tier.DISK in (block.params, block.states)]
-    if blocks:
-        raise InfeasiblePlan(
-            f"the plan keeps {len(blocks)} blocks ({', '.join(blocks[:3])}{', ...' if len(blocks) > 3 else ''}) on the "
-            "disk: `hightide plan` prices "
-            "that, but this version cannot train from a disk; make a plan without disk, with more host memory or a "
-            "smaller model"
-        )
-
-
 def _check_layout(profile: ModelProfile, plan: Plan) -> None:
     placed = [(place.param, place.numel) for chunk in plan.layout.chunks for place in chunk.params]
     if sorted(placed) != sorted((spec.name, spec.numel) for spec in profile.params):
