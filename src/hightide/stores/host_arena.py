@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hightide.ir.tier import Tier
 from hightide.stores.arena import ArenaStore
+from hightide.stores.freelist import FreeList
 from hightide.stores.store import Region
 
 
@@ -15,7 +16,9 @@ class HostArena(ArenaStore):
 
     def allocate_last(self, num_bytes: int, label: str) -> Region:
         """At the other end than `allocate`: what comes and goes at both ends leaves no holes in between."""
-        return self._allocated(num_bytes, label, lambda size: self._free.take_last(size, self._end))
+        free = self._free
+        assert isinstance(free, FreeList)
+        return self._allocated(num_bytes, label, lambda size: free.take_last(size, self._end))
 
     @property
     def _end(self) -> int:
