@@ -40,9 +40,7 @@ def placed(plan: Plan, homes: str | Homes, num_buffers: int = 2, spare: int = 1)
     plan = replace(plan, num_disk_buffers=num_buffers if Placement(plan).uses_disk else 0)
     assert plan.profile is not None
     slots, grad_slots = Placement(plan).widest_tick({call.block for call in plan.profile.calls})
-    return replace(
-        plan, num_slots=slots + spare * (slots > 0), num_grad_slots=grad_slots + spare * (grad_slots > 0)
-    )
+    return replace(plan, num_slots=slots + spare * (slots > 0), num_grad_slots=grad_slots + spare * (grad_slots > 0))
 
 
 def folder(path: Path) -> hightide.Limits:
