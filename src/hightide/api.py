@@ -82,8 +82,8 @@ def wrap(
     _check_limits(limits)
     if plan is not None and (_sets_memory(limits) or micro_batch is not None):
         raise ValueError(
-            "plan= already fixes limits and micro_batch; pass either plan= or these, not both (of limits only disk=, for "
-            "a plan that uses one: it does not say in which folder)"
+            "plan= already fixes limits and micro_batch; pass either plan= or these, not both (of limits, only disk=: "
+            "a plan does not say in which folder)"
         )
     rule = rule_for(check_fresh(model, optimizer))
     timing = _timing(update)

@@ -288,7 +288,7 @@ class Performer:
 
     def _update(self, action: Action) -> LaneWork:
         assert action.chunk is not None
-        return self.update(action.chunk, is_planned=True)
+        return self.update(action.chunk, True)
 
     def update(self, chunk: int, is_planned: bool = False) -> LaneWork:
         assert self.updates is not None, "a schedule with updates needs an optimizer"
