@@ -10,7 +10,7 @@ import hightide
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
-from hightide.planner.placement import Placement
+from hightide.planner.placement import RING_COUNTS, Placement
 
 G, H, D = Tier.GPU, Tier.HOST, Tier.DISK
 Homes = Callable[[int], tuple[Tier, Tier]]  # number of a block -> where its parameters and its states are
@@ -26,7 +26,8 @@ HOMES: dict[str, Homes] = {
 
 
 def placed(plan: Plan, homes: str | Homes, num_buffers: int = 2, spare: int = 1) -> Plan:
-    """The same plan with its blocks there, everything recomputed; `spare` slots more than the widest block needs."""
+    """The same plan with its blocks there, everything recomputed; `spare` slots more than the widest block needs. With
+    updates in backward, gradients of every third block go through the ring, of the others park, every second is late."""
     choose = HOMES[homes] if isinstance(homes, str) else homes
     blocks = tuple(
         replace(block, params=choose(index)[0], states=choose(index)[1], activation=Activation.RECOMPUTE, inputs=G)
@@ -34,10 +35,14 @@ def placed(plan: Plan, homes: str | Homes, num_buffers: int = 2, spare: int = 1)
         else block
         for index, block in enumerate(plan.blocks)
     )
-    blocks = tuple(replace(block, held=G, compute=G) for block in blocks)
+    blocks = tuple(
+        replace(block, held=G, compute=G, parks=index % 3 != 1, late=index % 3 == 2 and block.states is D)
+        for index, block in enumerate(blocks)
+    )
     limits = {"gpu_limit_bytes": 2**26, "host_limit_bytes": 2**26, "disk_limit_bytes": 2**26}
     plan = replace(plan, blocks=blocks, loss_kept_tokens=0, loss_in_forward=False, **limits)
-    plan = replace(plan, num_disk_buffers=num_buffers if Placement(plan).uses_disk else 0)
+    sizes = Placement(plan).buffer_bytes
+    plan = replace(plan, **{name: num_buffers if sizes[ring] else 0 for ring, name in RING_COUNTS.items()})
     assert plan.profile is not None
     slots, grad_slots = Placement(plan).widest_tick({call.block for call in plan.profile.calls})
     return replace(plan, num_slots=slots + spare * (slots > 0), num_grad_slots=grad_slots + spare * (grad_slots > 0))

@@ -26,6 +26,7 @@ from hightide.ir.action import Mode
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.placement import Placement
 from hightide.planner.solution import Solution
 from hightide.planner.verify.compare_records import compare
 from hightide.runtime.run import Run
@@ -96,7 +97,7 @@ def wrapped(
     made, batch = optimizer(model), batch_of(0)
     plan = hightide.plan(model, made, batch, limits=ROOMY, micro_batch=micro_batch, **options)
     plan = placed(plan, homes, num_buffers)
-    limits = folder(path) if plan.num_disk_buffers else None
+    limits = folder(path) if Placement(plan).uses_disk else None
     model, made = hightide.wrap(model, made, batch, plan=plan, limits=limits)
     run = run_of(model)
     assert run is not None

@@ -170,8 +170,8 @@ class Chunks:
         return self._grad_in_slot(chunk) if home is None else home
 
     def park(self, chunk: int) -> None:
-        """Takes the place at which the chunk's gradient waits for its update: at the other end of the host's memory than
-        block inputs, so that each is a stack and neither leaves holes that the other cannot use."""
+        """Takes the place at which the chunk's gradient waits for its update: not at the end of the host's memory where
+        block inputs are, so that each is a stack and neither leaves holes that the other cannot use."""
         place = self.placed[chunk]
         if chunk not in self._parked:
             region = self._host.allocate_last(place.grad_bytes, "parked gradients")
