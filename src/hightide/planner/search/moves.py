@@ -99,6 +99,16 @@ class Moves:
             gradients = 0 if self.space.updates_in_backward else buffers
             yield form.of(replace(plain, state_buffers=buffers, read_buffers=buffers, grad_buffers=gradients))
 
+    def lean_starts(self, spare: int, form: Form = PLAIN, disk: bool = False) -> Iterator[Candidate]:
+        """The same where the host is short: gradients go through a ring, and inputs of the last blocks, of which some
+        wait on the host, wait on the GPU."""
+        waiting = self._backwards
+        for start in self.starts(spare, form, disk):
+            ways = [start, replace(start, grad_buffers=1 + spare)] if self.space.updates_in_backward else [start]
+            yield from ways[1:]
+            for way, quarters in product(ways, (1, 2, 3) if start.inputs is Tier.HOST else ()):
+                yield replace(way, near=frozenset(waiting[: len(waiting) * quarters // 4]))
+
     def leanest(self) -> Iterator[Candidate]:
         """If none of these fits, nothing is known that does."""
         for form in self.forms:
@@ -106,6 +116,9 @@ class Moves:
                 if start.micro_batch == self.micro_batches[-1]:
                     yield self.fill(start, ORDERS[0])
                     yield from self._mixed(start) if start.loss_tile_tokens is None else ()
+            for start in (*self.lean_starts(0, form), *self.lean_starts(0, form, disk=True)):
+                if start.micro_batch == self.micro_batches[-1]:
+                    yield self.fill(start, ORDERS[0])
             yield from self.last_resorts(form)
 
     def last_resorts(self, form: Form = PLAIN) -> Iterator[Candidate]:
