@@ -24,7 +24,7 @@ from hightide.planner.search.space import Space
 
 MOST_SPARE = 3  # slots beyond what the widest block needs
 MOST_BUFFERS = 4  # of a ring
-LATE = (0, 2, 3, 4, 6, 8, 9, 12)  # twelfths of the blocks on disk whose updates are tried to be late
+LATE = (4, 6, 3, 8, 2, 9, 0, 12)  # twelfths of the blocks on disk whose updates are tried to be late
 NUM_SLOT_SIZES = 3  # so many slot sizes, of least waste, are tried
 FEW_BLOCKS = 8
 SPACINGS = (1, 2, 3, 4, 6)  # of blocks that swap
@@ -97,7 +97,7 @@ class Moves:
         for inputs, micro_batch in product((Tier.GPU, Tier.HOST), self.micro_batches):
             plain = Candidate(micro_batch, inputs, spare, spare_grad_slots=spare, disk=disk)
             gradients = 0 if self.space.updates_in_backward else buffers
-            yield form.of(replace(plain, state_buffers=buffers, read_buffers=buffers, grad_buffers=gradients))
+            yield form.of(replace(plain, state_buffers=buffers, read_buffers=2 * disk, grad_buffers=gradients))
 
     def lean_starts(self, spare: int, form: Form = PLAIN, disk: bool = False) -> Iterator[Candidate]:
         """The same where the host is short: gradients go through a ring, and inputs of the last blocks, of which some
