@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TypeVar
@@ -13,7 +13,7 @@ from torch import nn
 
 from hightide.integrations import lora, transformers
 from hightide.ir.block import ModelProfile
-from hightide.ir.limits import Limits
+from hightide.ir.limits import DiskLimit, Limits
 from hightide.ir.plan import Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
@@ -28,7 +28,7 @@ from hightide.optim.registry import rule_for
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.problem import Terms
 from hightide.planner.solution import Searched, Solution
-from hightide.planner.verify.check_plan import check_executable, check_plan, check_states
+from hightide.planner.verify.check_plan import check_plan, check_states
 from hightide.posing import GpuRoom, Profiled, measured_products, problem_of, rehearsed_profile, room_on, solved
 from hightide.process.interrupts import deferred, held
 from hightide.process.progress import shown, tell
@@ -66,7 +66,8 @@ def wrap(
     and a new optimizer with the same groups and states: use it from now on in place of the one that was given.
 
     `batch` is one whole step's batch, as an example: a mapping (keyword arguments), a tuple (positional arguments) or
-    a tensor. `plan` uses a plan made earlier instead of making one. `micro_batch` pins the micro-batch size.
+    a tensor. `plan` uses a plan made earlier instead of making one; where that uses a disk, `limits` says in which
+    folder. `micro_batch` pins the micro-batch size.
     `update="in_backward"` is a promise of one step per backward and no clipping, which hides more of the update; a
     broken promise raises. `gradients="param"` rounds each finished gradient, whose sum is fp32, to its parameter's
     dtype: half the bytes to move and to keep on the host. `compile` compiles the blocks with torch.compile, equal ones
@@ -79,8 +80,11 @@ def wrap(
     if plan is not None and not isinstance(plan, Plan):
         raise ValueError(f"plan is a {type(plan).__name__}; pass a Plan, such as hightide.Plan.load('plan.json')")
     _check_limits(limits)
-    if plan is not None and (limits is not None or micro_batch is not None):
-        raise ValueError("plan= already fixes limits and micro_batch; pass either plan= or these, not both")
+    if plan is not None and (_sets_memory(limits) or micro_batch is not None):
+        raise ValueError(
+            "plan= already fixes limits and micro_batch; pass either plan= or these, not both (of limits, only disk=: "
+            "a plan does not say in which folder)"
+        )
     rule = rule_for(check_fresh(model, optimizer))
     timing = _timing(update)
     if plan is not None and timing not in (Update.DEFERRED, plan.update):  # the default asks for nothing
@@ -93,6 +97,7 @@ def wrap(
         raise ValueError(
             f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new plan"
         )
+    disks = () if limits is None else limits.disks
     run: Run | None = None
     wrapped: WrappedOptimizer | None = None
     try:
@@ -101,11 +106,10 @@ def wrap(
             solution: Solution
             if plan is None:
                 sizes = _resolve(limits or Limits(), place, model, optimizer)
-                terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, accumulate=accumulate)
-                solution = _searched(profiled, optimizer, place, compile, terms)
+                terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, _disk_bytes(disks), accumulate)
+                solution = _searched(profiled, optimizer, place, compile, terms, disks)
                 solution = _moving_in(solution, model, optimizer, place)
             else:
-                check_executable(plan)
                 check_plan(profile, plan)
                 check_states(plan, rule.states)
                 rehearsed = partial(rehearsed_profile, profiled, optimizer, place, compile, plan.gpu_limit_bytes)
@@ -123,7 +127,7 @@ def wrap(
             checks = transformers.training_checks(model, batch)
             values = first_values(model)
             around = transformers.around_call(model)
-            run = Run(model, solution, probed, checks, place, compile, values, around)
+            run = Run(model, solution, probed, checks, place, compile, values, around, disks=disks)
             run.products = measured_products(place)
             for param in lora.adapted_parameters(model):
                 run.chunks.ignore_version(run.keys[id(param)])
@@ -173,9 +177,10 @@ def plan(
     _check_accumulate(accumulate)
     with deferred, shown("hightide.plan"), checkpointing.off(model):
         profiled = _profile(model, optimizer, batch, blocks, place)
+        disks = () if limits is None else limits.disks
         sizes = _resolve(limits or Limits(), place, model, optimizer)
-        terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, accumulate=accumulate)
-        return _moving_in(_searched(profiled, optimizer, place, compile, terms), model, optimizer, place).plan
+        terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, _disk_bytes(disks), accumulate)
+        return _moving_in(_searched(profiled, optimizer, place, compile, terms, disks), model, optimizer, place).plan
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -228,6 +233,14 @@ def check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.opt
 def _check_limits(limits: Limits | None) -> None:
     if limits is not None and not isinstance(limits, Limits):
         raise ValueError(f"limits is a {type(limits).__name__}; pass hightide.Limits(gpu='24GiB', host='96GiB')")
+
+
+def _sets_memory(limits: Limits | None) -> bool:
+    return limits is not None and (limits.gpu, limits.host) != (None, None)
+
+
+def _disk_bytes(disks: Sequence[DiskLimit]) -> int:
+    return sum(disk.num_bytes for disk in disks)
 
 
 def _check_accumulate(accumulate: int, plan: Plan | None = None) -> None:
@@ -301,9 +314,14 @@ def _profile(
 
 
 def _searched(
-    profiled: Profiled, optimizer: torch.optim.Optimizer, device: torch.device, compile: bool, terms: Terms
+    profiled: Profiled,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    compile: bool,
+    terms: Terms,
+    disks: Sequence[DiskLimit],
 ) -> Searched:
-    problem = problem_of(profiled, optimizer, device, compile, terms)
+    problem = problem_of(profiled, optimizer, device, compile, terms, disks)
     solution = solved(problem, profiled, device, compile)
     solution.verify()
     return solution
@@ -374,8 +392,6 @@ def _resolve(
 ) -> tuple[int, int]:
     """Fills in what the user left open, and lowers a limit of the GPU that others leave no room for. The simulated
     accelerator shares the RAM with the host tier."""
-    if limits.disks:
-        raise ValueError("Limits(disk=...) is not supported yet: this version has no disk tier; leave disk out")
     free_bytes = free_host_bytes()
     gpu_bytes, host_bytes = limits.gpu_bytes, limits.host_bytes
     if device.type == "cuda":

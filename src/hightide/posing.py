@@ -22,16 +22,19 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from hightide.doctor.disk_speed import DiskTest, measure_disk
 from hightide.doctor.known import known_machine, load_machine, remember
 from hightide.doctor.measure import examine
 from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
-from hightide.ir.machine import SIMULATED, Machine, MatmulRates
+from hightide.ir.limits import DiskLimit
+from hightide.ir.machine import SIMULATED, Disk, Estimate, Machine, MatmulRates
 from hightide.ir.plan import Plan
 from hightide.ir.units import format_bytes
 from hightide.planner.infeasible import InfeasiblePlan
@@ -50,7 +53,10 @@ from hightide.stores import device_limit
 SMALL_NUMEL = 2**24  # parameters
 ASSUMED = "rtx-3090"  # a preset
 
+QUICK_DISK = DiskTest(Path(), file_bytes=4 << 30, sustained_s=4.0, phase_s=1.5, small_s=0.2)
+
 _disturbed: dict[torch.device, Machine] = {}  # measured by this process, and not kept for others
+_measured_disks: dict[Path, Disk] = {}  # likewise; `hightide doctor --disk` measures thoroughly, and keeps it
 
 Profiled = tuple[ModelProfile, ProbeResult, Sequence[CallRecord]]
 
@@ -88,12 +94,19 @@ def _moving_bytes(device: torch.device, model: nn.Module, optimizer: torch.optim
 
 
 def problem_of(
-    profiled: Profiled, optimizer: torch.optim.Optimizer, device: torch.device, compile: bool, terms: Terms
+    profiled: Profiled,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    compile: bool,
+    terms: Terms,
+    disks: Sequence[DiskLimit] = (),
 ) -> Problem:
     """On a GPU the model is rehearsed."""
     profile = profiled[0]
     terms.check_micro_batch(profile.num_samples)
     machine = machine_of(device, _is_small(profile))
+    if disks and machine.disk is None:
+        machine = with_disk(machine, disks[0])
     fallback = "the plan follows from estimated times: it fits, and may be slower than another"
     costs = _rehearsed(profiled, optimizer, device, compile, terms.gpu_bytes, fallback) or estimate(profile, machine)
     return Problem(with_peaks(profile, costs), costs, machine, terms, quick=_is_small(profile))
@@ -200,6 +213,27 @@ def machine_of(device: torch.device, is_small: bool) -> Machine:
         )
         _disturbed[device] = report.machine
     return report.machine
+
+
+def with_disk(machine: Machine, limit: DiskLimit) -> Machine:
+    """With the speeds of a folder's disk, measured in a few seconds, or taken for those of a preset."""
+    folder = Path(limit.path)
+    if folder not in _measured_disks:
+        size = min(QUICK_DISK.file_bytes, limit.num_bytes) // 2**20 * 2**20
+        try:
+            test = replace(QUICK_DISK, folder=folder, file_bytes=size)
+            _measured_disks[folder] = measure_disk(test, lambda detail: tell("measuring this machine", detail))
+        except ValueError as error:
+            disk = load_machine(ASSUMED).disk
+            assert disk is not None
+            warnings.warn(
+                f"the disk of {folder} cannot be measured ({error}); the plan follows from the speed of {disk.name}: "
+                "it fits, and may be slower than another",
+                stacklevel=5,
+            )
+            source = f"taken for {disk.name}"
+            return replace(machine, disk=disk, estimates=(*machine.estimates, Estimate("disk", source)))
+    return replace(machine, disk=_measured_disks[folder])
 
 
 def measured_products(device: torch.device) -> MatmulRates | None:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import os
 import random
 import resource
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
 
 from file_store import FileStore
+from hightide.ir.limits import DiskLimit
 from hightide.stores import pinned
 from hightide.stores.cuda import CudaAccelerator
+from hightide.stores.disk import DiskStore
 from hightide.stores.host_arena import HostArena
 from hightide.stores.pinned import PinnedArena
 from hightide.stores.simulated import SimulatedAccelerator
-from hightide.stores.store import ALIGN_BYTES, MemoryStore, OutOfMemory, Region, Store
+from hightide.stores.store import MemoryStore, OutOfMemory, Region, Store
 from hightide.stores.ticket import Ticket
 
 KIB = 1024
+WAIT_S = 60.0  # a disk may be busy with others
 
 
 def cuda(capacity_bytes: int) -> Store:
@@ -44,16 +49,32 @@ def refused(capacity_bytes: int) -> Store:
     return store
 
 
+def disk(*more_bytes: int, **options: bool) -> Callable[[int], Store]:
+    """A store on the disk of the tests, with further folders."""
+
+    def make(capacity_bytes: int) -> Store:
+        with ExitStack() as folders:  # which may go: the files have no names
+            sizes = [capacity_bytes, *more_bytes]
+            limits = [DiskLimit(folders.enter_context(tempfile.TemporaryDirectory()), size) for size in sizes]
+            return DiskStore(limits, capacity_bytes, request_bytes=8 * KIB, **options)
+
+    return make
+
+
 FACTORIES: dict[str, Callable[[int], Store]] = {
     "simulated": SimulatedAccelerator,
     "host": HostArena,
     "not yet pinned": PinnedArena,
     "pinning refused": refused,
     "file": FileStore,
+    "disk": disk(),
+    "disk through the page cache": disk(is_direct=False),
+    "disk without sums": disk(are_checked=False),
+    "disk in two folders": disk(8 * KIB),
     "cuda": cuda,
     "pinned": registered,
 }
-NO_MEMORY = ("file",)
+NO_MEMORY = ("file", *(name for name in FACTORIES if name.startswith("disk")))
 NEED_CUDA = ("cuda", "pinned")
 ALL = [pytest.param(name, marks=[pytest.mark.gpu] if name in NEED_CUDA else []) for name in FACTORIES]
 WITH_VIEWS = [param for param in ALL if param.values[0] not in NO_MEMORY]
@@ -80,23 +101,25 @@ def memory(request: pytest.FixtureRequest) -> Iterator[MemoryStore]:
 
 
 def filled(store: Store, region: Region, value: int) -> None:
-    store.write(region, torch.full((region.num_bytes,), value, dtype=torch.uint8)).wait(timeout_s=5)
+    store.write(region, torch.full((region.num_bytes,), value, dtype=torch.uint8)).wait(timeout_s=WAIT_S)
 
 
 def values(store: Store, region: Region) -> torch.Tensor:
     into = torch.zeros(region.num_bytes, dtype=torch.uint8)
-    store.read(region, into).wait(timeout_s=5)
+    store.read(region, into).wait(timeout_s=WAIT_S)
     return into
 
 
 def test_allocations_are_aligned_apart_and_counted(store: Store) -> None:
-    regions = [store.allocate(size, f"r{size}") for size in (1, 511, 512, 513, 4000)]
+    unit = store.align_bytes
+    sizes = [1, unit - 1, unit, unit + 1, 8 * unit - 96]
+    regions = [store.allocate(size, f"r{size}") for size in sizes]
     ends = [region.offset + region.num_bytes for region in regions]
-    assert all(region.offset % ALIGN_BYTES == 0 for region in regions)
+    assert all(region.offset % unit == 0 for region in regions)
     assert all(end <= region.offset for end, region in zip(ends, regions[1:], strict=False))
-    assert [region.num_bytes for region in regions] == [1, 511, 512, 513, 4000]
-    assert store.used_bytes == (1 + 1 + 1 + 2 + 8) * ALIGN_BYTES
-    assert store.breakdown()["r513"] == 2 * ALIGN_BYTES
+    assert [region.num_bytes for region in regions] == sizes
+    assert store.used_bytes == (1 + 1 + 1 + 2 + 8) * unit
+    assert store.breakdown()[f"r{unit + 1}"] == 2 * unit
 
 
 @pytest.mark.parametrize("num_bytes", [0, -1])
@@ -114,12 +137,12 @@ def test_exhaustion_says_the_numbers_and_harms_nothing(store: Store) -> None:
     kept = store.allocate(40 * KIB, "weights")
     filled(store, kept, 7)
     with pytest.raises(OutOfMemory) as caught:
-        store.allocate(25 * KIB, "too much")
+        store.allocate(28 * KIB, "too much")
     error = caught.value
-    assert (error.tier, error.requested_bytes, error.used_bytes) == (store.tier, 25 * KIB, 40 * KIB)
+    assert (error.tier, error.requested_bytes, error.used_bytes) == (store.tier, 28 * KIB, 40 * KIB)
     assert (error.capacity_bytes, error.largest_free_bytes) == (64 * KIB, 24 * KIB)
     assert error.breakdown == {"weights": 40 * KIB}
-    for words in ("too much", str(25 * KIB), str(40 * KIB), str(64 * KIB), "weights 40.0 KiB", f"Limits({store.tier}"):
+    for words in ("too much", str(28 * KIB), str(40 * KIB), str(64 * KIB), "weights 40.0 KiB", f"Limits({store.tier}"):
         assert words in str(error)
     assert store.used_bytes == store.peak_bytes == 40 * KIB
     assert bool((values(store, kept) == 7).all())
@@ -166,7 +189,7 @@ def test_double_free_and_foreign_regions_are_refused(store: Store, factory: Call
     with pytest.raises(ValueError, match="another store"):
         other.read(again, torch.zeros(1))
     other.close()
-    assert store.used_bytes == KIB
+    assert store.used_bytes == -(-KIB // store.align_bytes) * store.align_bytes
 
 
 def test_free_later_frees_at_the_next_question(store: Store) -> None:
@@ -183,27 +206,27 @@ def test_what_is_written_is_read(store: Store, dtype: torch.dtype) -> None:
     region = store.allocate(source.nbytes, "data")
     ticket = store.write(region, source)
     assert isinstance(ticket, Ticket)
-    ticket.wait(timeout_s=5)
+    ticket.wait(timeout_s=WAIT_S)
     into = torch.zeros_like(source)
-    store.read(region, into).wait(timeout_s=5)
+    store.read(region, into).wait(timeout_s=WAIT_S)
     assert torch.equal(into, source)
 
 
 def test_strided_tensors_are_read_and_written_by_value(store: Store) -> None:
     source = torch.arange(12.0).reshape(3, 4).t()
     region = store.allocate(48, "data")
-    store.write(region, source).wait(timeout_s=5)
+    store.write(region, source).wait(timeout_s=WAIT_S)
     into = torch.zeros(3, 4).t()
-    store.read(region, into).wait(timeout_s=5)
+    store.read(region, into).wait(timeout_s=WAIT_S)
     assert torch.equal(into, source)
 
 
 def test_offsets_address_parts(store: Store) -> None:
     region = store.allocate(64, "data")
-    store.write(region, torch.arange(16, dtype=torch.float32)).wait(timeout_s=5)
-    store.write(region, torch.tensor([50.0, 60.0]), offset_bytes=20).wait(timeout_s=5)
+    store.write(region, torch.arange(16, dtype=torch.float32)).wait(timeout_s=WAIT_S)
+    store.write(region, torch.tensor([50.0, 60.0]), offset_bytes=20).wait(timeout_s=WAIT_S)
     into = torch.zeros(4)
-    store.read(region, into, offset_bytes=16).wait(timeout_s=5)
+    store.read(region, into, offset_bytes=16).wait(timeout_s=WAIT_S)
     assert into.tolist() == [4.0, 50.0, 60.0, 7.0]
 
 
@@ -228,6 +251,13 @@ def test_a_freed_region_has_no_bytes(store: Store) -> None:
             call()
 
 
+def broken_calls(store: Store) -> list[tuple[object, str]]:
+    """What moves its bytes in the end."""
+    if isinstance(store, DiskStore):
+        return [(os, "preadv"), (os, "pwritev")]
+    return [(store, "_copy" if isinstance(store, MemoryStore) else "_transfer")]
+
+
 def test_an_error_in_flight_is_raised_by_the_ticket(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     region = store.allocate(64, "data")
     broken = OSError("the cable fell out")
@@ -235,14 +265,14 @@ def test_an_error_in_flight_is_raised_by_the_ticket(store: Store, monkeypatch: p
     def fail(*_: object) -> None:
         raise broken
 
-    monkeypatch.setattr(store, "_copy" if isinstance(store, MemoryStore) else "_transfer", fail)
+    for owner, name in broken_calls(store):
+        monkeypatch.setattr(owner, name, fail)
     for ticket in (store.read(region, torch.zeros(4)), store.write(region, torch.zeros(4))):
-        assert ticket.done and ticket.error is broken
         with pytest.raises(OSError) as caught:
-            ticket.wait(timeout_s=5)
-        assert caught.value is broken
+            ticket.wait(timeout_s=WAIT_S)
+        assert ticket.done and ticket.error is caught.value is broken
     monkeypatch.undo()
-    store.write(region, torch.ones(4)).wait(timeout_s=5)  # the store itself is well
+    store.write(region, torch.ones(4)).wait(timeout_s=WAIT_S)  # the store itself is well
 
 
 def test_peak_is_the_most_in_use_and_knows_its_parts(store: Store) -> None:
@@ -285,7 +315,7 @@ def test_many_threads_never_share_bytes(store: Store) -> None:
                 if held and chance.random() < 0.5:
                     region, value = held.pop(chance.randrange(len(held)))
                     into = torch.zeros(region.num_bytes, dtype=torch.uint8)
-                    store.read(region, into).wait(timeout_s=5)
+                    store.read(region, into).wait(timeout_s=WAIT_S)
                     assert bool((into == value).all()), "someone else wrote into this region"
                     store.free(region)
                     continue
@@ -294,7 +324,7 @@ def test_many_threads_never_share_bytes(store: Store) -> None:
                 except OutOfMemory:
                     continue
                 value = (seed * 31 + turn) % 251
-                store.write(region, torch.full((region.num_bytes,), value, dtype=torch.uint8)).wait(timeout_s=5)
+                store.write(region, torch.full((region.num_bytes,), value, dtype=torch.uint8)).wait(timeout_s=WAIT_S)
                 held.append((region, value))
             for region, _ in held:
                 store.free(region)
@@ -318,7 +348,7 @@ def test_many_threads_never_share_bytes(store: Store) -> None:
 def test_addresses_of_views_are_aligned_and_stable(memory: MemoryStore) -> None:
     first, second = memory.allocate(600, "a"), memory.allocate(600, "b")
     addresses = [memory.view(region, torch.uint8).data_ptr() for region in (first, second)]
-    assert all(address % ALIGN_BYTES == 0 for address in addresses)
+    assert all(address % memory.align_bytes == 0 for address in addresses)
     assert addresses[1] - addresses[0] == second.offset - first.offset
     assert memory.view(first, torch.uint8).data_ptr() == addresses[0]
 
@@ -328,7 +358,7 @@ def test_views_alias_the_region(memory: MemoryStore) -> None:
     view = memory.view(region, torch.float32)
     view.fill_(3.0)
     into = torch.zeros(16)
-    memory.read(region, into).wait(timeout_s=5)
+    memory.read(region, into).wait(timeout_s=WAIT_S)
     assert bool((into == 3.0).all())
     assert memory.view(region, torch.float32)[0] == 3.0
 
@@ -345,7 +375,7 @@ def test_writing_one_region_does_not_invalidate_what_autograd_saved_of_another(m
 
 def test_views_have_bounds_too(memory: MemoryStore) -> None:
     region = memory.allocate(64, "data")
-    memory.write(region, torch.arange(16, dtype=torch.float32)).wait(timeout_s=5)
+    memory.write(region, torch.arange(16, dtype=torch.float32)).wait(timeout_s=WAIT_S)
     assert memory.view(region, torch.float32, offset_bytes=24, numel=2).tolist() == [6.0, 7.0]
     assert memory.view(region, torch.float32, offset_bytes=56).tolist() == [14.0, 15.0]
     for options in ({"dtype": torch.float64, "offset_bytes": 64, "numel": 1}, {"dtype": torch.uint8, "numel": -1}):

@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from hightide.ir.tier import ChunkKind
 from hightide.runtime.lanes.lanes import WORKERS, Streams
 from hightide.runtime.run import Run
 from hightide.stores.store import Region
 from hightide.stores.ticket import Ticket
 
 STREAMS = {name: str(lane) for lane, name in WORKERS.items()}
-Place = tuple[str, int]  # ("slot" | "gradient slot" | "home of gradient" | "home of parameter", number)
+ON_HOST = {str(lane) for lane in WORKERS if lane.on_host}
+Place = tuple[str, int]  # ("slot" | "gradient slot" | "home of gradient" | "home of parameter" | "buffer ...", number)
 
 
 class Detector:
@@ -56,7 +58,7 @@ class Detector:
             for place in places:
                 self.num_uses[place[0]] += 1
                 for other, (time, earlier, wrote) in self._last[place].items():
-                    ordered = other in (mine, "cpu") or clock[other] >= time  # cpu: through when it returns
+                    ordered = other in (mine, *ON_HOST) or clock[other] >= time  # on the host: through when it returns
                     if not ordered and (writes or wrote):
                         self.races.append(f"{what} on {mine} may overtake {earlier} on {other} in {place}")
                 self._last[place][mine] = (clock[mine], what, writes)
@@ -77,6 +79,24 @@ class Detector:
 
             return noted
 
+        def with_disk(disk: Any) -> None:
+            """Its buffers, by the lanes that work on the host: h2d and d2h copy out of them and into them."""
+
+            def passing(method: Any, writes: bool) -> Any:
+                def noted(content: Any, *rest: Any) -> Any:
+                    states = "buffer for updates" if content.kind is ChunkKind.STATE else "buffer towards the GPU"
+                    name = "buffer away" if method.__name__ in ("leaving", "write_gradient") else states
+                    if self.stream() in ON_HOST:
+                        self.use([(name, content.buffer)], f"{method.__name__} of {content.chunk}", writes)
+                    return method(content, *rest)
+
+                return noted
+
+            for name in ("leaving", "write_gradient", "write_updated"):
+                setattr(disk, name, passing(getattr(disk, name), False))
+            for name in ("read", "at_hand"):
+                setattr(disk, name, passing(getattr(disk, name), True))
+
         homes: dict[int, Place] = {
             id(array.region): (f"home of {kind}", chunk)
             for kind, arrays in (("parameter", chunks._homes), ("gradient", chunks._grads))
@@ -84,17 +104,27 @@ class Detector:
             if array is not None and array.store is run.host
         }
 
+        rings: dict[int, tuple[str, int]] = {}
+        if chunks.disk is not None:
+            found = chunks.disk.rings
+            named = {"buffer towards the GPU": found.up, "buffer away": found.down, "buffer for updates": found.state}
+            rings = {id(ring._region): (name, ring._buffer_bytes) for name, ring in named.items()}
+            with_disk(chunks.disk)
+
         def at_home(method: Any, writes: bool) -> Any:
             def noted(region: Region, tensor: Tensor, *rest: Any) -> Ticket:
                 if id(region) in homes:
                     self.use([homes[id(region)]], f"{method.__name__} of {homes[id(region)][1]}", writes)
+                if id(region) in rings:
+                    name, size = rings[id(region)]
+                    self.use([(name, rest[0] // size)], f"{method.__name__} of a buffer", writes)
                 return method(region, tensor, *rest)
 
             return noted
 
         def updating(prepare: Any) -> Any:
-            def noted(chunk: int) -> Any:
-                work = prepare(chunk)
+            def noted(chunk: int, *rest: Any) -> Any:
+                work = prepare(chunk, *rest)
 
                 def update() -> None:
                     if self.stream() == "cpu":

@@ -110,7 +110,7 @@ def plan_file(tmp_path: Path) -> Path:
     [
         ({"num_slots": 2_000_000_000}, "2000000000 num_slots; at most 4096"),
         ({"num_grad_slots": 2_000_000_000}, "2000000000 num_grad_slots; at most 4096"),
-        ({"num_disk_buffers": 10**12}, "1000000000000 num_disk_buffers"),
+        ({"num_state_buffers": 10**12}, "1000000000000 num_state_buffers"),
         ({"num_samples": 10**9, "micro_batch": 1}, "1000000000 micro-batches; at most 65536"),
         ({"num_samples": 10**18, "micro_batch": 10**18}, "samples; at most 2147483648"),
         ({"num_slots": 10**30}, "num_slots is"),

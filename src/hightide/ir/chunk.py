@@ -15,7 +15,8 @@ GRAD_BYTES = 4  # gradients are summed in fp32
 LEAVING_NUMEL = 128 * 1024**2
 STAGING_NUMEL = 4 * 1024**2
 UPDATE_TILE_NUMEL = 32 * 1024**2  # an update on the GPU works in tiles of so many elements, of which it may copy one
-REGION_BYTES = 512  # stores give space in multiples of this
+REGION_BYTES = 512  # stores give space in multiples of this,
+DISK_REGION_BYTES = 4096  # and a disk in multiples of this, which direct transfers ask for
 STATE_ALIGN_BYTES = 256  # in a chunk's states each array starts at a multiple of this
 
 

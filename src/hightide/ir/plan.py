@@ -19,7 +19,7 @@ EDITED = (
     "EDITED since it was made; the lines below are about the plan as it was then.\n"
     "wrap verifies it as it is, and stats(model).plan.explain() is about that.\n\n"
 )
-PLAN_VERSION = 6  # raised whenever a file of before cannot be read, or would mean other bytes
+PLAN_VERSION = 7  # raised whenever a file of before cannot be read, or would mean other bytes
 
 
 class Update(StrEnum):
@@ -52,6 +52,10 @@ class BlockPlan:
     sums: Tier = Tier.HOST
     # HOST: an embedding whose rows are looked up where its table lives. Nothing but rows and their gradients crosses
     compute: Tier = Tier.GPU
+    # With updates in backward, of a gradient that leaves the GPU. True: it waits for its update at a place on the host
+    # that it takes when it comes and gives back then. False: it goes through the ring of `num_grad_buffers`
+    parks: bool = True
+    late: bool = False  # its update, from the disk and in backward, comes after those of the others, in order of need
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,10 @@ class Plan:
     loss_kept_tokens: int = 0  # whose logits stay on the GPU from forward to backward: the rest is projected twice
     loss_in_forward: bool = False  # the head's gradients are made with the loss, and wait for backward: no logits do
     disk_limit_bytes: int = 0
-    num_disk_buffers: int = 0  # of each kind, on the host: what lives on disk passes through them
+    # Buffers on the host. See [Note: rings of buffers] in planner/lower/pass_through_disk.py
+    num_read_buffers: int = 0  # of what comes from the disk for the GPU
+    num_grad_buffers: int = 0  # of gradients that do not park
+    num_state_buffers: int = 0  # of what an update reads from the disk and writes to it
     # The facts that it was made from. No decision depends on this copy: with it the file alone can be simulated.
     profile: ModelProfile | None = None
     described: str = ""  # a digest of the decisions that forecast and explanation are about; "": of these

@@ -3,22 +3,24 @@ was issued."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from hightide.ir.refusal import Refused
-from hightide.ir.state_spec import MASTER, REMAINDER
+from hightide.ir.state_spec import MASTER, REMAINDER, StateSpec
 from hightide.optim.groups import Groups
 from hightide.optim.host_update import HostUpdate
 from hightide.optim.moments import Moments
 from hightide.optim.operands import Operands
 from hightide.optim.rule import Rule
 from hightide.runtime.chunks.chunks import Chunks
+from hightide.runtime.chunks.disk_homes import UpdateArrays
 from hightide.runtime.gradients.gradients import Factor, Gradients, HostNumber
 from hightide.runtime.lanes.update_threads import UpdateThreads
+from hightide.stores.array import Array
 
 BROKEN_PROMISE = (
     "{what} between backward and step(), but this model was wrapped with update='in_backward': the updates have run "
@@ -52,7 +54,8 @@ class ChunkUpdates:
         self.moments = Moments(rule, chunks)
         self.masters_differ = False  # from the parameters' values: there was an update, or masters were loaded
         self._on_host = HostUpdate(rule, sharers)
-        self._wholes: dict[int, tuple[Tensor, Operands]] = {}  # by chunk, with the gradient that it was made for
+        # By chunk, with the gradient and the states that they were made for.
+        self._wholes: dict[int, tuple[Tensor, Mapping[StateSpec, Array], Operands]] = {}
         # Of the updates issued since the last step(). Groups are looked at once, so that all updates see the same.
         self._group_of: dict[str, int] | None = None
         self._used: dict[str, Any] = {}  # hyper-parameters of each parameter
@@ -63,6 +66,7 @@ class ChunkUpdates:
         if self._group_of is None:
             groups = self._groups.now()
             self.moments.read_counters()
+            self.moments.write_copies()
             self._group_of = groups
             self._gradients.optimised = frozenset(self._group_of)
 
@@ -128,28 +132,47 @@ class ChunkUpdates:
         return self._on_host.kernel
 
     def _apply(self, chunk: int, ranges: list[Range], hypers: dict[int, Any]) -> None:
-        whole, numel = self._operands(chunk), self._chunks.specs[chunk].optimised_numel
         update = self._rule.update if self._chunks.placed[chunk].is_updated_on_gpu else self._on_host.update
-        for part in ranges:
-            operands = whole if (part.start, part.stop) == (0, numel) else whole[part.start : part.stop]
-            update(operands, part.step, hypers[part.group], _number(part.factor))
+        for start, piece in self._pieces(chunk):
+            stop = start + len(piece)
+            for part in ranges:
+                begin, end = max(start, part.start), min(stop, part.stop)
+                if begin < end:
+                    operands = piece if (begin, end) == (start, stop) else piece[begin - start : end - start]
+                    update(operands, part.step, hypers[part.group], _number(part.factor))
 
-    def _operands(self, chunk: int) -> Operands:
-        """Of a whole chunk. Only a gradient may be at another place than last time."""
-        gradient = self._chunks.grad(chunk).view
-        if chunk not in self._wholes or self._wholes[chunk][0] is not gradient:
-            spec, kept = self._chunks.specs[chunk], self._chunks.states(chunk)
-            param, grad = (values[: spec.optimised_numel] for values in (self._chunks.home(chunk).view, gradient))
-            whole = Operands(
-                kept[MASTER].view if MASTER in kept else None if spec.has_master else param,
-                grad,
-                tuple(kept[state].view for state in self._rule.states),
-                param if spec.has_master else None,
-                kept[REMAINDER].view if REMAINDER in kept else None,
-                tuple(state.per_numel for state in self._rule.states),
+    def _pieces(self, chunk: int) -> Iterator[tuple[int, Operands]]:
+        """(start, operands) of a chunk: all of it at once, if it is in memory."""
+        arrays, numel = self._chunks.update_arrays(chunk), self._chunks.specs[chunk].optimised_numel
+        if arrays.is_memory:
+            yield 0, self._whole(chunk, arrays)
+            return
+        for start, param, gradient, states in arrays.tiles(numel):
+            yield start, self._operands(chunk, param, gradient, states)
+
+    def _whole(self, chunk: int, arrays: UpdateArrays) -> Operands:
+        """Only a gradient, and what has come from a disk, may be at another place than last time."""
+        param, gradient, kept = arrays
+        known = self._wholes.get(chunk)
+        if known is None or known[0] is not gradient.view or known[1] is not kept:
+            states, numel = (
+                {state: array.view for state, array in kept.items()},
+                self._chunks.specs[chunk].optimised_numel,
             )
-            self._wholes[chunk] = (gradient, whole)
-        return self._wholes[chunk][1]
+            operands = self._operands(chunk, param.view[:numel], gradient.view[:numel], states)
+            known = self._wholes[chunk] = (gradient.view, kept, operands)
+        return known[2]
+
+    def _operands(self, chunk: int, param: Tensor, grad: Tensor, kept: Mapping[StateSpec, Tensor]) -> Operands:
+        has_master = self._chunks.specs[chunk].has_master
+        return Operands(
+            kept.get(MASTER, None if has_master else param),
+            grad,
+            tuple(kept[state] for state in self._rule.states),
+            param if has_master else None,
+            kept.get(REMAINDER),
+            tuple(state.per_numel for state in self._rule.states),
+        )
 
     def move_to(self, chunks: Chunks) -> None:
         """Where the states are now."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hightide.ir.refusal import Refused
+from hightide.optim.lent_copies import LentCopies
 from hightide.optim.rule import Rule
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.stores.array import Array
@@ -20,6 +21,7 @@ class Moments:
         self._counts: dict[str, int] = {}  # updates that used the moments, of each parameter that has a state
         self._counters: dict[str, Tensor] = {}  # the same, where somebody has asked for it, and may have written to it
         self._lent: weakref.WeakValueDictionary[tuple[str, int], Tensor] = weakref.WeakValueDictionary()
+        self._copies = LentCopies(self._place)  # of moments that are no memory
 
     def __contains__(self, key: str) -> bool:
         """Whether the parameter has a state. Where it has none, its moments are zero."""
@@ -66,14 +68,27 @@ class Moments:
     # -- where they are -------------------------------------------------------------------------------------------
 
     def of(self, key: str) -> list[Array]:
-        """Where one parameter's moments are."""
-        return [self._chunks.state_of(key, state) for state in self._rule.states]
+        """Where one parameter's moments are, with what users have written to copies of them."""
+        self._copies.write(key)
+        return [self._place((key, index)) for index in range(len(self._rule.states))]
+
+    def _place(self, moment: tuple[str, int]) -> Array:
+        key, index = moment
+        return self._chunks.state_of(key, self._rule.states[index])
 
     def lend(self, key: str, index: int) -> Tensor:
-        """One moment, for the user: its very memory, for as long as the parameter keeps this state."""
+        """One moment, for the user: its very memory, for as long as the parameter keeps this state; or, on disk, a copy
+        that is written there before the next update if the user has changed it."""
+        if not self._place((key, index)).is_memory:
+            return self._copies.lend((key, index))
         if (lent := self._lent.get((key, index))) is None:
-            lent = self._lent[key, index] = self.of(key)[index].view
+            lent = self._lent[key, index] = self._place((key, index)).view
         return lent
+
+    def write_copies(self) -> None:
+        """Before updates: what users have written to copies of moments."""
+        self._copies.write()
+        self._copies.age()
 
     def reset(self, key: str) -> None:
         """As if the parameter had never been updated. What the user still has of the state keeps its values, in memory
@@ -81,6 +96,7 @@ class Moments:
         self._counters.pop(key, None)
         if self._counts.pop(key, None) is None:
             return
+        self._copies.drop(key)
         for index, moment in enumerate(self.of(key)):
             if (lent := self._lent.pop((key, index), None)) is not None:
                 lent.data = lent.to("cpu", copy=True)
@@ -88,7 +104,14 @@ class Moments:
                 values.zero_()
 
     def move_to(self, chunks: Chunks) -> None:
-        """Where the moments are now."""
+        """Where the moments are now. What the user has of them is what it was: their memory, or a copy."""
         self._chunks = chunks
-        for (key, index), lent in self._lent.items():
-            lent.data = self.of(key)[index].view
+        for moment, lent in list(self._lent.items()):
+            place = self._place(moment)
+            if place.is_memory:
+                lent.data = place.view
+            else:
+                lent.data = place.get()
+                self._copies.lend(moment, lent)
+                del self._lent[moment]
+        self._copies.move()

@@ -11,7 +11,15 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hightide.ir.block import DTYPE_BYTES
-from hightide.ir.chunk import GRAD_BYTES, LEAVING_NUMEL, REGION_BYTES, STAGING_NUMEL, ChunkSpec, Layout
+from hightide.ir.chunk import (
+    DISK_REGION_BYTES,
+    GRAD_BYTES,
+    LEAVING_NUMEL,
+    REGION_BYTES,
+    STAGING_NUMEL,
+    ChunkSpec,
+    Layout,
+)
 from hightide.ir.plan import BlockPlan, GradientDtype, Plan, Update
 from hightide.ir.tier import ChunkKind, Tier
 
@@ -24,14 +32,19 @@ class Buffer(StrEnum):
     LEAVING = "leaving"  # rounded gradients on the GPU: those that leave,
     ARRIVING = "arriving"  # that come back,
     ROUNDING = "rounding"  # and that are rounded where they are. Each belongs to one stream, whose order is enough
-    READ = "read"  # what lives on disk, on the host: parameters and gradients on their way to the GPU,
-    WRITTEN = "written"  # gradients on their way back,
-    UPDATED = "updated"  # and what an update works on. See [Note: rings of buffers] in lower/pass_through_disk.py
+    READ = "read"  # on the host: parameters and gradients on their way from the disk to the GPU,
+    WRITTEN = "written"  # gradients on their way to the disk or to their update,
+    UPDATED = "updated"  # what an update from disk works on. See [Note: rings of buffers] in lower/pass_through_disk.py
 
 
 SUM_DTYPE = "float32"  # of sums of gradients
 STAGING = (Buffer.LEAVING, Buffer.ARRIVING, Buffer.ROUNDING)
-RINGS = (Buffer.READ, Buffer.WRITTEN, Buffer.UPDATED)
+RING_COUNTS = {  # the field of a plan that says how many buffers there are
+    Buffer.READ: "num_read_buffers",
+    Buffer.WRITTEN: "num_grad_buffers",
+    Buffer.UPDATED: "num_state_buffers",
+}
+RINGS = tuple(RING_COUNTS)
 BUFFER_TIERS = {buffer: Tier.HOST if buffer in RINGS else Tier.GPU for buffer in Buffer}
 
 
@@ -42,6 +55,7 @@ class Home(NamedTuple):
     states: Tier
     sums: Tier  # of gradients, between the passes of a step
     compute: Tier = Tier.GPU
+    parks: bool = True
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -66,6 +80,7 @@ class ChunkPlace:
     buffer_bytes: Mapping[Buffer, int]
     read_bytes: int  # from disk, before an update
     is_looked_up: bool = False  # a table that never leaves the host: neither it nor its gradient has a slot
+    parks: bool = False  # its gradient takes host memory from its write-back to its update, and at no other time
 
     @property
     def is_streamed(self) -> bool:
@@ -88,6 +103,11 @@ class ChunkPlace:
         return self.stays or (self.num_grad_slots > 0 and self.states is not Tier.GPU)
 
     @property
+    def passes_ring(self) -> bool:
+        """Its gradient leaves the GPU into a ring's buffer: its update follows from there, or a write to disk."""
+        return self.states is not Tier.GPU and self.num_grad_slots > 0 and self.grad is not Tier.HOST
+
+    @property
     def is_narrow(self) -> bool:
         """Its gradient is rounded on its way home."""
         return self.grad_dtype != SUM_DTYPE
@@ -108,6 +128,16 @@ class ChunkPlace:
         return {ChunkKind.PARAM: self.home, ChunkKind.GRAD: self.grad, ChunkKind.STATE: self.states}[kind]
 
     @property
+    def update_offsets(self) -> dict[ChunkKind, int]:
+        """Where each kind that lives on disk begins in a buffer for updates, in bytes."""
+        offsets, end = {}, 0
+        for kind in ChunkKind:
+            if num_bytes := self.copies.get((kind, Tier.DISK), 0):
+                offsets[kind] = end
+                end += on_disk_bytes(num_bytes)
+        return offsets
+
+    @property
     def written_bytes(self) -> int:
         """To disk, after an update: its parameters too, where they live there."""
         return self.read_bytes - self.copies.get((ChunkKind.GRAD, Tier.DISK), 0)
@@ -115,7 +145,7 @@ class ChunkPlace:
 
 class ChunkPlaces:
     """The records of one layout's chunks, each made once. Searches ask about thousands of plans, but a chunk's record
-    depends on nothing but where its block's parameters, states and sums live."""
+    depends on nothing but its block's `Home`."""
 
     def __init__(self, layout: Layout, update: Update, gradients: GradientDtype, accumulate: int = 1) -> None:
         self.layout, self._update, self._gradients, self._accumulate = layout, update, gradients, accumulate
@@ -127,18 +157,21 @@ class ChunkPlaces:
             self._made[key] = self._place(chunk, *home)
         return self._made[key]
 
-    def _place(self, chunk: ChunkSpec, params: Tier, states: Tier, sums: Tier, compute: Tier) -> ChunkPlace:
+    def _place(
+        self, chunk: ChunkSpec, params: Tier, states: Tier, sums: Tier, compute: Tier, may_park: bool
+    ) -> ChunkPlace:
         trained, layout = chunk.trainable_numel > 0, self.layout
         on_host = compute is Tier.HOST
         if states is Tier.GPU and trained:  # what is frozen in the block may stream
             params = Tier.GPU
         is_updated_elsewhere = params is Tier.GPU is not states and chunk.optimised_numel > 0
         home = Tier.HOST if is_updated_elsewhere else params
-        # One backward makes the gradient, and one update reads all of it right away. On the host it has a home anyway.
+        # One backward makes the gradient, and one update reads all of it right away.
         several = self._accumulate > 1
         summed_once = not several and chunk.num_backwards == 1 and chunk.optimised_numel == chunk.trainable_numel
-        is_read_at_once = self._update is Update.IN_BACKWARD and summed_once and states is not Tier.HOST
-        grad = states if trained and not is_read_at_once else None
+        is_read_at_once = self._update is Update.IN_BACKWARD and summed_once and trained and not on_host
+        parks = is_read_at_once and may_park and states is not Tier.GPU
+        grad = states if trained and not is_read_at_once else Tier.HOST if parks else None
         leaves = states is not Tier.GPU
         stays = several and trained and leaves and sums is Tier.GPU and not on_host
         # A dtype that is wider than the sum would only repeat zeros.
@@ -149,7 +182,7 @@ class ChunkPlaces:
         grad_bytes = chunk.trainable_numel * DTYPE_BYTES[grad_dtype]
 
         copies = {(ChunkKind.PARAM, tier): chunk.param_bytes for tier in dict.fromkeys((params, home))}
-        if grad is not None:
+        if grad is not None and not parks:
             copies[ChunkKind.GRAD, grad] = chunk.grad_bytes if grad is Tier.GPU else grad_bytes
         if stays:
             copies[ChunkKind.GRAD, Tier.GPU] = chunk.grad_bytes
@@ -157,7 +190,7 @@ class ChunkPlaces:
             copies[ChunkKind.STATE, states] = chunk.state_bytes
         bytes_on = dict.fromkeys(Tier, 0)
         for (_, tier), num_bytes in copies.items():
-            bytes_on[tier] += region_bytes(num_bytes)
+            bytes_on[tier] += region_bytes(num_bytes, tier)
 
         num_slots = 0 if params is Tier.GPU or on_host else layout.num_slots(chunk)
         has_grad_slot = trained and grad is not Tier.GPU and not stays and not on_host
@@ -165,7 +198,7 @@ class ChunkPlaces:
         again = not leaves or (chunk.num_backwards > 1 and not several)  # where it is summed, or more is added
         rounds_in_place = rounds and (not narrow or (again and not on_host))
         passes_gpu = narrow and leaves and not on_host
-        on_disk = sum(num_bytes for (_, tier), num_bytes in copies.items() if tier is Tier.DISK)
+        on_disk = {kind: num_bytes for (kind, tier), num_bytes in copies.items() if tier is Tier.DISK}
         buffers = {
             Buffer.SLOT: -(-chunk.param_bytes // num_slots) if num_slots else 0,
             Buffer.GRAD_SLOT: -(-chunk.grad_bytes // num_grad_slots) if num_grad_slots else 0,
@@ -174,8 +207,8 @@ class ChunkPlaces:
             Buffer.ROUNDING: _staged_bytes(chunk, STAGING_NUMEL) if rounds and not on_host else 0,
             # Sums go on, in tied chunks and where gradients are accumulated: those on disk come back too.
             Buffer.READ: max(copies.get((kind, Tier.DISK), 0) for kind in (ChunkKind.PARAM, ChunkKind.GRAD)),
-            Buffer.WRITTEN: grad_bytes if states is Tier.DISK else 0,
-            Buffer.UPDATED: on_disk if states is Tier.DISK and trained else 0,
+            Buffer.WRITTEN: grad_bytes if has_grad_slot and leaves and grad is not Tier.HOST else 0,
+            Buffer.UPDATED: sum(map(on_disk_bytes, on_disk.values())) if states is Tier.DISK and trained else 0,
         }
         read_grad_bytes = DTYPE_BYTES[grad_dtype] if leaves else GRAD_BYTES
         return ChunkPlace(
@@ -194,9 +227,14 @@ class ChunkPlaces:
             num_grad_slots=num_grad_slots,
             copies=copies,
             bytes_on=bytes_on,
-            buffer_bytes={buffer: region_bytes(num_bytes) for buffer, num_bytes in buffers.items() if num_bytes},
-            read_bytes=on_disk,
+            buffer_bytes={
+                buffer: (on_disk_bytes if buffer in RINGS else region_bytes)(num_bytes)
+                for buffer, num_bytes in buffers.items()
+                if num_bytes
+            },
+            read_bytes=sum(on_disk.values()),
             is_looked_up=on_host,
+            parks=parks,
         )
 
 
@@ -206,7 +244,7 @@ class Placement:
     def __init__(self, plan: Plan, places: ChunkPlaces | None = None) -> None:
         """`places`: those of the plan's layout, for those who ask about many plans."""
         places = places or ChunkPlaces(plan.layout, plan.update, plan.gradients, plan.accumulate)
-        homes = [Home(block.params, block.states, block.sums, block.compute) for block in plan.blocks]
+        homes = [Home(block.params, block.states, block.sums, block.compute, block.parks) for block in plan.blocks]
         self.plan = plan
         self.chunks = tuple(places.at(chunk, homes[chunk.block]) for chunk in plan.layout.chunks)
 
@@ -265,9 +303,9 @@ class Placement:
         return sum(self.buffer_bytes[buffer] for buffer in STAGING)
 
     @property
-    def ring_bytes(self) -> int:
-        """Of one buffer of each ring."""
-        return sum(self.buffer_bytes[buffer] for buffer in RINGS)
+    def num_buffers(self) -> Mapping[Buffer, int]:
+        """Of each ring."""
+        return {ring: getattr(self.plan, name) for ring, name in RING_COUNTS.items()}
 
     @property
     def is_resident(self) -> bool:
@@ -276,7 +314,7 @@ class Placement:
 
     @property
     def uses_disk(self) -> bool:
-        return any(self.buffer_bytes[ring] for ring in RINGS)
+        return self.bytes_on[Tier.DISK] > 0
 
     @property
     def has_leaving(self) -> bool:
@@ -294,7 +332,7 @@ class Placement:
 
     def base_bytes(self) -> dict[Tier, int]:
         """Of all chunks and buffers, which are there for the whole run."""
-        counts = dict.fromkeys(STAGING, 1) | dict.fromkeys(RINGS, self.plan.num_disk_buffers)
+        counts = dict.fromkeys(STAGING, 1) | dict(self.num_buffers)
         counts |= {Buffer.SLOT: self.plan.num_slots, Buffer.GRAD_SLOT: self.plan.num_grad_slots}
         found = dict(self.bytes_on)
         for buffer, count in counts.items():
@@ -306,6 +344,13 @@ def _staged_bytes(chunk: ChunkSpec, most_numel: int) -> int:
     return min(chunk.trainable_numel, most_numel) * DTYPE_BYTES[chunk.dtype]
 
 
-def region_bytes(num_bytes: int) -> int:
-    """What a store sets aside for so many bytes."""
-    return -(-num_bytes // REGION_BYTES) * REGION_BYTES
+def region_bytes(num_bytes: int, tier: Tier | None = None) -> int:
+    """What a store sets aside for so many bytes. The tier is asked for because a disk sets aside in larger units."""
+    unit_bytes = DISK_REGION_BYTES if tier is Tier.DISK else REGION_BYTES
+    return -(-num_bytes // unit_bytes) * unit_bytes
+
+
+def on_disk_bytes(num_bytes: int) -> int:
+    """The same on a disk, and in the buffers that its bytes pass through: both begin and end where direct transfers
+    may."""
+    return region_bytes(num_bytes, Tier.DISK)

@@ -18,11 +18,15 @@ from torch.autograd.graph import increment_version
 
 from hightide.ir.action import Mode, Op
 from hightide.ir.block import ModelProfile
+from hightide.ir.chunk import DISK_REGION_BYTES
+from hightide.ir.limits import DiskLimit
 from hightide.ir.machine import MatmulRates
 from hightide.ir.plan import Forecast, Update
 from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.ir.split import Split
 from hightide.ir.tier import Tier
+from hightide.ir.units import format_bytes
+from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import peaks, reserved_bytes
 from hightide.planner.solution import Solution
 from hightide.process.forks import Birthplace
@@ -58,10 +62,11 @@ from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
 from hightide.runtime.step_work import Computed, StepWork
 from hightide.stores.cuda import CudaAccelerator
+from hightide.stores.disk import DiskStore
 from hightide.stores.host_arena import HostArena
 from hightide.stores.pinned import PinnedArena
 from hightide.stores.simulated import SimulatedAccelerator
-from hightide.stores.store import ALIGN_BYTES, Accelerator, OutOfMemory
+from hightide.stores.store import ALIGN_BYTES, Accelerator, OutOfMemory, Store
 
 LOST = (
     "the model was being moved to another plan when that failed, and its values are lost; the run ends here, go on "
@@ -81,9 +86,11 @@ class Run:
         first_values: FirstValues | None = None,
         around_call: Callable[[tuple[Any, ...], Mapping[str, Any]], AbstractContextManager[None]] | None = None,
         learns: bool = True,
+        disks: Sequence[DiskLimit] = (),
     ) -> None:
-        """`learns` False: a rehearsal, which looks at no block (see first_look.py)."""
+        """`learns` False: a rehearsal, which looks at no block (see first_look.py). `disks`: for plans that use any."""
         self.model, self.profile = model, solution.profile
+        self._disks = tuple(disks)
         self.birthplace = Birthplace()
         self.probed = probed
         self.probing = False
@@ -133,10 +140,8 @@ class Run:
 
     def _set_up(self, solution: Solution, device: torch.device, first_values: FirstValues) -> None:
         self.plan = plan = solution.plan
-        self.gpu, self.host = _stores(solution, device)
-        self.chunks = Chunks(
-            self.profile, solution.placement, {Tier.GPU: self.gpu, Tier.HOST: self.host}, self.parameters
-        )
+        self.stores = _Stores(solution, device, self._disks)
+        self.chunks = Chunks(self.profile, solution.placement, self.stores.by_tier, self.parameters)
         self.chunks.load(first_values.origins)
         if first_values.initialise is not None:
             first_values.initialise(self.chunks)
@@ -152,12 +157,25 @@ class Run:
         with held:
             if "lanes" in there:
                 self.lanes.close()
-            if "host" in there:
+            if "stores" in there:
                 self.host.unpin()  # else its pages cannot be given back
             self._before.restore(there.get("chunks"))
-            for part in ("chunks", "gpu", "host"):
+            for part in ("chunks", "stores"):
                 if part in there:
                     there[part].close()
+
+    @property
+    def gpu(self) -> Accelerator:
+        return self.stores.gpu
+
+    @property
+    def host(self) -> HostArena:
+        return self.stores.host
+
+    @property
+    def disk(self) -> DiskStore | None:
+        """None: the plan uses none."""
+        return self.stores.disk
 
     def _make_executor(self, solution: Solution) -> None:
         self.stashes = Stashes(self.gpu, self.host)
@@ -204,24 +222,21 @@ class Run:
             self.lanes.fail(error)
             raise RuntimeError(LOST) from error
 
-    def _carry_over(
-        self, carried: StatesOnTheMove, taken: tuple[Accelerator, HostArena, Chunks], solution: Solution
-    ) -> None:
-        gpu, host, chunks, performer, executor = self.gpu, self.host, self.chunks, self.performer, self.executor
+    def _carry_over(self, carried: StatesOnTheMove, taken: tuple[_Stores, Chunks], solution: Solution) -> None:
+        stores, chunks, performer, executor = self.stores, self.chunks, self.performer, self.executor
         self.profile, self.plan = solution.profile, solution.plan
-        self.gpu, self.host, self.chunks = taken
+        self.stores, self.chunks = taken
         for param in self.parameters.values():
             increment_version(param)  # what graphs of plain autograd have saved of it is gone: their backward raises
-        host.unpin()
+        stores.host.unpin()
         self.chunks.go_on(chunks)
         self.chunks.load(carried.origins(), begins=False)
         self.flight.forget()
         self.gradients.move_to(self.chunks)
         carried.unpack(self.chunks, self.gradients)
         chunks.close()
-        gpu.close()
-        host.vacate()
-        host.close()
+        stores.host.vacate()
+        stores.close()
         if performer.updates is not None:
             performer.updates.move_to(self.chunks)
         self._make_executor(solution)
@@ -236,17 +251,15 @@ class Run:
         on_host = self.plan.blocks[block].compute is Tier.HOST
         return (HostEmbedding if on_host else BlockRunner)(self, block, original)
 
-    def _allocate(self, solution: Solution) -> tuple[Accelerator, HostArena, Chunks]:
+    def _allocate(self, solution: Solution) -> tuple[_Stores, Chunks]:
         """All memory that another plan needs, or none."""
-        gpu, host = _stores(solution, self.gpu.device)
+        stores = _Stores(solution, self.gpu.device, self._disks)
         try:
             for buffer in self.buffers:
-                gpu.adopt(buffer, "buffers")
-            stores = {Tier.GPU: gpu, Tier.HOST: host}
-            return gpu, host, Chunks(solution.profile, solution.placement, stores, self.parameters)
+                stores.gpu.adopt(buffer, "buffers")
+            return stores, Chunks(solution.profile, solution.placement, stores.by_tier, self.parameters)
         except BaseException:
-            gpu.close()
-            host.close()
+            stores.close()
             raise
 
     def _stay(self, carried: StatesOnTheMove, error: BaseException) -> None:
@@ -524,6 +537,7 @@ class Run:
         self.birthplace.check()
         chunk = self.chunks.places[key][0]
         self.executor.wait_for_fetch(chunk)
+        self.executor.settle_home(chunk)
         self.executor.forget_slot(chunk)
         self.chunks.store(key, value)
         if (master := self.loaded_masters.get(key)) is not None:
@@ -548,8 +562,7 @@ class Run:
         if self.performer.updates is not None:
             self.performer.updates.close()
         self.chunks.close()
-        self.gpu.close()
-        self.host.close()
+        self.stores.close()
 
     def _plain_values(self) -> dict[str, Tensor]:
         values: dict[str, Tensor] = {}
@@ -582,7 +595,51 @@ class Run:
         return taken
 
 
-def _stores(solution: Solution, device: torch.device) -> tuple[Accelerator, HostArena]:
+class _Stores:
+    """All memory of one plan."""
+
+    def __init__(self, solution: Solution, device: torch.device, disks: Sequence[DiskLimit]) -> None:
+        """The disk first: where it has no room, nothing else was taken."""
+        self.disk = _disk_store(solution.placement, disks)
+        try:
+            self.gpu, self.host = _memory(solution, device)
+        except BaseException:
+            if self.disk is not None:
+                self.disk.close()
+            raise
+
+    @property
+    def by_tier(self) -> dict[Tier, Store]:
+        disk = {} if self.disk is None else {Tier.DISK: self.disk}
+        return {Tier.GPU: self.gpu, Tier.HOST: self.host, **disk}
+
+    def close(self) -> None:
+        for store in self.by_tier.values():
+            store.close()
+
+
+def _disk_store(placement: Placement, disks: Sequence[DiskLimit]) -> DiskStore | None:
+    """Files of what the plan needs, on each disk in proportion to its limit. A chunk's arrays each lie on one: with
+    several disks, each has room for one more."""
+    needed_bytes, limit_bytes = placement.bytes_on[Tier.DISK], sum(disk.num_bytes for disk in disks)
+    if not needed_bytes:
+        return None
+    if needed_bytes > limit_bytes:
+        raise ValueError(
+            f"the plan keeps {needed_bytes} bytes ({format_bytes(needed_bytes)}) on disk, and the folders of "
+            f"Limits(disk=...) may have {limit_bytes} ({format_bytes(limit_bytes)}); give it a folder with as much: "
+            f"limits=hightide.Limits(disk='/folder:{needed_bytes}')"
+        )
+    largest_bytes = max(place.bytes_on[Tier.DISK] for place in placement.chunks) if len(disks) > 1 else 0
+    shares = [needed_bytes * disk.num_bytes // limit_bytes + DISK_REGION_BYTES + largest_bytes for disk in disks]
+    files = [
+        DiskLimit(disk.path, min(disk.num_bytes, share // DISK_REGION_BYTES * DISK_REGION_BYTES))
+        for disk, share in zip(disks, shares, strict=True)
+    ]
+    return DiskStore(files)
+
+
+def _memory(solution: Solution, device: torch.device) -> tuple[Accelerator, HostArena]:
     profile, plan, schedules = solution.profile, solution.plan, solution.schedules
     if device.type != "cuda":
         return SimulatedAccelerator(plan.gpu_limit_bytes), HostArena(plan.host_limit_bytes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 
 
 class FreeList:
@@ -29,6 +31,20 @@ class FreeList:
                 return offset
         return None
 
+    def take_last(self, num_bytes: int, end: int) -> int | None:
+        """As `take`, of all ranges before `end` the last one."""
+        for index in reversed(range(len(self._offsets))):
+            first, last = self._offsets[index], self._offsets[index] + self._sizes[index]
+            offset = min(last, end) - num_bytes
+            if offset >= first:
+                del self._offsets[index], self._sizes[index]
+                rest = [(first, offset - first), (offset + num_bytes, last - offset - num_bytes)]
+                for start, size in rest:
+                    if size:
+                        self.give(start, size)
+                return offset
+        return None
+
     def give(self, offset: int, num_bytes: int) -> None:
         index = bisect_left(self._offsets, offset)
         end = offset + num_bytes
@@ -45,3 +61,35 @@ class FreeList:
         if index + 1 < len(self._offsets) and self._offsets[index] + self._sizes[index] == self._offsets[index + 1]:
             self._sizes[index] += self._sizes[index + 1]
             del self._offsets[index + 1], self._sizes[index + 1]
+
+
+class FreeLists:
+    """Several arenas, one after the other. A range lies in one of them: the one with the most free bytes that has room,
+    so that all are used alike."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._lists = [FreeList(size) for size in sizes]
+        self._begins = list(accumulate(sizes, initial=0))[:-1]
+        self._free_bytes = list(sizes)
+
+    @property
+    def largest_bytes(self) -> int:
+        return max(one.largest_bytes for one in self._lists)
+
+    def take(self, num_bytes: int) -> int | None:
+        for index in sorted(range(len(self._lists)), key=lambda index: -self._free_bytes[index]):
+            offset = self._lists[index].take(num_bytes)
+            if offset is not None:
+                self._free_bytes[index] -= num_bytes
+                return self._begins[index] + offset
+        return None
+
+    def give(self, offset: int, num_bytes: int) -> None:
+        index, inside = self.place(offset)
+        self._lists[index].give(inside, num_bytes)
+        self._free_bytes[index] += num_bytes
+
+    def place(self, offset: int) -> tuple[int, int]:
+        """In which arena, and where in it."""
+        index = bisect_right(self._begins, offset) - 1
+        return index, offset - self._begins[index]

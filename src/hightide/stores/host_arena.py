@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hightide.ir.tier import Tier
 from hightide.stores.arena import ArenaStore
+from hightide.stores.freelist import FreeList
+from hightide.stores.store import Region
 
 
 class HostArena(ArenaStore):
@@ -11,6 +13,17 @@ class HostArena(ArenaStore):
 
     def __init__(self, capacity_bytes: int, huge_bytes: int = 0) -> None:
         super().__init__(Tier.HOST, capacity_bytes, huge_bytes)
+
+    def allocate_last(self, num_bytes: int, label: str) -> Region:
+        """At the other end than `allocate`: what comes and goes at both ends leaves no holes in between."""
+        free = self._free
+        assert isinstance(free, FreeList)
+        return self._allocated(num_bytes, label, lambda size: free.take_last(size, self._end))
+
+    @property
+    def _end(self) -> int:
+        """Of what a plan needs."""
+        return self.capacity_bytes
 
     def pin(self) -> None:
         """Called once the model's values are in their places. Without a GPU there is nobody to pin memory for."""

@@ -40,6 +40,10 @@ class PinnedArena(HostArena):
             self._free.give(0, self._pinned_bytes)
 
     @property
+    def _end(self) -> int:
+        return self._pinned_bytes
+
+    @property
     def is_pinned(self) -> bool:
         return self._unpin is not None
 

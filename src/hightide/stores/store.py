@@ -14,7 +14,7 @@ import torch
 from hightide.ir.chunk import REGION_BYTES
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
-from hightide.stores.freelist import FreeList
+from hightide.stores.freelist import FreeList, FreeLists
 from hightide.stores.ticket import Ticket
 
 ALIGN_BYTES = REGION_BYTES  # what CUDA's allocator uses, and a sector of a disk
@@ -77,11 +77,13 @@ class OutOfMemory(torch.OutOfMemoryError):
 
 
 class Store(ABC):
-    """Thread-safe. Reads and writes run in the caller's thread (a lane); a failure of the copy is in their ticket.
+    """Thread-safe. Reads and writes of memory run in the caller's thread (a lane), those of a disk in the store's own
+    threads: neither tensor nor region may be used for something else until the ticket is done. A failure is in it.
 
-    A region occupies a multiple of ALIGN_BYTES, and that is what counts as used.
+    A region occupies a multiple of `align_bytes`, and that is what counts as used.
     """
 
+    align_bytes = ALIGN_BYTES
     starts_zeroed = False  # True: what was never written reads as zero, and takes no memory until then
 
     def __init__(self, tier: Tier, capacity_bytes: int) -> None:
@@ -90,7 +92,7 @@ class Store(ABC):
         self.tier = tier
         self.capacity_bytes = capacity_bytes
         self._lock = threading.RLock()
-        self._free = FreeList(capacity_bytes // ALIGN_BYTES * ALIGN_BYTES)
+        self._free: FreeList | FreeLists = FreeList(capacity_bytes // self.align_bytes * self.align_bytes)
         self._regions: dict[int, Region] = {}  # by offset
         self._to_free: deque[Region] = deque()
         self._used_bytes = 0
@@ -102,13 +104,16 @@ class Store(ABC):
     # ---- space
 
     def allocate(self, num_bytes: int, label: str) -> Region:
+        return self._allocated(num_bytes, label, self._free.take)
+
+    def _allocated(self, num_bytes: int, label: str, take: Callable[[int], int | None]) -> Region:
         if num_bytes <= 0:
             raise ValueError(f"cannot allocate {num_bytes} bytes for {label!r} on {self.tier}")
-        size = _rounded(num_bytes)
+        size = self._rounded(num_bytes)
         with self._lock:
             self._check_open()
             self._settle()
-            offset = self._free.take(size) if self._used_bytes + size <= self.capacity_bytes else None
+            offset = take(size) if self._used_bytes + size <= self.capacity_bytes else None
             if offset is None:
                 raise self._out_of_memory(size, label, self._free.largest_bytes)
             region = Region(offset, num_bytes, label)
@@ -122,7 +127,7 @@ class Store(ABC):
                 return
             self._check_owned(region)
             del self._regions[region.offset]
-            size = _rounded(region.num_bytes)
+            size = self._rounded(region.num_bytes)
             self._free.give(region.offset, size)
             self._account(-size, region.label)
 
@@ -184,6 +189,9 @@ class Store(ABC):
             self._used_bytes = 0
 
     # ---- for subclasses
+
+    def _rounded(self, num_bytes: int) -> int:
+        return -(-num_bytes // self.align_bytes) * self.align_bytes
 
     def _in_ticket(self, label: str, copy: Callable[..., None], *tensors: torch.Tensor) -> Ticket:
         """Copies here and now; a failure is the ticket's."""
@@ -326,7 +334,3 @@ class Accelerator(MemoryStore):
     @abstractmethod
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether this tensor is here already."""
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -17,7 +17,7 @@ from hightide.ir.tier import Tier
 from hightide.planner.layout import pack, slot_sizes
 from hightide.planner.loss_tiles import loss_tile_tokens
 from hightide.planner.lower import lower
-from hightide.planner.placement import Placement
+from hightide.planner.placement import RING_COUNTS, Placement
 from hightide.planner.predict.step_seconds import StepForecast, forecast
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.verify.verify_schedule import verify
@@ -118,7 +118,7 @@ def plan_with(
     micro_batch: int = 2,
     spare: int = 1,
     slot_numel: int | None = None,
-    num_disk_buffers: int = 2,
+    num_buffers: int = 2,
 ) -> Plan:
     """The same decisions for all blocks (except the loose one), without limits."""
     blocks = [
@@ -131,7 +131,7 @@ def plan_with(
         )
         for block in profile.blocks
     ]
-    return finish(profile, blocks, update, micro_batch, spare, spare, slot_numel, num_disk_buffers)
+    return finish(profile, blocks, update, micro_batch, spare, spare, slot_numel, num_buffers)
 
 
 def finish(
@@ -142,7 +142,7 @@ def finish(
     spare: int,
     spare_grad: int,
     slot_numel: int | None = None,
-    num_disk_buffers: int = 2,
+    num_buffers: int = 2,
 ) -> Plan:
     plan = Plan(
         version=PLAN_VERSION,
@@ -162,8 +162,9 @@ def finish(
         disk_limit_bytes=2**60,
     )
     slots, grad_slots = Placement(plan).widest_tick({entry.block for entry in profile.calls})
-    buffers = num_disk_buffers if Placement(plan).uses_disk else 0
-    return replace(plan, num_slots=slots + spare, num_grad_slots=grad_slots + spare_grad, num_disk_buffers=buffers)
+    placement = Placement(plan)
+    rings = {name: num_buffers if placement.buffer_bytes[ring] else 0 for ring, name in RING_COUNTS.items()}
+    return replace(plan, num_slots=slots + spare, num_grad_slots=grad_slots + spare_grad, **rings)
 
 
 @st.composite
@@ -269,7 +270,9 @@ def plans(draw: st.DrawFn, profile: ModelProfile, update: Update, disk: bool = F
             params = Tier.GPU
         if block.loose:
             params = states = inputs = held = Tier.GPU
-        blocks.append(BlockPlan(block.name, params, states, activation, inputs, held))
+        parks = draw(st.booleans()) if disk else True
+        late = parks and states is Tier.DISK and draw(st.booleans())
+        blocks.append(BlockPlan(block.name, params, states, activation, inputs, held, parks=parks, late=late))
     micro_batch = draw(st.integers(1, profile.num_samples))
     spares = draw(st.tuples(st.integers(0, 3), st.integers(0, 3)))
     buffers = draw(st.integers(1, 3)) if disk else 0

@@ -141,11 +141,14 @@ class RandomLanes:
         if action.op in (Op.FETCH, Op.WRITE) and action.source is not None and action.source.slot is not None:
             ring = "up" if action.op is Op.FETCH else "state" if action.kind is ChunkKind.STATE else "down"
             emptied = [(ring, action.source.slot)]
-        if action.op is Op.UPDATE and spec is not None and self.plan.blocks[spec.block].states == "disk":
-            inside = {what: place for place, what in self.buffers.items()}
-            assert inside.get(f"state {action.chunk}", ("",))[0] == "state", f"{action.id}: its states are not there"
-            if f"write.grad.{action.chunk}" not in {other.rpartition("@")[0] for other in self.done}:
-                emptied = [inside[f"grad {action.chunk}"]]
+        if action.op is Op.UPDATE and spec is not None:
+            inside, place = {what: at for at, what in self.buffers.items()}, self.placement.chunks[spec.index]
+            if self.plan.blocks[spec.block].states == "disk":
+                assert inside.get(f"state {spec.index}", ("",))[0] == "state", f"{action.id}: its states are not there"
+            written = {other.rpartition("@")[0] for other in self.done}
+            if place.passes_ring and f"write.grad.{spec.index}" not in written:
+                assert f"grad {spec.index}" in inside, f"{action.id}: its gradient is not there"
+                emptied = [inside[f"grad {spec.index}"]]
         kind = ChunkKind.GRAD if action.op is Op.UPDATE else action.kind
         for place in emptied:
             assert self.buffers.get(place) == f"{kind} {action.chunk}", f"{action.id}: {place} holds something else"

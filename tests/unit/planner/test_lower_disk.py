@@ -116,8 +116,12 @@ def test_plans_that_make_no_sense_or_cannot_run_are_refused() -> None:
     check_executable(plan_with(STACK))
     with pytest.raises(InfeasiblePlan, match="params on the disk but states on the host"):
         check_plan(STACK, plan_with(STACK, Tier.DISK, Tier.HOST))
-    with pytest.raises(InfeasiblePlan, match="num_disk_buffers is 0"):
-        check_plan(STACK, replace(plan, num_disk_buffers=0))
+    for name in ("num_read_buffers", "num_grad_buffers", "num_state_buffers"):
+        with pytest.raises(InfeasiblePlan, match=f"{name} is 0"):
+            check_plan(STACK, replace(plan, **{name: 0}))
+    late = tuple(replace(block, parks=False, late=True) for block in plan.blocks)
+    with pytest.raises(InfeasiblePlan, match="updated late, but its gradient does not park"):
+        check_plan(STACK, replace(plan, blocks=late))
     with pytest.raises(InfeasiblePlan, match="inputs on the disk"):
         check_plan(STACK, plan_with(STACK, inputs=Tier.DISK))
 

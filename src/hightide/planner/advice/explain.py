@@ -16,7 +16,7 @@ from hightide.ir.state_spec import summary
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.lookup import buffer_bytes
-from hightide.planner.placement import RINGS, Buffer, Placement
+from hightide.planner.placement import Buffer, Placement, region_bytes
 from hightide.planner.predict.peaks import Peaks
 from hightide.planner.waiting import away, held_bytes
 
@@ -98,11 +98,23 @@ def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
         summed = format_bytes(sum(place.chunk.grad_bytes for place in staying))
         owners = len({place.chunk.block for place in staying})
         lines.append(f"sums of gradients: {summed} of {owners} blocks stay on the GPU from call to call")
-    if plan.num_disk_buffers:
-        rings = ", ".join(format_bytes(sizes[ring]) for ring in RINGS)
-        buffers = "buffer" if plan.num_disk_buffers == 1 else "buffers"
-        lines.append(f"disk: through {plan.num_disk_buffers} {buffers} on the host of each size: {rings}")
+    rings = [
+        f"{count} of {format_bytes(sizes[ring])} {_RINGS[ring]}"
+        for ring, count in placement.num_buffers.items()
+        if count
+    ]
+    if rings:
+        lines += textwrap.wrap(f"buffers on the host: {', '.join(rings)}", WIDTH, subsequent_indent="    ")
+    parked = sum(region_bytes(place.grad_bytes) for place in placement.chunks if place.parks)
+    if parked:
+        late = sum(block.late for block in plan.blocks)
+        order = f"; {late} {'block is' if late == 1 else 'blocks are'} updated late" if late else ""
+        text = f"gradients park on the host until their update: {format_bytes(parked)} at most{order}"
+        lines += textwrap.wrap(text, WIDTH, subsequent_indent="    ")
     return lines
+
+
+_RINGS = {Buffer.READ: "from disk to the GPU", Buffer.WRITTEN: "for gradients", Buffer.UPDATED: "for updates from disk"}
 
 
 def _slots(count: int, num_bytes: int) -> str:

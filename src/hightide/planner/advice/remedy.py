@@ -11,7 +11,7 @@ from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.loss_tiles import kept_logits_bytes
-from hightide.planner.placement import Buffer, Placement
+from hightide.planner.placement import RING_COUNTS, Buffer, Placement
 
 NUM_NAMED = 2
 SMALLER_BATCH = "a smaller batch"
@@ -35,12 +35,15 @@ def remedy(
 
 
 def _on_host(placement: Placement, waiting_bytes: int) -> Counter[str]:
-    """`waiting_bytes`: block inputs, the only thing that comes and goes there."""
+    """`waiting_bytes`: block inputs and parked gradients, the only things that come and go there."""
     return Counter(
         {
             "params and states of more blocks on the gpu": placement.bytes_on[Tier.HOST],
             "inputs of more blocks on the gpu": waiting_bytes,
-            "a smaller num_disk_buffers": max(0, placement.plan.num_disk_buffers - 1) * placement.ring_bytes,
+            **{
+                f"a smaller {name}": max(0, placement.num_buffers[ring] - 1) * placement.buffer_bytes[ring]
+                for ring, name in RING_COUNTS.items()
+            },
         }
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
@@ -12,7 +13,7 @@ from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower_step
-from hightide.planner.placement import Placement
+from hightide.planner.placement import RING_COUNTS, Placement
 from hightide.planner.predict.peaks import bytes_forecast, step_peaks
 from hightide.planner.predict.step_seconds import forecast
 from hightide.planner.solution import Searched
@@ -58,7 +59,7 @@ def why(solution: Searched, block: str) -> Reasons:
     step_s = solution.step.step_s
     now = bytes_forecast(solution.passes, solution.peaks, problem.machine)
     alternatives = []
-    for text, other in _others(planned, owner == index, plan.num_disk_buffers > 0, plan.accumulate > 1):
+    for text, other in _others(planned, owner == index, placement.uses_disk, plan.accumulate > 1):
         changed = _with_block(profile, plan, index, other)
         try:
             check_plan(profile, changed)
@@ -141,16 +142,19 @@ def _others(planned: BlockPlan, owns: bool, disk: bool, accumulates: bool) -> li
 
 
 def _with_block(profile: ModelProfile, plan: Plan, index: int, block: BlockPlan) -> Plan:
-    """With as many spare slots as before, if anything is streamed at all."""
+    """With as many spare slots and buffers as before, if anything goes through them at all."""
     blocks = (*plan.blocks[:index], block, *plan.blocks[index + 1 :])
     changed = replace(plan, blocks=blocks)
     called = {call.block for call in profile.calls}
-    before, after = (Placement(one).widest_tick(called) for one in (plan, changed))
+    placement = Placement(changed)
+    before, after = Placement(plan).widest_tick(called), placement.widest_tick(called)
     slots, grad_slots = (
         widest + max(0, has - needed) if widest else 0
         for widest, has, needed in zip(after, (plan.num_slots, plan.num_grad_slots), before, strict=True)
     )
-    return replace(changed, num_slots=slots, num_grad_slots=grad_slots)
+    needed = {name: placement.buffer_bytes[ring] > 0 for ring, name in RING_COUNTS.items()}
+    rings: dict[str, Any] = {name: max(1, getattr(plan, name)) if one else 0 for name, one in needed.items()}
+    return replace(changed, num_slots=slots, num_grad_slots=grad_slots, **rings)
 
 
 def find_block(names: Sequence[str], name: str) -> int:

@@ -44,6 +44,7 @@ def add_effects(draft: Draft, actions: list[Action]) -> list[Action]:
             effect = effects[tick.id]
             effect["gpu_transient"] = max(effect["gpu_transient"], effect.pop("least_transient", 0))
         _count_updates(draft, effects)
+        _count_parked(draft, effects)
     return [action.changed(**effects[action.id]) if action.id in effects else action for action in actions]
 
 
@@ -180,6 +181,14 @@ def _count_updates(draft: Draft, effects: Effects) -> None:
             if action.runs_when_open:  # at the end of a backward that still holds its inputs and their gradients
                 backward = effects[draft.ticks[action.opens].id]
                 effects[action.id]["gpu_transient"] += max(0, backward["gpu_gives"] - backward["gpu_kept"])
+
+
+def _count_parked(draft: Draft, effects: Effects) -> None:
+    """Each takes its place when it is sent, and gives it back with its update."""
+    for action in draft.actions:
+        if action.op in (Op.WRITE_BACK, Op.UPDATE) and (place := draft.place_of(action)).parks:
+            verb = "host_takes" if action.op is Op.WRITE_BACK else "host_gives"
+            effects[action.id][verb] += region_bytes(place.grad_bytes)
 
 
 def _at(draft: Draft, size: Affine) -> int:

@@ -1,12 +1,21 @@
-"""Pass 6: what lives on disk passes through buffers on the host.
+"""Pass 6: what lives on disk passes through buffers on the host, and so may gradients on their way to their update.
 
-[Note: rings of buffers] There are three rings, of as many buffers each: towards the GPU (a READ fills one, a FETCH
-empties it), away from it (a WRITE_BACK fills one; a WRITE empties it, or the update, if that follows at once), and for
-updates (READ, UPDATE, WRITE). A buffer is filled again when it is empty, in the order of the lane that meets the GPU,
-or of the updates. So what is under way is bounded, and a ring never waits for what stands behind it on a lane.
+[Note: rings of buffers] There are three rings, each with a number of buffers of its own: towards the GPU (a READ fills
+one, a FETCH empties it), away from it (a WRITE_BACK fills one; a WRITE empties it, or the update, if that follows at
+once), and for updates (READ, UPDATE, WRITE). A buffer is filled again when it is empty, in the order of the lane that
+meets the GPU, or of the updates. So what is under way is bounded, and a ring never waits for what stands behind it on a
+lane.
 
-Gradients go where their states are. Per byte of host memory that saves as much as keeping states there: one read and
-one write a step. Parameters on the host save more, two reads and a write, so they go last (see
+[Note: parked gradients] With updates in backward, a gradient that leaves the GPU may park instead: it takes host memory
+when it comes and gives it back when its update is through, at the latest before the next forward uses its block. By
+then the block's inputs are not there yet, and when it comes they are there no more: where they wait on the host and are
+larger, parking takes nothing of the peak. Updates from disk take their turn in the order in which gradients come, the
+last block first, although that is due last. Those that are `late` come after all others, in the order of need: so the
+disk has work in forward too, and the first block does not wait for all. A late gradient must park: in the ring it would
+keep those from coming that are updated before it.
+
+Gradients of deferred updates go where their states are. Per byte of host memory that saves as much as keeping states
+there: one read and one write a step. Parameters on the host save more, two reads and a write, so they go last (see
 planner/search/moves.py).
 """
 
@@ -57,22 +66,29 @@ def move_through_disk(
     draft: Draft, fetches: list[Action], exits: list[Action], updates: list[Action]
 ) -> Iterator[Action]:
     """All of them, and reads and writes beside. Each list is in the order of its lane."""
-    up, down, state = (_Ring(draft.plan.num_disk_buffers) for _ in range(3))
+    up, down, state = (_Ring(count) for count in draft.placement.num_buffers.values())
     updated = {action.chunk: action for action in updates}
     written: Written = {}
     home = [moved for action in exits for moved in _away(draft, down, action, updated, written)]
     coming = [moved for action in fetches for moved in _towards(draft, up, action, written)]
-    done = [moved for action in updates for moved in _around(draft, state, action, written)]
+    in_turn = sorted(updates, key=lambda action: _turn(draft, action))
+    done = [moved for action in in_turn for moved in _around(draft, state, action, written)]
     previous = {**up.follow(), **down.follow(), **state.follow()}
     for action in (*home, *coming, *done):
         exit = (previous[action.id],) if action.id in previous else ()
         yield action.changed(after_prev=tuple(dict.fromkeys((*action.after_prev, *exit)))) if exit else action
 
 
+def _turn(draft: Draft, action: Action) -> tuple[bool, int]:
+    """Whether an update comes after those that are not late, and in which order then."""
+    late = draft.plan.update is Update.IN_BACKWARD and draft.plan.blocks[draft.place_of(action).chunk.block].late
+    return (True, action.tick) if late else (False, -1)
+
+
 def _away(
     draft: Draft, ring: _Ring, action: Action, updated: dict[int | None, Action], written: Written
 ) -> list[Action]:
-    if action.op is not Op.WRITE_BACK or (place := draft.place_of(action)).states is not Tier.DISK:
+    if action.op is not Op.WRITE_BACK or not (place := draft.place_of(action)).passes_ring:
         return [action]
     buffer, before = Place(Tier.HOST, ring.buffer), ring.before
     entry = action.changed(target=buffer, after=(*action.after, *([before.id] if before else [])))
@@ -142,7 +158,8 @@ def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list
         after=tuple(one.id for one in after),
         after_prev=(ActionKey(Op.WRITE, place.chunk.index, ChunkKind.STATE),),
     )
-    write = action.changed(
+    update = action.changed(opens=max(action.opens, read.opens), after=(*action.after, read.id))
+    write = update.changed(
         id=ActionKey(Op.WRITE, place.chunk.index, ChunkKind.STATE),
         op=Op.WRITE,
         lane=Lane.DISK_WRITE,
@@ -152,4 +169,4 @@ def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list
         after=(action.id,),
     )
     ring.pass_through(read, write)
-    return [read, action.changed(after=(*action.after, read.id)), write]
+    return [read, update, write]

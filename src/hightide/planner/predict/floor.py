@@ -7,6 +7,7 @@ at once, with everything on the GPU and nothing computed twice, so that recomput
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
@@ -30,7 +31,7 @@ def floors(solution: Searched) -> dict[Lane, float]:
 
 
 def _compute(profile: ModelProfile, plan: Plan, costs: Costs) -> float:
-    there = dict.fromkeys(("params", "states", "inputs", "held", "compute"), Tier.GPU)
+    there: dict[str, Any] = dict.fromkeys(("params", "states", "inputs", "held", "compute"), Tier.GPU)
     blocks = tuple(replace(block, activation=Activation.KEEP, **there) for block in plan.blocks)
     kept = num_rows(profile) if all(block.plain_linear for block in profile.blocks if block.lazy_head) else 0
     resident = replace(plan, blocks=blocks, micro_batch=plan.num_samples, num_slots=0, loss_kept_tokens=kept)

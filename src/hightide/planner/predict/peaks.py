@@ -13,6 +13,7 @@ The constants were fitted to bench/measured.json, whose blocks are compiled.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from hightide.ir.action import TICK_OPS, Action, Op, Schedule
@@ -43,12 +44,20 @@ def peaks(schedule: Schedule, precedence: Precedence | None = None) -> Peaks:
 
     Transfers run beside compute and may be as slow as they like: what they take counts from the moment they are issued,
     what they give only from the first tick that surely follows their end. So the peak holds whatever the lanes'
-    speeds."""
+    speeds. An update may go on beside the next pass, until that uses its chunk: what it gives is there until then."""
     if precedence is None and any(_gives_later(action) for action in schedule.actions):
         precedence = Precedence(schedule)
+    num_ticks = len(schedule.ticks)
+    late = [action for action in schedule.actions if action.host_gives and action.tick >= num_ticks]
     gpu, host = _Level(schedule.gpu_base_bytes), _Level(schedule.host_base_bytes)
+    host.rise(sum(action.host_gives for action in late), 0, "")  # of the pass before
+    due: dict[int, int] = defaultdict(int)
+    for action in late:
+        due[action.tick - num_ticks] += action.host_gives
     in_flight: list[Action] = []
     for action in schedule.actions:
+        if action.op in TICK_OPS:
+            host.fall(due.pop(action.tick, 0))
         if in_flight and action.op in TICK_OPS:
             assert precedence is not None
             for done in [other for other in in_flight if precedence.before(other.id, action.id)]:
@@ -60,7 +69,7 @@ def peaks(schedule: Schedule, precedence: Precedence | None = None) -> Peaks:
         if action.lane is Lane.COMPUTE:
             gpu.fall(action.gpu_gives)
             host.fall(action.host_gives)
-        elif _gives_later(action):
+        elif _gives_later(action) and action.tick < num_ticks:
             in_flight.append(action)
     return Peaks(gpu.peak_bytes, gpu.peak_at, host.peak_bytes, host.peak_at, schedule.disk_base_bytes)
 

@@ -94,11 +94,26 @@ class ActivationBytes:
                 with_updates[moment] = max(with_updates[moment], num_bytes)
         return max(_added(with_updates, rises) if rises else with_updates)
 
-    def host_bytes(self, candidate: Candidate) -> int:
+    def host_bytes(self, candidate: Candidate, parked_bytes: Sequence[int] = ()) -> int:
+        """At most at once. `parked_bytes`: of gradients, by block. While a block's inputs wait on the host its gradient
+        does not: forward and backward both have inputs of the blocks before, and gradients of those behind."""
         near = candidate.keep | candidate.near
         levels = self._levels_of(candidate)
-        inputs = sum(size for block, size in levels.host_bytes.items() if block not in near)
-        return inputs + sum(levels.swapped_bytes.get(block, 0) for block in candidate.swapped)
+        away = {block: size for block, size in levels.host_bytes.items() if block not in near}
+        for block in candidate.swapped:
+            away[block] = away.get(block, 0) + levels.swapped_bytes.get(block, 0)
+        if not parked_bytes:
+            return sum(away.values())
+        now = most = sum(parked_bytes)
+        for block in self._blocks:
+            now += away.get(block, 0) - parked_bytes[block]
+            most = max(most, now)
+        return most
+
+    @cached_property
+    def _blocks(self) -> tuple[int, ...]:
+        """As they are called first."""
+        return tuple(dict.fromkeys(call.block for call in self._space.profile.calls))
 
     def holes_bytes(self, candidate: Candidate) -> int:
         """Left by the copies of the block that has most to move, and inside of the block that has most of them."""

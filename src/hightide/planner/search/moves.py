@@ -23,7 +23,8 @@ from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space
 
 MOST_SPARE = 3  # slots beyond what the widest block needs
-MOST_DISK_BUFFERS = 4  # of each kind
+MOST_BUFFERS = 4  # of a ring
+LATE = (4, 6, 3, 8, 2, 9, 0, 12)  # twelfths of the blocks on disk whose updates are tried to be late
 NUM_SLOT_SIZES = 3  # so many slot sizes, of least waste, are tried
 FEW_BLOCKS = 8
 SPACINGS = (1, 2, 3, 4, 6)  # of blocks that swap
@@ -94,9 +95,19 @@ class Moves:
             return
         buffers = 1 + spare if disk else 0
         for inputs, micro_batch in product((Tier.GPU, Tier.HOST), self.micro_batches):
-            yield form.of(
-                Candidate(micro_batch, inputs, spare, spare_grad_slots=spare, disk=disk, disk_buffers=buffers)
-            )
+            plain = Candidate(micro_batch, inputs, spare, spare_grad_slots=spare, disk=disk)
+            gradients = 0 if self.space.updates_in_backward else buffers
+            yield form.of(replace(plain, state_buffers=buffers, read_buffers=2 * disk, grad_buffers=gradients))
+
+    def lean_starts(self, spare: int, form: Form = PLAIN, disk: bool = False) -> Iterator[Candidate]:
+        """The same where the host is short: gradients go through a ring, and inputs of the last blocks, of which some
+        wait on the host, wait on the GPU."""
+        waiting = self._backwards
+        for start in self.starts(spare, form, disk):
+            ways = [start, replace(start, grad_buffers=1 + spare)] if self.space.updates_in_backward else [start]
+            yield from ways[1:]
+            for way, quarters in product(ways, (1, 2, 3) if start.inputs is Tier.HOST else ()):
+                yield replace(way, near=frozenset(waiting[: len(waiting) * quarters // 4]))
 
     def leanest(self) -> Iterator[Candidate]:
         """If none of these fits, nothing is known that does."""
@@ -105,6 +116,9 @@ class Moves:
                 if start.micro_batch == self.micro_batches[-1]:
                     yield self.fill(start, ORDERS[0])
                     yield from self._mixed(start) if start.loss_tile_tokens is None else ()
+            for start in (*self.lean_starts(0, form), *self.lean_starts(0, form, disk=True)):
+                if start.micro_batch == self.micro_batches[-1]:
+                    yield self.fill(start, ORDERS[0])
             yield from self.last_resorts(form)
 
     def last_resorts(self, form: Form = PLAIN) -> Iterator[Candidate]:
@@ -271,10 +285,14 @@ class Moves:
             yield from self._balanced(changed)
 
     def _other_buffers(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Finer chunks need smaller buffers, which leave more of the host."""
+        """Finer chunks need smaller buffers, which leave more of the host; and what is late makes others early."""
         sizes = self.space.slot_sizes[:NUM_SLOT_SIZES]
-        for slot_numel, buffers in product(sizes, range(1, 1 + MOST_DISK_BUFFERS)):
-            changed = replace(candidate, slot_numel=slot_numel, disk_buffers=buffers)
+        changes: list[dict[str, int]] = [{"late": late} for late in LATE] if self.space.updates_in_backward else []
+        counts = range(1, 1 + MOST_BUFFERS)
+        changes += [{"slot_numel": size, "state_buffers": count} for size, count in product(sizes, counts)]
+        changes += [{ring: count} for ring in ("grad_buffers", "read_buffers") for count in counts]
+        for change in changes:
+            changed = replace(candidate, **change)  # type: ignore[arg-type]
             fitting = changed if self.may_fit(changed) else self.shed(changed, _HOST_FIRST)
             if fitting is not None:
                 yield self.fill(fitting, ORDERS[0])

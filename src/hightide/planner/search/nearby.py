@@ -43,8 +43,10 @@ def _around(moves: Moves, trials: Trials, known: Candidate) -> Iterator[Candidat
     for micro_batch in moves.micro_batches:
         for inputs in (Tier.GPU, Tier.HOST):
             plain = Candidate(micro_batch, inputs, known.spare_slots, slot_numel=known.slot_numel, disk=known.disk)
-            plain = replace(plain, disk_buffers=known.disk_buffers)
-            bare = replace(plain, spare_slots=0, spare_grad_slots=0, disk_buffers=int(known.disk))
+            rings = {name: getattr(known, name) for name in ("state_buffers", "read_buffers", "grad_buffers", "late")}
+            plain = replace(plain, **rings)
+            fewest = min(1, known.state_buffers), min(1, known.read_buffers)
+            bare = replace(plain, spare_slots=0, spare_grad_slots=0, state_buffers=fewest[0], read_buffers=fewest[1])
             start = next((one for one in (plain, bare) if trials.may_fit(one)), None)
             if start is not None:
                 yield from (moves.fill(start, order) for order in ORDERS)

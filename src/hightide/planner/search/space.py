@@ -25,6 +25,8 @@ from hightide.planner.placement import Buffer, ChunkPlaces, Home, Placement
 from hightide.planner.problem import Terms
 from hightide.planner.search.candidate import Candidate
 
+MOST_LATE = 12  # `Candidate.late` of all
+
 
 @dataclass(frozen=True)
 class Space:
@@ -46,7 +48,7 @@ class Space:
             loss_tile_tokens=candidate.loss_tile_tokens or self._loss_tile_tokens,
             gpu_limit_bytes=self.terms.gpu_bytes,
             host_limit_bytes=self.terms.host_bytes,
-            blocks=tuple(self._block_plan(block, candidate) for block in self.profile.blocks),
+            blocks=self._block_plans(candidate),
             layout=self.layout(candidate.slot_numel),
             forecast=Forecast(0, 0),
             explanation="",
@@ -59,11 +61,14 @@ class Space:
         )
         placement = self.placement(plan)
         slots, grad_slots = placement.widest_tick(self.called)
+        rings = placement.buffer_bytes
         return replace(
             plan,
             num_slots=candidate.num_slots(slots),
             num_grad_slots=candidate.num_grad_slots(grad_slots, placement.has_leaving),
-            num_disk_buffers=candidate.disk_buffers if placement.uses_disk else 0,
+            num_read_buffers=candidate.read_buffers if rings[Buffer.READ] else 0,
+            num_grad_buffers=max(1, candidate.grad_buffers) if rings[Buffer.WRITTEN] else 0,
+            num_state_buffers=candidate.state_buffers if rings[Buffer.UPDATED] else 0,
         )
 
     def placement(self, plan: Plan) -> Placement:
@@ -75,6 +80,10 @@ class Space:
             layout = pack(self.profile, slot_numel, self.terms.states)
             self._places[slot_numel] = ChunkPlaces(layout, *self._kinds_of_gradients)
         return self._places[slot_numel]
+
+    @property
+    def updates_in_backward(self) -> bool:
+        return self.terms.update is Update.IN_BACKWARD
 
     @property
     def _kinds_of_gradients(self) -> tuple[Update, GradientDtype, int]:
@@ -89,15 +98,34 @@ class Space:
         params = Tier.DISK if candidate.disk and index not in candidate.host_params else Tier.HOST
         states = Tier.DISK if candidate.disk and index not in candidate.host_states else Tier.HOST
         in_part = Tier.GPU if index in candidate.params else params, Tier.GPU if index in candidate.trained else states
-        return Home(*in_part, sums)
+        return Home(*in_part, sums, parks=self._parks(index, in_part[1], candidate))
+
+    def _parks(self, block: int, states: Tier, candidate: Candidate) -> bool:
+        """All buffers of a ring are as large as the largest: what is far wider than others parks."""
+        return not candidate.grad_buffers or block in self._wide or (states is Tier.DISK and candidate.late > 0)
+
+    @cached_property
+    def _wide(self) -> frozenset[int]:
+        numels = sorted(self.block_numel(block) for block in self.movable)
+        usual = numels[len(numels) // 2] if numels else 0
+        return frozenset(block for block in self.movable if self.block_numel(block) > 2 * usual)
+
+    def _block_plans(self, candidate: Candidate) -> tuple[BlockPlan, ...]:
+        """Of the blocks on disk a share is late, evenly spread."""
+        plans = [self._block_plan(block, candidate) for block in self.profile.blocks]
+        on_disk = [at for at, plan in enumerate(plans) if plan.states is Tier.DISK] if candidate.late else []
+        for number, at in enumerate(on_disk):
+            if (number + 1) * candidate.late // MOST_LATE > number * candidate.late // MOST_LATE:
+                plans[at] = replace(plans[at], late=True)
+        return tuple(plans)
 
     def _block_plan(self, block: BlockSpec, candidate: Candidate) -> BlockPlan:
-        params, states, sums, compute = self.home(block, candidate)
+        params, states, sums, compute, parks = self.home(block, candidate)
         activation = candidate.activation(block.index)
         near = activation is Activation.KEEP or block.loose or block.index in candidate.near
         held = Tier.HOST if block.index in candidate.swapped else Tier.GPU
         inputs = Tier.GPU if near else candidate.inputs
-        return BlockPlan(block.name, params, states, activation, inputs, held, sums, compute)
+        return BlockPlan(block.name, params, states, activation, inputs, held, sums, compute, parks)
 
     def layout(self, slot_numel: int | None = None) -> Layout:
         return self.places(slot_numel or self.slot_numel).layout

@@ -12,7 +12,7 @@ from itertools import product
 from hightide.ir.chunk import ChunkSpec, Layout
 from hightide.ir.tier import Tier
 from hightide.planner.lookup import standing_bytes
-from hightide.planner.placement import RINGS, STAGING, Buffer, ChunkPlace, Home
+from hightide.planner.placement import RINGS, STAGING, Buffer, ChunkPlace, Home, region_bytes
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space
 
@@ -26,6 +26,13 @@ class Needs:
     disk_bytes: int
 
 
+@dataclass(frozen=True)
+class Standing(Needs):
+    """Of chunks, slots and buffers."""
+
+    parked_bytes: tuple[int, ...]  # by block: of gradients, from backward to the next forward at most; empty: of none
+
+
 @dataclass(frozen=True, eq=False)
 class _Share:
     """Of one block's chunks: what adds up, what all blocks share (the largest counts), and how wide its ticks are.
@@ -35,6 +42,7 @@ class _Share:
     largest: tuple[int, ...]  # by buffer
     has_leaving: bool  # gradients that leave the GPU
     widths: tuple[int, int]  # in slots and grad slots, of the chunks that it owns and uses
+    parked_bytes: int  # of gradients
 
 
 class StandingBytes:
@@ -42,7 +50,7 @@ class StandingBytes:
         self._space = space
         self._layouts: dict[int, _LayoutShares] = {}
 
-    def of(self, candidate: Candidate) -> Needs:
+    def of(self, candidate: Candidate) -> Standing:
         return self._layout(candidate.slot_numel or self._space.slot_numel).base(candidate)
 
     def least_bytes(self) -> int:
@@ -64,7 +72,7 @@ class _LayoutShares:
         self._shared = [chunk for chunk in layout.chunks if len(chunk.users) > 1]
         self._shares: dict[Home, list[_Share]] = {}
 
-    def base(self, candidate: Candidate) -> Needs:
+    def base(self, candidate: Candidate) -> Standing:
         space, profile = self._space, self._space.profile
         homes = [space.home(block, candidate) for block in profile.blocks]
         by_home = {home: self._shares_in(home) for home in set(homes)}
@@ -83,7 +91,10 @@ class _LayoutShares:
         if candidate.looked_up:
             rows = standing_bytes(profile, space.build(candidate))
             gpu, host = gpu + rows[Tier.GPU], host + rows[Tier.HOST]
-        return Needs(gpu, host + candidate.disk_buffers * sum(buffers[one] for one in RINGS), disk)
+        rings = candidate.read_buffers, max(1, candidate.grad_buffers), candidate.state_buffers
+        host += sum(count * buffers[one] for count, one in zip(rings, RINGS, strict=True))
+        parks = any(share.parked_bytes for share in counts)
+        return Standing(gpu, host, disk, tuple(share.parked_bytes for share in shares) if parks else ())
 
     def least_bytes(self) -> int:
         memory = Tier.GPU, Tier.HOST
@@ -108,10 +119,7 @@ class _LayoutShares:
         if home not in self._shares:
             same: dict[object, _Share] = {}
             shares = [self._made(home, index, chunks) for index, chunks in enumerate(self._owned)]
-            self._shares[home] = [
-                same.setdefault((share.added, share.largest, share.has_leaving, share.widths), share)
-                for share in shares
-            ]
+            self._shares[home] = [same.setdefault(tuple(vars(share).values()), share) for share in shares]
         return self._shares[home]
 
     def _made(self, home: Home, block: int, chunks: list[ChunkSpec]) -> _Share:
@@ -122,6 +130,7 @@ class _LayoutShares:
             largest=tuple(max((place.buffer_bytes.get(b, 0) for place in places), default=0) for b in Buffer),
             has_leaving=any(place.in_grad_slot and place.leaves for place in places),
             widths=(sum(place.num_slots for place in own), sum(place.num_grad_slots for place in own)),
+            parked_bytes=sum(region_bytes(place.grad_bytes) for place in places if place.parks),
         )
 
     def _place(self, home: Home, chunk: ChunkSpec) -> ChunkPlace:

@@ -15,7 +15,7 @@ from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.layout import made_again
 from hightide.planner.loss_tiles import may_run_in_forward
-from hightide.planner.placement import Placement
+from hightide.planner.placement import RING_COUNTS, Placement
 
 MAX_BLOCKS, MAX_CHUNKS, MAX_CALLS = 20_000, 100_000, 100_000  # a hundred times those of the largest models
 MAX_SLOTS, MAX_MICRO_BATCHES, MAX_SAMPLES = 4096, 65_536, 2**31
@@ -113,18 +113,6 @@ def check_states(plan: Plan, states: StateSpecs) -> None:
             )
 
 
-def check_executable(plan: Plan) -> None:
-    """Whether this version can run it, too."""
-    blocks = [block.name for block in plan.blocks if Tier.DISK in (block.params, block.states)]
-    if blocks:
-        raise InfeasiblePlan(
-            f"the plan keeps {len(blocks)} blocks ({', '.join(blocks[:3])}{', ...' if len(blocks) > 3 else ''}) on the "
-            "disk: `hightide plan` prices "
-            "that, but this version cannot train from a disk; make a plan without disk, with more host memory or a "
-            "smaller model"
-        )
-
-
 def _check_layout(profile: ModelProfile, plan: Plan) -> None:
     placed = [(place.param, place.numel) for chunk in plan.layout.chunks for place in chunk.params]
     if sorted(placed) != sorted((spec.name, spec.numel) for spec in profile.params):
@@ -178,6 +166,11 @@ def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
         if block.activation is Activation.KEEP and block.inputs is not block.held:
             raise InfeasiblePlan(
                 f"{where} keeps activations on the {block.held}, and its inputs are among them; use inputs={block.held}"
+            )
+        if block.late and not block.parks:
+            raise InfeasiblePlan(
+                f"{where} is updated late, but its gradient does not park: it would hold a buffer for which the others "
+                "wait; use parks=true, or late=false"
             )
         if block.sums is Tier.DISK:
             raise InfeasiblePlan(f"{where} has sums of gradients on the disk by themselves; use sums=gpu or host")
@@ -237,7 +230,7 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
         )
     if plan.loss_kept_tokens < 0:
         raise InfeasiblePlan(f"loss_kept_tokens is {plan.loss_kept_tokens}; it must be 0 (none) or more")
-    for name in ("gpu_limit_bytes", "host_limit_bytes", "disk_limit_bytes", "num_disk_buffers"):
+    for name in ("gpu_limit_bytes", "host_limit_bytes", "disk_limit_bytes", *RING_COUNTS.values()):
         if getattr(plan, name) < 0:
             raise InfeasiblePlan(f"{name} is {getattr(plan, name)}; it must be 0 (nothing) or more")
     heads = [block for block in profile.blocks if block.lazy_head]
@@ -249,8 +242,9 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
     if plan.loss_in_forward:
         _check_loss_in_forward(profile, plan)
     placement = Placement(plan)
-    if placement.uses_disk and plan.num_disk_buffers < 1:
-        raise InfeasiblePlan("num_disk_buffers is 0, but blocks live on the disk; it must be at least 1")
+    for ring, name in RING_COUNTS.items():
+        if placement.buffer_bytes[ring] and getattr(plan, name) < 1:
+            raise InfeasiblePlan(f"{name} is 0, but chunks pass through such buffers; it must be at least 1")
     if plan.accumulate < 1:
         raise InfeasiblePlan(f"accumulate is {plan.accumulate}; it must be 1 (a step per backward) or more")
     if plan.accumulate > 1 and placement.uses_disk:
@@ -261,7 +255,7 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
     _check_most("passes in a step", plan.accumulate, MAX_PASSES)
     _check_most("samples", plan.num_samples, MAX_SAMPLES)
     _check_most("micro-batches", -(-plan.num_samples // plan.micro_batch), MAX_MICRO_BATCHES)
-    for name in ("num_slots", "num_grad_slots", "num_disk_buffers"):
+    for name in ("num_slots", "num_grad_slots", *RING_COUNTS.values()):
         _check_most(name, getattr(plan, name), MAX_SLOTS)
     slots, grad_slots = placement.widest_tick({call.block for call in profile.calls})
     if plan.num_slots < slots or plan.num_grad_slots < grad_slots:

@@ -1,12 +1,13 @@
-"""The replay of what passes through the disk and its buffers, as replay.py does it for the GPU: each order must be
-enforced by a dependency, a lane or a tick. See [Note: rings of buffers] in lower/pass_through_disk.py."""
+"""The replay of what passes through the disk and the host's buffers, as replay.py does it for the GPU: each order must
+be enforced by a dependency, a lane or a tick. See [Note: rings of buffers] and [Note: parked gradients] in
+lower/pass_through_disk.py."""
 
 from __future__ import annotations
 
 from hightide.ir.action import Action, ActionKey, Op, Place, Schedule
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.placement import Placement
+from hightide.planner.placement import Placement, region_bytes
 from hightide.planner.verify.ordered_replay import OrderedReplay, Places
 from hightide.planner.verify.precedence import Precedence
 
@@ -14,8 +15,7 @@ from hightide.planner.verify.precedence import Precedence
 class DiskReplay(OrderedReplay):
     def __init__(self, placement: Placement, schedule: Schedule, precedence: Precedence) -> None:
         super().__init__(placement, schedule, precedence)
-        num_buffers = placement.plan.num_disk_buffers
-        self._up, self._down, self._state = (Places("buffer", num_buffers) for _ in range(3))
+        self._up, self._down, self._state = (Places("buffer", count) for count in placement.num_buffers.values())
         self._written: dict[int, list[Action]] = {}  # chunk -> WRITEs of its gradient
         self._continued: dict[int, Action] = {}  # chunk -> the READ of its gradient from the pass before
         self._reads: dict[int, Action] = {}  # chunk -> the READ of its states
@@ -74,8 +74,9 @@ class DiskReplay(OrderedReplay):
         self.after(action, entry, "fetches what is not read yet")
 
     def _write_back(self, action: Action) -> None:
-        if self.place(action).states is not Tier.DISK:
+        if not self.place(action).passes_ring:
             self._has_no_buffer(action, action.target)
+            self._check_parking(action, action.host_takes)
             return
         if self.place(action).chunk.index in self._reads and self._lives_on_disk(action):
             self.fail(action, "brings home a gradient that its update has read already")
@@ -97,13 +98,20 @@ class DiskReplay(OrderedReplay):
     def _update(self, action: Action) -> None:
         place = self.place(action)
         index = place.chunk.index
-        if place.states is not Tier.DISK:
-            return
-        self.after(action, self._reads.get(index), f"updates chunk {index} before its states are read")
-        self._updates[index] = action
-        if place.grad is None:
+        self._check_parking(action, action.host_gives)
+        if place.states is Tier.DISK:
+            self.after(action, self._reads.get(index), f"updates chunk {index} before its states are read")
+            self._updates[index] = action
+        if place.passes_ring and place.grad is None:
             buffers = self._down.holding(index, ChunkKind.GRAD)
             self._leave(self._down, action, Place(Tier.HOST, buffers[0]) if buffers else None, ChunkKind.GRAD)
+
+    def _check_parking(self, action: Action, num_bytes: int) -> None:
+        """What comes and goes on the host is counted by these two."""
+        place = self.place(action)
+        right = region_bytes(place.grad_bytes) if place.parks else 0
+        if num_bytes != right:
+            self.fail(action, f"takes or gives {num_bytes} bytes of the host; its gradient parks in {right}")
 
     def _lives_on_disk(self, action: Action) -> bool:
         assert action.kind is not None
@@ -125,7 +133,7 @@ class DiskReplay(OrderedReplay):
 
     def _has_no_buffer(self, action: Action, place: Place | None) -> None:
         if place is not None and place.slot is not None:
-            self.fail(action, f"passes through {place}, but what it moves does not live on disk")
+            self.fail(action, f"passes through {place}, but what it moves goes through no buffer")
 
     def _check_end(self) -> None:
         for ring in (self._up, self._down, self._state):

@@ -28,6 +28,7 @@ from hightide.planner.predict.moving_in import RETURN_BYTES
 from hightide.process.progress import tell
 from hightide.process.system import return_freed_memory
 from hightide.runtime.chunks.absent import Nans, absent_class
+from hightide.runtime.chunks.disk_homes import DiskHomes, UpdateArrays
 from hightide.runtime.chunks.host_table import HostTable
 from hightide.runtime.chunks.origin import Origin
 from hightide.runtime.chunks.remainder import join, split
@@ -35,6 +36,7 @@ from hightide.runtime.chunks.residency import Copy, Residency
 from hightide.runtime.chunks.slot_table import SlotTable
 from hightide.runtime.chunks.staging import Staging
 from hightide.stores.array import Array
+from hightide.stores.host_arena import HostArena
 from hightide.stores.store import Accelerator, Region, Store
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in STATE_DTYPE_BYTES}
@@ -110,11 +112,18 @@ class Chunks:
             for num_bytes in (placement.buffer_bytes[buffer] for buffer in STAGING)
         )
 
+        host = stores[Tier.HOST]
+        assert isinstance(host, HostArena)
+        has_rings = placement.uses_disk or any(place.passes_ring for place in self.placed)
+        self.disk = DiskHomes(placement, host) if has_rings else None  # before all others on the host
+        self._host = host
         self._persistent: list[Array | None] = []  # parameters that stay on the accelerator
         self._homes: list[Array] = []
         self._grads: list[Array | None] = []
+        self._parked: dict[int, Array] = {}  # gradients that wait for their update at no place of their own
         self._sums: list[Array | None] = []  # gradients that stay on the accelerator from pass to pass
         self._states: list[dict[StateSpec, Array]] = []
+        self.at_hand: dict[int, UpdateArrays] = {}  # of the chunk that is updated now, if it is not at home
         for place in self.placed:
             self._allocate(place, stores)
         self.tables: dict[int, HostTable] = {}  # chunks that are looked up on the host
@@ -155,8 +164,28 @@ class Chunks:
 
     def grad(self, chunk: int) -> Array:
         """The chunk's gradient where the update reads it."""
-        home = self._grads[chunk]
+        home = self._grads[chunk] or self._parked.get(chunk)
+        if home is None and self.disk is not None:
+            home = self.disk.strays.get(chunk)
         return self._grad_in_slot(chunk) if home is None else home
+
+    def park(self, chunk: int) -> None:
+        """Takes the place at which the chunk's gradient waits for its update: not at the end of the host's memory where
+        block inputs are, so that each is a stack and neither leaves holes that the other cannot use."""
+        place = self.placed[chunk]
+        if chunk not in self._parked:
+            region = self._host.allocate_last(place.grad_bytes, "parked gradients")
+            self._parked[chunk] = Array(self._host, region, DTYPES[place.grad_dtype], (place.chunk.trainable_numel,))
+
+    def unpark(self, chunk: int) -> None:
+        parked = self._parked.pop(chunk, None)
+        if parked is not None:
+            self._host.free(parked.region)
+
+    def update_arrays(self, chunk: int) -> UpdateArrays:
+        """What an update reads and writes: where it has been brought for it, or at home."""
+        at_hand = self.at_hand.get(chunk)
+        return UpdateArrays(self._homes[chunk], self.grad(chunk), self._states[chunk]) if at_hand is None else at_hand
 
     def states(self, chunk: int) -> dict[StateSpec, Array]:
         """All that updates keep of a chunk."""
@@ -239,27 +268,29 @@ class Chunks:
 
     # -- on their way ---------------------------------------------------------------------------------------------
 
-    def bring_param(self, chunk: int) -> int:
-        """From home to where compute finds it, on the h2d lane. Returns the bytes moved."""
-        self._homes[chunk].read(self.param_on_gpu(chunk)).wait()
-        return self._homes[chunk].nbytes
+    def bring_param(self, chunk: int, buffer: Array | None = None) -> int:
+        """From home, or the buffer in which it waits, to where compute finds it, on the h2d lane. Returns the bytes
+        moved."""
+        home, target = self._homes[chunk] if buffer is None else buffer, self.param_on_gpu(chunk)
+        home.read(target).wait()
+        return home.nbytes
 
     def grad_dtype(self, chunk: int) -> torch.dtype:
         """Of a gradient at home. Its sum on the GPU is fp32."""
         return DTYPES[self.placed[chunk].grad_dtype]
 
-    def send_gradient(self, chunk: int) -> int:
-        """From its slot, or where it has stayed, home, on the d2h lane. Returns the bytes moved."""
-        home, source = self.grad(chunk), self.grad_on_gpu(chunk)
+    def send_gradient(self, chunk: int, buffer: Array | None = None) -> int:
+        """From its slot, or where it has stayed, home or into a buffer, on the d2h lane. Returns the bytes moved."""
+        home, source = self.grad(chunk) if buffer is None else buffer, self.grad_on_gpu(chunk)
         if self._leaving is not None and self.placed[chunk].is_narrow:
             self._leaving.send(source, home)
         else:
             home.write(source).wait()
         return home.nbytes
 
-    def bring_gradient(self, chunk: int) -> int:
-        """From home into its slot, on the h2d lane. Returns the bytes moved."""
-        home, target = self.grad(chunk), self.grad_on_gpu(chunk)
+    def bring_gradient(self, chunk: int, buffer: Array | None = None) -> int:
+        """From home, or a buffer, into its slot, on the h2d lane. Returns the bytes moved."""
+        home, target = self.grad(chunk) if buffer is None else buffer, self.grad_on_gpu(chunk)
         if self._arriving is not None and self.placed[chunk].is_narrow:
             self._arriving.bring(target, home)
         else:
@@ -442,10 +473,13 @@ class Chunks:
         self._in_slots.clear()
         for table in self.tables.values():
             table.forget_views()
+        if self.disk is not None:
+            self.disk.forget_views()
         for array in (
             *self._persistent,
             *self._homes,
             *self._grads,
+            *self._parked.values(),
             *self._sums,
             *chain.from_iterable(kept.values() for kept in self._states),
         ):
@@ -471,19 +505,24 @@ class Chunks:
         else:
             self._persistent.append(array(ChunkKind.PARAM, place.params, DTYPES[spec.dtype], spec.numel))
         grad = None
-        if place.grad is not None:
+        if place.grad is not None and not place.parks:
             dtype = DTYPES[place.grad_dtype] if place.leaves or place.is_looked_up else GRAD_DTYPE
             grad = array(ChunkKind.GRAD, place.grad, dtype, spec.trainable_numel)
         self._grads.append(grad)
         own = array(ChunkKind.GRAD, Tier.GPU, GRAD_DTYPE, spec.trainable_numel) if place.stays else None
         self._sums.append(own)
         offsets, numel = spec.state_offsets if spec.state_bytes else {}, spec.optimised_numel
-        self._states.append(
-            {
-                state: array(ChunkKind.STATE, place.states, DTYPES[state.dtype], state.numel(numel), offset_bytes)
-                for state, offset_bytes in offsets.items()
-            }
-        )
+        states = {
+            state: array(ChunkKind.STATE, place.states, DTYPES[state.dtype], state.numel(numel), offset_bytes)
+            for state, offset_bytes in offsets.items()
+        }
+        self._states.append(states)
+        if self.disk is not None and (Tier.DISK in (place.home, place.states) or place.passes_ring):
+            found = {ChunkKind.PARAM: home, ChunkKind.GRAD: grad}
+            if states:
+                found[ChunkKind.STATE] = array(ChunkKind.STATE, place.states, torch.uint8, spec.state_bytes)
+            on_disk = {kind: one for kind, one in found.items() if one is not None and one.store.tier is Tier.DISK}
+            self.disk.take(place, home, on_disk)
 
     def _table(self, spec: ChunkSpec, stores: Mapping[Tier, Store], sizes: tuple[int, int]) -> HostTable:
         (entry,), home, grad = spec.params, self._homes[spec.index], self._grads[spec.index]

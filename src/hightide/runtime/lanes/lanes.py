@@ -8,7 +8,8 @@ consequence.
 [Note: enqueued and through] A copying lane is done with an action when it is enqueued on its stream; its fence says
 when the GPU is through with it, which may be hundreds of milliseconds later, because the user's thread runs ahead.
 Lanes with a stream go on at once, behind the fence. The cpu lane must not choose what is only enqueued (it would then
-wait, while finished gradients lie there): its tasks become ready when a fence has passed, of which a thread tells.
+wait, while finished gradients lie there): its tasks become ready when a fence has passed, of which a thread tells. The
+disk's lanes neither: a buffer is filled again, or written, when the copy out of it, or into it, is through.
 
 [Note: threads of torch] Torch's own threads (OpenMP) would divide every operation of an update among all cores, and
 each operation would wait for the slowest; how many there are depends on OMP_NUM_THREADS. So the threads that update
@@ -45,8 +46,12 @@ WORKERS: dict[Lane, str] = {
     Lane.H2D: "hightide-h2d",  # fetches the next blocks' chunks and inputs while this block computes and others leave
     Lane.D2H: "hightide-d2h",  # takes gradients and block inputs away while the next block computes and others arrive
     Lane.CPU: "hightide-cpu",  # updates chunks on the host while the accelerator computes and both copies run
+    Lane.DISK_READ: "hightide-disk-read",  # fills buffers ahead of fetches and updates; idle without a disk
+    Lane.DISK_WRITE: "hightide-disk-write",  # empties them behind updates and write-backs; idle without a disk
 }
-WATCHER = "hightide-fences"  # waits for copies to host, so that the cpu lane can take what is finished
+WATCHER = (
+    "hightide-fences"  # one for each lane that works on the host: waits for copies, so that it takes finished ones
+)
 SHARER = "hightide-update"  # works on the same update as the cpu lane, other tiles of it
 CORES_FOR_OTHERS = (
     2  # Python's and autograd's threads with what they start, and the two copying lanes, which mostly wait
@@ -120,7 +125,7 @@ class Streams:
 
 
 class Lanes:
-    """One worker thread each for H2D, D2H and CPU, and those that share the CPU lane's updates. COMPUTE is the caller's
+    """One worker thread for each lane of WORKERS, and those that share the CPU lane's updates. COMPUTE is the caller's
     own thread."""
 
     def __init__(
@@ -136,7 +141,9 @@ class Lanes:
         self.sharers = UpdateThreads(num_sharing, timeout_s)
         self._state = State()
         self._queues = {lane: queue_for(lane, self._state, timeout_s) for lane in WORKERS}
-        watcher = self._queues[Lane.CPU].watcher = Watcher(self._state)
+        watchers = {lane: Watcher(self._state) for lane in WORKERS if lane.on_host}
+        for lane, watcher in watchers.items():
+            self._queues[lane].watcher = watcher
         # Threads hold the queues and never this object, so that forgotten lanes are collected and their threads end.
         self._threads = [
             threading.Thread(
@@ -144,7 +151,10 @@ class Lanes:
             )
             for lane, name in WORKERS.items()
         ]
-        self._threads.append(threading.Thread(target=_watch, args=(watcher, begun), name=WATCHER, daemon=True))
+        self._threads += [
+            threading.Thread(target=_watch, args=(watcher, begun), name=f"{WATCHER}-{lane}", daemon=True)
+            for lane, watcher in watchers.items()
+        ]
         self._threads += [
             threading.Thread(
                 target=_share, args=(self.sharers.desk, number, begun), name=f"{SHARER}-{number}", daemon=True
@@ -355,5 +365,7 @@ def _run(task: Task, state: State, timeout_s: float, streams: Streams) -> None:
     # The record comes before the ticket: who has waited for an action finds its record.
     span = (started_s, ended_s)
     events = None if began is None or ended is None else (began, ended)
-    state.record(LaneRecord(task.pass_index, task.lane, task.id, *span, task.ready, task.ready_dues, task.due, events))
+    num_bytes = result if isinstance(result, int) else 0
+    done = (task.pass_index, task.lane, task.id, *span, task.ready, task.ready_dues, task.due, events)
+    state.record(LaneRecord(*done, num_bytes=num_bytes))
     task.ticket.set_result(result)

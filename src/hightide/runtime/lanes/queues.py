@@ -33,6 +33,7 @@ class LaneRecord(NamedTuple):
     due: int = 0
     events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # its begin and end on the GPU, while recording
     gpu_bytes: tuple[int, int] | None = None  # in use at its begin and end, of a tick, while recording
+    num_bytes: int = 0  # that it has moved
 
 
 @dataclass(eq=False, slots=True)

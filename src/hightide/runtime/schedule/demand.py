@@ -8,7 +8,7 @@ from functools import partial
 
 from hightide.ir.action import ActionKey, Op
 from hightide.ir.refusal import Refused
-from hightide.ir.tier import Lane
+from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import LaneWork, Performer
@@ -114,7 +114,8 @@ class Demands:
 
     def update(self, chunk: int) -> None:
         flight = self._flight.fetches.get(chunk)  # a copy may still be reading what the update writes
-        earlier = (self._flight.exits.get(chunk), self._flight.updates.get(chunk), flight)
+        reads = (ticket for (read, _), ticket in self._flight.reads.items() if read == chunk)
+        earlier = (self._flight.exits.get(chunk), *self._flight.changes(chunk), flight, *reads)
         after = [ticket for ticket in earlier if ticket is not None]
         work = self._performer.update(chunk)
         name = ActionKey(Op.UPDATE, chunk)
@@ -124,10 +125,14 @@ class Demands:
             return
         ticket = self._flight.lanes.submit(name, Lane.CPU, 0, after, work)
         self._flight.latest[name] = self._flight.updates[chunk] = ticket
+        if self._chunks.disk is not None and chunk in self._chunks.disk:  # it writes what it has changed by itself
+            self._flight.latest[ActionKey(Op.WRITE, chunk, ChunkKind.STATE)] = self._flight.stored[chunk] = ticket
 
     def _submit(self, what: str, lane: Lane, chunk: int, work: LaneWork) -> Ticket:
         self._count += 1
-        after = [self._flight.updates[chunk]] if chunk in self._flight.updates else []
+        after = self._flight.changes(chunk)
+        if what in ("gradient", "write_back") and chunk in self._flight.exits:  # what left before may not be home yet
+            after.append(self._flight.exits[chunk])
         after += self._flight.moment()
         return self._flight.lanes.submit(f"demand.{what}.{chunk}.{self._count}", lane, 0, after, work)
 

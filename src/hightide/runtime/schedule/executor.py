@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hightide.ir.action import Action, ActionKey, Mode, Op, Schedule
+from hightide.ir.action import Action, ActionKey, Mode, Op, Place, Schedule
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import ChunkKind, Lane
@@ -50,6 +50,7 @@ class Pass:
         self.index = index
         self.cursor = 0  # the tick that the plan expects next
         self.tickets: dict[ActionKey, Ticket] = {}
+        self.buffers: dict[ActionKey, Place | None] = {}  # of READs that were issued: which they fill
         self.works: dict[ActionKey, LaneWork] = {}  # of tables on the host: what a block has left to be done
         self.stashes: dict[ActionKey, Stash] = {}  # on their way to host, by the action that takes them there
         self.summed: set[int] = set()  # chunks to whose gradients it has added
@@ -64,8 +65,12 @@ class Pass:
         return (self.is_going_back or self.backward_begun) and not self.backward_ended
 
     def load(self, program: Program) -> None:
-        """Starts, or goes on after forward, with a program; what was issued already stays issued."""
+        """Starts, or goes on after forward, with a program; what was issued already stays issued. But what was read
+        ahead from disk into a buffer that is now for something else is read again."""
         self.program = program
+        for action in program.by_lane[Lane.DISK_READ]:
+            if self.buffers.get(action.id, action.target) != action.target:
+                del self.tickets[action.id]
         self.pending = [
             deque(action for action in actions if action.id not in self.tickets)
             for actions in program.by_lane.values()
@@ -111,6 +116,7 @@ class Executor:
             tuple(chunk for chunk in used if chunk not in self.chunks.tables) for used in self.chunks.by_block
         ]
         self._staying = {chunk for chunk, place in enumerate(self.chunks.placed) if place.stays}
+        self._rings = None if self.chunks.disk is None else self.chunks.disk.rings
         self._moment: list[Ticket] | None = None  # what compute had enqueued when issuing began
         self._owes_step = False  # in-backward updates have run, and step() was not called since
         self._was_abandoned = False  # the latest pass
@@ -153,6 +159,8 @@ class Executor:
         if mode.trains:
             self.gradients.begin_pass()
             self.performer.stashes.begin_pass()
+            if self._rings is not None:
+                self._rings.drop()  # what a pass that was given up has read ahead
 
     def start(self) -> None:
         """Hands out what need not wait for the first tick. Not before the batch is on its way: one engine copies
@@ -376,8 +384,20 @@ class Executor:
             self.wait_for_update(chunk)
 
     def wait_for_update(self, chunk: int) -> None:
+        """Until its home has the values."""
         if chunk in self._flight.updates:
             self._flight.wait(self._flight.updates[chunk], Lane.CPU)
+        if chunk in self._flight.stored:
+            self._flight.wait(self._flight.stored[chunk], Lane.DISK_WRITE)
+
+    def settle_home(self, chunk: int) -> None:
+        """The same, and nothing reads them there. Whoever asks may change them: what was read ahead is read again."""
+        self.wait_for_update(chunk)
+        if self._rings is not None:
+            for kind in ChunkKind:
+                if (chunk, kind) in self._flight.reads:
+                    self._flight.wait(self._flight.reads[chunk, kind], Lane.DISK_READ)
+            self._rings.forget(chunk)
 
     def wait_for_fetch(self, chunk: int) -> None:
         """Until no copy reads the chunk's home any more."""
@@ -398,6 +418,8 @@ class Executor:
             self._use_up_gradients()
         for ticket in self._flight.exits.values():
             self._flight.wait(ticket, Lane.D2H)
+        for ticket in [] if self._rings is None else self._rings.under_way():
+            self._flight.wait(ticket, Lane.DISK_READ)
         self.lanes.drain()
 
     def _use_up_gradients(self) -> None:
@@ -521,7 +543,8 @@ class Executor:
         block is called."""
         if action.op is Op.LOOK_UP and action.tick >= current.cursor and action.id not in current.works:
             return False
-        waits = action.op is Op.FETCH and action.kind is ChunkKind.GRAD and not current.is_going_back
+        is_sum = action.op in (Op.FETCH, Op.READ) and action.kind is ChunkKind.GRAD
+        waits = is_sum and not current.is_going_back
         return not waits and current.has_issued(action.after)
 
     def _submit(self, current: Pass, action: Action) -> None:
@@ -534,6 +557,9 @@ class Executor:
         ):  # it may have left off the plan, and a copy may still be reading what it writes
             earlier = (flight.exits.get(action.chunk), flight.fetches.get(action.chunk))  # type: ignore[arg-type]
             after += [ticket for ticket in earlier if ticket is not None]
+        spots = [] if self._rings is None else self._rings.spots(action)
+        if self._rings is not None and spots:  # see [Note: what is in a buffer] in chunks/rings.py
+            after = list(dict.fromkeys((*after, *self._rings.users(spots))))
         work = self._work(current, action)
         if not lane.on_host:
             # Inputs may have been copied together just now; and where torch fills new memory (deterministic
@@ -543,6 +569,8 @@ class Executor:
             after += self._moment
         ticket = tickets[action.id] = self.lanes.submit(action.id, lane, action.tick, after, work)
         self._remember(action, ticket)
+        if self._rings is not None and spots:
+            self._rings.used_by(action, spots, ticket)
 
     def _work(self, current: Pass, action: Action) -> LaneWork:
         """A pass without a backward that adds to gradients (torch.autograd.grad) uses no sums up. One that stays leaves
@@ -567,6 +595,13 @@ class Executor:
         elif action.op is Op.FETCH and action.chunk is not None:
             flight = self._flight
             (flight.fetches if action.kind is ChunkKind.PARAM else flight.gradient_fetches)[action.chunk] = ticket
+        elif action.op is Op.READ and action.chunk is not None and action.kind is not None:
+            self._flight.reads[action.chunk, action.kind] = ticket
+            if self._pass is not None:
+                self._pass.buffers[action.id] = action.target
+        elif action.op is Op.WRITE and action.chunk is not None:
+            is_grad = action.kind is ChunkKind.GRAD
+            (self._flight.exits if is_grad else self._flight.stored)[action.chunk] = ticket
         elif action.op in (Op.WRITE_BACK, Op.SUM) and action.chunk is not None:
             is_sum = action.op is Op.SUM or action.chunk not in self.chunks.tables
             (self._flight.exits if is_sum else self._flight.rows)[action.chunk] = ticket
@@ -611,7 +646,8 @@ class Executor:
         if copy.state is Residency.ABSENT:
             self._demands.fetch(chunk, self._next_use, lambda other: self._last_use.get(other, -1))
         elif not self.chunks.placed[chunk].is_streamed:
-            self.wait_for_update(chunk)  # the lane says with `stale` that there are newer values at home
+            if chunk in self._flight.updates:  # the lane says with `stale` that there are newer values at home
+                self._flight.wait(self._flight.updates[chunk], Lane.CPU)
             if self.chunks.stale[chunk]:
                 self._demands.refresh(chunk)
         copy.move(Residency.HELD)

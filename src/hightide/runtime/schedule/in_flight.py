@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from hightide.ir.action import ActionKey
-from hightide.ir.tier import Lane
+from hightide.ir.tier import ChunkKind, Lane
 from hightide.runtime.lanes.lanes import Lanes
 from hightide.stores.ticket import Ticket
 
@@ -18,14 +18,22 @@ class Tickets:
         self.gradient_fetches: dict[int, Ticket] = {}
         self.exits: dict[int, Ticket] = {}  # write-backs of gradients
         self.updates: dict[int, Ticket] = {}
+        self.stored: dict[int, Ticket] = {}  # of chunks on disk: when what their update has changed is written there
+        self.reads: dict[tuple[int, ChunkKind], Ticket] = {}  # from disk
         self.rows: dict[int, Ticket] = {}  # copies of gradients of rows to the host; their sums are `exits`
         self.latest: dict[ActionKey, Ticket] = {}  # actions of earlier passes that satisfy `after_prev`
 
     def forget(self) -> None:
         """Nothing is under way, and chunks are others now."""
-        for tickets in (self.fetches, self.gradient_fetches, self.exits, self.updates, self.rows):
+        for tickets in (self.fetches, self.gradient_fetches, self.exits, self.updates, self.stored, self.rows):
             tickets.clear()
+        self.reads.clear()
         self.latest.clear()
+
+    def changes(self, chunk: int) -> list[Ticket]:
+        """What makes the values of a chunk others, at home."""
+        found = (self.updates.get(chunk), self.stored.get(chunk))
+        return [ticket for ticket in found if ticket is not None]
 
 
 class InFlight(Tickets):

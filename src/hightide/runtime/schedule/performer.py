@@ -18,9 +18,11 @@ from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.chunks.row_sums import Share
 from hightide.runtime.gradients.gradients import Gradients
+from hightide.runtime.schedule.disk_performer import DiskPerformer, LaneWork
+from hightide.stores.array import Array
 from hightide.stores.ticket import Fence
 
-LaneWork = Callable[[], object]
+Filled = Callable[[], Array]  # a buffer with its content, for the lane that empties it
 
 
 class Updates(Protocol):
@@ -75,6 +77,10 @@ class Performer:
             Op.UNSTASH: self._unstash,
             Op.UPDATE: self._update,
         }
+        self._disk: DiskPerformer | None = None
+        if chunks.disk is not None:
+            disk = self._disk = DiskPerformer(chunks, chunks.disk, gradients, self._count, fence)
+            self._prepare |= {Op.READ: disk.read, Op.WRITE: disk.write}
 
     def go_on(self, before: Performer) -> None:
         """With the counters of the plan before, and its updates."""
@@ -88,15 +94,17 @@ class Performer:
 
     def _fetch(self, action: Action) -> LaneWork:
         assert action.chunk is not None and action.target is not None
+        chunk, slot = action.chunk, action.target.slot
+        buffer = None if self._disk is None else self._disk.arriving(action)
         if action.kind is ChunkKind.GRAD:
-            return lambda: self.fetch_gradient(action.chunk, action.target.slot)  # type: ignore[arg-type,union-attr]
-        if action.target.slot is None:
-            return self.refresh(action.chunk)
-        return self.fetch_param(action.chunk, action.target.slot)
+            return lambda: self.fetch_gradient(chunk, slot, buffer)
+        if slot is None:
+            return self.refresh(chunk)
+        return self.fetch_param(chunk, slot, buffer)
 
-    def fetch_param(self, chunk: int, slot: int) -> LaneWork:
-        """Reserves the slots now; nothing to do if the chunk is there already or the slots are in use (off the
-        plan)."""
+    def fetch_param(self, chunk: int, slot: int, buffer: Filled | None = None) -> LaneWork:
+        """Reserves the slots now; nothing to do if the chunk is there already or the slots are in use (off the plan).
+        `buffer`: where its values wait; None: they come from its home."""
         copy, table = self.chunks.param_copies[chunk], self.chunks.param_slots
         if copy.state is not Residency.ABSENT or not table.fits(slot, chunk):
             return nothing
@@ -108,27 +116,30 @@ class Performer:
         table.take(slot, chunk)
         copy.move(Residency.ARRIVING)
 
-        def work() -> None:
-            self._copy_home_to_gpu(chunk)
+        def work() -> int:
+            num_bytes = self._copy_home_to_gpu(chunk, buffer)
             copy.move(Residency.CLEAN)
+            return num_bytes
 
         return work
 
     def refresh(self, chunk: int) -> LaneWork:
         """A persistent chunk whose update runs on host gets its new values."""
 
-        def work() -> None:
-            if self.chunks.stale[chunk]:
-                self.chunks.param_copies[chunk].move(Residency.ARRIVING)
-                self._copy_home_to_gpu(chunk)
-                self.chunks.param_copies[chunk].move(Residency.CLEAN)
-                self.chunks.stale[chunk] = False
+        def work() -> int:
+            if not self.chunks.stale[chunk]:
+                return 0
+            self.chunks.param_copies[chunk].move(Residency.ARRIVING)
+            num_bytes = self._copy_home_to_gpu(chunk)
+            self.chunks.param_copies[chunk].move(Residency.CLEAN)
+            self.chunks.stale[chunk] = False
+            return num_bytes
 
         return work
 
-    def _copy_home_to_gpu(self, chunk: int) -> None:
+    def _copy_home_to_gpu(self, chunk: int, buffer: Filled | None = None) -> int:
         assert self.chunks.home_copies[chunk].state is Residency.CLEAN, f"chunk {chunk} was fetched during its update"
-        self.moved_bytes[Lane.H2D] += self.chunks.bring_param(chunk)
+        return self._count(Lane.H2D, self.chunks.bring_param(chunk, None if buffer is None else buffer()))
 
     def _evict(self, action: Action) -> LaneWork:
         assert action.chunk is not None
@@ -171,21 +182,24 @@ class Performer:
         if copy.state is Residency.ABSENT:
             copy.move(Residency.CLEAN)
 
-    def fetch_gradient(self, chunk: int, slot: int | None) -> None:
+    def fetch_gradient(self, chunk: int, slot: int | None, buffer: Filled | None = None) -> int:
         """Brings the sum so far back to the GPU, so that the GPU always sees the whole sum. `slot` None: to a place of
-        its own."""
+        its own. `buffer`: where it waits; None: it comes from its home."""
         if slot is not None and not self._take_gradient_slot(chunk, slot):
-            return
+            return 0
         copy = self.chunks.grad_copies[chunk]
         copy.move(Residency.ARRIVING)
         if chunk in self._left:
             self._left[chunk].join()
+        num_bytes = 0
         if self.gradients.has_gradient(chunk):
-            self.moved_bytes[Lane.H2D] += self.chunks.bring_gradient(chunk)
+            waiting = None if buffer is None else buffer()
+            num_bytes = self._count(Lane.H2D, self.chunks.bring_gradient(chunk, waiting))
         else:
             self.chunks.grad_on_gpu(chunk).zero_()
         self.chunks.grad_slots.used_until(chunk, self._fence())
         copy.move(Residency.CLEAN)
+        return num_bytes
 
     def _take_gradient_slot(self, chunk: int, slot: int) -> bool:
         table = self.chunks.grad_slots
@@ -197,24 +211,31 @@ class Performer:
 
     def _write_back(self, action: Action) -> LaneWork:
         assert action.chunk is not None
-        return self.write_back(action.chunk)
+        return self.write_back(action.chunk, action)
 
-    def write_back(self, chunk: int) -> LaneWork:
-        """Sends a finished sum home and frees its slot. A gradient that nobody touched just leaves."""
+    def write_back(self, chunk: int, action: Action | None = None) -> LaneWork:
+        """Sends a finished sum home, or where the planned `action` says, and frees its slot. A gradient that nobody
+        touched just leaves."""
         copy = self.chunks.grad_copies[chunk]
         if copy.state is Residency.CLEAN:  # opened, then its block was skipped
             self.drop_gradient(chunk)
         if copy.state is not Residency.DIRTY:
             return nothing
         copy.move(Residency.LEAVING)
+        buffer = None if self._disk is None or action is None else self._disk.leaving(action)
+        if self.chunks.placed[chunk].parks:
+            self.chunks.park(chunk)
+        elif buffer is None and self.chunks.disk is not None and self.chunks.placed[chunk].grad is None:
+            self.chunks.disk.open_stray(chunk)
 
-        def work() -> None:
-            self.moved_bytes[Lane.D2H] += self.chunks.send_gradient(chunk)
+        def work() -> int:
+            num_bytes = self._count(Lane.D2H, self.chunks.send_gradient(chunk, buffer))
             if (fence := self._fence()) is not None:
                 self._left[chunk] = fence
                 self.chunks.grad_slots.used_until(chunk, fence)
             copy.move(Residency.ABSENT)
             self.chunks.grad_slots.drop(chunk)
+            return num_bytes
 
         return work
 
@@ -240,10 +261,12 @@ class Performer:
         return nothing if stash is None else self._counted(Lane.H2D, self.stashes.prepare_restore(stash))
 
     def _counted(self, lane: Lane, copy: Callable[[], int]) -> LaneWork:
-        def work() -> None:
-            self.moved_bytes[lane] += copy()
+        return lambda: self._count(lane, copy())
 
-        return work
+    def _count(self, lane: Lane, num_bytes: int) -> int:
+        """Bytes that a lane has moved. Works return them, so that they get into the records."""
+        self.moved_bytes[lane] += num_bytes
+        return num_bytes
 
     # -- tables on the host ---------------------------------------------------------------------------------------
 
@@ -265,16 +288,18 @@ class Performer:
 
     def _update(self, action: Action) -> LaneWork:
         assert action.chunk is not None
-        return self.update(action.chunk)
+        return self.update(action.chunk, True)
 
-    def update(self, chunk: int) -> LaneWork:
+    def update(self, chunk: int, is_planned: bool = False) -> LaneWork:
         assert self.updates is not None, "a schedule with updates needs an optimizer"
         used_up = self.chunks.placed[chunk].is_used_up
         if used_up and self.chunks.grad_slots.first(chunk) is None:
             return nothing
         apply = self.updates.prepare(chunk)
         if apply is None:
-            return (lambda: self.drop_gradient(chunk)) if used_up else nothing
+            return (lambda: self.drop_gradient(chunk)) if used_up else lambda: self.chunks.unpark(chunk)
+        if self._disk is not None and (self._disk.has_states(chunk) or self.chunks.placed[chunk].passes_ring):
+            apply = self._disk.updating(chunk, apply, is_planned)
         self.updated.add(chunk)
         self.num_updates[chunk] += 1
         home = self.chunks.home_copies[chunk]
@@ -286,6 +311,7 @@ class Performer:
             self.chunks.stale[chunk] = not self.chunks.placed[chunk].is_updated_on_gpu
             if used_up:
                 self.drop_gradient(chunk)
+            self.chunks.unpark(chunk)
 
         return work
 

@@ -169,11 +169,18 @@ def test_when_and_where_updates_run(update: Update, states: Tier, said: str) -> 
     assert f"\nupdate: {said}\n" in text_of(profile, plan_with(profile, Tier.GPU, states, update=update))
 
 
-@pytest.mark.parametrize(("count", "said"), [(1, "1 buffer on"), (2, "2 buffers on")])
-def test_buffers_of_a_disk_are_counted(count: int, said: str) -> None:
+def test_buffers_and_parked_gradients_are_counted() -> None:
     profile = stack(2)
-    plan = replace(plan_with(profile, Tier.DISK, Tier.DISK), num_disk_buffers=count)
-    assert f"\ndisk: through {said} the host of each size: " in text_of(profile, plan)
+    plan = replace(
+        plan_with(profile, Tier.DISK, Tier.DISK), num_read_buffers=1, num_grad_buffers=2, num_state_buffers=3
+    )
+    said = " ".join(text_of(profile, plan).split())
+    assert re.search(r"buffers on the host: 1 of \S+ \S+ from disk to the GPU, 2 of \S+ \S+ for gradients, 3 of ", said)
+    assert "park" not in said
+    at_once = plan_with(profile, Tier.DISK, Tier.DISK, update=Update.IN_BACKWARD)
+    blocks = tuple(replace(block, late=number == 1) for number, block in enumerate(at_once.blocks))
+    said = " ".join(text_of(profile, replace(at_once, blocks=blocks)).split())
+    assert re.search(r"gradients park on the host until their update: \S+ \S+ at most; 1 block is updated late", said)
 
 
 def test_a_plan_without_master_copies_says_why():

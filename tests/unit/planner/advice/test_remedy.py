@@ -71,10 +71,10 @@ LOGITS = replace(plan_with(WORDY, spare=0), loss_tile_tokens=1, loss_kept_tokens
         (LONG, HOST_INPUTS, Tier.HOST, "inputs of more blocks on the gpu", plan_with(LONG)),
         (
             STACK,
-            plan_with(STACK, params=Tier.DISK, states=Tier.DISK, num_disk_buffers=50),
+            plan_with(STACK, params=Tier.DISK, states=Tier.DISK, num_buffers=50),
             Tier.HOST,
-            "a smaller num_disk_buffers",
-            plan_with(STACK, params=Tier.DISK, states=Tier.DISK, num_disk_buffers=1),
+            "a smaller num_state_buffers",
+            plan_with(STACK, params=Tier.DISK, states=Tier.DISK, num_buffers=1),
         ),
     ],
 )

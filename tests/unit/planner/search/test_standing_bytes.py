@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hightide.ir.plan import GradientDtype, Update
 from hightide.planner.lower.count_effects import base_bytes
-from hightide.planner.placement import Placement
+from hightide.planner.placement import Placement, region_bytes
 from hightide.planner.problem import Terms
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space
@@ -35,7 +33,10 @@ def choices(draw: st.DrawFn, space: Space) -> Candidate:
         disk=disk,
         host_params=params,
         host_states=params & some(),
-        disk_buffers=draw(st.integers(1, 3)) if disk else 0,
+        state_buffers=draw(st.integers(1, 3)) if disk else 0,
+        read_buffers=draw(st.integers(1, 3)) if disk else 0,
+        grad_buffers=draw(st.integers(0, 3)),
+        late=draw(st.integers(0, 12)) if disk else 0,
     )
 
 
@@ -48,6 +49,8 @@ def test_bases_are_those_of_the_plan(data: st.DataObject) -> None:
     for _ in range(3):
         candidate = data.draw(choices(space))
         plan = space.build(candidate)
-        plan = replace(plan, num_disk_buffers=candidate.disk_buffers)
         expected = Needs(*base_bytes(profile, Placement(plan)).values())
-        assert bases.of(candidate) == expected
+        found = bases.of(candidate)
+        assert Needs(found.gpu_bytes, found.host_bytes, found.disk_bytes) == expected
+        parking = [place for place in space.placement(plan).chunks if place.parks]
+        assert sum(found.parked_bytes) == sum(region_bytes(place.grad_bytes) for place in parking)

@@ -250,7 +250,7 @@ def test_a_plan_for_another_model_names_both_fingerprints_and_the_remedy():
         (replace(PLAN, num_slots=0), "has 0 slots .* needs 1 and 1"),
         (replace(PLAN, num_grad_slots=0), "0 grad slots"),
         (replace(PLAN, loss_tile_tokens=0), "loss_tile_tokens is 0"),
-        (replace(PLAN, num_disk_buffers=-3), r"num_disk_buffers is -3; it must be 0 \(nothing\) or more"),
+        (replace(PLAN, num_state_buffers=-3), r"num_state_buffers is -3; it must be 0 \(nothing\) or more"),
         (replace(PLAN, layout=replace(PLAN.layout, chunks=PLAN.layout.chunks[1:])), "each parameter"),
     ],
 )

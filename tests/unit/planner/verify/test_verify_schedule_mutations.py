@@ -5,6 +5,7 @@ lanes of random speed, with no chunk overwritten, read too early or left behind,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -64,6 +65,13 @@ def twice() -> ModelProfile:
     return with_tables(replace(profile, calls=(profile.calls[0], again, *profile.calls[1:])), 0)
 
 
+def parked(profile: ModelProfile, states: Tier, of: Callable[[int], tuple[bool, bool]]) -> Plan:
+    """Whose gradients park, and who is late, by block."""
+    plan = plan_with(profile, states=states, inputs=Tier.HOST, update=Update.IN_BACKWARD)
+    blocks = [replace(block, parks=of(at)[0], late=of(at)[1]) for at, block in enumerate(plan.blocks)]
+    return finish(profile, blocks, plan.update, plan.micro_batch, 1, 1)
+
+
 STACK, TIED, ADAPTERS, TABLES = stack(4), stack(3, tied=True), adapters(), twice()
 CASES: dict[str, tuple[ModelProfile, Plan, Mode]] = {
     "streamed": (STACK, plan_with(STACK, inputs=Tier.HOST, slot_numel=3200), Mode.TRAIN),
@@ -84,7 +92,9 @@ CASES: dict[str, tuple[ModelProfile, Plan, Mode]] = {
     "disk": (STACK, plan_with(STACK, Tier.DISK, Tier.DISK), Mode.TRAIN),
     "disk, in backward": (STACK, plan_with(STACK, states=Tier.DISK, update=Update.IN_BACKWARD), Mode.TRAIN),
     "disk, tied": (TIED, plan_with(TIED, Tier.DISK, Tier.DISK, update=Update.IN_BACKWARD), Mode.TRAIN),
-    "disk, accumulating": (TIED, plan_with(TIED, Tier.DISK, Tier.DISK, num_disk_buffers=1), Mode.ACCUMULATE),
+    "disk, late": (STACK, parked(STACK, Tier.DISK, lambda at: (at % 3 != 1, at % 3 == 2)), Mode.TRAIN),
+    "rings, in backward": (STACK, parked(STACK, Tier.HOST, lambda at: (at == 2, False)), Mode.TRAIN),
+    "disk, accumulating": (TIED, plan_with(TIED, Tier.DISK, Tier.DISK, num_buffers=1), Mode.ACCUMULATE),
     "looked up": (TABLES, looked_up(TABLES, plan_with(TABLES)), Mode.TRAIN),
     "looked up, in backward": (TABLES, looked_up(TABLES, plan_with(TABLES, update=Update.IN_BACKWARD)), Mode.TRAIN),
     "looked up, accumulating": (TABLES, looked_up(TABLES, plan_with(TABLES)), Mode.ACCUMULATE),

@@ -1,0 +1,650 @@
+"""Blocks that live on disk: equal to plain PyTorch, and the same bits wherever parameters and states are."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import race_detector
+import torch
+import torch.nn.functional as F
+from disk_plans import HOMES, Homes, folder, placed
+from harness import EPS, assert_close_weights
+from test_slow_lanes import slow_down
+from torch import Tensor, nn
+
+import hightide
+from hightide.ir.action import Mode
+from hightide.ir.refusal import Refused
+from hightide.ir.tier import Lane, Tier
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.placement import Placement
+from hightide.planner.solution import Solution
+from hightide.planner.verify.compare_records import compare
+from hightide.runtime.run import Run
+from hightide.runtime.surgery import run_of
+from hightide.stores import disk_file
+
+ROOMY = hightide.Limits(gpu="16MiB", host="64MiB")
+VOCABULARY, WIDTH, NUM_SAMPLES, LENGTH = 40, 16, 4, 6
+BF16 = torch.bfloat16
+ON_DISK = [name for name in HOMES if name not in ("gpu", "host")]
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+class Words(nn.Module):
+    """Five blocks; in some order, if it is told one."""
+
+    def __init__(self, tied: bool = False, frozen: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 72), nn.Dropout(dropout), nn.Tanh(), nn.Linear(72, WIDTH)) for _ in "abc"
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        if frozen:
+            self.layers[1].requires_grad_(False)
+        self.order = [0, 1, 2]
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        hidden = self.embed(ids)
+        for index in self.order:
+            hidden = hidden + self.layers[index](hidden)
+        logits = self.head(hidden).float()
+        return (
+            {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+        )
+
+
+def batch_of(seed: int, num_samples: int = NUM_SAMPLES) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCABULARY, (num_samples, LENGTH), generator=draw)
+    return {"ids": ids, "labels": torch.randint(0, VOCABULARY, (num_samples, LENGTH), generator=draw)}
+
+
+def adamw(model: nn.Module, groups: int = 1) -> torch.optim.Optimizer:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    if groups == 1:
+        return torch.optim.AdamW(trained, lr=3e-3, eps=EPS)
+    slow = {"params": [param for param in trained if param.dim() < 2], "lr": 1e-3, "weight_decay": 0.0}
+    return torch.optim.AdamW([{"params": [param for param in trained if param.dim() > 1]}, slow], lr=3e-3, eps=EPS)
+
+
+def sgd(model: nn.Module, momentum: float = 0.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+
+def wrapped(
+    model: nn.Module,
+    homes: str | Homes,
+    path: Path,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+    num_buffers: int = 2,
+    micro_batch: int = 2,
+    **options: Any,
+) -> tuple[nn.Module, torch.optim.Optimizer, Run]:
+    made, batch = optimizer(model), batch_of(0)
+    plan = hightide.plan(model, made, batch, limits=ROOMY, micro_batch=micro_batch, **options)
+    plan = placed(plan, homes, num_buffers)
+    limits = folder(path) if Placement(plan).uses_disk else None
+    model, made = hightide.wrap(model, made, batch, plan=plan, limits=limits)
+    run = run_of(model)
+    assert run is not None
+    return model, made, run
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 20, accumulate: int = 1, clip: bool = False
+) -> Trained:
+    seen = []
+    for step in range(num_steps):
+        for part in range(accumulate):
+            loss = model(**batch_of(100 * step + part))["loss"] / accumulate
+            loss.backward()
+            seen.append(loss.item())
+        if clip:
+            seen.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_equal(found: Trained, plain: Trained) -> None:
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(plain[0]), rtol=3e-6, atol=0)
+    assert_close_weights(plain[1], found[1])
+
+
+def assert_same_bits(found: Trained, first: Trained) -> None:
+    assert found[0] == first[0]
+    assert found[1].keys() == first[1].keys()
+    for name, value in first[1].items():
+        assert torch.equal(found[1][name], value), f"{name} differs"
+
+
+def lora() -> nn.Module:
+    config = peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=r".*layers\.\d\.(0|3)")
+    model = Words()
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, config)
+
+
+IN_BACKWARD = {"update": "in_backward"}
+CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {  # model, wrap, loop
+    "plain": (Words, {}, {}),
+    "clipped": (Words, {}, {"clip": True}),
+    "in backward": (Words, IN_BACKWARD, {}),
+    "in backward, one buffer": (Words, {**IN_BACKWARD, "num_buffers": 1}, {}),
+    "clipped, one buffer": (Words, {"num_buffers": 1}, {"clip": True}),
+    "many buffers": (Words, {"num_buffers": 7}, {"clip": True}),
+    "tied": (partial(Words, tied=True), {}, {"clip": True}),
+    "tied, in backward": (partial(Words, tied=True), IN_BACKWARD, {}),
+    "frozen": (partial(Words, frozen=True), {}, {"clip": True}),
+    "frozen, in backward": (partial(Words, frozen=True), IN_BACKWARD, {}),
+    "accumulated": (Words, {}, {"accumulate": 3, "clip": True}),
+    "accumulated, tied, one buffer": (partial(Words, tied=True), {"num_buffers": 1}, {"accumulate": 2}),
+    "groups": (Words, {"optimizer": partial(adamw, groups=2)}, {"clip": True}),
+    "groups, in backward": (Words, {"optimizer": partial(adamw, groups=2), **IN_BACKWARD}, {}),
+    "SGD": (Words, {"optimizer": sgd}, {"clip": True}),
+    "SGD with momentum, in backward": (Words, {"optimizer": partial(sgd, momentum=0.9), **IN_BACKWARD}, {}),
+    "LoRA": (lora, {}, {"clip": True}),
+    "LoRA, in backward": (lora, IN_BACKWARD, {}),
+}
+
+
+FEW = ("gpu", "all on disk", "every tier")
+QUICK = {
+    "clipped",
+    "in backward, one buffer",
+    "tied",
+    "tied, in backward",
+    "frozen, in backward",
+    "accumulated, tied, one buffer",
+    "groups",
+    "SGD with momentum, in backward",
+    "LoRA",
+    "bf16, rounded",
+    "bf16, rounded, in backward",
+    "dropout",
+}
+
+
+def everywhere(cases: Iterable[str]) -> list[Any]:
+    """Some with a few homes, and in the long tests all with all of them."""
+    quick = [pytest.param(case, FEW, id=case) for case in cases if case in QUICK]
+    return quick + [pytest.param(case, tuple(HOMES), id=f"{case}, all homes", marks=pytest.mark.long) for case in cases]
+
+
+@pytest.mark.parametrize(("case", "places"), everywhere(CASES))
+def test_equal_to_plain_pytorch_over_20_steps_and_to_the_bit_to_other_plans(
+    case: str, places: tuple[str, ...], tmp_path: Path
+) -> None:
+    build, options, loop = CASES[case]
+    plain = build()
+    expected = train(plain, options.get("optimizer", adamw)(plain), **loop)
+    first: Trained | None = None
+    for homes in places:
+        model, optimizer, run = wrapped(build(), homes, tmp_path, **options)
+        found = train(model, optimizer, **loop)
+        if first is None:
+            first = found
+            assert_equal(found, expected)
+        assert_same_bits(found, first)
+        stats = hightide.stats(model)
+        assert stats.deviations == 0
+        assert stats.peak_bytes["gpu"] <= stats.forecast.gpu_peak_bytes
+        assert stats.peak_bytes["host"] <= stats.forecast.host_peak_bytes
+        assert (run.disk is not None) == (homes in ON_DISK)
+        if run.disk is not None:
+            assert stats.peak_bytes["disk"] == stats.forecast.disk_peak_bytes
+            is_frozen = "LoRA" in case
+            assert stats.moved_bytes["disk_read"] > 0 and (stats.moved_bytes.get("disk_write", 0) > 0 or is_frozen)
+        hightide.unwrap(model)
+        assert_close_weights(found[1], dict(model.state_dict()))
+
+
+VARIANTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {  # not as in plain PyTorch
+    "dropout": (partial(Words, dropout=0.3), {}, {"clip": True}),
+    "bf16": (lambda: Words().to(BF16), {}, {"clip": True}),
+    "bf16, rounded": (lambda: Words().to(BF16), {"gradients": "param"}, {"clip": True}),
+    "bf16, rounded, in backward": (lambda: Words().to(BF16), {"gradients": "param", **IN_BACKWARD}, {}),
+    "bf16, rounded, tied, accumulated": (
+        lambda: Words(tied=True).to(BF16),
+        {"gradients": "param"},
+        {"accumulate": 2, "clip": True},
+    ),
+    "fp16": (lambda: Words().to(torch.float16), {"gradients": "param"}, {"clip": True}),
+}
+
+
+@pytest.mark.parametrize(("case", "places"), everywhere(VARIANTS))
+def test_the_same_bits_wherever_states_are(case: str, places: tuple[str, ...], tmp_path: Path) -> None:
+    build, options, loop = VARIANTS[case]
+    first: Trained | None = None
+    for homes in places:
+        torch.manual_seed(5)
+        model, optimizer, run = wrapped(build(), homes, tmp_path, **options)
+        found = train(model, optimizer, **loop)
+        masters = {key: run.chunks.master_of(key) for key in run.chunks.places}
+        found[1].update({f"master of {key}": value.clone() for key, value in masters.items() if value is not None})
+        assert bool(len(found[1]) > len(run.chunks.places)) == (case != "dropout")
+        first = first or found
+        assert_same_bits(found, first)
+        hightide.unwrap(model)
+
+
+# -- the schedule -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize("homes", ON_DISK)
+def test_executed_equals_scheduled(homes: str, update: str, tmp_path: Path) -> None:
+    model, optimizer, run = wrapped(Words(tied=True), homes, tmp_path, update=update)
+    train(model, optimizer, 3)
+    run.executor.wait_for_updates()
+    schedule = run.executor.programs[Mode.TRAIN].schedule
+    for back in range(3):
+        records = run.lanes.records_of(run.lanes.pass_index - back)
+        assert compare(schedule, records) == []
+        moved = {record.id: record.num_bytes for record in records if record.lane in (Lane.DISK_READ, Lane.DISK_WRITE)}
+        assert moved == {a.id: a.num_bytes for lane in (Lane.DISK_READ, Lane.DISK_WRITE) for a in schedule.lane(lane)}
+    with torch.no_grad():
+        model(**batch_of(1, num_samples=2))
+    evaluated = run.executor.programs[Mode.EVAL].schedule
+    assert compare(evaluated, run.lanes.records_of(run.lanes.pass_index)) == []
+    hightide.unwrap(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_accumulating_pass_reads_again_what_was_in_other_buffers(tied: bool, tmp_path: Path) -> None:
+    """Only when backward begins is it known that sums come back from disk: then buffers are for others."""
+    model, optimizer, run = wrapped(Words(tied=tied), "all on disk", tmp_path, num_buffers=3)
+    for part in range(2):
+        model(**batch_of(part))["loss"].backward()
+    optimizer.step()
+    run.executor.wait_for_updates()
+    schedule = run.executor.programs[Mode.ACCUMULATE].schedule
+    lines = compare(schedule, run.lanes.records_of(run.lanes.pass_index))
+    assert all(line.startswith("disk_read: read.param") and line.endswith("ran more than once") for line in lines)
+    assert len(lines) <= 3
+    hightide.unwrap(model)
+
+
+@pytest.mark.parametrize("case", ["clipped", "in backward", "accumulated", "off the plan", "evaluated"])
+def test_a_slow_lane_changes_nothing(case: str, tmp_path: Path) -> None:
+    _, options, loop = CASES.get(case, CASES["plain"])
+    results = []
+    for lane in (None, Lane.DISK_READ, Lane.DISK_WRITE, Lane.H2D, Lane.D2H, Lane.CPU):
+        with pytest.MonkeyPatch.context() as patch:
+            delayed = slow_down(patch, lane) if lane is not None else ["nothing"]
+            model, optimizer, _ = wrapped(Words(tied=True), "every tier", tmp_path, **options)
+            if case == "off the plan":
+                results.append(out_of_order(model, optimizer))
+            elif case == "evaluated":
+                results.append(evaluated_between(model, optimizer))
+            else:
+                results.append(train(model, optimizer, 3, **loop))
+            hightide.unwrap(model)
+        assert delayed
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+def out_of_order(model: Any, optimizer: torch.optim.Optimizer, num_steps: int = 6) -> Trained:
+    """Layers in any order, left out, or several times."""
+    draw, seen = random.Random(3), []
+    for step in range(num_steps):
+        model.order = [draw.randrange(3) for _ in range(draw.randint(1, 4))]
+        loss = model(**batch_of(step))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def dropped(model: Any, optimizer: torch.optim.Optimizer, num_steps: int = 6) -> Trained:
+    """Layers are left out, and those that are not come in another order, but each once: as in-backward asks for."""
+    draw, seen = random.Random(4), []
+    for step in range(num_steps):
+        model.order = draw.sample(range(3), draw.randint(1, 3))
+        loss = model(**batch_of(step))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def evaluated_between(
+    model: Any, optimizer: torch.optim.Optimizer, num_steps: int = 3, in_backward: bool = False
+) -> Trained:
+    """Between forward and backward, where what backward needs was read ahead; and, unless updates are `in_backward`,
+    between backward and step()."""
+    seen = []
+    for step in range(num_steps):
+        loss = model(**batch_of(step))["loss"]
+        for _ in range(step):
+            with torch.no_grad():
+                seen.append(model(**batch_of(7))["loss"].item())
+        loss.backward()
+        if in_backward:
+            optimizer.step()
+        with torch.no_grad():
+            seen.append(model(**batch_of(8))["loss"].item())
+        if not in_backward:
+            optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("ignore:block .* was called in an order")
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize("homes", ["all on disk", "every tier"])
+@pytest.mark.parametrize("loop", [out_of_order, dropped, evaluated_between])
+def test_off_the_plan_it_is_slower_and_right(loop: Any, homes: str, update: str, tmp_path: Path) -> None:
+    if loop is out_of_order and update == "in_backward":
+        pytest.skip("a block that runs twice is not what that promises")
+    if loop is evaluated_between:
+        loop = partial(loop, in_backward=update == "in_backward")
+    plain = Words()
+    expected = loop(plain, adamw(plain))
+    model, optimizer, run = wrapped(Words(), homes, tmp_path, update=update)
+    found = loop(model, optimizer)
+    assert_equal(found, expected)
+    assert run.chunks.disk is not None and not run.chunks.disk.strays
+    hightide.unwrap(model)
+
+
+@pytest.mark.filterwarnings("ignore:block .* was called in an order")
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize("homes", ON_DISK)
+def test_no_stream_overtakes_another(homes: str, update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    detector = race_detector.install(monkeypatch)
+    model, optimizer, run = wrapped(Words(tied=True), homes, tmp_path, update=update, num_buffers=1)
+    for step in range(4):
+        model.order = [0, 2] if step == 2 else [0, 1, 2]
+        model(**batch_of(step))["loss"].backward()
+        if step % 2:
+            optimizer.step()
+        with torch.no_grad():
+            model(**batch_of(7, num_samples=9))
+        if step % 2 == 0:
+            optimizer.step()
+        optimizer.zero_grad()
+    run.executor.wait_for_updates()
+    hightide.unwrap(model)
+    used = {"buffer for updates", *(["buffer towards the GPU"] if homes in ("all on disk", "every tier") else [])}
+    assert min(detector.num_uses[kind] for kind in used | {"buffer away"}) > 5
+    assert not detector.races, "\n".join(sorted(set(detector.races)))
+
+
+# -- what users do ----------------------------------------------------------------------------------------------------
+
+
+def test_states_are_read_and_written_as_in_plain_pytorch(tmp_path: Path) -> None:
+    def act(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        params = dict(model.named_parameters())
+        first, second = params["layers.0.0.weight"], params["layers.1.3.weight"]
+        seen = []
+        for step in range(5):
+            model(**batch_of(step))["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [optimizer.state[first]["exp_avg"].clone(), optimizer.state[first]["step"].clone()]
+            if step == 1:
+                optimizer.state[first]["exp_avg"].mul_(0.5)  # nobody keeps the tensor
+            if step == 2:
+                held = optimizer.state[second]["exp_avg_sq"]
+                held.view(-1)[3:9].add_(1.0)
+                seen.append(optimizer.state[second]["exp_avg_sq"].clone())
+            if step == 3:
+                optimizer.state[second]["exp_avg"] = torch.ones_like(optimizer.state[second]["exp_avg"])
+                del optimizer.state[first]
+        return [*seen, *(value.clone() for value in model.state_dict().values())]
+
+    plain = Words()
+    expected = act(plain, adamw(plain))
+    model, optimizer, _ = wrapped(Words(), "states on disk", tmp_path)
+    for found, other in zip(act(model, optimizer), expected, strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-6)
+    hightide.unwrap(model)
+
+
+def test_a_state_that_was_taken_before_a_step_is_not_written_to_after_it(tmp_path: Path) -> None:
+    model, optimizer, _ = wrapped(Words(), "states on disk", tmp_path)
+    train(model, optimizer, 1)
+    held = optimizer.state[dict(model.named_parameters())["layers.0.0.weight"]]["exp_avg"]
+    train(model, optimizer, 1)
+    held.zero_()
+    model(**batch_of(0))["loss"].backward()
+    with pytest.raises(Refused, match="Take it from optimizer.state again"):
+        optimizer.step()
+    optimizer.step()
+    hightide.unwrap(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_state_dicts_go_from_disk_to_memory_and_back(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Half of the steps here, the other half there, are all of them in one place."""
+    whole = train(*wrapped(Words().to(dtype), "host", tmp_path)[:2], num_steps=6)
+    for before, after in (("all on disk", "gpu"), ("gpu", "all on disk"), ("every tier", "states on disk")):
+        model, optimizer, _ = wrapped(Words().to(dtype), before, tmp_path)
+        seen = train(model, optimizer, 3)[0]
+        saved = model.state_dict(), optimizer.state_dict()
+        hightide.unwrap(model)
+        model, optimizer, _ = wrapped(Words().to(dtype), after, tmp_path)
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        rest = []
+        for step in range(3, 6):
+            loss = model(**batch_of(100 * step))["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rest.append(loss.item())
+        found = {name: value.clone() for name, value in model.state_dict().items()}
+        assert_same_bits((seen + rest, found), whole)
+        hightide.unwrap(model)
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_values_loaded_after_forward_are_those_that_backward_finds(update: str, tmp_path: Path) -> None:
+    """What was read ahead by then is read again."""
+
+    def act(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        train(model, optimizer, 1)
+        other = {name: value * 0.5 for name, value in model.state_dict().items()}
+        model(**batch_of(1))["loss"]
+        model.load_state_dict(other)
+        moments = optimizer.state[dict(model.named_parameters())["layers.2.0.weight"]]
+        moments["exp_avg"] = torch.ones_like(moments["exp_avg"])
+        return train(model, optimizer, 1)[1]
+
+    results = {homes: act(*wrapped(Words(), homes, tmp_path, update=update)[:2]) for homes in ("host", *ON_DISK)}
+    for homes, found in results.items():
+        assert_same_bits(([], found), ([], results["host"])), homes
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_a_run_moves_from_and_to_a_disk(update: str, tmp_path: Path) -> None:
+    expected = train(*wrapped(Words(tied=True), "host", tmp_path, update=update)[:2], num_steps=len(HOMES))
+    model, optimizer, run = wrapped(Words(tied=True), "all on disk", tmp_path, update=update)
+    assert run.plan.profile is not None
+    held = None
+    seen: list[float] = []
+    for step, homes in enumerate(HOMES):
+        run.move_to(Solution.of(run.plan.profile, placed(run.plan, homes)))
+        loss = model(**batch_of(100 * step))["loss"]
+        loss.backward()
+        if update == "deferred" and step % 2:  # with gradients that are under way
+            run.move_to(Solution.of(run.plan.profile, placed(run.plan, list(HOMES)[-step])))
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+        held = optimizer.state[model.layers[0][0].weight]["exp_avg"]  # type: ignore[index]
+    run.move_to(Solution.of(run.plan.profile, placed(run.plan, "states on disk")))
+    assert held is not None
+    held.add_(0.0)  # a copy by now, as any other
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    assert_same_bits((seen, found), expected)
+    hightide.unwrap(model)
+
+
+def test_gradients_on_disk_are_read_scaled_and_replaced(tmp_path: Path) -> None:
+    def act(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        model(**batch_of(0))["loss"].backward()
+        params = dict(model.named_parameters())
+        first, second, third = (params[f"layers.{index}.0.weight"] for index in range(3))
+        seen = [first.grad.clone(), second.grad.norm()]
+        first.grad = first.grad * 0.5
+        second.grad.mul_(3.0)
+        third.grad.add_(torch.ones(72, WIDTH))
+        model(**batch_of(1))["loss"].backward()
+        seen += [param.grad.clone() for param in (first, second, third)]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+        return [*seen, *(value.clone() for value in model.state_dict().values())]
+
+    plain = Words()
+    expected = act(plain, adamw(plain))
+    for homes in ON_DISK:
+        model, optimizer, _ = wrapped(Words(), homes, tmp_path)
+        for found, other in zip(act(model, optimizer), expected, strict=True):
+            torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-6)
+        hightide.unwrap(model)
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], None]]:
+    """Lets every read or write of a file fail from the given one on."""
+
+    def fail(name: str, after: int = 0) -> None:
+        move, counted = getattr(os, name), iter(range(10**9))
+
+        def moved(*args: Any) -> int:
+            if next(counted) >= after:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return move(*args)
+
+        monkeypatch.setattr(disk_file.os, name, moved)
+
+    yield fail
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+@pytest.mark.parametrize("homes", ["all on disk", "states on disk"])
+def test_an_error_of_the_disk_ends_the_step_as_itself(
+    homes: str, name: str, update: str, failing: Callable[..., None], tmp_path: Path
+) -> None:
+    model, optimizer, run = wrapped(Words(), homes, tmp_path, update=update)
+    train(model, optimizer, 2)
+    run.executor.wait_for_updates()
+    failing(name, 5)
+    began_s = time.monotonic()
+    with pytest.raises(OSError, match=r"Input/output error") as caught:
+        train(model, optimizer, 3)
+    assert caught.value.errno == errno.EIO and "bytes at" in str(caught.value)
+    with pytest.raises(OSError, match=r"Input/output error"):  # values on disk may be half of an update
+        model(**batch_of(0))
+    with pytest.raises(OSError, match=r"Input/output error"):
+        model.state_dict()
+    assert time.monotonic() - began_s < 20
+    run.discard()
+
+
+def test_a_model_that_is_not_wrapped_after_all_is_as_before(failing: Callable[..., None], tmp_path: Path) -> None:
+    model = Words()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    failing("pwritev", 2)  # one has tried whether the file works
+    with pytest.raises(OSError, match="Input/output error"):
+        wrapped(model, "all on disk", tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert "loss" in model(**batch_of(0)) and not list(tmp_path.iterdir())
+
+
+def test_an_exception_in_a_block_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
+    def act(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trained:
+        train(model, optimizer, 2)
+        for at in ("forward", "backward"):
+            handle = failing_at(model, at)
+            with pytest.raises(ZeroDivisionError):
+                model(**batch_of(9))["loss"].backward()
+            handle.remove()
+            optimizer.zero_grad()
+        return train(model, optimizer, 3, clip=True)
+
+    def failing_at(model: Any, at: str) -> Any:
+        def fail(*_: Any) -> None:
+            raise ZeroDivisionError
+
+        layer = model.layers[1]
+        return layer.register_forward_pre_hook(fail) if at == "forward" else layer.register_full_backward_hook(fail)
+
+    results = {homes: act(*wrapped(Words(), homes, tmp_path)[:2]) for homes in ("host", *ON_DISK)}
+    for found in results.values():
+        assert_same_bits(found, results["host"])
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_with_a_disk_needs_a_folder_that_can_hold_it(tmp_path: Path) -> None:
+    model = Words()
+    optimizer = adamw(model)
+    plan = placed(hightide.plan(model, optimizer, batch_of(0), limits=ROOMY, micro_batch=2), "all on disk")
+    for limits in (None, hightide.Limits(disk=f"{tmp_path}:16KiB")):
+        with pytest.raises(ValueError, match=r"bytes .* on disk, and the folders of Limits\(disk=...\) may have"):
+            hightide.wrap(model, optimizer, batch_of(0), plan=plan, limits=limits)
+    with pytest.raises(ValueError, match="pass either plan= or these"):
+        hightide.wrap(model, optimizer, batch_of(0), plan=plan, limits=hightide.Limits(gpu="1MiB"))
+    with pytest.raises(InfeasiblePlan, match="accumulate is 2, but blocks live on the disk"):
+        two = hightide.plan(model, optimizer, batch_of(0), limits=ROOMY, micro_batch=2, accumulate=2)
+        hightide.wrap(model, optimizer, batch_of(0), plan=placed(two, "all on disk"), limits=folder(tmp_path))
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_limits_alone_lead_to_a_plan_that_uses_the_disk(update: str, tmp_path: Path) -> None:
+    """On two disks, because that is where it differs."""
+    (tmp_path / "other").mkdir()
+    plain, model = Words(), Words()
+    expected = train(plain, adamw(plain), 4)
+    optimizer = adamw(model)
+    disks = [f"{tmp_path}:64KiB", f"{tmp_path / 'other'}:1MiB"]
+    limits = hightide.Limits(gpu="64KiB", host="64KiB", disk=disks)
+    model, optimizer = hightide.wrap(model, optimizer, batch_of(0), limits=limits, micro_batch=2, update=update)
+    stats = hightide.stats(model)
+    assert Tier.DISK in {block.states for block in stats.plan.blocks}
+    assert_equal(train(model, optimizer, 4), expected)
+    stats = hightide.stats(model)
+    for tier, limit_bytes in (("gpu", 64 << 10), ("host", 64 << 10), ("disk", (64 << 10) + (1 << 20))):
+        assert stats.peak_bytes[tier] <= limit_bytes
+    hightide.unwrap(model)
+
+
+def test_no_thread_and_no_file_is_left(tmp_path: Path) -> None:
+    def descriptors() -> Iterable[str]:
+        links = Path("/proc/self/fd").iterdir()
+        return [target for link in links if str(tmp_path) in (target := os.readlink(link) if link.is_symlink() else "")]
+
+    model, optimizer, _ = wrapped(Words(), "all on disk", tmp_path)
+    train(model, optimizer, 1)
+    assert descriptors() and not list(tmp_path.iterdir())
+    hightide.unwrap(model)
+    assert not descriptors()
