@@ -16,12 +16,12 @@ import pytest
 import race_detector
 import torch
 import torch.nn.functional as F
-from disk_plans import HOMES, Homes, folder, placed
 from harness import EPS, assert_close_weights
 from test_slow_lanes import slow_down
 from torch import Tensor, nn
 
 import hightide
+from disk_plans import HOMES, Homes, folder, placed
 from hightide.ir.action import Mode
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane, Tier
