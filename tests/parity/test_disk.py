@@ -428,7 +428,7 @@ def test_a_state_that_was_taken_before_a_step_is_not_written_to_after_it(tmp_pat
     train(model, optimizer, 1)
     held.zero_()
     model(**batch_of(0))["loss"].backward()
-    with pytest.raises(Refused, match="Take it from optimizer.state again"):
+    with pytest.raises(Refused, match=r"Take it from optimizer\.state again"):
         optimizer.step()
     optimizer.step()
     hightide.unwrap(model)
