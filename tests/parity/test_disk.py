@@ -16,12 +16,12 @@ import pytest
 import race_detector
 import torch
 import torch.nn.functional as F
-from disk_plans import HOMES, Homes, folder, placed
 from harness import EPS, assert_close_weights
 from test_slow_lanes import slow_down
 from torch import Tensor, nn
 
 import hightide
+from disk_plans import HOMES, Homes, folder, placed
 from hightide.ir.action import Mode
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane, Tier
@@ -429,7 +429,7 @@ def test_a_state_that_was_taken_before_a_step_is_not_written_to_after_it(tmp_pat
     train(model, optimizer, 1)
     held.zero_()
     model(**batch_of(0))["loss"].backward()
-    with pytest.raises(Refused, match="Take it from optimizer.state again"):
+    with pytest.raises(Refused, match=r"Take it from optimizer\.state again"):
         optimizer.step()
     optimizer.step()
     hightide.unwrap(model)

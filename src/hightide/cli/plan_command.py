@@ -61,7 +61,7 @@ class PlanOptions:
     host: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of host memory; else the machine's.")] = None
     disk: Annotated[
         list[str] | None,
-        typer.Option(metavar="FOLDER:SIZE", help="For what the host cannot hold; only planned yet. May be repeated."),
+        typer.Option(metavar="FOLDER:SIZE", help="For what the host cannot hold. May be repeated."),
     ] = None
     machine: MachineOption = None
     dtype: Annotated[Dtype | None, typer.Option(help="Of the parameters; else the config's, or bfloat16.")] = None
