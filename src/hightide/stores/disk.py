@@ -13,16 +13,15 @@ from pathlib import Path
 import torch
 
 from hightide.ir.limits import DiskLimit
+from hightide.ir.machine import DISK_DEPTH, DISK_REQUEST_BYTES
 from hightide.ir.tier import Tier
 from hightide.process.forks import Birthplace
-from hightide.stores.disk_file import SECTOR_BYTES, open_disk_file
-from hightide.stores.disk_requests import BUFFER_BYTES, LOOKS, Buffer, Request, Requests, Sectors, Traffic, down
+from hightide.stores.disk_file import SECTOR_BYTES, Buffer, open_disk_file
+from hightide.stores.disk_requests import BUFFER_BYTES, LOOKS, Request, Requests, Sectors, Traffic, down
 from hightide.stores.freelist import FreeLists
 from hightide.stores.store import OutOfMemory, Region, Store
 from hightide.stores.ticket import DEFAULT_TIMEOUT_S, Ticket
 
-REQUEST_BYTES = 16 << 20
-DEPTH = 4
 JOIN_TIMEOUT_S = 5.0  # at the end, for requests that are under way
 
 
@@ -44,8 +43,8 @@ class DiskStore(Store):
         self,
         disks: Sequence[DiskLimit],
         capacity_bytes: int | None = None,
-        request_bytes: int = REQUEST_BYTES,
-        depth: int = DEPTH,
+        request_bytes: int = DISK_REQUEST_BYTES,
+        depth: int = DISK_DEPTH,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         are_checked: bool = True,
         is_direct: bool = True,

@@ -13,14 +13,13 @@ a part of a sector holds the lock of such parts for as long as it works on it.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hightide.stores.disk_file import SECTOR_BYTES, DiskFile
+from hightide.stores.disk_file import SECTOR_BYTES, Buffer, DiskFile
 from hightide.stores.disk_sums import SectorSums
 from hightide.stores.ticket import Ticket
 
@@ -43,14 +42,6 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*(mine + its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True)))
-
-
-class Buffer:
-    """Memory that begins at a page, which is a sector at least."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.memory = mmap.mmap(-1, num_bytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
 
 class Request:
