@@ -213,7 +213,11 @@ def _work(queue: Requests, number: int, begun: threading.Semaphore) -> None:
 def _watch(queues: list[Requests], over: threading.Event, interval_s: float) -> None:
     while not over.wait(interval_s):
         for queue in queues:
-            queue.look()
+            hangs = queue.look()
+            if hangs is not None:
+                for one in queues:
+                    if one.sectors is queue.sectors:
+                        one.refuse(hangs, running_too=one is queue)
 
 
 def _end(

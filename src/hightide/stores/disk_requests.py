@@ -1,7 +1,7 @@
 """Reads or writes of one file, cut into pieces that a few threads work on.
 
 [Note: a hanging request] A system call on a disk cannot be called off. When one has not returned in time its ticket,
-and those of all that wait behind it, fail with a TimeoutError that says where it is; the queue takes nothing more,
+and those of all that wait behind it, fail with a TimeoutError that says where it is; the disk takes nothing more,
 because that call may still change its memory or its place on the disk. Its thread is left alone: it keeps tensor and
 file alive, and nobody waits for it, at exit neither.
 
@@ -130,6 +130,11 @@ class Sectors:
             self._sums.note(offset, address, num_bytes)
         self.count(Traffic(written_bytes=self.file.transfer(address, offset, num_bytes, is_write=True)))
 
+    def spoil(self, piece: Piece) -> None:
+        """Of a write that did not come to its end."""
+        if self._sums is not None:
+            self._sums.spoil(down(piece.start), up(piece.stop) - down(piece.start))
+
     def count(self, more: Traffic) -> None:
         with self._lock:
             self._traffic += more
@@ -200,16 +205,16 @@ class Requests:
         asked = "asked_written_bytes" if self.is_write else "asked_read_bytes"
         self.sectors.count(Traffic(**{asked: request.num_bytes}))
 
-    def look(self) -> None:
+    def look(self) -> TimeoutError | None:
         """LOOKS times in `timeout_s`. See [Note: a hanging request]."""
         with self._lock:
             self._looks = {number: self._looks.get(number, 0) + 1 for number in self._running}
             hanging = [self._running[number] for number, looks in self._looks.items() if looks > LOOKS]
-        if hanging:
-            piece = hanging[0]
-            where = f"{piece.stop - piece.start} of them at {piece.start}"
-            error = TimeoutError(f"{piece.request.name}: {where} were not moved after {self._timeout_s:g} s")
-            self.refuse(error, running_too=True)
+        if not hanging:
+            return None
+        piece = hanging[0]
+        where = f"{piece.stop - piece.start} of them at {piece.start}"
+        return TimeoutError(f"{piece.request.name}: {where} were not moved after {self._timeout_s:g} s")
 
     def refuse(self, error: BaseException, running_too: bool = False) -> None:
         """All that comes, and what waits."""
@@ -238,14 +243,21 @@ class Requests:
         while (piece := self._take(number)) is not None:
             error: BaseException | None = None
             try:
-                if piece.request.error is None:
+                if piece.request.error is not None:
+                    self._leave_out(piece)
+                else:
                     if buffer is None and not piece.is_straight:
                         buffer = Buffer(BUFFER_BYTES)
                     self.sectors.move(piece, self.is_write, buffer)
             except BaseException as raised:  # whatever it is, it belongs to whoever waits
                 error = raised
+                self._leave_out(piece)
             self._end(number, piece.request, error)
             del piece, error  # an idle thread must not keep anybody's tensors alive
+
+    def _leave_out(self, piece: Piece) -> None:
+        if self.is_write:
+            self.sectors.spoil(piece)
 
     def _take(self, number: int) -> Piece | None:
         with self._lock:
