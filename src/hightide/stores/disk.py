@@ -77,22 +77,13 @@ class DiskStore(Store):
         queues = [queue for pair in self._queues for queue in pair.values()]
         over, begun = threading.Event(), threading.Semaphore(0)
         # Threads hold the queues and never this object, so that a forgotten store is collected and its threads end.
-        self._threads = [
-            threading.Thread(
-                target=_work,
-                args=(queue, number, begun),
-                name=f"hightide-disk-{'write' if queue.is_write else 'read'}-{number}",
-                daemon=True,
-            )
-            for queue in queues
-            for number in range(depth)
-        ]
+        workers = [_Worker(queue, number, begun) for queue in queues for number in range(depth)]
         watcher = threading.Thread(
             target=_watch, args=(queues, over, timeout_s / LOOKS), name="hightide-disk-watch", daemon=True
         )
-        ends = (self._birthplace, queues, over, [*self._threads, watcher])
-        self._finalizer = weakref.finalize(self, _end, *ends)  # at exit too: see `_end`
-        _start(self._threads, begun)
+        # At exit too: see `_end`.
+        self._finalizer = weakref.finalize(self, _end, self._birthplace, workers, watcher, over)
+        _start(workers, begun)
         watcher.start()
 
     # ---- bytes
@@ -193,7 +184,22 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _parts(row)
 
 
-def _start(threads: list[threading.Thread], begun: threading.Semaphore) -> None:
+class _Worker(threading.Thread):
+    def __init__(self, queue: Requests, number: int, begun: threading.Semaphore) -> None:
+        super().__init__(name=f"hightide-disk-{'write' if queue.is_write else 'read'}-{number}", daemon=True)
+        self.queue, self._number, self._begun = queue, number, begun
+
+    @property
+    def hangs(self) -> bool:
+        return self.queue.hangs(self._number)
+
+    def run(self) -> None:
+        torch.set_num_threads(1)  # several sums are made at the same time already
+        self._begun.release()
+        self.queue.work(self._number)
+
+
+def _start(threads: Sequence[threading.Thread], begun: threading.Semaphore) -> None:
     """Torch's number of threads counts for the thread that sets it, but threads that are born later inherit the last
     one: here it is set again."""
     num_threads = torch.get_num_threads()
@@ -202,12 +208,6 @@ def _start(threads: list[threading.Thread], begun: threading.Semaphore) -> None:
     for _ in threads:
         begun.acquire(timeout=JOIN_TIMEOUT_S)
     torch.set_num_threads(num_threads)
-
-
-def _work(queue: Requests, number: int, begun: threading.Semaphore) -> None:
-    torch.set_num_threads(1)  # several sums are made at the same time already
-    begun.release()
-    queue.work(number)
 
 
 def _watch(queues: list[Requests], over: threading.Event, interval_s: float) -> None:
@@ -220,21 +220,19 @@ def _watch(queues: list[Requests], over: threading.Event, interval_s: float) -> 
                         one.refuse(hangs, running_too=one is queue)
 
 
-def _end(
-    birthplace: Birthplace, queues: list[Requests], over: threading.Event, threads: list[threading.Thread]
-) -> None:
+def _end(birthplace: Birthplace, workers: list[_Worker], watcher: threading.Thread, over: threading.Event) -> None:
     """Joined at exit too: a thread that Python ends in the middle of a torch operation aborts the process. One that
-    hangs in a system call is in none: it is not waited for long, and its file not closed under it."""
+    hangs in a system call is in none: it is not waited for, and its file not closed under it."""
     if not birthplace.is_here:
         return
     closed = RuntimeError(f"the store on {Tier.DISK} was closed before this request began")
-    for queue in queues:
-        queue.refuse(closed)
+    for worker in workers:
+        worker.queue.refuse(closed)
     over.set()
     deadline_s = time.monotonic() + JOIN_TIMEOUT_S
-    for thread in threads:
-        if thread is not threading.current_thread():
+    for thread in (watcher, *workers):
+        if thread is not threading.current_thread() and not (isinstance(thread, _Worker) and thread.hangs):
             thread.join(max(0.0, deadline_s - time.monotonic()))
-    if not any(thread.is_alive() for thread in threads):
-        for queue in queues:
-            queue.sectors.file.close()
+    for sectors in {worker.queue.sectors for worker in workers}:
+        if not any(worker.is_alive() for worker in workers if worker.queue.sectors is sectors):
+            sectors.file.close()

@@ -209,12 +209,16 @@ class Requests:
         """LOOKS times in `timeout_s`. See [Note: a hanging request]."""
         with self._lock:
             self._looks = {number: self._looks.get(number, 0) + 1 for number in self._running}
-            hanging = [self._running[number] for number, looks in self._looks.items() if looks > LOOKS]
+            hanging = [self._running[number] for number in self._looks if self.hangs(number)]
         if not hanging:
             return None
         piece = hanging[0]
         where = f"{piece.stop - piece.start} of them at {piece.start}"
         return TimeoutError(f"{piece.request.name}: {where} were not moved after {self._timeout_s:g} s")
+
+    def hangs(self, number: int) -> bool:
+        """One of its threads."""
+        return self._looks.get(number, 0) > LOOKS
 
     def refuse(self, error: BaseException, running_too: bool = False) -> None:
         """All that comes, and what waits."""
@@ -266,12 +270,12 @@ class Requests:
                     return None
                 self._lock.wait()
             piece = self._running[number] = self._queue.popleft()
-            self._looks.pop(number, None)
             return piece
 
     def _end(self, number: int, request: Request, error: BaseException | None) -> None:
         with self._lock:
             del self._running[number]
+            self._looks.pop(number, None)
             request.error = request.error or error
             request.num_left -= 1
             if request.num_left or request.is_over:
