@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from hightide.ir.limits import DiskLimit
+from hightide.ir.tier import Tier
+from hightide.planner.placement import region_bytes
 from hightide.stores import disk_file
 from hightide.stores.disk import DiskStore
 from hightide.stores.disk_file import Buffer
@@ -280,6 +282,8 @@ def test_close_refuses_what_waits_and_ends_what_runs(
 FORKING = """
 import os, sys, torch
 from hightide.ir.limits import DiskLimit
+from hightide.ir.tier import Tier
+from hightide.planner.placement import region_bytes
 from hightide.stores.disk import DiskStore
 
 store = DiskStore([DiskLimit(sys.argv[1], 1 << 20)])
@@ -321,3 +325,12 @@ def test_a_fork_cannot_use_it_and_does_no_harm(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FORKING, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert (done.returncode, done.stdout) == (0, "parent is well\n"), done.stderr
+
+
+def test_it_sets_aside_what_plans_count(make: Callable[..., DiskStore]) -> None:
+    store = make()
+    for num_bytes in (1, 511, SECTOR, SECTOR + 1, 10 * SECTOR - 1):
+        before = store.used_bytes
+        store.allocate(num_bytes, "data")
+        assert store.used_bytes - before == region_bytes(num_bytes, Tier.DISK)
+    assert region_bytes(513, Tier.HOST) == region_bytes(513) == 1024
