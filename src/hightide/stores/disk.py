@@ -29,7 +29,8 @@ class DiskStore(Store):
     """A file on each disk, set aside in full when the store is made; each region lies on one of them, the emptiest
     that can hold it. `read` and `write` return at once: threads of the store do the work, reads and writes of each disk
     apart, and a ticket is done when its bytes have moved. What overlaps must be waited for first; parts of a region
-    that do not overlap may be under way together.
+    that do not overlap may be under way together. What a failed write meant to change cannot be read, and no part of a
+    sector in it written, until it was written as a whole.
 
     CPU tensors that are contiguous, begin at a multiple of 4,096 and go to such an offset are moved straight; what lies
     beyond a whole number of sectors, and all else, passes through small buffers. Tensors that are strided or on a GPU
