@@ -91,6 +91,7 @@ class Disk:
     read_while_writing_bytes_per_s: float
     write_while_reading_bytes_per_s: float
     small: tuple[SmallRequests, ...]
+    rated_bytes: int | None = None  # that may be written in its life, by its maker. None: nobody has said
 
     @property
     def speeds(self) -> tuple[Speeds, ...]:
