@@ -4,7 +4,9 @@
 
 Simulates the searched plan of a few problems on the preset h200, as it is (an update begins when its gradient is at
 home; what is due first goes first) and with the updates of a share of the streamed blocks held back to the end of the
-step: of the first blocks, of the last, and of every so-manyth. Needs no GPU."""
+step: of the first blocks, of the last, and of every so-manyth. Then, for steps that are limited by a disk, what parked
+gradients and late updates are worth: the searched plan, the same with other shares of late updates, and with gradients
+in a ring of buffers instead, each beside the least that its lanes need alone. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -15,16 +17,20 @@ from hightide.cli.workload import load_workload
 from hightide.doctor.known import load_machine
 from hightide.ir.action import Action, Op, Schedule
 from hightide.ir.plan import GradientDtype, Update
-from hightide.ir.tier import Lane
+from hightide.ir.tier import Lane, Tier
+from hightide.planner.predict.bounds import least_step_s
 from hightide.planner.predict.estimate import estimate
-from hightide.planner.predict.simulator import NUM_PASSES, simulated_step_s
+from hightide.planner.predict.simulator import NUM_STEPS, simulated_step_s
 from hightide.planner.predict.step_seconds import seconds_of
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.search import search
+from hightide.planner.search.trials import Trials
 
 GIB = 2**30
 PROBLEMS = (("llama-3.2-3b", 16, 24), ("llama-3.2-3b", 16, 8), ("llama-3.2-3b", 4, 24), ("llama-3.1-8b", 4, 24))
 ALPHAS = (0.1, 0.25, 0.5, 0.75, 1.0)
+ON_DISK = ((32, 30), (64, 30), (96, 30), (32, 40), (64, 40), (96, 40))  # sequences of llama-3.2-3b in 24 GiB, host GiB
+TWELFTHS = (0, 2, 3, 4, 6, 8, 12)
 
 
 def held_back(schedule: Schedule, chunks: set[int]) -> Schedule:
@@ -44,28 +50,55 @@ def subsets(chunks: list[int], alpha: float) -> list[set[int]]:
     return [set(chunks[:count]), set(chunks[-count:]), set(spread)]
 
 
-def main() -> None:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+def problem_of(model: str, num_samples: int, gpu: int, host: int, disk: int = 0) -> Problem:
     machine = load_machine("h200")
+    profile = load_workload(model, num_samples, 2048, None, None).profile()
+    limits = gpu * GIB, host * GIB
+    terms = Terms(*limits, Update.IN_BACKWARD, gradients=GradientDtype.PARAM, disk_bytes=disk * GIB)
+    return Problem(profile, estimate(profile, machine), machine, terms)
+
+
+def print_chosen() -> None:
     print(f"{'':32}  no α   " + "  ".join(f"{alpha:7}" for alpha in ALPHAS))
     for model, num_samples, gpu in PROBLEMS:
-        profile = load_workload(model, num_samples, 2048, None, None).profile()
-        costs = estimate(profile, machine)
-        limits = gpu * GIB, 118 * GIB
-        terms = Terms(*limits, Update.IN_BACKWARD, gradients=GradientDtype.PARAM)
-        found = search(Problem(profile, costs, machine, terms))
-        schedule, seconds = found.passes.last, seconds_of(profile, found.plan, costs)
+        problem = problem_of(model, num_samples, gpu, 118)
+        found = search(problem)
+        schedule, seconds = found.passes.last, seconds_of(problem.profile, found.plan, problem.costs)
         chunks = [action.chunk for action in schedule.actions if action.op is Op.UPDATE and action.lane is Lane.CPU]
         ordered = sorted(chunk for chunk in chunks if chunk is not None)
-        before_s = simulated_step_s(schedule, seconds, machine, NUM_PASSES)
+        before_s = simulated_step_s(schedule, seconds, problem.machine, NUM_STEPS)
         cells = []
         for alpha in ALPHAS:
             steps = [
-                simulated_step_s(held_back(schedule, chosen), seconds, machine, NUM_PASSES)
+                simulated_step_s(held_back(schedule, chosen), seconds, problem.machine, NUM_STEPS)
                 for chosen in subsets(ordered, alpha)
             ]
             cells.append(f"{min(steps) / before_s - 1:+7.1%}")
         print(f"{f'{model}, {num_samples} x 2048, {gpu} GiB':32}  {before_s:.3f}  " + "  ".join(cells), flush=True)
+
+
+def print_on_disk() -> None:
+    heads = "  ".join(f"{f'{late}/12':>6}" for late in TWELFTHS)
+    print(f"{'':22}  {'step':>7}  {'bound':>7}  {'above':>6}  {'blocks':>6}  {'late':>5}  {heads}  {'ring':>6}")
+    for num_samples, host in ON_DISK:
+        problem = problem_of("llama-3.2-3b", num_samples, 24, host, 200)
+        found = search(problem)
+        bound_s, step_s = least_step_s(problem, found.placement), found.step.step_s
+        trials, plan = Trials(problem), found.plan
+        on_disk, late = (sum(map(test, plan.blocks)) for test in (lambda b: b.states is Tier.DISK, lambda b: b.late))
+        others = [replace(found.candidate, late=late) for late in TWELFTHS]
+        others.append(replace(found.candidate, late=0, grad_buffers=max(1, plan.num_state_buffers)))
+        cells = "  ".join(f"{trials.step_s(one) / step_s - 1:+6.1%}" for one in others)
+        row = f"{step_s:7.3f}  {bound_s:7.3f}  {step_s / bound_s - 1:6.1%}  {on_disk:6}  {late:5}"
+        print(f"{f'{num_samples} x 2048, host {host} GiB':22}  {row}  {cells}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--disk-only", action="store_true", help="only the steps from a disk")
+    if not parser.parse_args().disk_only:
+        print_chosen()
+    print_on_disk()
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ HOMES: dict[str, Homes] = {
 
 def placed(plan: Plan, homes: str | Homes, num_buffers: int = 2, spare: int = 1) -> Plan:
     """The same plan with its blocks there, everything recomputed; `spare` slots more than the widest block needs. With
-    updates in backward, gradients of every third block go through the ring, of the others park, every second is late."""
+    updates in backward, gradients of every third block go through the ring; of the others every second is late."""
     choose = HOMES[homes] if isinstance(homes, str) else homes
     blocks = tuple(
         replace(block, params=choose(index)[0], states=choose(index)[1], activation=Activation.RECOMPUTE, inputs=G)

@@ -35,6 +35,7 @@ from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.peaks import is_real
 from hightide.planner.predict.tide import simulated_timeline
+from hightide.planner.predict.wear import parse_rating
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.calls import in_calls, search_calls
 from hightide.planner.search.search import search
@@ -62,6 +63,9 @@ class PlanOptions:
     disk: Annotated[
         list[str] | None,
         typer.Option(metavar="FOLDER:SIZE", help="For what the host cannot hold. May be repeated."),
+    ] = None
+    endurance: Annotated[
+        str | None, typer.Option(metavar="RATING", help="Bytes that the disk is made to be written, such as 600TBW.")
     ] = None
     machine: MachineOption = None
     dtype: Annotated[Dtype | None, typer.Option(help="Of the parameters; else the config's, or bfloat16.")] = None
@@ -158,6 +162,8 @@ def _check(options: PlanOptions) -> None:
         raise ValueError(f"--calls {options.calls} with --disk: such steps are not planned yet; use --calls 1")
     if not options.look >= 0:
         raise ValueError(f"--look {options.look:g} is no number of seconds; write 0 or more, such as --look 30")
+    if options.endurance is not None:
+        parse_rating(options.endurance, "--endurance")
     check_target("--save", options.save)
     check_target("--html", options.html)
 
@@ -213,7 +219,8 @@ def _report(options: PlanOptions, workload: Workload, found: Searched, may_go_on
     reasons = why(found, options.why) if options.why is not None else None
     helpful = improvements(found, _circumstances(options, workload, found.problem), may_go_on)
     about = subject(workload.name, found.problem)
-    return PlanReport(about, True, outlook(found), None, would_help=helpful, why=reasons)
+    rated_bytes = parse_rating(options.endurance, "--endurance") if options.endurance is not None else None
+    return PlanReport(about, True, outlook(found, rated_bytes), None, would_help=helpful, why=reasons)
 
 
 def _write(options: PlanOptions, name: str, found: Searched) -> None:

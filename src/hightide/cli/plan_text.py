@@ -15,6 +15,7 @@ from hightide.ir.units import format_bytes, format_flop, format_seconds
 from hightide.planner.advice.explain import WIDTH
 from hightide.planner.advice.helpful import Change, Improvements
 from hightide.planner.advice.why import NOISE, Reasons
+from hightide.planner.predict.wear import in_words
 from hightide.report.outlook import Outlook, PlanReport, Refusal, Subject
 
 
@@ -72,6 +73,8 @@ def _outlook(console: Console, outlook: Outlook) -> None:
     others = ", ".join(f"{lane} {share:.0%}" for lane, share in shares.items() if lane is not outlook.limiting_lane)
     limit = outlook.limiting_lane
     console.print(_wrapped(f"  limit: {limit} ({limit.meaning}), busy {shares[limit]:.0%} of the step; {others}"))
+    if outlook.wear is not None:
+        console.print(_wrapped(f"  disk: {in_words(outlook.wear)}"))
 
 
 def _refusal(console: Console, refusal: Refusal, changes: tuple[Change, ...]) -> None:

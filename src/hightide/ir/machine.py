@@ -94,6 +94,7 @@ class Disk:
     small: tuple[SmallRequests, ...]
     request_bytes: int = DISK_REQUEST_BYTES  # with which reads and writes together are fastest,
     depth: int = DISK_DEPTH  # so many of each at a time
+    rated_bytes: int | None = None  # that may be written in its life, by its maker. None: nobody has said
 
     @property
     def speeds(self) -> tuple[Speeds, ...]:

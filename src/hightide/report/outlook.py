@@ -13,6 +13,7 @@ from hightide.planner.advice.why import Reasons
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.predict.floor import floors
 from hightide.planner.predict.light import light_s, needed_flop
+from hightide.planner.predict.wear import Wear, wear
 from hightide.planner.problem import Problem
 from hightide.planner.solution import Searched
 
@@ -81,6 +82,7 @@ class Outlook:
     update: Update
     gradients: GradientDtype
     blocks: tuple[BlockPlan, ...]  # of one with tied parameters only: the tiers of the block that owns them
+    wear: Wear | None  # of the disk; None: nothing is written to one
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ def subject(name: str, problem: Problem) -> Subject:
     )
 
 
-def outlook(found: Searched) -> Outlook:
+def outlook(found: Searched, rated_bytes: int | None = None) -> Outlook:
+    """`rated_bytes`: that may be written to the disk in its life; None: what the machine says."""
     profile, plan, step = found.profile, found.plan, found.step
     placement = found.placement
     alone = floors(found)
@@ -158,7 +161,14 @@ def outlook(found: Searched) -> Outlook:
         update=plan.update,
         gradients=plan.gradients,
         blocks=placement.blocks_in_effect,
+        wear=_wear(found, rated_bytes),
     )
+
+
+def _wear(found: Searched, rated_bytes: int | None) -> Wear | None:
+    written_bytes, disk = found.passes.moved_bytes(Lane.DISK_WRITE), found.problem.machine.disk
+    rated = rated_bytes if disk is None else rated_bytes or disk.rated_bytes
+    return wear(written_bytes, found.step.step_s, rated) if written_bytes else None
 
 
 def refusal(error: InfeasiblePlan, problem: Problem) -> Refusal:

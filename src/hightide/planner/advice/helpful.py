@@ -12,7 +12,7 @@ from functools import partial
 from hightide.ir.block import DTYPE_BYTES
 from hightide.ir.chunk import GRAD_BYTES
 from hightide.ir.plan import GradientDtype, Update
-from hightide.ir.tier import Tier
+from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes, parse_bytes
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.problem import Problem
@@ -81,8 +81,10 @@ def improvements(found: Searched, circumstances: Circumstances, may_go_on: Calla
 def _faster(found: Searched, circumstances: Circumstances) -> list[tuple[Change, Problem]]:
     """What usually helps most comes first: for models that take long to plan there is time for one or two."""
     problem = found.problem
-    twice = 2 * problem.profile.num_samples
-    changes = [(_batch_of(twice, problem, circumstances), problem.with_samples(twice))]
+    # What a disk reads and writes in a step does not depend on its samples: where that is the limit, more of them help.
+    factors = (2, 4) if _is_limited_by_disk(found) else (2,)
+    sizes = [factor * problem.profile.num_samples for factor in factors]
+    changes = [(_batch_of(size, problem, circumstances), problem.with_samples(size)) for size in sizes]
     whole = found.placement.is_resident
     if problem.terms.update is Update.DEFERRED and not circumstances.clips and not whole:
         change = Change("in-backward updates, if your loop never clips", "--update in_backward")
@@ -96,6 +98,11 @@ def _faster(found: Searched, circumstances: Circumstances) -> list[tuple[Change,
     if found.plan.forecast.host_peak_bytes > FULL * problem.terms.host_bytes:
         changes.append(_more(problem, Tier.HOST))
     return changes
+
+
+def _is_limited_by_disk(found: Searched) -> bool:
+    busy_s = found.step.simulated.busy_s
+    return max(busy_s, key=lambda lane: busy_s[lane]).shares == Lane.DISK_READ.shares
 
 
 def fitting(

@@ -287,9 +287,11 @@ class Moves:
     def _other_buffers(self, candidate: Candidate) -> Iterator[Candidate]:
         """Finer chunks need smaller buffers, which leave more of the host; and what is late makes others early."""
         sizes = self.space.slot_sizes[:NUM_SLOT_SIZES]
-        changes: list[dict[str, int]] = [{"late": late} for late in LATE] if self.space.updates_in_backward else []
-        counts = range(1, 1 + MOST_BUFFERS)
-        changes += [{"slot_numel": size, "state_buffers": count} for size, count in product(sizes, counts)]
+        counts, at_once = range(1, 1 + MOST_BUFFERS), self.space.updates_in_backward
+        together = ("state_buffers",) if at_once else ("state_buffers", "read_buffers", "grad_buffers")
+        changes: list[dict[str, int]] = [{"late": late} for late in LATE] if at_once else []
+        for size, count in product(sizes, counts):
+            changes.append({"slot_numel": size, **dict.fromkeys(together, count)})
         changes += [{ring: count} for ring in ("grad_buffers", "read_buffers") for count in counts]
         for change in changes:
             changed = replace(candidate, **change)  # type: ignore[arg-type]

@@ -102,7 +102,9 @@ class Space:
 
     def _parks(self, block: int, states: Tier, candidate: Candidate) -> bool:
         """All buffers of a ring are as large as the largest: what is far wider than others parks."""
-        return not candidate.grad_buffers or block in self._wide or (states is Tier.DISK and candidate.late > 0)
+        if not candidate.grad_buffers or not self.updates_in_backward:
+            return True
+        return block in self._wide or (states is Tier.DISK and candidate.late > 0)
 
     @cached_property
     def _wide(self) -> frozenset[int]:
