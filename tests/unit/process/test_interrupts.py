@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from hightide.process import interrupts
-from hightide.process.interrupts import Hold, deferred, held, is_interrupt, safe_point
+from hightide.process.interrupts import Hold, deferred, held, in_a_line, is_interrupt, safe_point
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -112,6 +112,9 @@ def test_a_handler_that_raises_something_else() -> None:
     with pytest.raises(Stop) as caught, deferred:
         ctrl_c()
     assert is_interrupt(caught.value) and not is_interrupt(Stop()) and signal.getsignal(signal.SIGINT) is stop
+    with pytest.raises(Stop):  # an interrupt is no finding
+        in_a_line(caught.value)
+    assert in_a_line(ValueError("too wide\nand long")) == "ValueError: too wide" and in_a_line(Stop()) == "Stop: "
 
 
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
