@@ -28,13 +28,13 @@ from pathlib import Path
 import torch
 
 from hightide.ir.limits import DiskLimit
-from hightide.stores import disk
+from hightide.stores import disk, disk_file
 from hightide.stores.disk import DiskStore
 from hightide.stores.store import Region
 
 SECTOR = 4096
 REQUEST_BYTES = 16 * SECTOR
-FILE_BYTES = 256 * SECTOR
+FILE_BYTES = 512 * SECTOR  # the users' regions at their largest, and more
 NUM_USERS = 3  # threads
 WAIT_S = 90.0  # a request that is not done by then hangs
 HANG_TIMEOUT_S = 0.8  # of the store, where one is to hang
@@ -80,7 +80,7 @@ class Faults:
         elsewhere = (offset + SECTOR * self.chance.randrange(1, 64)) % (FILE_BYTES - REQUEST_BYTES) // SECTOR * SECTOR
         match self.kind:
             case "short":
-                return real(descriptor, [buffers[0][: max(1, num_bytes // SECTOR // 2) * SECTOR]], offset)
+                return real(descriptor, [memoryview(buffers[0])[: max(1, num_bytes // SECTOR // 2) * SECTOR]], offset)
             case "nothing moved":
                 return 0
             case "slow":
@@ -301,6 +301,12 @@ def mounted_round(kind: str, folder: Path, found: Found) -> None:
         if kind == "full tmpfs":
             mount.joinpath("mine").write_bytes(bytes(512 << 10))
         refuse_store(mount, FILE_BYTES, found)
+        if kind == "full tmpfs":  # what was free a moment ago is not any more
+            checked, disk_file._check_room = disk_file._check_room, lambda *_: None
+            try:
+                refuse_store(mount, FILE_BYTES, found)
+            finally:
+                disk_file._check_room = checked
         if kind == "full tmpfs" and [path.name for path in mount.iterdir()] != ["mine"]:
             found.blame("left behind", list(mount.iterdir()))
 
