@@ -101,7 +101,9 @@ def as_records(schedule: Schedule, simulated: Simulated) -> list[Done]:
         ready: list[Action] = []
         if not span.lane.is_in_order:
             waiting = [action for action in schedule.lane(span.lane) if spans[action.id].start_s >= span.start_s]
-            ready = [action for action in waiting if ready_s(action) <= span.start_s]
+            # What follows the pass before was ready when that was: only that it was picked tells.
+            known = [action for action in waiting if not action.after_prev or action.id == span.id]
+            ready = [action for action in known if ready_s(action) <= span.start_s]
         records.append(
             Done(span.lane, span.id, tuple(action.id for action in ready), tuple(action.tick for action in ready))
         )
