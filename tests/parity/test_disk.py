@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -648,3 +649,24 @@ def test_no_thread_and_no_file_is_left(tmp_path: Path) -> None:
     assert descriptors() and not list(tmp_path.iterdir())
     hightide.unwrap(model)
     assert not descriptors()
+
+
+@pytest.mark.parametrize("homes", ["host", "states on disk", "all on disk", "every tier"])
+def test_the_host_needs_no_byte_more_than_is_told(homes: str, tmp_path: Path) -> None:
+    """Gradients park where inputs of blocks lay that have had their backward: a real GPU's host memory is exactly as
+    large as the forecast."""
+    model, batch = Words(), batch_of(0, num_samples=64)
+    made = adamw(model)
+    plan = hightide.plan(model, made, batch, limits=ROOMY, micro_batch=16, **IN_BACKWARD)
+    plan = placed(plan, homes)
+    blocks = tuple(replace(block, inputs=Tier.HOST, parks=True, late=False) for block in plan.blocks)
+    plan = replace(plan, blocks=blocks)
+    assert plan.profile is not None
+    needed_bytes = Solution.of(plan.profile, plan).peaks.host_peak_bytes
+    plan = replace(plan, host_limit_bytes=needed_bytes)
+    model, made = hightide.wrap(model, made, batch, plan=plan, limits=folder(tmp_path) if homes != "host" else None)
+    for _ in range(3):
+        model(**batch)["loss"].backward()
+        made.step()
+        made.zero_grad()
+    assert hightide.stats(model).peak_bytes["host"] <= needed_bytes

@@ -15,10 +15,16 @@ class HostArena(ArenaStore):
         super().__init__(Tier.HOST, capacity_bytes, huge_bytes)
 
     def allocate_last(self, num_bytes: int, label: str) -> Region:
-        """At the other end than `allocate`: what comes and goes at both ends leaves no holes in between."""
+        """At the other end than `allocate`: what comes and goes at both ends leaves no holes in between. Where a run off
+        the plan has filled what the plan needs, anywhere."""
         free = self._free
         assert isinstance(free, FreeList)
-        return self._allocated(num_bytes, label, lambda size: free.take_last(size, self._end))
+
+        def take(size: int) -> int | None:
+            offset = free.take_last(size, self._end)
+            return free.take(size) if offset is None else offset
+
+        return self._allocated(num_bytes, label, take)
 
     @property
     def _end(self) -> int:

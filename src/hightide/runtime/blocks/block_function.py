@@ -469,8 +469,8 @@ class BlockCall:
                     if want:
                         summed[index].add(graph.take_grad(index), start, num_samples)
                 del graph, roots
-        if self.stash is not None:
-            run.stashes.release(self.stash)
+            if self.stash is not None:  # before gradients leave, which may wait where it lay
+                run.stashes.release(self.stash)
         self._graphs = None
         return [total.value if want else None for total, want in zip(summed, wanted, strict=True)]
 
