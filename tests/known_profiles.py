@@ -1,6 +1,7 @@
 """Profiles of models that an earlier test has profiled: that is most of the time of a test that wraps a tiny model.
 
-A profile is a function of what `_facts` collects. Where that is not certain (a hook, an attribute that only its address
+A profile is a function of what `_facts` collects; of a model that is run on values, of its values and the random state
+too. Where that is not certain (a hook, an attribute that only its address
 tells apart, a warning that the caller must see), the model is profiled again. conftest.py names the folders whose tests
 use this; those of the profiler do not.
 """
@@ -33,7 +34,8 @@ class KnownProfiles:
 
     def __init__(self, profile_calls: Callable[..., tuple[Any, ...]]) -> None:
         self._profile_calls = profile_calls
-        self._known: dict[Hashable, tuple[Any, ProbeResult]] = {}
+        self._known: dict[Hashable, tuple[Any, ProbeResult, list[warnings.WarningMessage]]] = {}
+        self._asking: set[Hashable] = set()  # those that were profiled on values
 
     def __call__(
         self,
@@ -45,17 +47,36 @@ class KnownProfiles:
     ) -> tuple[Any, ProbeResult, tuple[()]]:
         """`options`: such as where blocks are tried, or whether."""
         key = key_of(model, optimizer, batch, (chosen, sorted(options.items())))
+        asks = key in self._asking
+        if asks:
+            key = key, _values(model)
         if key not in self._known:
             with warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 profile, probed, _ = self._profile_calls(model, optimizer, batch, chosen, **options)
-            for warning in said:
-                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-            if key is None or said:
+            if key is not None and probed.on_values and not asks:
+                self._asking.add(key)
+                key = key, _values(model)
+            if key is None or (said and not probed.on_values):
+                _say(said)
                 return profile, probed, ()
-            self._known[key] = profile, replace(probed, blocks=_blocks(probed, nn.Module()))
-        profile, probed = self._known[key]
+            self._known[key] = profile, replace(probed, blocks=_blocks(probed, nn.Module())), said
+        profile, probed, said = self._known[key]
+        _say(said)
         return profile, replace(probed, blocks=_blocks(probed, model)), ()
+
+
+def _say(said: list[warnings.WarningMessage]) -> None:
+    for warning in said:
+        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def _values(model: nn.Module) -> Hashable:
+    """What the profile of a model that asks for values follows from besides."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
+        return object()  # equal to nothing: a file or an initialiser has them
+    return tuple(map(_contents, tensors)), torch.get_rng_state().numpy().tobytes()
 
 
 def _blocks(probed: ProbeResult, model: nn.Module) -> tuple[FoundBlock, ...]:

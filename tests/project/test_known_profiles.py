@@ -38,6 +38,33 @@ def test_a_known_profile_is_the_one_that_would_be_taken(name: str) -> None:
     assert taken == [first[0], other[0]]
 
 
+class Asks(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.detach().sum().item() > 0 else super().forward(x).sin().cos()
+
+
+def test_a_model_that_asks_for_values_is_known_by_them_and_warns_each_time() -> None:
+    taken: list[Any] = []
+
+    def take(*args: Any, **options: Any) -> Any:
+        taken.append(args[0])
+        return profile_calls(*args, **options)
+
+    known, batch = KnownProfiles(take), torch.ones(4, 8)
+    kept = []
+    for sign in (1, 1, -1, -1, 1):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), Asks(8, 8))
+        torch.nn.init.constant_(model[0].weight, sign)
+        with pytest.warns(UserWarning, match="could not be probed without values"):
+            kept.append([call.kept for call in known(model, adamw(model), batch)[0].calls])
+    assert len(taken) == 2 and kept[0] == kept[1] == kept[4] != kept[2] == kept[3]
+    torch.manual_seed(1)
+    with pytest.warns(UserWarning, match="could not be probed without values"):
+        known(model, adamw(model), batch)
+    assert len(taken) == 3
+
+
 def changed(change: Callable[[torch.nn.Module], object]) -> Callable[[], models.Pair]:
     def build() -> models.Pair:
         model, batch = models.llama()

@@ -3,7 +3,8 @@
 [Note: known results] Torch remembers it too, but takes ten times as long to look it up as to find a result here: a
 profile consists of little else. Remembered are operations of torch's own on tensors of one fake mode, whose results
 follow from shapes, strides, offsets, dtypes and devices alone: each is one of the arguments, a view of one, or new and
-exactly as large as it must be. All others go to the fake mode every time.
+exactly as large as it must be. A tensor with values (the batch's) may be among the arguments where all results are new:
+the fake mode looks at nothing else of it. All others go to the fake mode every time.
 """
 
 from __future__ import annotations
@@ -36,21 +37,28 @@ class _Known(NamedTuple):
     kind: type | None  # of the sequence that they are returned in; None: it is one tensor
 
 
+class _Rule(NamedTuple):
+    """Which calls of an operation are remembered."""
+
+    any: bool
+    with_values: bool  # those with tensors that have values, too
+
+
 _known: dict[Any, _Known | None] = {}  # None: it is to be asked for each time
-_is_remembered: dict[Any, bool] = {}
+_rules: dict[Any, _Rule] = {}
 
 
 def result_of(mode: FakeTensorMode, func: Any, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What the fake mode would return. See [Note: known results]."""
-    remembered = _is_remembered.get(func)
-    if remembered is None:
-        remembered = _is_remembered.setdefault(func, _may_remember(func))
-    if not remembered:
+    rule = _rules.get(func)
+    if rule is None:
+        rule = _rules.setdefault(func, _rule_of(func))
+    if not rule.any:
         return mode.__torch_dispatch__(func, types, args, kwargs)
     with torch._C.DisableTorchFunction():  # else a mode of the caller's would see each question about a tensor
         looks: list[Any] = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         given: list[FakeTensor] = []
-        if not _describe(args, mode, looks, given) or (kwargs and not _describe_named(kwargs, mode, looks, given)):
+        if not _describe_call(args, kwargs, mode, rule, looks, given):
             return mode.__torch_dispatch__(func, types, args, kwargs)
         key = tuple(looks)
         known = _known.get(key)
@@ -62,55 +70,78 @@ def result_of(mode: FakeTensorMode, func: Any, types: Any, args: Sequence[Any], 
             if len(_known) >= MAX_KNOWN:
                 _known.clear()
             after: list[Any] = looks[:3]
-            same = _describe(args, mode, after, []) and (not kwargs or _describe_named(kwargs, mode, after, []))
+            same = _describe_call(args, kwargs, mode, rule, after, [])
             _known[key] = _remember(found, mode, given) if same and tuple(after) == key else None
         return found
 
 
-def _may_remember(func: Any) -> bool:
+def _rule_of(func: Any) -> _Rule:
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
-        return False
+        return _Rule(False, False)
     schema = func._schema
     if schema.name in MOVES_STORAGE or any(argument.is_out for argument in schema.arguments):
-        return False
-    return torch.Tag.inplace_view not in func.tags and torch.Tag.data_dependent_output not in func.tags
+        return _Rule(False, False)
+    if torch.Tag.inplace_view in func.tags or torch.Tag.data_dependent_output in func.tags:
+        return _Rule(False, False)
+    # Composites, which arrive whole in inference mode, may return an argument without saying so.
+    is_composite = func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+    shares = any(part.alias_info is not None for part in (*schema.arguments, *schema.returns))
+    return _Rule(True, with_values=not is_composite and not shares)
 
 
-def _describe(values: Sequence[Any], mode: FakeTensorMode, looks: list[Any], given: list[FakeTensor]) -> bool:
+def _describe_call(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    mode: FakeTensorMode,
+    rule: _Rule,
+    looks: list[Any],
+    given: list[FakeTensor],
+) -> bool:
     """Adds what results follow from; whether that is possible."""
+    if not _describe(args, mode, rule, looks, given):
+        return False
+    if not kwargs:
+        return True
+    looks.extend(kwargs)
+    return _describe(tuple(kwargs.values()), mode, rule, looks, given)
+
+
+def _describe(
+    values: Sequence[Any], mode: FakeTensorMode, rule: _Rule, looks: list[Any], given: list[FakeTensor]
+) -> bool:
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
             if value.fake_mode is not mode or value.constant is not None or value.layout is not torch.strided:
                 return False
-            looks.append(
-                (
-                    value.dtype,
-                    value.shape,
-                    value.stride(),
-                    value.storage_offset(),
-                    value.fake_device,
-                    value.is_conj(),
-                    value.is_neg(),
-                    value.is_inference(),
-                )
-            )
+            looks.append(_look(value, value.fake_device))
             given.append(value)
         elif kind in VALUES:
             looks.append(kind)  # True is 1
             looks.append(value)
         elif kind is list or kind is tuple:
             looks.append((kind, len(value)))
-            if not _describe(value, mode, looks, given):
+            if not _describe(value, mode, rule, looks, given):
                 return False
+        elif kind is torch.Tensor and rule.with_values and value.layout is torch.strided:
+            looks.append(kind)
+            looks.append(_look(value, value.device))
         else:
             return False
     return True
 
 
-def _describe_named(values: Mapping[str, Any], mode: FakeTensorMode, looks: list[Any], given: list[FakeTensor]) -> bool:
-    looks.extend(values)
-    return _describe(tuple(values.values()), mode, looks, given)
+def _look(tensor: torch.Tensor, device: torch.device) -> tuple[Any, ...]:
+    return (
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        device,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor.is_inference(),
+    )
 
 
 def _made(result: _Result, mode: FakeTensorMode, given: Sequence[FakeTensor]) -> torch.Tensor:

@@ -30,6 +30,8 @@ CALLS: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[Any, tuple[Any, ..
     "integer": lambda x, y: (aten.full_like.default, (x.to(torch.int64), 1)),
     "a number": lambda x, y: (aten.div.Tensor, (x.to(torch.int64), 2)),
     "many": lambda x, y: (aten.cat.default, ([x, y.t()], 1)),
+    "beside values": lambda x, y: (aten.embedding.default, (x, torch.tensor([[1, 3], [0, 2], [2, 2]]))),
+    "beside other values": lambda x, y: (aten.where.self, (torch.ones(6, 1, 6).bool(), x[0], torch.zeros(4, 6))),
     "conjugated": lambda x, y: (aten._conj.default, (x.to(torch.complex64),)),
 }
 
@@ -61,7 +63,7 @@ def look(results: Any, given: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_it_is_what_the_fake_mode_gives(name: str) -> None:
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     func, args = CALLS[name](*made(mode))
     expected = look(mode.__torch_dispatch__(func, (), args, {}), args)
     known_results._known.clear()
@@ -92,6 +94,24 @@ def test_whatever_changes_a_result_tells_calls_apart() -> None:
         assert dtype(aten.add.Tensor, whole, 1.0) == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_the_shape_of_what_has_values_tells_calls_apart() -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    x, _ = made(mode)
+    for ids in (torch.tensor([1, 2, 3]), torch.tensor([[1, 2], [3, 0]]), torch.tensor([0, 1, 2])):
+        assert result_of(mode, aten.embedding.default, (), (x, ids), {}).shape == (*ids.shape, 6)
+    for other in (torch.ones(6), torch.ones(6, dtype=torch.float64), torch.ones((), dtype=torch.float64)):
+        assert result_of(mode, aten.add.Tensor, (), (x, other), {}).dtype == torch.result_type(torch.ones(4, 6), other)
+
+
+def test_what_may_share_memory_with_values_is_not_remembered() -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    x, _ = made(mode)
+    known_results._known.clear()
+    result_of(mode, aten.add_.Tensor, (), (x, torch.ones(4, 6)), {})  # changes an argument
+    result_of(mode, aten.type_as.default, (), (torch.ones(4, 6), x), {})  # may return one
+    assert not known_results._known
 
 
 def test_another_mode_has_tensors_of_its_own() -> None:
