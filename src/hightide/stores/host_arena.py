@@ -15,8 +15,8 @@ class HostArena(ArenaStore):
         super().__init__(Tier.HOST, capacity_bytes, huge_bytes)
 
     def allocate_last(self, num_bytes: int, label: str) -> Region:
-        """At the other end than `allocate`: what comes and goes at both ends leaves no holes in between. Where a run off
-        the plan has filled what the plan needs, anywhere."""
+        """At the other end than `allocate`: what comes and goes at both ends leaves no holes in between. Anywhere, if
+        a run off the plan has filled what the plan needs."""
         free = self._free
         assert isinstance(free, FreeList)
 
