@@ -6,6 +6,7 @@ lanes of random speed, with no chunk overwritten, read too early or left behind,
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -93,12 +94,17 @@ CASES: dict[str, tuple[ModelProfile, Plan, Mode]] = {
 }
 
 
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> tuple[ModelProfile, Plan, Schedule]:
-    profile, plan, mode = CASES[request.param]
+@cache
+def lowered(name: str) -> tuple[ModelProfile, Plan, Schedule]:
+    profile, plan, mode = CASES[name]
     schedule = lower(profile, plan, mode)
     verify_within(profile, plan, schedule, UNLIMITED, UNLIMITED)
     return profile, plan, schedule
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[ModelProfile, Plan, Schedule]:
+    return lowered(request.param)
 
 
 def accepted(
