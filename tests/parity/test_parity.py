@@ -19,7 +19,7 @@ COVERING = [  # every model, every timing and kind of clipping with tied and wit
     ("plain_tied", "in_backward", None, 1.02, "before"),
     ("hand_written", "deferred", "optimizer", 1.02, "after"),
 ]
-MORE = [  # of four steps instead of twenty in test_covering.py, where every pair of these features is
+MORE = [  # of three steps instead of twenty in test_covering.py, where every pair of these features is
     ("gpt2", "in_backward", None, 1.02, "before"),
     ("vit", "deferred", "optimizer", 1.02, "after"),
     ("plain_tied", "deferred", None, 1.02, "after"),

@@ -107,14 +107,28 @@ def assert_same_bits(ours: tuple[list[float], dict[str, Tensor]], other: tuple[l
     assert all(torch.equal(ours[1][key], value) for key, value in other[1].items())
 
 
+def long(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+def placed(*others: Any) -> list[Any]:
+    """Each of these with "mixed", which has every place of a chunk; by turns with the plain places, else `long`."""
+    by_turns = [
+        ((where, other) if number % 2 == turn else long(where, other))
+        for turn, where in enumerate(("sums at home", "sums stay"))
+        for number, other in enumerate(others)
+    ]
+    return [*(("mixed", other) for other in others), *by_turns]
+
+
 COVERING = [  # every model and number of passes, each timing with each kind of weights and with a middle pass
     ("llama", 3, "in_backward"),
     ("llama_tied", 2, "deferred"),
-    ("llama_tied", 3, "deferred"),
     ("llama_tied", 4, "in_backward"),
     ("plain", 4, "deferred"),
 ]
 MORE = [
+    ("llama_tied", 3, "deferred"),
     ("llama", 3, "deferred"),
     ("llama_tied", 2, "in_backward"),
     ("llama_tied", 3, "in_backward"),
@@ -123,9 +137,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "number", "update"), [*COVERING, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE)]
-)
+@pytest.mark.parametrize(("name", "number", "update"), [*COVERING, *(long(*case) for case in MORE)])
 def test_every_plan_equals_plain_pytorch_and_gives_the_same_bits(name: str, number: int, update: str) -> None:
     clip = 0.3 if update == "deferred" else 0.0
     plain = train(build(name)[0], name, [number] * 2, clip)
@@ -168,8 +180,7 @@ def test_what_stays_does_not_move() -> None:
     assert moved["sums at home"]["d2h"] - moved["sums stay"]["d2h"] == 2 * 3 * grads
 
 
-@pytest.mark.parametrize("per_step", [[1, 1, 3], [2, 5, 3], [3, 1, 4]])
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(("where", "per_step"), placed([1, 1, 3], [2, 5, 3], [3, 1, 4]))
 def test_a_loop_that_does_not_keep_its_promise_is_right_and_told_once(where: str, per_step: list[int]) -> None:
     plain = train(build("llama_tied")[0], "llama_tied", per_step, 0.3)
     pair, _ = wrapped("llama_tied", where, accumulate=3)
@@ -189,8 +200,7 @@ def test_in_backward_a_step_may_come_early_and_a_backward_too_many_is_refused() 
         train(pair, "llama", [4])
 
 
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("where", "dtype"), placed(torch.bfloat16, torch.float16))
 def test_sums_are_rounded_once(where: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a sum in fp32 of the gradients of all passes, each of which the model itself computes."""
     monkeypatch.setattr(placement, "STAGING_NUMEL", 640)  # several tiles
@@ -251,8 +261,7 @@ def drop(model: nn.Module, count: int) -> None:
         model.zero_grad()
 
 
-@pytest.mark.parametrize("between", [evaluate, look, load, drop])
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(("where", "between"), placed(evaluate, look, load, drop))
 def test_what_a_loop_does_between_passes(where: str, between: Between) -> None:
     per_step = [4, 4]
     plain = train(build("llama")[0], "llama", per_step, 0.3, between)
@@ -317,7 +326,7 @@ def test_adapters() -> None:
         assert_close(train((model, optimizer), "llama", [3] * 2, 0.3), plain)
 
 
-@pytest.mark.parametrize("room", [1.05, 1.6, 3.0])
+@pytest.mark.parametrize("room", [1.05, long(1.6), 3.0])
 def test_limits_only(room: float) -> None:
     """The search finds a plan for the whole step, and no tier exceeds its limit."""
     from harness import wrap
@@ -399,8 +408,7 @@ def stacked(where: str, dtype: torch.dtype = torch.bfloat16, **options: Any) -> 
     return (model, optimizer), run, plan
 
 
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(("where", "update"), placed("deferred", "in_backward"))
 def test_gradients_of_inputs_in_between(where: str, update: str) -> None:
     """An adversarial loop: torch.autograd.grad for the inputs, in a pass of its own, before each backward."""
 

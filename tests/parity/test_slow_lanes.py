@@ -18,7 +18,7 @@ from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.runtime.lanes import lanes
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 DELAYS_S = (0.0, 0.0, 0.001, 0.004, 0.015)
 
 

@@ -74,7 +74,7 @@ for name, dtype, gpu in (
 ):
     gc.collect()
     bare_bytes = rss_bytes("VmRSS:")
-    model = wrapped(512, 24, dtype, gpu)
+    model = wrapped(512, 16, dtype, gpu)
     run = run_of(model)
     report[name] = {
         "found": rss_bytes("VmHWM:") - bare_bytes,

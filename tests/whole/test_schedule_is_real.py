@@ -73,9 +73,9 @@ def edit(base: Schedule, **changes: Action | None) -> Schedule:
 @pytest.mark.parametrize("plan", PLANS)
 def test_executed_equals_scheduled(plan: str, update: str) -> None:
     pair = wrapped(plan, update)
-    for _ in range(3):
+    for _ in range(2):
         pair.assert_equal(*pair.step())
-    for back in range(3):
+    for back in range(2):
         assert compare(schedule(pair), records(pair, back)) == []
     with torch.no_grad():
         pair.model(**models.token_batch(num_samples=2))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -103,12 +104,17 @@ CASES: dict[str, tuple[ModelProfile, Plan, Mode]] = {
 }
 
 
-@pytest.fixture(params=CASES)
-def case(request: pytest.FixtureRequest) -> tuple[ModelProfile, Plan, Schedule]:
-    profile, plan, mode = CASES[request.param]
+@cache
+def lowered(name: str) -> tuple[ModelProfile, Plan, Schedule]:
+    profile, plan, mode = CASES[name]
     schedule = lower(profile, plan, mode)
     verify_within(profile, plan, schedule, UNLIMITED, UNLIMITED)
     return profile, plan, schedule
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> tuple[ModelProfile, Plan, Schedule]:
+    return lowered(request.param)
 
 
 def accepted(

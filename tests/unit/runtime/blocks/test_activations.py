@@ -61,8 +61,19 @@ def poison_free_slots(pair: Twins, monkeypatch: pytest.MonkeyPatch) -> list[int]
     return poisoned
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "vit", "plain", "hand_written", "t5"])
-@pytest.mark.parametrize("activation", list(Activation))
+POISONED = ["llama_tied", "gpt2", "vit", "plain", "hand_written", "t5"]
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [  # every activation with tied weights and with blocks that share an input; every model with one, by turns
+        pytest.param(
+            name, activation, marks=() if name in ("llama_tied", "t5") or (at + turn) % 3 == 0 else pytest.mark.long
+        )
+        for at, name in enumerate(POISONED)
+        for turn, activation in enumerate(Activation)
+    ],
+)
 def test_slots_poisoned_on_release_change_nothing(
     name: str, activation: Activation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
