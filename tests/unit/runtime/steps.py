@@ -13,6 +13,7 @@ from torch import nn
 
 import hightide
 import models
+from hightide.planner.placement import Placement
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 
@@ -65,7 +66,7 @@ def twins(
     if edit is not None:
         plan = edit(hightide.plan(model, optimizer, batch, limits=limits, **options))
         options = {"plan": plan}
-        if plan.num_disk_buffers:  # the file has no name: nothing is left there
+        if Placement(plan).uses_disk:  # the file has no name: nothing is left there
             options["limits"] = hightide.Limits(disk=f"{tempfile.gettempdir()}:64MiB")
     else:
         options["limits"] = limits

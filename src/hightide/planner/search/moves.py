@@ -127,8 +127,9 @@ class Moves:
         states on the GPU fit."""
         movable, by_width = self.space.movable, self._by_width
         sizes = self.micro_batches if self.few else self.micro_batches[-1:]
-        for inputs, micro_batch in product((Tier.HOST, Tier.GPU), sizes):
-            lean = form.of(Candidate(micro_batch, inputs, spare_slots=0, spare_grad_slots=0))
+        rings = (0, 1) if self.space.updates_in_backward else (0,)
+        for inputs, micro_batch, ring in product((Tier.HOST, Tier.GPU), sizes, rings):
+            lean = form.of(Candidate(micro_batch, inputs, spare_slots=0, spare_grad_slots=0, grad_buffers=ring))
             yield lean
             if self.space.tables:
                 yield self._looked_up(lean)
