@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -152,8 +156,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]]
     "tied, in backward": (partial(Words, tied=True), IN_BACKWARD, {}),
     "frozen": (partial(Words, frozen=True), {}, {"clip": True}),
     "frozen, in backward": (partial(Words, frozen=True), IN_BACKWARD, {}),
-    "accumulated": (Words, {}, {"accumulate": 3, "clip": True}),
-    "accumulated, tied, one buffer": (partial(Words, tied=True), {"num_buffers": 1}, {"accumulate": 2}),
+    "accumulated": (Words, {}, {"accumulate": 3, "clip": True, "num_steps": 7}),
+    "accumulated, tied, one buffer": (
+        partial(Words, tied=True),
+        {"num_buffers": 1},
+        {"accumulate": 2, "num_steps": 10},
+    ),
     "groups": (Words, {"optimizer": partial(adamw, groups=2)}, {"clip": True}),
     "groups, in backward": (Words, {"optimizer": partial(adamw, groups=2), **IN_BACKWARD}, {}),
     "SGD": (Words, {"optimizer": sgd}, {"clip": True}),
@@ -294,7 +302,7 @@ def test_a_slow_lane_changes_nothing(case: str, tmp_path: Path) -> None:
             elif case == "evaluated":
                 results.append(evaluated_between(model, optimizer))
             else:
-                results.append(train(model, optimizer, 3, **loop))
+                results.append(train(model, optimizer, **{**loop, "num_steps": 3}))
             hightide.unwrap(model)
         assert delayed
     for result in results[1:]:
@@ -639,15 +647,79 @@ def test_limits_alone_lead_to_a_plan_that_uses_the_disk(update: str, tmp_path: P
     hightide.unwrap(model)
 
 
-def test_no_thread_and_no_file_is_left(tmp_path: Path) -> None:
-    def descriptors() -> Iterable[str]:
-        links = Path("/proc/self/fd").iterdir()
-        return [target for link in links if str(tmp_path) in (target := os.readlink(link) if link.is_symlink() else "")]
+def descriptors(folder: Path) -> list[str]:
+    """Files in a folder that this process has open."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # of the listing itself
+            found.append(os.readlink(link))
+    return [target for target in found if str(folder) in target]
 
+
+@pytest.mark.parametrize("how", ["unwrapped", "dropped", "dropped in the middle"])
+def test_no_file_and_no_thread_is_left(how: str, tmp_path: Path) -> None:
+    before = threading.active_count()
+    model, optimizer, run = wrapped(Words(), "all on disk", tmp_path, update="in_backward")
+    train(model, optimizer, 1)
+    assert descriptors(tmp_path) and not list(tmp_path.iterdir())
+    assert threading.active_count() > before
+    if how == "unwrapped":
+        hightide.unwrap(model)
+    elif how == "dropped in the middle":
+        model(**batch_of(0))["loss"].backward()
+    del model, optimizer, run
+    for _ in range(100):
+        gc.collect()  # what is under way is finished first
+        if not descriptors(tmp_path) and threading.active_count() <= before:
+            break
+        time.sleep(0.1)
+    assert not descriptors(tmp_path) and threading.active_count() <= before
+
+
+def test_a_fork_neither_uses_nor_closes_what_is_its_parents(tmp_path: Path) -> None:
     model, optimizer, _ = wrapped(Words(), "all on disk", tmp_path)
     train(model, optimizer, 1)
-    assert descriptors() and not list(tmp_path.iterdir())
+    child = os.fork()
+    if child == 0:
+        refused = 1
+        try:
+            model(**batch_of(0))
+        except BaseException as error:
+            refused = 0 if isinstance(error, RuntimeError) and "fork" in str(error) else 2
+        finally:
+            os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    expected = train(*wrapped(Words(), "host", tmp_path)[:2], num_steps=1)
+    assert_same_bits(([], {name: value.clone() for name, value in model.state_dict().items()}), ([], expected[1]))
     hightide.unwrap(model)
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_ctrl_c_while_a_disk_hangs_interrupts_at_once_and_training_goes_on(
+    update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(*wrapped(Words(), "host", tmp_path, update=update)[:2], num_steps=3)
+    model, optimizer, run = wrapped(Words(), "all on disk", tmp_path, update=update)
+    seen = train(model, optimizer, 1)[0]
+    run.executor.wait_for_updates()
+    read, goes_on = os.preadv, threading.Event()
+    monkeypatch.setattr(disk_file.os, "preadv", lambda *args: (goes_on.wait(60), read(*args))[1])
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        model(**batch_of(9))
+    assert time.monotonic() - began_s < 10
+    goes_on.set()
+    for step in (1, 2):
+        loss = model(**batch_of(100 * step))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    assert_same_bits((seen, found), expected)
+    hightide.unwrap(model)
+
     assert not descriptors()
 
 

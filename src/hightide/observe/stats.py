@@ -114,8 +114,16 @@ def read_stats(run: Run) -> Stats:
         forecast=run.forecast,
         num_steps=run.num_steps,
         step_s=run.step_s,
-        peak_bytes=_of_tiers(run.gpu.device_peak_bytes, run.host.peak_bytes, run.disk and run.disk.peak_bytes),
-        used_bytes=_of_tiers(run.gpu.device_used_bytes, run.host.used_bytes, run.disk and run.disk.used_bytes),
+        peak_bytes={
+            "gpu": run.gpu.device_peak_bytes,
+            "host": run.host.peak_bytes,
+            **({} if run.disk is None else {"disk": run.disk.peak_bytes}),
+        },
+        used_bytes={
+            "gpu": run.gpu.device_used_bytes,
+            "host": run.host.used_bytes,
+            **({} if run.disk is None else {"disk": run.disk.used_bytes}),
+        },
         moved_bytes={str(lane): num_bytes for lane, num_bytes in run.performer.moved_bytes.items()},
         stall_s={str(lane): seconds for lane, seconds in run.executor.stall_s.items()},
         evictions=run.performer.num_evictions,
@@ -124,7 +132,3 @@ def read_stats(run: Run) -> Stats:
         light_s=light_s_of(run, run.work.last_step),
         extra_hook_calls=sum(hooks.num_extra_calls for hooks in run.inner_hooks.values()),
     )
-
-
-def _of_tiers(gpu_bytes: int, host_bytes: int, disk_bytes: int | None) -> dict[str, int]:
-    return {"gpu": gpu_bytes, "host": host_bytes, **({} if disk_bytes is None else {"disk": disk_bytes})}
