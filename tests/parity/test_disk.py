@@ -25,11 +25,13 @@ from test_slow_lanes import slow_down
 from torch import Tensor, nn
 
 import hightide
+import models
 from disk_plans import HOMES, Homes, folder, placed
 from hightide.ir.action import Mode
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.placement import Placement
 from hightide.planner.solution import Solution
 from hightide.planner.verify.compare_records import compare
 from hightide.runtime.run import Run
@@ -397,6 +399,19 @@ def test_no_stream_overtakes_another(homes: str, update: str, tmp_path: Path, mo
     assert not detector.races, "\n".join(sorted(set(detector.races)))
 
 
+@pytest.mark.parametrize("num_buffers", [1, 3])
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_what_the_plan_sets_aside_is_what_is_taken(update: str, num_buffers: int, tmp_path: Path) -> None:
+    for homes in ON_DISK:
+        model, _, run = wrapped(Words(), homes, tmp_path, update=update, num_buffers=num_buffers)
+        schedule, placement = run.executor.programs[Mode.TRAIN].schedule, Placement(run.plan)
+        assert run.disk is not None
+        assert run.disk.used_bytes == schedule.disk_base_bytes == placement.bytes_on[Tier.DISK]
+        assert run.host.used_bytes == schedule.host_base_bytes
+        assert run.host.breakdown()["buffers of the disk"] == num_buffers * placement.ring_bytes
+        hightide.unwrap(model)
+
+
 # -- what users do ----------------------------------------------------------------------------------------------------
 
 
@@ -507,6 +522,24 @@ def test_a_run_moves_from_and_to_a_disk(update: str, tmp_path: Path) -> None:
     found = {name: value.clone() for name, value in model.state_dict().items()}
     assert_same_bits((seen, found), expected)
     hightide.unwrap(model)
+
+
+def test_evaluation_and_generate_go_through_the_disk(tmp_path: Path) -> None:
+    results = []
+    for homes in ("host", "all on disk", "every tier"):
+        model, batch = models.llama(tied=False, num_layers=2)
+        optimizer = adamw(model)
+        plan = placed(hightide.plan(model, optimizer, batch, limits=ROOMY, micro_batch=2), homes)
+        limits = folder(tmp_path) if plan.num_disk_buffers else None
+        model, optimizer = hightide.wrap(model, optimizer, batch, plan=plan, limits=limits)
+        models.loss_of(model, batch).backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            results.append((model(**batch).logits, model.generate(batch["input_ids"][:1, :3], max_new_tokens=6)))
+        hightide.unwrap(model)
+    for found in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found, results[0], strict=True))
 
 
 def test_gradients_on_disk_are_read_scaled_and_replaced(tmp_path: Path) -> None:
