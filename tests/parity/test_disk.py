@@ -285,7 +285,7 @@ def test_an_accumulating_pass_reads_again_what_was_in_other_buffers(tied: bool, 
     schedule = run.executor.programs[Mode.ACCUMULATE].schedule
     lines = compare(schedule, run.lanes.records_of(run.lanes.pass_index))
     assert all(line.startswith("disk_read: read.param") and line.endswith("ran more than once") for line in lines)
-    assert len(lines) <= 3
+    assert 1 <= len(lines) <= 3, "as many as there are buffers"
     hightide.unwrap(model)
 
 
