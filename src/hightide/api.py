@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -98,6 +99,7 @@ def wrap(
             f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new plan"
         )
     disks = () if limits is None else limits.disks
+    _check_disks(disks)
     run: Run | None = None
     wrapped: WrappedOptimizer | None = None
     try:
@@ -175,9 +177,10 @@ def plan(
     timing, rounding = _timing(update), _gradients(gradients)
     _check_limits(limits)
     _check_accumulate(accumulate)
+    disks = () if limits is None else limits.disks
+    _check_disks(disks)
     with deferred, shown("hightide.plan"), checkpointing.off(model):
         profiled = _profile(model, optimizer, batch, blocks, place)
-        disks = () if limits is None else limits.disks
         sizes = _resolve(limits or Limits(), place, model, optimizer)
         terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, _disk_bytes(disks), accumulate)
         return _moving_in(_searched(profiled, optimizer, place, compile, terms, disks), model, optimizer).plan
@@ -233,6 +236,13 @@ def check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.opt
 def _check_limits(limits: Limits | None) -> None:
     if limits is not None and not isinstance(limits, Limits):
         raise ValueError(f"limits is a {type(limits).__name__}; pass hightide.Limits(gpu='24GiB', host='96GiB')")
+
+
+def _check_disks(disks: Sequence[DiskLimit]) -> None:
+    """Whether or not the plan will use them."""
+    for disk in disks:
+        if not Path(disk.path).is_dir():
+            raise ValueError(f"Limits(disk) names {disk.path!r}: there is no such folder; make it, or name another")
 
 
 def _sets_memory(limits: Limits | None) -> bool:

@@ -272,7 +272,8 @@ def test_an_error_in_flight_is_raised_by_the_ticket(store: Store, monkeypatch: p
             ticket.wait(timeout_s=WAIT_S)
         assert ticket.done and ticket.error is caught.value is broken
     monkeypatch.undo()
-    store.write(region, torch.ones(4)).wait(timeout_s=WAIT_S)  # the store itself is well
+    store.write(region, torch.ones(16)).wait(timeout_s=WAIT_S)  # the store itself is well
+    assert bool((values(store, region).view(torch.float32) == 1.0).all())
 
 
 def test_peak_is_the_most_in_use_and_knows_its_parts(store: Store) -> None:

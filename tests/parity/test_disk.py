@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +20,13 @@ import pytest
 import race_detector
 import torch
 import torch.nn.functional as F
-from disk_plans import HOMES, Homes, folder, placed
 from harness import EPS, assert_close_weights
 from test_slow_lanes import slow_down
 from torch import Tensor, nn
 
 import hightide
+import models
+from disk_plans import HOMES, Homes, folder, placed
 from hightide.ir.action import Mode
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane, Tier
@@ -97,7 +102,7 @@ def wrapped(
     made, batch = optimizer(model), batch_of(0)
     plan = hightide.plan(model, made, batch, limits=ROOMY, micro_batch=micro_batch, **options)
     plan = placed(plan, homes, num_buffers)
-    limits = folder(path) if Placement(plan).uses_disk else None
+    limits = folder(path) if plan.uses_disk else None
     model, made = hightide.wrap(model, made, batch, plan=plan, limits=limits)
     run = run_of(model)
     assert run is not None
@@ -151,8 +156,12 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]]
     "tied, in backward": (partial(Words, tied=True), IN_BACKWARD, {}),
     "frozen": (partial(Words, frozen=True), {}, {"clip": True}),
     "frozen, in backward": (partial(Words, frozen=True), IN_BACKWARD, {}),
-    "accumulated": (Words, {}, {"accumulate": 3, "clip": True}),
-    "accumulated, tied, one buffer": (partial(Words, tied=True), {"num_buffers": 1}, {"accumulate": 2}),
+    "accumulated": (Words, {}, {"accumulate": 3, "clip": True, "num_steps": 7}),
+    "accumulated, tied, one buffer": (
+        partial(Words, tied=True),
+        {"num_buffers": 1},
+        {"accumulate": 2, "num_steps": 10},
+    ),
     "groups": (Words, {"optimizer": partial(adamw, groups=2)}, {"clip": True}),
     "groups, in backward": (Words, {"optimizer": partial(adamw, groups=2), **IN_BACKWARD}, {}),
     "SGD": (Words, {"optimizer": sgd}, {"clip": True}),
@@ -276,7 +285,7 @@ def test_an_accumulating_pass_reads_again_what_was_in_other_buffers(tied: bool, 
     schedule = run.executor.programs[Mode.ACCUMULATE].schedule
     lines = compare(schedule, run.lanes.records_of(run.lanes.pass_index))
     assert all(line.startswith("disk_read: read.param") and line.endswith("ran more than once") for line in lines)
-    assert len(lines) <= 3
+    assert 1 <= len(lines) <= 3, "as many as there are buffers"
     hightide.unwrap(model)
 
 
@@ -293,7 +302,7 @@ def test_a_slow_lane_changes_nothing(case: str, tmp_path: Path) -> None:
             elif case == "evaluated":
                 results.append(evaluated_between(model, optimizer))
             else:
-                results.append(train(model, optimizer, 3, **loop))
+                results.append(train(model, optimizer, **{**loop, "num_steps": 3}))
             hightide.unwrap(model)
         assert delayed
     for result in results[1:]:
@@ -390,6 +399,19 @@ def test_no_stream_overtakes_another(homes: str, update: str, tmp_path: Path, mo
     assert not detector.races, "\n".join(sorted(set(detector.races)))
 
 
+@pytest.mark.parametrize("num_buffers", [1, 3])
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_what_the_plan_sets_aside_is_what_is_taken(update: str, num_buffers: int, tmp_path: Path) -> None:
+    for homes in ON_DISK:
+        model, _, run = wrapped(Words(), homes, tmp_path, update=update, num_buffers=num_buffers)
+        schedule, placement = run.executor.programs[Mode.TRAIN].schedule, Placement(run.plan)
+        assert run.disk is not None
+        assert run.disk.used_bytes == schedule.disk_base_bytes == placement.bytes_on[Tier.DISK]
+        assert run.host.used_bytes == schedule.host_base_bytes
+        assert run.host.breakdown()["buffers of the disk"] == num_buffers * placement.ring_bytes
+        hightide.unwrap(model)
+
+
 # -- what users do ----------------------------------------------------------------------------------------------------
 
 
@@ -429,7 +451,7 @@ def test_a_state_that_was_taken_before_a_step_is_not_written_to_after_it(tmp_pat
     train(model, optimizer, 1)
     held.zero_()
     model(**batch_of(0))["loss"].backward()
-    with pytest.raises(Refused, match="Take it from optimizer.state again"):
+    with pytest.raises(Refused, match=r"Take it from optimizer\.state again"):
         optimizer.step()
     optimizer.step()
     hightide.unwrap(model)
@@ -466,15 +488,21 @@ def test_values_loaded_after_forward_are_those_that_backward_finds(update: str, 
     def act(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         train(model, optimizer, 1)
         other = {name: value * 0.5 for name, value in model.state_dict().items()}
-        model(**batch_of(1))["loss"]
+        loss = model(**batch_of(1))["loss"]
         model.load_state_dict(other)
-        moments = optimizer.state[dict(model.named_parameters())["layers.2.0.weight"]]
-        moments["exp_avg"] = torch.ones_like(moments["exp_avg"])
+        for index in range(3):
+            moments = optimizer.state[dict(model.named_parameters())[f"layers.{index}.0.weight"]]
+            moments["exp_avg"] = torch.ones_like(moments["exp_avg"])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
         return train(model, optimizer, 1)[1]
 
-    results = {homes: act(*wrapped(Words(), homes, tmp_path, update=update)[:2]) for homes in ("host", *ON_DISK)}
-    for homes, found in results.items():
-        assert_same_bits(([], found), ([], results["host"])), homes
+    results = [
+        act(*wrapped(Words(), homes, tmp_path, update=update, num_buffers=5)[:2]) for homes in ("host", *ON_DISK)
+    ]
+    for found in results[1:]:
+        assert_same_bits(([], found), ([], results[0]))
 
 
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])
@@ -500,6 +528,24 @@ def test_a_run_moves_from_and_to_a_disk(update: str, tmp_path: Path) -> None:
     found = {name: value.clone() for name, value in model.state_dict().items()}
     assert_same_bits((seen, found), expected)
     hightide.unwrap(model)
+
+
+def test_evaluation_and_generate_go_through_the_disk(tmp_path: Path) -> None:
+    results = []
+    for homes in ("host", "all on disk", "every tier"):
+        model, batch = models.llama(tied=False, num_layers=2)
+        optimizer = adamw(model)
+        plan = placed(hightide.plan(model, optimizer, batch, limits=ROOMY, micro_batch=2), homes)
+        limits = folder(tmp_path) if plan.uses_disk else None
+        model, optimizer = hightide.wrap(model, optimizer, batch, plan=plan, limits=limits)
+        models.loss_of(model, batch).backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            results.append((model(**batch).logits, model.generate(batch["input_ids"][:1, :3], max_new_tokens=6)))
+        hightide.unwrap(model)
+    for found in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found, results[0], strict=True))
 
 
 def test_gradients_on_disk_are_read_scaled_and_replaced(tmp_path: Path) -> None:
@@ -638,13 +684,75 @@ def test_limits_alone_lead_to_a_plan_that_uses_the_disk(update: str, tmp_path: P
     hightide.unwrap(model)
 
 
-def test_no_thread_and_no_file_is_left(tmp_path: Path) -> None:
-    def descriptors() -> Iterable[str]:
-        links = Path("/proc/self/fd").iterdir()
-        return [target for link in links if str(tmp_path) in (target := os.readlink(link) if link.is_symlink() else "")]
+def descriptors(folder: Path) -> list[str]:
+    """Files in a folder that this process has open."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # of the listing itself
+            found.append(os.readlink(link))
+    return [target for target in found if str(folder) in target]
 
+
+@pytest.mark.parametrize("how", ["unwrapped", "dropped", "dropped in the middle"])
+def test_no_file_and_no_thread_is_left(how: str, tmp_path: Path) -> None:
+    before = threading.active_count()
+    model, optimizer, run = wrapped(Words(), "all on disk", tmp_path, update="in_backward")
+    train(model, optimizer, 1)
+    assert descriptors(tmp_path) and not list(tmp_path.iterdir())
+    assert threading.active_count() > before
+    if how == "unwrapped":
+        hightide.unwrap(model)
+    elif how == "dropped in the middle":
+        model(**batch_of(0))["loss"].backward()
+    del model, optimizer, run
+    for _ in range(100):
+        gc.collect()  # what is under way is finished first
+        if not descriptors(tmp_path) and threading.active_count() <= before:
+            break
+        time.sleep(0.1)
+    assert not descriptors(tmp_path) and threading.active_count() <= before
+
+
+def test_a_fork_neither_uses_nor_closes_what_is_its_parents(tmp_path: Path) -> None:
     model, optimizer, _ = wrapped(Words(), "all on disk", tmp_path)
     train(model, optimizer, 1)
-    assert descriptors() and not list(tmp_path.iterdir())
+    child = os.fork()
+    if child == 0:
+        refused = 1
+        try:
+            model(**batch_of(0))
+        except BaseException as error:
+            refused = 0 if isinstance(error, RuntimeError) and "fork" in str(error) else 2
+        finally:
+            os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    expected = train(*wrapped(Words(), "host", tmp_path)[:2], num_steps=1)
+    assert_same_bits(([], {name: value.clone() for name, value in model.state_dict().items()}), ([], expected[1]))
     hightide.unwrap(model)
-    assert not descriptors()
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_ctrl_c_while_a_disk_hangs_interrupts_at_once_and_training_goes_on(
+    update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(*wrapped(Words(), "host", tmp_path, update=update)[:2], num_steps=3)
+    model, optimizer, run = wrapped(Words(), "all on disk", tmp_path, update=update)
+    seen = train(model, optimizer, 1)[0]
+    run.executor.wait_for_updates()
+    read, goes_on = os.preadv, threading.Event()
+    monkeypatch.setattr(disk_file.os, "preadv", lambda *args: (goes_on.wait(60), read(*args))[1])
+    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    began_s = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        model(**batch_of(9))
+    assert time.monotonic() - began_s < 10
+    goes_on.set()
+    for step in (1, 2):
+        loss = model(**batch_of(100 * step))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    assert_same_bits((seen, found), expected)
+    hightide.unwrap(model)

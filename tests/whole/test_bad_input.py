@@ -69,10 +69,11 @@ def test_limits_that_are_too_small(refused: Any) -> None:
         hightide.wrap(model, adamw(model), batch, limits=hightide.Limits(gpu="120KiB", host="4KiB"))
 
 
-def test_a_disk_is_not_supported_yet(refused: Any) -> None:
+@pytest.mark.parametrize("make", [hightide.wrap, hightide.plan])
+def test_a_disk_in_a_folder_that_is_not_there(make: Any, refused: Any, tmp_path: Path) -> None:
     model, batch = small()
-    with refused("disk", "not supported yet", "leave disk out"):
-        hightide.wrap(model, adamw(model), batch, limits=hightide.Limits(gpu="1MiB", disk="/scratch:1GiB"))
+    with refused("nowhere", "there is no such folder", "name another"):
+        make(model, adamw(model), batch, limits=hightide.Limits(gpu="1MiB", disk=f"{tmp_path}/nowhere:1GiB"))
 
 
 # -- batches -------------------------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ def test_plans_that_were_edited_into_nonsense(planned: Any, refused: Any) -> Non
         (first_chunk(dtype="bfloat16"), ("has dtype='bfloat16'", "is 'float32'")),
         (first_chunk(block=99), ("has block=99", f"is {chunk.block}")),
         (first_chunk(params=(replace(chunk.params[0], offset_numel=5), *chunk.params[1:])), ("offset_numel=5",)),
-        (first_block(states=Tier.DISK), (first.name, "on the disk", "cannot train from a disk", "without disk")),
+        (first_block(params=Tier.GPU, states=Tier.DISK), ("num_grad_buffers is 0", "must be at least 1")),
     ]
     streamed = [replace(b, params=Tier.HOST, states=Tier.HOST) if b.name else b for b in plan.blocks]
     no_slots = replace(plan, num_slots=0, num_grad_slots=0, blocks=tuple(streamed))

@@ -3,7 +3,9 @@ by the same rule on the others; and both steps have the same form when they are 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -11,10 +13,12 @@ import torch
 
 import hightide
 import models
-from hightide.ir.action import Action, Mode, Schedule
+from disk_plans import placed
+from hightide.doctor.known import load_machine
+from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan, Update
-from hightide.ir.tier import Lane, Tier
+from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.ir.timeline import MemoryPart, Timeline
 from hightide.planner.predict.peaks import peaks
 from hightide.planner.predict.simulator import Simulated, simulate
@@ -64,10 +68,14 @@ PLANS = {  # name -> (limit, edit)
     "half persistent": ("400KiB", None),
     "everything fits": ("8MiB", None),
 }
+ON_DISK = {
+    "all on disk": ("200KiB", partial(placed, homes="all on disk")),
+    "every tier, one buffer": ("200KiB", partial(placed, homes="every tier", num_buffers=1)),
+}
 
 
 def wrapped(plan: str, update: Update, tied: bool = False) -> Twins:
-    gpu, edit = PLANS[plan]
+    gpu, edit = {**PLANS, **ON_DISK}[plan]
     model, batch = models.llama(tied=tied)
     return twins(model, batch, gpu=gpu, edit=edit, update=update.value)
 
@@ -93,7 +101,9 @@ def as_records(schedule: Schedule, simulated: Simulated) -> list[Done]:
         ready: list[Action] = []
         if not span.lane.is_in_order:
             waiting = [action for action in schedule.lane(span.lane) if spans[action.id].start_s >= span.start_s]
-            ready = [action for action in waiting if ready_s(action) <= span.start_s]
+            # What follows the pass before was ready when that was: only that it was picked tells.
+            known = [action for action in waiting if not action.after_prev or action.id == span.id]
+            ready = [action for action in known if ready_s(action) <= span.start_s]
         records.append(
             Done(span.lane, span.id, tuple(action.id for action in ready), tuple(action.tick for action in ready))
         )
@@ -103,7 +113,8 @@ def as_records(schedule: Schedule, simulated: Simulated) -> list[Done]:
 def assert_same(pair: Twins, schedule: Schedule, back: int = 0) -> None:
     pair.run.executor.wait_for_updates()
     records = pair.run.lanes.records_of(pair.run.lanes.pass_index - back)
-    simulated = simulate(schedule, lambda action: 1e-3 if action.call is not None else 0.0, machine(alone=1e7))
+    slow = replace(machine(alone=1e7), disk=load_machine("h200").disk)
+    simulated = simulate(schedule, lambda action: 1e-3 if action.call is not None else 0.0, slow)
     dreamt = as_records(schedule, simulated)
     assert compare(schedule, records) == []
     assert compare(schedule, dreamt) == []
@@ -116,7 +127,7 @@ def assert_same(pair: Twins, schedule: Schedule, back: int = 0) -> None:
 
 
 @pytest.mark.parametrize("update", Update)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*PLANS, *ON_DISK])
 def test_executed_equals_simulated(plan: str, update: Update) -> None:
     pair = wrapped(plan, update)
     for _ in range(NUM_STEPS):
@@ -128,6 +139,71 @@ def test_executed_equals_simulated(plan: str, update: Update) -> None:
         pair.model(**models.token_batch(num_samples=2))
     assert_same(pair, schedules[Mode.EVAL])
     pair.close()
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+Phase = tuple[str, str]  # which part of the pass opens an action, and its lane
+
+
+def phases(schedule: Schedule, num_bytes: dict[str, int]) -> Counter[Phase]:
+    """Bytes by the part of a pass in which they may begin to move."""
+    last_forward = max(tick.tick for tick in schedule.ticks if tick.op is Op.FORWARD)
+    found: Counter[Phase] = Counter()
+    for action in schedule.actions:
+        step = schedule.ticks[-1].tick
+        part = "forward" if action.opens < last_forward else "backward" if action.opens < step else "step"
+        if action.lane not in (Lane.COMPUTE, Lane.CPU):
+            found[part, str(action.lane)] += num_bytes[action.id]
+    return found
+
+
+@pytest.mark.parametrize("update", Update)
+@pytest.mark.parametrize("plan", ["streamed", *ON_DISK])
+def test_each_phase_moves_the_bytes_that_were_simulated(plan: str, update: Update) -> None:
+    pair = wrapped(plan, update)
+    for _ in range(3):
+        pair.step()
+    pair.run.executor.wait_for_updates()
+    schedule = pair.run.executor.programs[Mode.TRAIN].schedule
+    expected = phases(schedule, {action.id: action.num_bytes for action in schedule.actions})
+    for back in range(2):  # of the first pass, the persistent parameters are not refreshed
+        records = pair.run.lanes.records_of(pair.run.lanes.pass_index - back)
+        assert phases(schedule, {record.id: record.num_bytes for record in records}) == expected
+    lanes = {lane for _, lane in expected}
+    assert ({"disk_read", "disk_write"} <= lanes) == (plan in ON_DISK)
+    if plan in ON_DISK:
+        late = "step" if update is Update.DEFERRED else "backward"
+        assert expected[late, "disk_write"] > 0 and expected["forward", "disk_write"] == 0
+    pair.close()
+
+
+@pytest.mark.parametrize("plan", ON_DISK)
+def test_a_step_in_one_call_reads_parameters_twice_and_in_four_calls_eight_times(plan: str) -> None:
+    """From disk and to the GPU, simulated and executed: a step of micro-batches against as many calls of the model."""
+    moved = {}
+    for calls in (1, 4):
+        pair = wrapped(plan, Update.DEFERRED)
+        schedules = [Mode.TRAIN, *[Mode.ACCUMULATE] * (calls - 1)]
+        parts = [{name: value[part::calls] for name, value in pair.batch.items()} for part in range(calls)]
+        pair.step()  # the first one refreshes nothing
+        for part in parts:
+            models.loss_of(pair.model, part).backward()
+        first_pass = pair.run.lanes.pass_index - calls + 1
+        pair.optimizer.step()
+        pair.run.executor.wait_for_updates()
+        read, told = 0, 0
+        for number, mode in enumerate(schedules):
+            schedule = pair.run.executor.programs[mode].schedule
+            reads = {a.id: a.num_bytes for a in schedule.lane(Lane.DISK_READ) if a.kind is ChunkKind.PARAM}
+            done = {record.id: record.num_bytes for record in pair.run.lanes.records_of(first_pass + number)}
+            told += sum(reads.values())
+            read += sum(done[name] for name in reads)
+        assert read == told
+        moved[calls] = read
+        once = sum(place.chunk.param_bytes for place in pair.run.chunks.placed if place.home is Tier.DISK)
+        pair.close()
+    assert once < moved[1] <= 2 * once and moved[4] == 4 * moved[1]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

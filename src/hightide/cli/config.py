@@ -88,12 +88,13 @@ class LimitsConfig:
 
     gpu: int | str | None = None
     host: int | str | None = None
+    disk: str | tuple[str, ...] | None = None  # a folder and its size, such as /scratch:200GiB, or a list of such
 
     def __post_init__(self) -> None:
         self.resolve()
 
     def resolve(self) -> Limits:
-        return Limits(gpu=self.gpu, host=self.host)
+        return Limits(gpu=self.gpu, host=self.host, disk=self.disk)
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,10 @@ class TrainOptions:
     device: Annotated[str | None, typer.Option(help="cuda, or cpu: the simulated accelerator.")] = None
     gpu: Annotated[str | None, typer.Option(help="Limit of accelerator memory, such as 24MiB.")] = None
     host: Annotated[str | None, typer.Option(help="Limit of host memory, such as 2GiB.")] = None
+    disk: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FOLDER:SIZE", help="For what the host cannot hold. May be repeated."),
+    ] = None
     update: Annotated[Update | None, typer.Option(help="When the optimizer's updates run.")] = None
     micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch.")] = None
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm; 0: do not.")] = None
@@ -186,6 +191,7 @@ def load_config(path: Path | None, options: TrainOptions) -> TrainConfig:
         _override(data, where, "", key, getattr(options, key))
     _override(data, where, "limits", "gpu", options.gpu)
     _override(data, where, "limits", "host", options.host)
+    _override(data, where, "limits", "disk", options.disk or None)
     _override(data, where, "optimizer", "clip_norm", options.clip_norm)
     config: TrainConfig = build(TrainConfig, data, where)
     return config

@@ -148,6 +148,7 @@ def _disk(disk: Disk) -> Table:
     for small in disk.small:
         name = f"{small.request_bytes >> 10} KiB, scattered"
         table.add_row(name, _giga(small.read_bytes_per_s), _giga(small.write_bytes_per_s))
+    table.add_row(f"best both ways: {disk.depth} requests of {format_bytes(disk.request_bytes)}", NONE, NONE)
     return table
 
 

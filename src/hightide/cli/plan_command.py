@@ -62,7 +62,7 @@ class PlanOptions:
     host: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of host memory; else the machine's.")] = None
     disk: Annotated[
         list[str] | None,
-        typer.Option(metavar="FOLDER:SIZE", help="For what the host cannot hold; only planned yet. May be repeated."),
+        typer.Option(metavar="FOLDER:SIZE", help="For what the host cannot hold. May be repeated."),
     ] = None
     endurance: Annotated[
         str | None, typer.Option(metavar="RATING", help="Bytes that the disk is made to be written, such as 600TBW.")

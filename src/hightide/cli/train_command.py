@@ -75,6 +75,13 @@ def prepare(config: TrainConfig, console: Console) -> tuple[TrainingRun, Iterato
     return TrainingRun(config, console, model, optimizer, num_params), itertools.chain([example], stream)
 
 
+def _limits_text(plan: hightide.Plan) -> str:
+    text = f"the accelerator may hold {format_bytes(plan.gpu_limit_bytes)} in all"
+    if plan.disk_limit_bytes:
+        text += f", the host {format_bytes(plan.host_limit_bytes)}, the disk {format_bytes(plan.disk_limit_bytes)}"
+    return text
+
+
 def _build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     first, second = config.betas
     return torch.optim.AdamW(
@@ -120,7 +127,7 @@ class TrainingRun:
         self.console.print(
             f"device: {device_text(self.device)}{compiled}\n"
             f"{self.num_params / 1e6:.2f}M parameters; weights, gradients and moments take "
-            f"{format_bytes(self.states_bytes)}\nthe accelerator may hold {format_bytes(plan.gpu_limit_bytes)} in all",
+            f"{format_bytes(self.states_bytes)}\n{_limits_text(plan)}",
             markup=False,
         )
 
@@ -202,6 +209,9 @@ class TrainingRun:
             show_sample(self.console, sample.prompt, write_sample(self.model, sample, self.config.seed))
         peaks = self.peaks()
         show_peaks(self.console, peaks)
+        stats = hightide.stats(self.model)
+        if "disk" in stats.peak_bytes:
+            self.console.print(stats.disk_text())
         self.console.print(
             f"loss {self.losses[0]:.2f} -> {self.losses[-1]:.2f} in {len(self.losses)} steps, {train_s:.0f} s"
         )
@@ -220,13 +230,18 @@ class TrainingRun:
                 "light_share": light_share,  # the median
                 "states_bytes": self.states_bytes,
                 "peaks": [vars(peak) for peak in peaks],
+                "disk_written_bytes_per_step": stats.disk_written_bytes_per_step,
+                "disk_terabytes_per_day": stats.disk_terabytes_per_day,  # at the pace of the last step
             }
         )
 
     def peaks(self) -> list[TierPeak]:
         stats = hightide.stats(self.model)
         plan, forecast, measured = stats.plan, stats.forecast, stats.peak_bytes
-        return [
+        peaks = [
             TierPeak("accelerator", plan.gpu_limit_bytes, forecast.gpu_bytes, measured["gpu"]),
             TierPeak("host", plan.host_limit_bytes, forecast.host_peak_bytes, measured["host"]),
         ]
+        if "disk" in measured:
+            peaks.append(TierPeak("disk", plan.disk_limit_bytes, forecast.disk_peak_bytes, measured["disk"]))
+        return peaks

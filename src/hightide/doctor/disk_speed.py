@@ -8,13 +8,20 @@ from pathlib import Path
 
 import psutil
 
-from hightide.doctor.scratch_file import LARGE_BYTES, in_order, rate, scattered, scratch_file
-from hightide.ir.machine import Disk, SmallRequests
+from hightide.doctor.scratch_file import LARGE_BYTES, ScratchFile, in_order, rate, scattered, scratch_file
+from hightide.ir.machine import DISK_DEPTH, DISK_REQUEST_BYTES, Disk, SmallRequests
 from hightide.ir.units import format_bytes
 
 NUM_THREADS = 4  # with large requests
 SMALL_BYTES = (4 << 10, 32 << 10, 256 << 10)
 NUM_SMALL_THREADS = 16
+SHAPES = (  # of requests, of which the fastest is found: the bytes of one, and how many are under way each way
+    (DISK_REQUEST_BYTES, DISK_DEPTH),
+    (DISK_REQUEST_BYTES, 2 * DISK_DEPTH),
+    (DISK_REQUEST_BYTES // 4, DISK_DEPTH),
+    (DISK_REQUEST_BYTES // 4, 4 * DISK_DEPTH),
+)
+MIN_GAIN = 1.05  # below this, the first of them is as good
 NUM_CHECKED = 16  # large requests that are read back and compared
 SPARE_BYTES = 1 << 30  # that a disk keeps free
 MIN_FILE_BYTES = 8 * LARGE_BYTES
@@ -30,11 +37,13 @@ class DiskTest:
     sustained_s: float = 20.0
     phase_s: float = 4.0
     small_s: float = 1.5
+    shape_s: float = 1.0
 
     @property
     def most_written_bytes(self) -> int:
-        """The whole file in a row, half of it while reading, and an eighth for each size of small requests."""
-        return self.file_bytes + self.file_bytes // 2 + len(SMALL_BYTES) * (self.file_bytes // 8)
+        """The whole file in a row, half of it while reading, and an eighth for each size of small requests and each
+        shape of large ones."""
+        return self.file_bytes + self.file_bytes // 2 + (len(SMALL_BYTES) + len(SHAPES)) * (self.file_bytes // 8)
 
     def announcement(self) -> str:
         return (
@@ -90,6 +99,8 @@ def _measure(test: DiskTest, tell: Callable[[str], None]) -> Disk:
         middle_bytes = num_written // 2 * LARGE_BYTES
         reads = in_order(0, middle_bytes, False, NUM_THREADS)
         read_too, written_too = file.run(test.phase_s, reads, in_order(middle_bytes, middle_bytes, True, NUM_THREADS))
+        tell("disk: the best size and number of requests")
+        request_bytes, depth = _best_shape(file, test.shape_s, middle_bytes, test.file_bytes // 8)
         small = []
         for size in SMALL_BYTES:
             tell(f"disk: requests of {format_bytes(size)}")
@@ -108,7 +119,21 @@ def _measure(test: DiskTest, tell: Callable[[str], None]) -> Disk:
             read_while_writing_bytes_per_s=rate(read_too),
             write_while_reading_bytes_per_s=rate(written_too),
             small=tuple(small),
+            request_bytes=request_bytes,
+            depth=depth,
         )
+
+
+def _best_shape(file: ScratchFile, seconds: float, middle_bytes: int, most_bytes: int) -> tuple[int, int]:
+    """With which most is read and written, both at once, in the halves of what was written before."""
+    rates = {}
+    for request_bytes, depth in SHAPES:
+        num_bytes = min(middle_bytes, most_bytes) // request_bytes * request_bytes
+        reads = in_order(0, num_bytes, False, depth, request_bytes)
+        writes = in_order(middle_bytes, num_bytes, True, depth, request_bytes)
+        rates[request_bytes, depth] = sum(rate(done) for done in file.run(seconds, reads, writes))
+    best = max(rates, key=rates.__getitem__)
+    return best if rates[best] >= MIN_GAIN * rates[SHAPES[0]] else SHAPES[0]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ UPDATE_BYTES = 14  # touched per parameter: bf16 gradient and parameter, the mas
 UPDATE_TRAFFIC_BYTES = 26  # of these, through host memory: all are read, and all but the gradient written
 MIN_RATE, MAX_RATE = 1e-6, 1e24  # of whatever a machine has per second, and of its bytes and cores: nothing is zero
 MAX_LATENCY_S = 3600.0
+DISK_REQUEST_BYTES = 16 << 20  # of one request, and how many are under way of each kind, where nobody has measured
+DISK_DEPTH = 4
 SIMULATED = "simulated accelerator"  # the name of the GPU on a machine without one
 
 
@@ -91,6 +93,8 @@ class Disk:
     read_while_writing_bytes_per_s: float
     write_while_reading_bytes_per_s: float
     small: tuple[SmallRequests, ...]
+    request_bytes: int = DISK_REQUEST_BYTES  # with which reads and writes together are fastest,
+    depth: int = DISK_DEPTH  # so many of each at a time
     rated_bytes: int | None = None  # that may be written in its life, by its maker. None: nobody has said
 
     @property

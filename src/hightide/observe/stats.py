@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hightide.ir.plan import Forecast, Plan
+from hightide.ir.tier import Lane
 from hightide.ir.units import format_bytes
 from hightide.observe.light import light_s_of
 from hightide.runtime.run import Run
@@ -18,7 +19,8 @@ class Stats:
     forecast: Forecast  # for the device of the run, whatever machine the plan was made for
     num_steps: int
     step_s: float
-    # Per tier. On the GPU everything it holds, activations included; on a real one what torch has reserved.
+    # Per tier; of the disk only where the plan uses one. On the GPU everything it holds, activations included; on a
+    # real one what torch has reserved.
     peak_bytes: dict[str, int]
     used_bytes: dict[str, int]  # of tensors
     moved_bytes: dict[str, int]  # per lane
@@ -40,14 +42,35 @@ class Stats:
         """How near the last step came to the speed of light: `light_s` of its `step_s`. None: not known."""
         return self.light_s / self.step_s if self.light_s is not None and self.step_s else None
 
+    @property
+    def disk_written_bytes_per_step(self) -> int:
+        """On average. 0: nothing lives on disk, or before the first step."""
+        return self.moved_bytes.get(Lane.DISK_WRITE, 0) // self.num_steps if self.num_steps else 0
+
+    @property
+    def disk_terabytes_per_day(self) -> float:
+        """That would be written at the pace of the last step: what a disk's endurance is rated in."""
+        return 86400e-12 * self.disk_written_bytes_per_step / self.step_s if self.step_s else 0.0
+
     def __str__(self) -> str:
         """A table of at most 80 columns. The plan has its own: `plan.explain()`."""
         last = f", the last took {self.step_s:.3f} s" if self.step_s else ""
         if self.light_share is not None:
             last += f": {self.light_share:.0%} of the speed of light"
-        forecast = {"gpu": self.forecast.gpu_bytes, "host": self.forecast.host_peak_bytes}
-        limits = {"gpu": self.plan.gpu_limit_bytes, "host": self.plan.host_limit_bytes}
-        sizes = [(tier, limits[tier], forecast[tier], self.peak_bytes[tier], self.used_bytes[tier]) for tier in limits]
+        forecast = {
+            "gpu": self.forecast.gpu_bytes,
+            "host": self.forecast.host_peak_bytes,
+            "disk": self.forecast.disk_peak_bytes,
+        }
+        limits = {
+            "gpu": self.plan.gpu_limit_bytes,
+            "host": self.plan.host_limit_bytes,
+            "disk": self.plan.disk_limit_bytes,
+        }
+        sizes = [
+            (tier, limits[tier], forecast[tier], peak_bytes, self.used_bytes[tier])
+            for tier, peak_bytes in self.peak_bytes.items()
+        ]
         lanes = [lane for lane in self.stall_s | self.moved_bytes if self.stall_s.get(lane) or lane in self.moved_bytes]
         lines = [
             f"{self.num_steps} steps{last}",
@@ -61,11 +84,17 @@ class Stats:
             ),
             f"evictions {self.evictions}, deviations from the plan {self.deviations}",
         ]
+        if "disk" in self.peak_bytes:
+            lines.append(self.disk_text())
         if self.extra_hook_calls:
             lines.append(f"hooks inside blocks: {self.extra_hook_calls} calls more than in plain PyTorch")
         if self.update_kernel:
             lines.append(f"updates on the host: {self.update_kernel} kernel")
         return "\n".join(lines)
+
+    def disk_text(self) -> str:
+        pace = f", {self.disk_terabytes_per_day:.2f} TB a day at this pace" if self.disk_terabytes_per_day else ""
+        return f"written to disk: {format_bytes(self.disk_written_bytes_per_step)} a step{pace}"
 
     def _tensors(self) -> list[str]:
         """Of a real GPU: forecast and peak are what torch reserves, what is in use now are tensors."""
@@ -85,8 +114,16 @@ def read_stats(run: Run) -> Stats:
         forecast=run.forecast,
         num_steps=run.num_steps,
         step_s=run.step_s,
-        peak_bytes=_of_tiers(run.gpu.device_peak_bytes, run.host.peak_bytes, run.disk and run.disk.peak_bytes),
-        used_bytes=_of_tiers(run.gpu.device_used_bytes, run.host.used_bytes, run.disk and run.disk.used_bytes),
+        peak_bytes={
+            "gpu": run.gpu.device_peak_bytes,
+            "host": run.host.peak_bytes,
+            **({} if run.disk is None else {"disk": run.disk.peak_bytes}),
+        },
+        used_bytes={
+            "gpu": run.gpu.device_used_bytes,
+            "host": run.host.used_bytes,
+            **({} if run.disk is None else {"disk": run.disk.used_bytes}),
+        },
         moved_bytes={str(lane): num_bytes for lane, num_bytes in run.performer.moved_bytes.items()},
         stall_s={str(lane): seconds for lane, seconds in run.executor.stall_s.items()},
         evictions=run.performer.num_evictions,
@@ -95,7 +132,3 @@ def read_stats(run: Run) -> Stats:
         light_s=light_s_of(run, run.work.last_step),
         extra_hook_calls=sum(hooks.num_extra_calls for hooks in run.inner_hooks.values()),
     )
-
-
-def _of_tiers(gpu_bytes: int, host_bytes: int, disk_bytes: int | None) -> dict[str, int]:
-    return {"gpu": gpu_bytes, "host": host_bytes, **({} if disk_bytes is None else {"disk": disk_bytes})}

@@ -46,6 +46,7 @@ from hightide.runtime.blocks.block_function import BlockRunner
 from hightide.runtime.blocks.compiled import CompiledForwards
 from hightide.runtime.blocks.host_embedding import HostEmbedding
 from hightide.runtime.chunks.chunks import Chunks
+from hightide.runtime.chunks.disk_homes import mapped
 from hightide.runtime.chunks.moving import StatesOnTheMove
 from hightide.runtime.chunks.origin import FirstValues
 from hightide.runtime.gradients.gradient_placeholder import GradientPlaceholder
@@ -515,11 +516,14 @@ class Run:
 
     def value_of(self, key: str, borrow: bool = False) -> Tensor:
         """A copy of a parameter's present value. With `borrow` it is the very memory where it lies in RAM, to be read
-        at once; it looks as if it had a storage of its own, or writers of files would take all parameters for one."""
+        at once; it looks as if it had a storage of its own, or writers of files would take all parameters for one. From
+        disk it comes in pages of a file, which need not stay in memory."""
         self.check_values()
         safe_point()
         self.executor.wait_for_update(self.chunks.places[key][0])
         place = self.chunks.value(key)
+        if borrow and not place.is_memory and place.nbytes > 0:
+            return mapped(place, self._disks[0].path)
         lies_in_ram = place.is_memory and place.view.device.type == "cpu" and place.nbytes > 0
         return alone(place.view) if borrow and lies_in_ram else place.get()
 

@@ -13,16 +13,15 @@ from pathlib import Path
 import torch
 
 from hightide.ir.limits import DiskLimit
+from hightide.ir.machine import DISK_DEPTH, DISK_REQUEST_BYTES
 from hightide.ir.tier import Tier
 from hightide.process.forks import Birthplace
-from hightide.stores.disk_file import SECTOR_BYTES, open_disk_file
-from hightide.stores.disk_requests import BUFFER_BYTES, LOOKS, Buffer, Request, Requests, Sectors, Traffic, down
+from hightide.stores.disk_file import SECTOR_BYTES, Buffer, open_disk_file
+from hightide.stores.disk_requests import BUFFER_BYTES, LOOKS, Request, Requests, Sectors, Traffic, down
 from hightide.stores.freelist import FreeLists
 from hightide.stores.store import OutOfMemory, Region, Store
 from hightide.stores.ticket import DEFAULT_TIMEOUT_S, Ticket
 
-REQUEST_BYTES = 16 << 20
-DEPTH = 4
 JOIN_TIMEOUT_S = 5.0  # at the end, for requests that are under way
 
 
@@ -30,7 +29,8 @@ class DiskStore(Store):
     """A file on each disk, set aside in full when the store is made; each region lies on one of them, the emptiest
     that can hold it. `read` and `write` return at once: threads of the store do the work, reads and writes of each disk
     apart, and a ticket is done when its bytes have moved. What overlaps must be waited for first; parts of a region
-    that do not overlap may be under way together.
+    that do not overlap may be under way together. What a failed write meant to change cannot be read, and no part of a
+    sector in it written, until it was written as a whole.
 
     CPU tensors that are contiguous, begin at a multiple of 4,096 and go to such an offset are moved straight; what lies
     beyond a whole number of sectors, and all else, passes through small buffers. Tensors that are strided or on a GPU
@@ -44,8 +44,8 @@ class DiskStore(Store):
         self,
         disks: Sequence[DiskLimit],
         capacity_bytes: int | None = None,
-        request_bytes: int = REQUEST_BYTES,
-        depth: int = DEPTH,
+        request_bytes: int = DISK_REQUEST_BYTES,
+        depth: int = DISK_DEPTH,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         are_checked: bool = True,
         is_direct: bool = True,
@@ -78,22 +78,13 @@ class DiskStore(Store):
         queues = [queue for pair in self._queues for queue in pair.values()]
         over, begun = threading.Event(), threading.Semaphore(0)
         # Threads hold the queues and never this object, so that a forgotten store is collected and its threads end.
-        self._threads = [
-            threading.Thread(
-                target=_work,
-                args=(queue, number, begun),
-                name=f"hightide-disk-{'write' if queue.is_write else 'read'}-{number}",
-                daemon=True,
-            )
-            for queue in queues
-            for number in range(depth)
-        ]
+        workers = [_Worker(queue, number, begun) for queue in queues for number in range(depth)]
         watcher = threading.Thread(
             target=_watch, args=(queues, over, timeout_s / LOOKS), name="hightide-disk-watch", daemon=True
         )
-        ends = (self._birthplace, queues, over, [*self._threads, watcher])
-        self._finalizer = weakref.finalize(self, _end, *ends)  # at exit too: see `_end`
-        _start(self._threads, begun)
+        # At exit too: see `_end`.
+        self._finalizer = weakref.finalize(self, _end, self._birthplace, workers, watcher, over)
+        _start(workers, begun)
         watcher.start()
 
     # ---- bytes
@@ -194,7 +185,22 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _parts(row)
 
 
-def _start(threads: list[threading.Thread], begun: threading.Semaphore) -> None:
+class _Worker(threading.Thread):
+    def __init__(self, queue: Requests, number: int, begun: threading.Semaphore) -> None:
+        super().__init__(name=f"hightide-disk-{'write' if queue.is_write else 'read'}-{number}", daemon=True)
+        self.queue, self._number, self._begun = queue, number, begun
+
+    @property
+    def hangs(self) -> bool:
+        return self.queue.hangs(self._number)
+
+    def run(self) -> None:
+        torch.set_num_threads(1)  # several sums are made at the same time already
+        self._begun.release()
+        self.queue.work(self._number)
+
+
+def _start(threads: Sequence[threading.Thread], begun: threading.Semaphore) -> None:
     """Torch's number of threads counts for the thread that sets it, but threads that are born later inherit the last
     one: here it is set again."""
     num_threads = torch.get_num_threads()
@@ -205,33 +211,29 @@ def _start(threads: list[threading.Thread], begun: threading.Semaphore) -> None:
     torch.set_num_threads(num_threads)
 
 
-def _work(queue: Requests, number: int, begun: threading.Semaphore) -> None:
-    torch.set_num_threads(1)  # several sums are made at the same time already
-    begun.release()
-    queue.work(number)
-
-
 def _watch(queues: list[Requests], over: threading.Event, interval_s: float) -> None:
     while not over.wait(interval_s):
         for queue in queues:
-            queue.look()
+            hangs = queue.look()
+            if hangs is not None:
+                for one in queues:
+                    if one.sectors is queue.sectors:
+                        one.refuse(hangs, running_too=one is queue)
 
 
-def _end(
-    birthplace: Birthplace, queues: list[Requests], over: threading.Event, threads: list[threading.Thread]
-) -> None:
+def _end(birthplace: Birthplace, workers: list[_Worker], watcher: threading.Thread, over: threading.Event) -> None:
     """Joined at exit too: a thread that Python ends in the middle of a torch operation aborts the process. One that
-    hangs in a system call is in none: it is not waited for long, and its file not closed under it."""
+    hangs in a system call is in none: it is not waited for, and its file not closed under it."""
     if not birthplace.is_here:
         return
     closed = RuntimeError(f"the store on {Tier.DISK} was closed before this request began")
-    for queue in queues:
-        queue.refuse(closed)
+    for worker in workers:
+        worker.queue.refuse(closed)
     over.set()
     deadline_s = time.monotonic() + JOIN_TIMEOUT_S
-    for thread in threads:
-        if thread is not threading.current_thread():
+    for thread in (watcher, *workers):
+        if thread is not threading.current_thread() and not (isinstance(thread, _Worker) and thread.hangs):
             thread.join(max(0.0, deadline_s - time.monotonic()))
-    if not any(thread.is_alive() for thread in threads):
-        for queue in queues:
-            queue.sectors.file.close()
+    for sectors in {worker.queue.sectors for worker in workers}:
+        if not any(worker.is_alive() for worker in workers if worker.queue.sectors is sectors):
+            sectors.file.close()

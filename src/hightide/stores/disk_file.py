@@ -29,6 +29,14 @@ _NO_UNNAMED = (*_REFUSALS, errno.EISDIR, errno.ENOENT)  # how file systems say t
 _open_files: weakref.WeakSet[DiskFile] = weakref.WeakSet()
 
 
+class Buffer:
+    """Memory that begins at a page, which is a sector at least."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = mmap.mmap(-1, num_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+
 class DiskFile:
     """`num_bytes` of the disk, which are there until it is closed. Transfers may come from any number of threads."""
 
@@ -67,6 +75,11 @@ class DiskFile:
                 self._say_where(stuck, offset, done_bytes, num_bytes, is_write)
                 raise stuck
         return moved_bytes
+
+    def forget_cached(self) -> None:
+        """What is read next comes from the disk."""
+        if not self.is_direct:
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _say_where(self, error: OSError, offset: int, done_bytes: int, num_bytes: int, is_write: bool) -> None:
         where = f"{'writing' if is_write else 'reading'} {num_bytes} bytes at {offset} ended after {done_bytes}"
@@ -224,7 +237,6 @@ def _set_aside(file: DiskFile, descriptor: int) -> None:
     except OSError as error:
         if error.errno not in _REFUSALS:
             raise
-        zeros = mmap.mmap(-1, min(_ZERO_BYTES, file.num_bytes))
-        address = ctypes.addressof(ctypes.c_char.from_buffer(zeros))
-        for offset in range(0, file.num_bytes, len(zeros)):
-            file.transfer(address, offset, min(len(zeros), file.num_bytes - offset), is_write=True)
+        zeros = Buffer(_ZERO_BYTES)
+        for offset in range(0, file.num_bytes, _ZERO_BYTES):
+            file.transfer(zeros.address, offset, min(_ZERO_BYTES, file.num_bytes - offset), is_write=True)

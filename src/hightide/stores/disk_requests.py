@@ -1,7 +1,7 @@
 """Reads or writes of one file, cut into pieces that a few threads work on.
 
 [Note: a hanging request] A system call on a disk cannot be called off. When one has not returned in time its ticket,
-and those of all that wait behind it, fail with a TimeoutError that says where it is; the queue takes nothing more,
+and those of all that wait behind it, fail with a TimeoutError that says where it is; the disk takes nothing more,
 because that call may still change its memory or its place on the disk. Its thread is left alone: it keeps tensor and
 file alive, and nobody waits for it, at exit neither.
 
@@ -13,14 +13,13 @@ a part of a sector holds the lock of such parts for as long as it works on it.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hightide.stores.disk_file import SECTOR_BYTES, DiskFile
+from hightide.stores.disk_file import SECTOR_BYTES, Buffer, DiskFile
 from hightide.stores.disk_sums import SectorSums
 from hightide.stores.ticket import Ticket
 
@@ -43,14 +42,6 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*(mine + its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True)))
-
-
-class Buffer:
-    """Memory that begins at a page, which is a sector at least."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.memory = mmap.mmap(-1, num_bytes)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
 
 
 class Request:
@@ -139,6 +130,11 @@ class Sectors:
             self._sums.note(offset, address, num_bytes)
         self.count(Traffic(written_bytes=self.file.transfer(address, offset, num_bytes, is_write=True)))
 
+    def spoil(self, piece: Piece) -> None:
+        """Of a write that did not come to its end."""
+        if self._sums is not None:
+            self._sums.spoil(down(piece.start), up(piece.stop) - down(piece.start))
+
     def count(self, more: Traffic) -> None:
         with self._lock:
             self._traffic += more
@@ -209,16 +205,20 @@ class Requests:
         asked = "asked_written_bytes" if self.is_write else "asked_read_bytes"
         self.sectors.count(Traffic(**{asked: request.num_bytes}))
 
-    def look(self) -> None:
+    def look(self) -> TimeoutError | None:
         """LOOKS times in `timeout_s`. See [Note: a hanging request]."""
         with self._lock:
             self._looks = {number: self._looks.get(number, 0) + 1 for number in self._running}
-            hanging = [self._running[number] for number, looks in self._looks.items() if looks > LOOKS]
-        if hanging:
-            piece = hanging[0]
-            where = f"{piece.stop - piece.start} of them at {piece.start}"
-            error = TimeoutError(f"{piece.request.name}: {where} were not moved after {self._timeout_s:g} s")
-            self.refuse(error, running_too=True)
+            hanging = [self._running[number] for number in self._looks if self.hangs(number)]
+        if not hanging:
+            return None
+        piece = hanging[0]
+        where = f"{piece.stop - piece.start} of them at {piece.start}"
+        return TimeoutError(f"{piece.request.name}: {where} were not moved after {self._timeout_s:g} s")
+
+    def hangs(self, number: int) -> bool:
+        """One of its threads."""
+        return self._looks.get(number, 0) > LOOKS
 
     def refuse(self, error: BaseException, running_too: bool = False) -> None:
         """All that comes, and what waits."""
@@ -247,14 +247,21 @@ class Requests:
         while (piece := self._take(number)) is not None:
             error: BaseException | None = None
             try:
-                if piece.request.error is None:
+                if piece.request.error is not None:
+                    self._leave_out(piece)
+                else:
                     if buffer is None and not piece.is_straight:
                         buffer = Buffer(BUFFER_BYTES)
                     self.sectors.move(piece, self.is_write, buffer)
             except BaseException as raised:  # whatever it is, it belongs to whoever waits
                 error = raised
+                self._leave_out(piece)
             self._end(number, piece.request, error)
             del piece, error  # an idle thread must not keep anybody's tensors alive
+
+    def _leave_out(self, piece: Piece) -> None:
+        if self.is_write:
+            self.sectors.spoil(piece)
 
     def _take(self, number: int) -> Piece | None:
         with self._lock:
@@ -263,12 +270,12 @@ class Requests:
                     return None
                 self._lock.wait()
             piece = self._running[number] = self._queue.popleft()
-            self._looks.pop(number, None)
             return piece
 
     def _end(self, number: int, request: Request, error: BaseException | None) -> None:
         with self._lock:
             del self._running[number]
+            self._looks.pop(number, None)
             request.error = request.error or error
             request.num_left -= 1
             if request.num_left or request.is_over:

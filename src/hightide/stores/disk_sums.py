@@ -1,10 +1,11 @@
 """What was written, sector by sector, so that other bytes are noticed when they are read.
 
-[Note: sums] The 64-bit words of each eighth of a sector are added up, the eight sums mixed, weighted by their places
-and folded to 32 bits: that runs at the speed of memory, and takes a thousandth of what it watches over. A changed bit,
+[Note: sums] The 64-bit words of each eighth of a sector are added up. Upper bits that all of them have in common are
+lost in that, so the first word goes into it once more, shifted. The eight results are mixed, weighted by their places
+and folded to 32 bits. That runs at the speed of memory, and takes a thousandth of what it watches over. A changed bit,
 a sector that is an older one, another's, or was never written: each gives another sum, but for one in 2^32 (and but for
-changes inside one eighth that cancel each other out). Sums are noted before the bytes are written: where a write failed
-or was cut short, reading finds that, unless the bytes are there all the same.
+changes inside one eighth that cancel each other out). Where a write failed nobody knows what is there: such sectors get
+sums that fit neither the old bytes nor the new, until they are written again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ class SectorSums:
     def note(self, offset: int, address: int, num_bytes: int) -> None:
         self._of(offset, num_bytes).copy_(_sums(address, num_bytes))
 
+    def spoil(self, offset: int, num_bytes: int) -> None:
+        """See [Note: sums]."""
+        self._of(offset, num_bytes).add_(1)
+
     def first_difference(self, offset: int, address: int, num_bytes: int) -> int | None:
         """Where in the file the first sector begins that is not what was written."""
         expected, found = self._of(offset, num_bytes), _sums(address, num_bytes)
@@ -43,6 +48,7 @@ class SectorSums:
 
 def _sums(address: int, num_bytes: int) -> torch.Tensor:
     words = torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.int64)
-    parts = words.view(-1, _PARTS, _WORDS).sum(2)
+    words = words.view(-1, _PARTS, _WORDS)
+    parts = words.sum(2).bitwise_xor_(words[:, :, 0] >> 17)
     parts.bitwise_xor_(parts >> 31)
     return (parts.mv(_WEIGHTS) >> 32).to(torch.int32)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hightide.cli.config import TrainConfig, TrainOptions, load_config
+from hightide.ir.limits import DiskLimit
 from hightide.ir.plan import Update
 
 REPOSITORY = Path(__file__).parents[3]
@@ -92,6 +93,18 @@ def test_the_command_line_wins_over_the_file_and_leaves_the_rest(tmp_path: Path)
     assert (config.update, config.optimizer.clip_norm) == (Update.IN_BACKWARD, 0.0)
 
 
+def test_disks_are_a_folder_or_several(tmp_path: Path) -> None:
+    one = load(tmp_path, "limits: {disk: /a:1GiB}")
+    two = load(tmp_path, "limits: {disk: [/a:1GiB, /b:2MiB]}")
+    assert one.limits.resolve().disks == (DiskLimit("/a", 2**30),)
+    assert two.limits.resolve().disks == (DiskLimit("/a", 2**30), DiskLimit("/b", 2**21))
+    assert load(tmp_path, two.to_yaml()) == two
+    given = load(tmp_path, "limits: {disk: /a:1GiB}", disk=["/c:3KiB"])
+    assert given.limits.resolve().disks == (DiskLimit("/c", 3072),)
+    with pytest.raises(ValueError, match="is not a folder and a size"):
+        load(tmp_path, "limits: {disk: 1GiB}")
+
+
 def test_the_effective_settings_can_be_read_back(tmp_path: Path) -> None:
     config = load(tmp_path, "steps: 3\nlimits: {gpu: 1GiB}\noptimizer: {lr: 3e-5}", micro_batch=2)
     assert load(tmp_path, config.to_yaml()) == config
@@ -102,6 +115,8 @@ def test_the_demo_limits_the_accelerator_below_the_states_of_its_model() -> None
     shape = config.model
     per_layer = 4 * shape.hidden**2 + 3 * shape.hidden * shape.feed_forward + 2 * shape.hidden
     num_params = shape.layers * per_layer + 2 * 256 * shape.hidden + shape.hidden
-    gpu_bytes = config.limits.resolve().gpu_bytes
+    limits = config.limits.resolve()
+    gpu_bytes = limits.gpu_bytes
     assert gpu_bytes is not None
     assert gpu_bytes < 16 * num_params
+    assert limits.disks, "it shows all three tiers"

@@ -46,7 +46,7 @@ def test_json_is_all_that_is_on_standard_output(tmp_path: Path) -> None:
     assert report.machine.disk is not None and report.machine.disk.written_bytes == MIN_FILE_BYTES
     assert report.machine == Machine.load(out) == known_machine(torch.device("cpu")).machine
     assert json.loads(result.stdout)["machine"]["speeds"]
-    assert f"{MIN_FILE_BYTES * 15 // 8} bytes) in {scratch}" in result.stderr.replace("\n", "")
+    assert f"{MIN_FILE_BYTES * 19 // 8} bytes) in {scratch}" in result.stderr.replace("\n", "")
     assert list(scratch.iterdir()) == []
 
 

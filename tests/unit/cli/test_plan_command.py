@@ -472,8 +472,11 @@ def test_a_disk_is_planned_refused_by_wrap_and_named_where_it_would_help(
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).train()
     tokens = torch.randint(96, (4, 16))
     batch = {"input_ids": tokens, "labels": tokens}
-    with pytest.raises(InfeasiblePlan, match="this version cannot train from a disk"):
-        hightide.wrap(model, torch.optim.AdamW(model.parameters()), batch, plan=Plan.load(path), device="cpu")
+    limits = hightide.Limits(disk=f"{tmp_path}:1GiB")
+    saved, optimizer = Plan.load(path), torch.optim.AdamW(model.parameters())
+    hightide.wrap(model, optimizer, batch, plan=saved, limits=limits, device="cpu")
+    assert hightide.stats(model).peak_bytes["disk"] == saved.forecast.disk_peak_bytes
+    hightide.unwrap(model)
 
 
 def test_a_machine_without_a_known_disk_prices_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

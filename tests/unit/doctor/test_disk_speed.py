@@ -22,18 +22,19 @@ from hightide.doctor import scratch_file
 from hightide.doctor.disk_speed import MIN_FILE_BYTES, DiskTest, filesystem_of, measure_disk
 from hightide.doctor.pace import Piece
 from hightide.doctor.scratch_file import LARGE_BYTES, in_order, rate, scattered
+from hightide.stores import disk_file
 
 PAGE = os.sysconf("SC_PAGESIZE")
 
 
 def small(folder: Path) -> DiskTest:
-    return DiskTest(folder, MIN_FILE_BYTES, sustained_s=30.0, phase_s=0.1, small_s=0.05)
+    return DiskTest(folder, MIN_FILE_BYTES, sustained_s=30.0, phase_s=0.1, small_s=0.05, shape_s=0.05)
 
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_all_rates_and_nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     if not direct:
-        monkeypatch.setattr(scratch_file, "_open_direct", lambda name: None)
+        monkeypatch.setattr(disk_file, "_try_direct", lambda descriptor: "refused")
     stages: list[str] = []
     written = _count_writes(monkeypatch)
     found = measure_disk(small(tmp_path), stages.append)
@@ -44,7 +45,8 @@ def test_all_rates_and_nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sum(size for _, size in written) <= small(tmp_path).most_written_bytes + PAGE  # which tries O_DIRECT
     assert found.is_direct == (direct and goes_past_the_cache(tmp_path))
     assert {is_direct for is_direct, size in written if size > PAGE} == {found.is_direct}
-    assert len(stages) == 7
+    assert len(stages) == 8
+    assert (found.request_bytes, found.depth) in disk.SHAPES
     assert list(tmp_path.iterdir()) == []
 
 
@@ -140,7 +142,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 
 def test_the_announcement_has_the_bytes(tmp_path: Path) -> None:
     test = DiskTest(tmp_path, 16 << 30)
-    assert str(test.most_written_bytes) in test.announcement() and "30.0 GiB" in test.announcement()
+    assert str(test.most_written_bytes) in test.announcement() and "38.0 GiB" in test.announcement()
 
 
 def test_rates() -> None:

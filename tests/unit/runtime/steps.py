@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,8 +63,10 @@ def twins(
     options = {"micro_batch": 2, **options}
     limits = hightide.Limits(gpu=gpu, host="64MiB")
     if edit is not None:
-        made = hightide.plan(model, optimizer, batch, limits=limits, **options)
-        options = {"plan": edit(made)}
+        plan = edit(hightide.plan(model, optimizer, batch, limits=limits, **options))
+        options = {"plan": plan}
+        if plan.uses_disk:  # the file has no name: nothing is left there
+            options["limits"] = hightide.Limits(disk=f"{tempfile.gettempdir()}:64MiB")
     else:
         options["limits"] = limits
     model, wrapped = hightide.wrap(model, optimizer, batch, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -139,6 +141,17 @@ class DiskHomes:
         self.rings.forget_views()
         for stray in self.strays.values():
             stray.forget_view()
+
+
+def mapped(place: Array, folder: str) -> Tensor:
+    """Its values in the pages of a file without a name: the system can take them out of memory, so that a model that
+    is larger than the host can be written from there, tensor by tensor. It goes with the tensor."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.truncate(place.nbytes)
+        memory = mmap.mmap(file.fileno(), place.nbytes)
+    values = torch.frombuffer(memory, dtype=place.dtype).view(place.shape)
+    place.read(values).wait()
+    return values
 
 
 def _wait(tickets: list[Ticket]) -> None:
