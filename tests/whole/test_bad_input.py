@@ -232,7 +232,7 @@ def test_plans_that_were_edited_into_nonsense(planned: Any, refused: Any) -> Non
         (first_chunk(dtype="bfloat16"), ("has dtype='bfloat16'", "is 'float32'")),
         (first_chunk(block=99), ("has block=99", f"is {chunk.block}")),
         (first_chunk(params=(replace(chunk.params[0], offset_numel=5), *chunk.params[1:])), ("offset_numel=5",)),
-        (first_block(params=Tier.GPU, states=Tier.DISK), ("num_grad_buffers is 0", "must be at least 1")),
+        (first_block(params=Tier.GPU, states=Tier.DISK), ("num_read_buffers is 0", "must be at least 1")),
     ]
     streamed = [replace(b, params=Tier.HOST, states=Tier.HOST) if b.name else b for b in plan.blocks]
     no_slots = replace(plan, num_slots=0, num_grad_slots=0, blocks=tuple(streamed))
