@@ -267,6 +267,8 @@ def test_executed_equals_scheduled(homes: str, update: str, tmp_path: Path) -> N
         assert compare(schedule, records) == []
         moved = {record.id: record.num_bytes for record in records if record.lane in (Lane.DISK_READ, Lane.DISK_WRITE)}
         assert moved == {a.id: a.num_bytes for lane in (Lane.DISK_READ, Lane.DISK_WRITE) for a in schedule.lane(lane)}
+    parks = any(place.parks for place in run.chunks.placed)
+    assert parks == (update == "in_backward") and "parked gradients" not in run.host.breakdown()
     with torch.no_grad():
         model(**batch_of(1, num_samples=2))
     evaluated = run.executor.programs[Mode.EVAL].schedule
