@@ -14,7 +14,6 @@ import models
 from disk_plans import placed
 from gpu.streamed import LIMITS
 from hightide.ir.plan import Plan
-from hightide.planner.placement import Placement
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 from hightide.stores.pinned import PinnedArena
@@ -31,7 +30,7 @@ def trained(homes: str, update: str, folder: Path, num_buffers: int = 2) -> tupl
     options = {"micro_batch": 2, "update": update, "gradients": "param", "device": "cuda"}
     plan = hightide.plan(model, optimizer, batch, limits=LIMITS, **options)
     plan = _with_limits_of(plan, placed(plan, homes, num_buffers))
-    limits = hightide.Limits(disk=f"{folder}:64MiB") if Placement(plan).uses_disk else None
+    limits = hightide.Limits(disk=f"{folder}:64MiB") if plan.uses_disk else None
     model, optimizer = hightide.wrap(model, optimizer, batch, plan=plan, limits=limits, device="cuda")
     run, losses = run_of(model), []
     assert run is not None

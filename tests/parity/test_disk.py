@@ -26,6 +26,7 @@ from test_slow_lanes import slow_down
 from torch import Tensor, nn
 
 import hightide
+import models
 from disk_plans import HOMES, Homes, folder, placed
 from hightide.ir.action import Mode
 from hightide.ir.refusal import Refused
@@ -102,7 +103,7 @@ def wrapped(
     made, batch = optimizer(model), batch_of(0)
     plan = hightide.plan(model, made, batch, limits=ROOMY, micro_batch=micro_batch, **options)
     plan = placed(plan, homes, num_buffers)
-    limits = folder(path) if Placement(plan).uses_disk else None
+    limits = folder(path) if plan.uses_disk else None
     model, made = hightide.wrap(model, made, batch, plan=plan, limits=limits)
     run = run_of(model)
     assert run is not None
@@ -267,6 +268,8 @@ def test_executed_equals_scheduled(homes: str, update: str, tmp_path: Path) -> N
         assert compare(schedule, records) == []
         moved = {record.id: record.num_bytes for record in records if record.lane in (Lane.DISK_READ, Lane.DISK_WRITE)}
         assert moved == {a.id: a.num_bytes for lane in (Lane.DISK_READ, Lane.DISK_WRITE) for a in schedule.lane(lane)}
+    parks = any(place.parks for place in run.chunks.placed)
+    assert parks == (update == "in_backward") and "parked gradients" not in run.host.breakdown()
     with torch.no_grad():
         model(**batch_of(1, num_samples=2))
     evaluated = run.executor.programs[Mode.EVAL].schedule
@@ -285,7 +288,7 @@ def test_an_accumulating_pass_reads_again_what_was_in_other_buffers(tied: bool, 
     schedule = run.executor.programs[Mode.ACCUMULATE].schedule
     lines = compare(schedule, run.lanes.records_of(run.lanes.pass_index))
     assert all(line.startswith("disk_read: read.param") and line.endswith("ran more than once") for line in lines)
-    assert len(lines) <= 3
+    assert 1 <= len(lines) <= 3, "as many as there are buffers"
     hightide.unwrap(model)
 
 
@@ -399,6 +402,19 @@ def test_no_stream_overtakes_another(homes: str, update: str, tmp_path: Path, mo
     assert not detector.races, "\n".join(sorted(set(detector.races)))
 
 
+@pytest.mark.parametrize("num_buffers", [1, 3])
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_what_the_plan_sets_aside_is_what_is_taken(update: str, num_buffers: int, tmp_path: Path) -> None:
+    for homes in ON_DISK:
+        model, _, run = wrapped(Words(), homes, tmp_path, update=update, num_buffers=num_buffers)
+        schedule, placement = run.executor.programs[Mode.TRAIN].schedule, Placement(run.plan)
+        assert run.disk is not None
+        assert run.disk.used_bytes == schedule.disk_base_bytes == placement.bytes_on[Tier.DISK]
+        assert run.host.used_bytes == schedule.host_base_bytes
+        assert run.host.breakdown()["buffers of the disk"] == num_buffers * placement.ring_bytes
+        hightide.unwrap(model)
+
+
 # -- what users do ----------------------------------------------------------------------------------------------------
 
 
@@ -475,15 +491,21 @@ def test_values_loaded_after_forward_are_those_that_backward_finds(update: str, 
     def act(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         train(model, optimizer, 1)
         other = {name: value * 0.5 for name, value in model.state_dict().items()}
-        model(**batch_of(1))["loss"]
+        loss = model(**batch_of(1))["loss"]
         model.load_state_dict(other)
-        moments = optimizer.state[dict(model.named_parameters())["layers.2.0.weight"]]
-        moments["exp_avg"] = torch.ones_like(moments["exp_avg"])
+        for index in range(3):
+            moments = optimizer.state[dict(model.named_parameters())[f"layers.{index}.0.weight"]]
+            moments["exp_avg"] = torch.ones_like(moments["exp_avg"])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
         return train(model, optimizer, 1)[1]
 
-    results = {homes: act(*wrapped(Words(), homes, tmp_path, update=update)[:2]) for homes in ("host", *ON_DISK)}
-    for homes, found in results.items():
-        assert_same_bits(([], found), ([], results["host"])), homes
+    results = [
+        act(*wrapped(Words(), homes, tmp_path, update=update, num_buffers=5)[:2]) for homes in ("host", *ON_DISK)
+    ]
+    for found in results[1:]:
+        assert_same_bits(([], found), ([], results[0]))
 
 
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])
@@ -509,6 +531,24 @@ def test_a_run_moves_from_and_to_a_disk(update: str, tmp_path: Path) -> None:
     found = {name: value.clone() for name, value in model.state_dict().items()}
     assert_same_bits((seen, found), expected)
     hightide.unwrap(model)
+
+
+def test_evaluation_and_generate_go_through_the_disk(tmp_path: Path) -> None:
+    results = []
+    for homes in ("host", "all on disk", "every tier"):
+        model, batch = models.llama(tied=False, num_layers=2)
+        optimizer = adamw(model)
+        plan = placed(hightide.plan(model, optimizer, batch, limits=ROOMY, micro_batch=2), homes)
+        limits = folder(tmp_path) if plan.uses_disk else None
+        model, optimizer = hightide.wrap(model, optimizer, batch, plan=plan, limits=limits)
+        models.loss_of(model, batch).backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            results.append((model(**batch).logits, model.generate(batch["input_ids"][:1, :3], max_new_tokens=6)))
+        hightide.unwrap(model)
+    for found in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found, results[0], strict=True))
 
 
 def test_gradients_on_disk_are_read_scaled_and_replaced(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +15,11 @@ import hightide
 import hightide.api
 import models
 from hightide import posing
+from hightide.doctor.disk_speed import MIN_FILE_BYTES
 from hightide.doctor.known import Known, load_machine
 from hightide.ir.action import Mode
 from hightide.ir.block import Affine, ModelProfile
+from hightide.ir.limits import DiskLimit
 from hightide.ir.machine import Machine
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
@@ -272,3 +275,26 @@ def test_everything_fits_so_nothing_moves() -> None:
     plan = hightide.plan(model, adamw(model), batch, limits=hightide.Limits(gpu="1GiB", host="1GiB"))
     assert all(block.params is block.states is Tier.GPU for block in plan.blocks)
     assert plan.micro_batch == models.NUM_SAMPLES and "everything stays on the GPU" in plan.explain()
+
+
+# -- disks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_nobody_has_measured_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = replace(posing.QUICK_DISK, file_bytes=MIN_FILE_BYTES, sustained_s=0.3, phase_s=0.1, small_s=0.05)
+    monkeypatch.setattr(posing, "QUICK_DISK", quick)
+    machine = replace(load_machine("h200"), disk=None)
+    limit = DiskLimit(str(tmp_path), 1 << 40)
+    found = posing.with_disk(machine, limit)
+    assert found.disk is not None and found.disk.read_bytes_per_s > 0 and found.disk.written_bytes > 0
+    assert found.estimates == machine.estimates
+    assert posing.with_disk(machine, limit).disk is found.disk
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_measured_is_taken_for_a_preset_and_said_so(tmp_path: Path) -> None:
+    machine = replace(load_machine("h200"), disk=None)
+    with pytest.warns(UserWarning, match=r"cannot be measured .* the plan follows from the speed of a PCIe 4.0 SSD"):
+        found = posing.with_disk(machine, DiskLimit(str(tmp_path), 1 << 20))
+    assert found.disk == load_machine(posing.ASSUMED).disk
+    assert "disk" in {estimate.of for estimate in found.estimates}

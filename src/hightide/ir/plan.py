@@ -111,6 +111,10 @@ class Plan:
         """What it decides, without what is said about it."""
         return replace(self, forecast=Forecast(0, 0), explanation="", profile=None, described="")
 
+    @property
+    def uses_disk(self) -> bool:
+        return any(Tier.DISK in (block.params, block.states) for block in self.blocks)
+
     def explained(self, explanation: str) -> Plan:
         """The same with this text, which is about its decisions and its forecast."""
         return replace(self, explanation=explanation, described=self._digest())

@@ -465,6 +465,11 @@ def test_a_disk_is_planned_refused_by_wrap_and_named_where_it_would_help(
     assert all(0 < tier.peak_bytes <= tier.limit_bytes for tier in found.tiers)
     busy = {lane.lane: lane.busy_s for lane in found.lanes}
     assert busy[Lane.DISK_READ] > 0 and busy[Lane.DISK_WRITE] > 0
+    rated = report(*small, "--disk", f"{tmp_path}:1GiB", "--endurance", "600TBW").outlook
+    assert rated is not None and rated.wear is not None and rated.wear.days is not None
+    assert rated.wear.days * rated.wear.terabytes_per_day == pytest.approx(600)
+    assert rated.wear.terabytes_per_day == pytest.approx(rated.wear.written_bytes / rated.step_s * 86400 / 1e12)
+    assert "--endurance='much'" in plan(*small, "--endurance", "much", exit_code=2).stderr
     text = plan(*small, "--disk", f"{tmp_path}:1GiB", "--html", tmp_path / "page.html").stdout
     assert re.search(r"  limit: .*[,;]\n    \w", text), "what does not fit the line is indented"
     assert "disk per step" in text and "disk  peak" in text and max(map(len, text.splitlines())) <= 80

@@ -13,7 +13,6 @@ from torch import nn
 
 import hightide
 import models
-from hightide.planner.placement import Placement
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 
@@ -66,7 +65,7 @@ def twins(
     if edit is not None:
         plan = edit(hightide.plan(model, optimizer, batch, limits=limits, **options))
         options = {"plan": plan}
-        if Placement(plan).uses_disk:  # the file has no name: nothing is left there
+        if plan.uses_disk:  # the file has no name: nothing is left there
             options["limits"] = hightide.Limits(disk=f"{tempfile.gettempdir()}:64MiB")
     else:
         options["limits"] = limits

@@ -111,3 +111,27 @@ def test_a_vacated_accelerator_can_be_filled_again_through_old_views() -> None:
     view.fill_(2)
     assert bool((gpu.view(region, torch.uint8) == 2).all())
     assert gpu.used_bytes == 20 * KIB and gpu.is_alone
+
+
+@pytest.mark.parametrize(
+    "arena", [HostArena(64 * KIB), PinnedArena(96 * KIB, pinned_bytes=64 * KIB)], ids=["plain", "pinned"]
+)
+def test_what_comes_and_goes_at_both_ends_leaves_no_holes(arena: HostArena) -> None:
+    """Inputs as large as two gradients, which park from the far end while inputs go: as many bytes at a time as there
+    are. From one end, the first gradient in the place of an input would leave a hole that no input fits."""
+    for _ in range(3):
+        inputs = [arena.allocate(8 * KIB, f"input {at}") for at in range(8)]
+        assert [one.offset for one in inputs] == [8 * KIB * at for at in range(8)]
+        gradients = []
+        for _ in range(8):
+            arena.free(inputs.pop())
+            gradients.append(arena.allocate_last(4 * KIB, "gradient"))
+        assert [one.offset for one in gradients] == [64 * KIB - 4 * KIB * at for at in range(1, 9)]
+        for at in range(8):
+            arena.free(gradients.pop())
+            inputs.append(arena.allocate(8 * KIB, f"input {at}")) if at < 4 else None
+        for one in inputs:
+            arena.free(one)
+    arena.allocate(64 * KIB, "all of it")
+    with pytest.raises(OutOfMemory):
+        HostArena(4 * KIB).allocate_last(8 * KIB, "too much")

@@ -211,7 +211,7 @@ class Performer:
 
     def _write_back(self, action: Action) -> LaneWork:
         assert action.chunk is not None
-        return self.write_back(action.chunk, action)
+        return self.write_back(action.chunk) if self._disk is None else self.write_back(action.chunk, action)
 
     def write_back(self, chunk: int, action: Action | None = None) -> LaneWork:
         """Sends a finished sum home, or where the planned `action` says, and frees its slot. A gradient that nobody

@@ -31,6 +31,18 @@ def test_a_transfer_gives_only_when_a_tick_has_waited_for_it():
     assert peaks(Schedule(Mode.EVAL, 0, 0, (first, stash, calm, careless))) == Peaks(21, "c", 10, "s")
 
 
+def test_what_is_parked_is_there_until_the_next_pass_uses_its_chunk():
+    """An input comes before that, or only then."""
+    parked = Action("w", Op.WRITE_BACK, Lane.D2H, tick=2, opens=2, host_takes=50)
+    update = Action("u", Op.UPDATE, Lane.CPU, tick=3 + 1, opens=2, after=("w",), host_gives=50)
+    back = Action("back", Op.UNSTASH, Lane.H2D, tick=2, opens=1, after=("s",), host_gives=100)
+    ticks = [tick(0, "a"), tick(1, "b"), tick(2, "step", after=("back",))]
+    for opens, most in ((0, 150), (1, 100)):
+        stash = Action("s", Op.STASH, Lane.D2H, tick=2, opens=opens, host_takes=100)
+        order = [*ticks[: opens + 1], stash, *ticks[opens + 1 : 2], back, ticks[2], parked, update]
+        assert peaks(Schedule(Mode.TRAIN, 0, 0, tuple(order))).host_peak_bytes == most
+
+
 def test_keeping_costs_gpu_and_stashing_saves_it():
     profile = stack(8)
     lean = peaks(lower(profile, plan_with(profile), Mode.TRAIN))
