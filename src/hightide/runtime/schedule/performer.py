@@ -100,7 +100,7 @@ class Performer:
             return lambda: self.fetch_gradient(chunk, slot, buffer)
         if slot is None:
             return self.refresh(chunk)
-        return self.fetch_param(chunk, slot, buffer)
+        return self.fetch_param(chunk, slot) if buffer is None else self.fetch_param(chunk, slot, buffer)
 
     def fetch_param(self, chunk: int, slot: int, buffer: Filled | None = None) -> LaneWork:
         """Reserves the slots now; nothing to do if the chunk is there already or the slots are in use (off the plan).
