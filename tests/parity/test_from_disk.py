@@ -460,6 +460,23 @@ def test_a_state_that_was_taken_before_a_step_is_not_written_to_after_it(tmp_pat
     hightide.unwrap(model)
 
 
+def test_a_state_that_is_written_to_after_forward_counts_in_backward(tmp_path: Path) -> None:
+    """By then states were read ahead for their updates."""
+    results = []
+    for homes in ("host", "states on disk"):
+        model, optimizer, _ = wrapped(Words(), homes, tmp_path, num_buffers=7, **IN_BACKWARD)
+        train(model, optimizer, 1)
+        held = [optimizer.state[param]["exp_avg"] for param in model.parameters()]
+        loss = model(**batch_of(1))["loss"]
+        for moment in held:
+            moment.fill_(1.0)
+        loss.backward()
+        optimizer.step()
+        results.append({name: value.clone() for name, value in model.state_dict().items()})
+        hightide.unwrap(model)
+    assert_same_bits(([], results[1]), ([], results[0]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_state_dicts_go_from_disk_to_memory_and_back(dtype: torch.dtype, tmp_path: Path) -> None:
     """Half of the steps here, the other half there, are all of them in one place."""
@@ -649,6 +666,42 @@ def test_an_exception_in_a_block_leaves_a_run_that_goes_on(tmp_path: Path) -> No
     results = {homes: act(*wrapped(Words(), homes, tmp_path)[:2]) for homes in ("host", *ON_DISK)}
     for found in results.values():
         assert_same_bits(found, results["host"])
+
+
+@pytest.mark.filterwarnings("ignore:block .* was called in an order", "ignore:block .* runs the whole batch")
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 0, 1]], ids=["as planned", "off the plan"])
+def test_gradients_of_a_backward_that_was_cut_off_are_for_nobody(order: list[int], tmp_path: Path) -> None:
+    """Neither does an update take them for those of a later pass, nor do they keep their places on the host."""
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    def act(homes: str) -> Trained:
+        model, optimizer, run = wrapped(Words(), homes, tmp_path, num_buffers=1, **IN_BACKWARD)
+        train(model, optimizer, 1)
+        run.executor.wait_for_updates()
+        standing_bytes = run.host.used_bytes
+        saved = {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
+        model.order = order  # type: ignore[assignment]
+        inside = model.layers[order[0]][2]  # type: ignore[index]
+        handle = inside.register_full_backward_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            model(**batch_of(9))["loss"].backward()
+        handle.remove()
+        model.order = [0, 1, 2]  # type: ignore[assignment]
+        optimizer.zero_grad()
+        optimizer.step()
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        model(**batch_of(0))
+        assert run.host.used_bytes == standing_bytes
+        found = train(model, optimizer, 2)
+        hightide.unwrap(model)
+        return found
+
+    expected = act("gpu")
+    for homes in ("host", "states on disk", "all on disk"):
+        assert_same_bits(act(homes), expected)
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------

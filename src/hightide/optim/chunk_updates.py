@@ -47,11 +47,18 @@ class Range:
 
 class ChunkUpdates:
     def __init__(
-        self, rule: Rule, groups: Groups, chunks: Chunks, gradients: Gradients, sharers: UpdateThreads
+        self,
+        rule: Rule,
+        groups: Groups,
+        chunks: Chunks,
+        gradients: Gradients,
+        sharers: UpdateThreads,
+        settle: Callable[[str], object],
     ) -> None:
+        """`settle`: see LentCopies."""
         self._rule, self._groups = rule, groups
         self._chunks, self._gradients = chunks, gradients
-        self.moments = Moments(rule, chunks)
+        self.moments = Moments(rule, chunks, settle)
         self.masters_differ = False  # from the parameters' values: there was an update, or masters were loaded
         self._on_host = HostUpdate(rule, sharers)
         # By chunk, with the gradient and the states that they were made for.

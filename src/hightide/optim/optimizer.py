@@ -253,7 +253,9 @@ def wrap_optimizer(original: torch.optim.Optimizer, run: Run) -> WrappedOptimize
     wrapped.__dict__.update({name: value for name, value in vars(original).items() if name not in patched})
     wrapped._home, wrapped._rule, wrapped._original = run, rule, original
     wrapped._groups = Groups(original, rule, run)
-    wrapped._updates = ChunkUpdates(rule, wrapped._groups, run.chunks, run.gradients, run.lanes.sharers)
+    wrapped._updates = ChunkUpdates(
+        rule, wrapped._groups, run.chunks, run.gradients, run.lanes.sharers, run.settle_states
+    )
     wrapped._states = States(run, rule, wrapped._updates, GroupedParams(original))
     run.performer.updates = wrapped._updates
     wrapped._former = FormerStates(original, run.keys, tuple(state.name for state in rule.states))

@@ -116,7 +116,7 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
         self._run.check_values()
         self._updates.refuse_if_issued("the optimizer's states are read or written")
         if key is not None:
-            self._run.executor.settle_home(self._run.chunks.places[key][0])
+            self._run.settle_states(key)
 
     def copied(self) -> dict[Tensor, dict[str, Any]]:
         """Of the parameters that are in groups, as for a state dict."""

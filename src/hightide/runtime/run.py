@@ -547,6 +547,10 @@ class Run:
         if (master := self.loaded_masters.get(key)) is not None:
             self.chunks.restore_master(key, master)
 
+    def settle_states(self, key: str) -> None:
+        """Until nothing is under way with a parameter's states: whoever asks writes to them."""
+        self.executor.settle_home(self.chunks.places[key][0])
+
     def close(self, is_plain: Callable[[], object] = lambda: None) -> None:
         """Gives the parameters back their values and frees everything else. Calls `is_plain` when nothing can fail any
         more. An interrupt leaves all as it is, or waits for the end."""

@@ -13,6 +13,7 @@ from hightide.optim import lent_copies
 from hightide.optim.lent_copies import LentCopies
 from hightide.stores.array import Array
 
+settled = set[str]().add  # notes for whom it was asked
 MOMENTS = [(key, index) for key in ("a", "b") for index in range(2)]
 
 
@@ -25,7 +26,7 @@ def places() -> dict[tuple[str, int], Array]:
 def test_what_was_changed_is_written_once_and_the_rest_is_not(
     places: dict[tuple[str, int], Array], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies = LentCopies(places.__getitem__)
+    copies = LentCopies(places.__getitem__, settled)
     copies.lend(("a", 0)).add_(2.0)  # nobody keeps it
     copies.lend(("b", 1))
     written = []
@@ -38,7 +39,7 @@ def test_what_was_changed_is_written_once_and_the_rest_is_not(
 
 
 def test_the_same_tensor_is_lent_until_an_update(places: dict[tuple[str, int], Array]) -> None:
-    copies = LentCopies(places.__getitem__)
+    copies = LentCopies(places.__getitem__, settled)
     held = copies.lend(("a", 0))
     assert copies.lend(("a", 0)) is held
     copies.age()
@@ -46,7 +47,7 @@ def test_the_same_tensor_is_lent_until_an_update(places: dict[tuple[str, int], A
 
 
 def test_a_write_that_comes_too_late_is_refused_once(places: dict[tuple[str, int], Array]) -> None:
-    copies = LentCopies(places.__getitem__)
+    copies = LentCopies(places.__getitem__, settled)
     held = copies.lend(("a", 0))
     copies.age()
     copies.write()
@@ -58,7 +59,7 @@ def test_a_write_that_comes_too_late_is_refused_once(places: dict[tuple[str, int
 
 
 def test_what_a_reset_leaves_to_the_user_is_his(places: dict[tuple[str, int], Array]) -> None:
-    copies = LentCopies(places.__getitem__)
+    copies = LentCopies(places.__getitem__, settled)
     old = copies.lend(("a", 0))
     copies.age()
     young = copies.lend(("a", 0))
@@ -71,7 +72,7 @@ def test_what_a_reset_leaves_to_the_user_is_his(places: dict[tuple[str, int], Ar
 
 def test_many_that_nobody_has_are_let_go(places: dict[tuple[str, int], Array], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lent_copies, "MOST_BYTES", 64)
-    copies = LentCopies(places.__getitem__)
+    copies = LentCopies(places.__getitem__, settled)
     held = copies.lend(("a", 0))
     for moment in MOMENTS[1:]:
         copies.lend(moment).add_(3.0)

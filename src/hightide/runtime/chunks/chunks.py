@@ -178,9 +178,17 @@ class Chunks:
             self._parked[chunk] = Array(self._host, region, DTYPES[place.grad_dtype], (place.chunk.trainable_numel,))
 
     def unpark(self, chunk: int) -> None:
+        """Its gradient is used up, or for nobody: the place that it had, on the plan or off it, is free."""
         parked = self._parked.pop(chunk, None)
         if parked is not None:
             self._host.free(parked.region)
+        if self.disk is not None:
+            self.disk.close_stray(chunk)
+
+    @property
+    def parked(self) -> set[int]:
+        """Chunks whose gradients have such a place now."""
+        return {*self._parked} | ({*self.disk.strays} if self.disk is not None else set())
 
     def update_arrays(self, chunk: int) -> UpdateArrays:
         """What an update reads and writes: where it has been brought for it, or at home."""

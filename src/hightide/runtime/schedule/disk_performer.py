@@ -123,7 +123,6 @@ class DiskPerformer:
                 state.is_changed = True
             else:
                 self._rings.forget(chunk)
-            self._disk.close_stray(chunk)
 
         return work
 

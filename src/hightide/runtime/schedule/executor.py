@@ -159,8 +159,16 @@ class Executor:
         if mode.trains:
             self.gradients.begin_pass()
             self.performer.stashes.begin_pass()
+            self._unpark()
             if self._rings is not None:
                 self._rings.drop()  # what a pass that was given up has read ahead
+
+    def _unpark(self) -> None:
+        """Gradients of a backward that was cut off, which the user has dropped since: no update takes their place."""
+        for chunk in self.chunks.parked:
+            update = self._flight.updates.get(chunk)
+            if not self.gradients.has_gradient(chunk) and (update is None or update.done):
+                self.chunks.unpark(chunk)
 
     def start(self) -> None:
         """Hands out what need not wait for the first tick. Not before the batch is on its way: one engine copies

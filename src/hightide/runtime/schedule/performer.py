@@ -225,8 +225,11 @@ class Performer:
         buffer = None if self._disk is None or action is None else self._disk.leaving(action)
         if self.chunks.placed[chunk].parks:
             self.chunks.park(chunk)
-        elif buffer is None and self.chunks.disk is not None and self.chunks.placed[chunk].grad is None:
-            self.chunks.disk.open_stray(chunk)
+        elif self.chunks.disk is not None and self.chunks.placed[chunk].grad is None:
+            if buffer is None:
+                self.chunks.disk.open_stray(chunk)
+            else:  # what was never used is obsolete: the update would take it for this one
+                self.chunks.unpark(chunk)
 
         def work() -> int:
             num_bytes = self._count(Lane.D2H, self.chunks.send_gradient(chunk, buffer))
