@@ -795,13 +795,21 @@ def test_ctrl_c_while_a_disk_hangs_interrupts_at_once_and_training_goes_on(
     model, optimizer, run = wrapped(Words(), "all on disk", tmp_path, update=update)
     seen = train(model, optimizer, 1)[0]
     run.executor.wait_for_updates()
-    read, goes_on = os.preadv, threading.Event()
-    monkeypatch.setattr(disk_file.os, "preadv", lambda *args: (goes_on.wait(60), read(*args))[1])
-    threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    read, goes_on, asked = os.preadv, threading.Event(), threading.Lock()
+
+    def hang(*args: Any) -> int:
+        if asked.acquire(blocking=False):  # once: the forward that is interrupted has begun
+            os.kill(os.getpid(), signal.SIGINT)
+        goes_on.wait(60)
+        return read(*args)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    monkeypatch.setattr(disk_file.os, "preadv", hang)
     began_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         model(**batch_of(9))
     assert time.monotonic() - began_s < 10
+    signal.signal(signal.SIGINT, before)
     goes_on.set()
     for step in (1, 2):
         loss = model(**batch_of(100 * step))["loss"]
