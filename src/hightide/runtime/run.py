@@ -26,9 +26,8 @@ from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.ir.split import Split
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
-from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import peaks, reserved_bytes
-from hightide.planner.solution import Solution
+from hightide.planner.solution import Searched, Solution
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import Hold, deferred, held, safe_point
 from hightide.process.progress import tell
@@ -608,7 +607,7 @@ class _Stores:
 
     def __init__(self, solution: Solution, device: torch.device, disks: Sequence[DiskLimit]) -> None:
         """The disk first: where it has no room, nothing else was taken."""
-        self.disk = _disk_store(solution.placement, disks)
+        self.disk = _disk_store(solution, disks)
         try:
             self.gpu, self.host = _memory(solution, device)
         except BaseException:
@@ -626,9 +625,10 @@ class _Stores:
             store.close()
 
 
-def _disk_store(placement: Placement, disks: Sequence[DiskLimit]) -> DiskStore | None:
+def _disk_store(solution: Solution, disks: Sequence[DiskLimit]) -> DiskStore | None:
     """Files of what the plan needs, on each disk in proportion to its limit. A chunk's arrays each lie on one: with
     several disks, each has room for one more."""
+    placement = solution.placement
     needed_bytes, limit_bytes = placement.bytes_on[Tier.DISK], sum(disk.num_bytes for disk in disks)
     if not needed_bytes:
         return None
@@ -644,7 +644,8 @@ def _disk_store(placement: Placement, disks: Sequence[DiskLimit]) -> DiskStore |
         DiskLimit(disk.path, min(disk.num_bytes, share // DISK_REGION_BYTES * DISK_REGION_BYTES))
         for disk, share in zip(disks, shares, strict=True)
     ]
-    return DiskStore(files)
+    known = solution.problem.machine.disk if isinstance(solution, Searched) else None
+    return DiskStore(files) if known is None else DiskStore(files, request_bytes=known.request_bytes, depth=known.depth)
 
 
 def _memory(solution: Solution, device: torch.device) -> tuple[Accelerator, HostArena]:
