@@ -242,9 +242,9 @@ def test_waiting_for_a_lane_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> N
     assert run is not None
     go_on, copy_home = threading.Event(), run.performer._copy_home_to_gpu
 
-    def slow(chunk: int) -> None:
+    def slow(*args: Any) -> int:
         go_on.wait(30)
-        copy_home(chunk)
+        return copy_home(*args)
 
     monkeypatch.setattr(run.performer, "_copy_home_to_gpu", slow)
     began_s = time.monotonic()
