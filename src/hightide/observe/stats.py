@@ -109,13 +109,14 @@ def _row(name: str, *cells: str) -> str:
 
 
 def read_stats(run: Run) -> Stats:
+    disk = run.disk
     return Stats(
         plan=run.plan,
         forecast=run.forecast,
         num_steps=run.num_steps,
         step_s=run.step_s,
-        peak_bytes=_of_tiers(run.gpu.device_peak_bytes, run.host.peak_bytes, run.disk and run.disk.peak_bytes),
-        used_bytes=_of_tiers(run.gpu.device_used_bytes, run.host.used_bytes, run.disk and run.disk.used_bytes),
+        peak_bytes=_of_tiers(run.gpu.device_peak_bytes, run.host.peak_bytes, None if disk is None else disk.peak_bytes),
+        used_bytes=_of_tiers(run.gpu.device_used_bytes, run.host.used_bytes, None if disk is None else disk.used_bytes),
         moved_bytes={str(lane): num_bytes for lane, num_bytes in run.performer.moved_bytes.items()},
         stall_s={str(lane): seconds for lane, seconds in run.executor.stall_s.items()},
         evictions=run.performer.num_evictions,
