@@ -610,6 +610,24 @@ def test_gradients_on_disk_are_read_scaled_and_replaced(tmp_path: Path) -> None:
         hightide.unwrap(model)
 
 
+def test_gradients_that_are_replaced_before_a_step_are_those_that_it_uses(tmp_path: Path) -> None:
+    """The step looks at them one by one, and by then others were read for their updates."""
+    results = []
+    for homes in ("host", *ON_DISK):
+        model, optimizer, _ = wrapped(Words(), homes, tmp_path, num_buffers=7)
+        for step in range(2):
+            model(**batch_of(step))["loss"].backward()
+            for param in model.parameters():
+                assert param.grad is not None
+                param.grad = param.grad * 0.5 + 1e-3
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append({name: value.clone() for name, value in model.state_dict().items()})
+        hightide.unwrap(model)
+    for found in results[1:]:
+        assert_same_bits(([], found), ([], results[0]))
+
+
 # -- faults -----------------------------------------------------------------------------------------------------------
 
 
