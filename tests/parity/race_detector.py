@@ -3,7 +3,8 @@
 Without a GPU, work is through when it returns; on one, it is only enqueued, and nothing but fences orders the streams.
 So every fence is replaced by one that carries a vector clock: what its stream has done, and what it had waited for.
 Every use of a slot, or of a gradient's or parameter's home, is then checked against the last uses of the same place by
-other streams: the using stream must have joined a fence behind each of them. What threads wait for does not count."""
+other streams: the using stream must have joined a fence behind each of them. What threads wait for does not count.
+Host memory that comes and goes (block inputs, parked gradients) is told apart by its addresses, whoever has it."""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ from torch import Tensor
 from hightide.ir.tier import ChunkKind
 from hightide.runtime.lanes.lanes import WORKERS, Streams
 from hightide.runtime.run import Run
-from hightide.stores.store import Region
+from hightide.stores.store import ALIGN_BYTES, Region
 from hightide.stores.ticket import Ticket
 
 STREAMS = {name: str(lane) for lane, name in WORKERS.items()}
 ON_HOST = {str(lane) for lane in WORKERS if lane.on_host}
-Place = tuple[str, int]  # ("slot" | "gradient slot" | "home of gradient" | "home of parameter" | "buffer ...", number)
+COMES_AND_GOES = "host memory that comes and goes"
+Place = tuple[
+    str, int
+]  # (COMES_AND_GOES | "slot" | "gradient slot" | "home of gradient" | "home of parameter" | "buffer ...", number)
 
 
 class Detector:
@@ -82,7 +86,7 @@ class Detector:
         def with_disk(disk: Any) -> None:
             """Its buffers, by the lanes that work on the host: h2d and d2h copy out of them and into them."""
 
-            def passing(method: Any, writes: bool) -> Any:
+            def filled(method: Any, writes: bool) -> Any:
                 def noted(content: Any, *rest: Any) -> Any:
                     states = "buffer for updates" if content.kind is ChunkKind.STATE else "buffer towards the GPU"
                     name = "buffer away" if method.__name__ in ("leaving", "write_gradient") else states
@@ -93,9 +97,9 @@ class Detector:
                 return noted
 
             for name in ("leaving", "write_gradient", "write_updated"):
-                setattr(disk, name, passing(getattr(disk, name), False))
+                setattr(disk, name, filled(getattr(disk, name), False))
             for name in ("read", "at_hand"):
-                setattr(disk, name, passing(getattr(disk, name), True))
+                setattr(disk, name, filled(getattr(disk, name), True))
 
         homes: dict[int, Place] = {
             id(array.region): (f"home of {kind}", chunk)
@@ -111,13 +115,19 @@ class Detector:
             rings = {id(ring._region): (name, ring._buffer_bytes) for name, ring in named.items()}
             with_disk(chunks.disk)
 
+        def passing(start: int, num_bytes: int) -> list[Place]:
+            return [(COMES_AND_GOES, at) for at in range(start // ALIGN_BYTES, -(-(start + num_bytes) // ALIGN_BYTES))]
+
         def at_home(method: Any, writes: bool) -> Any:
             def noted(region: Region, tensor: Tensor, *rest: Any) -> Ticket:
                 if id(region) in homes:
                     self.use([homes[id(region)]], f"{method.__name__} of {homes[id(region)][1]}", writes)
-                if id(region) in rings:
+                elif id(region) in rings:
                     name, size = rings[id(region)]
                     self.use([(name, rest[0] // size)], f"{method.__name__} of a buffer", writes)
+                elif region.label in ("block inputs", "activations", "parked gradients", "gradients off the plan"):
+                    start = region.offset + (rest[0] if rest else 0)
+                    self.use(passing(start, tensor.nbytes), f"{method.__name__} of {region.label}", writes)
                 return method(region, tensor, *rest)
 
             return noted
@@ -130,6 +140,9 @@ class Detector:
                     if self.stream() == "cpu":
                         self.use([("home of gradient", chunk)], f"update of {chunk}", writes=False)
                         self.use([("home of parameter", chunk)], f"update of {chunk}")
+                        if chunk in chunks.parked:
+                            region = chunks.grad(chunk).region
+                            self.use(passing(region.offset, region.num_bytes), f"update of {chunk}", writes=False)
                     work()
 
                 return update

@@ -19,6 +19,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ParamRange
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
+from hightide.ir.tier import ChunkKind
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import held
 from hightide.runtime.chunks.absent import Disabled
@@ -124,10 +125,15 @@ class Gradients:
             sums.forget()
 
     def _settle(self, chunk: int) -> None:
-        """Until nobody moves or reads the gradient at its home."""
-        for ticket in (self._tickets.exits.get(chunk), self._tickets.updates.get(chunk)):
+        """Until nobody moves or reads the gradient at its home. Whoever asks may change it: what was read ahead of an
+        update, or of another pass, is read again."""
+        tickets = self._tickets
+        reads = (tickets.reads.get((chunk, kind)) for kind in ChunkKind)
+        for ticket in (tickets.exits.get(chunk), tickets.updates.get(chunk), *reads):
             if ticket is not None:
                 ticket.settle()
+        if self._chunks.disk is not None:
+            self._chunks.disk.rings.forget(chunk)
 
     def has_gradient(self, chunk: int) -> bool:
         return any(entry.param in self._valid for entry in self._entries[chunk])
