@@ -19,7 +19,6 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ParamRange
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
-from hightide.ir.tier import ChunkKind
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import held
 from hightide.runtime.chunks.absent import Disabled
@@ -128,8 +127,7 @@ class Gradients:
         """Until nobody moves or reads the gradient at its home. Whoever asks may change it: what was read ahead of an
         update, or of another pass, is read again."""
         tickets = self._tickets
-        reads = (tickets.reads.get((chunk, kind)) for kind in ChunkKind)
-        for ticket in (tickets.exits.get(chunk), tickets.updates.get(chunk), *reads):
+        for ticket in (tickets.exits.get(chunk), tickets.updates.get(chunk), *tickets.reads_of(chunk)):
             if ticket is not None:
                 ticket.settle()
         if self._chunks.disk is not None:

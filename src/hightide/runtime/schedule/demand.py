@@ -114,8 +114,7 @@ class Demands:
 
     def update(self, chunk: int) -> None:
         flight = self._flight.fetches.get(chunk)  # a copy may still be reading what the update writes
-        reads = (ticket for (read, _), ticket in self._flight.reads.items() if read == chunk)
-        earlier = (self._flight.exits.get(chunk), *self._flight.changes(chunk), flight, *reads)
+        earlier = (self._flight.exits.get(chunk), *self._flight.changes(chunk), flight, *self._flight.reads_of(chunk))
         after = [ticket for ticket in earlier if ticket is not None]
         work = self._performer.update(chunk)
         name = ActionKey(Op.UPDATE, chunk)
@@ -133,6 +132,8 @@ class Demands:
         after = self._flight.changes(chunk)
         if what in ("gradient", "write_back") and chunk in self._flight.exits:  # what left before may not be home yet
             after.append(self._flight.exits[chunk])
+        if what == "write_back":  # to where it may still be read from
+            after += self._flight.reads_of(chunk)
         after += self._flight.moment()
         return self._flight.lanes.submit(f"demand.{what}.{chunk}.{self._count}", lane, 0, after, work)
 

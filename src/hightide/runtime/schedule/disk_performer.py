@@ -93,6 +93,12 @@ class DiskPerformer:
         chunk, buffer = _of(action, action.target)
         return self._disk.leaving(self._rings.down.fill(buffer, chunk, ChunkKind.GRAD))
 
+    def forget_sum(self, chunk: int) -> None:
+        """A gradient leaves off the plan: what was read ahead of it for the GPU is an older sum. A planned FETCH that
+        is issued from now on reads it again."""
+        while (content := self._rings.up.of(chunk, ChunkKind.GRAD)) is not None:
+            self._rings.up.leave(content)
+
     def has_states(self, chunk: int) -> bool:
         """Of this chunk, on disk."""
         return chunk in self._disk

@@ -402,9 +402,8 @@ class Executor:
         """The same, and nothing reads them there. Whoever asks may change them: what was read ahead is read again."""
         self.wait_for_update(chunk)
         if self._rings is not None:
-            for kind in ChunkKind:
-                if (chunk, kind) in self._flight.reads:
-                    self._flight.wait(self._flight.reads[chunk, kind], Lane.DISK_READ)
+            for ticket in self._flight.reads_of(chunk):
+                self._flight.wait(ticket, Lane.DISK_READ)
             self._rings.forget(chunk)
 
     def wait_for_fetch(self, chunk: int) -> None:
@@ -565,6 +564,9 @@ class Executor:
         ):  # it may have left off the plan, and a copy may still be reading what it writes
             earlier = (flight.exits.get(action.chunk), flight.fetches.get(action.chunk))  # type: ignore[arg-type]
             after += [ticket for ticket in earlier if ticket is not None]
+        is_of_sum = action.op in (Op.READ, Op.FETCH) and action.kind is not ChunkKind.PARAM
+        if self._rings is not None and is_of_sum and action.chunk in flight.exits:  # it may have left off the plan
+            after.append(flight.exits[action.chunk])
         spots = [] if self._rings is None else self._rings.spots(action)
         if self._rings is not None and spots:  # see [Note: what is in a buffer] in chunks/rings.py
             after = list(dict.fromkeys((*after, *self._rings.users(spots))))

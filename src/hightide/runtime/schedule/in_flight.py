@@ -35,6 +35,11 @@ class Tickets:
         found = (self.updates.get(chunk), self.stored.get(chunk))
         return [ticket for ticket in found if ticket is not None]
 
+    def reads_of(self, chunk: int) -> list[Ticket]:
+        """From disk, of any kind."""
+        found = (self.reads.get((chunk, kind)) for kind in ChunkKind)
+        return [ticket for ticket in found if ticket is not None]
+
 
 class InFlight(Tickets):
     """Shared by what runs on the plan, what runs off it, and gradients that are read or changed at home."""

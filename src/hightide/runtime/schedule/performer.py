@@ -222,6 +222,8 @@ class Performer:
         if copy.state is not Residency.DIRTY:
             return nothing
         copy.move(Residency.LEAVING)
+        if action is None and self._disk is not None:
+            self._disk.forget_sum(chunk)
         buffer = None if self._disk is None or action is None else self._disk.leaving(action)
         if self.chunks.placed[chunk].parks:
             self.chunks.park(chunk)
