@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -226,32 +227,45 @@ def test_through_the_page_cache_it_says_so_once(
     assert torch.equal(got(store, put(store, values)), values)
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def open_files(folder: Path) -> int:
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # of the listing itself
+            found.append(os.readlink(link))
+    return sum(str(folder) in target for target in found)
 
 
-def disk_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hightide-disk")]
+@pytest.fixture
+def others() -> set[threading.Thread]:
+    """Threads of other tests' stores, which may be about to end."""
+    gc.collect()
+    return set(threading.enumerate())
+
+
+def disk_threads(others: set[threading.Thread]) -> list[str]:
+    mine = set(threading.enumerate()) - others
+    return sorted(thread.name for thread in mine if thread.name.startswith("hightide-disk"))
 
 
 @pytest.mark.parametrize("how", ["closed", "forgotten"])
-def test_threads_and_descriptors_go_with_the_store(make: Callable[..., DiskStore], tmp_path: Path, how: str) -> None:
-    gc.collect()
-    before, num_threads = open_files(), torch.get_num_threads()
+def test_threads_and_descriptors_go_with_the_store(
+    others: set[threading.Thread], make: Callable[..., DiskStore], tmp_path: Path, how: str
+) -> None:
+    num_threads = torch.get_num_threads()
     store = DiskStore([DiskLimit(str(tmp_path), MIB)])
-    assert len(disk_threads()) == 9 and torch.get_num_threads() == num_threads
+    assert open_files(tmp_path) == 1 and len(disk_threads(others)) == 9 and torch.get_num_threads() == num_threads
     values = noise(SECTOR)
     put(store, values)
     if how == "closed":
         store.close()
     del store
     gc.collect()
-    assert disk_threads() == [] and open_files() == before
+    assert disk_threads(others) == [] and open_files(tmp_path) == 0
     assert torch.equal(values, noise(SECTOR))
 
 
 def test_close_refuses_what_waits_and_ends_what_runs(
-    make: Callable[..., DiskStore], monkeypatch: pytest.MonkeyPatch
+    others: set[threading.Thread], make: Callable[..., DiskStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make(depth=1)
     regions = [put(store, noise(SECTOR, seed=seed)) for seed in range(3)]
@@ -276,7 +290,7 @@ def test_close_refuses_what_waits_and_ends_what_runs(
     tickets[0].wait(WAIT_S)
     assert torch.equal(memory[0], noise(SECTOR))
     closing.join(WAIT_S)
-    assert not closing.is_alive() and disk_threads() == []
+    assert not closing.is_alive() and disk_threads(others) == []
 
 
 FORKING = """
