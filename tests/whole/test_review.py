@@ -438,8 +438,8 @@ def test_a_persistent_block_that_the_example_did_not_call_waits_for_its_update_o
     update = pair.run.performer.update
     (late,) = [block.index for block in pair.run.profile.blocks if block.name == "layers.3"]
 
-    def slow(*args: Any) -> Callable[[], object]:
-        work = update(*args)
+    def slow(chunk: int, *rest: Any) -> Callable[[], object]:
+        work = update(chunk, *rest)
 
         def working() -> None:
             time.sleep(0.1)
