@@ -926,9 +926,19 @@ def test_ctrl_c_while_a_disk_hangs_interrupts_at_once_and_training_goes_on(
     hightide.unwrap(model)
 
 
-@pytest.mark.parametrize("lane", [None, Lane.CPU, Lane.D2H])
-@pytest.mark.parametrize("loop", ["in backward", "clipped", "accumulated"])
-@pytest.mark.parametrize("homes", ["host", "states on disk", "all on disk", "every tier"])
+QUICK_EXACT = {"in backward": Lane.CPU, "clipped": None, "accumulated": Lane.D2H}  # slow lanes of what always runs
+EXACT = ("host", "states on disk", "all on disk", "every tier")
+
+
+@pytest.mark.parametrize(
+    ("homes", "loop", "lane"),
+    [
+        pytest.param(homes, loop, lane, marks=() if QUICK_EXACT.get(loop) is lane else pytest.mark.long)
+        for homes in EXACT
+        for loop in ("in backward", "clipped", "accumulated")
+        for lane in (None, Lane.CPU, Lane.D2H)
+    ],
+)
 def test_the_host_needs_no_byte_more_than_is_told(
     homes: str, loop: str, lane: Lane | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
