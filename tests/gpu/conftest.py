@@ -23,6 +23,7 @@ def _machine_of_the_tests(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pyt
 def _clean_device(request: pytest.FixtureRequest) -> Iterator[None]:
     num_failed = request.session.testsfailed
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # one for each stream that a test has multiplied on; peaks would count it
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     yield
