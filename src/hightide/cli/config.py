@@ -16,6 +16,7 @@ from hightide.ir.codec import build, to_json
 from hightide.ir.foreign import KEPT, MAX_DEPTH, check_plain, quoted, read_text, shown
 from hightide.ir.limits import Limits
 from hightide.ir.plan import GradientDtype, Update
+from hightide.planner.predict.wear import parse_rating
 
 # What the small model of this command may have at most: a hundred times what makes sense.
 MAX_LAYERS, MAX_SIZE, MAX_TOKENS = 2048, 2**20, 2**28
@@ -89,9 +90,14 @@ class LimitsConfig:
     gpu: int | str | None = None
     host: int | str | None = None
     disk: str | tuple[str, ...] | None = None  # a folder and its size, such as /scratch:200GiB, or a list of such
+    endurance: str | None = None  # bytes that may be written to the disk in its life, by its maker, such as 600TBW
 
     def __post_init__(self) -> None:
         self.resolve()
+        self.rated_bytes()
+
+    def rated_bytes(self) -> int | None:
+        return None if self.endurance is None else parse_rating(self.endurance, "limits.endurance")
 
     def resolve(self) -> Limits:
         return Limits(gpu=self.gpu, host=self.host, disk=self.disk)
@@ -174,6 +180,9 @@ class TrainOptions:
         list[str] | None,
         typer.Option(metavar="FOLDER:SIZE", help="For what the host cannot hold. May be repeated."),
     ] = None
+    endurance: Annotated[
+        str | None, typer.Option(metavar="TBW", help="What the disk is rated for, such as 600TBW: days are told.")
+    ] = None
     update: Annotated[Update | None, typer.Option(help="When the optimizer's updates run.")] = None
     micro_batch: Annotated[int | None, typer.Option(help="Samples per micro-batch.")] = None
     clip_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm; 0: do not.")] = None
@@ -192,6 +201,7 @@ def load_config(path: Path | None, options: TrainOptions) -> TrainConfig:
     _override(data, where, "limits", "gpu", options.gpu)
     _override(data, where, "limits", "host", options.host)
     _override(data, where, "limits", "disk", options.disk or None)
+    _override(data, where, "limits", "endurance", options.endurance)
     _override(data, where, "optimizer", "clip_norm", options.clip_norm)
     config: TrainConfig = build(TrainConfig, data, where)
     return config

@@ -210,8 +210,9 @@ class TrainingRun:
         peaks = self.peaks()
         show_peaks(self.console, peaks)
         stats = hightide.stats(self.model)
+        wear = stats.disk_wear(self.config.limits.rated_bytes())
         if "disk" in stats.peak_bytes:
-            self.console.print(stats.disk_text())
+            self.console.print(stats.disk_text(self.config.limits.rated_bytes()))
         self.console.print(
             f"loss {self.losses[0]:.2f} -> {self.losses[-1]:.2f} in {len(self.losses)} steps, {train_s:.0f} s"
         )
@@ -232,6 +233,7 @@ class TrainingRun:
                 "peaks": [vars(peak) for peak in peaks],
                 "disk_written_bytes_per_step": stats.disk_written_bytes_per_step,
                 "disk_terabytes_per_day": stats.disk_terabytes_per_day,  # at the pace of the last step
+                "disk_days": None if wear is None else wear.days,  # that it lasts so, if its endurance was given
             }
         )
 

@@ -8,6 +8,7 @@ from hightide.ir.plan import Forecast, Plan
 from hightide.ir.tier import Lane
 from hightide.ir.units import format_bytes
 from hightide.observe.light import light_s_of
+from hightide.planner.predict.wear import Wear, in_words, wear
 from hightide.runtime.run import Run
 
 
@@ -47,10 +48,17 @@ class Stats:
         """On average. 0: nothing lives on disk, or before the first step."""
         return self.moved_bytes.get(Lane.DISK_WRITE, 0) // self.num_steps if self.num_steps else 0
 
+    def disk_wear(self, rated_bytes: int | None = None) -> Wear | None:
+        """At the pace of the last step. `rated_bytes`: that may be written to the disk in its life. None: nothing lives
+        on disk, or before the second step."""
+        written_bytes = self.disk_written_bytes_per_step
+        return wear(written_bytes, self.step_s, rated_bytes) if written_bytes and self.step_s else None
+
     @property
     def disk_terabytes_per_day(self) -> float:
         """That would be written at the pace of the last step: what a disk's endurance is rated in."""
-        return 86400e-12 * self.disk_written_bytes_per_step / self.step_s if self.step_s else 0.0
+        found = self.disk_wear()
+        return 0.0 if found is None else found.terabytes_per_day
 
     def __str__(self) -> str:
         """A table of at most 80 columns. The plan has its own: `plan.explain()`."""
@@ -92,9 +100,9 @@ class Stats:
             lines.append(f"updates on the host: {self.update_kernel} kernel")
         return "\n".join(lines)
 
-    def disk_text(self) -> str:
-        pace = f", {self.disk_terabytes_per_day:.2f} TB a day at this pace" if self.disk_terabytes_per_day else ""
-        return f"written to disk: {format_bytes(self.disk_written_bytes_per_step)} a step{pace}"
+    def disk_text(self, rated_bytes: int | None = None) -> str:
+        found = self.disk_wear(rated_bytes)
+        return f"disk: {'nothing was written yet' if found is None else in_words(found)}"
 
     def _tensors(self) -> list[str]:
         """Of a real GPU: forecast and peak are what torch reserves, what is in use now are tensors."""

@@ -91,18 +91,19 @@ def test_three_steps_leave_settings_plan_metrics_and_summary(tiny: Path) -> None
 
 
 def test_a_run_from_a_disk_tells_what_it_writes(tiny: Path) -> None:
-    limits = ("--gpu", "400KiB", "--host", "300KiB", "--disk", f"{tiny.parent}:8MiB")
+    limits = ("--gpu", "400KiB", "--host", "300KiB", "--disk", f"{tiny.parent}:8MiB", "--endurance", "600TBW")
     command = ["train", str(tiny), "--out", str(tiny.parent / "runs"), *limits]
     result = CliRunner().invoke(app, command, env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     folder = tiny.parent / "runs" / "tiny-001"
     assert all(line["peak_bytes"]["disk"] > 0 for line in metrics(folder))  # type: ignore[index]
-    assert re.search(r"written to disk: .* a step, .* TB a day at this pace", result.output)
+    assert re.search(r"disk: .* written per step, .* TB a day; 600 TB last .* days", result.output)
     assert re.search(r"^disk +8.0 MiB ", result.output, re.MULTILINE)
     assert "the disk 8.0 MiB" in result.output
     summary = json.loads((folder / "summary.json").read_text())
     plan = Plan.load(folder / "plan.json")
     assert summary["disk_written_bytes_per_step"] > 0 and summary["disk_terabytes_per_day"] > 0
+    assert summary["disk_days"] * summary["disk_terabytes_per_day"] == pytest.approx(600)
     tiers = {peak["name"]: peak for peak in summary["peaks"]}
     assert tiers["disk"]["measured_bytes"] == plan.forecast.disk_peak_bytes <= 8 * 2**20
     assert tiers["host"]["measured_bytes"] <= 300 * 2**10
