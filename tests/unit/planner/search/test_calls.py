@@ -106,10 +106,10 @@ def test_more_memory_for_sums_is_used_where_it_gains() -> None:
 
 
 def test_a_host_that_cannot_hold_all_leaves_every_micro_batch_to_choose_from() -> None:
-    """Sums of all gradients in fp32 are more than the host has left: what is too much for it goes to the GPU, and the
-    plan is nearly as fast as with a host that holds them."""
+    """Sums of all gradients in fp32 are more than the host has left: what is too much for it goes to the GPU, and not
+    only the smallest micro-batch is tried."""
     whole = preset_problem("qwen2.5-7b", sequences=64, length=1024, gpu_bytes=80 * GIB, host_bytes=110 * GIB)
     calls = tuple(replace(call, issue_s=4e-3) for call in whole.costs.calls)  # small micro-batches are not for nothing
     cut = in_calls(replace(whole, costs=replace(whole.costs, calls=calls)), 4)
-    short, ample = search(cut), search(cut.with_terms(host_bytes=400 * GIB))
-    assert short.plan.micro_batch >= 8 and short.step.step_s < 1.05 * ample.step.step_s
+    found = search(cut)
+    assert found.plan.micro_batch >= 8 and found.step.issue_s < 0.5 * found.step.step_s

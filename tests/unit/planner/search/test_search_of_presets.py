@@ -54,7 +54,7 @@ def test_a_loss_in_smaller_tiles_is_tried_before_it_is_refused(num_samples: int)
     assert roomy.loss_tile_tokens == loss_tile_tokens(problem.profile), "only where nothing else fits"
 
 
-@pytest.mark.parametrize(("gpu", "host"), [(24.0, 100.8), (24.0, 118.0)])
+@pytest.mark.parametrize(("gpu", "host"), [(24.0, 100.8), pytest.param(24.0, 118.0, marks=pytest.mark.long)])
 def test_a_disk_makes_no_plan_slower(gpu: float, host: float) -> None:
     without = limited(asked("llama-3.1-8b", "h200", 4), gpu, host)
     assert step_s(without.with_terms(disk_bytes=1000 * GIB)) <= 1.001 * step_s(without)
@@ -64,7 +64,7 @@ def test_a_disk_makes_no_plan_slower(gpu: float, host: float) -> None:
     ("update", "tier"),
     [
         (Update.DEFERRED, Tier.HOST),
-        (Update.IN_BACKWARD, Tier.GPU),
+        pytest.param(Update.IN_BACKWARD, Tier.GPU, marks=pytest.mark.long),
         pytest.param(Update.DEFERRED, Tier.GPU, marks=pytest.mark.long),
         pytest.param(Update.IN_BACKWARD, Tier.HOST, marks=pytest.mark.long),
     ],
