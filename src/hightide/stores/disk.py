@@ -20,6 +20,7 @@ from hightide.stores.disk_file import SECTOR_BYTES, Buffer, open_disk_file
 from hightide.stores.disk_requests import BUFFER_BYTES, LOOKS, Request, Requests, Sectors, Traffic, down
 from hightide.stores.freelist import FreeLists
 from hightide.stores.store import OutOfMemory, Region, Store
+from hightide.stores.threads import start_threads
 from hightide.stores.ticket import DEFAULT_TIMEOUT_S, Ticket
 
 JOIN_TIMEOUT_S = 5.0  # at the end, for requests that are under way
@@ -84,7 +85,7 @@ class DiskStore(Store):
         )
         # At exit too: see `_end`.
         self._finalizer = weakref.finalize(self, _end, self._birthplace, workers, watcher, over)
-        _start(workers, begun)
+        start_threads(workers, begun)
         watcher.start()
 
     # ---- bytes
@@ -198,17 +199,6 @@ class _Worker(threading.Thread):
         torch.set_num_threads(1)  # several sums are made at the same time already
         self._begun.release()
         self.queue.work(self._number)
-
-
-def _start(threads: Sequence[threading.Thread], begun: threading.Semaphore) -> None:
-    """Torch's number of threads counts for the thread that sets it, but threads that are born later inherit the last
-    one: here it is set again."""
-    num_threads = torch.get_num_threads()
-    for thread in threads:
-        thread.start()
-    for _ in threads:
-        begun.acquire(timeout=JOIN_TIMEOUT_S)
-    torch.set_num_threads(num_threads)
 
 
 def _watch(queues: list[Requests], over: threading.Event, interval_s: float) -> None:

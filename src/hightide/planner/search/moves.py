@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import product
 
 from hightide.ir.tier import Tier
@@ -145,16 +145,16 @@ class Moves:
         for start in self.starts(spare, form):
             for kind in (Kind.SUMS, Kind.WHOLE):
                 ladder = self._ladder(kind)
-                count = _fewest(partial(self._fits_up_to, start, kind, ladder, host_fits), len(ladder))
+                count = _fewest(self._fits_with(start, kind, ladder, host_fits), len(ladder))
                 start = self._with(start, kind, ladder if count is None else ladder[:count])
                 if count is not None:
                     yield start
                     break
 
-    def _fits_up_to(
-        self, start: Candidate, kind: Kind, ladder: Sequence[int], fits: Callable[[Candidate], bool], count: int
-    ) -> bool:
-        return fits(self._with(start, kind, ladder[:count]))
+    def _fits_with(
+        self, start: Candidate, kind: Kind, ladder: Sequence[int], fits: Callable[[Candidate], bool]
+    ) -> Callable[[int], bool]:
+        return lambda count: fits(self._with(start, kind, ladder[:count]))
 
     def _mixed(self, lean: Candidate) -> Iterator[Candidate]:
         """From the disk: with ever more on the GPU and as much as fits on the host, and the other way round."""

@@ -36,6 +36,7 @@ from hightide.ir.tier import Lane
 from hightide.process.system import usable_cores
 from hightide.runtime.lanes.queues import LaneRecord, Queue, State, Task, Watcher, queue_for
 from hightide.runtime.lanes.update_threads import TileQueue, UpdateThreads
+from hightide.stores.threads import start_threads
 from hightide.stores.ticket import DEFAULT_TIMEOUT_S, Ticket
 
 T = TypeVar("T")
@@ -164,7 +165,7 @@ class Lanes:
         # At exit too, and joined: a thread that Python ends in the middle of a torch operation aborts the process.
         ends = (self._state, self.sharers.desk, self._threads)
         self._finalizer = weakref.finalize(self, _end, *ends, JOIN_TIMEOUT_S)
-        _start(self._threads, begun)
+        start_threads(self._threads, begun)  # see [Note: threads of torch]
 
     def submit(self, id: str, lane: Lane, due: int, after: Sequence[Ticket], run: Callable[[], object]) -> Ticket:
         """Queues an action and returns at once. If `run` returns a Ticket, the action is done when that is."""
@@ -271,16 +272,6 @@ class Lanes:
     def _describe(self) -> str:
         with self._state.lock:
             return "queued: " + ", ".join(f"{lane} {len(queue)}" for lane, queue in self._queues.items())
-
-
-def _start(threads: list[threading.Thread], begun: threading.Semaphore) -> None:
-    """See [Note: threads of torch]."""
-    num_threads = torch.get_num_threads()
-    for thread in threads:
-        thread.start()
-    for _ in threads:
-        begun.acquire(timeout=JOIN_TIMEOUT_S)
-    torch.set_num_threads(num_threads)
 
 
 def _end(state: State, desk: TileQueue, threads: list[threading.Thread], timeout_s: float) -> None:
