@@ -56,7 +56,7 @@ def parse_disks(value: str | Sequence[str | DiskLimit] | None, name: str) -> tup
     """Turns "/scratch:200GiB" into a limit. `name` is what an error calls the value."""
     if value is None:
         return ()
-    entries = [value] if isinstance(value, str) else list(value)
+    entries = list(value) if isinstance(value, list | tuple) else [value]
     disks: list[DiskLimit] = []
     for entry in entries:
         if isinstance(entry, DiskLimit):

@@ -1,3 +1,6 @@
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from hightide.ir.limits import DiskLimit, Limits
@@ -65,3 +68,9 @@ def test_bytes_for_people():
     texts = [format_bytes(n) for n in (0, 1023, 1536, 150 * 2**20, 2**40, 5000 * 2**40)]
     assert texts == ["0 B", "1023 B", "1.5 KiB", "150 MiB", "1.0 TiB", "5000 TiB"]
     assert parse_bytes("1.5 KiB", "x") == 1536
+
+
+@pytest.mark.parametrize("value", [5, 2.5, Path("/scratch"), {"/scratch": "1GiB"}])
+def test_a_disk_of_another_type_is_refused_in_words(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"Limits\(disk\)=.* is not a folder and a size; write '/path:200GiB'"):
+        Limits(disk=value)
