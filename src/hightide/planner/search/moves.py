@@ -5,7 +5,7 @@ the same bytes: blocks from the front become persistent (nothing hides their fet
 kept from the back (for the shortest time), sums of gradients stay from the back (they are needed first). So every kind
 has a ladder; filling climbs it as far as memory goes, giving up steps down again. One step that is too high (an
 embedding as wide as four layers) is left out. From the disk, blocks come to the host from the front too: of the last
-ones the gradient is there first and the update due last.
+ones the gradient is there first and the update due last; but those that are far wider than others before all.
 
 A move changes one thing, then gives up what no longer fits, or fills what has become free, kind by kind in some order.
 """
@@ -421,11 +421,16 @@ class Moves:
             return space.keepable if kind is Kind.KEEP else space.selectable
         if kind is Kind.SWAPPED:
             return space.selectable[::-1]
-        if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES) and not space.terms.disk_bytes:
-            return ()
+        if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES):
+            return self._from_disk if space.terms.disk_bytes else ()
         if kind is Kind.SUMS:
             return self.space.summed
         return self._backwards if kind is Kind.NEAR else space.movable
+
+    @cached_property
+    def _from_disk(self) -> tuple[int, ...]:
+        """Every buffer of a ring is as wide as the widest block that goes through it: those come to the host first."""
+        return tuple(sorted(self.space.movable, key=lambda block: block not in self.space.wide))
 
     @cached_property
     def _whole_from_back(self) -> tuple[int, ...]:

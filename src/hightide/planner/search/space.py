@@ -104,10 +104,10 @@ class Space:
         """All buffers of a ring are as large as the largest: what is far wider than others parks."""
         if not candidate.grad_buffers or not self.updates_in_backward:
             return True
-        return block in self._wide or (states is Tier.DISK and candidate.late > 0)
+        return block in self.wide or (states is Tier.DISK and candidate.late > 0)
 
     @cached_property
-    def _wide(self) -> frozenset[int]:
+    def wide(self) -> frozenset[int]:
         numels = sorted(self.block_numel(block) for block in self.movable)
         usual = numels[len(numels) // 2] if numels else 0
         return frozenset(block for block in self.movable if self.block_numel(block) > 2 * usual)
