@@ -12,7 +12,7 @@ A move changes one thing, then gives up what no longer fits, or fills what has b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -294,8 +294,18 @@ class Moves:
         for size, count in product(sizes, counts):
             changes.append({"slot_numel": size, **dict.fromkeys(together, count)})
         changes += [{ring: count} for ring in ("grad_buffers", "read_buffers") for count in counts]
-        for change in changes:
-            changed = replace(candidate, **change)  # type: ignore[arg-type]
+        yield from self.refilled(replace(candidate, **change) for change in changes)  # type: ignore[arg-type]
+
+    def rings(self, filled: Candidate) -> Iterator[Candidate]:
+        """Fillings of its kind in which gradients go through a ring, but for those of late updates: what they leave of
+        the host when they do not park is there for states."""
+        if filled.disk and self.space.updates_in_backward:
+            ways = product(LATE, (1, 2))
+            yield from self.refilled(replace(filled, late=late, grad_buffers=count) for late, count in ways)
+
+    def refilled(self, changes: Iterable[Candidate]) -> Iterator[Candidate]:
+        """Those with a disk give up what they have elsewhere first: it is where that goes."""
+        for changed in changes:
             fitting = changed if self.may_fit(changed) else self.shed(changed, _HOST_FIRST)
             if fitting is not None:
                 yield self.fill(fitting, ORDERS[0])
