@@ -17,6 +17,7 @@ import typer
 from rich.console import Console
 
 from hightide import api
+from hightide.cli.checkpoints_command import CheckpointsOptions, checkpoints
 from hightide.cli.config import TrainOptions, load_config
 from hightide.cli.doctor_command import DoctorOptions, doctor
 from hightide.cli.plan_command import PlanOptions, plan
@@ -30,6 +31,7 @@ from hightide.stores.store import OutOfMemory
 LONGEST = 4000  # characters of a message
 EXIT_OUT_OF_MEMORY = 1
 EXIT_NOT_EQUAL = 1
+EXIT_DAMAGED = 1
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 3  # there is no answer: a file or the output failed, or it is a fault of the program
 EXIT_SIGNAL = 128  # and the number of the signal that ended it, as shells have it
@@ -113,6 +115,12 @@ def _plan(options: PlanOptions) -> int:
 def _verify(options: VerifyOptions) -> int:
     """Train a few steps in plain PyTorch and in hightide, and say whether, or where first, the two differ."""
     return 0 if verify(options, _console(), _console(stderr=True)) else EXIT_NOT_EQUAL
+
+
+@_command("checkpoints", CheckpointsOptions)
+def _checkpoints(options: CheckpointsOptions) -> int:
+    """List the checkpoints of a run: step, loss, size, plan, and whether they are whole. Status 1 if one is damaged."""
+    return 0 if checkpoints(options, _console(), _console(stderr=True)) else EXIT_DAMAGED
 
 
 @_command("simulate", SimulateOptions)
