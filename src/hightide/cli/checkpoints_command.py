@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
 from hightide.checkpoint.folder import Found, damages, found, manifest_of
 from hightide.checkpoint.manifest import NAME
@@ -23,7 +22,7 @@ from hightide.ir.codec import to_json
 from hightide.ir.foreign import KEPT, shown
 from hightide.ir.units import format_bytes
 
-MAX_PLAN = 40  # characters
+_HEADINGS = ("step", "loss", "size", "params", "age", "state", "plan")
 WHOLE, VERIFIED, DAMAGED, UNFINISHED = "whole", "verified", "damaged", "unfinished"
 
 
@@ -139,7 +138,7 @@ def _read_through(
     if report.state != WHOLE:
         return report
     tell(f"step {report.step}")
-    wrong = damages(report.path, read)
+    wrong = damages(report.path)
     return replace(report, state=DAMAGED if wrong else VERIFIED, problems=tuple(wrong))
 
 
@@ -147,29 +146,39 @@ def _show(folder: Path, reports: list[CheckpointReport], console: Console) -> No
     if not reports:
         console.print(f"no checkpoints in {shown(folder)}", markup=False, soft_wrap=True)
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("step", "loss", "size", "params"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("plan", overflow="fold")
-    table.add_column("age", justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    for report in reports:
-        table.add_row(
-            str(report.step),
-            "-" if report.loss is None else f"{report.loss:.3f}",
-            "-" if report.num_bytes is None else format_bytes(report.num_bytes),
-            "-" if report.parameters is None else _count(report.parameters),
-            "-" if report.plan is None else shown(report.plan, MAX_PLAN).replace("[", r"\["),
-            "-" if report.time is None else _age(time.time() - report.time),
-            report.state,
-        )
-    console.print(table)
+    rows = [_HEADINGS, *map(_cells, reports)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = max(len("plan"), console.width - sum(widths[:-1]) - 2 * len(widths[:-1]))
+    for *cells, plan in rows:
+        columns = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)]
+        console.print("  ".join((*columns, _cut(plan, left))), markup=False, soft_wrap=True)
+    if len(reports) == 1:
+        for file in reports[0].files:
+            console.print(f"  {format_bytes(file.num_bytes):>9}  {file.name}", markup=False, soft_wrap=True)
     for report in reports:
         for problem in report.problems if report.state == DAMAGED else ():
             console.print(f"{shown(Path(report.path).name)}: {shown(problem, KEPT)}", markup=False, soft_wrap=True)
 
 
+def _cells(report: CheckpointReport) -> tuple[str, ...]:
+    return (
+        str(report.step),
+        "-" if report.loss is None else f"{report.loss:.4g}",
+        "-" if report.num_bytes is None else format_bytes(report.num_bytes),
+        "-" if report.parameters is None else _count(report.parameters),
+        "-" if report.time is None else _age(time.time() - report.time),
+        report.state,
+        "-" if report.plan is None else shown(" ".join(report.plan.split())),
+    )
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def _count(number: int) -> str:
+    if abs(number) >= 10**15:
+        return f"{number:.0e}"
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if abs(number) >= size:
             return f"{number / size:.{1 if abs(number) < 100 * size else 0}f}{unit}"
@@ -181,5 +190,5 @@ def _age(seconds: float) -> str:
     size = abs(seconds)
     for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         if size >= 2 * length_s or unit == "s":
-            return f"{'in ' if seconds <= -1 else ''}{size / length_s:.0f} {unit}"
+            return f"{'in ' if seconds <= -1 else ''}{int(size / length_s)} {unit}"
     raise AssertionError("the last unit is always taken")

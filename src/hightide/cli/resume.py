@@ -8,9 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from torch import Tensor
 
-from hightide.checkpoint.folder import found
-from hightide.checkpoint.load import read_training
+from hightide.checkpoint.folder import damages, found
 from hightide.checkpoint.names import GONE, TMP
+from hightide.checkpoint.training import read_plan, read_training
 from hightide.cli.config import TrainConfig
 from hightide.cli.folder_lock import FolderLock
 from hightide.cli.run_folder import CHECKPOINTS, SUMMARY, newest_saved
@@ -32,6 +32,7 @@ class Resumed:
     plan: Plan | None
     state: RunState
     now: dict[str, object]  # settings that decide, of the run that goes on
+    console: Console
 
     @property
     def path(self) -> Path:
@@ -48,9 +49,9 @@ class Resumed:
             "go on with more --steps, or begin anew with --no-resume"
         )
 
-    def older(self) -> Resumed | None:
-        """The one before, where this one has turned out to be damaged when all of it was read."""
-        return _read(self.folder, self.lock, self.checkpoints[1:], self.now) if len(self.checkpoints) > 1 else None
+    def older(self, error: ValueError) -> Resumed:
+        """The one before, if this one, whose loading has failed, is damaged; else what has failed."""
+        return _passed_over(self.folder, self.lock, self.checkpoints, self.now, self.console, error)
 
 
 def find_checkpoint(config: TrainConfig, text: Tensor, console: Console) -> Resumed | None:
@@ -75,7 +76,7 @@ def _in_folder(folder: Path, now: dict[str, object], console: Console) -> Resume
             console.print(f"warning: {folder} cannot be locked; start one run in it at a time", style="yellow")
         checkpoints = _whole_ones(folder, console)
         if checkpoints:
-            return _read(folder, lock, checkpoints, now)
+            return _read(folder, lock, checkpoints, now, console)
     except BaseException:
         lock.close()
         raise
@@ -93,19 +94,24 @@ def _whole_ones(folder: Path, console: Console) -> tuple[Path, ...]:
     whole = [one for one in there if one.is_whole]
     damaged = [one for one in there if not one.is_whole and (not whole or one.step > whole[0].step)]
     if damaged and not whole:
-        raise ValueError(f"cannot resume {folder}: {damaged_text(damaged[0].path, damaged[0].problem)}; {_ANEW}")
+        raise ValueError(f"cannot resume {folder}: {_damaged_text(damaged[0].path, damaged[0].problem)}; {_ANEW}")
     for one in damaged:
-        console.print(f"warning: {damaged_text(one.path, one.problem)}", style="yellow", markup=False)
+        console.print(f"warning: {_damaged_text(one.path, one.problem)}", style="yellow", markup=False)
     return tuple(one.path for one in whole)
 
 
-def damaged_text(path: Path, problem: str | None) -> str:
+def _damaged_text(path: Path, problem: str | None) -> str:
     return f"{shown(path.name)} is damaged: {shown(problem)}"
 
 
-def _read(folder: Path, lock: FolderLock, checkpoints: tuple[Path, ...], now: dict[str, object]) -> Resumed:
+def _read(
+    folder: Path, lock: FolderLock, checkpoints: tuple[Path, ...], now: dict[str, object], console: Console
+) -> Resumed:
     path = checkpoints[0]
-    training = read_training(path)
+    try:
+        training, plan = read_training(path), read_plan(path)
+    except ValueError as error:
+        return _passed_over(folder, lock, checkpoints, now, console, error)
     try:
         state = RunState.from_extra(training.extra, training.step)
     except ValueError as error:
@@ -113,4 +119,20 @@ def _read(folder: Path, lock: FolderLock, checkpoints: tuple[Path, ...], now: di
     changed = difference(state.deciding, now)
     if changed is not None:
         raise ValueError(f"{path} is of another run: {changed}; go on with what it was, or {_ANEW}")
-    return Resumed(folder, lock, checkpoints, training.step, training.plan, state, now)
+    return Resumed(folder, lock, checkpoints, training.step, plan, state, now, console)
+
+
+def _passed_over(
+    folder: Path,
+    lock: FolderLock,
+    checkpoints: tuple[Path, ...],
+    now: dict[str, object],
+    console: Console,
+    error: ValueError,
+) -> Resumed:
+    path, *others = checkpoints
+    wrong = damages(path)
+    if not wrong or not others:
+        raise error
+    console.print(f"warning: {_damaged_text(path, wrong[0])}", style="yellow", markup=False)
+    return _read(folder, lock, tuple(others), now, console)

@@ -19,13 +19,12 @@ from rich.console import Console
 from torch import Tensor
 
 import hightide
-from hightide.checkpoint.folder import damages
 from hightide.cli.config import OptimizerConfig, TrainConfig
 from hightide.cli.data import Batches, read_text
 from hightide.cli.demo_model import build_model, write_sample
 from hightide.cli.display import StepDisplay, StepRecord, TierPeak, device_text, show_peaks, show_plan, show_sample
 from hightide.cli.readings import Readings
-from hightide.cli.resume import Resumed, damaged_text, find_checkpoint
+from hightide.cli.resume import Resumed, find_checkpoint
 from hightide.cli.run_folder import RunFolder
 from hightide.cli.run_state import RunState, deciding, placing
 from hightide.cli.saves import Saves
@@ -177,13 +176,9 @@ class TrainingRun:
         """Sums are checked while it is read: where it is damaged, the one before is taken."""
         try:
             hightide.load(self.model, self.optimizer, resumed.path)
-            return resumed
-        except ValueError:
-            wrong, older = damages(resumed.path), resumed.older()
-            if not wrong or older is None:
-                raise
-        self.console.print(f"warning: {damaged_text(resumed.path, wrong[0])}", style="yellow", markup=False)
-        return self._load(older)
+        except ValueError as error:
+            return self._load(resumed.older(error))
+        return resumed
 
     def state(self) -> RunState:
         return RunState(
