@@ -73,7 +73,7 @@ def _found(folder: Path) -> list[Found]:
         what = "is no folder" if os.path.lexists(folder) else "does not exist"
         raise ValueError(f"{shown(folder)} {what}; name the folder of a run, of checkpoints, or of one of them")
     inside = folder / CHECKPOINTS
-    if os.path.lexists(folder / NAME) or (name := parse_name(folder.absolute().name)) is not None and not name[1]:
+    if os.path.lexists(folder / NAME) or parse_name(folder.absolute().name) is not None:
         return [_single(folder)]
     if inside.is_symlink():
         raise ValueError(f"{shown(inside)} is a link, and those are not followed; name the folder itself")

@@ -64,7 +64,9 @@ class Batches(Iterator[dict[str, Tensor]]):
         try:
             self._generator.set_state(generator)
         except (TypeError, RuntimeError) as error:
-            raise ValueError(f"{quoted(state)} is no place in the data: the checkpoint is not of this command") from error
+            raise ValueError(
+                f"{quoted(state)} is no place in the data: the checkpoint is not of this command"
+            ) from error
 
 
 def _beginning(path: Path, num_bytes: int) -> bytes:

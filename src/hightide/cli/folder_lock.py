@@ -35,7 +35,7 @@ class FolderLock:
                 return
             os.close(self._file)
             raise ValueError(
-                f"another process trains in {folder}; wait for its end, or begin anew with --no-resume or another --name"
+                f"another process trains in {folder}; wait for its end, or begin anew: --no-resume or another --name"
             ) from error
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from hightide.cli.run_state import RunState
 from hightide.ir.units import format_bytes
 
 if TYPE_CHECKING:
-    from hightide.checkpoint.save import Saving
+    from hightide.checkpoint.saving import Saving
 
 
 class SaveFailed(OSError):
@@ -52,7 +52,7 @@ class Saves:
                 extra=state.to_extra(),
                 keep=self._config.keep or None,
                 keep_every=self._config.keep_every,
-                on_error="raise",
+                on_error="hold",
             )
         except (OSError, ValueError) as error:
             self._failed(error)
@@ -77,6 +77,11 @@ class Saves:
             f"step {self._step} saved: {format_bytes(saving.num_bytes)} in {saving.seconds:.1f} s, "
             f"training waited {waited_s:.1f} s"
         )
+
+    def abandon(self) -> None:
+        """Of who cannot wait: what was written of the present one is no checkpoint."""
+        if self._present is not None:
+            self._present.abandon()
 
     def summary(self, train_s: float) -> str:
         """One line, or none where nothing was saved."""

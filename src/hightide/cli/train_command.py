@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from itertools import islice
 from signal import SIGINT, Signals
 from statistics import median
@@ -58,7 +59,8 @@ def train(config: TrainConfig, console: Console, record: bool = False) -> Signal
 def _train_in(folder: RunFolder, run: TrainingRun, record: bool) -> Signals | None:
     console = run.console
     if folder.num_lost:
-        console.print(f"warning: metrics.jsonl lacks {folder.num_lost} of the first {len(run.losses)} steps", style="yellow")
+        what = f"metrics.jsonl lacks {folder.num_lost} of the first {len(run.losses)} steps"
+        console.print(f"warning: {what}", style="yellow")
     hightide.stats(run.model).plan.save(folder.plan_path)
     try:
         stopped = run.recorded_steps(folder) if record else run.steps(folder)
@@ -71,7 +73,8 @@ def _train_in(folder: RunFolder, run: TrainingRun, record: bool) -> Signals | No
         if record and not folder.timeline_path.exists():
             console.print("no recording: the run ended before there was one")
         if run.newest_saved:
-            console.print(f"step {run.newest_saved} is saved: the same command goes on from there")
+            how = "the same command" if run.config.resume is not False else "the same command without --no-resume"
+            console.print(f"step {run.newest_saved} is saved: {how} goes on from there")
     names = f"metrics.jsonl, plan.json, config.yaml{', timeline.json' if folder.timeline_path.exists() else ''}"
     console.print(f"run folder: {folder.path}  ({names})", markup=False, soft_wrap=True)
     return stopped
@@ -84,8 +87,7 @@ def prepare(config: TrainConfig, console: Console, text: Tensor, resumed: Resume
     num_params = sum(param.numel() for param in model.parameters())
     optimizer = _build_optimizer(model, config.optimizer)
     model, optimizer = _wrapped(config, console, model, optimizer, example, resumed)
-    batches = Batches(text, config.data, config.seed)
-    run = TrainingRun(config, console, model, optimizer, num_params, batches, deciding(config, text))
+    run = TrainingRun(config, console, model, optimizer, num_params, text)
     run.begin(resumed)
     return run
 
@@ -98,7 +100,7 @@ def _wrapped(
     example: dict[str, Tensor],
     resumed: Resumed | None,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """With the plan of the checkpoint, if what it was made for is as it was: then the values are the same to the bit."""
+    """With the plan of the checkpoint, if what it was made for is as it was: then values are the same to the bit."""
     limits, options = config.limits.resolve(), {"compile": config.compile, "device": config.device}
     if resumed is not None and resumed.plan is not None and resumed.state.placing == placing(config):
         try:
@@ -148,11 +150,11 @@ class TrainingRun:
     model: Any
     optimizer: torch.optim.Optimizer
     num_params: int
-    batches: Batches
-    deciding: dict[str, Any]  # settings, as a checkpoint has them
+    text: Tensor
 
     def begin(self, resumed: Resumed | None) -> None:
         """At the first step, or behind the last one of a checkpoint."""
+        self.batches = Batches(self.text, self.config.data, self.config.seed)
         self.device: torch.device = next(self.model.parameters()).device
         self.losses: list[float] = []  # of step 1, 2, ...
         self.light_shares: list[float] = []  # of the steps for which they are known
@@ -182,13 +184,17 @@ class TrainingRun:
 
     def state(self) -> RunState:
         return RunState(
-            deciding=self.deciding,
+            deciding=self._deciding,
             placing=placing(self.config),
             losses=torch.tensor(self.losses, dtype=torch.float64),
             light_shares=torch.tensor(self.light_shares, dtype=torch.float64),
             train_s=self.train_s,
             data=self.batches.state_dict(),
         )
+
+    @cached_property
+    def _deciding(self) -> dict[str, Any]:
+        return deciding(self.config, self.text)
 
     @property
     def train_s(self) -> float:
@@ -201,7 +207,8 @@ class TrainingRun:
     def introduce(self) -> None:
         plan = hightide.stats(self.model).plan
         if self.losses:
-            self.console.print(f"goes on from step {len(self.losses)} of {self.config.steps}: {self.source}", markup=False, soft_wrap=True)
+            where = f"goes on from step {len(self.losses)} of {self.config.steps}: {self.source}"
+            self.console.print(where, markup=False, soft_wrap=True)
         show_plan(self.console, plan.explain())
         compiled = ", blocks compiled in the first step" if self.config.compile else ""
         self.console.print(
@@ -240,6 +247,9 @@ class TrainingRun:
                     if stopped is not None:
                         break
                 saves.finish()
+            except KeyboardInterrupt:
+                saves.abandon()
+                raise
             finally:
                 self.newest_saved = saves.newest
         self.check_losses()

@@ -32,7 +32,7 @@ def test_a_folder_that_another_process_has_is_refused_until_that_is_killed(tmp_p
         assert holder.stdout is not None
         child = int(holder.stdout.readline().split()[1])
         try:
-            with pytest.raises(ValueError, match=r"another process trains in .*--no-resume or another --name"):
+            with pytest.raises(ValueError, match=r"another process trains in .*; wait for its end, or begin anew"):
                 FolderLock(tmp_path)
             holder.kill()
             holder.wait()
