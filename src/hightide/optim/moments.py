@@ -104,6 +104,16 @@ class Moments:
             with moment.opened(is_new=True) as values:
                 values.zero_()
 
+    def renew(self, key: str, count: int) -> None:
+        """The parameter has had so many updates; the values of its moments are the caller's to write. What the user
+        still has of them stays his, as after `reset`."""
+        self._copies.drop(key)
+        for index, moment in enumerate(self.of(key)):
+            if (lent := self._lent.pop((key, index), None)) is not None:
+                lent.data = moment.get()
+        self._counters.pop(key, None)
+        self._counts[key] = count
+
     def move_to(self, chunks: Chunks) -> None:
         """Where the moments are now. What the user has of them is what it was: their memory, or a copy."""
         self._chunks = chunks

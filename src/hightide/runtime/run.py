@@ -72,6 +72,10 @@ LOST = (
     "the model was being moved to another plan when that failed, and its values are lost; the run ends here, go on "
     "from its last checkpoint"
 )
+HALF_LOADED = (
+    "a checkpoint was being loaded when that failed, and some values are of before it, some of the checkpoint; load a "
+    "whole one (hightide.load) to go on"
+)
 
 
 class Run:
@@ -132,7 +136,7 @@ class Run:
         self._pass_seed = b""
         self._nth_call: Counter[int] = Counter()
         self._root_depth = 0
-        self._is_lost = False  # see check_values()
+        self._lost = ""  # why; see check_values()
         self._root_batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._checked_samples: int | None = None  # of the batch of the next pass, if it is shaped as the profiled one
         self._end_queued = False
@@ -218,7 +222,7 @@ class Run:
         try:
             self._carry_over(carried, taken, solution)
         except BaseException as error:  # nothing that is known
-            self._is_lost = True
+            self._lost = LOST
             self.lanes.fail(error)
             raise RuntimeError(LOST) from error
 
@@ -267,7 +271,7 @@ class Run:
         try:
             carried.put_back()
         except OutOfMemory as lost:
-            self._is_lost = True
+            self._lost = LOST
             self.lanes.fail(lost)
             raise RuntimeError(
                 f"the model was moved to another plan, for which there was not enough memory ({error}), and meanwhile "
@@ -352,6 +356,7 @@ class Run:
         self._backward.end()
         refuse_transforms(mode is not Mode.EVAL)
         self.lanes.check()
+        self.check_values()
         self.chunks.check_loose()
         if self.between_passes is not None:
             self.between_passes()
@@ -510,8 +515,8 @@ class Run:
         """Raises if they are lost, or are not of this process: what lies there must not become somebody's
         checkpoint."""
         self.birthplace.check()
-        if self._is_lost:
-            raise RuntimeError(LOST)
+        if self._lost:
+            raise RuntimeError(self._lost)
 
     def value_of(self, key: str, borrow: bool = False) -> Tensor:
         """A copy of a parameter's present value. With `borrow` it is the very memory where it lies in RAM, to be read
@@ -545,6 +550,25 @@ class Run:
         self.chunks.store(key, value)
         if (master := self.loaded_masters.get(key)) is not None:
             self.chunks.restore_master(key, master)
+
+    @contextmanager
+    def rewriting(self) -> Iterator[Chunks]:
+        """Inside, the caller writes the values of all parameters, and their states, straight to their places. If that
+        does not come to its end, the model neither trains nor is saved until another one has."""
+        self.birthplace.check()
+        self.lanes.check()
+        if self._lost != HALF_LOADED:
+            self.check_values()
+        for chunk in range(len(self.chunks.specs)):
+            self.executor.wait_for_fetch(chunk)
+            self.executor.settle_home(chunk)
+            self.executor.forget_slot(chunk)
+        self._lost = HALF_LOADED
+        yield self.chunks
+        with held:
+            self.chunks.show_new_values()
+            self.loaded_masters.clear()
+            self._lost = ""
 
     def settle_states(self, key: str) -> None:
         """Until nothing is under way with a parameter's states: whoever asks writes to them."""

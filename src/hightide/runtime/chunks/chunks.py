@@ -409,11 +409,19 @@ class Chunks:
     def store(self, key: str, value: Tensor) -> None:
         """New values for a parameter, wherever copies of it are; nothing may be under way with its chunk. A master copy
         that rounds to these very values stays: it knows more than they do."""
-        chunk, entry = self.places[key]
         master = self.master_of(key)
         self.value(key).put(value)
         if master is not None and not rounds_to(master, value):
             self._set_master(key, value)
+        self._show_new_value(key)
+
+    def show_new_values(self) -> None:
+        """Somebody has written those of all parameters to their homes; nothing is under way."""
+        for key in self.places:
+            self._show_new_value(key)
+
+    def _show_new_value(self, key: str) -> None:
+        chunk, entry = self.places[key]
         self.stale[chunk] = self.placed[chunk].is_refreshed
         self.show(key)
         param = self.parameters[key]

@@ -274,6 +274,22 @@ class Lanes:
             return "queued: " + ", ".join(f"{lane} {len(queue)}" for lane, queue in self._queues.items())
 
 
+def background(name: str, work: Callable[[], object]) -> threading.Thread:
+    """A thread beside the lanes that runs torch single-threaded, for work of which nobody waits for the parts. An
+    exception of it is the business of `work`."""
+    begun = threading.Semaphore(0)
+
+    def live() -> None:
+        torch.set_num_threads(1)
+        begun.release()
+        with torch.no_grad():
+            work()
+
+    thread = threading.Thread(target=live, name=name, daemon=True)
+    start_threads([thread], begun)
+    return thread
+
+
 def _end(state: State, desk: TileQueue, threads: list[threading.Thread], timeout_s: float) -> None:
     """An update that runs is finished by all who share it. A fork has none of the threads, and perhaps their locks."""
     if not state.birthplace.is_here:
