@@ -47,7 +47,9 @@ class StateKey(NamedTuple):
     def parse(cls, text: str) -> StateKey:
         param, slash, name = text.rpartition("/")
         if not slash or not param or not name:
-            raise ValueError(f"{quoted(text)} is no '<parameter>/<state>', as tensors of an optimizer's file are called")
+            raise ValueError(
+                f"{quoted(text)} is no '<parameter>/<state>', as tensors of an optimizer's file are called"
+            )
         return cls(param, name)
 
     def __str__(self) -> str:
@@ -112,8 +114,7 @@ def targets_of(model: nn.Module, run: Run | None, checkpoint: Checkpoint) -> Tar
     else:
         targets, stored, problems = _by_name(model, tensors, checkpoint)
     if not problems:
-        masters = {key.param for key in checkpoint.states if key.name in OF_MASTERS}
-        problems = list(_narrowed(tensors, stored, run, masters))
+        problems = _narrowed(tensors, stored, run)
     if problems:
         raise ValueError(
             f"{shown(checkpoint.path)} does not fit this {type(model).__name__}: {'; '.join(problems)}. Nothing was "
@@ -165,9 +166,7 @@ def _of_transformers(model: nn.Module, tensors: Mapping[str, Tensor], checkpoint
     return targets, dtypes, plan.problems() + [f"it has files of adapters ({stem}), the model none" for stem in others]
 
 
-def _narrowed(
-    tensors: Mapping[str, Tensor], stored: Mapping[str, torch.dtype], run: Run | None, masters: set[str]
-) -> Iterable[str]:
+def _narrowed(tensors: Mapping[str, Tensor], stored: Mapping[str, torch.dtype], run: Run | None) -> list[str]:
     """Values that would be rounded. See [Note: masters of a checkpoint]."""
     unlike = []
     for name, dtype in stored.items():
@@ -177,15 +176,15 @@ def _narrowed(
         is_held = has_master and dtype.is_floating_point and dtype.itemsize <= 4
         if dtype != here and not is_wide and not is_held:
             unlike.append(f"{name} {_short(dtype)} instead of {_short(here)}")
-        elif dtype == here and here == torch.float16 and name in masters and run is None:
-            continue
     return _listed(("tensors have another dtype", unlike))
 
 
 # -- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, run: Run | None, checkpoint: Checkpoint) -> None:
+def check_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, run: Run | None, checkpoint: Checkpoint
+) -> None:
     """ValueError unless the states are those of this optimizer's parameters. Nothing is changed."""
     saved = checkpoint.training.optimizer
     if saved is None:
@@ -224,9 +223,7 @@ def _groups(saved: OptimizerState, here: OptimizerState) -> Iterable[str]:
             yield f"group {index} has {len(ours - its)} parameters more: {few(sorted(ours - its))}"
 
 
-def _states(
-    optimizer: WrappedOptimizer, run: Run, checkpoint: Checkpoint, saved: OptimizerState
-) -> Iterable[str]:
+def _states(optimizer: WrappedOptimizer, run: Run, checkpoint: Checkpoint, saved: OptimizerState) -> Iterable[str]:
     specs = {spec.name: spec for spec in optimizer.rule.states}
     names: dict[str, set[str]] = {name: set() for name in saved.updates}
     unlike = []

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hightide.checkpoint import folder
+from hightide.checkpoint.checked import DamagedFile
 from hightide.checkpoint.extra import from_plain, to_plain
 from hightide.checkpoint.generators import generator_states
-from hightide.checkpoint.manifest import FileSums, Manifest
-from hightide.checkpoint.verified import Damaged, verified_bytes, verified_parts
+from hightide.checkpoint.manifest import Manifest
+from hightide.checkpoint.verified import verified_bytes, verified_tensors
 from hightide.integrations.model_files import first_names, tensors_of
 from hightide.ir.foreign import decoded, parse_json, quoted, shown
 from hightide.ir.plan import Plan
@@ -100,7 +101,9 @@ def is_value(param: Tensor, state: Any) -> bool:
 def _count(step: Any) -> int:
     number = float(step)
     if number < 0 or number != int(number):
-        raise ValueError(f"{STEP!r} of an optimizer's state is {number}, but it counts updates: set it to a whole number")
+        raise ValueError(
+            f"{STEP!r} of an optimizer's state is {number}, but it counts updates: set it to a whole number"
+        )
     return int(number)
 
 
@@ -157,8 +160,8 @@ def read_plan(path: str | Path) -> Plan | None:
     if all(file.name != PLAN for file in manifest.files):
         return None
     try:
-        verified_bytes(path, manifest.file(PLAN), manifest.piece_bytes)
-    except Damaged as error:
+        verified_bytes(path, manifest, PLAN)
+    except DamagedFile as error:
         raise folder.refusal(path, str(error)) from error
     return Plan.load(path / PLAN)
 
@@ -166,9 +169,9 @@ def read_plan(path: str | Path) -> Plan | None:
 def training_of(path: Path, manifest: Manifest) -> Training:
     source = shown(path / TRAINING)
     try:
-        text = verified_bytes(path, manifest.file(TRAINING), manifest.piece_bytes)
-        tensors = _tensors(path, manifest.file(TENSORS), manifest.piece_bytes)
-    except Damaged as error:
+        text = verified_bytes(path, manifest, TRAINING)
+        tensors = verified_tensors(path, manifest, TENSORS, list(read_header(path / TENSORS).values()))
+    except DamagedFile as error:
         raise folder.refusal(path, str(error)) from error
     plain = parse_json(decoded(text, source), source)
     parts = []
@@ -194,11 +197,3 @@ def _training(content: Mapping[str, Any], extra: Any) -> Training:
     return Training(
         int(content["step"]), extra, state, dict(content["random"]), int(content["passes"]), dict(content["state"])
     )
-
-
-def _tensors(path: Path, file: FileSums, piece_bytes: int) -> dict[str, Tensor]:
-    stored = read_header(path / file.name)
-    values = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in stored.items()}
-    for one, start, part in verified_parts(path, file, piece_bytes, list(stored.values())):
-        values[one.name].view(-1)[start : start + len(part)] = part
-    return values

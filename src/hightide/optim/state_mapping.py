@@ -229,8 +229,7 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
         return [state.name for state in self._rule.states].index(name)
 
     def _has_room(self, key: str) -> bool:
-        chunk, entry = self._run.chunks.places[key]
-        return entry.offset_numel < self._run.chunks.specs[chunk].optimised_numel
+        return self._run.chunks.has_room(key)
 
 
 class StateOf(MutableMapping[str, Any]):
