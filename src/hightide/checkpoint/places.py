@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hightide.ir.state_spec import MASTER, REMAINDER, StateSpec
 from hightide.runtime.chunks.chunks import Chunks
@@ -101,7 +101,7 @@ class RunPlaces:
 class PlainPlaces:
     """Of a plain model; states gather in `states`, of which they become the optimizer's own."""
 
-    def __init__(self, params: Mapping[str, nn.Parameter], shapes: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, params: Mapping[str, Tensor], shapes: Mapping[str, Mapping[str, Any]]) -> None:
         self._params, self._shapes = params, shapes
         self._scattered: dict[str, Tensor] = {}  # a value whose parameter does not lie in one piece, until it is whole
         self.states: dict[str, dict[str, Tensor]] = {}

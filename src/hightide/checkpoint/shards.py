@@ -25,7 +25,9 @@ MAX_SHARD_BYTES = 5 * 10**9
 class Shards:
     """The files of one stem. Entries are put in the order in which they were announced, part by part."""
 
-    def __init__(self, writer: CheckpointWriter, stem: str, entries: Sequence[Entry], late: Sequence[Entry] = ()) -> None:
+    def __init__(
+        self, writer: CheckpointWriter, stem: str, entries: Sequence[Entry], late: Sequence[Entry] = ()
+    ) -> None:
         """`late`: further ones, that wait for the end."""
         waiting = [*late, *(entry for entry in entries if entry.num_bytes % ALIGNMENT_BYTES)]
         waiting.sort(key=lambda entry: -entry.dtype.itemsize)

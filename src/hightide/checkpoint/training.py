@@ -107,12 +107,11 @@ def _count(step: Any) -> int:
     return int(number)
 
 
-def taken(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, run: Run | None, step: int, extra: Any
-) -> Training:
+def taken(model: nn.Module, optimizer: torch.optim.Optimizer | None, run: Run | None, extra: Any) -> Training:
+    """Of this moment; the step is for the caller to say."""
     state = {name: module.get_extra_state() for name, module in model.named_modules() if _has_extra_state(module)}
     its = None if optimizer is None else optimizer_state(model, optimizer)
-    return Training(step, extra, its, generator_states(), 0 if run is None else run.num_passes, state)
+    return Training(0, extra, its, generator_states(), 0 if run is None else run.num_passes, state)
 
 
 def _has_extra_state(module: nn.Module) -> bool:
@@ -137,7 +136,8 @@ def to_files(training: Training) -> tuple[bytes, dict[str, Tensor]]:
             "counts": its.counts,
         },
     }
-    plain, tensors = {}, {}
+    plain: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
     for part, value in zip(_PARTS, (content, training.extra), strict=True):
         plain[part], its_tensors = to_plain(value, part)
         tensors |= {f"{part}/{name}": tensor.clone() for name, tensor in its_tensors.items()}

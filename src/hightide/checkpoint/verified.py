@@ -3,6 +3,7 @@ of them is used."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def verified_parts(
         for tensor in sorted(tensors, key=lambda one: (one.offset, one.num_bytes)):
             for start in range(0, max(1, tensor.num_bytes), PART_BYTES):
                 part = buffer[: tensor.num_bytes - start]
-                file.read_into(tensor.offset + start, memoryview(part.numpy()))
+                file.read_into(tensor.offset + start, _memory(part))
                 yield tensor, start // tensor.dtype.itemsize, part.view(tensor.dtype)
 
 
@@ -44,3 +45,11 @@ def verified_bytes(path: Path, manifest: Manifest, name: str) -> bytes:
     with CheckedFile(path, manifest, name) as file:
         file.read_into(0, memoryview(content))
     return bytes(content)
+
+
+def _memory(part: Tensor) -> memoryview:
+    return (
+        memoryview((ctypes.c_uint8 * part.nbytes).from_address(part.data_ptr())).cast("B")
+        if part.nbytes
+        else memoryview(b"")
+    )
