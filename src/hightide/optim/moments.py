@@ -86,6 +86,10 @@ class Moments:
             lent = self._lent[key, index] = self._place((key, index)).view
         return lent
 
+    def flush_copies(self) -> None:
+        """What users have written to copies of moments so far."""
+        self._copies.write()
+
     def write_copies(self) -> None:
         """Before updates: what users have written to copies of moments."""
         self._copies.write()

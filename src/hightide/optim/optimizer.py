@@ -140,6 +140,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             """What the user's own hooks have left; nothing has changed yet."""
             self._updates.refuse_if_issued("a state of the optimizer is loaded")
+            self._run.secure()
             for group in state_dict["param_groups"]:
                 self._rule.check(group)
             self._states.check(self._states_by_key(state_dict))
