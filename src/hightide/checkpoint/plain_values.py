@@ -1,4 +1,4 @@
-"""Values of a plain PyTorch pair, as a run's snapshot hands them out. Nobody watches its updates: it is read at once."""
+"""Values of a plain PyTorch pair, handed out as by a run's snapshot. Nobody watches its updates: it is read at once."""
 
 from __future__ import annotations
 

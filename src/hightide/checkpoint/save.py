@@ -1,10 +1,10 @@
 """`hightide.save`: a checkpoint of a model and its optimizer, written beside training.
 
-[Note: what belongs to a save] Everything small is taken at the moment of the call: buffers, options of groups, counters,
-random numbers, the plan, `extra`. Values of parameters and states are those after the last step(), whatever training
-does meanwhile: a run's snapshot hands them out in a thread of its own, which writes them to two streams of files, of the
-model and of the optimizer. Gradients are no part of it: a save between backward and step() has the values of before.
-Where updates run in backward there is no such moment between the two, and the save is refused.
+[Note: what belongs to a save] All that is small is taken at the moment of the call: buffers, options of groups,
+counters, random numbers, the plan, `extra`. Values of parameters and states are those after the last step(), whatever
+training does meanwhile: a run's snapshot hands them out in a thread of its own, which writes them to two streams of files, of
+the model and of the optimizer. Gradients are no part of it: a save between backward and step() has the values of
+before. Where updates run in backward there is no such moment between the two, and the save is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hightide.checkpoint.keeping import check_keeping
 from hightide.checkpoint.load import pair_of
 from hightide.checkpoint.names import check_step, step_name
 from hightide.checkpoint.plain_values import PlainValues
-from hightide.checkpoint.saving import Saving, await_turn
+from hightide.checkpoint.saving import OnError, Saving, await_turn
 from hightide.checkpoint.training import PLAN, TRAINING, Training, taken, to_files
 from hightide.checkpoint.writing import Content, Values
 from hightide.integrations.model_files import model_files, tensors_of
@@ -52,18 +52,20 @@ def save(
     on_error: str = "warn",
     busy: str = "wait",
 ) -> Saving:
-    """Writes `folder/step-N`: the model as its library would, states, options and counters of the optimizer by the names
-    of parameters, random numbers, the plan, and `extra` (what schedulers, scalers and dataloaders give as state_dict()).
+    """Writes `folder/step-N`: the model as its library would, states, options and counters of the optimizer by the
+    names of parameters, random numbers, the plan, and `extra` (what schedulers, scalers and dataloaders give as
+    state_dict()).
 
-    Returns at once, and training goes on: the checkpoint has the values of this moment. With `wait`, and for a pair that
-    is not wrapped, it is there when this returns. `step`: by default the optimizer's count of updates. `keep`: so many
+    Returns at once, and training goes on: the checkpoint has the values of this moment. With `wait`, and for a pair
+    that is not wrapped, it is there when this returns. `step`: by default the optimizer's count of updates. `keep`: so many
     of the newest checkpoints stay, and every `keep_every`-th step. `on_error`: "warn", or "raise" at the end of the next
-    step() or at the next save. `busy`: while another save of this model runs, "wait" for it or "refuse".
+    step() or at the next save, or "hold": what is returned tells whoever asks. `busy`: while another save of this model
+    runs, "wait" for it or "refuse".
 
     A model with adapters of PEFT is saved as they are: frozen parameters are not written, all that train are. Gradients
     are not saved: call this after step().
     """
-    _check("on_error", on_error, ("warn", "raise"))
+    _check("on_error", on_error, tuple(OnError))
     _check("busy", busy, ("wait", "refuse"))
     check_keeping(keep, keep_every)
     run = pair_of(model, optimizer)
@@ -76,7 +78,7 @@ def save(
         training = taken(model, optimizer, run, extra)
         training = replace(training, step=_step(step, training))
         content = _content(model, optimizer, run, training, keep, keep_every)
-        saving = Saving(Path(folder) / step_name(training.step), training.step, raises=on_error == "raise")
+        saving = Saving(Path(folder) / step_name(training.step), training.step, OnError(on_error))
         _latest[model] = saving
         if run is None:
             saving.perform(content.write)
@@ -84,7 +86,7 @@ def save(
                 raise saving.error  # Ctrl-C
         else:
             saving.perform_beside(content.write)
-            if on_error == "raise" and optimizer is not None:
+            if saving.on_error is OnError.RAISE and optimizer is not None:
                 saving.raise_after_step(optimizer)
     if wait or run is None:
         saving.join()

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,23 @@ class Abandoned(Exception):
     """By the user: no failure."""
 
 
+class OnError(StrEnum):
+    WARN = "warn"
+    RAISE = "raise"  # at the next occasion
+    HOLD = "hold"  # until somebody asks
+
+
 class Saving:
     """A checkpoint that is being written, or was."""
 
-    def __init__(self, path: Path, step: int, raises: bool) -> None:
-        """`raises`: what goes wrong, at the next occasion; else it is warned of."""
+    def __init__(self, path: Path, step: int, on_error: OnError = OnError.WARN) -> None:
         self.path, self.step = path, step  # where it is, once it is done
         self.num_bytes = 0  # of values that were written so far
         self.seconds = 0.0  # that it took
         self.error: BaseException | None = None
         self.cost: Callable[[], SaveCost] = SaveCost
         self.is_abandoned = False
-        self._raises = raises
+        self.on_error = on_error
         self._done = threading.Event()
         self._birthplace = Birthplace()
 
@@ -67,7 +73,7 @@ class Saving:
     def wait(self, timeout_s: float | None = None) -> Path:
         """Until it is on the disk. Raises what went wrong, or TimeoutError."""
         self.join(timeout_s)
-        self._raises = False
+        self.on_error = OnError.HOLD
         if self.error is not None:
             raise self.error
         return self.path
@@ -87,8 +93,8 @@ class Saving:
 
     def raise_if_failed(self) -> None:
         """Once, where that was asked for."""
-        if self.done and self.error is not None and self._raises:
-            self._raises = False
+        if self.done and self.error is not None and self.on_error is OnError.RAISE:
+            self.on_error = OnError.HOLD
             raise self.error
 
     def __repr__(self) -> str:
@@ -105,7 +111,7 @@ class Saving:
         except BaseException as error:
             self.error = error
         self.seconds = time.perf_counter() - began_s
-        if isinstance(self.error, Exception) and not isinstance(self.error, Abandoned) and not self._raises:
+        if isinstance(self.error, Exception) and self.on_error is OnError.WARN and not self.is_abandoned:
             self._warn()
         self._done.set()
 

@@ -564,6 +564,7 @@ class Run:
         self.lanes.check()
         if self._lost != HALF_LOADED:
             self.check_values()
+        self._finish_saving()
         for chunk in range(len(self.chunks.specs)):
             self.executor.wait_for_fetch(chunk)
             self.executor.settle_home(chunk)
