@@ -32,8 +32,7 @@ LONG = 1024  # bytes, or numbers of a list, from which on they are a tensor
 _NUMPY_KINDS = "biufc"
 _MAX_INT_CHARS = 1 << 18
 _OTHER_DTYPES = {  # those that files of tensors may not have: kept as bytes
-    name: getattr(torch, name)
-    for name in ("uint16", "uint32", "uint64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2")
+    name: getattr(torch, name) for name in ("uint16", "uint32", "uint64", "complex64", "complex128")
 }
 _TAGS = {OrderedDict: "$ordered", Counter: "$counter", dict: "$dict"}
 _SEQUENCE_TAGS: dict[type, str] = {tuple: "$tuple", set: "$set", frozenset: "$frozenset", torch.Size: "$size"}

@@ -52,7 +52,10 @@ def write(file: int, memory: memoryview, offset: int) -> int:
 
 
 def set_aside(file: int, num_bytes: int) -> None:
-    """Blocks for all of a file, so that a full disk is told before it is written."""
+    """Blocks for all of a file, so that a full disk is told before it is written. Where they do not suffice, the disk
+    is not filled up for others: the system would take what is left, and then say so."""
+    if num_bytes > free_bytes(file):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     if _fallocate is None or not num_bytes:
         return
     while _fallocate(file, 0, 0, num_bytes):
@@ -60,6 +63,7 @@ def set_aside(file: int, num_bytes: int) -> None:
         if number in UNSUPPORTED:
             return
         if number != errno.EINTR:
+            os.ftruncate(file, 0)
             raise OSError(number, os.strerror(number))
 
 
@@ -136,8 +140,9 @@ def make_folders(path: Path) -> None:
             close(above)
 
 
-def free_bytes(folder: int) -> int:
-    found = os.fstatvfs(folder)
+def free_bytes(place: int) -> int:
+    """Of the disk that a file or folder is on."""
+    found = os.fstatvfs(place)
     return found.f_bavail * found.f_frsize
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,14 +61,15 @@ def latest(folder: str | Path, verify: bool = False) -> Path | None:
     return None
 
 
-def damages(path: str | Path) -> list[str]:
-    """All that is wrong with a checkpoint, read from front to back; each names its file, and the piece."""
+def damages(path: str | Path, read: Callable[[int], object] | None = None) -> list[str]:
+    """All that is wrong with a checkpoint, read from front to back; each names its file, and the piece. `read` is told
+    how many bytes were read, each time."""
     path = Path(path)
     try:
         manifest = manifest_of(path)
     except ValueError as error:
         return [str(error)]
-    return [text for file in manifest.files for text in _damages_of(path, file, manifest.piece_bytes)]
+    return [text for file in manifest.files for text in _damages_of(path, file, manifest.piece_bytes, read)]
 
 
 def verify(path: str | Path) -> Manifest:
@@ -134,7 +135,7 @@ def _missing(folder: int, manifest: Manifest) -> str | None:
     return None
 
 
-def _damages_of(path: Path, file: FileSums, piece_bytes: int) -> Iterator[str]:
+def _damages_of(path: Path, file: FileSums, piece_bytes: int, read: Callable[[int], object] | None) -> Iterator[str]:
     try:
         with open_regular(path / file.name, WHAT, follow=False) as raw:
             memory = memoryview(bytearray(min(READ_BYTES, max(file.num_bytes, 1))))
@@ -143,6 +144,8 @@ def _damages_of(path: Path, file: FileSums, piece_bytes: int) -> Iterator[str]:
                 sum_, left_bytes = 0, num_bytes
                 while left_bytes and (count := raw.readinto(memory[:left_bytes])):  # type: ignore[attr-defined]
                     sum_, left_bytes = zlib.crc32(memory[:count], sum_), left_bytes - count
+                    if read is not None:
+                        read(count)
                 if sum_ != told or left_bytes:
                     yield wrong_piece(file, piece_bytes, index, sum_, left_bytes)
     except (OSError, ValueError) as error:

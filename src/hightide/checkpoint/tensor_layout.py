@@ -10,11 +10,11 @@ from math import prod
 import torch
 
 from hightide.ir.foreign import quoted
-from hightide.loading.tensor_file import DTYPES, MAX_HEADER_BYTES, METADATA
+from hightide.loading.tensor_file import ALL_DTYPES, MAX_HEADER_BYTES, METADATA
 
 ALIGNMENT_BYTES = 8  # of the first value, as the format asks
 _LENGTH_BYTES = 8
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in ALL_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
         if entry.name in table or entry.name == METADATA:
             raise ValueError(f"there are two tensors of the name {quoted(entry.name)}")
         if entry.dtype not in DTYPE_NAMES:
-            raise ValueError(f"{quoted(entry.name)} is of {entry.dtype}; files of tensors have {', '.join(DTYPES)}")
+            raise ValueError(f"{quoted(entry.name)} is of {entry.dtype}; files of tensors have {', '.join(ALL_DTYPES)}")
         table[entry.name] = {
             "dtype": DTYPE_NAMES[entry.dtype],
             "shape": list(entry.shape),
