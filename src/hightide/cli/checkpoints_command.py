@@ -138,7 +138,7 @@ def _read_through(
     if report.state != WHOLE:
         return report
     tell(f"step {report.step}")
-    wrong = damages(report.path)
+    wrong = damages(report.path, read)
     return replace(report, state=DAMAGED if wrong else VERIFIED, problems=tuple(wrong))
 
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
+import hightide
 from hightide.checkpoint import filesystem
 from hightide.checkpoint.training import read_training
 from hightide.cli import train_command as train_module
@@ -217,12 +219,12 @@ def test_a_plan_that_cannot_be_used_again_is_made_anew(
     def refusing(*args: Any, **options: Any) -> Any:
         plans.append(options.get("plan"))
         if options.get("plan") is not None:
-            raise ValueError("less memory than it had")
+            raise ValueError("too little")
         return wrap(*args, **options)
 
     monkeypatch.setattr(train_module.hightide, "wrap", refusing)
     result = stopped.train()
-    assert result.exit_code == 0 and "another is made: less memory than it had" in result.output
+    assert result.exit_code == 0 and "another is made: too little" in result.output
     assert len(plans) == 2 and plans[0] is not None and plans[1] is None
     assert same(stopped.metrics()) == uninterrupted
 
@@ -301,19 +303,13 @@ def test_what_decides_about_the_values_must_be_as_it_was(stopped: Tiny, before: 
     assert sorted(stopped.folder.rglob("*")) == held
 
 
-def test_a_text_that_has_moved_is_the_same(stopped: Tiny) -> None: ...
-
-
 def test_a_fresh_run_has_a_folder_of_its_own(stopped: Tiny, uninterrupted: list[list[Any]]) -> None:
     before = sorted(stopped.run().rglob("*"))
     result = stopped.train("--no-resume")
     assert result.exit_code == 0 and same(stopped.metrics(2)) == uninterrupted
     assert sorted(stopped.run().rglob("*")) == before
-    unsaved = Tiny(stopped.folder)
-    unsaved.change("save: {every: 4}", "")
-    assert unsaved.train().exit_code == 0 and unsaved.run(3).exists()  # who does not save begins anew
-    assert not (unsaved.run(3) / "checkpoints").exists()
-    assert "nothing to do" in stopped.train().output  # 2 is the newest that saves
+    stopped.run(3).mkdir()  # of a run that does not save
+    assert "tiny-002 has done 9 steps" in stopped.train().output
 
 
 def test_a_run_that_was_ended_before_its_first_save_begins_anew(tiny: Tiny, signals: Callable[..., None]) -> None:
@@ -399,7 +395,14 @@ def test_what_was_put_in_the_place_of_ours_is_not_followed(stopped: Tiny, what: 
     assert elsewhere.read_text() == "mine" and not stopped.run(2).exists()
 
 
-def test_a_checkpoint_of_another_program_is_refused(stopped: Tiny) -> None: ...
+def test_checkpoints_of_others_are_refused(stopped: Tiny, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    shutil.rmtree(stopped.run() / "checkpoints")
+    hightide.save(model, optimizer, stopped.run() / "checkpoints", step=7, wait=True)
+    result = stopped.train()
+    assert result.exit_code == 2 and "step-7: it was not saved by `hightide train`" in result.stderr
+    assert not stopped.run(2).exists()
 
 
 # -- saves that fail ---------------------------------------------------------------------------------------------------
