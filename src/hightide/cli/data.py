@@ -62,7 +62,7 @@ class Batches(Iterator[dict[str, Tensor]]):
         """Of a checkpoint, which may be a stranger's."""
         generator = state.get("generator") if isinstance(state, dict) else None
         try:
-            self._generator.set_state(generator)
+            self._generator.set_state(generator)  # type: ignore[arg-type]  # it looks itself
         except (TypeError, RuntimeError) as error:
             raise ValueError(
                 f"{quoted(state)} is no place in the data: the checkpoint is not of this command"

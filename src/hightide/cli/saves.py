@@ -51,7 +51,7 @@ class Saves:
                 step=step,
                 extra=state.to_extra(),
                 keep=self._config.keep or None,
-                keep_every=self._config.keep_every,
+                keep_every=self._config.keep_every if self._config.keep else None,  # all stay anyway
                 on_error="hold",
             )
         except (OSError, ValueError) as error:
@@ -63,14 +63,16 @@ class Saves:
             self.finish()
 
     def finish(self) -> None:
-        if self._present is None:
+        saving = self._present
+        if saving is None:
             return
-        saving, self._present = self._present, None
         try:
             saving.wait()
         except (OSError, ValueError) as error:
+            self._present = None
             self._failed(error)
             return
+        self._present = None
         waited_s = self._asking_s + saving.waited_s
         self.num_saved, self.newest, self.waited_s = self.num_saved + 1, self._step, self.waited_s + waited_s
         self._console.print(

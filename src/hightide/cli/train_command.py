@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from signal import SIGINT, Signals
 from statistics import median
@@ -101,22 +101,18 @@ def _wrapped(
     resumed: Resumed | None,
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """With the plan of the checkpoint, if what it was made for is as it was: then values are the same to the bit."""
-    limits, options = config.limits.resolve(), {"compile": config.compile, "device": config.device}
+    limits = config.limits.resolve()
+    wrap = partial(hightide.wrap, model, optimizer, example, compile=config.compile, device=config.device)
     if resumed is not None and resumed.plan is not None and resumed.state.placing == placing(config):
         try:
-            disks = hightide.Limits(disk=limits.disk)
-            return hightide.wrap(model, optimizer, example, limits=disks, plan=resumed.plan, **options)
+            return wrap(limits=hightide.Limits(disk=limits.disk), plan=resumed.plan)
         except ValueError as error:  # it has less memory, say
             console.print(f"the plan of the checkpoint cannot be used, another is made: {error}", markup=False)
-    return hightide.wrap(
-        model,
-        optimizer,
-        example,
+    return wrap(
         limits=limits,
         micro_batch=config.micro_batch,
         update=config.update.value,
         gradients=config.gradients.value,
-        **options,
     )
 
 
