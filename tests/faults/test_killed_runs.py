@@ -84,11 +84,13 @@ write = os.write
 if moment == "backward":
     in_step(3, lambda *_: (wait_for("step-2"), before(torch.nn.utils, "clip_grad_norm_", lambda *_: True)))
 elif moment == "written in part":
-    before(filesystem, "write", lambda file, memory, offset: (checkpoints / "step-4.tmp").exists() and offset > 0)
+    is_under_way = (checkpoints / "step-4.tmp").exists
+    before(filesystem, "write", lambda file, memory, offset: offset > 0 and is_under_way())
 elif moment == "renamed":
     after(filesystem, "rename", lambda name, target, folder: target == "step-6")
 elif moment == "half a line":
-    in_step(7, lambda *_: (wait_for("step-6"), before(os, "write", lambda file, content: b'"step": 7' in content, half_a_line)))
+    in_step(7, lambda *_: wait_for("step-6"))
+    before(os, "write", lambda file, content: b'"step": 7' in content, half_a_line)
 elif moment == "cut":
     before(os, "replace", lambda source, target: str(target).endswith("metrics.jsonl"))
 elif moment == "removed in part":
@@ -96,7 +98,8 @@ elif moment == "removed in part":
 elif moment == "SIGTERM":
     in_step(9, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 elif moment == "Ctrl-C twice":
-    before(filesystem, "write", lambda file, memory, offset: (checkpoints / "step-10.tmp").exists() and offset > 0, twice)
+    is_under_way = (checkpoints / "step-10.tmp").exists
+    before(filesystem, "write", lambda file, memory, offset: offset > 0 and is_under_way(), twice)
 app(["train", settings, "--out", out], prog_name="hightide")
 """
 KILLED = -9

@@ -142,7 +142,9 @@ class SaveConfig:
         _at_least(0, self.keep, "save.keep")
         if self.keep_every is not None:
             _at_least(1, self.keep_every, "save.keep_every")
-            if self.every is not None and self.keep_every % self.every:
+            if self.every is None:
+                raise ValueError(f"save.keep_every={self.keep_every}, but nothing is saved; set save.every too")
+            if self.keep_every % self.every:
                 raise ValueError(
                     f"save.keep_every={self.keep_every} must be a multiple of save.every={self.every}: "
                     f"no other steps are saved; {self.every * max(1, round(self.keep_every / self.every))} is"

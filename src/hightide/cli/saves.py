@@ -85,12 +85,12 @@ class Saves:
         if self._present is not None:
             self._present.abandon()
 
-    def summary(self, train_s: float) -> str:
+    def summary(self) -> str:
         """One line, or none where nothing was saved."""
         if not self.num_saved:
             return ""
         times = "once" if self.num_saved == 1 else f"{self.num_saved} times"
-        return f"saved {times}, step {self.newest} at last; training waited {self.waited_s:.1f} s of {train_s:.0f} s"
+        return f"saved {times}, step {self.newest} at last; training waited {self.waited_s:.1f} s"
 
     def _failed(self, error: OSError | ValueError) -> None:
         newest = f"step {self.newest} is" if self.newest else "no step is"

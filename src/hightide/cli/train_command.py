@@ -75,8 +75,9 @@ def _train_in(folder: RunFolder, run: TrainingRun, record: bool) -> Signals | No
         if run.newest_saved:
             how = "the same command" if run.config.resume is not False else "the same command without --no-resume"
             console.print(f"step {run.newest_saved} is saved: {how} goes on from there")
-    names = f"metrics.jsonl, plan.json, config.yaml{', timeline.json' if folder.timeline_path.exists() else ''}"
-    console.print(f"run folder: {folder.path}  ({names})", markup=False, soft_wrap=True)
+    names = ["metrics.jsonl", "plan.json", "config.yaml"]
+    names += [path.name for path in (folder.timeline_path, folder.checkpoints) if path.exists()]
+    console.print(f"run folder: {folder.path}  ({', '.join(names)})", markup=False, soft_wrap=True)
     return stopped
 
 
@@ -317,7 +318,7 @@ class TrainingRun:
         self.console.print(
             f"loss {self.losses[0]:.2f} -> {self.losses[-1]:.2f} in {len(self.losses)} steps, {train_s:.0f} s"
         )
-        if saves_text := self.saves.summary(train_s):
+        if saves_text := self.saves.summary():
             self.console.print(saves_text)
         light_share = median(self.light_shares) if self.light_shares else None
         if light_share is not None:

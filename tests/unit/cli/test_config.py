@@ -70,6 +70,7 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(
         ("save: {keep: -1}", r"save.keep=-1 must be at least 0"),
         ("save: {every: 20, keep_every: 0}", r"save.keep_every=0 must be at least 1"),
         ("save: {every: 20, keep_every: 50}", r"keep_every=50 must be a multiple of save.every=20.*; 40 is"),
+        ("save: {keep_every: 50}", r"save.keep_every=50, but nothing is saved"),
         ("save: {on_error: ignore}", r"on_error is 'ignore'; it must be one of warn, stop"),
         ("save: 20", r"save must be a mapping"),
         ("resume: perhaps", r"resume is 'perhaps'; it must be of type bool"),
