@@ -109,6 +109,10 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
 
     # -- for the optimizer ----------------------------------------------------------------------------------------
 
+    @property
+    def others(self) -> dict[str, dict[str, Any]]:
+        return self._others
+
     def settle(self, key: str | None = None) -> None:
         """Until no update of a parameter is under way; without `key` nothing is awaited."""
         if self._gone:
@@ -152,6 +156,18 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
             if key not in kept and (shown := self._shown.pop(key, None)) is not None:
                 shown.belongs_to(None)
         self.fill(taken)
+
+    def renew(self, counts: Mapping[str, int], others: Mapping[str, Mapping[str, Any]]) -> None:
+        """From now on each parameter has had so many updates, or has no state. Somebody else writes the values of
+        states to their places (inside Run.rewriting); `others` is what users have put beside them."""
+        for key in self._run.parameters:
+            if (shown := self._shown.pop(key, None)) is not None:
+                shown.belongs_to(None)
+            if self._has_room(key) and key in counts:
+                self._updates.moments.renew(key, counts[key])
+            else:
+                self._updates.moments.reset(key)
+        self._others = {key: dict(state) for key, state in others.items()}
 
     def check(self, given: Mapping[str, Mapping[str, Any]]) -> None:
         """ValueError for states that are not those of this optimizer's parameters."""
@@ -213,8 +229,7 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
         return [state.name for state in self._rule.states].index(name)
 
     def _has_room(self, key: str) -> bool:
-        chunk, entry = self._run.chunks.places[key]
-        return entry.offset_numel < self._run.chunks.specs[chunk].optimised_numel
+        return self._run.chunks.has_room(key)
 
 
 class StateOf(MutableMapping[str, Any]):

@@ -25,9 +25,8 @@ class PinnedArena(HostArena):
     without its backward. Where the system refuses to pin, it says so and works as plain memory."""
 
     def __init__(self, capacity_bytes: int, pinned_bytes: int | None = None) -> None:
-        wanted_bytes = capacity_bytes if pinned_bytes is None else -(-pinned_bytes // ALIGN_BYTES) * ALIGN_BYTES
-        self._pinned_bytes = min(wanted_bytes, capacity_bytes)
-        super().__init__(capacity_bytes, huge_bytes=self._pinned_bytes)
+        super().__init__(capacity_bytes, min(pinned_bytes or capacity_bytes, capacity_bytes), pinned_bytes)
+        self._pinned_bytes = self._end
         self._keep_apart()
         self._unpin: weakref.finalize | None = None
 
@@ -38,10 +37,6 @@ class PinnedArena(HostArena):
             self._free.take(self._pinned_bytes)
             self._free.take(ALIGN_BYTES)
             self._free.give(0, self._pinned_bytes)
-
-    @property
-    def _end(self) -> int:
-        return self._pinned_bytes
 
     @property
     def is_pinned(self) -> bool:
