@@ -28,7 +28,7 @@ from hightide.integrations.model_files import (
 from hightide.integrations.pretrained import LoadingPlan
 from hightide.ir.foreign import quoted, shown
 from hightide.ir.state_spec import MASTER, REMAINDER
-from hightide.loading.tensor_file import StoredTensor, read_header
+from hightide.loading.tensor_file import ALL_DTYPES, StoredTensor, read_header
 from hightide.optim.optimizer import WrappedOptimizer
 from hightide.runtime.chunks.chunks import DTYPES
 from hightide.runtime.chunks.origin import Origin
@@ -77,7 +77,7 @@ class Checkpoint:
         shards: dict[str, list[Shard]] = {}
         for file in sorted(manifest.files, key=lambda one: one.name):
             if found := _SHARD.fullmatch(file.name):
-                tensors = tuple(read_header(path / file.name).values())
+                tensors = tuple(read_header(path / file.name, ALL_DTYPES).values())
                 shards.setdefault(found[1], []).append(Shard(file, tensors))
         opened = {stem: tuple(its) for stem, its in shards.items()}
         for stem, its in opened.items():
