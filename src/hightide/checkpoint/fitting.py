@@ -127,9 +127,8 @@ Found = tuple[Targets, dict[str, torch.dtype], list[str]]  # dtypes in files, by
 
 
 def _by_name(model: nn.Module, tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> Found:
-    trained = [] if checkpoint.training.optimizer is None else _grouped(checkpoint.training.optimizer)
-    known = dict(model.named_parameters())
-    files = model_files(model, [name for name in trained if name in known])
+    saved, known = checkpoint.training.optimizer, dict(model.named_parameters())
+    files = model_files(model, [] if saved is None else [name for name in saved.updates if name in known])
     expected = {(one.stem, one.stored[0].name): one.sources[0] for one in files.written}
     found = {(stem, tensor.name): tensor for stem in (MODEL, ADAPTER, TRAINED) for tensor in checkpoint.tensors(stem)}
     shapes = {place: tuple(tensors[name].shape) for place, name in expected.items()}
@@ -248,10 +247,6 @@ def _states(optimizer: WrappedOptimizer, run: Run, checkpoint: Checkpoint, saved
             yield f"it has {its} of {quoted(param)}, this optimizer keeps {ours}: it was made with other options"
             return
     yield from _listed(("states are of another shape or dtype", unlike))
-
-
-def _grouped(saved: OptimizerState) -> list[str]:
-    return [name for group in saved.groups for name in group.params]
 
 
 def _listed(*found: tuple[str, Sequence[str]]) -> list[str]:
