@@ -16,6 +16,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from hightide.ir.foreign import MAX_COUNT
+
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # some network and user-space file systems
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
@@ -141,9 +143,9 @@ def make_folders(path: Path) -> None:
 
 
 def free_bytes(place: int) -> int:
-    """Of the disk that a file or folder is on."""
+    """Of the disk that a file or folder is on; some file systems of users do not say."""
     found = os.fstatvfs(place)
-    return found.f_bavail * found.f_frsize
+    return found.f_bavail * found.f_frsize if found.f_blocks else MAX_COUNT
 
 
 def _unless_unsupported(call: Callable[[int], None], file: int) -> None:

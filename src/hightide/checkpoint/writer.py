@@ -63,6 +63,7 @@ class CheckpointWriter:
         self, name: str, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None
     ) -> TensorFileWriter:
         """A safetensors file. Its values are put in the order of the entries."""
+        check_name(name)
         head = header(entries, {"format": "pt"} if metadata is None else metadata)
         file = TensorFileWriter(self, name, head, entries)
         file.begin(memoryview(head))
@@ -70,6 +71,7 @@ class CheckpointWriter:
 
     def bytes(self, name: str, content: bytes) -> None:
         """A small file, whole."""
+        check_name(name)
         if len(content) > MAX_FILE_BYTES:
             raise ValueError(f"{quoted(name)} would have {len(content)} bytes, it may have {MAX_FILE_BYTES}: save less")
         _FileWriter(self, name, len(content)).begin(memoryview(content))
@@ -177,8 +179,6 @@ class _FileWriter:
     name: str
 
     def __init__(self, writer: CheckpointWriter, name: str, num_bytes: int) -> None:
-        if name != manifest.NAME:
-            check_name(name)
         assert all(file.name != name for file in writer._files), f"{name} is there already"
         self.name = name
         self.num_bytes = num_bytes

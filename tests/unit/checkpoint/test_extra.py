@@ -58,7 +58,9 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, float):
-        return (math.isnan(one) and math.isnan(other)) or (one == other and math.copysign(1, one) == math.copysign(1, other))
+        return (math.isnan(one) and math.isnan(other)) or (
+            one == other and math.copysign(1, one) == math.copysign(1, other)
+        )
     return bool(one == other)
 
 
@@ -76,8 +78,8 @@ def test_any_nest_comes_back(value: Any) -> None:
         torch.ones(3, dtype=torch.bfloat16), torch.ones(2, dtype=torch.complex64), torch.tensor(5, dtype=torch.uint32),
         torch.randn(3, dtype=torch.complex64).conj(), torch.ones(2).to(torch.float8_e5m2),
         b"x" * LONG, bytearray(b"x" * LONG), bytearray(b"y"), list(range(LONG)), tuple(float(i) for i in range(LONG)),
-        [True] * LONG, [2**70] * LONG, [0.5, 1] * LONG, torch.Size([2, 3]), OrderedDict(b=1, a=2), Counter("abca"), {1, "x"},
-        "\ud800", {"\ud800": 1}, random.getstate(), numpy.random.default_rng(3).bit_generator.state,
+        [True] * LONG, [2**70] * LONG, [0.5, 1] * LONG, torch.Size([2, 3]), OrderedDict(b=1, a=2), Counter("abca"),
+        {1, "x"}, "\ud800", {"\ud800": 1}, random.getstate(), numpy.random.default_rng(3).bit_generator.state,
     ],
     ids=lambda value: f"{type(value).__name__}",
 )  # fmt: skip
@@ -153,12 +155,13 @@ def test_the_deepest_nest_can_be_read() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        {"$what": 1}, {"$tuple": 3}, {"$tuple": [1], "b": 2}, {"$int": "x"}, {"$int": 4}, {"$float": "3"}, {"$bytes": 3},
-        {"$bytes": "?"}, {"$bytes": {"$tensor": "f"}}, {"$tensor": "missing"}, {"$tensor": ["f"]}, {"$dict": [[1]]},
-        {"$dict": [[1, 2], [1, 3]]}, {"$dict": [[[], 2]]}, {"$set": [[]]}, {"$numbers": 3}, {"$numbers": {"$tensor": "b"}},
-        {"$array": ["<f4", [2], "b"]}, {"$array": ["|O8", [1], "b"]}, {"$array": ["<f4", [-1], "b"]}, {"$array": 3},
-        {"$array": ["<f4", [2**62, 4], "b"]}, {"$number": ["<f4", "00"]}, {"$number": ["<q9", "00"]}, {"$size": ["a"]},
-        {"$raw": ["complex64", [1], "b"]}, {"$raw": ["Tensor", [1], "b"]}, {"$text": "zz"}, {"$text": 3},
+        {"$what": 1}, {"$tuple": 3}, {"$tuple": [1], "b": 2}, {"$int": "x"}, {"$int": 4}, {"$float": "3"},
+        {"$bytes": 3}, {"$bytes": "?"}, {"$bytes": {"$tensor": "f"}}, {"$tensor": "missing"}, {"$tensor": ["f"]},
+        {"$dict": [[1]]}, {"$dict": [[1, 2], [1, 3]]}, {"$dict": [[[], 2]]}, {"$set": [[]]}, {"$numbers": 3},
+        {"$numbers": {"$tensor": "b"}}, {"$array": ["<f4", [2], "b"]}, {"$array": ["|O8", [1], "b"]},
+        {"$array": ["<f4", [-1], "b"]}, {"$array": 3}, {"$array": ["<f4", [2**62, 4], "b"]},
+        {"$number": ["<f4", "00"]}, {"$number": ["<q9", "00"]}, {"$size": ["a"]}, {"$raw": ["complex64", [1], "b"]},
+        {"$raw": ["Tensor", [1], "b"]}, {"$text": "zz"}, {"$text": 3},
     ],
     ids=str,
 )  # fmt: skip
