@@ -28,7 +28,7 @@ from hightide.cli.readings import Readings
 from hightide.cli.resume import Resumed, find_checkpoint
 from hightide.cli.run_folder import RunFolder
 from hightide.cli.run_state import RunState, deciding, placing
-from hightide.cli.saves import Saves
+from hightide.cli.saves import SaveFailed, Saves
 from hightide.cli.stop_request import stop_request
 from hightide.ir.units import format_bytes
 
@@ -78,6 +78,10 @@ def _train_in(folder: RunFolder, run: TrainingRun, record: bool) -> Signals | No
     names = ["metrics.jsonl", "plan.json", "config.yaml"]
     names += [path.name for path in (folder.timeline_path, folder.checkpoints) if path.exists()]
     console.print(f"run folder: {folder.path}  ({', '.join(names)})", markup=False, soft_wrap=True)
+    if stopped is None and run.config.save.every is not None and run.newest_saved < len(run.losses):
+        raise SaveFailed(
+            f"step {len(run.losses)}, the last one, is not saved; the same command does again what is lost"
+        )
     return stopped
 
 
