@@ -15,7 +15,7 @@ from hightide.cli.metrics_file import MetricsFile, cut
 from hightide.process import files
 
 PLAN, TIMELINE, METRICS, SUMMARY = "plan.json", "timeline.json", "metrics.jsonl", "summary.json"
-CHECKPOINTS = "checkpoints"
+SETTINGS, CHECKPOINTS = "config.yaml", "checkpoints"
 
 
 class RunFolder:
@@ -30,10 +30,13 @@ class RunFolder:
         if resumed is None and config.save.every is not None:
             self._lock = FolderLock(self.path)
             self.checkpoints.mkdir()
+        for name in (SETTINGS, PLAN, METRICS, SUMMARY, TIMELINE):
+            if (self.path / name).is_symlink():
+                raise ValueError(f"{self.path / name} is a link, which a run does not write through; remove it")
         self.num_lost = num_steps - cut(self.path / METRICS, num_steps)  # lines that should be there
         if resumed is not None:
             (self.path / SUMMARY).unlink(missing_ok=True)
-        files.write_text(self.path / "config.yaml", config.to_yaml())
+        files.write_text(self.path / SETTINGS, config.to_yaml())
         self.plan_path, self.timeline_path = self.path / PLAN, self.path / TIMELINE
         self._metrics = MetricsFile(self.path / METRICS)
         self.metrics_path = self._metrics.path

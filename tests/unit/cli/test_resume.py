@@ -371,7 +371,9 @@ def test_where_none_is_whole_nothing_is_done(stopped: Tiny) -> None:
     assert len(stopped.metrics()) == 6 and not stopped.run(2).exists()
 
 
-@pytest.mark.parametrize("what", ["file", "link", "broken link", "metrics link", "lock link", "summary folder"])
+@pytest.mark.parametrize(
+    "what", ["file", "link", "broken link", "metrics link", "settings link", "lock link", "summary folder"]
+)
 def test_what_was_put_in_the_place_of_ours_is_not_followed(stopped: Tiny, what: str) -> None:
     run, elsewhere = stopped.run(), stopped.folder / "elsewhere"
     elsewhere.write_text("mine")
@@ -386,7 +388,7 @@ def test_what_was_put_in_the_place_of_ours_is_not_followed(stopped: Tiny, what: 
     elif what == "summary folder":
         (run / "summary.json").mkdir()
     else:
-        name = {"metrics link": "metrics.jsonl", "lock link": "lock"}[what]
+        name = {"metrics link": "metrics.jsonl", "settings link": "config.yaml", "lock link": "lock"}[what]
         (run / name).unlink()
         (run / name).symlink_to(elsewhere)
     result = stopped.train()
