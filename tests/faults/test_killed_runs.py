@@ -12,18 +12,18 @@ from forked import Ended, run_forked
 
 pytest.importorskip("transformers")
 
-SETTINGS = """
+SETTINGS = f"""
 name: tiny
 device: cpu
 steps: 14
 log_every: 5
-limits: {gpu: 4MiB, host: 1GiB}
+limits: {{gpu: 4MiB, host: 1GiB}}
 micro_batch: 1
-model: {hidden: 32, layers: 2, heads: 2, feed_forward: 64}
-data: {sequences: 3, sequence_bytes: 16, text_bytes: 50_000}
-optimizer: {warmup_steps: 3}
-sample: {num_bytes: 0}
-save: {every: 2}
+model: {{hidden: 32, layers: 2, heads: 2, feed_forward: 64}}
+data: {{sequences: 3, sequence_bytes: 16, path: {__file__}}}
+optimizer: {{warmup_steps: 3}}
+sample: {{num_bytes: 0}}
+save: {{every: 2}}
 """
 
 IMPORTS = """

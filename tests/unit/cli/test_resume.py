@@ -29,19 +29,18 @@ from hightide.cli.train_command import TrainingRun
 
 pytest.importorskip("transformers")
 
-STEPS = 9
-SETTINGS = """
+SETTINGS = f"""
 name: tiny
 device: cpu
 steps: 9
 log_every: 3
-limits: {gpu: 4MiB, host: 1GiB}
+limits: {{gpu: 4MiB, host: 1GiB}}
 micro_batch: 1
-model: {hidden: 32, layers: 2, heads: 2, feed_forward: 64}
-data: {sequences: 3, sequence_bytes: 16, text_bytes: 50_000}
-optimizer: {warmup_steps: 3}
-sample: {num_bytes: 0}
-save: {every: 4}
+model: {{hidden: 32, layers: 2, heads: 2, feed_forward: 64}}
+data: {{sequences: 3, sequence_bytes: 16, path: {__file__}}}
+optimizer: {{warmup_steps: 3}}
+sample: {{num_bytes: 0}}
+save: {{every: 4}}
 """
 DISK = "limits: {{gpu: 400KiB, host: 250KiB, disk: '{folder}:8MiB'}}"
 ALWAYS_SAME = ("step", "loss", "lr", "grad_norm")
@@ -268,6 +267,8 @@ def test_a_run_that_was_ended_before_its_summary_is_concluded(stopped: Tiny, uni
 def test_steps_behind_the_checkpoint_are_done_again_and_lines_that_are_lost_are_told(
     stopped: Tiny, uninterrupted: list[list[Any]]
 ) -> None:
+    shutil.copy(__file__, stopped.folder / "moved")
+    stopped.change(__file__, str(stopped.folder / "moved"))  # the same text elsewhere
     lines = (stopped.run() / "metrics.jsonl").read_text().splitlines(keepends=True)
     later = json.dumps({"step": 7, "loss": 0.0}) + "\n"
     (stopped.run() / "metrics.jsonl").write_text("".join(lines[2:]) + later + later[:9])
@@ -287,9 +288,10 @@ def test_steps_behind_the_checkpoint_are_done_again_and_lines_that_are_lost_are_
         ("steps: 9", "steps: 9\nseed: 1", "seed was 0 and is 1;"),
         ("hidden: 32", "hidden: 64", "model.hidden was 32 and is 64;"),
         ("warmup_steps: 3", "lr: 1e-2, warmup_steps: 4", "optimizer.lr was 0.002 and is 0.01 (and 1 more: "),
-        ("text_bytes: 50_000", "text_bytes: 50_000, path: text", "checksum of the text was "),
+        (f"path: {__file__}", "path: text", "bytes of text was "),
         ("save: {every: 4}", "", "nothing to resume: "),
     ],
+    ids=["seed", "model", "optimizer", "text", "nothing there"],
 )
 def test_what_decides_about_the_values_must_be_as_it_was(stopped: Tiny, before: str, after: str, message: str) -> None:
     (stopped.folder / "text").write_bytes(b"other " * 10_000)
@@ -318,7 +320,7 @@ def test_a_run_that_was_ended_before_its_first_save_begins_anew(tiny: Tiny, sign
     assert tiny.saved() == []
     assert tiny.train("--resume").exit_code == 2
     signals(0)
-    assert tiny.train().exit_code == 0 and tiny.run(2).exists()
+    assert tiny.train("--steps", "2").exit_code == 0 and tiny.run(2).exists()
 
 
 # -- hostile folders ---------------------------------------------------------------------------------------------------
