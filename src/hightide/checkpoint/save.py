@@ -2,9 +2,9 @@
 
 [Note: what belongs to a save] All that is small is taken at the moment of the call: buffers, options of groups,
 counters, random numbers, the plan, `extra`. Values of parameters and states are those after the last step(), whatever
-training does meanwhile: a run's snapshot hands them out in a thread of its own, which writes them to two streams of files, of
-the model and of the optimizer. Gradients are no part of it: a save between backward and step() has the values of
-before. Where updates run in backward there is no such moment between the two, and the save is refused.
+training does meanwhile: a run's snapshot hands them out in a thread of its own, which writes them to two streams of
+files, of the model and of the optimizer. Gradients are no part of it: a save between backward and step() has the values
+of before. Where updates run in backward there is no such moment between the two, and the save is refused.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def save(
     state_dict()).
 
     Returns at once, and training goes on: the checkpoint has the values of this moment. With `wait`, and for a pair
-    that is not wrapped, it is there when this returns. `step`: by default the optimizer's count of updates. `keep`: so many
-    of the newest checkpoints stay, and every `keep_every`-th step. `on_error`: "warn", or "raise" at the end of the next
-    step() or at the next save, or "hold": what is returned tells whoever asks. `busy`: while another save of this model
-    runs, "wait" for it or "refuse".
+    that is not wrapped, it is there when this returns. `step`: by default the optimizer's count of updates; one that is
+    there already is replaced. `keep`: so many of the newest checkpoints stay, and every `keep_every`-th step.
+    `on_error`: "warn", or "raise" at the end of the next step() or at the next save, or "hold": what is returned tells
+    whoever asks. `busy`: while another save of this model runs, "wait" for it or "refuse".
 
     A model with adapters of PEFT is saved as they are: frozen parameters are not written, all that train are. Gradients
     are not saved: call this after step().

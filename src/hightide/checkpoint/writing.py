@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +18,7 @@ from hightide.checkpoint.tensor_layout import Entry
 from hightide.checkpoint.training import TENSORS
 from hightide.checkpoint.writer import CheckpointWriter
 from hightide.integrations.model_files import ModelFiles, Named
+from hightide.ir.foreign import shown
 from hightide.process.interrupts import safe_point
 from hightide.runtime.saving.saved_tensor import PARAM, SaveCost, SavedTensor
 
@@ -55,7 +58,11 @@ class Content:
             self.values.close()
             cost = self.values.cost
             saving.cost = lambda: cost
-        keep_only(saving.path.parent, self.keep, self.keep_every, saving.step)
+        try:
+            keep_only(saving.path.parent, self.keep, self.keep_every, saving.step)
+        except ValueError as error:
+            with suppress(Warning):  # where warnings are errors: this one is none of the checkpoint's
+                warnings.warn(f"the checkpoint {shown(saving.path)} is saved, but {error}", stacklevel=2)
 
     def _write(self, saving: Saving) -> None:
         tensors = self.values.tensors
