@@ -11,6 +11,7 @@ import math
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
@@ -141,16 +142,17 @@ class Saving:
 
     def raise_after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """What goes wrong, at the end of the next step()."""
-
-        def look(*_: Any) -> None:
-            if self.done:
-                handle.remove()
-                self.raise_if_failed()
-
-        handle = optimizer.register_step_post_hook(look)
+        if optimizer not in _looked_at:
+            optimizer.register_step_post_hook(_look)  # it stays: torch iterates over hooks while it calls them
+        _looked_at[optimizer] = self
 
 
 _under_way: set[Saving] = set()
+_looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, Saving] = weakref.WeakKeyDictionary()
+
+
+def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _looked_at[optimizer].raise_if_failed()
 
 
 def await_turn(before: Saving | None, refuses: bool) -> None:
