@@ -152,7 +152,9 @@ _looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, Saving] = weakref.W
 
 
 def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _looked_at[optimizer].raise_if_failed()
+    saving = _looked_at.get(optimizer)  # the user's own optimizer shares the hooks of the wrapped one
+    if saving is not None:
+        saving.raise_if_failed()
 
 
 def await_turn(before: Saving | None, refuses: bool) -> None:
