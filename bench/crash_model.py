@@ -163,7 +163,9 @@ class Disk:
 
     def do(self, call: Call) -> None:
         if call.kind in ("make_folder", "create"):
-            (self._names if call.kind == "make_folder" else self._content)[call.child] = {} if call.kind == "make_folder" else b""
+            (self._names if call.kind == "make_folder" else self._content)[call.child] = (
+                {} if call.kind == "make_folder" else b""
+            )
         if call.kind != "sync":
             self._changes.append(call)
             return

@@ -66,25 +66,22 @@ report = {}
 small = pair(64, 2, hightide.Limits(gpu="8MiB", host="8MiB"))  # all that is loaded lazily
 hightide.load(*small, hightide.save(*small, folder / "small").wait())
 del small
-for name, host in (("tight", "340MiB"), ("roomy", "700MiB")):
-    model, optimizer = pair(1024, 20, hightide.Limits(gpu="40MiB", host=host))
-    report["values"] = sum(3 * param.nbytes for param in model.parameters())
+model, optimizer = pair(1024, 20, hightide.Limits(gpu="40MiB", host="340MiB"))
+report["values"] = sum(3 * param.nbytes for param in model.parameters())
 
-    def beside():
-        saving = hightide.save(model, optimizer, folder / name, step=2)
-        step(model, optimizer, 1024)
-        saving.wait()
-        return saving
-
-    saving, report[name + " beside"] = measure(beside)
-    report[name + " copied"] = saving.copied_bytes
-    report[name + " host"] = hightide.stats(model).peak_bytes["host"] - hightide.stats(model).plan.host_limit_bytes
-    saving, report[name + " save"] = measure(lambda: hightide.save(model, optimizer, folder / name, step=3, wait=True))
-    assert saving.num_bytes == report["values"] and saving.error is None
-    _, report[name + " load"] = measure(lambda: hightide.load(model, optimizer, folder / name))
+def beside():
+    saving = hightide.save(model, optimizer, folder / "large", step=2)
     step(model, optimizer, 1024)
-    del model, optimizer
-    gc.collect()
+    saving.wait()
+    return saving
+
+saving, report["beside"] = measure(beside)
+stats = hightide.stats(model)
+report["copied"], report["above"] = saving.copied_bytes, stats.peak_bytes["host"] - stats.plan.host_limit_bytes
+saving, report["save"] = measure(lambda: hightide.save(model, optimizer, folder / "large", step=3, wait=True))
+assert saving.num_bytes == report["values"] and saving.error is None
+_, report["load"] = measure(lambda: hightide.load(model, optimizer, folder / "large"))
+step(model, optimizer, 1024)
 print(json.dumps(report))
 """
 
@@ -106,13 +103,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     return report
 
 
-@pytest.mark.parametrize("host", ["tight", "roomy"])
-def test_a_save_copies_nothing_but_what_is_about_to_change(host: str, measured: dict[str, int]) -> None:
-    assert measured[f"{host} save"] <= SLACK_BYTES, measured
-    assert measured[f"{host} beside"] <= measured[f"{host} copied"] + SLACK_BYTES, measured
-    assert measured[f"{host} host"] <= 0, "what goes aside is within the host's limit"
+def test_a_save_copies_nothing_but_what_is_about_to_change(measured: dict[str, int]) -> None:
+    assert measured["save"] <= SLACK_BYTES, measured
+    assert measured["beside"] <= measured["copied"] + SLACK_BYTES, measured
+    assert 0 < measured["copied"] < measured["values"] and measured["above"] <= 0, "it is within the host's limit"
 
 
-@pytest.mark.parametrize("host", ["tight", "roomy"])
-def test_a_load_has_one_piece_beside_the_places(host: str, measured: dict[str, int]) -> None:
-    assert measured[f"{host} load"] <= PIECE_BYTES + PART_BYTES + SLACK_BYTES, measured
+def test_a_load_has_one_piece_beside_the_places(measured: dict[str, int]) -> None:
+    assert measured["load"] <= PIECE_BYTES + PART_BYTES + SLACK_BYTES, measured
