@@ -551,10 +551,11 @@ class Run:
         if (master := self.loaded_masters.get(key)) is not None:
             self.chunks.restore_master(key, master)
 
-    def settle_states(self, key: str) -> None:
-        """Until nothing is under way with a parameter's states: whoever asks writes to them."""
+    def settle_states(self, key: str, changes: bool = True) -> None:
+        """Until nothing is under way with a parameter's states; `changes`: whoever asks writes to them."""
         self.executor.settle_home(self.chunks.places[key][0])
-        self.secure(key)
+        if changes:
+            self.secure(key)
 
     # -- values for a checkpoint ----------------------------------------------------------------------------------
 
