@@ -77,7 +77,8 @@ class PinnedArena(HostArena):
             if missing_bytes <= 0 or self._closed or not self.is_pinned or not self._can_pin_more:
                 return False
             size = min(SLICE_BYTES, -(-missing_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
-            offset = self._runs.take_from(size + 2 * mmap.PAGESIZE, self._end)
+            begin = max((sum(known) for known in self._pinned_spare), default=self._end)
+            offset = self._runs.take_from(size + 2 * mmap.PAGESIZE, begin)
             if offset is None:
                 return False
             start = -(-(offset + ALIGN_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
