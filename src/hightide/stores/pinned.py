@@ -76,12 +76,13 @@ class PinnedArena(HostArena):
             missing_bytes = num_bytes - sum(size for _, size in self._pinned_spare)
             if missing_bytes <= 0 or self._closed or not self.is_pinned or not self._can_pin_more:
                 return False
-            size = min(SLICE_BYTES, -(-missing_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
             begin = max((sum(known) for known in self._pinned_spare), default=self._end)
-            offset = self._runs.take_from(size + 2 * mmap.PAGESIZE, begin)
+            free_bytes = max((size for _, size in self._runs.free_from(begin)), default=0) - 2 * mmap.PAGESIZE
+            size = min(SLICE_BYTES, _pages(missing_bytes + mmap.PAGESIZE - 1), _pages(free_bytes))
+            offset = self._runs.take_from(size + 2 * mmap.PAGESIZE, begin) if size > 0 else None
             if offset is None:
                 return False
-            start = -(-(offset + ALIGN_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+            start = _pages(offset + ALIGN_BYTES + mmap.PAGESIZE - 1)
             self._prefer_huge_pages(start, size)
         status = _register(self._base + start, size)
         with self._lock:
@@ -121,6 +122,11 @@ class PinnedArena(HostArena):
     def close(self) -> None:
         self.unpin()
         super().close()
+
+
+def _pages(num_bytes: int) -> int:
+    """The bytes of so many whole ones."""
+    return num_bytes // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def _register(address: int, num_bytes: int) -> int:
