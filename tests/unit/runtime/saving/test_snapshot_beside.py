@@ -27,6 +27,7 @@ from hightide.report.page import timeline_html
 from hightide.runtime import run as run_module
 from hightide.runtime.saving.saved_tensor import PARAM
 from hightide.runtime.saving.snapshot import Snapshot
+from hightide.stores.ticket import Ticket
 
 PLENTY, NONE = 2**22, 0
 
@@ -162,6 +163,24 @@ def test_there_is_none_of_half_a_step() -> None:
     training.close()
 
 
+def test_an_update_stands_behind_those_that_the_reader_may_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the cpu lane would wait for a reader that waits for the cpu lane."""
+    training = begun(homes="host")
+    snapshot = training.run.snapshot()
+    late = Ticket("an update of the saved step")
+    saving = training.run.performer.saving
+    assert saving is not None
+    saving._owed[0].append(late)
+    training.steps(1)
+    time.sleep(0.1)
+    updates = [ticket for ticket in training.run.flight.updates.values() if not ticket.done]
+    assert len(updates) > 2
+    late.set_result()
+    training.run.executor.wait_for_updates()
+    snapshot.close()
+    training.close()
+
+
 # -- somebody changes values --------------------------------------------------------------------------------------
 
 
@@ -172,12 +191,15 @@ def test_values_that_are_loaded_or_written_meanwhile_come_after_it(spare: int) -
     model, optimizer = training.model, training.optimizer
     weights, states = model.state_dict(), optimizer.state_dict()
     reader = Reader(training.run.snapshot(), pause_s=0.002)
-    model.load_state_dict({name: value + 1 for name, value in weights.items()})
     for param in model.parameters():
         optimizer.state[param]["exp_avg"].fill_(7.0)
     assert_same_bits(reader.values(), expected)
     changed = training.at_rest()
     assert all(bool((value == 7.0).all()) for (_, kind), value in changed.items() if kind == "exp_avg")
+    reader = Reader(training.run.snapshot(), pause_s=0.002)
+    model.load_state_dict({name: value + 1 for name, value in weights.items()})
+    assert_same_bits(reader.values(), changed)
+    changed = training.at_rest()
     reader = Reader(training.run.snapshot(), pause_s=0.002)
     optimizer.load_state_dict(states)
     assert_same_bits(reader.values(), changed)
