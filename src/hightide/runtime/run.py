@@ -188,6 +188,7 @@ class Run:
         update, accumulate = self.plan.update, self.plan.accumulate
         self.executor = Executor(solution.schedules, self.flight, self.performer, update, names, accumulate)
         self.forecast = _forecast(solution, self.gpu.device)
+        self.save_forecast = solution.save if isinstance(solution, Searched) else None  # None: nobody simulated it
 
     def move_to(self, solution: Solution) -> None:
         """Goes on under another plan, between passes: values, states, gradients and counters are what they were. Graphs
