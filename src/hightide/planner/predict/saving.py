@@ -105,12 +105,8 @@ def held_up(
     """See [Note: a save beside training]. Time begins with the save."""
     reader = _Reader(chunks, write_bytes_per_s)
     aside = [0] * len(chunks)  # the last bytes of each, that lie in buffers
-    late_s, left_bytes, lent_bytes = 0.0, 0, 0
-    by_time = sorted(
-        (chunk.update_s, number)
-        for number, chunk in enumerate(chunks)
-        if chunk.update_s is not None and chunk.num_bytes
-    )
+    late_s, left_bytes = 0.0, 0
+    by_time = sorted((chunk.update_s, number) for number, chunk in enumerate(chunks) if chunk.update_s is not None)
     for planned_s, number in by_time:
         at_s = planned_s + late_s
         position = reader.position(at_s)
@@ -206,7 +202,9 @@ def write_speed(machine: Machine, step: StepForecast) -> tuple[float, str]:
 def _saved_chunks(placement: Placement, order: Iterable[int], step: StepForecast) -> list[SavedChunk]:
     """An update belongs to the step's last pass; a deferred one begins when the step has ended."""
     simulated, last = step.simulated, step.simulated.passes[-1]
-    names = {action.id: action.chunk for action in last.schedule.actions if action.op is Op.UPDATE}
+    names: dict[str, int | None] = {
+        action.id: action.chunk for action in last.schedule.actions if action.op is Op.UPDATE
+    }
     spans = {names[span.id]: span for span in simulated.spans if span.id in names and span.pass_index == last.index}
     found = []
     for chunk in order:
