@@ -149,7 +149,7 @@ class _Reader:
         self._ends_s: list[float] = []
         now_s = 0.0
         for chunk in chunks:
-            self._begins_s.append(max(now_s, chunk.ready_s))
+            self._begins_s.append(max(now_s, chunk.ready_s) if chunk.num_bytes else now_s)
             now_s = self._begins_s[-1] + chunk.num_bytes / bytes_per_s
             self._ends_s.append(now_s)
 

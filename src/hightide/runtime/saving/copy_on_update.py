@@ -104,6 +104,7 @@ class CopyOnUpdate:
         self._progress_s = time.monotonic()
         self._error: BaseException | None = None
         self._waited_s, self._copied_bytes = 0.0, 0
+        self._num_waiting, self._waiting_since_s = 0, 0.0
         self.is_over = not self._kept
 
     @property
@@ -254,7 +255,7 @@ class CopyOnUpdate:
         if ticket is None:
             return
         if one.tier is Tier.GPU:
-            self._waited_s += self._lanes.wait(ticket, Lane.D2H)
+            self._lanes.wait(ticket, Lane.D2H)
             return
         try:
             ticket.wait(self._lanes.timeout_s)
@@ -263,10 +264,14 @@ class CopyOnUpdate:
 
     def _hold_up(self, since_s: float) -> None:
         """A moment, in which nobody else's time counts."""
-        began_s = time.monotonic()
+        if not self._num_waiting:
+            self._waiting_since_s = time.monotonic()
+        self._num_waiting += 1
         self._changed.wait(LOOK_S)
+        self._num_waiting -= 1
+        if not self._num_waiting:
+            self._waited_s += time.monotonic() - self._waiting_since_s
         self._lanes.excuse()
-        self._waited_s += time.monotonic() - began_s
         idle_s = time.monotonic() - max(since_s, self._progress_s)
         if idle_s > self._lanes.timeout_s:
             self._end(
