@@ -203,12 +203,13 @@ def print_table(results: dict[str, dict[str, Any]]) -> None:
             f"{trained['call_s']['median']:.3f} s, written in {trained['save_s']['median']:.1f} s "
             f"({gb / trained['save_s']['median']:.2f} GB/s), updates waited {sum(trained['waited_s']):.2f} s"
         )
-        peaks = ", ".join(
-            f"{tier} {format_bytes(trained['peak_with'][tier])} "
-            f"(without {format_bytes(trained['peak_without'][tier])}, told {format_bytes(trained['told'][tier])}, limit {format_bytes(trained['limits'][tier])})"
+        peaks = [
+            f"{tier} {format_bytes(trained['peak_with'][tier])}, "
+            f"without {format_bytes(trained['peak_without'][tier])}, "
+            f"told {format_bytes(trained['told'][tier])}, limit {format_bytes(trained['limits'][tier])}"
             for tier in ("gpu", "host")
-        )
-        print(f"peaks: {peaks}")
+        ]
+        print(f"peaks: {'; '.join(peaks)}")
         print(f"blocking: hightide.save {trained['blocking_s']:.1f} s", end="")
         if "torch_save_s" in trained:
             print(

@@ -25,10 +25,9 @@ from hightide.checkpoint.load import pair_of
 from hightide.checkpoint.names import check_step, step_name
 from hightide.checkpoint.plain_values import PlainValues
 from hightide.checkpoint.saving import OnError, Saving, await_turn
-from hightide.checkpoint.training import PLAN, TRAINING, Training, taken, to_files
+from hightide.checkpoint.training import TRAINING, Training, taken, to_files
 from hightide.checkpoint.writing import Content, Values
 from hightide.integrations.model_files import model_files, tensors_of
-from hightide.ir import codec
 from hightide.ir.plan import Plan
 from hightide.ir.units import format_bytes
 from hightide.optim.optimizer import WrappedOptimizer
@@ -130,9 +129,6 @@ def _content(
         if name in written - {*params}
     }
     text, kept = to_files(training)
-    small = {**files.small, TRAINING: text}
-    if run is not None:
-        small[PLAN] = (codec.to_json(run.plan) + "\n").encode()
     facts = {
         "parameters": sum(param.numel() for param in params.values()),
         "trained": sum(params[name].numel() for name in grouped if params[name].requires_grad),
@@ -145,7 +141,8 @@ def _content(
         return key in written if kind == PARAM else optimizer is not None
 
     values: Values = PlainValues(model, optimizer, wanted) if run is None else run.snapshot(wanted)
-    return Content(values, files, buffers, small, kept, facts, keep, keep_every)
+    plan = None if run is None else run.plan
+    return Content(values, files, buffers, {**files.small, TRAINING: text}, plan, kept, facts, keep, keep_every)
 
 
 def _loss(extra: Any) -> float | None:
