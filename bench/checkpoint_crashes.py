@@ -38,8 +38,9 @@ from torch.nn import functional as F
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
 
-import hightide  # noqa: E402
 from crash_model import WAYS, Log, crashed, read_tree, recording, write_tree  # noqa: E402
+
+import hightide  # noqa: E402
 from disk_plans import folder as disk_limits  # noqa: E402
 from disk_plans import placed  # noqa: E402
 from hightide.checkpoint import filesystem, manifest  # noqa: E402
@@ -55,9 +56,14 @@ RESUMED = 2  # steps that are compared
 WAIT_S = 60.0  # a save that is not done by then hangs
 SMALL = {"WRITE_BYTES": 1024, "DIRTY_BYTES": 8192}  # so that there are many calls, of every kind
 PIECE_BYTES = 4096
-FOREIGN = {"notes.txt": b"mine", "best": {"model.safetensors": b"mine"}, "step-700": {"mine": b""}, "step-9.tmp": {"x": b""}}
+FOREIGN = {
+    "notes.txt": b"mine",
+    "best": {"model.safetensors": b"mine"},
+    "step-700": {"mine": b""},
+    "step-9.tmp": {"x": b""},
+}
 ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EDQUOT": errno.EDQUOT}
-CALLS = ("write", "sync", "sync_data", "create", "make_folder", "set_aside", "rename", "unlink", "remove_folder")
+CALLS = ("write", "sync", "await_written", "create", "make_folder", "set_aside", "rename", "unlink", "remove_folder")
 FAULTS = (*(f"{name} in {call}" for call in CALLS for name in ERRORS), "short writes", "nothing written")
 DAMAGES = ("bit changed", "sector zeroed", "cut off", "longer", "missing", "manifest cut off", "manifest changed")
 REAL = ("full tmpfs", "file size limit", "read-only")
@@ -126,7 +132,9 @@ class Training:
 
     def save(self, folder: Path, **options: Any) -> hightide.Saving:
         extra = {"scheduler": self.scheduler.state_dict(), "seen": (self.index, {self.index: None})}
-        return hightide.save(self.model, self.optimizer, folder, step=self.index, extra=extra, on_error="hold", **options)
+        return hightide.save(
+            self.model, self.optimizer, folder, step=self.index, extra=extra, on_error="hold", **options
+        )
 
     def load(self, folder: Path) -> Path:
         loaded = hightide.load(self.model, self.optimizer, folder)
@@ -177,7 +185,9 @@ class Subject:
 # -- what must hold --------------------------------------------------------------------------------------------------
 
 
-def check(subject: Subject, folder: Path, least_step: int | None, found: Found, again: Callable[[], None] | None = None) -> None:
+def check(
+    subject: Subject, folder: Path, least_step: int | None, found: Found, again: Callable[[], None] | None = None
+) -> None:
     """After a crash or a fault. `again` is called instead of the save that must work afterwards."""
     path = hightide.latest(folder)
     if path is None:
@@ -400,7 +410,7 @@ def coming_short(kind: str, chance: random.Random) -> Iterator[Counter[str]]:
 
 
 def fault(subject: Subject, kind: str, seed: int) -> Found:
-    """In the save of step 3; steps 1 and 2 are there. Every second time step 3 is there too, and one is to be removed."""
+    """In the save of step 3; steps 1 and 2 are there, every second time step 3 too. One is to be removed."""
     chance, found = random.Random(seed), Found(kind)
     folder, training = subject.folder / f"fault-{seed}", subject.training
     write_tree(folder, {**FOREIGN, subject.first.name: read_tree(subject.first)})
@@ -411,7 +421,9 @@ def fault(subject: Subject, kind: str, seed: int) -> Found:
     if seed % 2:
         training.save(folder).wait(WAIT_S)
     name, _, call = kind.partition(" in ")
-    most = {"write": 40, "sync": 12, "sync_data": 4, "create": 8, "set_aside": 7, "rename": 2, "unlink": 5}.get(call, 1)
+    most = {"write": 40, "sync": 12, "await_written": 4, "create": 8, "set_aside": 7, "rename": 2, "unlink": 5}.get(
+        call, 1
+    )
     wrong = failing(call, chance.randint(1, most), ERRORS[name]) if call else coming_short(kind, chance)
     saved = False
     with small_pieces(), wrong as count:
@@ -421,7 +433,9 @@ def fault(subject: Subject, kind: str, seed: int) -> Found:
         except TimeoutError as error:
             found.blame("hung", error)
         except ValueError as error:
-            if not any(text in str(error) for text in ("as they were", "old checkpoint cannot be removed", "as they \n")):
+            if not any(
+                text in str(error) for text in ("as they were", "old checkpoint cannot be removed", "as they \n")
+            ):
                 found.blame("not said", error)
     found.hit = count["hit"] > 0
     if saved and found.hit and not any(word in kind for word in MADE_GOOD):
@@ -600,7 +614,9 @@ def main() -> None:
     place = arguments.folder or ("/dev/shm" if os.path.isdir("/dev/shm") else None)
     for tier in TIERS:
         with tempfile.TemporaryDirectory(dir=place, prefix="hightide-") as folder:
-            counts = [number // 2 for number in (arguments.replays, arguments.kills, arguments.faults, arguments.damages)]
+            counts = [
+                number // 2 for number in (arguments.replays, arguments.kills, arguments.faults, arguments.damages)
+            ]
             for one in rounds(tier, Path(folder) / tier, *counts, arguments.seed):
                 found.append(one)
                 for problem in one.problems:

@@ -74,11 +74,11 @@ def _mode(name: str, folder: int) -> int | None:
 
 def claim(name: str, parent: int, path: Path) -> tuple[int, int]:
     """Makes the folder of an unfinished checkpoint, or takes an empty one, and marks it as ours. Returns both, open."""
-    for _ in range(_TRIES):
-        with suppress(FileExistsError):
-            filesystem.make_folder(name, parent)
+    for left in reversed(range(_TRIES)):
         folder = marker = -1
         try:
+            with suppress(FileExistsError):
+                filesystem.make_folder(name, parent)
             folder = filesystem.open_below(name, parent)
             if any(entry != MARKER for entry in os.listdir(folder)):
                 raise ValueError(_in_the_way(name, path))
@@ -88,8 +88,10 @@ def claim(name: str, parent: int, path: Path) -> tuple[int, int]:
                 filesystem.write_all(marker, memoryview(_this_process().encode()), 0)
             if is_locked is not False and os.fstat(marker).st_nlink:  # else somebody took it for left over
                 return folder, marker
-        except FileNotFoundError:  # somebody took the empty folder for left over
-            pass
+        except FileNotFoundError:
+            if not left:  # else somebody took the empty folder for left over
+                _close(folder, marker)
+                raise
         except (FileExistsError, NotADirectoryError) as error:
             _close(folder, marker)
             raise ValueError(_in_the_way(name, path)) from error
@@ -134,7 +136,7 @@ def _this_process() -> str:
 def clear(parent: int, path: Path) -> None:
     """Before a save: unfinished checkpoints of processes that are gone, removals and exchanges that were cut off.
     What cannot be removed stays."""
-    for name in sorted(os.listdir(parent)):
+    for name in sorted(os.listdir(parent), key=lambda name: not name.endswith(TMP)):  # others may wait for these
         step, kind = parse_name(name) or (0, "")
         with suppress(OSError, ValueError):
             if kind in (TMP, GONE) and _is_empty(name, parent):
