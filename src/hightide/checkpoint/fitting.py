@@ -28,7 +28,7 @@ from hightide.integrations.model_files import (
 from hightide.integrations.pretrained import LoadingPlan
 from hightide.ir.foreign import quoted, shown
 from hightide.ir.state_spec import MASTER, REMAINDER
-from hightide.loading.tensor_file import StoredTensor, read_header
+from hightide.loading.tensor_file import ALL_DTYPES, StoredTensor, read_header
 from hightide.optim.optimizer import WrappedOptimizer
 from hightide.runtime.chunks.chunks import DTYPES
 from hightide.runtime.chunks.origin import Origin
@@ -77,7 +77,7 @@ class Checkpoint:
         shards: dict[str, list[Shard]] = {}
         for file in sorted(manifest.files, key=lambda one: one.name):
             if found := _SHARD.fullmatch(file.name):
-                tensors = tuple(read_header(path / file.name).values())
+                tensors = tuple(read_header(path / file.name, ALL_DTYPES).values())
                 shards.setdefault(found[1], []).append(Shard(file, tensors))
         opened = {stem: tuple(its) for stem, its in shards.items()}
         for stem, its in opened.items():
@@ -127,9 +127,8 @@ Found = tuple[Targets, dict[str, torch.dtype], list[str]]  # dtypes in files, by
 
 
 def _by_name(model: nn.Module, tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> Found:
-    trained = [] if checkpoint.training.optimizer is None else _grouped(checkpoint.training.optimizer)
-    known = dict(model.named_parameters())
-    files = model_files(model, [name for name in trained if name in known])
+    saved, known = checkpoint.training.optimizer, dict(model.named_parameters())
+    files = model_files(model, [] if saved is None else [name for name in saved.updates if name in known])
     expected = {(one.stem, one.stored[0].name): one.sources[0] for one in files.written}
     found = {(stem, tensor.name): tensor for stem in (MODEL, ADAPTER, TRAINED) for tensor in checkpoint.tensors(stem)}
     shapes = {place: tuple(tensors[name].shape) for place, name in expected.items()}
@@ -248,10 +247,6 @@ def _states(optimizer: WrappedOptimizer, run: Run, checkpoint: Checkpoint, saved
             yield f"it has {its} of {quoted(param)}, this optimizer keeps {ours}: it was made with other options"
             return
     yield from _listed(("states are of another shape or dtype", unlike))
-
-
-def _grouped(saved: OptimizerState) -> list[str]:
-    return [name for group in saved.groups for name in group.params]
 
 
 def _listed(*found: tuple[str, Sequence[str]]) -> list[str]:

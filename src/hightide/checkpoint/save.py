@@ -120,8 +120,8 @@ def _content(
     keep_every: int | None,
 ) -> Content:
     its = training.optimizer
-    grouped = [] if its is None else [name for group in its.groups for name in group.params]
-    files = model_files(model, grouped)
+    grouped = {} if its is None else {name: None for group in its.groups for name in group.params}
+    files = model_files(model, [] if its is None else list(its.updates))
     params, tensors = dict(model.named_parameters()), tensors_of(model)
     written = {name for one in files.written for name in one.sources}
     buffers = {
@@ -135,7 +135,7 @@ def _content(
         small[PLAN] = (codec.to_json(run.plan) + "\n").encode()
     facts = {
         "parameters": sum(param.numel() for param in params.values()),
-        "trained": sum(params[name].numel() for name in {*grouped}),
+        "trained": sum(params[name].numel() for name in grouped if params[name].requires_grad),
         "left_out": len(files.left_out),
         "loss": _loss(training.extra),
         "plan": None if run is None else _described(run.plan),

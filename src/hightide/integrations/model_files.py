@@ -73,7 +73,7 @@ def first_names(tensors: Mapping[str, Tensor]) -> dict[int, str]:
 
 
 def model_files(model: nn.Module, trained: Sequence[str] = ()) -> ModelFiles:
-    """`trained`: parameters that must be written even if their library would leave them out."""
+    """`trained`: parameters that have been, and may be frozen by now: they are written in any case."""
     tensors = tensors_of(model)
     if has_adapters(model):
         return _with_adapters(model, tensors, trained)
