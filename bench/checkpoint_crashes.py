@@ -60,7 +60,7 @@ FOREIGN = {
     "notes.txt": b"mine",
     "best": {"model.safetensors": b"mine"},
     "step-700": {"mine": b""},
-    "step-9.tmp": {"x": b""},
+    "step-900.tmp": {"x": b""},
 }
 ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EDQUOT": errno.EDQUOT}
 CALLS = ("write", "sync", "await_written", "create", "make_folder", "set_aside", "rename", "unlink", "remove_folder")
@@ -143,10 +143,6 @@ class Training:
         self.index = loaded.step
         return loaded.path
 
-    def restart(self, first: Path) -> None:
-        """From a checkpoint of the very beginning."""
-        self.load(first)
-
 
 @contextmanager
 def small_pieces() -> Iterator[None]:
@@ -193,7 +189,7 @@ def check(
     if path is None:
         if least_step is not None:
             found.blame("lost", f"step {least_step} was saved, nothing is there: {sorted(os.listdir(folder))}")
-        subject.training.restart(subject.first)
+        subject.training.load(subject.first)
     else:
         resume(subject, folder, path, least_step, found)
     if again is not None:
@@ -249,7 +245,7 @@ def record(subject: Subject, folder: Path) -> Log:
     """Saves of every kind, among files of others."""
     write_tree(folder, FOREIGN)
     training = subject.training
-    training.restart(subject.first)
+    training.load(subject.first)
     with small_pieces(), recording(folder) as log:
         saving = training.save(folder)
         training.step()  # beside it
@@ -411,17 +407,17 @@ def coming_short(kind: str, chance: random.Random) -> Iterator[Counter[str]]:
 
 def fault(subject: Subject, kind: str, seed: int) -> Found:
     """In the save of step 3; steps 1 and 2 are there, every second time step 3 too. One is to be removed."""
-    chance, found = random.Random(seed), Found(kind)
+    name, _, call = kind.partition(" in ")
+    chance, found = random.Random(seed), Found(name)
     folder, training = subject.folder / f"fault-{seed}", subject.training
     write_tree(folder, {**FOREIGN, subject.first.name: read_tree(subject.first)})
-    training.restart(subject.first)
+    training.load(subject.first)
     training.step()
     training.save(folder).wait(WAIT_S)
     training.step()
     if seed % 2:
         training.save(folder).wait(WAIT_S)
-    name, _, call = kind.partition(" in ")
-    most = {"write": 40, "sync": 12, "await_written": 4, "create": 8, "set_aside": 7, "rename": 2, "unlink": 5}.get(
+    most = {"write": 40, "sync": 12, "await_written": 4, "create": 7, "set_aside": 7, "rename": 2, "unlink": 5}.get(
         call, 1
     )
     wrong = failing(call, chance.randint(1, most), ERRORS[name]) if call else coming_short(kind, chance)
@@ -439,7 +435,7 @@ def fault(subject: Subject, kind: str, seed: int) -> Found:
                 found.blame("not said", error)
     found.hit = count["hit"] > 0
     if saved and found.hit and not any(word in kind for word in MADE_GOOD):
-        found.blame("silent", "the save returned")
+        found.blame("silent", f"{kind}: the save returned")
     check(subject, folder, 3 if saved or seed % 2 else 2, found)
     shutil.rmtree(folder)
     return found
@@ -449,7 +445,7 @@ def real_fault(subject: Subject, kind: str, seed: int) -> Found:
     """Of the system itself."""
     found, training = Found(kind), subject.training
     folder = subject.folder / f"real-{seed}"
-    training.restart(subject.first)
+    training.load(subject.first)
     size = sum(file.stat().st_size for file in subject.first.iterdir())
     options = {"full tmpfs": f"size={2 * size // 1024 + 8 * 4}k", "read-only": "size=16m", "file size limit": ""}[kind]
     with mounted(folder, options) if options else made(folder) as is_there:
@@ -513,7 +509,7 @@ def damage(subject: Subject, kind: str, seed: int) -> Found:
     chance, found, training = random.Random(seed), Found(kind), subject.training
     folder = subject.folder / f"damaged-{seed}"
     write_tree(folder, {subject.first.name: read_tree(subject.first)})
-    training.restart(subject.first)
+    training.load(subject.first)
     training.step()
     with small_pieces():
         path = training.save(folder).wait(WAIT_S)
@@ -575,14 +571,15 @@ def refused(subject: Subject, path: Path, file: Path, found: Found) -> None:
 def rounds(
     tier: str, folder: Path, num_replays: int, num_kills: int, num_faults: int, num_damages: int, seed: int = 0
 ) -> Iterator[Found]:
-    subject = Subject.make(tier, folder)
+    subject = Subject.make(tier, folder, NUM_LOSSES if num_kills else 12)
     yield from replays(subject, num_replays, seed)
     for index in range(num_faults):
         yield fault(subject, FAULTS[index % len(FAULTS)], seed + index // len(FAULTS) + index)
     for index in range(num_damages):
         yield damage(subject, DAMAGES[index % len(DAMAGES)], seed + index)
     for index, kind in enumerate(REAL if num_faults else ()):
-        yield real_fault(subject, kind, index)
+        if kind != "file size limit" or tier == "host":  # what lives on a disk would not be allowed to grow either
+            yield real_fault(subject, kind, index)
     yield from kills(subject, tier, num_kills, seed)
 
 
