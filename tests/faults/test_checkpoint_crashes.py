@@ -6,18 +6,25 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hightide.checkpoint import filesystem, folder, leftovers
+from hightide.checkpoint import filesystem, folder, leftovers, writer
+from hightide.checkpoint.folder import latest
+from hightide.checkpoint.keeping import keep_only
+from hightide.checkpoint.writer import CheckpointWriter
+from small_checkpoints import content, write
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 TIERS = ("host", "disk")
-NUM_REPLAYS = 18
+NUM_REPLAYS = 12
 FAULTS = 3  # of each call one of the three errors, and of both kinds of short writes
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files and processes of Linux")
 
@@ -87,61 +94,99 @@ def test_a_thousand_crashes(crashes: Any, tier: str, tmp_path: Path) -> None:
     assert [problem for one in found for problem in one.problems] == []
 
 
-# -- the driver would see it -----------------------------------------------------------------------------------------
+# -- saves of made-up contents: all moments, and what the driver would see -------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["files", "parent", "folder", "marker first", "manifest first"])
-def test_the_driver_finds_saves_that_may_be_lost(
-    crashes: Any, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def record(folder: Path, not_synced: str = "") -> Any:
+    """A step twice, one that fails, others that go; as if some of it were never synced."""
+    model = importlib.import_module("crash_model")
+    folder.mkdir()
+    with model.recording(folder) as log, pytest.MonkeyPatch.context() as patch:
+        real = filesystem.sync
+
+        def sync(file: int) -> None:
+            name = Path(os.readlink(f"/proc/self/fd/{file}")).name
+            if not_synced != ("folder" if name.endswith(".tmp") else "parent" if name == folder.name else "files"):
+                real(file)
+
+        patch.setattr(filesystem, "sync", sync)
+        for step, numel in ((1, 300), (2, 300), (2, 200), (3, 300)):
+            write(folder, step, numel)
+            log.commit(step)
+        keep_only(folder, 2, None, 3)
+        with CheckpointWriter(folder, 4) as given_up:
+            given_up.bytes("training.json", b"{}")
+        write(folder, 5, 300)
+        log.commit(5)
+        keep_only(folder, 1, None, 5)
+    return log
+
+
+def problem_after(log: Any, num_calls: int, way: str, place: Path, goes_on: bool) -> str | None:
+    """What is wrong after a crash; `goes_on`: with another save too."""
+    model = importlib.import_module("crash_model")
+    model.write_tree(place, model.crashed(log, num_calls, way, random.Random(num_calls)))
+    try:
+        committed, newest = log.committed_step(num_calls), latest(place)
+        if newest != latest(place, verify=True):
+            return f"{newest} is not whole"
+        if committed is not None and (newest is None or int(newest.name[5:].partition(".")[0]) < committed):
+            return f"{committed} was saved, {newest} is the newest"
+        if newest is not None and content(newest)["training.json"] != b'{"step": %s}' % newest.name[5:6].encode():
+            return f"{newest} has another content"
+        if goes_on:
+            write(place, 6, 10)
+            wrong = [name for name in os.listdir(place) if "." in name]
+            return f"{wrong} is left" if wrong or latest(place, verify=True) != place / "step-6" else None
+        return None
+    finally:
+        shutil.rmtree(place)
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder on a disk that needs no time to sync."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def recorded(crashes: Any, memory: Path) -> Any:
+    return record(memory / "recorded")
+
+
+def test_at_every_moment(crashes: Any, recorded: Any, memory: Path) -> None:
+    for num_calls in range(len(recorded.calls) + 1):
+        for way in crashes.WAYS[num_calls % 2 :: 2]:
+            problem = problem_after(recorded, num_calls, way, memory / "crashed", goes_on=num_calls % 3 == 0)
+            assert problem is None, (num_calls, way, problem)
+
+
+@pytest.mark.parametrize("what", ["files", "folder", "parent", "exchange"])
+def test_the_driver_finds_saves_that_leave_out_a_step(
+    crashes: Any, what: str, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same crashes, of saves that leave out one step."""
-    subject = crashes.Subject.make("host", tmp_path / "host", num_losses=12)
-    real = filesystem.sync
-
-    def sync(file: int) -> None:
-        name = Path(os.readlink(f"/proc/self/fd/{file}")).name
-        kind = "folder" if name.endswith((".tmp", ".gone")) else "parent" if name == "recorded" else "files"
-        if kind != what:
-            real(file)
-
-    if what == "marker first":
-        monkeypatch.setattr(leftovers, "remove_unfinished", remove_marker_first)
-        monkeypatch.setattr(leftovers, "check_replaceable", lambda *_: None)
-    elif what == "manifest first":
-        monkeypatch.setattr(leftovers, "remove_checkpoint", remove_manifest_first)
-    monkeypatch.setattr(filesystem, "sync", sync)
-    log = crashes.record(subject, subject.folder / "recorded")
+    if what == "exchange":
+        monkeypatch.setattr(writer.leftovers, "exists", remove_first)
+    log = record(memory / "recorded", not_synced=what)
     monkeypatch.undo()
-    found = [
-        crashes.replay(subject, log, num_calls, way, 5 * num_calls + 1)
-        for num_calls in range(0, len(log.calls), 9)
-        for way in ("names only", "nothing", "any")
-    ]
-    problems = [problem for one in found for problem in one.problems]
-    assert problems, what
+    moments = ((num_calls, way) for num_calls in range(len(log.calls)) for way in crashes.WAYS)
+    assert any(problem_after(log, *moment, memory / "crashed", goes_on=False) for moment in moments)
 
 
-def remove_marker_first(name: str, folder: int, parent: int) -> None:
-    for entry in sorted(os.listdir(folder), key=lambda entry: entry != leftovers.MARKER):
-        filesystem.unlink(entry, folder)
-    filesystem.remove_folder(name, parent)
-
-
-def remove_manifest_first(name: str, parent: int, path: Path) -> None:
-    descriptor = filesystem.open_below(name, parent)
-    for entry in sorted(os.listdir(descriptor), key=lambda entry: entry != leftovers.NAME):
-        filesystem.unlink(entry, descriptor)
-    filesystem.close(descriptor)
-    filesystem.remove_folder(name, parent)
+def remove_first(name: str, parent: int) -> bool:
+    """A step that is saved again, before the other one has its name."""
+    with suppress(ValueError):
+        leftovers.remove_checkpoint(name, parent, Path())
+    return False
 
 
 def test_the_driver_finds_damages_that_nobody_sees(
     crashes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject = crashes.Subject.make("host", tmp_path / "host", num_losses=12)
-    monkeypatch.setattr(folder.zlib, "crc32", lambda data, start=0: 0)
-    found = [crashes.damage(subject, "bit changed", seed) for seed in range(6)]
-    assert any("silent" in problem for one in found for problem in one.problems)
+    monkeypatch.setattr(folder, "_damages_of", lambda *_: iter(()))
+    assert "silent" in crashes.damage(subject, "bit changed", 0).problems[0]
 
 
 # -- the model of a disk ---------------------------------------------------------------------------------------------
