@@ -71,7 +71,7 @@ def recording(folder: Path) -> Iterator[Log]:
 
 
 class _Recorder:
-    CALLS = ("make_folder", "create", "write", "set_aside", "sync", "sync_data", "rename", "unlink", "remove_folder")
+    CALLS = ("make_folder", "create", "write", "set_aside", "sync", "rename", "unlink", "remove_folder")
 
     def __init__(self, log: Log, folder: Path) -> None:
         self._log = log
@@ -119,9 +119,6 @@ class _Recorder:
         self._note("set_aside", self._node(file), num_bytes=num_bytes)
 
     def _sync(self, file: int, _: None) -> None:
-        self._note("sync", self._node(file))
-
-    def _sync_data(self, file: int, _: None) -> None:
         self._note("sync", self._node(file))
 
     def _rename(self, name: str, target: str, folder: int, _: None) -> None:
