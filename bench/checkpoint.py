@@ -123,6 +123,7 @@ def train(own: argparse.Namespace, options: argparse.Namespace) -> dict[str, Any
         "saved_bytes": savings[-1].num_bytes,
         "saves": len(savings),
         "errors": [str(saving.error) for saving in savings if saving.error is not None],
+        "told_save": None if savings[-1].forecast is None else vars(savings[-1].forecast),
         "told": {"gpu": stats.forecast.gpu_bytes, "host": stats.forecast.host_peak_bytes},
         "limits": {"gpu": stats.plan.gpu_limit_bytes, "host": stats.plan.host_limit_bytes},
         "peak_without": peak_before,
@@ -203,6 +204,11 @@ def print_table(results: dict[str, dict[str, Any]]) -> None:
             f"{trained['call_s']['median']:.3f} s, written in {trained['save_s']['median']:.1f} s "
             f"({gb / trained['save_s']['median']:.2f} GB/s), updates waited {sum(trained['waited_s']):.2f} s"
         )
+        if told := trained["told_save"]:
+            print(
+                f"told: {told['num_bytes'] / 1e9:.1f} GB in {told['written_s']:.1f} s ({told['speed_source']} disk), "
+                f"updates held up {told['held_s']:.2f} s"
+            )
         peaks = [
             f"{tier} {format_bytes(trained['peak_with'][tier])}, "
             f"without {format_bytes(trained['peak_without'][tier])}, "

@@ -22,6 +22,7 @@ import torch
 
 from hightide.ir.foreign import shown
 from hightide.ir.refusal import Refused
+from hightide.planner.predict.saving import SaveForecast
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import safe_point
 from hightide.runtime.lanes.lanes import background
@@ -45,8 +46,12 @@ class OnError(StrEnum):
 class Saving:
     """A checkpoint that is being written, or was."""
 
-    def __init__(self, path: Path, step: int, on_error: OnError = OnError.WARN) -> None:
+    def __init__(
+        self, path: Path, step: int, on_error: OnError = OnError.WARN, forecast: SaveForecast | None = None
+    ) -> None:
+        """`forecast`: what it was told to cost; None: nobody simulated it."""
         self.path, self.step = path, step  # where it is, once it is done
+        self.forecast = forecast
         self.num_bytes = 0  # of values that were written so far
         self.seconds = 0.0  # that it took
         self.error: BaseException | None = None
