@@ -71,7 +71,7 @@ def recording(folder: Path) -> Iterator[Log]:
 
 
 class _Recorder:
-    CALLS = ("make_folder", "create", "write", "set_aside", "sync", "sync_data", "rename", "unlink", "remove_folder")
+    CALLS = ("make_folder", "create", "write", "set_aside", "sync", "rename", "unlink", "remove_folder")
 
     def __init__(self, log: Log, folder: Path) -> None:
         self._log = log
@@ -121,9 +121,6 @@ class _Recorder:
     def _sync(self, file: int, _: None) -> None:
         self._note("sync", self._node(file))
 
-    def _sync_data(self, file: int, _: None) -> None:
-        self._note("sync", self._node(file))
-
     def _rename(self, name: str, target: str, folder: int, _: None) -> None:
         self._note("rename", self._node(folder), name=name, target=target)
 
@@ -163,7 +160,9 @@ class Disk:
 
     def do(self, call: Call) -> None:
         if call.kind in ("make_folder", "create"):
-            (self._names if call.kind == "make_folder" else self._content)[call.child] = {} if call.kind == "make_folder" else b""
+            (self._names if call.kind == "make_folder" else self._content)[call.child] = (
+                {} if call.kind == "make_folder" else b""
+            )
         if call.kind != "sync":
             self._changes.append(call)
             return

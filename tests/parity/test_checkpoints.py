@@ -3,14 +3,12 @@ had happened."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from pairwise import covering, product

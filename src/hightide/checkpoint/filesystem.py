@@ -69,10 +69,6 @@ def set_aside(file: int, num_bytes: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-def sync_data(file: int) -> None:
-    _unless_unsupported(os.fdatasync, file)
-
-
 def sync(file: int) -> None:
     """Of a file, or of a folder's names."""
     _unless_unsupported(os.fsync, file)
@@ -82,6 +78,13 @@ def let_go(file: int, offset: int, num_bytes: int) -> None:
     """Of pages in the cache: those that are on the disk leave it, those that are not begin to be written."""
     with suppress(OSError):
         os.posix_fadvise(file, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def await_written(file: int, offset: int, num_bytes: int) -> None:
+    """Until the disk was given this part of a file, and its pages can leave the cache. No promise that it stays."""
+    if _sync_file_range is not None and not _sync_file_range(file, offset, num_bytes, _WRITE_AND_WAIT):
+        return
+    _unless_unsupported(os.fdatasync, file)
 
 
 def rename(name: str, target: str, folder: int) -> None:
@@ -156,15 +159,18 @@ def _unless_unsupported(call: Callable[[int], None], file: int) -> None:
             raise
 
 
-def _find_fallocate() -> Callable[[int, int, int, int], int] | None:
-    """Not os.posix_fallocate: where a file system cannot set space aside, the C library writes into every block."""
+def _found(names: tuple[str, ...], *types: type[ctypes._SimpleCData[int]]) -> Callable[..., int] | None:
+    """A function of the C library, where it has it."""
     library = ctypes.CDLL(None, use_errno=True)
-    for name in ("fallocate64", "fallocate"):
+    for name in names:
         with suppress(AttributeError):
-            found = library[name]
-            found.argtypes, found.restype = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64), ctypes.c_int
-            return found
+            function = library[name]
+            function.argtypes, function.restype = types, ctypes.c_int
+            return function
     return None
 
 
-_fallocate = _find_fallocate()
+# Not os.posix_fallocate: where a file system cannot set space aside, the C library writes into every block.
+_fallocate = _found(("fallocate64", "fallocate"), ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_sync_file_range = _found(("sync_file_range",), ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_WRITE_AND_WAIT = 1 | 2 | 4  # for what is under way, begin with the rest, wait for that

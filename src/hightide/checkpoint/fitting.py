@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hightide.checkpoint.folder import manifest_of
+from hightide.checkpoint.folder import manifest_of, refusal
 from hightide.checkpoint.manifest import FileSums, Manifest
 from hightide.checkpoint.training import OptimizerState, Training, optimizer_state, training_of
 from hightide.integrations.folder import few
@@ -73,6 +73,14 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
+        """ValueError for one that is damaged, with the newest whole one."""
+        try:
+            return cls._open(path)
+        except ValueError as error:
+            raise refusal(path, str(error)) from error
+
+    @classmethod
+    def _open(cls, path: Path) -> Checkpoint:
         manifest = manifest_of(path)
         shards: dict[str, list[Shard]] = {}
         for file in sorted(manifest.files, key=lambda one: one.name):

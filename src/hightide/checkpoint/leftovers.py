@@ -2,7 +2,8 @@
 
 [Note: removing] A checkpoint that goes is renamed to `step-N.gone` first, which is none any more; its files go, its
 manifest last, so that until then whoever comes later knows it for ours. Files that somebody else has put there stay,
-under the name that the folder had. An unfinished one is emptied likewise, its marker last.
+under the name that the folder had. An unfinished one is emptied likewise, its marker last. What a crash leaves of
+either after that is an empty folder, which goes too: nothing of anybody is in it.
 """
 
 from __future__ import annotations
@@ -73,11 +74,11 @@ def _mode(name: str, folder: int) -> int | None:
 
 def claim(name: str, parent: int, path: Path) -> tuple[int, int]:
     """Makes the folder of an unfinished checkpoint, or takes an empty one, and marks it as ours. Returns both, open."""
-    for _ in range(_TRIES):
-        with suppress(FileExistsError):
-            filesystem.make_folder(name, parent)
+    for left in reversed(range(_TRIES)):
         folder = marker = -1
         try:
+            with suppress(FileExistsError):
+                filesystem.make_folder(name, parent)
             folder = filesystem.open_below(name, parent)
             if any(entry != MARKER for entry in os.listdir(folder)):
                 raise ValueError(_in_the_way(name, path))
@@ -87,6 +88,10 @@ def claim(name: str, parent: int, path: Path) -> tuple[int, int]:
                 filesystem.write_all(marker, memoryview(_this_process().encode()), 0)
             if is_locked is not False and os.fstat(marker).st_nlink:  # else somebody took it for left over
                 return folder, marker
+        except FileNotFoundError:
+            if not left:  # else somebody took the empty folder for left over
+                _close(folder, marker)
+                raise
         except (FileExistsError, NotADirectoryError) as error:
             _close(folder, marker)
             raise ValueError(_in_the_way(name, path)) from error
@@ -131,15 +136,25 @@ def _this_process() -> str:
 def clear(parent: int, path: Path) -> None:
     """Before a save: unfinished checkpoints of processes that are gone, removals and exchanges that were cut off.
     What cannot be removed stays."""
-    for name in sorted(os.listdir(parent)):
+    for name in sorted(os.listdir(parent), key=lambda name: not name.endswith(TMP)):  # others may wait for these
         step, kind = parse_name(name) or (0, "")
         with suppress(OSError, ValueError):
-            if kind == TMP:
+            if kind in (TMP, GONE) and _is_empty(name, parent):
+                filesystem.remove_folder(name, parent)
+            elif kind == TMP:
                 _clear_unfinished(name, parent)
             elif kind == GONE:
                 remove_checkpoint(name, parent, path)
             elif kind == OLD:
                 _clear_old(step, name, parent, path)
+
+
+def _is_empty(name: str, parent: int) -> bool:
+    folder = filesystem.open_below(name, parent)
+    try:
+        return not os.listdir(folder)
+    finally:
+        filesystem.close(folder)
 
 
 def _clear_unfinished(name: str, parent: int) -> None:

@@ -2,15 +2,17 @@
 
 [Note: a checkpoint] `folder/step-N` is there exactly when everything in it is on the disk. It is written as
 `step-N.tmp`, which first of all gets an empty file (the marker) that its writer holds locked: whoever finds the lock
-free knows that the writer is gone, and may remove the folder. Each file is written front to back and synced, then the
-manifest, then the folder's names; then it is renamed, and the names of the parent are synced. Then the marker goes.
+free knows that the writer is gone, and may remove the folder. Each file is written front to back; all are synced,
+then the manifest, then the folder's names; then it is renamed, and the names of the parent are synced. Then the marker
+goes.
 
 A step that is there already is replaced: it is renamed to `step-N.old`, which counts as a checkpoint for all who read,
 until `step-N` is there and synced; then it is removed. A crash in between leaves one or both of them.
 
 [Note: dirty pages] What is written waits in the page cache for the disk, and counts there against the control group.
-So at the end of each piece the system is told to begin with it, and after DIRTY_BYTES it is waited for; then the pages
-leave the cache.
+So at the end of each piece the system is told to begin with it; and where DIRTY_BYTES are on their way, the oldest
+piece is waited for, and its pages leave the cache. Whoever puts values waits for nothing else: they may be those that
+an update wants to change. Files are synced in the end.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import ctypes
 import sys
 import time
 import zlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -35,7 +38,7 @@ from hightide.ir.foreign import MAX_FILE_BYTES, quoted, shown
 from hightide.ir.units import format_bytes
 
 WRITE_BYTES = 1024**2  # at once: small enough that its sum and its copy find it in the processor's cache
-DIRTY_BYTES = 256 * 1024**2  # of all files of a writer; see [Note: dirty pages]
+DIRTY_BYTES = 256 * 1024**2  # of all files of a writer, and a piece of each; see [Note: dirty pages]
 assert sys.byteorder == "little", "safetensors files are little-endian"
 
 
@@ -49,6 +52,7 @@ class CheckpointWriter:
         self.step, self.path = step, Path(folder) / step_name(step)
         self.expected_bytes = expected_bytes
         self._files: list[_FileWriter] = []
+        self._on_their_way: deque[tuple[_FileWriter, int, int]] = deque()  # pieces: file, offset, bytes
         self._parent = self._folder = self._marker = -1
         try:
             self._begin(Path(folder))
@@ -80,12 +84,14 @@ class CheckpointWriter:
         """The checkpoint is there, and on the disk. `facts` are plain data about it, for its manifest."""
         assert self._folder >= 0, "abandoned, or committed"
         for file in self._files:
-            assert file.is_done, f"{file.name} lacks {file.num_bytes - file.offset} bytes"
+            file.finish()
+        self._on_their_way.clear()
         sums = tuple(FileSums(file.name, file.num_bytes, tuple(file.sums)) for file in self._files)
         content = Manifest(self.step, time.time(), sums, dict(facts), manifest.PIECE_BYTES).to_bytes()
         try:
             last = _FileWriter(self, manifest.NAME, len(content))
             last.begin(memoryview(content))
+            last.finish()
             filesystem.sync(self._folder)
             self._put_in_place()
         except OSError as error:
@@ -122,10 +128,16 @@ class CheckpointWriter:
         """See [Note: a checkpoint]."""
         name, old = self.path.name, self.path.name + OLD
         is_replaced = leftovers.exists(name, self._parent)
-        if is_replaced:
-            filesystem.rename(name, old, self._parent)
-            filesystem.sync(self._parent)
-        filesystem.rename(self._tmp, name, self._parent)
+        try:
+            if is_replaced:
+                filesystem.rename(name, old, self._parent)
+                filesystem.sync(self._parent)
+            filesystem.rename(self._tmp, name, self._parent)
+        except OSError:
+            if is_replaced and not leftovers.exists(name, self._parent):
+                with suppress(OSError):
+                    filesystem.rename(old, name, self._parent)
+            raise
         folder, self._folder = self._folder, -1  # from here on there is nothing to abandon
         try:
             filesystem.sync(self._parent)
@@ -166,11 +178,14 @@ class CheckpointWriter:
             "were; free some, keep fewer, or name another folder"
         )
 
-    def _pace(self) -> None:
-        """See [Note: dirty pages]."""
-        if sum(file.offset - file.clean_bytes for file in self._files if not file.is_done) >= DIRTY_BYTES:
-            for file in self._files:
-                file.clean()
+    def _send(self, file: _FileWriter, offset: int, num_bytes: int) -> None:
+        """A piece, to the disk. See [Note: dirty pages]."""
+        file.let_go(offset, num_bytes)
+        self._on_their_way.append((file, offset, num_bytes))
+        while sum(piece[2] for piece in self._on_their_way) > DIRTY_BYTES:
+            file, offset, num_bytes = self._on_their_way.popleft()
+            file.await_written(offset, num_bytes)
+            file.let_go(offset, num_bytes)
 
 
 class _FileWriter:
@@ -183,8 +198,7 @@ class _FileWriter:
         self.name = name
         self.num_bytes = num_bytes
         self.sums: list[int] = []
-        self.offset = self.clean_bytes = 0
-        self.is_done = False
+        self.offset = 0
         self._writer, self._sum = writer, 0
         self._piece_bytes = manifest.PIECE_BYTES
         self._descriptor = -1
@@ -211,30 +225,34 @@ class _FileWriter:
                 memory = memory[len(part) :]
                 if self.offset % self._piece_bytes == 0:
                     self._end_piece(self._piece_bytes)
-            if self.offset == self.num_bytes and not self.is_done:
-                self._finish()
+            if self.offset == self.num_bytes and self.offset % self._piece_bytes:
+                self._end_piece(self.offset % self._piece_bytes)
         except OSError as error:
             raise self._refusal(error) from error
 
     def _end_piece(self, num_bytes: int) -> None:
         self.sums.append(self._sum)
         self._sum = 0
-        filesystem.let_go(self._descriptor, self.offset - num_bytes, num_bytes)
-        self._writer._pace()
+        self._writer._send(self, self.offset - num_bytes, num_bytes)
 
-    def _finish(self) -> None:
-        if self.offset % self._piece_bytes:
-            self._end_piece(self.offset % self._piece_bytes)
-        filesystem.sync(self._descriptor)
-        filesystem.let_go(self._descriptor, 0, 0)
-        self.is_done = True
+    def let_go(self, offset: int, num_bytes: int) -> None:
+        filesystem.let_go(self._descriptor, offset, num_bytes)
+
+    def await_written(self, offset: int, num_bytes: int) -> None:
+        try:
+            filesystem.await_written(self._descriptor, offset, num_bytes)
+        except OSError as error:
+            raise self._refusal(error) from error
+
+    def finish(self) -> None:
+        """On the disk, and complete."""
+        assert self.offset == self.num_bytes, f"{self.name} lacks {self.num_bytes - self.offset} bytes"
+        try:
+            filesystem.sync(self._descriptor)
+        except OSError as error:
+            raise self._refusal(error) from error
+        self.let_go(0, 0)
         self.close()
-
-    def clean(self) -> None:
-        if self._descriptor >= 0 and self.clean_bytes < self.offset:
-            filesystem.sync_data(self._descriptor)
-            filesystem.let_go(self._descriptor, self.clean_bytes, self.offset - self.clean_bytes)
-            self.clean_bytes = self.offset
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

@@ -96,11 +96,33 @@ def test_what_is_not_ours_stays(kind: str, tmp_path: Path) -> None:
     assert sorted(path.iterdir()) == before
 
 
-def test_an_empty_one_is_taken(tmp_path: Path) -> None:
-    """A crash between its making and its mark."""
-    (tmp_path / "step-1.tmp").mkdir()
+def test_empty_ones_go(tmp_path: Path) -> None:
+    """A crash between the making of a folder and its mark, or between the end of its last file and its own."""
+    for name in ("step-1.tmp", "step-2.tmp", "step-3.gone", "step-4.old", "step-5", "other.tmp"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-6.tmp").symlink_to("step-5")
     write(tmp_path, 1)
-    assert os.listdir(tmp_path) == ["step-1"]
+    assert sorted(os.listdir(tmp_path)) == ["other.tmp", "step-1", "step-4.old", "step-5", "step-6.tmp"]
+
+
+def test_an_empty_one_that_goes_while_it_is_claimed_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = filesystem.open_below, []
+
+    def open_below(name: str, folder: int) -> int:
+        if name == "step-1.tmp" and len(calls) < 2:
+            calls.append(name)
+            descriptor = real(name, folder)
+            os.rmdir(tmp_path / name)
+            if len(calls) == 2:
+                return descriptor
+            os.close(descriptor)
+        return real(name, folder)
+
+    monkeypatch.setattr(filesystem, "open_below", open_below)
+    write(tmp_path, 1)
+    assert len(calls) == 2 and os.listdir(tmp_path) == ["step-1"]
 
 
 def test_other_names_are_never_looked_at(tmp_path: Path) -> None:
