@@ -23,8 +23,9 @@ $(STAMP): pyproject.toml constraints-dev.txt
 
 setup: $(STAMP)  ## create .venv with pinned versions
 
-demo: $(STAMP)  ## train a model whose states do not fit the accelerator (under 3 minutes, no GPU needed)
-	$(BIN)/hightide train examples/demo.yaml
+demo: $(STAMP)  ## train a model whose states do not fit the accelerator; it is saved, and goes on (under 3 minutes, no GPU)
+	$(BIN)/hightide train examples/demo.yaml --save-every 20 --steps 40 --no-resume
+	$(BIN)/hightide train examples/demo.yaml --save-every 20
 
 test: lint  ## everything a change must pass: format, lint, types, imports, tests
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal

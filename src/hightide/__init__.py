@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hightide.api import plan, record, stats, unwrap, wrap
+    from hightide.checkpoint.folder import latest
+    from hightide.checkpoint.load import Loaded, load
+    from hightide.checkpoint.save import save
+    from hightide.checkpoint.saving import Saving
+    from hightide.checkpoint.state_dicts import optimizer_state_dict
     from hightide.integrations.pretrained import from_pretrained
     from hightide.ir.limits import Limits
     from hightide.ir.plan import Plan
@@ -17,13 +22,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Limits",
+    "Loaded",
     "Plan",
     "Refused",
+    "Saving",
     "Stats",
     "Verdict",
     "from_pretrained",
+    "latest",
+    "load",
+    "optimizer_state_dict",
     "plan",
     "record",
+    "save",
     "stats",
     "unwrap",
     "verify",
@@ -33,11 +44,17 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Limits": "hightide.ir.limits",
+    "Loaded": "hightide.checkpoint.load",
     "Plan": "hightide.ir.plan",
     "Refused": "hightide.ir.refusal",
+    "Saving": "hightide.checkpoint.saving",
     "Stats": "hightide.observe.stats",
     "Verdict": "hightide.verification.verdict",
     "from_pretrained": "hightide.integrations.pretrained",
+    "latest": "hightide.checkpoint.folder",
+    "load": "hightide.checkpoint.load",
+    "optimizer_state_dict": "hightide.checkpoint.state_dicts",
+    "save": "hightide.checkpoint.save",
     "verify": "hightide.verification.verify_training",
     **dict.fromkeys(("plan", "record", "stats", "unwrap", "wrap"), "hightide.api"),
 }

@@ -140,9 +140,9 @@ def assert_same_bits(found: Trained, first: Trained) -> None:
         assert torch.equal(found[1][name], value), f"{name} differs"
 
 
-def lora() -> nn.Module:
+def lora(dropout: float = 0.0) -> nn.Module:
     config = peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=r".*layers\.\d\.(0|3)")
-    model = Words()
+    model = Words(dropout=dropout)
     torch.manual_seed(1)
     return peft.get_peft_model(model, config)
 

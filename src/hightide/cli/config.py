@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -121,6 +122,35 @@ class SampleConfig:
             raise ValueError(f"sample.temperature={self.temperature} must be more than 0")
 
 
+class OnSaveError(StrEnum):
+    WARN = "warn"
+    STOP = "stop"
+
+
+@dataclass(frozen=True)
+class SaveConfig:
+    """Checkpoints in the run folder: every so many steps, at the last one, and when a signal ends the run."""
+
+    every: int | None = None  # None: no checkpoints
+    keep: int = 2  # the newest so many stay; 0: all of them
+    keep_every: int | None = None  # and those of every so many steps
+    on_error: OnSaveError = OnSaveError.WARN  # a save that fails, as on a full disk: go on training, or stop
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            _at_least(1, self.every, "save.every")
+        _at_least(0, self.keep, "save.keep")
+        if self.keep_every is not None:
+            _at_least(1, self.keep_every, "save.keep_every")
+            if self.every is None:
+                raise ValueError(f"save.keep_every={self.keep_every}, but nothing is saved; set save.every too")
+            if self.keep_every % self.every:
+                raise ValueError(
+                    f"save.keep_every={self.keep_every} must be a multiple of save.every={self.every}: "
+                    f"no other steps are saved; {self.every * max(1, round(self.keep_every / self.every))} is"
+                )
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     name: str = "train"  # the run folder is <out>/<name>-001, -002, ...
@@ -138,6 +168,10 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    # Go on from the newest checkpoint of this name: true, it must be there; false, never; None, where there is one and
+    # this run saves too.
+    resume: bool | None = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.-]+", self.name) or self.name.startswith("."):
@@ -189,6 +223,18 @@ class TrainOptions:
     name: Annotated[str | None, typer.Option(help="Name of the run folder.")] = None
     out: Annotated[str | None, typer.Option(help="Folder that run folders are made in.")] = None
     seed: Annotated[int | None, typer.Option(help="Seed of weights, data and sample.")] = None
+    save_every: Annotated[int | None, typer.Option(metavar="N", help="Save a checkpoint every N steps.")] = None
+    keep: Annotated[int | None, typer.Option(metavar="N", help="Keep the newest N (default 2); 0: all.")] = None
+    keep_every: Annotated[int | None, typer.Option(metavar="M", help="Keep those of every Mth step too.")] = None
+    on_save_error: Annotated[OnSaveError | None, typer.Option(help="When a save fails: train on, or stop.")] = None
+    resume: Annotated[
+        bool | None,
+        typer.Option(
+            "--resume/--no-resume",
+            help="Go on from the last checkpoint, or begin anew. Default: go on where --save-every finds one.",
+            show_default=False,
+        ),
+    ] = None
     record: Annotated[bool, typer.Option("--record", help="Record the last step, for `hightide simulate`.")] = False
 
 
@@ -196,13 +242,17 @@ def load_config(path: Path | None, options: TrainOptions) -> TrainConfig:
     """Reads a settings file, if any, and puts the command line's settings on top. Checked as a whole, once."""
     data = {} if path is None else _read_yaml(path)
     where = "settings" if path is None else str(path)
-    for key in ("name", "out", "seed", "steps", "micro_batch", "update", "device"):
+    for key in ("name", "out", "seed", "steps", "micro_batch", "update", "device", "resume"):
         _override(data, where, "", key, getattr(options, key))
     _override(data, where, "limits", "gpu", options.gpu)
     _override(data, where, "limits", "host", options.host)
     _override(data, where, "limits", "disk", options.disk or None)
     _override(data, where, "limits", "endurance", options.endurance)
     _override(data, where, "optimizer", "clip_norm", options.clip_norm)
+    _override(data, where, "save", "every", options.save_every)
+    _override(data, where, "save", "keep", options.keep)
+    _override(data, where, "save", "keep_every", options.keep_every)
+    _override(data, where, "save", "on_error", options.on_save_error)
     config: TrainConfig = build(TrainConfig, data, where)
     return config
 

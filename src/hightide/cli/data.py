@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hightide.cli.config import DataConfig
+from hightide.ir.foreign import quoted
 
 VOCABULARY = 256
 _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
@@ -38,14 +39,34 @@ def read_text(config: DataConfig) -> Tensor:
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
-def batches(text: Tensor, config: DataConfig, seed: int) -> Iterator[dict[str, Tensor]]:
-    """Endless random windows of the text; the same seed gives the same windows."""
-    generator = torch.Generator().manual_seed(seed)
-    offsets = torch.arange(config.sequence_bytes)
-    while True:
-        starts = torch.randint(len(text) - config.sequence_bytes, (config.sequences, 1), generator=generator)
-        tokens = text[starts + offsets].long()
-        yield {"input_ids": tokens, "labels": tokens}
+class Batches(Iterator[dict[str, Tensor]]):
+    """Endless random windows of the text; the same seed gives the same windows. `state_dict` is where they stand: who
+    loads it goes on there, and nothing is drawn again."""
+
+    def __init__(self, text: Tensor, config: DataConfig, seed: int) -> None:
+        self._text = text
+        self._offsets = torch.arange(config.sequence_bytes)
+        self._num_sequences = config.sequences
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __next__(self) -> dict[str, Tensor]:
+        most = len(self._text) - len(self._offsets)
+        starts = torch.randint(most, (self._num_sequences, 1), generator=self._generator)
+        tokens = self._text[starts + self._offsets].long()
+        return {"input_ids": tokens, "labels": tokens}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: object) -> None:
+        """Of a checkpoint, which may be a stranger's."""
+        generator = state.get("generator") if isinstance(state, dict) else None
+        try:
+            self._generator.set_state(generator)  # type: ignore[arg-type]  # it looks itself
+        except (TypeError, RuntimeError) as error:
+            raise ValueError(
+                f"{quoted(state)} is no place in the data: the checkpoint is not of this command"
+            ) from error
 
 
 def _beginning(path: Path, num_bytes: int) -> bytes:

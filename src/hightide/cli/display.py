@@ -17,7 +17,7 @@ from hightide.ir.units import format_bytes
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One line of metrics.jsonl. Peaks, bytes moved, stalls and counts are since the start of the run."""
+    """One line of metrics.jsonl. Peaks, bytes moved, stalls and counts are since the run began, or was resumed."""
 
     step: int  # counts from 1
     loss: float
@@ -38,8 +38,9 @@ class StepRecord:
 class StepDisplay:
     """A line every `log_every` steps. On a terminal a bar below them moves at every step; a pipe gets lines only."""
 
-    def __init__(self, console: Console, num_steps: int, log_every: int) -> None:
+    def __init__(self, console: Console, num_steps: int, log_every: int, first_step: int = 1) -> None:
         self._console = console
+        self._first_step = first_step
         self._num_steps = num_steps
         self._log_every = log_every
         self._progress = Progress(
@@ -52,7 +53,7 @@ class StepDisplay:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._task = self._progress.add_task("train", total=num_steps, text="first step")
+        self._task = self._progress.add_task("train", total=num_steps, completed=first_step - 1, text="first step")
 
     def __enter__(self) -> StepDisplay:
         self._progress.start()
@@ -66,7 +67,7 @@ class StepDisplay:
         # Beside a bar there is no room for all of it, and what the host holds hardly changes.
         short = text if record.light_share is None else _step_text(record, "gpu")
         self._progress.update(self._task, completed=record.step, text=short)
-        if record.step == 1 or record.step % self._log_every == 0 or record.step == self._num_steps:
+        if record.step == self._first_step or record.step % self._log_every == 0 or record.step == self._num_steps:
             width = len(str(self._num_steps))
             line = f"step {record.step:>{width}}/{self._num_steps}  {text}"
             self._console.print(line, markup=False, soft_wrap=True)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from inspect import Parameter, Signature, signature
+from signal import SIGINT
 from traceback import print_exc
 from typing import Annotated, Any, TextIO, get_type_hints
 
@@ -16,9 +17,11 @@ import typer
 from rich.console import Console
 
 from hightide import api
+from hightide.cli.checkpoints_command import CheckpointsOptions, checkpoints
 from hightide.cli.config import TrainOptions, load_config
 from hightide.cli.doctor_command import DoctorOptions, doctor
 from hightide.cli.plan_command import PlanOptions, plan
+from hightide.cli.saves import SaveFailed
 from hightide.cli.simulate_command import SimulateOptions, simulate
 from hightide.cli.train_command import train
 from hightide.cli.verify_command import VerifyOptions, verify
@@ -28,9 +31,11 @@ from hightide.stores.store import OutOfMemory
 LONGEST = 4000  # characters of a message
 EXIT_OUT_OF_MEMORY = 1
 EXIT_NOT_EQUAL = 1
+EXIT_DAMAGED = 1
 EXIT_BAD_INPUT = 2
 EXIT_FAILED = 3  # there is no answer: a file or the output failed, or it is a fault of the program
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+EXIT_SIGNAL = 128  # and the number of the signal that ended it, as shells have it
+EXIT_INTERRUPTED = EXIT_SIGNAL + SIGINT
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE: nobody reads the rest
 
 app = typer.Typer(
@@ -89,7 +94,8 @@ def _train(options: TrainOptions) -> int:
     if options.config is not None and options.config_option is not None:
         raise ValueError(f"two settings files, {options.config} and {options.config_option}; give one")
     config = load_config(options.config or options.config_option, options)
-    return 0 if train(config, _console(), options.record) else EXIT_INTERRUPTED
+    stopped = train(config, _console(), options.record)
+    return 0 if stopped is None else EXIT_SIGNAL + stopped
 
 
 @_command("doctor", DoctorOptions)
@@ -109,6 +115,12 @@ def _plan(options: PlanOptions) -> int:
 def _verify(options: VerifyOptions) -> int:
     """Train a few steps in plain PyTorch and in hightide, and say whether, or where first, the two differ."""
     return 0 if verify(options, _console(), _console(stderr=True)) else EXIT_NOT_EQUAL
+
+
+@_command("checkpoints", CheckpointsOptions)
+def _checkpoints(options: CheckpointsOptions) -> int:
+    """List the checkpoints of a run: step, loss, size, plan, and whether they are whole. Status 1 if one is damaged."""
+    return 0 if checkpoints(options, _console(), _console(stderr=True)) else EXIT_DAMAGED
 
 
 @_command("simulate", SimulateOptions)
@@ -147,6 +159,9 @@ def _errors_as_exit_codes(traceback: bool) -> Iterator[None]:
     except (ValueError, OutOfMemory) as error:
         _say(errors, str(error), traceback)
         raise typer.Exit(EXIT_OUT_OF_MEMORY if isinstance(error, OutOfMemory) else EXIT_BAD_INPUT) from None
+    except SaveFailed as error:
+        _say(errors, str(error), traceback)
+        raise typer.Exit(EXIT_FAILED) from None
     except OSError as error:
         _discard(sys.stdout)
         what = error.filename if error.filename is not None else "the output"

@@ -86,6 +86,10 @@ class Readings:
         self._num_added += 1
         self._take(MAX_LAG)
 
+    def wait(self) -> None:
+        """Hands on all that was added."""
+        self._take(0)
+
     def _take(self, num_left: int) -> None:
         """Hands on what has arrived. Waits if more than `num_left` steps would be left over."""
         while self._pending:

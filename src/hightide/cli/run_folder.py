@@ -1,41 +1,73 @@
-"""The folder of a run: settings, plan, one line of metrics per step, a summary."""
+"""The folder of a run: settings, plan, one line of metrics per step, a summary, checkpoints."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hightide.cli.config import TrainConfig
+from hightide.cli.folder_lock import FolderLock
+from hightide.cli.metrics_file import MetricsFile, cut
 from hightide.process import files
 
-PLAN, TIMELINE = "plan.json", "timeline.json"
+PLAN, TIMELINE, METRICS, SUMMARY = "plan.json", "timeline.json", "metrics.jsonl", "summary.json"
+SETTINGS, CHECKPOINTS = "config.yaml", "checkpoints"
 
 
 class RunFolder:
-    """<out>/<name>-NNN with config.yaml, plan.json, metrics.jsonl, summary.json and, if recorded, timeline.json."""
+    """<out>/<name>-NNN with config.yaml, plan.json, metrics.jsonl, summary.json and, if recorded, timeline.json. One
+    that saves has checkpoints/step-N too, and a lock: it may be resumed, by one process at a time."""
 
-    def __init__(self, config: TrainConfig) -> None:
-        self.path = _new_folder(Path(config.out), config.name)
-        files.write_text(self.path / "config.yaml", config.to_yaml())
+    def __init__(self, config: TrainConfig, resumed: Path | None = None, num_steps: int = 0) -> None:
+        """`resumed`: the folder of a run that goes on after `num_steps`, which its caller has locked."""
+        self.path = _new_folder(Path(config.out), config.name) if resumed is None else resumed
+        self._lock: FolderLock | None = None
+        self.checkpoints = self.path / CHECKPOINTS
+        if resumed is None and config.save.every is not None:
+            self._lock = FolderLock(self.path)
+            self.checkpoints.mkdir()
+        for name in (SETTINGS, PLAN, METRICS, SUMMARY, TIMELINE):
+            if (self.path / name).is_symlink():
+                raise ValueError(f"{self.path / name} is a link, which a run does not write through; remove it")
+        self.num_lost = num_steps - cut(self.path / METRICS, num_steps)  # lines that should be there
+        if resumed is not None:
+            (self.path / SUMMARY).unlink(missing_ok=True)
+        files.write_text(self.path / SETTINGS, config.to_yaml())
         self.plan_path, self.timeline_path = self.path / PLAN, self.path / TIMELINE
-        self.metrics_path = self.path / "metrics.jsonl"
-        # By line: a killed run keeps what it logged.
-        self._metrics = self.metrics_path.open("w", buffering=1, encoding="utf-8")
+        self._metrics = MetricsFile(self.path / METRICS)
+        self.metrics_path = self._metrics.path
 
     def log(self, metrics: dict[str, Any]) -> None:
-        self._metrics.write(json.dumps(metrics) + "\n")
+        self._metrics.log(metrics)
+
+    def sync(self) -> None:
+        self._metrics.sync()
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        files.write_text(self.path / "summary.json", json.dumps(summary, indent=1) + "\n")
+        files.write_text(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
 
     def __enter__(self) -> RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._metrics.close()
+        if self._lock is not None:
+            self._lock.close()
+
+
+def newest_saved(out: Path, name: str) -> Path | None:
+    """The run folder of this name with the highest number, of those that have checkpoints, whatever lies there under
+    that name."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        numbered = sorted((_number(path, name), path) for path in out.iterdir())
+        for number, path in reversed(numbered):
+            if number and path.is_dir() and os.path.lexists(path / CHECKPOINTS):
+                return path
+    return None
 
 
 def _new_folder(out: Path, name: str) -> Path:

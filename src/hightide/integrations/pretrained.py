@@ -59,7 +59,7 @@ def from_pretrained(
     config.dtype = _dtype(dtype, config, stored.values())
     with blaming(path / CONFIG, config_options):
         model = build_without_values(kind, config)
-        plan = _LoadingPlan(model, stored)
+        plan = LoadingPlan(model, stored)
     plan.check(path)
     plan.load_buffers()
     model.eval()
@@ -162,15 +162,18 @@ class _Source(NamedTuple):
     dtype: torch.dtype
 
 
-class _LoadingPlan:
+class LoadingPlan:
     """An origin for every entry of the model's state dict, by the rules by which transformers loads."""
 
-    def __init__(self, model: Any, stored: Mapping[str, StoredTensor]) -> None:
+    def __init__(
+        self, model: Any, stored: Mapping[str, StoredTensor], expected: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """`expected`: the entries with their shapes, by default the state dict itself."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
         self._model = model
-        self._expected: dict[str, Tensor] = model.state_dict()
+        self._expected: Mapping[str, Tensor] = model.state_dict() if expected is None else expected
         self._sources: dict[str, _Source] = {}
         self.unexpected: list[str] = []
         self.twice: list[str] = []
@@ -219,6 +222,13 @@ class _LoadingPlan:
                 self.unexpected.append(name)
 
     def check(self, folder: Path) -> None:
+        if problems := self.problems():
+            raise ValueError(
+                f"{shown(folder)} does not fit {type(self._model).__name__} ({len(self._expected)} tensors): "
+                f"{'; '.join(problems)}. Pass the model_class= that the folder was saved from"
+            )
+
+    def problems(self) -> list[str]:
         """Every parameter has values and every tensor a place, but for what transformers itself does not mind."""
         info = _LoadingInfo(self._missing(), set(self.unexpected))
         self._model._adjust_missing_and_unexpected_keys(info)
@@ -233,7 +243,7 @@ class _LoadingPlan:
             for name, source, expected in pairs
             if source.shape != tuple(expected.shape)
         ]
-        problems = [
+        return [
             f"{len(names)} {text}: {few(sorted(names))}"
             for names, text in (
                 (info.missing_keys, "tensors are missing"),
@@ -244,11 +254,11 @@ class _LoadingPlan:
             )
             if names
         ]
-        if problems:
-            raise ValueError(
-                f"{shown(folder)} does not fit {type(self._model).__name__} ({len(self._expected)} tensors): "
-                f"{'; '.join(problems)}. Pass the model_class= that the folder was saved from"
-            )
+
+    @property
+    def origins(self) -> dict[str, tuple[Origin, torch.dtype]]:
+        """By the name in the state dict, with the dtype in the files."""
+        return {name: (source.origin, source.dtype) for name, source in self._sources.items()}
 
     def _missing(self) -> set[str]:
         """A tied parameter has its values from any of its names."""

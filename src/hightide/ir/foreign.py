@@ -6,6 +6,7 @@ key once. Whatever else it is, is a ValueError that names it.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import reprlib
@@ -64,12 +65,16 @@ def _cut(text: str, most: int) -> str:
 # -- files -----------------------------------------------------------------------------------------------------------
 
 
-def open_regular(path: str | Path, what: str) -> BinaryIO:
-    """For reading. A pipe would wait for whoever writes into it, a device might never end."""
+def open_regular(path: str | Path, what: str, follow: bool = True, folder: int | None = None) -> BinaryIO:
+    """For reading. A pipe would wait for whoever writes into it, a device might never end. `follow`: it may be a link.
+    A relative path is one of `folder`, which is open."""
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = os.open(path, flags, dir_fd=folder)
     except (OSError, ValueError) as error:  # ValueError: a NUL in its name
         reason = error.strerror if isinstance(error, OSError) else error
+        if not follow and isinstance(error, OSError) and error.errno == errno.ELOOP:
+            reason = "it is a link, and those are not followed there"
         raise ValueError(f"cannot read the {what} {shown(path)}: {reason}; name another file") from error
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -77,9 +82,11 @@ def open_regular(path: str | Path, what: str) -> BinaryIO:
     return os.fdopen(file, "rb", buffering=0)
 
 
-def read_bytes(path: str | Path, what: str, most: int = MAX_FILE_BYTES) -> bytes:
-    """The whole file. `what` it should be is said where it cannot be read."""
-    with open_regular(path, what) as file:
+def read_bytes(
+    path: str | Path, what: str, most: int = MAX_FILE_BYTES, follow: bool = True, folder: int | None = None
+) -> bytes:
+    """The whole file. `what` it should be is said where it cannot be read. See `open_regular`."""
+    with open_regular(path, what, follow, folder) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
             raise ValueError(f"the {what} {shown(path)} has {size} bytes; one may have {most}: it is no {what}")

@@ -45,6 +45,7 @@ class Lane(str, metaclass=_Lanes):
     CPU: ClassVar[Lane]
     DISK_READ: ClassVar[Lane]
     DISK_WRITE: ClassVar[Lane]
+    SAVE: ClassVar[Lane]
 
     picking: Picking
     meaning: str  # in a few words, for people
@@ -91,6 +92,7 @@ Lane.D2H = Lane.add("d2h", Picking.IN_ORDER, "GPU to host", _HOST_MEMORY, has_la
 Lane.CPU = Lane.add("cpu", Picking.DUE_FIRST, "updates on the host", _HOST_MEMORY, on_host=True, always_shown=True)
 Lane.DISK_READ = Lane.add("disk_read", Picking.DUE_FIRST, "disk to host", _DISK, on_host=True)
 Lane.DISK_WRITE = Lane.add("disk_write", Picking.DUE_FIRST, "host to disk", _DISK, on_host=True)
+Lane.SAVE = Lane.add("save", Picking.IN_ORDER, "values of a checkpoint", on_host=True)  # no schedule has it: a reader's
 
 
 class ChunkKind(StrEnum):

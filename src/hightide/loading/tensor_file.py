@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,6 +31,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+ALL_DTYPES = DTYPES | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # those of states too
 PIECE_BYTES = 4 * 1024**2  # larger ones would leave larger holes in the heap
 MAX_HEADER_BYTES = MAX_FILE_BYTES  # real ones have some 100 bytes a tensor
 MAX_DIMS = 64  # as torch
@@ -95,9 +96,10 @@ class StoredTensor:
             memory = memory[num_read:]
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, by name. ValueError for a file that is damaged: the header is checked as a whole, before
-    any value is used, as the format has it: the tensors fill the file, without a hole and without overlapping."""
+def read_header(path: Path, dtypes: Mapping[str, torch.dtype] = DTYPES) -> dict[str, StoredTensor]:
+    """The tensors of a file, by name; `dtypes` are those that may be there. ValueError for a file that is damaged: the
+    header is checked as a whole, before any value is used, as the format has it: the tensors fill the file, without a
+    hole and without overlapping."""
     with open_regular(path, WHAT) as raw, io.BufferedReader(raw) as file:  # type: ignore[type-var]
         size = os.fstat(raw.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
@@ -111,7 +113,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         entries = parse_json(decoded(header, "the header"), "the header")
         if not isinstance(entries, dict) or header[:1] != b"{":
             raise ValueError(f"it is {quoted(entries)} and no mapping")
-        found = [_stored(path, name, entry, 8 + length) for name, entry in entries.items() if name != METADATA]
+        found = [_stored(path, name, entry, 8 + length, dtypes) for name, entry in entries.items() if name != METADATA]
         _check_metadata(entries.get(METADATA, {}))
     except ValueError as error:
         raise ValueError(f"{shown(path)} has a header that cannot be read ({error}); copy it again") from error
@@ -119,15 +121,15 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return {stored.name: stored for stored in found}
 
 
-def _stored(path: Path, name: str, entry: Any, base: int) -> StoredTensor:
+def _stored(path: Path, name: str, entry: Any, base: int, dtypes: Mapping[str, torch.dtype]) -> StoredTensor:
     if not isinstance(entry, dict) or set(entry) != ENTRY:
         raise ValueError(f"{quoted(name)} is {quoted(entry)}; it must have {', '.join(sorted(ENTRY))}")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(kind, str) or kind not in DTYPES:
-        raise ValueError(f"{quoted(name)} has the dtype {quoted(kind)}, known are {', '.join(DTYPES)}")
+    if not isinstance(kind, str) or kind not in dtypes:
+        raise ValueError(f"{quoted(name)} has the dtype {quoted(kind)}, known are {', '.join(dtypes)}")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2 or len(shape) > MAX_DIMS:
         raise ValueError(f"{quoted(name)} has the shape {quoted(shape)} and the offsets {quoted(offsets)}")
-    stored = StoredTensor(path, name, DTYPES[kind], tuple(shape), base + offsets[0])
+    stored = StoredTensor(path, name, dtypes[kind], tuple(shape), base + offsets[0])
     if stored.num_bytes != offsets[1] - offsets[0]:
         raise ValueError(f"{quoted(name)} has {offsets[1] - offsets[0]} bytes, its shape takes {stored.num_bytes}")
     return stored

@@ -133,6 +133,12 @@ class ChunkUpdates:
         if self._used:
             raise Refused(BROKEN_PROMISE.format(what=what, how="", act="Do"))
 
+    def begin_saving(self) -> Callable[[str], bool]:
+        self.refuse_if_issued("values are saved")
+        self.moments.read_counters()
+        self.moments.flush_copies()
+        return self.moments.__contains__
+
     @property
     def kernel(self) -> str:
         """What computes updates on the host: "c" or "torch"."""

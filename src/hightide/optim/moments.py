@@ -86,6 +86,10 @@ class Moments:
             lent = self._lent[key, index] = self._place((key, index)).view
         return lent
 
+    def flush_copies(self) -> None:
+        """What users have written to copies of moments so far."""
+        self._copies.write()
+
     def write_copies(self) -> None:
         """Before updates: what users have written to copies of moments."""
         self._copies.write()
@@ -103,6 +107,16 @@ class Moments:
                 lent.data = lent.to("cpu", copy=True)
             with moment.opened(is_new=True) as values:
                 values.zero_()
+
+    def renew(self, key: str, count: int) -> None:
+        """The parameter has had so many updates; the values of its moments are the caller's to write. What the user
+        still has of them stays his, as after `reset`."""
+        self._copies.drop(key)
+        for index, moment in enumerate(self.of(key)):
+            if (lent := self._lent.pop((key, index), None)) is not None:
+                lent.data = moment.get()
+        self._counters.pop(key, None)
+        self._counts[key] = count
 
     def move_to(self, chunks: Chunks) -> None:
         """Where the moments are now. What the user has of them is what it was: their memory, or a copy."""

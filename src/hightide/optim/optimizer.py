@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -140,6 +140,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             """What the user's own hooks have left; nothing has changed yet."""
             self._updates.refuse_if_issued("a state of the optimizer is loaded")
+            self._run.secure()
             for group in state_dict["param_groups"]:
                 self._rule.check(group)
             self._states.check(self._states_by_key(state_dict))
@@ -160,6 +161,40 @@ class WrappedOptimizer(torch.optim.Optimizer):
         finally:
             for hook in hooks:
                 hook.remove()
+
+    # -- for checkpoints ------------------------------------------------------------------------------------------
+
+    @property
+    def rule(self) -> Rule:
+        return self._rule
+
+    @property
+    def updates(self) -> ChunkUpdates:
+        return self._updates
+
+    @property
+    def others(self) -> dict[str, dict[str, Any]]:
+        """What lies beside the states of the rule, and all of a parameter that has no room for states."""
+        return self._states.others
+
+    def check_renewal(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Whether `renew` may be called with these: nothing has changed if it raises."""
+        self._updates.refuse_if_issued("a checkpoint is loaded")
+        for group, its in zip(self.param_groups, options, strict=True):
+            self._rule.check({**group, **its})
+
+    def renew(
+        self,
+        options: Sequence[Mapping[str, Any]],
+        counts: Mapping[str, int],
+        others: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Everything but the values of states, which somebody else writes to their places: options of each group, how
+        many updates each parameter has had, and what lies beside its states."""
+        self._states.renew(counts, others)
+        for group, its in zip(self.param_groups, options, strict=True):
+            group.update(its)
+        self._updates.masters_differ = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Torch's would put states and groups beside the true ones."""

@@ -109,14 +109,19 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
 
     # -- for the optimizer ----------------------------------------------------------------------------------------
 
-    def settle(self, key: str | None = None) -> None:
-        """Until no update of a parameter is under way; without `key` nothing is awaited."""
+    @property
+    def others(self) -> dict[str, dict[str, Any]]:
+        return self._others
+
+    def settle(self, key: str | None = None, changes: bool = True) -> None:
+        """Until no update of a parameter is under way; without `key` nothing is awaited. `changes`: who asks may write
+        to them."""
         if self._gone:
             raise Refused(GONE)
         self._run.check_values()
         self._updates.refuse_if_issued("the optimizer's states are read or written")
         if key is not None:
-            self._run.settle_states(key)
+            self._run.settle_states(key, changes)
 
     def copied(self) -> dict[Tensor, dict[str, Any]]:
         """Of the parameters that are in groups, as for a state dict."""
@@ -152,6 +157,18 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
             if key not in kept and (shown := self._shown.pop(key, None)) is not None:
                 shown.belongs_to(None)
         self.fill(taken)
+
+    def renew(self, counts: Mapping[str, int], others: Mapping[str, Mapping[str, Any]]) -> None:
+        """From now on each parameter has had so many updates, or has no state. Somebody else writes the values of
+        states to their places (inside Run.rewriting); `others` is what users have put beside them."""
+        for key in self._run.parameters:
+            if (shown := self._shown.pop(key, None)) is not None:
+                shown.belongs_to(None)
+            if self._has_room(key) and key in counts:
+                self._updates.moments.renew(key, counts[key])
+            else:
+                self._updates.moments.reset(key)
+        self._others = {key: dict(state) for key, state in others.items()}
 
     def check(self, given: Mapping[str, Mapping[str, Any]]) -> None:
         """ValueError for states that are not those of this optimizer's parameters."""
@@ -213,8 +230,7 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
         return [state.name for state in self._rule.states].index(name)
 
     def _has_room(self, key: str) -> bool:
-        chunk, entry = self._run.chunks.places[key]
-        return entry.offset_numel < self._run.chunks.specs[chunk].optimised_numel
+        return self._run.chunks.has_room(key)
 
 
 class StateOf(MutableMapping[str, Any]):
@@ -283,7 +299,8 @@ class StateOf(MutableMapping[str, Any]):
 
     def copied(self) -> dict[str, Any]:
         """With copies of the moments, on the host: the GPU has no room for them."""
-        states, moments = self._settled(), self._settled()._updates.moments
+        states = self._settled(changes=False)
+        moments = states._updates.moments
         found: dict[str, Any] = {}
         if self.key in moments:
             if states._rule.step_name is not None:
@@ -298,10 +315,10 @@ class StateOf(MutableMapping[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (self.copied(),)
 
-    def _settled(self) -> States:
+    def _settled(self, changes: bool = True) -> States:
         if self._states is None:
             raise Refused(GONE)
-        self._states.settle(self.key)
+        self._states.settle(self.key, changes)
         return self._states
 
 

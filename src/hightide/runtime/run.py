@@ -57,6 +57,9 @@ from hightide.runtime.guards.transforms import refuse_transforms
 from hightide.runtime.guards.unchanged import Unchanged
 from hightide.runtime.lanes.lanes import Lanes
 from hightide.runtime.observer import Observer, watched_pass
+from hightide.runtime.saving.copy_on_update import NUM_STAGED, CopyOnUpdate
+from hightide.runtime.saving.snapshot import Snapshot
+from hightide.runtime.saving.tiles import SMALL_TILE_BYTES, TILE_BYTES, Wanted, tiles_of
 from hightide.runtime.schedule.executor import Executor, Tick
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
@@ -71,6 +74,10 @@ from hightide.stores.store import ALIGN_BYTES, Accelerator, OutOfMemory, Store
 LOST = (
     "the model was being moved to another plan when that failed, and its values are lost; the run ends here, go on "
     "from its last checkpoint"
+)
+HALF_LOADED = (
+    "a checkpoint was being loaded when that failed, and some values are of before it, some of the checkpoint; load a "
+    "whole one (hightide.load) to go on"
 )
 
 
@@ -132,7 +139,7 @@ class Run:
         self._pass_seed = b""
         self._nth_call: Counter[int] = Counter()
         self._root_depth = 0
-        self._is_lost = False  # see check_values()
+        self._lost = ""  # why; see check_values()
         self._root_batch: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._checked_samples: int | None = None  # of the batch of the next pass, if it is shaped as the profiled one
         self._end_queued = False
@@ -185,6 +192,7 @@ class Run:
         update, accumulate = self.plan.update, self.plan.accumulate
         self.executor = Executor(solution.schedules, self.flight, self.performer, update, names, accumulate)
         self.forecast = _forecast(solution, self.gpu.device)
+        self.save_forecast = solution.save if isinstance(solution, Searched) else None  # None: nobody simulated it
 
     def move_to(self, solution: Solution) -> None:
         """Goes on under another plan, between passes: values, states, gradients and counters are what they were. Graphs
@@ -195,6 +203,7 @@ class Run:
         backward is given up. RuntimeError is the end of the run: meanwhile another process took the old plan's GPU
         memory."""
         self.birthplace.check()
+        self._finish_saving()
         with held:  # between its two places, a value is nowhere
             self.executor.settle()
             if self.gpu.device.type == "cuda":
@@ -218,7 +227,7 @@ class Run:
         try:
             self._carry_over(carried, taken, solution)
         except BaseException as error:  # nothing that is known
-            self._is_lost = True
+            self._lost = LOST
             self.lanes.fail(error)
             raise RuntimeError(LOST) from error
 
@@ -267,7 +276,7 @@ class Run:
         try:
             carried.put_back()
         except OutOfMemory as lost:
-            self._is_lost = True
+            self._lost = LOST
             self.lanes.fail(lost)
             raise RuntimeError(
                 f"the model was moved to another plan, for which there was not enough memory ({error}), and meanwhile "
@@ -352,6 +361,7 @@ class Run:
         self._backward.end()
         refuse_transforms(mode is not Mode.EVAL)
         self.lanes.check()
+        self.check_values()
         self.chunks.check_loose()
         if self.between_passes is not None:
             self.between_passes()
@@ -510,8 +520,8 @@ class Run:
         """Raises if they are lost, or are not of this process: what lies there must not become somebody's
         checkpoint."""
         self.birthplace.check()
-        if self._is_lost:
-            raise RuntimeError(LOST)
+        if self._lost:
+            raise RuntimeError(self._lost)
 
     def value_of(self, key: str, borrow: bool = False) -> Tensor:
         """A copy of a parameter's present value. With `borrow` it is the very memory where it lies in RAM, to be read
@@ -541,14 +551,78 @@ class Run:
         chunk = self.chunks.places[key][0]
         self.executor.wait_for_fetch(chunk)
         self.executor.settle_home(chunk)
+        self.secure(key)
         self.executor.forget_slot(chunk)
         self.chunks.store(key, value)
         if (master := self.loaded_masters.get(key)) is not None:
             self.chunks.restore_master(key, master)
 
-    def settle_states(self, key: str) -> None:
-        """Until nothing is under way with a parameter's states: whoever asks writes to them."""
+    @contextmanager
+    def rewriting(self) -> Iterator[Chunks]:
+        """Inside, the caller writes the values of all parameters, and their states, straight to their places. If that
+        does not come to its end, the model neither trains nor is saved until another one has."""
+        self.birthplace.check()
+        self.lanes.check()
+        if self._lost != HALF_LOADED:
+            self.check_values()
+        self._finish_saving()
+        for chunk in range(len(self.chunks.specs)):
+            self.executor.wait_for_fetch(chunk)
+            self.executor.settle_home(chunk)
+            self.executor.forget_slot(chunk)
+        self._lost = HALF_LOADED
+        yield self.chunks
+        with held:
+            self.chunks.show_new_values()
+            self.loaded_masters.clear()
+            self._lost = ""
+
+    def settle_states(self, key: str, changes: bool = True) -> None:
+        """Until nothing is under way with a parameter's states; `changes`: whoever asks writes to them."""
         self.executor.settle_home(self.chunks.places[key][0])
+        if changes:
+            self.secure(key)
+
+    # -- values for a checkpoint ----------------------------------------------------------------------------------
+
+    def snapshot(self, wanted: Wanted | None = None) -> Snapshot:
+        """The values after the latest step(), to be read beside training, of all parameters and their states or of
+        those that are `wanted`. Updates that are still under way belong to it. One at a time."""
+        self.check_values()
+        self.lanes.check()
+        if self.performer.saving is not None:
+            raise Refused("a checkpoint of this model is still being read; wait for it, or close it, before the next")
+        with held:
+            updates, flight = self.performer.updates, self.flight
+            has_states = (lambda key: False) if updates is None else updates.begin_saving()
+            tile_bytes = TILE_BYTES if self.host.spare_bytes >= NUM_STAGED * TILE_BYTES else SMALL_TILE_BYTES
+            order = self.executor.update_order()
+            tiles = list(tiles_of(self.chunks, order, has_states, wanted or (lambda key, kind: True), tile_bytes))
+            owed = {chunk: flight.changes(chunk) for chunk in order}
+            on_gpu = [place.is_updated_on_gpu and place.chunk.optimised_numel > 0 for place in self.chunks.placed]
+            kept = CopyOnUpdate(tiles, owed, self.lanes, self.host, flight.moment(), on_gpu.__getitem__)
+            self.performer.saving = kept
+            return Snapshot(tiles, kept, self.lanes)
+
+    def secure(self, key: str | None = None) -> None:
+        """Before somebody changes the values of a parameter, or of all: those that a snapshot still needs are copied,
+        or it is waited for."""
+        saving = self.performer.saving
+        if saving is not None:
+            if key is None:
+                saving.secure_all()
+            else:
+                saving.secure(self.chunks.places[key][0])
+
+    def _finish_saving(self) -> None:
+        """Before values leave their places."""
+        saving = self.performer.saving
+        if saving is not None:
+            with deferred:
+                saving.wait()
+                saving.close()
+
+    # -- the end --------------------------------------------------------------------------------------------------
 
     def close(self, is_plain: Callable[[], object] = lambda: None) -> None:
         """Gives the parameters back their values and frees everything else. Calls `is_plain` when nothing can fail any
@@ -557,6 +631,7 @@ class Run:
         with deferred:
             if self.lanes.failure is None:
                 self.executor.wait_for_updates()
+            self._finish_saving()
             values = self._plain_values()
             with held:
                 is_plain()
@@ -565,6 +640,8 @@ class Run:
 
     def discard(self) -> None:
         """Frees everything; the model is of no use any more."""
+        if self.performer.saving is not None:
+            self.performer.saving.close()
         self.lanes.close()
         if self.performer.updates is not None:
             self.performer.updates.close()
@@ -650,9 +727,9 @@ def _disk_store(solution: Solution, disks: Sequence[DiskLimit]) -> DiskStore | N
 
 def _memory(solution: Solution, device: torch.device) -> tuple[Accelerator, HostArena]:
     profile, plan, schedules = solution.profile, solution.plan, solution.schedules
-    if device.type != "cuda":
-        return SimulatedAccelerator(plan.gpu_limit_bytes), HostArena(plan.host_limit_bytes)
     host_bytes = max(peaks(schedule).host_peak_bytes for schedule in schedules.values())
+    if device.type != "cuda":
+        return SimulatedAccelerator(plan.gpu_limit_bytes), HostArena(plan.host_limit_bytes, needed_bytes=host_bytes)
     host = PinnedArena(max(plan.host_limit_bytes, ALIGN_BYTES), max(host_bytes, ALIGN_BYTES))
     base_bytes = max(schedule.gpu_base_bytes for schedule in schedules.values())
     slab_bytes = base_bytes - profile.batch_bytes - profile.buffer_bytes  # these two are no regions

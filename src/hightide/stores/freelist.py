@@ -37,13 +37,30 @@ class FreeList:
             first, last = self._offsets[index], self._offsets[index] + self._sizes[index]
             offset = min(last, end) - num_bytes
             if offset >= first:
-                del self._offsets[index], self._sizes[index]
-                rest = [(first, offset - first), (offset + num_bytes, last - offset - num_bytes)]
-                for start, size in rest:
-                    if size:
-                        self.give(start, size)
-                return offset
+                return self._cut(index, offset, num_bytes)
         return None
+
+    def take_from(self, num_bytes: int, begin: int) -> int | None:
+        """As `take`, of all ranges from `begin` on the first one."""
+        for index, first in enumerate(self._offsets):
+            offset = max(first, begin)
+            if offset + num_bytes <= first + self._sizes[index]:
+                return self._cut(index, offset, num_bytes)
+        return None
+
+    def free_from(self, begin: int) -> list[tuple[int, int]]:
+        """(offset, bytes) of all that is free from there on."""
+        runs = ((max(first, begin), first + size) for first, size in zip(self._offsets, self._sizes, strict=True))
+        return [(first, last - first) for first, last in runs if last > first]
+
+    def _cut(self, index: int, offset: int, num_bytes: int) -> int:
+        """Takes bytes out of a run."""
+        first, last = self._offsets[index], self._offsets[index] + self._sizes[index]
+        del self._offsets[index], self._sizes[index]
+        for start, size in ((first, offset - first), (offset + num_bytes, last - offset - num_bytes)):
+            if size:
+                self.give(start, size)
+        return offset
 
     def give(self, offset: int, num_bytes: int) -> None:
         index = bisect_left(self._offsets, offset)

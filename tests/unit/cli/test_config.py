@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hightide.cli.config import TrainConfig, TrainOptions, load_config
+from hightide.cli.config import OnSaveError, SaveConfig, TrainConfig, TrainOptions, load_config
 from hightide.ir.limits import DiskLimit
 from hightide.ir.plan import Update
 
@@ -64,6 +64,16 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(
         ("data: {sequence_bytes: 64, text_bytes: 64}", r"text_bytes=64 must be at least 65"),
         ("compile: 1", r"compile is 1; it must be of type bool"),
         ("update: in_backward", r"in_backward cannot clip.*clip_norm=1.0"),
+        ("save: {every: 0}", r"save.every=0 must be at least 1"),
+        ("save: {every: -3}", r"save.every=-3 must be at least 1"),
+        ("save: {every: 2.5}", r"save: every is 2.5; it must be of type int"),
+        ("save: {keep: -1}", r"save.keep=-1 must be at least 0"),
+        ("save: {every: 20, keep_every: 0}", r"save.keep_every=0 must be at least 1"),
+        ("save: {every: 20, keep_every: 50}", r"keep_every=50 must be a multiple of save.every=20.*; 40 is"),
+        ("save: {keep_every: 50}", r"save.keep_every=50, but nothing is saved"),
+        ("save: {on_error: ignore}", r"on_error is 'ignore'; it must be one of warn, stop"),
+        ("save: 20", r"save must be a mapping"),
+        ("resume: perhaps", r"resume is 'perhaps'; it must be of type bool"),
         ("steps: 3\nsteps: 4", r"settings.yaml, line 2: the key 'steps' is given twice"),
         ("steps: [", r"settings.yaml is not YAML"),
         ("- steps", r"must hold settings"),
@@ -91,6 +101,17 @@ def test_the_command_line_wins_over_the_file_and_leaves_the_rest(tmp_path: Path)
     assert (config.limits.resolve().gpu_bytes, config.limits.resolve().host_bytes) == (24 * 2**20, 2 * 2**30)
     assert config.device == "cpu"
     assert (config.update, config.optimizer.clip_norm) == (Update.IN_BACKWARD, 0.0)
+
+
+def test_saving_is_set_by_the_file_and_by_options(tmp_path: Path) -> None:
+    text = "save: {every: 20, keep: 0, keep_every: 100, on_error: stop}\nresume: false"
+    config = load(tmp_path, text)
+    assert config.save == SaveConfig(20, 0, 100, OnSaveError.STOP) and config.resume is False
+    assert load(tmp_path, config.to_yaml()) == config
+    given = load(tmp_path, text, save_every=5, keep=3, keep_every=10, on_save_error=OnSaveError.WARN, resume=True)
+    assert given.save == SaveConfig(5, 3, 10, OnSaveError.WARN) and given.resume is True
+    assert load(tmp_path, "", save_every=5).save == SaveConfig(5, 2, None, OnSaveError.WARN)
+    assert TrainConfig().save.every is None and TrainConfig().resume is None
 
 
 def test_disks_are_a_folder_or_several(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hightide.cli.config import DataConfig
-from hightide.cli.data import batches, read_text
+from hightide.cli.data import Batches, read_text
 
 
 def test_default_text_is_python_source_up_to_the_cap() -> None:
@@ -41,8 +41,8 @@ def test_a_missing_text_file_is_named(tmp_path: Path) -> None:
 def test_batches_are_windows_of_the_text_and_depend_on_the_seed_only() -> None:
     config = DataConfig(sequences=3, sequence_bytes=8)
     text = torch.arange(200, dtype=torch.uint8)
-    first, again = (list(islice(batches(text, config, seed=1), 4)) for _ in range(2))
-    (other,) = islice(batches(text, config, seed=2), 1)
+    first, again = (list(islice(Batches(text, config, seed=1), 4)) for _ in range(2))
+    (other,) = islice(Batches(text, config, seed=2), 1)
     for left, right in zip(first, again, strict=True):
         assert torch.equal(left["input_ids"], right["input_ids"])
     assert not torch.equal(first[0]["input_ids"], other["input_ids"])
@@ -51,6 +51,36 @@ def test_batches_are_windows_of_the_text_and_depend_on_the_seed_only() -> None:
     assert windows.shape == (3, 8) and windows.dtype == torch.int64
     assert torch.equal(windows - windows[:, :1], torch.arange(8).expand(3, 8))
     assert torch.equal(first[0]["labels"], windows)
+
+
+def test_batches_go_on_where_others_stand_without_drawing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DataConfig(sequences=3, sequence_bytes=8)
+    text = torch.arange(200, dtype=torch.uint8)
+    whole = [batch["input_ids"] for batch in islice(Batches(text, config, seed=1), 6)]
+    first = Batches(text, config, seed=1)
+    for _ in range(4):
+        next(first)
+    rest = Batches(text, config, seed=1)
+    num_drawn = 0
+    draw = torch.randint
+
+    def counted(*args: object, **options: object) -> torch.Tensor:
+        nonlocal num_drawn
+        num_drawn += 1
+        return draw(*args, **options)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(torch, "randint", counted)
+    rest.load_state_dict(first.state_dict())
+    for expected, batch in zip(whole[4:], rest, strict=False):
+        assert torch.equal(batch["input_ids"], expected)
+    assert num_drawn == 2
+
+
+@pytest.mark.parametrize("state", [{}, {"generator": None}, {"generator": torch.zeros(3, dtype=torch.uint8)}, [], None])
+def test_a_state_that_is_none_of_batches_is_refused(state: object) -> None:
+    stream = Batches(torch.arange(200, dtype=torch.uint8), DataConfig(sequences=3, sequence_bytes=8), seed=1)
+    with pytest.raises(ValueError, match="is no place in the data"):
+        stream.load_state_dict(state)
 
 
 def test_only_so_much_of_a_file_is_read(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import hightide
 from hightide import api
 from hightide.cli import train_command as train_module
 from hightide.cli.config import OptimizerConfig, TrainConfig, TrainOptions, load_config
+from hightide.cli.data import read_text
 from hightide.cli.main import app
 from hightide.cli.readings import Moment, Readings
 from hightide.cli.run_folder import RunFolder
@@ -291,10 +292,11 @@ def test_a_loss_that_is_not_finite_in_the_last_step_is_found(tiny: Path, late: N
     assert "the loss is nan at step 3;" in result.stderr
 
 
-def run_with(tiny: Path, before_step_3: Callable[[], None]) -> tuple[bool | type[BaseException], list[object]]:
+def run_with(tiny: Path, before_step_3: Callable[[], None]) -> tuple[object, list[object]]:
     """Trains; something happens when the third batch is asked for. How the loop ended, and the steps in the metrics."""
     config = load_config(tiny, TrainOptions(out=str(tiny.parent / "runs"), steps=9))
-    run, stream = prepare(config, Console(file=io.StringIO()))
+    run = prepare(config, Console(file=io.StringIO()), read_text(config.data))
+    stream = run.batches
 
     def disturbed() -> Iterator[dict[str, torch.Tensor]]:
         for step, batch in enumerate(stream, 1):
@@ -302,10 +304,11 @@ def run_with(tiny: Path, before_step_3: Callable[[], None]) -> tuple[bool | type
                 before_step_3()
             yield batch
 
-    ended: bool | type[BaseException]
+    run.batches = disturbed()  # type: ignore[assignment]
+    ended: signal.Signals | type[BaseException] | None
     with RunFolder(config) as folder:
         try:
-            ended = run.steps(disturbed(), folder)
+            ended = run.steps(folder)
         except BaseException as error:
             ended = type(error)
     assert len(run.losses) == len(metrics(folder.path))
@@ -324,11 +327,12 @@ def _interrupt_twice() -> None:
 @pytest.mark.parametrize(
     ("event", "ended", "steps"),
     [
-        (lambda: signal.raise_signal(signal.SIGINT), False, [1, 2, 3]),
+        (lambda: signal.raise_signal(signal.SIGINT), signal.SIGINT, [1, 2, 3]),
+        (lambda: signal.raise_signal(signal.SIGTERM), signal.SIGTERM, [1, 2, 3]),
         (_interrupt_twice, KeyboardInterrupt, [1, 2]),
         (_fail, ConnectionError, [1, 2]),
     ],
-    ids=["interrupt", "interrupt at once", "failure"],
+    ids=["interrupt", "end", "interrupt at once", "failure"],
 )
 def test_however_a_run_ends_every_finished_step_is_in_the_metrics(
     tiny: Path, late: None, event: Callable[[], None], ended: object, steps: list[int]
@@ -360,7 +364,7 @@ def test_settings_reach_wrap(
     (tmp_path / "settings.yaml").write_text(text)
     config: TrainConfig = load_config(tmp_path / "settings.yaml", TrainOptions())
     with pytest.raises(Wrapped) as caught:
-        prepare(config, Console())
+        prepare(config, Console(), read_text(config.data))
     assert caught.value.args[0].items() >= expected.items()
 
 

@@ -409,11 +409,19 @@ class Chunks:
     def store(self, key: str, value: Tensor) -> None:
         """New values for a parameter, wherever copies of it are; nothing may be under way with its chunk. A master copy
         that rounds to these very values stays: it knows more than they do."""
-        chunk, entry = self.places[key]
         master = self.master_of(key)
         self.value(key).put(value)
         if master is not None and not rounds_to(master, value):
             self._set_master(key, value)
+        self._show_new_value(key)
+
+    def show_new_values(self) -> None:
+        """Somebody has written those of all parameters to their homes; nothing is under way."""
+        for key in self.places:
+            self._show_new_value(key)
+
+    def _show_new_value(self, key: str) -> None:
+        chunk, entry = self.places[key]
         self.stale[chunk] = self.placed[chunk].is_refreshed
         self.show(key)
         param = self.parameters[key]
@@ -582,16 +590,19 @@ class Chunks:
     def master_of(self, key: str) -> Tensor | None:
         """The fp32 master copy of one parameter, in its shape and to be read; None where the parameter is its own. One
         in two parts is put together on the host: the GPU has no room for it."""
-        if not self._has_own_master(key):
+        if not self.has_own_master(key):
             return None
         if self.specs[self.places[key][0]].has_remainder:
             return join(self.value(key).peek().cpu(), self.state_of(key, REMAINDER).peek().cpu())
         return self.state_of(key, MASTER).peek()
 
-    def _has_own_master(self, key: str) -> bool:
+    def has_own_master(self, key: str) -> bool:
+        return self.specs[self.places[key][0]].has_master and self.has_room(key)
+
+    def has_room(self, key: str) -> bool:
+        """For states: it was optimised when the model was wrapped."""
         chunk, entry = self.places[key]
-        spec = self.specs[chunk]
-        return spec.has_master and entry.offset_numel < spec.optimised_numel
+        return entry.offset_numel < self.specs[chunk].optimised_numel
 
     def _set_master(self, key: str, value: Tensor) -> None:
         if self.specs[self.places[key][0]].has_remainder:
@@ -606,7 +617,7 @@ class Chunks:
     def restore_master(self, key: str, saved: Tensor) -> bool:
         """Takes a saved master copy, if it is one of the parameter's present values."""
         value = self.value(key).peek()
-        if not self._has_own_master(key) or saved.shape != value.shape or not rounds_to(saved, value):
+        if not self.has_own_master(key) or saved.shape != value.shape or not rounds_to(saved, value):
             return False
         self._set_master(key, saved)
         return True

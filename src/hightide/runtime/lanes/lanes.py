@@ -197,6 +197,11 @@ class Lanes:
         pass_index = self._state.pass_index
         self._state.record(LaneRecord(pass_index, Lane.COMPUTE, id, *span, events=events, gpu_bytes=held))
 
+    def record_beside(self, lane: Lane, id: str, began_s: float, num_bytes: int) -> None:
+        """Records what a thread has done that is no lane's, and ends now. `began_s`: a perf_counter."""
+        span = (began_s, time.perf_counter())
+        self._state.record(LaneRecord(self._state.pass_index, lane, id, *span, num_bytes=num_bytes))
+
     def wait(self, ticket: Ticket, lane: Lane) -> float:
         """Waits for something that `lane` owes. Returns the seconds stalled; raises the original exception."""
         self.check()
@@ -205,7 +210,7 @@ class Lanes:
             return 0.0
         started_s = time.perf_counter()
         try:
-            ticket.wait(self.timeout_s)
+            self._wait_patiently(ticket)
         except BaseException as error:
             if ticket.error is not None:
                 self.fail(ticket.error)
@@ -217,6 +222,34 @@ class Lanes:
         self.check()
         _join(ticket)
         return time.perf_counter() - started_s
+
+    def _wait_patiently(self, ticket: Ticket) -> None:
+        while True:
+            try:
+                ticket.wait(self.timeout_s)
+            except TimeoutError:
+                if ticket.error is not None or time.monotonic() - self._state.excused_s > self.timeout_s:
+                    raise
+            else:
+                return
+
+    def excuse(self) -> None:
+        """Somebody on a lane waits for what no lane owes, and nobody's time counts before this moment."""
+        self._state.excused_s = time.monotonic()
+
+    def when_through(self, ticket: Ticket, then: Callable[[], object]) -> None:
+        """Calls it in some thread when the ticket is done, or has failed, and the GPU is through with it. It must not
+        raise."""
+        watcher = self._queues[Lane.CPU].watcher
+        assert watcher is not None
+
+        def done(_: Ticket) -> None:
+            if ticket.fence is None or ticket.error is not None:
+                then()
+            else:
+                watcher.watch(ticket, then)
+
+        ticket.add_done_callback(done)
 
     def drain(self) -> None:
         """Waits until the copying lanes have done what they were given."""
@@ -272,6 +305,22 @@ class Lanes:
     def _describe(self) -> str:
         with self._state.lock:
             return "queued: " + ", ".join(f"{lane} {len(queue)}" for lane, queue in self._queues.items())
+
+
+def background(name: str, work: Callable[[], object]) -> threading.Thread:
+    """A thread beside the lanes that runs torch single-threaded, for work of which nobody waits for the parts. An
+    exception of it is the business of `work`."""
+    begun = threading.Semaphore(0)
+
+    def live() -> None:
+        torch.set_num_threads(1)
+        begun.release()
+        with torch.no_grad():
+            work()
+
+    thread = threading.Thread(target=live, name=name, daemon=True)
+    start_threads([thread], begun)
+    return thread
 
 
 def _end(state: State, desk: TileQueue, threads: list[threading.Thread], timeout_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -83,6 +84,7 @@ class State:
         self.records: dict[int, list[LaneRecord]] = {0: []}
         self.num_kept = KEPT_PASSES
         self.kept_pass: int | None = None  # it and those shortly before it stay, whatever follows
+        self.excused_s = -math.inf  # a monotonic time; see Lanes.excuse
         self.orders = itertools.count()
 
     def begin_pass(self) -> int:
@@ -234,7 +236,7 @@ class Queue:
                 else:
                     now_s = time.monotonic()
                     waiting_since_s = now_s if waiting_since_s is None else waiting_since_s
-                    left_s = waiting_since_s + self.timeout_s - now_s
+                    left_s = max(waiting_since_s, self.state.excused_s) + self.timeout_s - now_s
                     if left_s <= 0:
                         task = self._pop_first()
                         error = self._timeout(task)

@@ -116,6 +116,8 @@ class Demands:
         flight = self._flight.fetches.get(chunk)  # a copy may still be reading what the update writes
         earlier = (self._flight.exits.get(chunk), *self._flight.changes(chunk), flight, *self._flight.reads_of(chunk))
         after = [ticket for ticket in earlier if ticket is not None]
+        if self._performer.saving is not None:  # see [Note: copy on update]
+            after += self._performer.saving.owed()
         work = self._performer.update(chunk)
         name = ActionKey(Op.UPDATE, chunk)
         if self._chunks.placed[chunk].is_updated_on_gpu:

@@ -19,6 +19,7 @@ from hightide.ir.action import Action, ActionKey, Mode, Op, Place, Schedule
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import ChunkKind, Lane
+from hightide.planner.predict.saving import update_order
 from hightide.runtime.blocks.activations import Stash
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.lanes.lanes import Begun
@@ -387,6 +388,11 @@ class Executor:
         done, ready = self.performer.updated, self.gradients.ready
         return [chunk for chunk in self._optimised if chunk not in done and ready(chunk)]
 
+    def update_order(self) -> list[int]:
+        """All chunks, in the order in which the next step updates them; those that it does not update are last."""
+        ends = next(program for mode, program in self.programs.items() if mode.trains and mode.ends_step)
+        return update_order(ends.schedule, len(self.chunks.specs))
+
     def wait_for_updates(self) -> None:
         for chunk in self._flight.updates:
             self.wait_for_update(chunk)
@@ -564,6 +570,8 @@ class Executor:
         ):  # it may have left off the plan, and a copy may still be reading what it writes
             earlier = (flight.exits.get(action.chunk), flight.fetches.get(action.chunk))  # type: ignore[arg-type]
             after += [ticket for ticket in earlier if ticket is not None]
+        if action.op is Op.UPDATE and self.performer.saving is not None:  # see [Note: copy on update]
+            after += self.performer.saving.owed()
         is_of_sum = action.op in (Op.READ, Op.FETCH) and action.kind is not ChunkKind.PARAM
         if self._rings is not None and is_of_sum and action.chunk in flight.exits:  # it may have left off the plan
             after.append(flight.exits[action.chunk])

@@ -18,6 +18,7 @@ from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.chunks.row_sums import Share
 from hightide.runtime.gradients.gradients import Gradients
+from hightide.runtime.saving.copy_on_update import CopyOnUpdate
 from hightide.runtime.schedule.disk_performer import DiskPerformer, LaneWork
 from hightide.stores.array import Array
 from hightide.stores.ticket import Fence
@@ -35,6 +36,10 @@ class Updates(Protocol):
     def prepare(self, chunk: int) -> LaneWork | None:
         """Called in the user's thread when the update is issued: copies hyper-parameters by value. None: nothing to
         do."""
+
+    def begin_saving(self) -> Callable[[str], bool]:
+        """What users have written to copies of states goes to its place. Returns what tells whether a parameter has
+        states. Refuses where a part of a step's updates has run."""
 
     def move_to(self, chunks: Chunks) -> None:
         """Where the states are now."""
@@ -64,6 +69,7 @@ class Performer:
         self.gradients = gradients
         self.stashes = stashes
         self.updates: Updates | None = None  # set by the optimizer
+        self._saving: CopyOnUpdate | None = None
         self.moved_bytes: Counter[Lane] = Counter()
         self.num_evictions = 0
         self.num_updates: Counter[int] = Counter()  # issued, per chunk
@@ -303,6 +309,8 @@ class Performer:
         apply = self.updates.prepare(chunk)
         if apply is None:
             return (lambda: self.drop_gradient(chunk)) if used_up else lambda: self.chunks.unpark(chunk)
+        if self._saving is not None:
+            apply = self._saved_first(chunk, apply)
         if self._disk is not None and (self._disk.has_states(chunk) or self.chunks.placed[chunk].passes_ring):
             apply = self._disk.updating(chunk, apply, is_planned)
         self.updated.add(chunk)
@@ -317,6 +325,34 @@ class Performer:
             if used_up:
                 self.drop_gradient(chunk)
             self.chunks.unpark(chunk)
+
+        return work
+
+    @property
+    def saving(self) -> CopyOnUpdate | None:
+        """Values that somebody still reads: who changes them asks here first."""
+        if self._saving is not None and self._saving.is_over:
+            self._saving.close()
+            self._saving = None
+        return self._saving
+
+    @saving.setter
+    def saving(self, saving: CopyOnUpdate) -> None:
+        self._saving = saving
+
+    def _saved_first(self, chunk: int, apply: LaneWork) -> LaneWork:
+        """The update, once the chunk's values before it are read or copied."""
+        saving = self.saving
+        if saving is None:
+            return apply
+        on_gpu = self.chunks.placed[chunk].is_updated_on_gpu
+
+        def work() -> None:
+            if on_gpu:
+                saving.secure(chunk)
+            else:
+                saving.secure(chunk, self.chunks.update_arrays(chunk), self._share)
+            apply()
 
         return work
 

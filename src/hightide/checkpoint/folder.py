@@ -1,0 +1,161 @@
+"""What is in a folder of checkpoints: which are whole, which is the newest, what is damaged and where."""
+
+from __future__ import annotations
+
+import os
+import stat
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from hightide.checkpoint import filesystem
+from hightide.checkpoint.leftovers import checkpoint_in
+from hightide.checkpoint.manifest import FileSums, Manifest, read_manifest
+from hightide.checkpoint.names import GONE, OLD, TMP, parse_name
+from hightide.ir.foreign import open_regular, shown
+
+WHAT = "file of a checkpoint"
+READ_BYTES = 1024**2  # at once: its sum finds it in the processor's cache
+_UNFINISHED = {TMP: "a save that is under way, or was cut off", GONE: "a removal that is under way, or was cut off"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder that is a checkpoint by its name."""
+
+    path: Path
+    step: int
+    manifest: Manifest | None
+    problem: str | None  # why it is not whole; None: as far as names and sizes tell it is
+
+    @property
+    def is_whole(self) -> bool:
+        return self.problem is None
+
+
+def found(folder: str | Path) -> list[Found]:
+    """By step, the oldest first. Sums are not looked at (`verify` does), and links are not followed."""
+    folder = Path(folder)
+    try:
+        parent = filesystem.open_folder(folder)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ValueError(f"{shown(folder)} cannot be looked into: {error.strerror}; name a folder") from error
+    try:
+        named = [(parsed, name) for name in os.listdir(parent) if (parsed := parse_name(name)) is not None]
+        # Of one step, one that was being replaced is the older one.
+        named.sort(key=lambda one: (one[0][0], one[0][1] == ""))
+        return [_look_at(folder, parent, name, step, kind) for (step, kind), name in named]
+    finally:
+        filesystem.close(parent)
+
+
+def latest(folder: str | Path, verify: bool = False) -> Path | None:
+    """The newest whole checkpoint in a folder, by number; None where there is none. `verify` reads all of it, and
+    passes over one whose sums are not those of its manifest."""
+    for one in reversed(found(folder)):
+        if one.is_whole and not (verify and damages(one.path)):
+            return one.path
+    return None
+
+
+def damages(path: str | Path, read: Callable[[int], object] | None = None) -> list[str]:
+    """All that is wrong with a checkpoint, read from front to back; each names its file, and the piece. `read` is told
+    how many bytes were read, each time."""
+    path = Path(path)
+    try:
+        manifest = manifest_of(path)
+    except ValueError as error:
+        return [str(error)]
+    return [text for file in manifest.files for text in _damages_of(path, file, manifest.piece_bytes, read)]
+
+
+def verify(path: str | Path) -> Manifest:
+    """Reads all of a checkpoint. ValueError for one that is damaged: where, and which one is whole."""
+    wrong = damages(path)
+    if wrong:
+        raise refusal(path, wrong[0], len(wrong) - 1)
+    return manifest_of(Path(path))
+
+
+def refusal(path: str | Path, problem: str, num_more: int = 0) -> ValueError:
+    """Of a checkpoint that is damaged: what is wrong, and the newest one that is whole, which is read for that."""
+    path = Path(path)
+    more = f" (and {num_more} more)" if num_more else ""
+    whole = latest(path.absolute().parent, verify=True)
+    offer = f"the newest whole checkpoint is {shown(whole)}" if whole else "there is no whole checkpoint beside it"
+    return ValueError(f"{shown(path)} is damaged: {problem}{more}; {offer}")
+
+
+def manifest_of(path: Path) -> Manifest:
+    """Of a checkpoint that the user names: its own path may be a link."""
+    try:
+        folder = filesystem.open_folder(path)
+    except OSError as error:
+        raise ValueError(f"{shown(path)} is no checkpoint: {error.strerror}; name a folder of one") from error
+    try:
+        manifest = read_manifest(folder, path)
+        problem = _missing(folder, manifest)
+    finally:
+        filesystem.close(folder)
+    if problem is not None:
+        raise ValueError(problem)
+    return manifest
+
+
+def _look_at(folder: Path, parent: int, name: str, step: int, kind: str) -> Found:
+    path, manifest = folder / name, None
+    if kind not in ("", OLD):
+        return Found(path, step, None, _UNFINISHED[kind])
+    try:
+        manifest = checkpoint_in(name, parent, folder)
+        descriptor = filesystem.open_below(name, parent)
+        try:
+            problem = _missing(descriptor, manifest)
+        finally:
+            filesystem.close(descriptor)
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    return Found(path, step, manifest, problem)
+
+
+def _missing(folder: int, manifest: Manifest) -> str | None:
+    """What is not there as the manifest has it, by size."""
+    for file in manifest.files:
+        try:
+            status = os.stat(file.name, dir_fd=folder, follow_symlinks=False)
+        except OSError as error:
+            return f"{file.name} is missing ({error.strerror})"
+        if not stat.S_ISREG(status.st_mode):
+            return f"{file.name} is no regular file, and links are not followed there"
+        if status.st_size != file.num_bytes:
+            return f"{file.name} has {status.st_size} bytes, it must have {file.num_bytes}"
+    return None
+
+
+def _damages_of(path: Path, file: FileSums, piece_bytes: int, read: Callable[[int], object] | None) -> Iterator[str]:
+    try:
+        with open_regular(path / file.name, WHAT, follow=False) as raw:
+            memory = memoryview(bytearray(min(READ_BYTES, max(file.num_bytes, 1))))
+            for index, told in enumerate(file.crc32):
+                num_bytes = min(piece_bytes, file.num_bytes - index * piece_bytes)
+                sum_, left_bytes = 0, num_bytes
+                while left_bytes and (count := raw.readinto(memory[:left_bytes])):  # type: ignore[attr-defined]
+                    sum_, left_bytes = zlib.crc32(memory[:count], sum_), left_bytes - count
+                    if read is not None:
+                        read(count)
+                if sum_ != told or left_bytes:
+                    yield wrong_piece(file, piece_bytes, index, sum_, left_bytes)
+    except (OSError, ValueError) as error:
+        yield f"{file.name}: {error}"
+
+
+def wrong_piece(file: FileSums, piece_bytes: int, index: int, sum_: int, left_bytes: int = 0) -> str:
+    start = index * piece_bytes
+    end = min(start + piece_bytes, file.num_bytes)
+    where = f"{file.name}, piece {index + 1} of {len(file.crc32)} (bytes {start} to {end})"
+    if left_bytes:
+        return f"{where} ends {left_bytes} bytes too early"
+    return f"{where} has the sum {sum_:08x}, it was written with {file.crc32[index]:08x}"

@@ -1,0 +1,29 @@
+"""Names of what is in a folder of checkpoints. See [Note: a checkpoint]."""
+
+from __future__ import annotations
+
+import re
+
+from hightide.ir.foreign import MAX_COUNT, quoted
+
+TMP = ".tmp"  # being written
+OLD = ".old"  # replaced by another of its step, a moment before it is removed: a checkpoint still
+GONE = ".gone"  # being removed
+_NAME = re.compile(r"step-(0|[1-9][0-9]{0,18})(\.tmp|\.old|\.gone|)")
+
+
+def step_name(step: int) -> str:
+    return f"step-{step}"
+
+
+def parse_name(name: str) -> tuple[int, str] | None:
+    """The step and what kind of folder it is ("" for a checkpoint). None for what is not ours by its name."""
+    found = _NAME.fullmatch(name)
+    if found is None or int(found[1]) > MAX_COUNT:
+        return None
+    return int(found[1]), found[2]
+
+
+def check_step(step: int) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MAX_COUNT:
+        raise ValueError(f"step={quoted(step)}; it must be an integer from 0 to {MAX_COUNT}")

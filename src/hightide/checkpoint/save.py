@@ -1,0 +1,159 @@
+"""`hightide.save`: a checkpoint of a model and its optimizer, written beside training.
+
+[Note: what belongs to a save] All that is small is taken at the moment of the call: buffers, options of groups,
+counters, random numbers, the plan, `extra`. Values of parameters and states are those after the last step(), whatever
+training does meanwhile: a run's snapshot hands them out in a thread of its own, which writes them to two streams of
+files, of the model and of the optimizer. Gradients are no part of it: a save between backward and step() has the values
+of before. Where updates run in backward there is no such moment between the two, and the save is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hightide.checkpoint.keeping import check_keeping
+from hightide.checkpoint.load import pair_of
+from hightide.checkpoint.names import check_step, step_name
+from hightide.checkpoint.plain_values import PlainValues
+from hightide.checkpoint.saving import OnError, Saving, await_turn
+from hightide.checkpoint.training import TRAINING, Training, taken, to_files
+from hightide.checkpoint.writing import Content, Values
+from hightide.integrations.model_files import model_files, tensors_of
+from hightide.ir.plan import Plan
+from hightide.ir.units import format_bytes
+from hightide.optim.optimizer import WrappedOptimizer
+from hightide.process.interrupts import deferred
+from hightide.runtime.run import Run
+from hightide.runtime.saving.saved_tensor import PARAM
+
+_latest: weakref.WeakKeyDictionary[nn.Module, Saving] = weakref.WeakKeyDictionary()
+
+
+def save(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    folder: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    extra: Any = None,
+    wait: bool = False,
+    keep: int | None = None,
+    keep_every: int | None = None,
+    on_error: str = "warn",
+    busy: str = "wait",
+) -> Saving:
+    """Writes `folder/step-N`: the model as its library would, states, options and counters of the optimizer by the
+    names of parameters, random numbers, the plan, and `extra` (what schedulers, scalers and dataloaders give as
+    state_dict()).
+
+    Returns at once, and training goes on: the checkpoint has the values of this moment. With `wait`, and for a pair
+    that is not wrapped, it is there when this returns. `step`: by default the optimizer's count of updates; one that is
+    there already is replaced. `keep`: so many of the newest checkpoints stay, and every `keep_every`-th step.
+    `on_error`: "warn", or "raise" at the end of the next step() or at the next save, or "hold": what is returned tells
+    whoever asks. `busy`: while another save of this model runs, "wait" for it or "refuse".
+
+    A model with adapters of PEFT is saved as they are: frozen parameters are not written, all that train are. Gradients
+    are not saved: call this after step().
+    """
+    _check("on_error", on_error, tuple(OnError))
+    _check("busy", busy, ("wait", "refuse"))
+    check_keeping(keep, keep_every)
+    run = pair_of(model, optimizer)
+    with deferred:
+        await_turn(_latest.get(model), refuses=busy == "refuse")
+        if run is not None:
+            run.check_values()
+        if isinstance(optimizer, WrappedOptimizer):
+            optimizer.updates.refuse_if_issued("a checkpoint is saved")
+        training = taken(model, optimizer, run, extra)
+        training = replace(training, step=_step(step, training))
+        content = _content(model, optimizer, run, training, keep, keep_every)
+        path, told = Path(folder) / step_name(training.step), None if run is None else run.save_forecast
+        saving = Saving(path, training.step, OnError(on_error), told)
+        _latest[model] = saving
+        if run is None:
+            saving.perform(content.write)
+            if saving.error is not None and not isinstance(saving.error, Exception):
+                raise saving.error  # Ctrl-C
+        else:
+            saving.perform_beside(content.write)
+            if saving.on_error is OnError.RAISE and optimizer is not None:
+                saving.raise_after_step(optimizer)
+    if wait or run is None:
+        saving.join()
+        saving.raise_if_failed()
+    return saving
+
+
+def _check(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}={value!r}; use {' or '.join(map(repr, known))}")
+
+
+def _step(step: int | None, training: Training) -> int:
+    if step is None:
+        its = training.optimizer
+        if its is None or not its.counts or not its.updates:
+            raise ValueError(
+                "the optimizer does not count its updates, or has made none; say which step this is: step="
+            )
+        step = max(its.updates.values())
+    check_step(step)
+    return step
+
+
+def _content(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    run: Run | None,
+    training: Training,
+    keep: int | None,
+    keep_every: int | None,
+) -> Content:
+    its = training.optimizer
+    grouped = {} if its is None else {name: None for group in its.groups for name in group.params}
+    files = model_files(model, [] if its is None else list(its.updates))
+    params, tensors = dict(model.named_parameters()), tensors_of(model)
+    written = {name for one in files.written for name in one.sources}
+    buffers = {
+        name: tensors[name].detach().to("cpu", copy=True).contiguous()
+        for name in tensors
+        if name in written - {*params}
+    }
+    text, kept = to_files(training)
+    facts = {
+        "parameters": sum(param.numel() for param in params.values()),
+        "trained": sum(params[name].numel() for name in grouped if params[name].requires_grad),
+        "left_out": len(files.left_out),
+        "loss": _loss(training.extra),
+        "plan": None if run is None else _described(run.plan),
+    }
+
+    def wanted(key: str, kind: str) -> bool:
+        return key in written if kind == PARAM else optimizer is not None
+
+    values: Values = PlainValues(model, optimizer, wanted) if run is None else run.snapshot(wanted)
+    plan = None if run is None else run.plan
+    return Content(values, files, buffers, {**files.small, TRAINING: text}, plan, kept, facts, keep, keep_every)
+
+
+def _loss(extra: Any) -> float | None:
+    loss = extra.get("loss") if isinstance(extra, Mapping) else None
+    if isinstance(loss, bool) or not isinstance(loss, int | float) or not math.isfinite(loss):
+        return None
+    return float(loss)
+
+
+def _described(plan: Plan) -> str:
+    disk = f", {format_bytes(plan.disk_limit_bytes)} disk" if plan.uses_disk else ""
+    limits = f"{format_bytes(plan.gpu_limit_bytes)} GPU, {format_bytes(plan.host_limit_bytes)} host{disk}"
+    return f"{limits}, micro-batch {plan.micro_batch}, {plan.update.value}"

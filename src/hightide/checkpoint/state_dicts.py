@@ -1,0 +1,97 @@
+"""Plain PyTorch's own layouts: an optimizer's state dict out of a checkpoint, and files of torch.save into a run."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hightide.checkpoint.checked import DamagedFile
+from hightide.checkpoint.fitting import OF_MASTERS, OPTIMIZER, Checkpoint, StateKey
+from hightide.checkpoint.folder import latest, refusal
+from hightide.checkpoint.manifest import NAME
+from hightide.checkpoint.training import STEP, Group, OptimizerState
+from hightide.checkpoint.verified import verified_tensors
+from hightide.ir.foreign import shown
+
+MODEL_KEYS = ("model", "model_state_dict", "state_dict")
+OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
+
+
+def optimizer_state_dict(folder: str | Path) -> dict[str, Any]:
+    """What `load_state_dict` of the plain torch optimizer takes, of a checkpoint: all states, in memory.
+
+    The optimizer must be made as the one that was saved: the same groups, with the same parameters in the same order.
+    Master copies of 16-bit parameters are left out, plain PyTorch has none; `hightide.load` takes them."""
+    checkpoint = Checkpoint.open(chosen(Path(folder)))
+    saved = checkpoint.training.optimizer
+    if saved is None:
+        raise ValueError(f"{shown(checkpoint.path)} was saved without an optimizer")
+    states: dict[str, dict[str, Tensor]] = {}
+    try:
+        for shard in checkpoint.shards.get(OPTIMIZER, ()):
+            wanted = [one for one in shard.tensors if StateKey.parse(one.name).name not in OF_MASTERS]
+            found = verified_tensors(checkpoint.path, checkpoint.manifest, shard.file.name, wanted)
+            for key, value in ((StateKey.parse(name), value) for name, value in found.items()):
+                states.setdefault(key.param, {})[key.name] = value
+    except DamagedFile as error:
+        raise refusal(checkpoint.path, str(error)) from error
+    return as_state_dict(saved, saved.groups, states)
+
+
+def as_state_dict(
+    saved: OptimizerState, groups: Sequence[Group], states: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Any]:
+    """With these groups, in whose order parameters are counted; `states` are taken as they are."""
+    names = [name for group in groups for name in group.params]
+    indices = {name: index for index, name in enumerate(names)}
+    found: dict[int, dict[str, Any]] = {}
+    for name, index in indices.items():
+        if name in saved.updates or name in saved.others:
+            count = {STEP: torch.tensor(float(saved.updates[name]))} if saved.counts and name in saved.updates else {}
+            found[index] = {**count, **states.get(name, {}), **saved.others.get(name, {})}
+    laid_out = [{**group.options, "params": [indices[name] for name in group.params]} for group in groups]
+    return {"state": found, "param_groups": laid_out}
+
+
+def chosen(path: Path) -> Path:
+    """A checkpoint, or the newest whole one of a folder of them."""
+    if (path / NAME).exists():
+        return path
+    newest = latest(path)
+    if newest is None:
+        raise ValueError(
+            f"there is no whole checkpoint in {shown(path)}; name a folder in which hightide.save has saved"
+        )
+    return newest
+
+
+def load_torch_file(model: nn.Module, optimizer: torch.optim.Optimizer | None, path: Path) -> dict[str, Any]:
+    """State dicts in a file of torch.save: of the model alone, or of both under the usual names. Returns what else is
+    there. Nothing in it is run: only tensors and plain values are read."""
+    found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{shown(path)} is a {type(found).__name__}; save state dicts: torch.save({{'model': ...}}, ...)"
+        )
+    key = next((key for key in MODEL_KEYS if isinstance(found.get(key), dict)), None)
+    states = next((found.pop(key) for key in OPTIMIZER_KEYS if isinstance(found.get(key), dict)), None)
+    values, rest = (found, {}) if key is None else (found.pop(key), found)
+    if optimizer is not None and states is None:
+        raise ValueError(
+            f"{shown(path)} has no state of an optimizer (under {' or '.join(map(repr, OPTIMIZER_KEYS))}); load the "
+            "weights alone: hightide.load(model, None, file)"
+        )
+    if key is None and not all(isinstance(value, Tensor) for value in values.values()):
+        raise ValueError(
+            f"{shown(path)} is no state dict of a model, and has none under {', '.join(map(repr, MODEL_KEYS))}"
+        )
+    model.load_state_dict(values)
+    if optimizer is not None:
+        assert states is not None
+        optimizer.load_state_dict(states)
+    return rest

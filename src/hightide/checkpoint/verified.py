@@ -1,0 +1,55 @@
+"""Tensors of a checkpoint's file, part by part, from front to back: its pieces are read once, and checked before a byte
+of them is used."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hightide.checkpoint.checked import CheckedFile
+from hightide.checkpoint.manifest import Manifest
+from hightide.loading.tensor_file import StoredTensor
+
+PART_BYTES = 16 * 1024**2
+
+
+def verified_parts(
+    path: Path, manifest: Manifest, name: str, tensors: Sequence[StoredTensor]
+) -> Iterator[tuple[StoredTensor, int, Tensor]]:
+    """(tensor, number of the first element, elements as a flat tensor that the next part overwrites). A tensor without
+    elements comes too. Raises DamagedFile."""
+    buffer = torch.empty(min(PART_BYTES, max((one.num_bytes for one in tensors), default=0)), dtype=torch.uint8)
+    with CheckedFile(path, manifest, name) as file:
+        for tensor in sorted(tensors, key=lambda one: (one.offset, one.num_bytes)):
+            for start in range(0, max(1, tensor.num_bytes), PART_BYTES):
+                part = buffer[: tensor.num_bytes - start]
+                file.read_into(tensor.offset + start, _memory(part))
+                yield tensor, start // tensor.dtype.itemsize, part.view(tensor.dtype)
+
+
+def verified_tensors(path: Path, manifest: Manifest, name: str, tensors: Sequence[StoredTensor]) -> dict[str, Tensor]:
+    """Whole, by name."""
+    values = {one.name: torch.empty(one.shape, dtype=one.dtype) for one in tensors}
+    for one, start, part in verified_parts(path, manifest, name, tensors):
+        values[one.name].view(-1)[start : start + len(part)] = part
+    return values
+
+
+def verified_bytes(path: Path, manifest: Manifest, name: str) -> bytes:
+    """A small file, whole."""
+    content = bytearray(manifest.file(name).num_bytes)
+    with CheckedFile(path, manifest, name) as file:
+        file.read_into(0, memoryview(content))
+    return bytes(content)
+
+
+def _memory(part: Tensor) -> memoryview:
+    return (
+        memoryview((ctypes.c_uint8 * part.nbytes).from_address(part.data_ptr())).cast("B")
+        if part.nbytes
+        else memoryview(b"")
+    )

@@ -1,0 +1,107 @@
+"""A checkpoint from values that come one after the other, to its files."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from hightide.checkpoint.fitting import OPTIMIZER, StateKey
+from hightide.checkpoint.keeping import keep_only
+from hightide.checkpoint.saving import Abandoned, Saving
+from hightide.checkpoint.shards import ModelShards, Shards
+from hightide.checkpoint.tensor_layout import Entry
+from hightide.checkpoint.training import PLAN, TENSORS
+from hightide.checkpoint.writer import CheckpointWriter
+from hightide.integrations.model_files import ModelFiles, Named
+from hightide.ir import codec
+from hightide.ir.foreign import shown
+from hightide.ir.plan import Plan
+from hightide.process.interrupts import safe_point
+from hightide.runtime.saving.saved_tensor import PARAM, SaveCost, SavedTensor
+
+
+class Values(Protocol):
+    """A run's Snapshot, or plain tensors."""
+
+    @property
+    def tensors(self) -> tuple[SavedTensor, ...]: ...
+
+    @property
+    def cost(self) -> SaveCost: ...
+
+    def values(self) -> Iterable[tuple[SavedTensor, Tensor]]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Content:
+    """All of a checkpoint: what is small, as it was at the call, and where the values come from."""
+
+    values: Values
+    files: ModelFiles
+    buffers: Mapping[str, Tensor]
+    small: Mapping[str, bytes]
+    plan: Plan | None
+    training: Mapping[str, Tensor]
+    facts: Mapping[str, Any]
+    keep: int | None
+    keep_every: int | None
+
+    def write(self, saving: Saving) -> None:
+        saving.cost = lambda: self.values.cost
+        try:
+            self._write(saving)
+        finally:
+            self.values.close()
+            cost = self.values.cost
+            saving.cost = lambda: cost
+        try:
+            keep_only(saving.path.parent, self.keep, self.keep_every, saving.step)
+        except ValueError as error:
+            with suppress(Warning):  # where warnings are errors: this one is none of the checkpoint's
+                warnings.warn(f"the checkpoint {shown(saving.path)} is saved, but {error}", stacklevel=2)
+
+    def _write(self, saving: Saving) -> None:
+        tensors = self.values.tensors
+        states = [Entry(str(StateKey(one.key, one.kind)), one.dtype, one.shape) for one in tensors if one.kind != PARAM]
+        order = [Named(name, value.dtype, tuple(value.shape)) for name, value in self.buffers.items()]
+        order += [Named(one.key, one.dtype, one.shape) for one in tensors if one.kind == PARAM]
+        expected_bytes = sum(Entry(*one).num_bytes for one in order) + sum(entry.num_bytes for entry in states)
+        with CheckpointWriter(saving.path.parent, saving.step, expected_bytes) as writer:
+            for name, content in self.small.items():
+                writer.bytes(name, content)
+            if self.plan is not None:
+                writer.bytes(PLAN, (codec.to_json(self.plan) + "\n").encode())
+            _write_tensors(writer, TENSORS, self.training)
+            model, optimizer = ModelShards(writer, self.files.written, order), Shards(writer, OPTIMIZER, states)
+            for name, value in self.buffers.items():
+                model.put(name, value.view(-1))
+            for tensor, part in self.values.values():
+                safe_point()
+                if saving.is_abandoned:
+                    raise Abandoned(f"{saving.path} was given up")
+                if tensor.kind == PARAM:
+                    model.put(tensor.key, part)
+                else:
+                    optimizer.put(str(StateKey(tensor.key, tensor.kind)), part)
+                saving.num_bytes += part.nbytes
+            for name, content in model.finish(self.files.num_parameters).items():
+                writer.bytes(name, content)
+            optimizer.finish()
+            writer.commit(self.facts)
+
+
+def _write_tensors(writer: CheckpointWriter, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """A small file of them."""
+    ordered = sorted(
+        tensors.items(), key=lambda one: -one[1].dtype.itemsize
+    )  # each at a multiple of its element's size
+    file = writer.tensors(name, [Entry(key, value.dtype, tuple(value.shape)) for key, value in ordered])
+    for _, value in ordered:
+        file.put(value.contiguous().view(-1))

@@ -1,0 +1,392 @@
+"""Values of one moment, kept for a reader while updates go on.
+
+[Note: copy on update] The reader takes tile after tile, in the order in which updates will come. A tile on the host is
+handed out where it lies. Whoever is about to change a chunk whose tiles were not read yet first copies them into host
+memory that the plan leaves free, and goes on; where there is none, it waits until the reader has come by. Tiles on the
+GPU leave on the d2h lane, one after the other and ahead of the reader while there is memory: the update on the GPU
+stands behind the copy by its fence, and the host does not wait. Tiles on disk are read into one of two buffers; an
+update of them copies from the buffer in which it works.
+
+Nobody waits for ever: a reader that takes nothing for as long as a lane may take is given up, one that fails or closes
+lets everybody go on. Meanwhile nobody else's time counts (`Lanes.excuse`). An update of the following step stands
+behind all updates of the saved one (`owed`): the reader may wait for one of those, which must not be queued behind it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+
+from hightide.ir.tier import Lane, Tier
+from hightide.process.forks import Birthplace
+from hightide.process.interrupts import safe_point
+from hightide.runtime.chunks.disk_homes import UpdateArrays
+from hightide.runtime.lanes.lanes import Lanes
+from hightide.runtime.saving.saved_tensor import SaveCost
+from hightide.runtime.saving.tiles import Tile
+from hightide.stores.host_arena import HostArena
+from hightide.stores.store import Region
+from hightide.stores.ticket import LOOK_S, Ticket
+
+NUM_STAGED = 2  # buffers for what is read from elsewhere: one with the reader, one that is filled meanwhile
+Share = Callable[[Callable[[int], object], int], object]  # runs work in several threads
+
+
+class Stage(Enum):
+    HOME = auto()  # nobody has read it
+    ASIDE = auto()  # in a buffer, when its ticket is done
+    HANDED = auto()  # the reader has it, where it lies
+    READ = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Buffer:
+    memory: Tensor  # bytes on the host
+    region: Region | None  # None: it is not of the arena
+    is_staged: bool = False
+    is_pinned: bool = False
+
+    def of(self, tile: Tile) -> Tensor:
+        return self.memory[: tile.num_bytes].view(tile.array.dtype)
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """A tile, and where its values are."""
+
+    tile: Tile
+    number: int
+    runs_ahead: bool  # an update on the GPU changes it
+    stage: Stage = Stage.HOME
+    buffer: Buffer | None = None
+    ticket: Ticket | None = None
+
+    @property
+    def tier(self) -> Tier:
+        return self.tile.array.store.tier if self.tile.numel else Tier.HOST
+
+
+class CopyOnUpdate:
+    def __init__(
+        self,
+        tiles: Iterable[Tile],
+        owed: Mapping[int, Sequence[Ticket]],
+        lanes: Lanes,
+        host: HostArena,
+        moment: Sequence[Ticket],
+        updated_on_gpu: Callable[[int], bool],
+    ) -> None:
+        """`owed`: by chunk, what its values of this moment wait for. `moment`: what compute has enqueued."""
+        self._kept = [
+            Kept(tile, number, tile.array.store.tier is Tier.GPU and updated_on_gpu(tile.chunk))
+            for number, tile in enumerate(tiles)
+        ]
+        self._by_chunk: dict[int, list[Kept]] = {}
+        for one in self._kept:
+            self._by_chunk.setdefault(one.tile.chunk, []).append(one)
+        self._owed = {chunk: list(tickets) for chunk, tickets in owed.items() if tickets}
+        self._lanes, self._host, self._moment = lanes, host, list(moment)
+        self._changed = threading.Condition()
+        self._elsewhere = deque(one for one in self._kept if one.tier is not Tier.HOST)  # what is to be brought
+        self._ahead = deque(one for one in self._kept if one.runs_ahead)
+        self._staged: list[Buffer] = []
+        self._birthplace = Birthplace()
+        self._at = 0  # the tile that the reader asks for next
+        self._leaves: Ticket | None = None  # a tile that runs ahead
+        self._progress_s = time.monotonic()
+        self._error: BaseException | None = None
+        self._waited_s, self._copied_bytes = 0.0, 0
+        self._num_waiting, self._waiting_since_s = 0, 0.0
+        self.is_over = not self._kept
+
+    @property
+    def cost(self) -> SaveCost:
+        return SaveCost(self._waited_s, self._copied_bytes)
+
+    # -- for the reader -------------------------------------------------------------------------------------------
+
+    def take(self, number: int) -> Tensor:
+        """The values of the next tile, until `passed`."""
+        with self._changed:
+            self._check()
+            assert number == self._at, "one reader takes each tile once"
+            self._progress_s = time.monotonic()
+            one = self._kept[number]
+            owed = self._owed.get(one.tile.chunk, ())
+        for ticket in owed:
+            ticket.settle()
+        with self._changed:
+            self._check()
+            if one.stage is Stage.HOME and one.tier is Tier.HOST:
+                one.stage = Stage.HANDED
+            elif one.stage is Stage.HOME:
+                self._bring(one, self._staged.pop())
+            self._bring_next()
+            is_handed, copied, buffer = one.stage is Stage.HANDED, one.ticket, one.buffer
+        if is_handed:
+            return one.tile.source.view if one.tile.numel else torch.empty(0, dtype=one.tile.array.dtype)
+        assert copied is not None and buffer is not None
+        copied.settle()
+        return buffer.of(one.tile)
+
+    def passed(self, number: int) -> None:
+        """The reader is done with a tile."""
+        with self._changed:
+            self._check()
+            one = self._kept[number]
+            buffer, one.buffer, one.ticket = one.buffer, None, None
+            if buffer is not None:
+                self._give_back(buffer)
+            one.stage, self._at, self._progress_s = Stage.READ, number + 1, time.monotonic()
+            self._changed.notify_all()
+        self._run_ahead()
+
+    def start(self) -> None:
+        """The reader is there. What leaves the GPU does so at full speed into memory that is pinned: that takes a
+        while, the first time."""
+        leaving_bytes = sum(one.tile.num_bytes for one in self._ahead)
+        num_bytes = max((one.tile.num_bytes for one in self._elsewhere), default=0)
+        while not self.is_over and self._host.pin_spare(leaving_bytes + NUM_STAGED * num_bytes):
+            self._run_ahead()
+        with self._changed:
+            self._progress_s = time.monotonic()
+            if num_bytes and not self.is_over:
+                self._staged = [self._lent(num_bytes) or _plain(num_bytes) for _ in range(NUM_STAGED)]
+                for buffer in self._staged:
+                    buffer.is_staged = True
+        self._run_ahead()
+
+    # -- for whoever changes values -------------------------------------------------------------------------------
+
+    def owed(self) -> list[Ticket]:
+        """What must be done before an update of the next step may begin, and wait."""
+        return [ticket for tickets in self._owed.values() for ticket in tickets if not ticket.done]
+
+    def secure(self, chunk: int, arrays: UpdateArrays | None = None, share: Share | None = None) -> None:
+        """Returns when a chunk's values may change. `arrays`: where they lie, if not at home. `share`: threads that
+        copy."""
+        kept = self._by_chunk.get(chunk, ())
+        while mine := self._claimed(kept):
+            self._fill(mine, arrays, share)
+        for one in kept:
+            self._await_copy(one)
+
+    def secure_all(self) -> None:
+        for chunk in list(self._by_chunk):
+            self.secure(chunk)
+
+    def wait(self) -> None:
+        """Until all was read, or the reader is gone."""
+        since_s = time.monotonic()
+        with self._changed:
+            while not self.is_over and self._at < len(self._kept):
+                self._hold_up(since_s)
+
+    def _claimed(self, kept: Sequence[Kept]) -> list[Kept]:
+        """Tiles that the caller must copy now; none if all are safe. Those on the GPU are on their way."""
+        since_s = time.monotonic()
+        with self._changed:
+            while not self.is_over:
+                unsafe = [one for one in kept if one.stage in (Stage.HOME, Stage.HANDED)]
+                if not unsafe:
+                    break
+                mine = [one for one in unsafe if one.stage is Stage.HOME and self._set_aside(one)]
+                here = [one for one in mine if one.tier is not Tier.GPU]
+                if here:
+                    return here
+                if not mine:
+                    self._lanes.check()
+                    self._hold_up(since_s)
+        return []
+
+    def _set_aside(self, one: Kept) -> bool:
+        buffer = self._lent(one.tile.num_bytes)
+        if buffer is None:
+            return False
+        if one.tier is Tier.GPU:
+            self._bring(one, buffer)
+        else:
+            self._put(one, buffer, Ticket(f"copy of tile {one.number}"))
+        return True
+
+    def _fill(self, mine: Sequence[Kept], arrays: UpdateArrays | None, share: Share | None) -> None:
+        todo, lock = list(reversed(mine)), threading.Lock()
+
+        def work(_: int) -> None:
+            while True:
+                with lock:
+                    if not todo:
+                        return
+                    one = todo.pop()
+                assert one.buffer is not None and one.ticket is not None
+                source = one.tile.source if arrays is None else one.tile.source_in(arrays)
+                try:
+                    if source.is_memory:
+                        one.buffer.of(one.tile).copy_(source.view)
+                    else:
+                        source.read(one.buffer.of(one.tile)).wait()
+                except BaseException as error:
+                    one.ticket.set_error(error)
+                    raise
+                one.ticket.set_result()
+
+        try:
+            if share is None:
+                work(0)
+            else:
+                share(work, len(mine))
+        except BaseException as error:
+            for one in todo:
+                assert one.ticket is not None
+                one.ticket.set_error(error)
+            raise
+
+    def _await_copy(self, one: Kept) -> None:
+        with self._changed:
+            ticket = one.ticket if one.stage is Stage.ASIDE and not self.is_over else None
+        if ticket is None:
+            return
+        if one.tier is Tier.GPU:
+            self._lanes.wait(ticket, Lane.D2H)
+            return
+        try:
+            ticket.wait(self._lanes.timeout_s)
+        except Exception as error:
+            self.fail(error)
+
+    def _hold_up(self, since_s: float) -> None:
+        """A moment, in which nobody else's time counts."""
+        if not self._num_waiting:
+            self._waiting_since_s = time.monotonic()
+        self._num_waiting += 1
+        self._changed.wait(LOOK_S)
+        self._num_waiting -= 1
+        if not self._num_waiting:
+            self._waited_s += time.monotonic() - self._waiting_since_s
+        self._lanes.excuse()
+        idle_s = time.monotonic() - max(since_s, self._progress_s)
+        if idle_s > self._lanes.timeout_s:
+            self._end(
+                TimeoutError(
+                    f"who reads the values of a checkpoint has taken none for {idle_s:.0f} s, and training waits for "
+                    "it: the checkpoint is given up"
+                )
+            )
+        safe_point()
+
+    # -- buffers, under the lock ----------------------------------------------------------------------------------
+
+    def _lent(self, num_bytes: int) -> Buffer | None:
+        region = self._host.lend(num_bytes)
+        if region is None:
+            return None
+        return Buffer(self._host.view(region, torch.uint8), region, is_pinned=self._host.is_pinned_at(region))
+
+    def _put(self, one: Kept, buffer: Buffer, ticket: Ticket) -> None:
+        one.stage, one.buffer, one.ticket = Stage.ASIDE, buffer, ticket
+        self._copied_bytes += one.tile.num_bytes
+
+    def _bring(self, one: Kept, buffer: Buffer) -> None:
+        """From the GPU or the disk: it is under way when this returns."""
+        tile, target = one.tile, buffer.of(one.tile)
+        source = tile.source
+        if one.tier is Tier.DISK:
+            self._put(one, buffer, source.read(target))
+            return
+
+        def copy() -> int:
+            target.copy_(source.view, non_blocking=buffer.is_pinned)
+            return target.nbytes
+
+        name = f"save.{tile.chunk}.{one.number}"
+        self._put(one, buffer, self._lanes.submit(name, Lane.D2H, 0, self._moment, copy))
+
+    def _bring_next(self) -> None:
+        """Of tiles that are not on the host the one that the reader asks for next, if it is not aside already."""
+        one = self._first(self._elsewhere, self._at + 1)
+        if one is None or one.stage is not Stage.HOME or not self._staged:
+            return
+        if all(ticket.done for ticket in self._owed.get(one.tile.chunk, ())):
+            self._bring(one, self._staged.pop())
+
+    def _first(self, waiting: deque[Kept], number: int) -> Kept | None:
+        """From this tile on."""
+        while waiting and waiting[0].number < number:
+            waiting.popleft()
+        return waiting[0] if waiting else None
+
+    def _run_ahead(self, _: object = None) -> None:
+        """The next tile leaves the GPU when the one before it has: others use the link meanwhile."""
+        try:
+            with self._changed:
+                if self.is_over or (self._leaves is not None and not self._leaves.done):
+                    return
+                one = self._first(self._ahead, self._at)
+                while one is not None and one.stage is not Stage.HOME:
+                    one = self._first(self._ahead, one.number + 1)
+                buffer = None if one is None else self._lent(one.tile.num_bytes)
+                if one is None or buffer is None:
+                    return
+                self._bring(one, buffer)
+                ticket = self._leaves = one.ticket
+            assert ticket is not None
+            self._lanes.when_through(ticket, self._run_ahead)
+        except BaseException as error:
+            self.fail(error)
+
+    def _give_back(self, buffer: Buffer) -> None:
+        if buffer.is_staged:
+            self._staged.append(buffer)
+        elif buffer.region is not None:
+            self._host.free(buffer.region)
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self.is_over:
+            raise RuntimeError("the snapshot is closed: its values are not kept any more")
+
+    def fail(self, error: BaseException) -> None:
+        if self._birthplace.is_here:  # a fork has neither readers nor updates, and perhaps somebody's lock
+            with self._changed:
+                self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if not self.is_over:
+            self.is_over, self._error = True, error
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Everybody goes on, and the memory is given back. Idempotent."""
+        if not self._birthplace.is_here:
+            return
+        with self._changed:
+            self._end(None)
+            kept, self._kept, staged, self._staged = self._kept, [], self._staged, []
+            self._by_chunk, self._owed = {}, {}
+        for one in kept:
+            if one.buffer is None or one.ticket is None:
+                continue
+            with suppress(Exception):
+                one.ticket.settle()
+            if one.ticket.done:  # else somebody may still write there
+                staged.append(one.buffer)
+        for buffer in staged:
+            if buffer.region is not None:
+                self._host.free(buffer.region)
+        if kept:
+            self._host.return_spare()
+
+
+def _plain(num_bytes: int) -> Buffer:
+    return Buffer(torch.empty(num_bytes, dtype=torch.uint8), None)

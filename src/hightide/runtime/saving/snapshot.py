@@ -1,0 +1,63 @@
+"""The values of a run after a step, for one reader beside training."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from hightide.ir.tier import Lane
+from hightide.runtime.lanes.lanes import Lanes
+from hightide.runtime.saving.copy_on_update import CopyOnUpdate
+from hightide.runtime.saving.saved_tensor import SaveCost, SavedTensor
+from hightide.runtime.saving.tiles import Tile
+
+
+class Snapshot:
+    """Once it is forgotten it is closed: nobody waits for a reader that will never come."""
+
+    def __init__(self, tiles: list[Tile], kept: CopyOnUpdate, lanes: Lanes) -> None:
+        self._tiles, self._copies, self._lanes = tiles, kept, lanes
+        parts = (part.tensor for tile in tiles for part in tile.parts)
+        self.tensors: tuple[SavedTensor, ...] = tuple(dict.fromkeys(parts))  # in the order of `values`
+        weakref.finalize(self, kept.fail, RuntimeError("nobody reads this snapshot any more")).atexit = False
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def cost(self) -> SaveCost:
+        return self._copies.cost
+
+    def values(self) -> Iterator[tuple[SavedTensor, Tensor]]:
+        """(tensor, flat elements of it on the host), each valid until the next are asked for; a large tensor comes in
+        several parts, one after the other. For one reader, once, in any thread. However it ends, the snapshot is
+        closed. Raises if somebody else has closed it, or values could not be had."""
+        try:
+            self._copies.start()
+            chunk, began_s, num_bytes = -1, 0.0, 0
+            for number, tile in enumerate(self._tiles):
+                if tile.chunk != chunk:
+                    self._record(chunk, began_s, num_bytes)
+                    chunk, began_s, num_bytes = tile.chunk, time.perf_counter(), 0
+                values = self._copies.take(number)
+                for tensor, start, numel in tile.parts:
+                    yield tensor, values[start : start + numel]
+                    num_bytes += numel * values.dtype.itemsize
+                self._copies.passed(number)
+            self._record(chunk, began_s, num_bytes)
+        finally:
+            self.close()
+
+    def _record(self, chunk: int, began_s: float, num_bytes: int) -> None:
+        """For recordings: when the reader had it."""
+        if chunk >= 0:
+            self._lanes.record_beside(Lane.SAVE, f"save.{chunk}", began_s, num_bytes)
+
+    def close(self) -> None:
+        """Lets go of everything, whether it was read or not."""
+        self._copies.close()
+        self._tiles = []
