@@ -24,10 +24,18 @@ HOMES: dict[str, Homes] = {
     "every tier": lambda index: [(D, D), (H, D), (G, G), (H, H), (G, D)][index % 5],
 }
 
+SUMS: dict[str, Callable[[int], Tier]] = {  # number of a block -> where its sums wait between passes
+    "on the host": lambda _: H,
+    "on disk": lambda _: D,
+    "stay": lambda _: G,
+    "everywhere": lambda index: [D, H, G][index % 3],
+}
 
-def placed(plan: Plan, homes: str | Homes, num_buffers: int = 2, spare: int = 1) -> Plan:
+
+def placed(plan: Plan, homes: str | Homes, num_buffers: int = 2, spare: int = 1, sums: str = "on the host") -> Plan:
     """The same plan with its blocks there, everything recomputed; `spare` slots more than the widest block needs. With
-    updates in backward, gradients of every third block go through the ring; of the others every second is late."""
+    updates in backward, gradients of every third block go through the ring; of the others every second is late. `sums`
+    that are to be on disk are there where states are."""
     choose = HOMES[homes] if isinstance(homes, str) else homes
     blocks = tuple(
         replace(block, params=choose(index)[0], states=choose(index)[1], activation=Activation.RECOMPUTE, inputs=G)
@@ -39,6 +47,8 @@ def placed(plan: Plan, homes: str | Homes, num_buffers: int = 2, spare: int = 1)
         replace(block, held=G, compute=G, parks=index % 3 != 1, late=index % 3 == 2 and block.states is D)
         for index, block in enumerate(blocks)
     )
+    homes_of_sums = [H if SUMS[sums](at) is D is not block.states else SUMS[sums](at) for at, block in enumerate(blocks)]
+    blocks = tuple(replace(block, sums=home) for block, home in zip(blocks, homes_of_sums, strict=True))
     limits = {"gpu_limit_bytes": 2**26, "host_limit_bytes": 2**26, "disk_limit_bytes": 2**26}
     plan = replace(plan, blocks=blocks, loss_kept_tokens=0, loss_in_forward=False, **limits)
     sizes = Placement(plan).buffer_bytes

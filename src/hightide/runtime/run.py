@@ -26,6 +26,7 @@ from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.ir.split import Split
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
+from hightide.planner.lower import modes_beside
 from hightide.planner.predict.peaks import peaks, reserved_bytes
 from hightide.planner.solution import Searched, Solution
 from hightide.process.forks import Birthplace
@@ -652,7 +653,8 @@ def _memory(solution: Solution, device: torch.device) -> tuple[Accelerator, Host
     profile, plan, schedules = solution.profile, solution.plan, solution.schedules
     if device.type != "cuda":
         return SimulatedAccelerator(plan.gpu_limit_bytes), HostArena(plan.host_limit_bytes)
-    host_bytes = max(peaks(schedule).host_peak_bytes for schedule in schedules.values())
+    beside = [peaks(schedules[mode]).host_peak_bytes for mode in modes_beside(plan)]
+    host_bytes = max(solution.peaks.host_peak_bytes, *beside)
     host = PinnedArena(max(plan.host_limit_bytes, ALIGN_BYTES), max(host_bytes, ALIGN_BYTES))
     base_bytes = max(schedule.gpu_base_bytes for schedule in schedules.values())
     slab_bytes = base_bytes - profile.batch_bytes - profile.buffer_bytes  # these two are no regions

@@ -93,11 +93,16 @@ def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
             rows, _ = buffer_bytes(profile, plan, index)
             text = f"{block.name}: looked up on the host, {format_bytes(rows)} of rows cross the link"
             lines += textwrap.wrap(text, WIDTH, subsequent_indent="    ")
-    staying = [place for place in placement.chunks if place.stays]
-    if staying:
-        summed = format_bytes(sum(place.chunk.grad_bytes for place in staying))
-        owners = len({place.chunk.block for place in staying})
-        lines.append(f"sums of gradients: {summed} of {owners} blocks stay on the GPU from call to call")
+    stored = [place for place in placement.chunks if place.grad is Tier.DISK and not place.stays]
+    summed = {
+        "stay on the GPU from call to call": [place for place in placement.chunks if place.stays],
+        "come from the disk in each call": stored if plan.accumulate > 1 else [],
+    }
+    for text, places in summed.items():
+        if places:
+            owners = len({place.chunk.block for place in places})
+            total = format_bytes(sum(place.chunk.grad_bytes for place in places))
+            lines.append(f"sums of gradients: {total} of {owners} blocks {text}")
     rings = [
         f"{count} of {format_bytes(sizes[ring])} {_RINGS[ring]}"
         for ring, count in placement.num_buffers.items()

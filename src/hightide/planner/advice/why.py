@@ -114,7 +114,7 @@ def _inputs(tier: Tier) -> str:
 def _others(planned: BlockPlan, owns: bool, disk: bool, accumulates: bool) -> list[tuple[str, BlockPlan]]:
     """`owns`: whether it decides where its parameters are. `disk`: whether the plan uses one anyway."""
     others = [
-        (text, replace(planned, params=params, states=states, compute=Tier.GPU))
+        (text, replace(planned, params=params, states=states, sums=_sums(planned, states), compute=Tier.GPU))
         for (params, states), text in _PLACES.items()
         if owns and text != _places(planned) and (disk or states is not Tier.DISK)
     ]
@@ -133,12 +133,19 @@ def _others(planned: BlockPlan, owns: bool, disk: bool, accumulates: bool) -> li
     elsewhere = Tier.HOST if planned.inputs is Tier.GPU else Tier.GPU
     others.append((_inputs(elsewhere), replace(planned, inputs=elsewhere)))
     if accumulates and owns and planned.states is not Tier.GPU:
-        sums = Tier.HOST if planned.sums is Tier.GPU else Tier.GPU
-        others.append((f"sums of gradients on the {sums}", replace(planned, sums=sums)))
+        possible = Tier if planned.states is Tier.DISK else (Tier.GPU, Tier.HOST)
+        for sums in possible:
+            if sums is not planned.sums:
+                others.append((f"sums of gradients on the {sums}", replace(planned, sums=sums)))
     if planned.held is Tier.GPU:
         swapped = replace(planned, activation=Activation.SELECTIVE, held=Tier.HOST)
         others.append((f"activations {_activation(swapped)}", swapped))
     return others
+
+
+def _sums(planned: BlockPlan, states: Tier) -> Tier:
+    """They can be on the disk only where the states are."""
+    return Tier.HOST if planned.sums is Tier.DISK is not states else planned.sums
 
 
 def _with_block(profile: ModelProfile, plan: Plan, index: int, block: BlockPlan) -> Plan:

@@ -3,12 +3,43 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from hightide.ir.action import Action, ActionKey, Mode, Op
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan
 from hightide.planner.placement import ChunkPlace, Placement
+
+
+@dataclass
+class Ring:
+    """Buffers on the host: who emptied each, and who filled it first in this pass. See [Note: rings of buffers] in
+    pass_through_disk.py."""
+
+    num_buffers: int
+    exits: list[Action] = field(default_factory=list)  # in the order of the entries
+    firsts: list[ActionKey] = field(default_factory=list)  # by buffer
+
+    @property
+    def buffer(self) -> int:
+        """The next one."""
+        return len(self.exits) % self.num_buffers
+
+    @property
+    def before(self) -> Action | None:
+        """Who empties it before it is filled."""
+        return self.exits[-self.num_buffers] if len(self.exits) >= self.num_buffers else None
+
+    def pass_through(self, entry: Action, exit: Action) -> None:
+        if len(self.exits) < self.num_buffers:
+            self.firsts.append(entry.id)
+        self.exits.append(exit)
+
+    def last_exit(self, buffer: int) -> ActionKey | None:
+        """Of this pass."""
+        return next((exit.id for exit in reversed(self.exits[buffer :: self.num_buffers])), None)
 
 
 class Draft:
@@ -21,6 +52,7 @@ class Draft:
         self.actions: list[Action] = []  # all but the ticks
         self.awaited: dict[int, list[ActionKey]] = defaultdict(list)  # tick -> ids that it waits for
         self.standing: tuple[tuple[int, int], ...] = ()  # chunks that are in slots from the pass before, and where
+        self.rings: tuple[Ring, ...] = ()
         self.last_write_back: dict[int, Action] = {}  # chunk -> its final one in this pass, or SUM
 
     def chunks_at(self, tick: Action) -> tuple[ChunkPlace, ...]:
@@ -47,3 +79,18 @@ class Draft:
     @cached_property
     def tick_index(self) -> dict[tuple[Op, int | None], int]:
         return {(tick.op, tick.call): tick.tick for tick in self.ticks}
+
+
+def emptied_before(order: Sequence[Draft]) -> list[dict[ActionKey, ActionKey]]:
+    """For each pass of a step: the first entry of each buffer -> who has emptied it last, in this step or in the one
+    before, which is like it."""
+    found = []
+    for at, draft in enumerate(order):
+        earlier = [*reversed(order[:at]), *reversed(order[at:])]
+        exits = {
+            entry: next(exit for one in earlier if (exit := one.rings[number].last_exit(buffer)) is not None)
+            for number, ring in enumerate(draft.rings)
+            for buffer, entry in enumerate(ring.firsts)
+        }
+        found.append(exits)
+    return found

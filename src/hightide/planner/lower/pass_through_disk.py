@@ -4,7 +4,8 @@
 one, a FETCH empties it), away from it (a WRITE_BACK fills one; a WRITE empties it, or the update, if that follows at
 once), and for updates (READ, UPDATE, WRITE). A buffer is filled again when it is empty, in the order of the lane that
 meets the GPU, or of the updates. So what is under way is bounded, and a ring never waits for what stands behind it on a
-lane.
+lane. The passes of a step differ in what goes through a ring: the first entry of each buffer waits for whoever has
+emptied it last, in whichever pass that was.
 
 [Note: parked gradients] With updates in backward, a gradient that leaves the GPU may park instead: it takes host memory
 when it comes and gives it back when its update is through, at the latest before the next forward uses its block. By
@@ -14,6 +15,9 @@ last block first, although that is due last. Those that are `late` come after al
 disk has work in forward too, and the first block does not wait for all. A late gradient must park: in the ring it would
 keep those from coming that are updated before it.
 
+In a step of several passes states are read and written with the last one only. Sums wait in between on the host, or go
+to the disk and come back with each pass; those that stay on the GPU leave it once, in the last pass, and park then.
+
 Gradients of deferred updates go where their states are. Per byte of host memory that saves as much as keeping states
 there: one read and one write a step. Parameters on the host save more, two reads and a write, so they go last (see
 planner/search/moves.py).
@@ -22,42 +26,11 @@ planner/search/moves.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.planner.lower.draft import Draft
-
-
-@dataclass
-class _Ring:
-    """Who emptied each buffer, and who filled it first in this pass."""
-
-    num_buffers: int
-    exits: list[Action] = field(default_factory=list)  # in the order of the entries
-    firsts: list[ActionKey] = field(default_factory=list)
-
-    @property
-    def buffer(self) -> int:
-        """The next one."""
-        return len(self.exits) % self.num_buffers
-
-    @property
-    def before(self) -> Action | None:
-        """Who empties it before it is filled."""
-        return self.exits[-self.num_buffers] if len(self.exits) >= self.num_buffers else None
-
-    def pass_through(self, entry: Action, exit: Action) -> None:
-        if len(self.exits) < self.num_buffers:
-            self.firsts.append(entry.id)
-        self.exits.append(exit)
-
-    def follow(self) -> dict[ActionKey, ActionKey]:
-        """First entry of each buffer -> its last exit in the pass before, which is like this one."""
-        last = {at % self.num_buffers: exit.id for at, exit in enumerate(self.exits)}
-        return {entry: last[buffer] for buffer, entry in enumerate(self.firsts)}
-
+from hightide.planner.lower.draft import Draft, Ring
 
 Written = dict[ActionKey, Action]  # WRITE_BACK of a gradient -> the WRITE that follows it
 
@@ -66,17 +39,13 @@ def move_through_disk(
     draft: Draft, fetches: list[Action], exits: list[Action], updates: list[Action]
 ) -> Iterator[Action]:
     """All of them, and reads and writes beside. Each list is in the order of its lane."""
-    up, down, state = (_Ring(count) for count in draft.placement.num_buffers.values())
+    up, down, state = draft.rings = tuple(Ring(count) for count in draft.placement.num_buffers.values())
     updated = {action.chunk: action for action in updates}
     written: Written = {}
     home = [moved for action in exits for moved in _away(draft, down, action, updated, written)]
     coming = [moved for action in fetches for moved in _towards(draft, up, action, written)]
     in_turn = sorted(updates, key=lambda action: _turn(draft, action))
-    done = [moved for action in in_turn for moved in _around(draft, state, action, written)]
-    previous = {**up.follow(), **down.follow(), **state.follow()}
-    for action in (*home, *coming, *done):
-        exit = (previous[action.id],) if action.id in previous else ()
-        yield action.changed(after_prev=tuple(dict.fromkeys((*action.after_prev, *exit)))) if exit else action
+    yield from (*home, *coming, *(moved for action in in_turn for moved in _around(draft, state, action, written)))
 
 
 def _turn(draft: Draft, action: Action) -> tuple[bool, int]:
@@ -86,7 +55,7 @@ def _turn(draft: Draft, action: Action) -> tuple[bool, int]:
 
 
 def _away(
-    draft: Draft, ring: _Ring, action: Action, updated: dict[int | None, Action], written: Written
+    draft: Draft, ring: Ring, action: Action, updated: dict[int | None, Action], written: Written
 ) -> list[Action]:
     if action.op is not Op.WRITE_BACK or not (place := draft.place_of(action)).passes_ring:
         return [action]
@@ -109,7 +78,7 @@ def _away(
     return [entry, exit]
 
 
-def _towards(draft: Draft, ring: _Ring, action: Action, written: Written) -> list[Action]:
+def _towards(draft: Draft, ring: Ring, action: Action, written: Written) -> list[Action]:
     """A parameter as its last update has left it, or a sum as this pass or the one before has."""
     if action.op is not Op.FETCH or action.kind is None:
         return [action]
@@ -139,7 +108,7 @@ def _towards(draft: Draft, ring: _Ring, action: Action, written: Written) -> lis
     return [read, fetch]
 
 
-def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list[Action]:
+def _around(draft: Draft, ring: Ring, action: Action, written: Written) -> list[Action]:
     """In backward, states are read ahead of their gradient, as soon as a buffer is free."""
     place = draft.place_of(action)
     if place.states is not Tier.DISK:

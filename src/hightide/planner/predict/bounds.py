@@ -44,7 +44,9 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
         between = 0 if place.stays else (plan.accumulate - 1) * place.grad_bytes
         moved[Lane.D2H] += place.grad_bytes + between
         moved[Lane.H2D] += between
-        moved[Lane.DISK_WRITE] += place.grad_bytes if place.grad is Tier.DISK else 0
+        if place.grad is Tier.DISK:
+            moved[Lane.DISK_WRITE] += place.grad_bytes + between
+            moved[Lane.DISK_READ] += between
         if chunk.optimised_numel:
             moved[Lane.CPU] += place.update_bytes
             if place.states is Tier.DISK:

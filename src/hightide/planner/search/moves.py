@@ -43,6 +43,7 @@ class Kind(StrEnum):
     NEAR = "near"
     SWAPPED = "swapped"
     HOST_PARAMS = "host_params"
+    HOST_SUMS = "host_sums"
     HOST_STATES = "host_states"
 
 
@@ -51,7 +52,8 @@ LEVELS = (Kind.KEEP, Kind.SELECTIVE, Kind.SWAPPED)  # a block has one of them at
 Order = tuple[Kind, ...]
 
 _T, _W, _P, _G, _L, _S, _K, _N, _A, *_HOST = Kind
-# Adapters first: they cost next to nothing. What lives on disk comes to the host when it is known what is on the GPU.
+# Adapters first: they cost next to nothing. What lives on disk comes to the host when it is known what is on the GPU:
+# first what crosses most often per byte, which are parameters, then sums between passes.
 # Before anything is kept, all is held selectively: that saves nearly as much time with fewer bytes.
 ORDERS: tuple[Order, ...] = (
     (_T, _L, _W, _P, _G, _S, _K, _N, *_HOST),
@@ -91,7 +93,7 @@ class Moves:
 
     def starts(self, spare: int, form: Form = PLAIN, disk: bool = False) -> Iterator[Candidate]:
         """Everything streamed, from the host or the disk, and recomputed; the plainest first."""
-        if disk and (not self.space.terms.disk_bytes or self.space.terms.accumulate > 1):
+        if disk and not self.space.terms.disk_bytes:
             return
         buffers = 1 + spare if disk else 0
         for inputs, micro_batch in product((Tier.GPU, Tier.HOST), self.micro_batches):
@@ -407,6 +409,8 @@ class Moves:
             return candidate.loss_tile_tokens is None  # tiles are small where memory is short
         if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES):
             return candidate.disk and unit not in candidate.whole
+        if kind is Kind.HOST_SUMS:
+            return candidate.disk and unit not in candidate.whole | candidate.sums | candidate.host_states
         if kind in (Kind.SELECTIVE, Kind.SWAPPED):
             return unit not in candidate.keep | candidate.selective
         return not (kind in (Kind.PARAMS, Kind.TRAINED, Kind.SUMS) and unit in candidate.whole)
@@ -421,9 +425,9 @@ class Moves:
             return space.keepable if kind is Kind.KEEP else space.selectable
         if kind is Kind.SWAPPED:
             return space.selectable[::-1]
-        if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES) and not space.terms.disk_bytes:
+        if kind in _HOST and not space.terms.disk_bytes:
             return ()
-        if kind is Kind.SUMS:
+        if kind in (Kind.SUMS, Kind.HOST_SUMS):
             return self.space.summed
         return self._backwards if kind is Kind.NEAR else space.movable
 
@@ -468,6 +472,8 @@ class Moves:
             return replace(candidate, host_params=chosen, host_states=candidate.host_states & chosen)
         if kind is Kind.HOST_STATES:
             return replace(candidate, host_states=chosen, host_params=candidate.host_params | chosen)
+        if kind is Kind.HOST_SUMS:
+            return replace(candidate, host_sums=chosen)
         return replace(candidate, sums=chosen) if kind is Kind.SUMS else replace(candidate, trained=chosen)
 
 

@@ -90,15 +90,22 @@ class Space:
         return self.terms.update, self.terms.gradients, self.terms.accumulate
 
     def home(self, block: BlockSpec, candidate: Candidate) -> Home:
-        index, sums = block.index, Tier.GPU if block.index in candidate.sums else Tier.HOST
+        index = block.index
         if index in candidate.looked_up:
             return Home(Tier.HOST, Tier.HOST, Tier.HOST, compute=Tier.HOST)
         if block.loose or index in candidate.whole:
-            return Home(Tier.GPU, Tier.GPU, sums)
+            return Home(Tier.GPU, Tier.GPU, Tier.HOST)
         params = Tier.DISK if candidate.disk and index not in candidate.host_params else Tier.HOST
         states = Tier.DISK if candidate.disk and index not in candidate.host_states else Tier.HOST
         in_part = Tier.GPU if index in candidate.params else params, Tier.GPU if index in candidate.trained else states
+        sums = self._sums(index, in_part[1], candidate)
         return Home(*in_part, sums, parks=self._parks(index, in_part[1], candidate))
+
+    def _sums(self, block: int, states: Tier, candidate: Candidate) -> Tier:
+        if block in candidate.sums:
+            return Tier.GPU
+        on_disk = self.terms.accumulate > 1 and states is Tier.DISK and block not in candidate.host_sums
+        return Tier.DISK if on_disk else Tier.HOST
 
     def _parks(self, block: int, states: Tier, candidate: Candidate) -> bool:
         """All buffers of a ring are as large as the largest: what is far wider than others parks."""

@@ -172,8 +172,11 @@ def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
                 f"{where} is updated late, but its gradient does not park: it would hold a buffer for which the others "
                 "wait; use parks=true, or late=false"
             )
-        if block.sums is Tier.DISK:
-            raise InfeasiblePlan(f"{where} has sums of gradients on the disk by themselves; use sums=gpu or host")
+        if block.sums is Tier.DISK and block.states is not Tier.DISK:
+            raise InfeasiblePlan(
+                f"{where} has sums of gradients on the disk but states on the {block.states}, where the update would "
+                "look for them; use sums=gpu or host, or states=disk"
+            )
         if block.compute is not Tier.GPU:
             _check_lookup(spec, block, plan, where)
         if spec.loose and (block.params, block.states) != (Tier.GPU, Tier.GPU):
@@ -247,11 +250,6 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
             raise InfeasiblePlan(f"{name} is 0, but chunks pass through such buffers; it must be at least 1")
     if plan.accumulate < 1:
         raise InfeasiblePlan(f"accumulate is {plan.accumulate}; it must be 1 (a step per backward) or more")
-    if plan.accumulate > 1 and placement.uses_disk:
-        raise InfeasiblePlan(
-            f"accumulate is {plan.accumulate}, but blocks live on the disk: steps of several passes are not planned "
-            "from there yet; use accumulate=1 with a larger batch, or no disk"
-        )
     _check_most("passes in a step", plan.accumulate, MAX_PASSES)
     _check_most("samples", plan.num_samples, MAX_SAMPLES)
     _check_most("micro-batches", -(-plan.num_samples // plan.micro_batch), MAX_MICRO_BATCHES)

@@ -4,6 +4,8 @@ lower/pass_through_disk.py."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hightide.ir.action import Action, ActionKey, Op, Place, Schedule
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner.infeasible import InfeasiblePlan
@@ -135,12 +137,22 @@ class DiskReplay(OrderedReplay):
         if place is not None and place.slot is not None:
             self.fail(action, f"passes through {place}, but what it moves goes through no buffer")
 
+    def check_followed(self, earlier: Sequence[DiskReplay]) -> None:
+        """That no buffer is filled before it was emptied. `earlier`: passes that come before it, the latest first."""
+        for number, ring in enumerate(self._rings):
+            self.check_next_pass(ring, [one._rings[number] for one in earlier])
+
+    @property
+    def _rings(self) -> tuple[Places, ...]:
+        return self._up, self._down, self._state
+
     def _check_end(self) -> None:
-        for ring in (self._up, self._down, self._state):
+        for ring in self._rings:
             left = [entry.id for entry in ring.entries if entry is not None]
             if left:
                 raise InfeasiblePlan(f"the schedule is wrong: {', '.join(left)} leave a buffer on the host full")
-            self.check_next_pass(ring)
+        if self.schedule.mode.is_alone:
+            self.check_followed([])
         for index, read in self._continued.items():
             self.follows(read, self._written[index][-1].id, "reads a gradient before it is on disk")
         lost = sorted(self._updates.keys() - self._stored.keys())
