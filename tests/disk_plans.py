@@ -47,7 +47,9 @@ def placed(plan: Plan, homes: str | Homes, num_buffers: int = 2, spare: int = 1,
         replace(block, held=G, compute=G, parks=index % 3 != 1, late=index % 3 == 2 and block.states is D)
         for index, block in enumerate(blocks)
     )
-    homes_of_sums = [H if SUMS[sums](at) is D is not block.states else SUMS[sums](at) for at, block in enumerate(blocks)]
+    homes_of_sums = [
+        H if SUMS[sums](at) is D is not block.states else SUMS[sums](at) for at, block in enumerate(blocks)
+    ]
     blocks = tuple(replace(block, sums=home) for block, home in zip(blocks, homes_of_sums, strict=True))
     limits = {"gpu_limit_bytes": 2**26, "host_limit_bytes": 2**26, "disk_limit_bytes": 2**26}
     plan = replace(plan, blocks=blocks, loss_kept_tokens=0, loss_in_forward=False, **limits)

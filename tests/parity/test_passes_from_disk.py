@@ -126,7 +126,9 @@ def test_parameters_cross_twice_a_call_and_states_once_a_step(update: str, tmp_p
     """One call of all samples against four: what the disk has read and written, told and found."""
     moved = {}
     for calls in (1, 4):
-        model, optimizer, run = wrapped(Words(), "all on disk", tmp_path, update=update, accumulate=calls, micro_batch=1)
+        model, optimizer, run = wrapped(
+            Words(), "all on disk", tmp_path, update=update, accumulate=calls, micro_batch=1
+        )
         train(model, optimizer, 3, calls)
         run.executor.wait_for_updates()
         passes = Solution.of(run.profile, run.plan).passes

@@ -48,8 +48,8 @@ class BlockPlan:
     activation: Activation
     inputs: Tier  # where the block's inputs wait for backward
     held: Tier = Tier.GPU  # where that waits which the block has computed and holds (`activation`). HOST: swapped
-    # Where sums of gradients wait between the passes of one step. GPU: they stay, whatever `states` is. HOST or DISK, if
-    # the states are on the disk; else where the states are
+    # Where sums of gradients wait between the passes of one step. GPU: they stay, whatever `states` is. DISK: only if
+    # the states are there; HOST otherwise
     sums: Tier = Tier.HOST
     # HOST: an embedding whose rows are looked up where its table lives. Nothing but rows and their gradients crosses
     compute: Tier = Tier.GPU

@@ -129,24 +129,28 @@ def check(case: Any) -> None:
 def check_buffers(simulated: Simulated) -> None:
     """From pass to pass no buffer on the host is filled before it was emptied."""
     by_pass = {one.index: one.schedule.by_id for one in simulated.passes}
-    entered: dict[tuple[str, int | None], list[tuple[float, float]]] = {}
-    open_: dict[tuple[int, int | None, str], tuple[tuple[str, int | None], float]] = {}
+    filled: dict[tuple[str, int | None], list[float]] = {}
+    emptied: dict[tuple[str, int | None], list[float]] = {}
+    unused: dict[tuple[int, int | None], int | None] = {}  # gradients that nothing but their update takes out
     for span in simulated.spans:
         action = by_pass[span.pass_index][span.id]
         ring = "state" if action.kind is ChunkKind.STATE else "up" if action.op in (Op.READ, Op.FETCH) else "down"
-        key = span.pass_index, action.chunk, ring
         if action.op in (Op.READ, Op.WRITE_BACK) and action.target is not None and action.target.slot is not None:
-            open_[key] = ((ring, action.target.slot), span.start_s)
+            filled.setdefault((ring, action.target.slot), []).append(span.start_s)
+            if action.op is Op.WRITE_BACK:
+                unused[span.pass_index, action.chunk] = action.target.slot
         if action.op in (Op.FETCH, Op.WRITE) and action.source is not None and action.source.slot is not None:
-            place, since_s = open_.pop(key)
-            entered.setdefault(place, []).append((since_s, span.end_s))
-        if action.op is Op.UPDATE and (span.pass_index, action.chunk, "down") in open_:
-            place, since_s = open_.pop((span.pass_index, action.chunk, "down"))
-            entered.setdefault(place, []).append((since_s, span.end_s))
-    assert not open_
-    for place, times in entered.items():
-        for before, after in pairwise(sorted(times)):
-            assert before[1] <= after[0] + 1e-9, f"{place} is filled while it is in use"
+            emptied.setdefault((ring, action.source.slot), []).append(span.end_s)
+            if action.op is Op.WRITE:
+                unused.pop((span.pass_index, action.chunk), None)
+        if action.op is Op.UPDATE and (span.pass_index, action.chunk) in unused:
+            emptied.setdefault(("down", unused.pop((span.pass_index, action.chunk))), []).append(span.end_s)
+    assert filled.keys() == emptied.keys()
+    for place, starts in filled.items():
+        ends = sorted(emptied[place])
+        assert len(starts) == len(ends)
+        for end_s, start_s in zip(ends, sorted(starts)[1:], strict=False):
+            assert end_s <= start_s + 1e-9, f"{place} is filled while it is in use"
 
 
 @given(steps())

@@ -74,9 +74,7 @@ def lower_step(
     emptied: dict[Mode, list[dict[ActionKey, ActionKey]]] = {mode: [] for mode in drafts}
     for draft, exits in zip(order, emptied_before(order), strict=True):
         emptied[draft.mode].append(exits)
-    return Passes(
-        tuple((_finished(draft, ordered[mode], emptied[mode]), runs[mode]) for mode, draft in drafts.items())
-    )
+    return Passes(tuple((_finished(draft, ordered[mode], emptied[mode]), runs[mode]) for mode, draft in drafts.items()))
 
 
 def lower_ticks(profile: ModelProfile, plan: Plan) -> tuple[Action, ...]:

@@ -42,10 +42,10 @@ def order_actions(draft: Draft) -> list[Action]:
 
 def _merged(inline: list[Action], issued: dict[int, list[Action]]) -> list[Action]:
     """After each tick what is issued then, that first which others wait for."""
-    found = _sorted_by_waiting(issued[-1])
-    for moment, group in groupby(inline, key=lambda action: _moment(action)[0]):
-        found += group
-        found += _sorted_by_waiting(issued[moment]) if moment >= 0 else []
+    at = {moment: [*group] for moment, group in groupby(inline, key=lambda action: _moment(action)[0])}
+    found = []
+    for moment in sorted({-1, *at}):
+        found += [*at.get(moment, ()), *_sorted_by_waiting(issued[moment])]
     return found
 
 

@@ -23,9 +23,7 @@ def verify_step(profile: ModelProfile, placement: Placement, passes: Passes) -> 
     """Each of its passes, that each finds in the slots what it takes for granted, and that none fills a buffer on the
     host that another has not emptied."""
     last = passes.last if passes.number > 1 else None
-    left = {
-        one.mode: verify(profile, placement, one, last if one is passes.first else None) for one in passes
-    }
+    left = {one.mode: verify(profile, placement, one, last if one is passes.first else None) for one in passes}
     order = [schedule for schedule, count in passes.runs for _ in range(min(2, count))]
     replays = [left[schedule.mode].disk for schedule in order]
     for at, replay in enumerate(replays):
@@ -43,9 +41,7 @@ class Verified(NamedTuple):
     disk: DiskReplay
 
 
-def verify(
-    profile: ModelProfile, placement: Placement, schedule: Schedule, last: Schedule | None = None
-) -> Verified:
+def verify(profile: ModelProfile, placement: Placement, schedule: Schedule, last: Schedule | None = None) -> Verified:
     """Raises InfeasiblePlan, also where it exceeds the plan's own limits. The capacity of an evaluation pass is left to
     the stores: its batch and its outputs are the user's affair, and a block runs unsplit there. `last`: for the first
     pass of several, that with which the step before has ended."""
