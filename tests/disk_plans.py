@@ -10,6 +10,7 @@ import hightide
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
+from hightide.planner.inputs_on_disk import passing_calls
 from hightide.planner.placement import RING_COUNTS, Placement
 
 G, H, D = Tier.GPU, Tier.HOST, Tier.DISK
@@ -32,13 +33,26 @@ SUMS: dict[str, Callable[[int], Tier]] = {  # number of a block -> where its sum
 }
 
 
-def placed(plan: Plan, homes: str | Homes, num_buffers: int = 2, spare: int = 1, sums: str = "on the host") -> Plan:
+def placed(
+    plan: Plan,
+    homes: str | Homes,
+    num_buffers: int = 2,
+    spare: int = 1,
+    sums: str = "on the host",
+    inputs: Callable[[int], Tier] = lambda _: G,
+) -> Plan:
     """The same plan with its blocks there, everything recomputed; `spare` slots more than the widest block needs. With
     updates in backward, gradients of every third block go through the ring; of the others every second is late. `sums`
-    that are to be on disk are there where states are."""
+    that are to be on disk are there where states are. `inputs`: number of a block -> where its inputs wait."""
     choose = HOMES[homes] if isinstance(homes, str) else homes
     blocks = tuple(
-        replace(block, params=choose(index)[0], states=choose(index)[1], activation=Activation.RECOMPUTE, inputs=G)
+        replace(
+            block,
+            params=choose(index)[0],
+            states=choose(index)[1],
+            activation=Activation.RECOMPUTE,
+            inputs=inputs(index),
+        )
         if block.name
         else block
         for index, block in enumerate(plan.blocks)
@@ -56,6 +70,7 @@ def placed(plan: Plan, homes: str | Homes, num_buffers: int = 2, spare: int = 1,
     sizes = Placement(plan).buffer_bytes
     plan = replace(plan, **{name: num_buffers if sizes[ring] else 0 for ring, name in RING_COUNTS.items()})
     assert plan.profile is not None
+    plan = replace(plan, num_input_buffers=num_buffers if passing_calls(plan.profile, plan) else 0)
     slots, grad_slots = Placement(plan).widest_tick({call.block for call in plan.profile.calls})
     return replace(plan, num_slots=slots + spare * (slots > 0), num_grad_slots=grad_slots + spare * (grad_slots > 0))
 

@@ -99,12 +99,12 @@ def wrapped(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     num_buffers: int = 2,
     micro_batch: int = 2,
-    sums: str = "on the host",
     **options: Any,
 ) -> tuple[nn.Module, torch.optim.Optimizer, Run]:
     made, batch = optimizer(model), batch_of(0)
+    where = {name: options.pop(name) for name in ("sums", "inputs") if name in options}
     plan = hightide.plan(model, made, batch, limits=ROOMY, micro_batch=micro_batch, **options)
-    plan = placed(plan, homes, num_buffers, sums=sums)
+    plan = placed(plan, homes, num_buffers, **where)
     limits = folder(path) if plan.uses_disk else None
     model, made = hightide.wrap(model, made, batch, plan=plan, limits=limits)
     run = run_of(model)

@@ -15,6 +15,7 @@ from hightide.ir.machine import Disk
 from hightide.ir.plan import BlockPlan, Plan, Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.inputs_on_disk import passing_calls
 from hightide.planner.lower import lower, lower_step
 from hightide.planner.placement import RING_COUNTS, Placement
 from hightide.planner.predict.peaks import peaks, step_peaks
@@ -107,6 +108,7 @@ def steps(draw: st.DrawFn) -> Any:
     num_slots, num_grad_slots = max(slots, spares[0]), max(grad_slots, spares[1])
     sizes = placement.buffer_bytes
     rings = {name: draw(st.integers(1, 3)) if sizes[ring] else 0 for ring, name in RING_COUNTS.items()}
+    rings["num_input_buffers"] = draw(st.integers(1, 3)) if passing_calls(profile, plan) else 0
     plan = replace(plan, num_slots=num_slots, num_grad_slots=num_grad_slots, **rings)
     return profile, plan, draw(st.integers(0, 2**16))
 
@@ -135,13 +137,16 @@ def check_buffers(simulated: Simulated) -> None:
     for span in simulated.spans:
         action = by_pass[span.pass_index][span.id]
         ring = "state" if action.kind is ChunkKind.STATE else "up" if action.op in (Op.READ, Op.FETCH) else "down"
-        if action.op in (Op.READ, Op.WRITE_BACK) and action.target is not None and action.target.slot is not None:
+        ring = "inputs" if action.chunk is None else ring
+        enters = action.op in (Op.READ, Op.WRITE_BACK, Op.STASH)
+        if enters and action.target is not None and action.target.slot is not None:
             filled.setdefault((ring, action.target.slot), []).append(span.start_s)
             if action.op is Op.WRITE_BACK:
                 unused[span.pass_index, action.chunk] = action.target.slot
-        if action.op in (Op.FETCH, Op.WRITE) and action.source is not None and action.source.slot is not None:
+        leaves = action.op in (Op.FETCH, Op.WRITE, Op.UNSTASH)
+        if leaves and action.source is not None and action.source.slot is not None:
             emptied.setdefault((ring, action.source.slot), []).append(span.end_s)
-            if action.op is Op.WRITE:
+            if action.op is Op.WRITE and action.chunk is not None:
                 unused.pop((span.pass_index, action.chunk), None)
         if action.op is Op.UPDATE and (span.pass_index, action.chunk) in unused:
             emptied.setdefault(("down", unused.pop((span.pass_index, action.chunk))), []).append(span.end_s)

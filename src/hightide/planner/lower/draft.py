@@ -19,27 +19,29 @@ class Ring:
     pass_through_disk.py."""
 
     num_buffers: int
-    exits: list[Action] = field(default_factory=list)  # in the order of the entries
-    firsts: list[ActionKey] = field(default_factory=list)  # by buffer
+    num_entries: int = 0
+    exits: dict[int, Action] = field(default_factory=dict)  # by buffer, the last one so far
+    firsts: dict[int, ActionKey] = field(default_factory=dict)  # by buffer
 
     @property
     def buffer(self) -> int:
-        """The next one."""
-        return len(self.exits) % self.num_buffers
+        """The next one, in turn."""
+        return self.num_entries % self.num_buffers
 
     @property
     def before(self) -> Action | None:
         """Who empties it before it is filled."""
-        return self.exits[-self.num_buffers] if len(self.exits) >= self.num_buffers else None
+        return self.exits.get(self.buffer)
 
     def pass_through(self, entry: Action, exit: Action) -> None:
-        if len(self.exits) < self.num_buffers:
-            self.firsts.append(entry.id)
-        self.exits.append(exit)
+        self.fill(entry)
+        self.exits[(self.num_entries - 1) % self.num_buffers] = exit
 
-    def last_exit(self, buffer: int) -> ActionKey | None:
-        """Of this pass."""
-        return next((exit.id for exit in reversed(self.exits[buffer :: self.num_buffers])), None)
+    def fill(self, entry: Action) -> int:
+        """The next one; who empties it is known later."""
+        buffer, self.num_entries = self.buffer, self.num_entries + 1
+        self.firsts.setdefault(buffer, entry.id)
+        return buffer
 
 
 class Draft:
@@ -88,9 +90,9 @@ def emptied_before(order: Sequence[Draft]) -> list[dict[ActionKey, ActionKey]]:
     for at, draft in enumerate(order):
         earlier = [*reversed(order[:at]), *reversed(order[at:])]
         exits = {
-            entry: next(exit for one in earlier if (exit := one.rings[number].last_exit(buffer)) is not None)
+            entry: next(one.rings[number].exits[buffer].id for one in earlier if buffer in one.rings[number].exits)
             for number, ring in enumerate(draft.rings)
-            for buffer, entry in enumerate(ring.firsts)
+            for buffer, entry in ring.firsts.items()
         }
         found.append(exits)
     return found

@@ -31,7 +31,7 @@ def order_actions(draft: Draft) -> list[Action]:
     exits = sorted(by_lane[Lane.D2H], key=lambda action: (action.opens, action.tick))
     updates = sorted(by_lane[Lane.CPU], key=lambda action: (action.opens, action.tick))
     inline = [*ticks, *by_lane[Lane.COMPUTE]]
-    if not any(draft.placement.num_buffers.values()):
+    if not any(draft.placement.num_buffers.values()) and not draft.plan.num_input_buffers:
         return sorted([*inline, *exits, *fetches, *updates], key=_moment)
     moved = move_through_disk(draft, fetches, exits, updates)
     issued: dict[int, list[Action]] = defaultdict(list)

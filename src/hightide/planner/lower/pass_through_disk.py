@@ -1,4 +1,5 @@
-"""Pass 6: what lives on disk passes through buffers on the host, and so may gradients on their way to their update.
+"""Pass 6: what lives on disk passes through buffers on the host, and so may gradients on their way to their update, and
+block inputs that wait on disk ([Note: inputs on disk] in planner/inputs_on_disk.py).
 
 [Note: rings of buffers] There are three rings, each with a number of buffers of its own: towards the GPU (a READ fills
 one, a FETCH empties it), away from it (a WRITE_BACK fills one; a WRITE empties it, or the update, if that follows at
@@ -30,6 +31,7 @@ from collections.abc import Iterator
 from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.planner.inputs_on_disk import passing_calls, stored_bytes
 from hightide.planner.lower.draft import Draft, Ring
 
 Written = dict[ActionKey, Action]  # WRITE_BACK of a gradient -> the WRITE that follows it
@@ -39,13 +41,80 @@ def move_through_disk(
     draft: Draft, fetches: list[Action], exits: list[Action], updates: list[Action]
 ) -> Iterator[Action]:
     """All of them, and reads and writes beside. Each list is in the order of its lane."""
-    up, down, state = draft.rings = tuple(Ring(count) for count in draft.placement.num_buffers.values())
+    up, down, state = (Ring(count) for count in draft.placement.num_buffers.values())
+    inputs = _Inputs(draft)
+    draft.rings = (up, down, state, inputs.ring)
     updated = {action.chunk: action for action in updates}
     written: Written = {}
-    home = [moved for action in exits for moved in _away(draft, down, action, updated, written)]
-    coming = [moved for action in fetches for moved in _towards(draft, up, action, written)]
+    home = [
+        moved for action in exits for moved in (inputs.leave(action) or _away(draft, down, action, updated, written))
+    ]
+    coming = [
+        moved for action in fetches for moved in (inputs.come_back(action) or _towards(draft, up, action, written))
+    ]
     in_turn = sorted(updates, key=lambda action: _turn(draft, action))
     yield from (*home, *coming, *(moved for action in in_turn for moved in _around(draft, state, action, written)))
+
+
+class _Inputs:
+    """Those that wait on disk. None of the others is its business: it returns nothing for them."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.ring = Ring(draft.plan.num_input_buffers)
+        self._passing = set(passing_calls(draft.profile, draft.plan))
+        self._stored = stored_bytes(draft.profile, draft.plan)
+        self._writes: dict[int | None, Action] = {}  # by call
+        self._buffers: dict[int | None, int] = {}  # of calls that wait in one
+        self._left: list[tuple[int, Action]] = []  # buffers, by who has left them, in this order
+
+    def leave(self, action: Action) -> list[Action]:
+        call, ring = action.call, self.ring
+        if action.op is not Op.STASH or call not in self._passing:
+            return []
+        buffer = Place(Tier.HOST, ring.buffer)
+        before = () if ring.before is None else (ring.before.id,)
+        entry = action.changed(target=buffer, after=(*action.after, *before))
+        if call not in self._stored:
+            self._buffers[call] = ring.fill(entry)
+            return [entry]
+        write = self._writes[call] = action.changed(
+            id=ActionKey(Op.WRITE, call),
+            op=Op.WRITE,
+            lane=Lane.DISK_WRITE,
+            source=buffer,
+            target=Place(Tier.DISK),
+            after=(action.id,),
+            after_prev=(),
+        )
+        ring.pass_through(entry, write)
+        return [entry, write]
+
+    def come_back(self, action: Action) -> list[Action]:
+        call = action.call
+        if action.op is not Op.UNSTASH or call not in self._passing:
+            return []
+        if call in self._buffers:
+            buffer = self._buffers[call]
+            exit = action.changed(source=Place(Tier.HOST, buffer))
+            return [self._leaves(buffer, exit)]
+        (buffer, before), write = self._left.pop(0), self._writes[call]
+        read = action.changed(
+            id=ActionKey(Op.READ, call),
+            op=Op.READ,
+            lane=Lane.DISK_READ,
+            opens=max(before.opens, write.opens),
+            source=Place(Tier.DISK),
+            target=Place(Tier.HOST, buffer),
+            after=(write.id, before.id),
+            after_prev=(),
+        )
+        exit = action.changed(source=Place(Tier.HOST, buffer), after=(*action.after, read.id))
+        return [read, self._leaves(buffer, exit)]
+
+    def _leaves(self, buffer: int, exit: Action) -> Action:
+        self._left.append((buffer, exit))
+        self.ring.exits[buffer] = exit
+        return exit
 
 
 def _turn(draft: Draft, action: Action) -> tuple[bool, int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from hightide.ir.action import Mode
 from hightide.ir.machine import Machine
 from hightide.ir.tier import Lane, Tier
+from hightide.planner.inputs_on_disk import stored_bytes
 from hightide.planner.lookup import is_looked_up, rows_bytes
 from hightide.planner.lower.draft import Draft
 from hightide.planner.lower.lay_ticks import lay_ticks
@@ -52,10 +53,14 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
             if place.states is Tier.DISK:
                 moved[Lane.DISK_WRITE] += place.written_bytes
                 moved[Lane.DISK_READ] += place.read_bytes
-    for call in profile.calls:
+    stored = stored_bytes(profile, plan)
+    for index, call in enumerate(profile.calls):
         num_bytes = plan.accumulate * away(plan, call).num_bytes
         moved[Lane.D2H] += num_bytes
         moved[Lane.H2D] += num_bytes
+        if index in stored:
+            moved[Lane.DISK_WRITE] += num_bytes
+            moved[Lane.DISK_READ] += num_bytes
         if is_looked_up(plan, call):
             rows = plan.accumulate * rows_bytes(plan, call)
             moved[Lane.H2D] += rows
