@@ -258,9 +258,9 @@ class BlockCall:
             )
 
     def _choose_away(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Inputs that carry gradients wait on host, or on disk. The rest (masks, positions) are shared and stay; so does everything
-        that the plan did not foresee. What comes back lies in memory as it did:
-        dropout fills memory in its order. Of several micro-batches it is contiguous, so it leaves so."""
+        """Inputs that carry gradients wait on host, or on disk. The rest (masks, positions) are shared and stay; so
+        does everything that the plan did not foresee. What comes back lies in memory as it did: dropout fills memory in
+        its order. Of several micro-batches it is contiguous, so it leaves so."""
         if self.runner.plan.inputs is Tier.GPU or self.call is None:
             return tensors
         self.on_host = list(self.requires_grad)
