@@ -299,6 +299,32 @@ def test_a_run_moves_from_and_to_inputs_on_disk(tmp_path: Path) -> None:
     hightide.unwrap(model)
 
 
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_limits_alone_lead_to_inputs_on_disk(update: str, tmp_path: Path) -> None:
+    """The inputs of all layers are too many for the GPU and for the host."""
+    batch = batch_of(0, num_samples=64)
+    results = []
+    for limits in (ROOMY, hightide.Limits(gpu="600KiB", host="192KiB", disk=f"{tmp_path}:4MiB")):
+        model = Long()
+        optimizer = adamw(model)
+        model, optimizer = hightide.wrap(model, optimizer, batch, limits=limits, micro_batch=8, update=update)
+        torch.manual_seed(7)
+        for step in range(2):
+            model(**batch_of(step, num_samples=64))["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = hightide.stats(model)
+        results.append({name: value.clone() for name, value in model.state_dict().items()})
+        for tier, peak_bytes in stats.peak_bytes.items():
+            assert peak_bytes <= getattr(stats.plan, f"{tier}_limit_bytes"), tier
+        inputs = {block.inputs for block in stats.plan.blocks}
+        if limits is not ROOMY:
+            assert D in inputs, stats.plan.explain()
+            assert stats.disk_written_bytes_per_step > 0 and "KiB block inputs" in stats.plan.explain()
+        hightide.unwrap(model)
+    assert_same_bits(([], results[1]), ([], results[0]))
+
+
 def test_what_the_plan_sets_aside_is_what_is_taken(tmp_path: Path) -> None:
     model, _, run = wrapped(Long(), "host", tmp_path, inputs=INPUTS["disk"], num_buffers=3)
     schedule = run.executor.programs[Mode.TRAIN].schedule

@@ -122,14 +122,11 @@ class Stashes:
             self._orphans.popleft()
 
     def register(self, call: int, tensors: list[Tensor], held: Sequence[Held] = (), on_disk: bool = False) -> Stash:
-        """`tensors`: inputs of the call; `held`: what it has computed, as it lies in memory. `on_disk`: where the
-        inputs of several calls are not told apart from each other."""
+        """`tensors`: inputs of the call; `held`: what it has computed, as it lies in memory. `on_disk`: where
+        each call has its own copy of what it shares with others."""
         self._bury_orphans()  # those that the pass before has left when it was given up
         if on_disk:
-            own = [Entry(tensor, self._host, self._orphans) for tensor in tensors]
-            for entry in own:
-                entry.num_users = 1
-            stash = self._by_call[call] = Stash(own, Parcel(call))
+            stash = self._by_call[call] = Stash([self._own(tensor) for tensor in tensors], Parcel(call))
             return stash
         entries = self._ranges(held)
         for tensor in tensors:
@@ -143,6 +140,11 @@ class Stashes:
             entries.append(entry)
         stash = self._by_call[call] = Stash(entries)
         return stash
+
+    def _own(self, tensor: Tensor) -> Entry:
+        entry = Entry(tensor, self._host, self._orphans)
+        entry.num_users = 1
+        return entry
 
     def _ranges(self, held: Sequence[Held]) -> list[Entry]:
         """One for each storage, from the first byte that is held to the last. See [Note: what leaves]."""
