@@ -304,7 +304,7 @@ def test_limits_alone_lead_to_inputs_on_disk(update: str, tmp_path: Path) -> Non
     """The inputs of all layers are too many for the GPU and for the host."""
     batch = batch_of(0, num_samples=64)
     results = []
-    for limits in (ROOMY, hightide.Limits(gpu="600KiB", host="192KiB", disk=f"{tmp_path}:4MiB")):
+    for limits in (ROOMY, hightide.Limits(gpu="500KiB", host="80KiB", disk=f"{tmp_path}:4MiB")):
         model = Long()
         optimizer = adamw(model)
         model, optimizer = hightide.wrap(model, optimizer, batch, limits=limits, micro_batch=8, update=update)

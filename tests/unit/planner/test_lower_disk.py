@@ -164,7 +164,8 @@ def test_block_inputs_are_part_of_what_is_written() -> None:
     elsewhere = plan_with(STACK, Tier.DISK, Tier.DISK, inputs=Tier.HOST, update=Update.IN_BACKWARD)
     stored = stored_bytes(STACK, plan)
     assert moved(plan, Lane.DISK_WRITE) - moved(elsewhere, Lane.DISK_WRITE) == 1536 * len(stored) > 0
-    problem = Problem(STACK, estimate(STACK, GPU), MACHINE, Terms.of(plan))
+    slow = replace(MACHINE, disk=Disk("made up", True, 40.0, 20.0, 10.0, 1, 30.0, 10.0, ()))
+    problem = Problem(STACK, estimate(STACK, GPU), slow, Terms.of(plan))
     assert least_step_s(problem, Placement(plan)) > least_step_s(problem, Placement(elsewhere))
 
 
