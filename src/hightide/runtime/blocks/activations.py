@@ -173,7 +173,8 @@ class Stashes:
         """Away from the GPU. Returns the lane's work, which returns the bytes that it moved. `buffer`: through which it
         goes on to the disk."""
         if stash.parcel is not None and buffer is not None and self._disk is not None:
-            tensors = [entry.checked().detach().contiguous() for entry in stash.entries]
+            tensors = [entry.tensor.detach().contiguous() for entry in stash.entries if entry.tensor is not None]
+            assert len(tensors) == len(stash.entries)
             if (copy := self._disk.leave(stash.parcel, buffer, tensors)) is not None:
                 for entry, tensor in zip(stash.entries, tensors, strict=True):
                     entry.leaving, entry.is_in_parcel = tensor, True
