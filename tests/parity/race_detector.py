@@ -112,6 +112,7 @@ class Detector:
         if chunks.disk is not None:
             found = chunks.disk.rings
             named = {"buffer towards the GPU": found.up, "buffer away": found.down, "buffer for updates": found.state}
+            named["buffer of inputs"] = found.inputs
             rings = {id(ring._region): (name, ring._buffer_bytes) for name, ring in named.items()}
             with_disk(chunks.disk)
 

@@ -158,8 +158,6 @@ def _searched(options: PlanOptions, workload: Workload, problem: Problem) -> Sea
 def _check(options: PlanOptions) -> None:
     if options.clip and options.update is Update.IN_BACKWARD:
         raise ValueError("--clip needs all gradients before the first update; use --update deferred with it")
-    if options.calls is not None and options.disk and options.calls > 1:
-        raise ValueError(f"--calls {options.calls} with --disk: such steps are not planned yet; use --calls 1")
     if not options.look >= 0:
         raise ValueError(f"--look {options.look:g} is no number of seconds; write 0 or more, such as --look 30")
     if options.endurance is not None:

@@ -83,6 +83,11 @@ class Mode(StrEnum):
         return self is not Mode.EVAL
 
     @property
+    def is_alone(self) -> bool:
+        """The passes before and after it are taken to be like it."""
+        return self in (Mode.TRAIN, Mode.ACCUMULATE, Mode.EVAL)
+
+    @property
     def starts_sums(self) -> bool:
         """Gradients start at zero."""
         return self in (Mode.TRAIN, Mode.FIRST)

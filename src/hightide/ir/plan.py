@@ -46,9 +46,10 @@ class BlockPlan:
     # DISK: the update runs on the host, through buffers.
     states: Tier
     activation: Activation
-    inputs: Tier  # where the block's inputs wait for backward
+    inputs: Tier  # where the block's inputs wait for backward. DISK: they go there by way of a buffer on the host
     held: Tier = Tier.GPU  # where that waits which the block has computed and holds (`activation`). HOST: swapped
-    # Where sums of gradients wait between the passes of one step. GPU: they stay, whatever `states` is
+    # Where sums of gradients wait between the passes of one step. GPU: they stay, whatever `states` is. DISK: only if
+    # the states are there; HOST otherwise
     sums: Tier = Tier.HOST
     # HOST: an embedding whose rows are looked up where its table lives. Nothing but rows and their gradients crosses
     compute: Tier = Tier.GPU
@@ -102,6 +103,7 @@ class Plan:
     num_read_buffers: int = 0  # of what comes from the disk for the GPU
     num_grad_buffers: int = 0  # of gradients that do not park
     num_state_buffers: int = 0  # of what an update reads from the disk and writes to it
+    num_input_buffers: int = 0  # of block inputs on their way to the disk and back: planner/inputs_on_disk.py
     # The facts that it was made from. No decision depends on this copy: with it the file alone can be simulated.
     profile: ModelProfile | None = None
     described: str = ""  # a digest of the decisions that forecast and explanation are about; "": of these
@@ -113,7 +115,7 @@ class Plan:
 
     @property
     def uses_disk(self) -> bool:
-        return any(Tier.DISK in (block.params, block.states) for block in self.blocks)
+        return any(Tier.DISK in (block.params, block.states, block.inputs) for block in self.blocks)
 
     def explained(self, explanation: str) -> Plan:
         """The same with this text, which is about its decisions and its forecast."""

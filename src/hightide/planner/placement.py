@@ -53,7 +53,7 @@ class Home(NamedTuple):
 
     params: Tier
     states: Tier
-    sums: Tier  # of gradients, between the passes of a step
+    sums: Tier  # of gradients, between the passes of a step. HOST where the states are there, whatever it says
     compute: Tier = Tier.GPU
     parks: bool = True
 
@@ -105,7 +105,7 @@ class ChunkPlace:
     @property
     def passes_ring(self) -> bool:
         """Its gradient leaves the GPU into a ring's buffer: its update follows from there, or a write to disk."""
-        return self.states is not Tier.GPU and self.num_grad_slots > 0 and self.grad is not Tier.HOST
+        return self.leaves and self.grad is not Tier.HOST
 
     @property
     def is_narrow(self) -> bool:
@@ -166,14 +166,16 @@ class ChunkPlaces:
             params = Tier.GPU
         is_updated_elsewhere = params is Tier.GPU is not states and chunk.optimised_numel > 0
         home = Tier.HOST if is_updated_elsewhere else params
-        # One backward makes the gradient, and one update reads all of it right away.
-        several = self._accumulate > 1
-        summed_once = not several and chunk.num_backwards == 1 and chunk.optimised_numel == chunk.trainable_numel
-        is_read_at_once = self._update is Update.IN_BACKWARD and summed_once and trained and not on_host
-        parks = is_read_at_once and may_park and states is not Tier.GPU
-        grad = states if trained and not is_read_at_once else Tier.HOST if parks else None
-        leaves = states is not Tier.GPU
+        several, leaves = self._accumulate > 1, states is not Tier.GPU
         stays = several and trained and leaves and sums is Tier.GPU and not on_host
+        # It leaves where it is summed once a step, and one update reads all of it right away.
+        leaves_once = (stays or (not several and chunk.num_backwards == 1)) and not on_host
+        is_used_at_once = leaves_once and trained and chunk.optimised_numel == chunk.trainable_numel
+        is_read_at_once = self._update is Update.IN_BACKWARD and is_used_at_once
+        parks = is_read_at_once and may_park and leaves
+        # Between the passes of a step a sum from disk may wait on the host.
+        at_rest = Tier.HOST if several and not stays and states is Tier.DISK and sums is Tier.HOST else states
+        grad = at_rest if trained and not is_read_at_once else Tier.HOST if parks else None
         # A dtype that is wider than the sum would only repeat zeros.
         rounds = trained and self._gradients is GradientDtype.PARAM and DTYPE_BYTES[chunk.dtype] < GRAD_BYTES
         # At home a sum to which other passes add is not rounded yet.
@@ -206,8 +208,8 @@ class ChunkPlaces:
             Buffer.ARRIVING: _staged_bytes(chunk, STAGING_NUMEL) if passes_gpu else 0,
             Buffer.ROUNDING: _staged_bytes(chunk, STAGING_NUMEL) if rounds and not on_host else 0,
             # Sums go on, in tied chunks and where gradients are accumulated: those on disk come back too.
-            Buffer.READ: max(copies.get((kind, Tier.DISK), 0) for kind in (ChunkKind.PARAM, ChunkKind.GRAD)),
-            Buffer.WRITTEN: grad_bytes if has_grad_slot and leaves and grad is not Tier.HOST else 0,
+            Buffer.READ: max(on_disk.get(ChunkKind.PARAM, 0), 0 if stays else on_disk.get(ChunkKind.GRAD, 0)),
+            Buffer.WRITTEN: grad_bytes if (has_grad_slot or stays) and leaves and grad is not Tier.HOST else 0,
             Buffer.UPDATED: sum(map(on_disk_bytes, on_disk.values())) if states is Tier.DISK and trained else 0,
         }
         read_grad_bytes = DTYPE_BYTES[grad_dtype] if leaves else GRAD_BYTES

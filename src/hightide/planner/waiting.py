@@ -1,4 +1,4 @@
-"""What a call leaves for its backward, in bytes, and which part of it waits on the host."""
+"""What a call leaves for its backward, in bytes, and which part of it leaves the GPU meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hightide.ir.tier import Tier
 
 @dataclass(frozen=True)
 class Away:
-    """On the host, between forward and backward."""
+    """On the host, between forward and backward; or, of inputs, on the disk."""
 
     input_bytes: int
     held_bytes: int  # of what the block has computed
@@ -28,7 +28,7 @@ def away(plan: Plan, call: CallSpec) -> Away:
     block = plan.blocks[call.block]
     if not call.needs_backward:
         return Away(0, 0)
-    inputs = call.saved_inputs.at(plan.num_samples) if block.inputs is Tier.HOST else 0
+    inputs = call.saved_inputs.at(plan.num_samples) if block.inputs is not Tier.GPU else 0
     return Away(inputs, held_bytes(plan, call) if block.held is Tier.HOST else 0)
 
 
@@ -48,7 +48,7 @@ def held_by(plan: Plan, call: CallSpec) -> Affine:
 
 
 def num_away(plan: Plan, call: CallSpec) -> int:
-    """Tensors, at most."""
+    """Tensors on the host, at most."""
     block = plan.blocks[call.block]
     found = call.num_saved if block.inputs is Tier.HOST else 0
     if block.held is Tier.HOST and held_by(plan, call) != Affine():

@@ -120,11 +120,13 @@ def _panel(timeline: Timeline) -> dict[str, object]:
 
 def _away(timeline: Timeline) -> list[list[float]]:
     """What waits on the host between forward and backward: from moments on, bytes of block inputs and of swapped
-    activations. They are there when their copy has ended, and until they have begun to come back."""
+    activations. They are there when their copy has ended, and until they have begun to come back, or are on disk."""
     moves = []
     for bar in timeline.bars:
-        if bar.op in (Op.STASH, Op.UNSTASH) and not bar.earlier and bar.num_bytes:
-            sign, at_s = (1, bar.end_s) if bar.op is Op.STASH else (-1, bar.start_s)
+        is_of_inputs = bar.op in (Op.STASH, Op.UNSTASH) or (bar.op in (Op.READ, Op.WRITE) and bar.kind is None)
+        if is_of_inputs and not bar.earlier and bar.num_bytes:
+            sign = 1 if bar.op in (Op.STASH, Op.READ) else -1
+            at_s = bar.start_s if bar.op is Op.UNSTASH else bar.end_s
             moves.append((at_s, sign * (bar.num_bytes - bar.held_bytes), sign * bar.held_bytes))
     levels: list[list[float]] = []
     inputs = held = 0
@@ -138,7 +140,7 @@ def _name(bar: Bar) -> str:
     if bar.held_bytes:
         return "activations swap"
     if bar.op in (Op.FETCH, Op.READ, Op.WRITE):
-        return _MOVED[bar.kind] if bar.kind is not None else "other"
+        return _MOVED[bar.kind] if bar.kind is not None else _NAMES[Op.STASH]
     return "other" if bar.op is None else _NAMES.get(bar.op, "other")
 
 

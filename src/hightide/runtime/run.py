@@ -26,6 +26,8 @@ from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.ir.split import Split
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
+from hightide.planner.inputs_on_disk import stored_bytes
+from hightide.planner.lower import modes_beside
 from hightide.planner.predict.peaks import peaks, reserved_bytes
 from hightide.planner.solution import Searched, Solution
 from hightide.process.forks import Birthplace
@@ -44,6 +46,7 @@ from hightide.runtime.blocks.batch import CpuCopies, copy_to, map_tensors
 from hightide.runtime.blocks.block_function import BlockRunner
 from hightide.runtime.blocks.compiled import CompiledForwards
 from hightide.runtime.blocks.host_embedding import HostEmbedding
+from hightide.runtime.blocks.inputs_on_disk import InputsOnDisk
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.disk_homes import mapped
 from hightide.runtime.chunks.moving import StatesOnTheMove
@@ -185,7 +188,10 @@ class Run:
         return self.stores.disk
 
     def _make_executor(self, solution: Solution) -> None:
-        self.stashes = Stashes(self.gpu, self.host)
+        disk = None
+        if self.chunks.disk is not None and self.plan.num_input_buffers:
+            disk = InputsOnDisk.of(self.profile, self.plan, self.chunks.disk.rings.inputs, self.disk)
+        self.stashes = Stashes(self.gpu, self.host, disk)
         streams, sharers = self.lanes.streams, self.lanes.sharers
         self.performer = Performer(self.chunks, self.gradients, self.stashes, streams.fence, sharers.run)
         names = [block.name or "(loose)" for block in self.profile.blocks]
@@ -705,8 +711,8 @@ class _Stores:
 def _disk_store(solution: Solution, disks: Sequence[DiskLimit]) -> DiskStore | None:
     """Files of what the plan needs, on each disk in proportion to its limit. A chunk's arrays each lie on one: with
     several disks, each has room for one more."""
-    placement = solution.placement
-    needed_bytes, limit_bytes = placement.bytes_on[Tier.DISK], sum(disk.num_bytes for disk in disks)
+    inputs = stored_bytes(solution.profile, solution.plan).values()
+    needed_bytes, limit_bytes = solution.peaks.disk_peak_bytes, sum(disk.num_bytes for disk in disks)
     if not needed_bytes:
         return None
     if needed_bytes > limit_bytes:
@@ -715,7 +721,8 @@ def _disk_store(solution: Solution, disks: Sequence[DiskLimit]) -> DiskStore | N
             f"Limits(disk=...) may have {limit_bytes} ({format_bytes(limit_bytes)}); give it a folder with as much: "
             f"limits=hightide.Limits(disk='/folder:{needed_bytes}')"
         )
-    largest_bytes = max(place.bytes_on[Tier.DISK] for place in placement.chunks) if len(disks) > 1 else 0
+    arrays = [*(place.bytes_on[Tier.DISK] for place in solution.placement.chunks), *inputs]
+    largest_bytes = max(arrays) if len(disks) > 1 else 0
     shares = [needed_bytes * disk.num_bytes // limit_bytes + DISK_REGION_BYTES + largest_bytes for disk in disks]
     files = [
         DiskLimit(disk.path, min(disk.num_bytes, share // DISK_REGION_BYTES * DISK_REGION_BYTES))
@@ -727,7 +734,8 @@ def _disk_store(solution: Solution, disks: Sequence[DiskLimit]) -> DiskStore | N
 
 def _memory(solution: Solution, device: torch.device) -> tuple[Accelerator, HostArena]:
     profile, plan, schedules = solution.profile, solution.plan, solution.schedules
-    host_bytes = max(peaks(schedule).host_peak_bytes for schedule in schedules.values())
+    beside = [peaks(schedules[mode]).host_peak_bytes for mode in modes_beside(plan)]
+    host_bytes = max(solution.peaks.host_peak_bytes, *beside)
     if device.type != "cuda":
         return SimulatedAccelerator(plan.gpu_limit_bytes), HostArena(plan.host_limit_bytes, needed_bytes=host_bytes)
     host = PinnedArena(max(plan.host_limit_bytes, ALIGN_BYTES), max(host_bytes, ALIGN_BYTES))

@@ -14,6 +14,7 @@ from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
 from hightide.ir.plan import PLAN_VERSION, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
+from hightide.planner.inputs_on_disk import passing_calls
 from hightide.planner.layout import pack, slot_sizes
 from hightide.planner.loss_tiles import loss_tile_tokens
 from hightide.planner.lower import lower
@@ -164,6 +165,7 @@ def finish(
     slots, grad_slots = Placement(plan).widest_tick({entry.block for entry in profile.calls})
     placement = Placement(plan)
     rings = {name: num_buffers if placement.buffer_bytes[ring] else 0 for ring, name in RING_COUNTS.items()}
+    rings["num_input_buffers"] = num_buffers if passing_calls(profile, plan) else 0
     return replace(plan, num_slots=slots + spare, num_grad_slots=grad_slots + spare_grad, **rings)
 
 
@@ -243,11 +245,16 @@ LEVELS = [
     (Activation.KEEP, Tier.GPU, Tier.GPU),
     (Activation.KEEP, Tier.HOST, Tier.HOST),
 ]  # with the tiers of inputs and of what is held
+LEVELS_FROM_DISK = [
+    (Activation.RECOMPUTE, Tier.DISK, Tier.GPU),
+    (Activation.RECOMPUTE, Tier.DISK, Tier.GPU),
+    (Activation.SELECTIVE, Tier.DISK, Tier.GPU),
+]
 
 
 @st.composite
 def plans(draw: st.DrawFn, profile: ModelProfile, update: Update, disk: bool = False) -> Plan:
-    """Any legal plan, not only those that the rule makes. `disk`: also those that cannot run yet."""
+    """Any legal plan, not only those that the rule makes. `disk`: also with blocks, or their inputs, there."""
     homes_on_disk = [(Tier.HOST, Tier.DISK), (Tier.GPU, Tier.DISK), (Tier.DISK, Tier.DISK)]
     slot_numel = draw(st.sampled_from([128, 256, 1024, 4096]))
     with_frozen = {chunk.block for chunk in pack(profile, slot_numel).chunks if not chunk.trainable_numel}
@@ -265,7 +272,7 @@ def plans(draw: st.DrawFn, profile: ModelProfile, update: Update, disk: bool = F
                 ]
             )
         )
-        activation, inputs, held = draw(st.sampled_from(LEVELS))
+        activation, inputs, held = draw(st.sampled_from(LEVELS + (LEVELS_FROM_DISK if disk else [])))
         if states is Tier.GPU and block.index not in with_frozen:
             params = Tier.GPU
         if block.loose:

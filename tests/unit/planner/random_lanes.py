@@ -129,6 +129,8 @@ class RandomLanes:
         """Between disk and host: who fills a buffer finds it empty when it starts, who empties it finds in it what it
         wants, whole, and leaves it empty when it ends."""
         spec = None if action.chunk is None else self.plan.layout.chunks[action.chunk]
+        if action.call is not None and action.op in (Op.STASH, Op.UNSTASH, Op.READ, Op.WRITE):
+            return self._pass_inputs(action, starts)
         if action.op in (Op.READ, Op.WRITE_BACK) and action.target is not None and action.target.slot is not None:
             ring = "state" if action.kind is ChunkKind.STATE else "up" if action.op is Op.READ else "down"
             place = (ring, action.target.slot)
@@ -156,6 +158,21 @@ class RandomLanes:
                 del self.buffers[place]
         if starts and action.op is Op.WRITE and action.kind is ChunkKind.STATE:
             assert f"update.{action.chunk}" in self.done, f"{action.id}: before the update"
+
+    def _pass_inputs(self, action: Action, starts: bool) -> None:
+        """Likewise, of block inputs that wait on disk."""
+        place = action.target if action.op in (Op.STASH, Op.READ) else action.source
+        if place is None or place.slot is None:
+            return
+        buffer, content = ("inputs", place.slot), f"inputs {action.call}"
+        if action.op in (Op.STASH, Op.READ):
+            assert not starts or buffer not in self.buffers, f"{action.id} overwrites {self.buffers[buffer]}"
+            assert action.op is Op.STASH or f"write.{action.call}" in self.done, f"{action.id}: they are not on disk"
+            self.buffers[buffer] = "" if starts else content
+        elif starts:
+            assert self.buffers.get(buffer) == content, f"{action.id}: {buffer} holds something else"
+        else:
+            del self.buffers[buffer]
 
     def _pass_rows(self, action: Action, starts: bool) -> None:
         """Of tables on the host: gradients of rows are made in one buffer and arrive in another."""

@@ -11,18 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hightide.ir.action import Mode, Op, Place, Schedule
+from hightide.ir.machine import Disk
 from hightide.ir.plan import BlockPlan, Plan, Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.inputs_on_disk import passing_calls
 from hightide.planner.lower import lower, lower_step
-from hightide.planner.placement import Placement
-from hightide.planner.predict.peaks import peaks
-from hightide.planner.predict.simulator import simulate, simulated_step_s
+from hightide.planner.placement import RING_COUNTS, Placement
+from hightide.planner.predict.peaks import peaks, step_peaks
+from hightide.planner.predict.simulator import Simulated, simulate, simulated_step_s
 from hightide.planner.verify.check_plan import check_plan
 from hightide.planner.verify.verify_schedule import verify, verify_step
 from unit.planner.predict.test_simulator import machine
 from unit.planner.profiles import finish, plan_with, plans, profiles, stack
 from unit.planner.random_lanes import RandomLanes
+
+SLOW_DISK = Disk("made up", True, 4e3, 2e3, 1e3, 1, 3e3, 1e3, ())
 
 
 def several(plan: Plan, number: int, sums: Tier = Tier.HOST) -> Plan:
@@ -91,18 +95,22 @@ def test_persistent_parameters_are_refreshed_once_a_step() -> None:
 @st.composite
 def steps(draw: st.DrawFn) -> Any:
     profile, update = draw(profiles()), draw(st.sampled_from(Update))
-    plan = draw(plans(profile, update))
-    homes = draw(st.lists(st.sampled_from([Tier.GPU, Tier.HOST]), min_size=len(plan.blocks), max_size=len(plan.blocks)))
-    blocks: list[BlockPlan] = [
-        replace(b, sums=home if b.compute is Tier.GPU else Tier.HOST)
-        for b, home in zip(plan.blocks, homes, strict=True)
-    ]
+    plan = draw(plans(profile, update, disk=draw(st.booleans())))
+    blocks: list[BlockPlan] = []
+    for block in plan.blocks:
+        homes = [Tier.GPU, Tier.HOST, *([Tier.DISK] if block.states is Tier.DISK else [])]
+        blocks.append(replace(block, sums=draw(st.sampled_from(homes)) if block.compute is Tier.GPU else Tier.HOST))
     spares = plan.num_slots, plan.num_grad_slots
     made = finish(profile, blocks, update, plan.micro_batch, 0, 0, plan.layout.slot_numel, 0)
     plan = replace(made, accumulate=draw(st.integers(2, 4)), gradients=plan.gradients)
-    slots, grad_slots = Placement(plan).widest_tick({call.block for call in profile.calls})
+    placement = Placement(plan)
+    slots, grad_slots = placement.widest_tick({call.block for call in profile.calls})
     num_slots, num_grad_slots = max(slots, spares[0]), max(grad_slots, spares[1])
-    return profile, replace(plan, num_slots=num_slots, num_grad_slots=num_grad_slots), draw(st.integers(0, 2**16))
+    sizes = placement.buffer_bytes
+    rings = {name: draw(st.integers(1, 3)) if sizes[ring] else 0 for ring, name in RING_COUNTS.items()}
+    rings["num_input_buffers"] = draw(st.integers(1, 3)) if passing_calls(profile, plan) else 0
+    plan = replace(plan, num_slots=num_slots, num_grad_slots=num_grad_slots, **rings)
+    return profile, plan, draw(st.integers(0, 2**16))
 
 
 def check(case: Any) -> None:
@@ -112,10 +120,42 @@ def check(case: Any) -> None:
     passes = lower_step(profile, plan, placement)
     verify_step(profile, placement, passes)
     for schedule in passes:
-        run = RandomLanes(plan, schedule, seed).run()
-        assert run.gpu_peak_bytes <= peaks(schedule).gpu_peak_bytes
-    simulated = simulate(passes, lambda _: 1.0, machine(alone=4096.0, shared=0.7))
+        run, told = RandomLanes(plan, schedule, seed).run(), peaks(schedule)
+        assert run.gpu_peak_bytes <= told.gpu_peak_bytes and run.host_peak_bytes <= told.host_peak_bytes
+    lanes = replace(machine(alone=4096.0, shared=0.7), disk=SLOW_DISK)
+    simulated = simulate(passes, lambda _: 1.0, lanes)
     assert sum(one.weight for one in simulated.passes) == plan.accumulate
+    check_buffers(simulated)
+
+
+def check_buffers(simulated: Simulated) -> None:
+    """From pass to pass no buffer on the host is filled before it was emptied."""
+    by_pass = {one.index: one.schedule.by_id for one in simulated.passes}
+    filled: dict[tuple[str, int | None], list[float]] = {}
+    emptied: dict[tuple[str, int | None], list[float]] = {}
+    unused: dict[tuple[int, int | None], int | None] = {}  # gradients that nothing but their update takes out
+    for span in simulated.spans:
+        action = by_pass[span.pass_index][span.id]
+        ring = "state" if action.kind is ChunkKind.STATE else "up" if action.op in (Op.READ, Op.FETCH) else "down"
+        ring = "inputs" if action.chunk is None else ring
+        enters = action.op in (Op.READ, Op.WRITE_BACK, Op.STASH)
+        if enters and action.target is not None and action.target.slot is not None:
+            filled.setdefault((ring, action.target.slot), []).append(span.start_s)
+            if action.op is Op.WRITE_BACK:
+                unused[span.pass_index, action.chunk] = action.target.slot
+        leaves = action.op in (Op.FETCH, Op.WRITE, Op.UNSTASH)
+        if leaves and action.source is not None and action.source.slot is not None:
+            emptied.setdefault((ring, action.source.slot), []).append(span.end_s)
+            if action.op is Op.WRITE and action.chunk is not None:
+                unused.pop((span.pass_index, action.chunk), None)
+        if action.op is Op.UPDATE and (span.pass_index, action.chunk) in unused:
+            emptied.setdefault(("down", unused.pop((span.pass_index, action.chunk))), []).append(span.end_s)
+    assert filled.keys() == emptied.keys()
+    for place, starts in filled.items():
+        ends = sorted(emptied[place])
+        assert len(starts) == len(ends)
+        for end_s, start_s in zip(ends, sorted(starts)[1:], strict=False):
+            assert end_s <= start_s + 1e-9, f"{place} is filled while it is in use"
 
 
 @given(steps())
@@ -193,7 +233,71 @@ def test_the_second_of_many_passes_stands_for_the_rest() -> None:
     assert told.step_s == pytest.approx(steps_s[2], rel=0.02)
 
 
-def test_a_disk_is_not_planned_so_yet() -> None:
+# -- from a disk ------------------------------------------------------------------------------------------------------
+
+
+def from_disk(number: int, sums: Tier, update: Update = Update.DEFERRED, num_buffers: int = 2, **kinds: Any) -> Plan:
+    """All of a stack of bf16, which has 10 bytes of states for each parameter."""
+    profile = stack(6, dtype="bfloat16")
+    plan = several(plan_with(profile, Tier.DISK, Tier.DISK, update=update, num_buffers=0, **kinds), number, sums)
+    sizes = Placement(plan).buffer_bytes
+    plan = replace(plan, **{name: num_buffers if sizes[ring] else 0 for ring, name in RING_COUNTS.items()})
+    check_plan(profile, plan)
+    return plan
+
+
+@pytest.mark.parametrize("update", Update)
+@pytest.mark.parametrize("sums", Tier)
+def test_states_cross_once_a_step_and_parameters_with_every_pass(sums: Tier, update: Update) -> None:
+    plan, number = from_disk(3, sums, update), 3
+    profile, placement = stack(6, dtype="bfloat16"), Placement(plan)
+    numel = sum(place.chunk.numel for place in placement.chunks)
+    passes = lower_step(profile, plan, placement)
+    verify_step(profile, placement, passes)
+    fetched_bytes = sum(
+        count * sum(a.num_bytes for a in schedule.lane(Lane.H2D) if a.kind is ChunkKind.PARAM)
+        for schedule, count in passes.runs
+    )
+    # Sums go there and come back between passes; one that is deferred waits there for its update, wherever it was.
+    there = {Tier.DISK: number, Tier.HOST: 0, Tier.GPU: 1 if update is Update.DEFERRED else 0}[sums]
+    assert passes.moved_bytes(Lane.DISK_WRITE) == (12 + 4 * there) * numel
+    assert passes.moved_bytes(Lane.DISK_READ) == fetched_bytes + (12 + 4 * there) * numel
+    for schedule in passes:
+        kinds = {(action.op, action.kind) for action in schedule.actions}
+        assert ((Op.READ, ChunkKind.STATE) in kinds) == schedule.mode.ends_step
+    parked = peaks(passes.last).host_peak_bytes - passes.last.host_base_bytes
+    parks = sums is Tier.GPU and update is Update.IN_BACKWARD
+    assert (parked > 0) == parks
+    assert (step_peaks(passes).host_peak_bytes > passes.last.host_base_bytes) == parks
+
+
+def test_what_is_parked_waits_on_the_host_while_the_next_step_begins() -> None:
+    """Its first pass has inputs on the host besides."""
+    plan = from_disk(3, Tier.GPU, Update.IN_BACKWARD, inputs=Tier.HOST)
+    passes = lower_step(stack(6, dtype="bfloat16"), plan)
+    parked = sum(action.host_takes for action in passes.last.actions if action.op is Op.WRITE_BACK)
+    first = peaks(passes.first, last=passes.last)
+    assert first.host_peak_bytes - peaks(passes.first).host_peak_bytes > 0
+    assert first.host_peak_bytes >= passes.first.host_base_bytes + parked
+    assert step_peaks(passes).host_peak_bytes >= first.host_peak_bytes
+
+
+def test_a_buffer_that_another_pass_has_not_emptied_is_refused() -> None:
+    plan, profile = from_disk(3, Tier.DISK), stack(6, dtype="bfloat16")
+    passes, placement = lower_step(profile, plan), Placement(plan)
+    emptied = {action.id for one in passes for action in one.actions if action.op in (Op.FETCH, Op.WRITE)}
+    for number, (schedule, _) in enumerate(passes.runs):
+        first = next(a for a in schedule.lane(Lane.DISK_READ) if emptied & {*a.after_prev})
+        kept = tuple(name for name in first.after_prev if name not in emptied or name.startswith("write.state"))
+        wrong = replace(
+            schedule, actions=tuple(replace(a, after_prev=kept) if a is first else a for a in schedule.actions)
+        )
+        runs = tuple((wrong, count) if at == number else (one, count) for at, (one, count) in enumerate(passes.runs))
+        with pytest.raises(InfeasiblePlan, match=f"{first.id} goes to a buffer that may not be free yet"):
+            verify_step(profile, placement, replace(passes, runs=runs))
+
+
+def test_sums_on_disk_need_states_there() -> None:
     profile = stack(2)
-    with pytest.raises(InfeasiblePlan, match="accumulate is 2"):
-        check_plan(profile, several(plan_with(profile, params=Tier.DISK, states=Tier.DISK), 2))
+    with pytest.raises(InfeasiblePlan, match=r"sums of gradients on the disk but states on the host.*use sums=gpu"):
+        check_plan(profile, several(plan_with(profile), 2, Tier.DISK))

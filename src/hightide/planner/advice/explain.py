@@ -15,6 +15,8 @@ from hightide.ir.plan import BlockPlan, Plan, Update
 from hightide.ir.state_spec import summary
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
+from hightide.planner.inputs_on_disk import buffer_bytes as input_buffer_bytes
+from hightide.planner.inputs_on_disk import stored_bytes
 from hightide.planner.lookup import buffer_bytes
 from hightide.planner.placement import Buffer, Placement, region_bytes
 from hightide.planner.predict.peaks import Peaks
@@ -98,16 +100,23 @@ def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
             rows, _ = buffer_bytes(profile, plan, index)
             text = f"{block.name}: looked up on the host, {format_bytes(rows)} of rows cross the link"
             lines += textwrap.wrap(text, WIDTH, subsequent_indent="    ")
-    staying = [place for place in placement.chunks if place.stays]
-    if staying:
-        summed = format_bytes(sum(place.chunk.grad_bytes for place in staying))
-        owners = len({place.chunk.block for place in staying})
-        lines.append(f"sums of gradients: {summed} of {owners} blocks stay on the GPU from call to call")
+    stored = [place for place in placement.chunks if place.grad is Tier.DISK and not place.stays]
+    summed = {
+        "stay on the GPU from call to call": [place for place in placement.chunks if place.stays],
+        "come from the disk in each call": stored if plan.accumulate > 1 else [],
+    }
+    for text, places in summed.items():
+        if places:
+            owners = len({place.chunk.block for place in places})
+            total = format_bytes(sum(place.chunk.grad_bytes for place in places))
+            lines.append(f"sums of gradients: {total} of {owners} blocks {text}")
     rings = [
         f"{count} of {format_bytes(sizes[ring])} {_RINGS[ring]}"
         for ring, count in placement.num_buffers.items()
         if count
     ]
+    if plan.num_input_buffers:
+        rings.append(f"{plan.num_input_buffers} of {format_bytes(input_buffer_bytes(profile, plan))} for block inputs")
     if rings:
         lines += textwrap.wrap(f"buffers on the host: {', '.join(rings)}", WIDTH, subsequent_indent="    ")
     parked = sum(region_bytes(place.grad_bytes) for place in placement.chunks if place.parks)
@@ -257,8 +266,12 @@ def _traffic(profile: ModelProfile, plan: Plan, passes: Passes) -> list[str]:
     swapped = plan.accumulate * sum(away(plan, call).held_bytes for call in profile.calls)
     if swapped:
         lines.append(f"  of each {format_bytes(swapped)} swapped activations")
-    if passes.last.lane(Lane.DISK_READ):
+    if passes.last.lane(Lane.DISK_READ) or passes.last.lane(Lane.DISK_WRITE):
         lines.append(f"disk per step: {moved[Lane.DISK_READ]} read, {moved[Lane.DISK_WRITE]} written")
+        stored = stored_bytes(profile, plan)
+        inputs = plan.accumulate * sum(away(plan, profile.calls[index]).input_bytes for index in stored)
+        if inputs:
+            lines.append(f"  of each {format_bytes(inputs)} block inputs")
     return lines
 
 

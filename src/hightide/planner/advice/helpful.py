@@ -156,7 +156,7 @@ def _with_disk(problem: Problem) -> Change | None:
     if num_bytes is None:
         return None
     size = size_option(num_bytes)
-    return Change(f"a disk of {size} (only planned yet)", _option(Tier.DISK, size))
+    return Change(f"a disk of {size}", _option(Tier.DISK, size))
 
 
 def _option(tier: Tier, size: str) -> str:

@@ -10,6 +10,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
+from hightide.planner.inputs_on_disk import buffer_bytes
 from hightide.planner.loss_tiles import kept_logits_bytes
 from hightide.planner.placement import RING_COUNTS, Buffer, Placement
 
@@ -24,9 +25,9 @@ def remedy(
     """The changes that would free most, with what they would free at most. `moment`: the action at which the peak is;
     "": it is what is always there."""
     if tier is Tier.DISK:
-        return "fewer blocks on the disk"
+        return "fewer blocks, or inputs of fewer blocks, on the disk"
     if tier is Tier.HOST:
-        shares = _on_host(placement, peak_bytes - schedule.host_base_bytes)
+        shares = _on_host(profile, placement, peak_bytes - schedule.host_base_bytes)
     else:
         shares = _on_gpu(profile, placement, schedule, peak_bytes, moment)
     found = [(change, num_bytes) for change, num_bytes in shares.most_common(NUM_NAMED) if num_bytes > 0]
@@ -34,12 +35,14 @@ def remedy(
     return ", or ".join(named) or SMALLER_BATCH
 
 
-def _on_host(placement: Placement, waiting_bytes: int) -> Counter[str]:
+def _on_host(profile: ModelProfile, placement: Placement, waiting_bytes: int) -> Counter[str]:
     """`waiting_bytes`: block inputs and parked gradients, the only things that come and go there."""
+    plan = placement.plan
     return Counter(
         {
             "params and states of more blocks on the gpu": placement.bytes_on[Tier.HOST],
             "inputs of more blocks on the gpu": waiting_bytes,
+            "a smaller num_input_buffers": max(0, plan.num_input_buffers - 1) * buffer_bytes(profile, plan),
             **{
                 f"a smaller {name}": max(0, placement.num_buffers[ring] - 1) * placement.buffer_bytes[ring]
                 for ring, name in RING_COUNTS.items()

@@ -12,6 +12,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.inputs_on_disk import passing_calls
 from hightide.planner.lower import lower_step
 from hightide.planner.placement import RING_COUNTS, Placement
 from hightide.planner.predict.peaks import bytes_forecast, step_peaks
@@ -59,7 +60,7 @@ def why(solution: Searched, block: str) -> Reasons:
     step_s = solution.step.step_s
     now = bytes_forecast(solution.passes, solution.peaks, problem.machine)
     alternatives = []
-    for text, other in _others(planned, owner == index, placement.uses_disk, plan.accumulate > 1):
+    for text, other in _others(planned, owner == index, plan.uses_disk, plan.accumulate > 1):
         changed = _with_block(profile, plan, index, other)
         try:
             check_plan(profile, changed)
@@ -114,7 +115,7 @@ def _inputs(tier: Tier) -> str:
 def _others(planned: BlockPlan, owns: bool, disk: bool, accumulates: bool) -> list[tuple[str, BlockPlan]]:
     """`owns`: whether it decides where its parameters are. `disk`: whether the plan uses one anyway."""
     others = [
-        (text, replace(planned, params=params, states=states, compute=Tier.GPU))
+        (text, replace(planned, params=params, states=states, sums=_sums(planned, states), compute=Tier.GPU))
         for (params, states), text in _PLACES.items()
         if owns and text != _places(planned) and (disk or states is not Tier.DISK)
     ]
@@ -130,15 +131,24 @@ def _others(planned: BlockPlan, owns: bool, disk: bool, accumulates: bool) -> li
         moved = replace(planned, activation=Activation.RECOMPUTE, inputs=Tier.HOST, held=Tier.GPU)
         others.append((f"recomputed, {_inputs(Tier.HOST)}", moved))
         return others
-    elsewhere = Tier.HOST if planned.inputs is Tier.GPU else Tier.GPU
-    others.append((_inputs(elsewhere), replace(planned, inputs=elsewhere)))
+    for elsewhere in Tier if disk and planned.held is Tier.GPU else (Tier.GPU, Tier.HOST):
+        if elsewhere is not planned.inputs:
+            others.append((_inputs(elsewhere), replace(planned, inputs=elsewhere)))
     if accumulates and owns and planned.states is not Tier.GPU:
-        sums = Tier.HOST if planned.sums is Tier.GPU else Tier.GPU
-        others.append((f"sums of gradients on the {sums}", replace(planned, sums=sums)))
+        possible = Tier if planned.states is Tier.DISK else (Tier.GPU, Tier.HOST)
+        for sums in possible:
+            if sums is not planned.sums:
+                others.append((f"sums of gradients on the {sums}", replace(planned, sums=sums)))
     if planned.held is Tier.GPU:
-        swapped = replace(planned, activation=Activation.SELECTIVE, held=Tier.HOST)
+        inputs = Tier.HOST if planned.inputs is Tier.DISK else planned.inputs  # what is swapped leaves with them
+        swapped = replace(planned, activation=Activation.SELECTIVE, held=Tier.HOST, inputs=inputs)
         others.append((f"activations {_activation(swapped)}", swapped))
     return others
+
+
+def _sums(planned: BlockPlan, states: Tier) -> Tier:
+    """They can be on the disk only where the states are."""
+    return Tier.HOST if planned.sums is Tier.DISK is not states else planned.sums
 
 
 def _with_block(profile: ModelProfile, plan: Plan, index: int, block: BlockPlan) -> Plan:
@@ -154,6 +164,7 @@ def _with_block(profile: ModelProfile, plan: Plan, index: int, block: BlockPlan)
     )
     needed = {name: placement.buffer_bytes[ring] > 0 for ring, name in RING_COUNTS.items()}
     rings: dict[str, Any] = {name: max(1, getattr(plan, name)) if one else 0 for name, one in needed.items()}
+    rings["num_input_buffers"] = max(1, plan.num_input_buffers) if passing_calls(profile, changed) else 0
     return replace(changed, num_slots=slots, num_grad_slots=grad_slots, **rings)
 
 

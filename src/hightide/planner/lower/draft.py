@@ -3,12 +3,45 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from hightide.ir.action import Action, ActionKey, Mode, Op
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan
 from hightide.planner.placement import ChunkPlace, Placement
+
+
+@dataclass
+class Ring:
+    """Buffers on the host: who emptied each, and who filled it first in this pass. See [Note: rings of buffers] in
+    pass_through_disk.py."""
+
+    num_buffers: int
+    num_entries: int = 0
+    exits: dict[int, Action] = field(default_factory=dict)  # by buffer, the last one so far
+    firsts: dict[int, ActionKey] = field(default_factory=dict)  # by buffer
+
+    @property
+    def buffer(self) -> int:
+        """The next one, in turn."""
+        return self.num_entries % self.num_buffers
+
+    @property
+    def before(self) -> Action | None:
+        """Who empties it before it is filled."""
+        return self.exits.get(self.buffer)
+
+    def pass_through(self, entry: Action, exit: Action) -> None:
+        self.fill(entry)
+        self.exits[(self.num_entries - 1) % self.num_buffers] = exit
+
+    def fill(self, entry: Action) -> int:
+        """The next one; who empties it is known later."""
+        buffer, self.num_entries = self.buffer, self.num_entries + 1
+        self.firsts.setdefault(buffer, entry.id)
+        return buffer
 
 
 class Draft:
@@ -21,6 +54,7 @@ class Draft:
         self.actions: list[Action] = []  # all but the ticks
         self.awaited: dict[int, list[ActionKey]] = defaultdict(list)  # tick -> ids that it waits for
         self.standing: tuple[tuple[int, int], ...] = ()  # chunks that are in slots from the pass before, and where
+        self.rings: tuple[Ring, ...] = ()
         self.last_write_back: dict[int, Action] = {}  # chunk -> its final one in this pass, or SUM
 
     def chunks_at(self, tick: Action) -> tuple[ChunkPlace, ...]:
@@ -47,3 +81,18 @@ class Draft:
     @cached_property
     def tick_index(self) -> dict[tuple[Op, int | None], int]:
         return {(tick.op, tick.call): tick.tick for tick in self.ticks}
+
+
+def emptied_before(order: Sequence[Draft]) -> list[dict[ActionKey, ActionKey]]:
+    """For each pass of a step: the first entry of each buffer -> who has emptied it last, in this step or in the one
+    before, which is like it."""
+    found = []
+    for at, draft in enumerate(order):
+        earlier = [*reversed(order[:at]), *reversed(order[at:])]
+        exits = {
+            entry: next(one.rings[number].exits[buffer].id for one in earlier if buffer in one.rings[number].exits)
+            for number, ring in enumerate(draft.rings)
+            for buffer, entry in ring.firsts.items()
+        }
+        found.append(exits)
+    return found

@@ -37,11 +37,11 @@ def move_gradients(draft: Draft) -> None:
         needed: dict[int, int] = {}
         for place in draft.chunks_at(tick):
             index = place.chunk.index
-            if place.is_looked_up:
+            if place.is_looked_up or not place.chunk.trainable_numel:
                 continue
             if place.in_grad_slot:
                 needed[index] = place.num_grad_slots
-            elif place.grad is not None and draft.mode.starts_sums and draft.backward_uses[index][0] == tick.tick:
+            elif draft.mode.starts_sums and draft.backward_uses[index][0] == tick.tick:
                 _clear(draft, place, tick, None, [])
         _exit_all(draft, slots, {chunk for chunk in slots.last_tick if chunk not in needed})
         _enter_all(draft, slots, tick, needed)

@@ -31,7 +31,7 @@ def order_actions(draft: Draft) -> list[Action]:
     exits = sorted(by_lane[Lane.D2H], key=lambda action: (action.opens, action.tick))
     updates = sorted(by_lane[Lane.CPU], key=lambda action: (action.opens, action.tick))
     inline = [*ticks, *by_lane[Lane.COMPUTE]]
-    if not any(draft.placement.num_buffers.values()):
+    if not any(draft.placement.num_buffers.values()) and not draft.plan.num_input_buffers:
         return sorted([*inline, *exits, *fetches, *updates], key=_moment)
     moved = move_through_disk(draft, fetches, exits, updates)
     issued: dict[int, list[Action]] = defaultdict(list)
@@ -42,10 +42,10 @@ def order_actions(draft: Draft) -> list[Action]:
 
 def _merged(inline: list[Action], issued: dict[int, list[Action]]) -> list[Action]:
     """After each tick what is issued then, that first which others wait for."""
-    found = _sorted_by_waiting(issued[-1])
-    for moment, group in groupby(inline, key=lambda action: _moment(action)[0]):
-        found += group
-        found += _sorted_by_waiting(issued[moment]) if moment >= 0 else []
+    at = {moment: [*group] for moment, group in groupby(inline, key=lambda action: _moment(action)[0])}
+    found = []
+    for moment in sorted({-1, *at}):
+        found += [*at.get(moment, ()), *_sorted_by_waiting(issued[moment])]
     return found
 
 

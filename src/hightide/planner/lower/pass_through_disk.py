@@ -1,10 +1,12 @@
-"""Pass 6: what lives on disk passes through buffers on the host, and so may gradients on their way to their update.
+"""Pass 6: what lives on disk passes through buffers on the host, and so may gradients on their way to their update, and
+block inputs that wait on disk ([Note: inputs on disk] in planner/inputs_on_disk.py).
 
 [Note: rings of buffers] There are three rings, each with a number of buffers of its own: towards the GPU (a READ fills
 one, a FETCH empties it), away from it (a WRITE_BACK fills one; a WRITE empties it, or the update, if that follows at
 once), and for updates (READ, UPDATE, WRITE). A buffer is filled again when it is empty, in the order of the lane that
 meets the GPU, or of the updates. So what is under way is bounded, and a ring never waits for what stands behind it on a
-lane.
+lane. The passes of a step differ in what goes through a ring: the first entry of each buffer waits for whoever has
+emptied it last, in whichever pass that was.
 
 [Note: parked gradients] With updates in backward, a gradient that leaves the GPU may park instead: it takes host memory
 when it comes and gives it back when its update is through, at the latest before the next forward uses its block. By
@@ -14,6 +16,9 @@ last block first, although that is due last. Those that are `late` come after al
 disk has work in forward too, and the first block does not wait for all. A late gradient must park: in the ring it would
 keep those from coming that are updated before it.
 
+In a step of several passes states are read and written with the last one only. Sums wait in between on the host, or go
+to the disk and come back with each pass; those that stay on the GPU leave it once, in the last pass, and park then.
+
 Gradients of deferred updates go where their states are. Per byte of host memory that saves as much as keeping states
 there: one read and one write a step. Parameters on the host save more, two reads and a write, so they go last (see
 planner/search/moves.py).
@@ -22,42 +27,12 @@ planner/search/moves.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.planner.lower.draft import Draft
-
-
-@dataclass
-class _Ring:
-    """Who emptied each buffer, and who filled it first in this pass."""
-
-    num_buffers: int
-    exits: list[Action] = field(default_factory=list)  # in the order of the entries
-    firsts: list[ActionKey] = field(default_factory=list)
-
-    @property
-    def buffer(self) -> int:
-        """The next one."""
-        return len(self.exits) % self.num_buffers
-
-    @property
-    def before(self) -> Action | None:
-        """Who empties it before it is filled."""
-        return self.exits[-self.num_buffers] if len(self.exits) >= self.num_buffers else None
-
-    def pass_through(self, entry: Action, exit: Action) -> None:
-        if len(self.exits) < self.num_buffers:
-            self.firsts.append(entry.id)
-        self.exits.append(exit)
-
-    def follow(self) -> dict[ActionKey, ActionKey]:
-        """First entry of each buffer -> its last exit in the pass before, which is like this one."""
-        last = {at % self.num_buffers: exit.id for at, exit in enumerate(self.exits)}
-        return {entry: last[buffer] for buffer, entry in enumerate(self.firsts)}
-
+from hightide.planner.inputs_on_disk import passing_calls, stored_bytes
+from hightide.planner.lower.draft import Draft, Ring
 
 Written = dict[ActionKey, Action]  # WRITE_BACK of a gradient -> the WRITE that follows it
 
@@ -66,17 +41,80 @@ def move_through_disk(
     draft: Draft, fetches: list[Action], exits: list[Action], updates: list[Action]
 ) -> Iterator[Action]:
     """All of them, and reads and writes beside. Each list is in the order of its lane."""
-    up, down, state = (_Ring(count) for count in draft.placement.num_buffers.values())
+    up, down, state = (Ring(count) for count in draft.placement.num_buffers.values())
+    inputs = _Inputs(draft)
+    draft.rings = (up, down, state, inputs.ring)
     updated = {action.chunk: action for action in updates}
     written: Written = {}
-    home = [moved for action in exits for moved in _away(draft, down, action, updated, written)]
-    coming = [moved for action in fetches for moved in _towards(draft, up, action, written)]
+    home = [
+        moved for action in exits for moved in (inputs.leave(action) or _away(draft, down, action, updated, written))
+    ]
+    coming = [
+        moved for action in fetches for moved in (inputs.come_back(action) or _towards(draft, up, action, written))
+    ]
     in_turn = sorted(updates, key=lambda action: _turn(draft, action))
-    done = [moved for action in in_turn for moved in _around(draft, state, action, written)]
-    previous = {**up.follow(), **down.follow(), **state.follow()}
-    for action in (*home, *coming, *done):
-        exit = (previous[action.id],) if action.id in previous else ()
-        yield action.changed(after_prev=tuple(dict.fromkeys((*action.after_prev, *exit)))) if exit else action
+    yield from (*home, *coming, *(moved for action in in_turn for moved in _around(draft, state, action, written)))
+
+
+class _Inputs:
+    """Those that wait on disk. None of the others is its business: it returns nothing for them."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.ring = Ring(draft.plan.num_input_buffers)
+        self._passing = set(passing_calls(draft.profile, draft.plan))
+        self._stored = stored_bytes(draft.profile, draft.plan)
+        self._writes: dict[int | None, Action] = {}  # by call
+        self._buffers: dict[int | None, int] = {}  # of calls that wait in one
+        self._left: list[tuple[int, Action]] = []  # buffers, by who has left them, in this order
+
+    def leave(self, action: Action) -> list[Action]:
+        call, ring = action.call, self.ring
+        if action.op is not Op.STASH or call not in self._passing:
+            return []
+        buffer = Place(Tier.HOST, ring.buffer)
+        before = () if ring.before is None else (ring.before.id,)
+        entry = action.changed(target=buffer, after=(*action.after, *before))
+        if call not in self._stored:
+            self._buffers[call] = ring.fill(entry)
+            return [entry]
+        write = self._writes[call] = action.changed(
+            id=ActionKey(Op.WRITE, call),
+            op=Op.WRITE,
+            lane=Lane.DISK_WRITE,
+            source=buffer,
+            target=Place(Tier.DISK),
+            after=(action.id,),
+            after_prev=(),
+        )
+        ring.pass_through(entry, write)
+        return [entry, write]
+
+    def come_back(self, action: Action) -> list[Action]:
+        call = action.call
+        if action.op is not Op.UNSTASH or call not in self._passing:
+            return []
+        if call in self._buffers:
+            buffer = self._buffers[call]
+            exit = action.changed(source=Place(Tier.HOST, buffer))
+            return [self._leaves(buffer, exit)]
+        (buffer, before), write = self._left.pop(0), self._writes[call]
+        read = action.changed(
+            id=ActionKey(Op.READ, call),
+            op=Op.READ,
+            lane=Lane.DISK_READ,
+            opens=max(before.opens, write.opens),
+            source=Place(Tier.DISK),
+            target=Place(Tier.HOST, buffer),
+            after=(write.id, before.id),
+            after_prev=(),
+        )
+        exit = action.changed(source=Place(Tier.HOST, buffer), after=(*action.after, read.id))
+        return [read, self._leaves(buffer, exit)]
+
+    def _leaves(self, buffer: int, exit: Action) -> Action:
+        self._left.append((buffer, exit))
+        self.ring.exits[buffer] = exit
+        return exit
 
 
 def _turn(draft: Draft, action: Action) -> tuple[bool, int]:
@@ -86,7 +124,7 @@ def _turn(draft: Draft, action: Action) -> tuple[bool, int]:
 
 
 def _away(
-    draft: Draft, ring: _Ring, action: Action, updated: dict[int | None, Action], written: Written
+    draft: Draft, ring: Ring, action: Action, updated: dict[int | None, Action], written: Written
 ) -> list[Action]:
     if action.op is not Op.WRITE_BACK or not (place := draft.place_of(action)).passes_ring:
         return [action]
@@ -109,7 +147,7 @@ def _away(
     return [entry, exit]
 
 
-def _towards(draft: Draft, ring: _Ring, action: Action, written: Written) -> list[Action]:
+def _towards(draft: Draft, ring: Ring, action: Action, written: Written) -> list[Action]:
     """A parameter as its last update has left it, or a sum as this pass or the one before has."""
     if action.op is not Op.FETCH or action.kind is None:
         return [action]
@@ -139,7 +177,7 @@ def _towards(draft: Draft, ring: _Ring, action: Action, written: Written) -> lis
     return [read, fetch]
 
 
-def _around(draft: Draft, ring: _Ring, action: Action, written: Written) -> list[Action]:
+def _around(draft: Draft, ring: Ring, action: Action, written: Written) -> list[Action]:
     """In backward, states are read ahead of their gradient, as soon as a buffer is free."""
     place = draft.place_of(action)
     if place.states is not Tier.DISK:

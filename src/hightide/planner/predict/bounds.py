@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from hightide.ir.action import Mode
 from hightide.ir.machine import Machine
 from hightide.ir.tier import Lane, Tier
+from hightide.planner.inputs_on_disk import stored_bytes
 from hightide.planner.lookup import is_looked_up, rows_bytes
 from hightide.planner.lower.draft import Draft
 from hightide.planner.lower.lay_ticks import lay_ticks
@@ -44,16 +45,22 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
         between = 0 if place.stays else (plan.accumulate - 1) * place.grad_bytes
         moved[Lane.D2H] += place.grad_bytes + between
         moved[Lane.H2D] += between
-        moved[Lane.DISK_WRITE] += place.grad_bytes if place.grad is Tier.DISK else 0
+        if place.grad is Tier.DISK:
+            moved[Lane.DISK_WRITE] += place.grad_bytes + between
+            moved[Lane.DISK_READ] += between
         if chunk.optimised_numel:
             moved[Lane.CPU] += place.update_bytes
             if place.states is Tier.DISK:
                 moved[Lane.DISK_WRITE] += place.written_bytes
                 moved[Lane.DISK_READ] += place.read_bytes
-    for call in profile.calls:
+    stored = stored_bytes(profile, plan)
+    for index, call in enumerate(profile.calls):
         num_bytes = plan.accumulate * away(plan, call).num_bytes
         moved[Lane.D2H] += num_bytes
         moved[Lane.H2D] += num_bytes
+        if index in stored:
+            moved[Lane.DISK_WRITE] += num_bytes
+            moved[Lane.DISK_READ] += num_bytes
         if is_looked_up(plan, call):
             rows = plan.accumulate * rows_bytes(plan, call)
             moved[Lane.H2D] += rows

@@ -39,16 +39,19 @@ class Peaks:
     disk_peak_bytes: int = 0
 
 
-def peaks(schedule: Schedule, precedence: Precedence | None = None) -> Peaks:
+def peaks(schedule: Schedule, precedence: Precedence | None = None, last: Schedule | None = None) -> Peaks:
     """Walks the actions in order: takes at the start, transient during, gives at the end.
 
     Transfers run beside compute and may be as slow as they like: what they take counts from the moment they are issued,
     what they give only from the first tick that surely follows their end. So the peak holds whatever the lanes'
-    speeds. An update may go on beside the next pass, until that uses its chunk: what it gives is there until then."""
+    speeds. An update may go on beside the next pass, until that uses its chunk: what it gives is there until then.
+    `last`: for the first pass of several, that with which the step before has ended."""
     if precedence is None and any(_gives_later(action) for action in schedule.actions):
         precedence = Precedence(schedule)
     num_ticks = len(schedule.ticks)
-    late = [action for action in schedule.actions if action.host_gives and action.tick >= num_ticks]
+    before = schedule if schedule.mode.is_alone else last
+    updates = [] if before is None else before.actions
+    late = [action for action in updates if action.host_gives and action.tick >= num_ticks]
     gpu, host = _Level(schedule.gpu_base_bytes), _Level(schedule.host_base_bytes)
     host.rise(sum(action.host_gives for action in late), 0, "")  # of the pass before
     due: dict[int, int] = defaultdict(int)
@@ -76,7 +79,7 @@ def peaks(schedule: Schedule, precedence: Precedence | None = None) -> Peaks:
 
 def step_peaks(passes: Passes) -> Peaks:
     """Of all passes of a step."""
-    found = [peaks(schedule) for schedule in passes]
+    found = [peaks(schedule, last=passes.last if schedule is passes.first else None) for schedule in passes]
     gpu, host = max(found, key=lambda one: one.gpu_peak_bytes), max(found, key=lambda one: one.host_peak_bytes)
     return replace(gpu, host_peak_bytes=host.host_peak_bytes, host_peak_at=host.host_peak_at)
 

@@ -99,7 +99,8 @@ class ActivationBytes:
         does not: forward and backward both have inputs of the blocks before, and gradients of those behind."""
         near = candidate.keep | candidate.near
         levels = self._levels_of(candidate)
-        away = {block: size for block, size in levels.host_bytes.items() if block not in near}
+        elsewhere = near | self._space.far(candidate)  # on the GPU, or in buffers that are always there
+        away = {block: size for block, size in levels.host_bytes.items() if block not in elsewhere}
         for block in candidate.swapped:
             away[block] = away.get(block, 0) + levels.swapped_bytes.get(block, 0)
         if not parked_bytes:

@@ -52,9 +52,7 @@ def in_calls(step: Problem, number: int) -> Problem:
 
 
 def numbers_of_calls(step: Problem) -> list[int]:
-    """Into which a step can be cut: a few, about twice as many each time. From a disk it is not planned so."""
-    if step.terms.disk_bytes:
-        return [1]
+    """Into which a step can be cut: a few, about twice as many each time."""
     divisors = _divisors(step.profile.num_samples)
     powers = (2**power for power in range(step.profile.num_samples.bit_length()))
     near = {min(divisors, key=lambda one: (abs(one - power), one)) for power in powers}

@@ -34,9 +34,12 @@ class Candidate:
     disk: bool = False  # what is neither on the GPU nor in the next two lives on disk
     host_params: frozenset[int] = field(default_factory=frozenset)
     host_states: frozenset[int] = field(default_factory=frozenset)  # some of host_params: params are read twice a step
+    host_sums: frozenset[int] = field(default_factory=frozenset)  # whose sums wait there between passes, states or not
     state_buffers: int = 0  # on the host; one more than it takes lets the disk go on while another is in use
     read_buffers: int = 0
     grad_buffers: int = 0  # 0: gradients of updates in backward park; else those that can go through so many buffers
+    far: frozenset[int] = field(default_factory=frozenset)  # blocks whose inputs wait on disk, not on the host
+    input_buffers: int = 0  # through which these pass
     late: int = 0  # so many twelfths of the blocks on disk are updated late, and their gradients park
 
     @property

@@ -24,6 +24,7 @@ from hightide.planner.search.space import Space
 
 MOST_SPARE = 3  # slots beyond what the widest block needs
 MOST_BUFFERS = 4  # of a ring
+INPUT_BUFFERS = 2  # through which block inputs go to disk, at first
 LATE = (4, 6, 3, 8, 2, 9, 0, 12)  # twelfths of the blocks on disk whose updates are tried to be late
 NUM_SLOT_SIZES = 3  # so many slot sizes, of least waste, are tried
 FEW_BLOCKS = 8
@@ -43,6 +44,7 @@ class Kind(StrEnum):
     NEAR = "near"
     SWAPPED = "swapped"
     HOST_PARAMS = "host_params"
+    HOST_SUMS = "host_sums"
     HOST_STATES = "host_states"
 
 
@@ -51,7 +53,8 @@ LEVELS = (Kind.KEEP, Kind.SELECTIVE, Kind.SWAPPED)  # a block has one of them at
 Order = tuple[Kind, ...]
 
 _T, _W, _P, _G, _L, _S, _K, _N, _A, *_HOST = Kind
-# Adapters first: they cost next to nothing. What lives on disk comes to the host when it is known what is on the GPU.
+# Adapters first: they cost next to nothing. What lives on disk comes to the host when it is known what is on the GPU:
+# first what crosses most often per byte, which are parameters, then sums between passes.
 # Before anything is kept, all is held selectively: that saves nearly as much time with fewer bytes.
 ORDERS: tuple[Order, ...] = (
     (_T, _L, _W, _P, _G, _S, _K, _N, *_HOST),
@@ -91,7 +94,7 @@ class Moves:
 
     def starts(self, spare: int, form: Form = PLAIN, disk: bool = False) -> Iterator[Candidate]:
         """Everything streamed, from the host or the disk, and recomputed; the plainest first."""
-        if disk and (not self.space.terms.disk_bytes or self.space.terms.accumulate > 1):
+        if disk and not self.space.terms.disk_bytes:
             return
         buffers = 1 + spare if disk else 0
         for inputs, micro_batch in product((Tier.GPU, Tier.HOST), self.micro_batches):
@@ -109,6 +112,12 @@ class Moves:
             for way, quarters in product(ways, (1, 2, 3) if start.inputs is Tier.HOST else ()):
                 yield replace(way, near=frozenset(waiting[: len(waiting) * quarters // 4]))
 
+    def far_starts(self, spare: int, form: Form = PLAIN) -> Iterator[Candidate]:
+        """Where it is too short even for that: inputs of the first blocks, or of all, wait on the disk."""
+        for start in self.starts(spare, form, disk=True):
+            for far in self._shares_of_inputs(start, (2, 1)):
+                yield replace(start, far=far, input_buffers=1 + spare, grad_buffers=1 + spare)
+
     def leanest(self) -> Iterator[Candidate]:
         """If none of these fits, nothing is known that does."""
         for form in self.forms:
@@ -120,6 +129,9 @@ class Moves:
                 if start.micro_batch == self.micro_batches[-1]:
                     yield self.fill(start, ORDERS[0])
             yield from self.last_resorts(form)
+        for start in (start for form in self.forms for start in self.far_starts(0, form)):
+            if start.micro_batch == self.micro_batches[-1]:
+                yield self.fill(start, ORDERS[0])
 
     def last_resorts(self, form: Form = PLAIN) -> Iterator[Candidate]:
         """From all on the host to all on the GPU, in several orders, without spare slots. Where slots cost more than
@@ -230,6 +242,20 @@ class Moves:
                 if self.may_fit(start):
                     yield from (self.fill(start, order) for order in ORDERS[:3])
 
+    def stored(self, filled: Candidate) -> Iterator[Candidate]:
+        """Fillings of its kind in which inputs of the first blocks, which wait longest, do so on disk: what they had of
+        the host is there for others, and in forward the disk may have nothing else to do."""
+        for far in self._shares_of_inputs(filled, (8, 4, 2, 1)):
+            start = replace(filled, far=far, input_buffers=INPUT_BUFFERS)
+            if self.may_fit(start):
+                yield self.fill(start, ORDERS[0])
+
+    def _shares_of_inputs(self, candidate: Candidate, parts: Sequence[int]) -> Iterator[frozenset[int]]:
+        """So many parts of the blocks whose inputs wait on the host, from the front."""
+        if candidate.disk and candidate.inputs is Tier.HOST:
+            waiting = [block for block in self._backwards[::-1] if block not in candidate.near | candidate.keep]
+            yield from (frozenset(waiting[: -(-len(waiting) // part)]) for part in parts if waiting)
+
     def lookups(self, filled: Candidate) -> Iterator[Candidate]:
         """Fillings of its kind in which embeddings are looked up on the host: what they had of the GPU, or of the link,
         is there for others. Slots need not be as wide as they are."""
@@ -293,7 +319,8 @@ class Moves:
         changes: list[dict[str, int]] = [{"late": late} for late in LATE] if at_once else []
         for size, count in product(sizes, counts):
             changes.append({"slot_numel": size, **dict.fromkeys(together, count)})
-        changes += [{ring: count} for ring in ("grad_buffers", "read_buffers") for count in counts]
+        rings = ["grad_buffers", "read_buffers", *(["input_buffers"] if candidate.far else [])]
+        changes += [{ring: count} for ring in rings for count in counts]
         yield from self.refilled(replace(candidate, **change) for change in changes)  # type: ignore[arg-type]
 
     def rings(self, filled: Candidate) -> Iterator[Candidate]:
@@ -359,6 +386,11 @@ class Moves:
             if 0 <= near < len(self.micro_batches):
                 yield replace(candidate, micro_batch=self.micro_batches[near])
         yield replace(candidate, inputs=Tier.HOST if candidate.inputs is Tier.GPU else Tier.GPU, near=frozenset())
+        if candidate.far:  # else see `stored`
+            front, count = self._backwards[::-1], len(candidate.far)
+            for other in (count + 1, count - 1, count + len(front) // 8, count - len(front) // 8):
+                if 0 < other <= len(front) and other != count:
+                    yield replace(candidate, far=frozenset(front[:other]))
         yield from self._other_slots(candidate, self.space.slot_sizes[:NUM_SLOT_SIZES])
         for kind in (Kind.WHOLE, Kind.PARAMS, Kind.SELECTIVE, Kind.KEEP, Kind.NEAR):
             for units in self._other_units(candidate, kind):
@@ -417,6 +449,8 @@ class Moves:
             return candidate.loss_tile_tokens is None  # tiles are small where memory is short
         if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES):
             return candidate.disk and unit not in candidate.whole
+        if kind is Kind.HOST_SUMS:
+            return candidate.disk and unit not in candidate.whole | candidate.sums | candidate.host_states
         if kind in (Kind.SELECTIVE, Kind.SWAPPED):
             return unit not in candidate.keep | candidate.selective
         return not (kind in (Kind.PARAMS, Kind.TRAINED, Kind.SUMS) and unit in candidate.whole)
@@ -433,7 +467,9 @@ class Moves:
             return space.selectable[::-1]
         if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES):
             return self._from_disk if space.terms.disk_bytes else ()
-        if kind is Kind.SUMS:
+        if kind is Kind.HOST_SUMS and not space.terms.disk_bytes:
+            return ()
+        if kind in (Kind.SUMS, Kind.HOST_SUMS):
             return self.space.summed
         return self._backwards if kind is Kind.NEAR else space.movable
 
@@ -483,6 +519,8 @@ class Moves:
             return replace(candidate, host_params=chosen, host_states=candidate.host_states & chosen)
         if kind is Kind.HOST_STATES:
             return replace(candidate, host_states=chosen, host_params=candidate.host_params | chosen)
+        if kind is Kind.HOST_SUMS:
+            return replace(candidate, host_sums=chosen)
         return replace(candidate, sums=chosen) if kind is Kind.SUMS else replace(candidate, trained=chosen)
 
 

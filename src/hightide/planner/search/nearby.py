@@ -33,6 +33,9 @@ def nearby_step_s(problem: Problem, known: Candidate, below_s: float) -> float:
     return best_s if best_s < below_s else math.inf
 
 
+_OF_DISKS = ("state_buffers", "read_buffers", "grad_buffers", "far", "input_buffers", "late")
+
+
 def _around(moves: Moves, trials: Trials, known: Candidate) -> Iterator[Candidate]:
     yield from moves.resident()
     if known.micro_batch in moves.micro_batches:
@@ -45,8 +48,7 @@ def _around(moves: Moves, trials: Trials, known: Candidate) -> Iterator[Candidat
     for micro_batch in moves.micro_batches:
         for inputs in (Tier.GPU, Tier.HOST):
             plain = Candidate(micro_batch, inputs, known.spare_slots, slot_numel=known.slot_numel, disk=known.disk)
-            rings = {name: getattr(known, name) for name in ("state_buffers", "read_buffers", "grad_buffers", "late")}
-            plain = replace(plain, **rings)
+            plain = replace(plain, **{name: getattr(known, name) for name in _OF_DISKS})
             fewest = min(1, known.state_buffers), min(1, known.read_buffers)
             bare = replace(plain, spare_slots=0, spare_grad_slots=0, state_buffers=fewest[0], read_buffers=fewest[1])
             start = next((one for one in (plain, bare) if trials.may_fit(one)), None)

@@ -78,7 +78,9 @@ class _Search:
         starts += self._best(self.moves.swaps(starts[0]))
         starts += self._best(self.moves.lookups(starts[0]))
         starts += self._best(self.moves.rings(starts[0]))
-        return min((self._improved(candidate) for candidate in starts), key=self.trials.step_s)
+        best = min((self._improved(candidate) for candidate in starts), key=self.trials.step_s)
+        stored = [self._improved(candidate) for candidate in self._best(self.moves.stored(best))]
+        return min((best, *stored), key=self.trials.step_s)
 
     def _leanest(self) -> Candidate:
         """That fits. Fillings of what nearly fits may all be a little too much."""

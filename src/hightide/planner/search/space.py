@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hightide.ir.activation import Activation
 from hightide.ir.block import BlockSpec, ModelProfile
 from hightide.ir.chunk import Layout
 from hightide.ir.plan import PLAN_VERSION, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
+from hightide.planner.inputs_on_disk import passing_calls, place_bytes
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss_tiles import (
     early_gradient_bytes,
@@ -70,6 +70,7 @@ class Space:
             num_read_buffers=candidate.read_buffers if rings[Buffer.READ] else 0,
             num_grad_buffers=max(1, candidate.grad_buffers) if rings[Buffer.WRITTEN] else 0,
             num_state_buffers=candidate.state_buffers if rings[Buffer.UPDATED] else 0,
+            num_input_buffers=candidate.input_buffers if passing_calls(self.profile, plan) else 0,
         )
 
     def placement(self, plan: Plan) -> Placement:
@@ -100,15 +101,21 @@ class Space:
         return [home._replace(parks=True) if block in parking else home for block, home in enumerate(homes)]
 
     def _home(self, block: BlockSpec, candidate: Candidate) -> Home:
-        index, sums = block.index, Tier.GPU if block.index in candidate.sums else Tier.HOST
+        index = block.index
         if index in candidate.looked_up:
             return Home(Tier.HOST, Tier.HOST, Tier.HOST, compute=Tier.HOST)
         if block.loose or index in candidate.whole:
-            return Home(Tier.GPU, Tier.GPU, sums)
+            return Home(Tier.GPU, Tier.GPU, Tier.HOST)
         params = Tier.DISK if candidate.disk and index not in candidate.host_params else Tier.HOST
         states = Tier.DISK if candidate.disk and index not in candidate.host_states else Tier.HOST
         in_part = Tier.GPU if index in candidate.params else params, Tier.GPU if index in candidate.trained else states
-        return Home(*in_part, sums, parks=False)
+        return Home(*in_part, self._sums(index, in_part[1], candidate), parks=False)
+
+    def _sums(self, block: int, states: Tier, candidate: Candidate) -> Tier:
+        if block in candidate.sums:
+            return Tier.GPU
+        on_disk = self.terms.accumulate > 1 and states is Tier.DISK and block not in candidate.host_sums
+        return Tier.DISK if on_disk else Tier.HOST
 
     def _late(self, homes: Sequence[Home], candidate: Candidate) -> frozenset[int]:
         """Of the blocks with states on disk a share, evenly spread."""
@@ -131,10 +138,40 @@ class Space:
     def _block_plan(self, block: BlockSpec, home: Home, candidate: Candidate) -> BlockPlan:
         params, states, sums, compute, parks = home
         activation = candidate.activation(block.index)
-        near = activation is Activation.KEEP or block.loose or block.index in candidate.near
         held = Tier.HOST if block.index in candidate.swapped else Tier.GPU
-        inputs = Tier.GPU if near else candidate.inputs
+        inputs = self._inputs(block, candidate)
         return BlockPlan(block.name, params, states, activation, inputs, held, sums, compute, parks)
+
+    def _inputs(self, block: BlockSpec, candidate: Candidate) -> Tier:
+        index = block.index
+        if index in candidate.keep or block.loose or index in candidate.near:
+            return Tier.GPU
+        return Tier.DISK if candidate.inputs is Tier.HOST and index in self.far(candidate) else candidate.inputs
+
+    def far(self, candidate: Candidate) -> frozenset[int]:
+        """Blocks whose inputs wait on disk. What a block swaps leaves the GPU with them, to the host."""
+        return candidate.far - candidate.swapped - candidate.near - candidate.keep
+
+    def input_bytes(self, candidate: Candidate) -> tuple[int, int]:
+        """On the host and on disk, of block inputs that wait there: as in planner/inputs_on_disk.py."""
+        if not candidate.far or candidate.inputs is not Tier.HOST:
+            return 0, 0
+        far = self.far(candidate)
+        sizes = [size for block, size in self._places_of_inputs if block in far]
+        stored = sizes[: max(0, len(sizes) - candidate.input_buffers)]
+        return candidate.input_buffers * max(sizes, default=0), sum(stored)
+
+    @cached_property
+    def _places_of_inputs(self) -> tuple[tuple[int, int], ...]:
+        """Of each call, in the order of forward: its block, and the bytes."""
+        profile = self.profile
+        return tuple(
+            (call.block, place_bytes(profile.num_samples, call))
+            for call in profile.calls
+            if call.needs_backward
+            and call.saved_inputs.at(profile.num_samples)
+            and not profile.blocks[call.block].loose
+        )
 
     def layout(self, slot_numel: int | None = None) -> Layout:
         return self.places(slot_numel or self.slot_numel).layout

@@ -24,8 +24,8 @@ NUM_STEPS = 2  # simulated for a comparison: one that leaves updates behind, one
 
 
 _WITHOUT_ACTIVATIONS: dict[str, Any] = {
-    **{"micro_batch": 1, "inputs": Tier.GPU, "loss_kept_tokens": 0, "loss_tile_tokens": None},
-    **dict.fromkeys(("keep", "selective", "swapped", "near"), frozenset()),
+    **{"micro_batch": 1, "inputs": Tier.GPU, "loss_kept_tokens": 0, "loss_tile_tokens": None, "input_buffers": 0},
+    **dict.fromkeys(("keep", "selective", "swapped", "near", "far"), frozenset()),
 }
 
 
@@ -69,7 +69,9 @@ class Trials:
             if is_real(self.problem.machine):
                 inside = reserved_beside(inside, self._activations.holes_bytes(candidate))
             host_bytes = always.host_bytes + self._activations.host_bytes(candidate, always.parked_bytes)
-            found = self._guesses[candidate] = Needs(always.gpu_bytes + inside, host_bytes, always.disk_bytes)
+            buffers, stored = self.space.input_bytes(candidate)
+            gpu_bytes, disk_bytes = always.gpu_bytes + inside, always.disk_bytes + stored
+            found = self._guesses[candidate] = Needs(gpu_bytes, host_bytes + buffers, disk_bytes)
         return found
 
     def needs(self, candidate: Candidate) -> Needs:

@@ -46,14 +46,17 @@ _KINDS = {
 
 def objection(profile: ModelProfile, placement: Placement, action: Action) -> str | None:
     """What is wrong with it, if anything."""
-    if (action.op in _KINDS or action.op is Op.LOOK_UP) and not 0 <= (
-        -1 if action.chunk is None else action.chunk
-    ) < len(placement.chunks):
+    of_inputs = is_of_inputs(action)
+    if (
+        (action.op in _KINDS or action.op is Op.LOOK_UP)
+        and not of_inputs
+        and not 0 <= (-1 if action.chunk is None else action.chunk) < len(placement.chunks)
+    ):
         return f"names the chunk {action.chunk}; the plan has {len(placement.chunks)}"
-    is_of_call = action.op in (Op.STASH, Op.UNSTASH, Op.LOOK_UP, Op.SUM)
+    is_of_call = action.op in (Op.STASH, Op.UNSTASH, Op.LOOK_UP, Op.SUM) or of_inputs
     if is_of_call and not 0 <= (-1 if action.call is None else action.call) < len(profile.calls):
         return f"names the call {action.call}; the model has {len(profile.calls)}"
-    if action.kind not in _KINDS.get(action.op, (None,)):
+    if action.kind not in _KINDS.get(action.op, (None,)) and not of_inputs:
         return f"is about {action.kind}, which no {action.op} is"
     place = None if action.chunk is None else placement.chunks[action.chunk]
     lane = _lane(action.op, place)
@@ -70,6 +73,11 @@ def objection(profile: ModelProfile, placement: Placement, action: Action) -> st
     return None
 
 
+def is_of_inputs(action: Action) -> bool:
+    """A READ or WRITE of what a call leaves for its backward, and not of a chunk."""
+    return action.op in (Op.READ, Op.WRITE) and action.chunk is None and action.call is not None
+
+
 def _lane(op: Op, place: ChunkPlace | None) -> Lane:
     if op is Op.UPDATE and place is not None and place.states is not Tier.GPU:
         return Lane.CPU
@@ -83,7 +91,7 @@ def _tier(place: Place | None) -> Tier | None:
 def _num_bytes(profile: ModelProfile, plan: Plan, action: Action, place: ChunkPlace | None) -> int:
     if action.op in TICK_OPS or action.op is Op.EVICT:
         return 0
-    if action.op in (Op.STASH, Op.UNSTASH):
+    if action.op in (Op.STASH, Op.UNSTASH) or is_of_inputs(action):
         assert action.call is not None
         return away(plan, profile.calls[action.call]).num_bytes
     assert place is not None

@@ -13,6 +13,7 @@ from hightide.ir.plan import PLAN_VERSION, BlockPlan, Plan
 from hightide.ir.state_spec import StateSpecs
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.inputs_on_disk import buffer_bytes
 from hightide.planner.layout import made_again
 from hightide.planner.loss_tiles import may_run_in_forward
 from hightide.planner.placement import RING_COUNTS, Placement
@@ -141,8 +142,11 @@ def _check_layout(profile: ModelProfile, plan: Plan) -> None:
 def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
     for spec, block in zip(profile.blocks, plan.blocks, strict=True):
         where = f"the plan of block {quoted(block.name)}"
-        if block.inputs is Tier.DISK:
-            raise InfeasiblePlan(f"{where} has inputs on the disk, which is not supported yet; use gpu or host")
+        if block.inputs is Tier.DISK and block.held is Tier.HOST:
+            raise InfeasiblePlan(
+                f"{where} has inputs on the disk and activations on the host, which leave the GPU together; use "
+                "inputs=host, or held=gpu"
+            )
         if block.params is Tier.DISK and block.states is not Tier.DISK:
             raise InfeasiblePlan(
                 f"{where} has params on the disk but states on the {block.states}; params are read twice a step and "
@@ -172,8 +176,11 @@ def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
                 f"{where} is updated late, but its gradient does not park: it would hold a buffer for which the others "
                 "wait; use parks=true, or late=false"
             )
-        if block.sums is Tier.DISK:
-            raise InfeasiblePlan(f"{where} has sums of gradients on the disk by themselves; use sums=gpu or host")
+        if block.sums is Tier.DISK and block.states is not Tier.DISK:
+            raise InfeasiblePlan(
+                f"{where} has sums of gradients on the disk but states on the {block.states}, where the update would "
+                "look for them; use sums=gpu or host, or states=disk"
+            )
         if block.compute is not Tier.GPU:
             _check_lookup(spec, block, plan, where)
         if spec.loose and (block.params, block.states) != (Tier.GPU, Tier.GPU):
@@ -230,7 +237,8 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
         )
     if plan.loss_kept_tokens < 0:
         raise InfeasiblePlan(f"loss_kept_tokens is {plan.loss_kept_tokens}; it must be 0 (none) or more")
-    for name in ("gpu_limit_bytes", "host_limit_bytes", "disk_limit_bytes", *RING_COUNTS.values()):
+    limits = "gpu_limit_bytes", "host_limit_bytes", "disk_limit_bytes"
+    for name in (*limits, "num_input_buffers", *RING_COUNTS.values()):
         if getattr(plan, name) < 0:
             raise InfeasiblePlan(f"{name} is {getattr(plan, name)}; it must be 0 (nothing) or more")
     heads = [block for block in profile.blocks if block.lazy_head]
@@ -245,17 +253,14 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
     for ring, name in RING_COUNTS.items():
         if placement.buffer_bytes[ring] and getattr(plan, name) < 1:
             raise InfeasiblePlan(f"{name} is 0, but chunks pass through such buffers; it must be at least 1")
+    if buffer_bytes(profile, plan) and plan.num_input_buffers < 1:
+        raise InfeasiblePlan("num_input_buffers is 0, but inputs of blocks wait on the disk; it must be at least 1")
     if plan.accumulate < 1:
         raise InfeasiblePlan(f"accumulate is {plan.accumulate}; it must be 1 (a step per backward) or more")
-    if plan.accumulate > 1 and placement.uses_disk:
-        raise InfeasiblePlan(
-            f"accumulate is {plan.accumulate}, but blocks live on the disk: steps of several passes are not planned "
-            "from there yet; use accumulate=1 with a larger batch, or no disk"
-        )
     _check_most("passes in a step", plan.accumulate, MAX_PASSES)
     _check_most("samples", plan.num_samples, MAX_SAMPLES)
     _check_most("micro-batches", -(-plan.num_samples // plan.micro_batch), MAX_MICRO_BATCHES)
-    for name in ("num_slots", "num_grad_slots", *RING_COUNTS.values()):
+    for name in ("num_slots", "num_grad_slots", "num_input_buffers", *RING_COUNTS.values()):
         _check_most(name, getattr(plan, name), MAX_SLOTS)
     slots, grad_slots = placement.widest_tick({call.block for call in profile.calls})
     if plan.num_slots < slots or plan.num_grad_slots < grad_slots:

@@ -4,10 +4,13 @@ lower/pass_through_disk.py."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hightide.ir.action import Action, ActionKey, Op, Place, Schedule
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.placement import Placement, region_bytes
+from hightide.planner.verify.action_form import is_of_inputs
 from hightide.planner.verify.ordered_replay import OrderedReplay, Places
 from hightide.planner.verify.precedence import Precedence
 
@@ -16,6 +19,8 @@ class DiskReplay(OrderedReplay):
     def __init__(self, placement: Placement, schedule: Schedule, precedence: Precedence) -> None:
         super().__init__(placement, schedule, precedence)
         self._up, self._down, self._state = (Places("buffer", count) for count in placement.num_buffers.values())
+        self._inputs = Places("buffer", placement.plan.num_input_buffers)
+        self._input_writes: dict[int | None, Action] = {}  # by call
         self._written: dict[int, list[Action]] = {}  # chunk -> WRITEs of its gradient
         self._continued: dict[int, Action] = {}  # chunk -> the READ of its gradient from the pass before
         self._reads: dict[int, Action] = {}  # chunk -> the READ of its states
@@ -29,11 +34,42 @@ class DiskReplay(OrderedReplay):
             Op.FETCH: self._fetch,
             Op.WRITE_BACK: self._write_back,
             Op.UPDATE: self._update,
+            Op.STASH: self._inputs_enter,
+            Op.UNSTASH: self._inputs_leave,
         }
+        of_inputs = {Op.READ: self._inputs_enter, Op.WRITE: self._inputs_leave}
         for action in self.schedule.actions:
             if action.op in verbs:
-                verbs[action.op](action)
+                (of_inputs if is_of_inputs(action) else verbs)[action.op](action)
         self._check_end()
+
+    def _inputs_enter(self, action: Action) -> None:
+        """A buffer, from the GPU or from the disk."""
+        if not self._wait_on_disk(action):
+            return self._has_no_buffer(action, action.target)
+        self.enter(self._inputs, action, [self._buffer(self._inputs, action, action.target)])
+        if action.op is Op.READ:
+            self.after(action, self._input_writes.get(action.call), "reads inputs before they are on disk")
+
+    def _inputs_leave(self, action: Action) -> None:
+        if not self._wait_on_disk(action):
+            return self._has_no_buffer(action, action.source)
+        buffer = self._buffer(self._inputs, action, action.source)
+        entry = self._inputs.entries[buffer]
+        if entry is None or entry.call != action.call:
+            self.fail(action, f"leaves {action.source}, where the inputs of call {action.call} are not")
+        self.after(action, entry, "takes inputs out of a buffer before they are in it")
+        self._inputs.leave(action, [buffer])
+        if action.op is Op.WRITE:
+            self._input_writes[action.call] = action
+
+    def _wait_on_disk(self, action: Action) -> bool:
+        """Only such inputs are read and written."""
+        assert action.block is not None
+        on_disk = self.plan.blocks[action.block].inputs is Tier.DISK
+        if not on_disk and is_of_inputs(action):
+            self.fail(action, f"moves inputs of call {action.call}, which do not wait on disk")
+        return on_disk
 
     def _read(self, action: Action) -> None:
         index = self.place(action).chunk.index
@@ -135,12 +171,22 @@ class DiskReplay(OrderedReplay):
         if place is not None and place.slot is not None:
             self.fail(action, f"passes through {place}, but what it moves goes through no buffer")
 
+    def check_followed(self, earlier: Sequence[DiskReplay]) -> None:
+        """That no buffer is filled before it was emptied. `earlier`: passes that come before it, the latest first."""
+        for number, ring in enumerate(self._rings):
+            self.check_next_pass(ring, [one._rings[number] for one in earlier])
+
+    @property
+    def _rings(self) -> tuple[Places, ...]:
+        return self._up, self._down, self._state, self._inputs
+
     def _check_end(self) -> None:
-        for ring in (self._up, self._down, self._state):
+        for ring in self._rings:
             left = [entry.id for entry in ring.entries if entry is not None]
             if left:
                 raise InfeasiblePlan(f"the schedule is wrong: {', '.join(left)} leave a buffer on the host full")
-            self.check_next_pass(ring)
+        if self.schedule.mode.is_alone:
+            self.check_followed([])
         for index, read in self._continued.items():
             self.follows(read, self._written[index][-1].id, "reads a gradient before it is on disk")
         lost = sorted(self._updates.keys() - self._stored.keys())

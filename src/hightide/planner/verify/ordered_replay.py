@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from hightide.ir.action import Action, ActionKey, Schedule
@@ -69,8 +69,11 @@ class OrderedReplay:
             room.entries[place] = action
             room.firsts[place] = room.firsts[place] or action
 
-    def check_next_pass(self, room: Places) -> None:
-        """The next pass has the same ids: what comes first there waits until the last of this pass has left."""
-        for first, last_exit in zip(room.firsts, room.exits, strict=True):
+    def check_next_pass(self, room: Places, before: Sequence[Places] = ()) -> None:
+        """What comes first in each place waits until the last has left it: in one of the passes `before`, the latest
+        first, or, since the pass before may have the same ids, in this one."""
+        rooms = [*before, room]
+        for place, first in enumerate(room.firsts):
+            last_exit = next((exit for one in rooms if (exit := one.exits[place]) is not None), None)
             if first is not None and last_exit is not None:
                 self.follows(first, last_exit.id, f"goes to a {room.name} that may not be free yet")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 from hightide.ir.action import Schedule
 from hightide.ir.block import ModelProfile
@@ -19,21 +20,31 @@ from hightide.planner.verify.replay import Replay
 
 
 def verify_step(profile: ModelProfile, placement: Placement, passes: Passes) -> None:
-    """Each of its passes, and that each finds in the slots what it takes for granted."""
-    left = {schedule.mode: set(verify(profile, placement, schedule)) for schedule in passes}
+    """Each of its passes, that each finds in the slots what it takes for granted, and that none fills a buffer on the
+    host that another has not emptied."""
+    last = passes.last if passes.number > 1 else None
+    left = {one.mode: verify(profile, placement, one, last if one is passes.first else None) for one in passes}
     order = [schedule for schedule, count in passes.runs for _ in range(min(2, count))]
+    replays = [left[schedule.mode].disk for schedule in order]
+    for at, replay in enumerate(replays):
+        replay.check_followed([*reversed(replays[:at]), *reversed(replays[at:])])
     for before, after in pairwise(order):
-        if missing := set(after.standing) - left[before.mode]:
+        if missing := set(after.standing) - set(left[before.mode].standing):
             raise InfeasiblePlan(
                 f"the schedule is wrong: its {after.mode} pass expects chunks in slots {sorted(missing)} (chunk, slot) "
                 f"that its {before.mode} pass does not leave there"
             )
 
 
-def verify(profile: ModelProfile, placement: Placement, schedule: Schedule) -> tuple[tuple[int, int], ...]:
+class Verified(NamedTuple):
+    standing: tuple[tuple[int, int], ...]  # chunks that it leaves in slots, and where
+    disk: DiskReplay
+
+
+def verify(profile: ModelProfile, placement: Placement, schedule: Schedule, last: Schedule | None = None) -> Verified:
     """Raises InfeasiblePlan, also where it exceeds the plan's own limits. The capacity of an evaluation pass is left to
-    the stores: its batch and its outputs are the user's affair, and a block runs unsplit there. Returns the chunks that
-    it leaves in slots, and where."""
+    the stores: its batch and its outputs are the user's affair, and a block runs unsplit there. `last`: for the first
+    pass of several, that with which the step before has ended."""
     plan = placement.plan
     try:
         precedence = Precedence(schedule)
@@ -41,10 +52,11 @@ def verify(profile: ModelProfile, placement: Placement, schedule: Schedule) -> t
         raise InfeasiblePlan(f"the schedule cannot run: {disorder}", disorder.at) from None
     replay = Replay(profile, placement, schedule, precedence)
     replay.run()
-    DiskReplay(placement, schedule, precedence).run()
+    disk = DiskReplay(placement, schedule, precedence)
+    disk.run()
     if not schedule.mode.trains:
-        return replay.standing
-    peak = peaks(schedule, precedence)
+        return Verified(replay.standing, disk)
+    peak = peaks(schedule, precedence, last)
     limits = {
         Tier.GPU: (peak.gpu_peak_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
         Tier.HOST: (peak.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),
@@ -54,7 +66,7 @@ def verify(profile: ModelProfile, placement: Placement, schedule: Schedule) -> t
         if peak_bytes > limit_bytes:
             change = remedy(profile, placement, schedule, tier, peak_bytes, moment)
             raise _too_many(tier, peak_bytes, limit_bytes, moment, change)
-    return replay.standing
+    return Verified(replay.standing, disk)
 
 
 def _too_many(tier: Tier, peak_bytes: int, limit_bytes: int, moment: str, change: str) -> InfeasiblePlan:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hightide.ir.refusal import Refused
 from hightide.runtime.blocks.held import MODIFIED, Held, address_of, range_of
+from hightide.runtime.blocks.inputs_on_disk import InputsOnDisk, Parcel
 from hightide.stores.store import Accelerator, Region, Store
 from hightide.stores.ticket import Ticket
 
@@ -39,7 +40,8 @@ class Entry:
         self.tensor: Tensor | None = tensor
         self.version = tensor._version
         self.shape, self.dtype = tensor.shape, tensor.dtype
-        self.region: Region | None = None
+        self.region: Region | None = None  # on the host
+        self.is_in_parcel = False  # or among the inputs of its call that go to disk
         self.num_users = 0
         self.is_held, self._num_unread = bool(held), len(held)
         self._held = [weakref.ref(one) for one in held]
@@ -47,6 +49,10 @@ class Entry:
         self.on_the_way: list[Ticket] = []  # lanes' copies, asked for by any call that shares the tensor
         self.leaving: Tensor | None = None  # what the lane reads: the tensor, or a contiguous copy of it
         self._host, self._orphans = host, orphans
+
+    @property
+    def is_away(self) -> bool:
+        return self.region is not None or self.is_in_parcel
 
     def checked(self) -> Tensor:
         assert self.tensor is not None
@@ -81,10 +87,11 @@ class Entry:
 
 
 class Stash:
-    """What of one call waits for backward on host. Belongs to the call's autograd context."""
+    """What of one call waits for backward on host, or on disk. Belongs to the call's autograd context."""
 
-    def __init__(self, entries: list[Entry]) -> None:
+    def __init__(self, entries: list[Entry], parcel: Parcel | None = None) -> None:
         self.entries = entries
+        self.parcel = parcel  # None: it waits on the host
         self.consumed = False
 
 
@@ -93,9 +100,9 @@ class Stashes:
     allocated; the lanes only copy. A tensor is let go when compute has waited for its copy to host, so that nothing
     overwrites it."""
 
-    def __init__(self, gpu: Accelerator, host: Store) -> None:
+    def __init__(self, gpu: Accelerator, host: Store, disk: InputsOnDisk | None = None) -> None:
         self._gpu = gpu
-        self._host = host
+        self._host, self._disk = host, disk
         self._by_call: dict[int, Stash] = {}
         # Weak: after the last backward that needs it, the host memory of an entry is free. Not a weak dict: the code
         # that it runs when an entry dies could swallow a Ctrl-C.
@@ -114,9 +121,13 @@ class Stashes:
                 ticket.join()
             self._orphans.popleft()
 
-    def register(self, call: int, tensors: list[Tensor], held: Sequence[Held] = ()) -> Stash:
-        """`tensors`: inputs of the call; `held`: what it has computed, as it lies in memory."""
+    def register(self, call: int, tensors: list[Tensor], held: Sequence[Held] = (), on_disk: bool = False) -> Stash:
+        """`tensors`: inputs of the call; `held`: what it has computed, as it lies in memory. `on_disk`: where
+        each call has its own copy of what it shares with others."""
         self._bury_orphans()  # those that the pass before has left when it was given up
+        if on_disk:
+            stash = self._by_call[call] = Stash([self._own(tensor) for tensor in tensors], Parcel(call))
+            return stash
         entries = self._ranges(held)
         for tensor in tensors:
             key = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape, tensor._version)
@@ -129,6 +140,11 @@ class Stashes:
             entries.append(entry)
         stash = self._by_call[call] = Stash(entries)
         return stash
+
+    def _own(self, tensor: Tensor) -> Entry:
+        entry = Entry(tensor, self._host, self._orphans)
+        entry.num_users = 1
+        return entry
 
     def _ranges(self, held: Sequence[Held]) -> list[Entry]:
         """One for each storage, from the first byte that is held to the last. See [Note: what leaves]."""
@@ -153,8 +169,16 @@ class Stashes:
     def of(self, call: int) -> Stash | None:
         return self._by_call.get(call)
 
-    def prepare_store(self, stash: Stash) -> Callable[[], int]:
-        """Away from the GPU. Returns the lane's work, which returns the bytes that it moved."""
+    def prepare_store(self, stash: Stash, buffer: int | None = None) -> Callable[[], int]:
+        """Away from the GPU. Returns the lane's work, which returns the bytes that it moved. `buffer`: through which it
+        goes on to the disk."""
+        if stash.parcel is not None and buffer is not None and self._disk is not None:
+            tensors = [entry.tensor.detach().contiguous() for entry in stash.entries if entry.tensor is not None]
+            assert len(tensors) == len(stash.entries)
+            if (copy := self._disk.leave(stash.parcel, buffer, tensors)) is not None:
+                for entry, tensor in zip(stash.entries, tensors, strict=True):
+                    entry.leaving, entry.is_in_parcel = tensor, True
+                return copy
         leaving = []
         for entry in stash.entries:
             if entry.tensor is not None and entry.region is None:
@@ -170,6 +194,14 @@ class Stashes:
 
         return store
 
+    def prepare_write(self, stash: Stash) -> Callable[[], int] | None:
+        """From its buffer to the disk. None: there is nothing to be done."""
+        return None if self._disk is None or stash.parcel is None else self._disk.store(stash.parcel)
+
+    def prepare_read(self, stash: Stash, buffer: int) -> Callable[[], int] | None:
+        """The other way round, ahead of backward."""
+        return None if self._disk is None or stash.parcel is None else self._disk.read_ahead(stash.parcel, buffer)
+
     def is_moved_by(self, stash: Stash, ticket: Ticket) -> None:
         """The lane's copy, there or back. Whoever uses one of the tensors waits for it, also for another call's
         sake."""
@@ -179,20 +211,25 @@ class Stashes:
     def let_go(self, stash: Stash) -> None:
         """Compute has waited for the copies to host: the GPU's memory may be used again."""
         for entry in stash.entries:
-            if entry.tensor is not None and entry.region is not None and not entry.is_wanted:
+            if entry.tensor is not None and entry.is_away and not entry.is_wanted:
                 entry.let_go()
 
     def prepare_restore(self, stash: Stash) -> Callable[[], int]:
         """Back to the GPU. Returns the lane's work. What has not gone yet stays."""
-        arriving = []
-        for entry in stash.entries:
+        arriving, unpacked = [], {}
+        for at, entry in enumerate(stash.entries):
             entry.is_wanted = True
             if entry.tensor is None:
-                assert entry.region is not None
+                assert entry.is_away
                 entry.tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._gpu.device)
                 self._gpu.adopt(entry.tensor, entry.label)
                 entry.version = entry.tensor._version
-                arriving.append((entry.tensor.detach(), entry.region))
+                if entry.region is None:
+                    unpacked[at] = entry.tensor.detach().data
+                else:
+                    arriving.append((entry.tensor.detach(), entry.region))
+        if stash.parcel is not None and self._disk is not None and not arriving:
+            return self._disk.come_back(stash.parcel, unpacked)
 
         def restore() -> int:
             for tensor, region in arriving:
@@ -209,14 +246,17 @@ class Stashes:
             for ticket in entry.on_the_way:
                 ticket.join()
             entry.on_the_way.clear()
-        self.prepare_restore(stash)()
+        if self.prepare_restore(stash)() and stash.parcel is not None and self._gpu.device.type == "cuda":
+            torch.cuda.current_stream(self._gpu.device).synchronize()  # the disk's lanes fill its buffer again
         stash.consumed = True
+        if stash.parcel is not None:
+            stash.parcel.is_needed = False
         return [entry.checked() for entry in stash.entries if not entry.is_held]
 
     def release(self, stash: Stash) -> None:
         """After backward the GPU copy goes; host memory is reused once no other call shares the tensor."""
         for entry in stash.entries:
             entry.num_users -= 1
-            if entry.region is not None or entry.num_users == 0:
+            if entry.is_away or entry.num_users == 0:
                 entry.tensor = entry.leaving = None
         stash.entries = []

@@ -258,10 +258,10 @@ class BlockCall:
             )
 
     def _choose_away(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Inputs that carry gradients wait on host. The rest (masks, positions) are shared and stay; so does everything
-        that the plan did not foresee. What comes back lies in memory as it did:
-        dropout fills memory in its order. Of several micro-batches it is contiguous, so it leaves so."""
-        if self.runner.plan.inputs is not Tier.HOST or self.call is None:
+        """Inputs that carry gradients wait on host, or on disk. The rest (masks, positions) are shared and stay; so
+        does everything that the plan did not foresee. What comes back lies in memory as it did: dropout fills memory in
+        its order. Of several micro-batches it is contiguous, so it leaves so."""
+        if self.runner.plan.inputs is Tier.GPU or self.call is None:
             return tensors
         self.on_host = list(self.requires_grad)
         tensors = [
@@ -287,7 +287,8 @@ class BlockCall:
         assert self.call is not None and self._graphs is not None
         leaving = [(tensor, self._orders[at]) for at, tensor in enumerate(tensors) if self.on_host[at]]
         away = [tensor if order is None else tensor.permute(order) for tensor, order in leaving]
-        self.stash = self.runner.run.stashes.register(self.call, away, held)
+        on_disk = self.runner.plan.inputs is Tier.DISK
+        self.stash = self.runner.run.stashes.register(self.call, away, held, on_disk)
         self._hold = Holding()
         with self.runner.run.gpu.unmetered():  # what takes their place is there once for all
             for graph in self._graphs:

@@ -22,6 +22,7 @@ from hightide.ir.chunk import ChunkSpec, ParamRange
 from hightide.ir.refusal import Refused
 from hightide.ir.state_spec import MASTER, REMAINDER, STATE_DTYPE_BYTES, StateSpec
 from hightide.ir.tier import ChunkKind, Tier
+from hightide.planner import inputs_on_disk
 from hightide.planner.lookup import buffer_bytes
 from hightide.planner.placement import STAGING, Buffer, ChunkPlace, Placement
 from hightide.planner.predict.moving_in import RETURN_BYTES
@@ -114,8 +115,9 @@ class Chunks:
 
         host = stores[Tier.HOST]
         assert isinstance(host, HostArena)
-        has_rings = placement.uses_disk or any(place.passes_ring for place in self.placed)
-        self.disk = DiskHomes(placement, host) if has_rings else None  # before all others on the host
+        input_bytes = inputs_on_disk.buffer_bytes(profile, plan)
+        has_rings = placement.uses_disk or input_bytes > 0 or any(place.passes_ring for place in self.placed)
+        self.disk = DiskHomes(placement, host, input_bytes) if has_rings else None  # before all others on the host
         self._host = host
         self._persistent: list[Array | None] = []  # parameters that stay on the accelerator
         self._homes: list[Array] = []

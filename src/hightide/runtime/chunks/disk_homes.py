@@ -48,9 +48,9 @@ class UpdateArrays(NamedTuple):
 
 
 class DiskHomes:
-    def __init__(self, placement: Placement, host: MemoryStore) -> None:
+    def __init__(self, placement: Placement, host: MemoryStore, input_bytes: int = 0) -> None:
         self._host = host
-        self.rings = Rings(placement, host)
+        self.rings = Rings(placement, host, input_bytes)
         self._places: dict[int, ChunkPlace] = {}
         self._arrays: dict[tuple[int, ChunkKind], Array] = {}  # on disk; all states of a chunk as so many bytes
         self._homes: dict[int, Array] = {}  # of parameters, wherever they are
@@ -63,7 +63,7 @@ class DiskHomes:
         self._arrays.update({(index, kind): array for kind, array in arrays.items()})
 
     def __contains__(self, chunk: int) -> bool:
-        """Whether its states are on disk: so is its gradient, or it has no home."""
+        """Whether its states are on disk."""
         return chunk in self._places and self._places[chunk].states is Tier.DISK
 
     # -- in buffers -----------------------------------------------------------------------------------------------

@@ -24,6 +24,9 @@ from hightide.stores.array import Array
 from hightide.stores.store import MemoryStore
 from hightide.stores.ticket import Ticket
 
+FILLING = frozenset({Op.READ, Op.WRITE_BACK, Op.STASH})
+EMPTYING = frozenset({Op.WRITE, Op.FETCH, Op.UNSTASH})
+
 
 @dataclass(eq=False, slots=True)
 class Content:
@@ -54,10 +57,14 @@ class Ring:
         """So many elements of a buffer. Buffers never move: made once."""
         key = (buffer, dtype, numel, offset_bytes)
         if key not in self._arrays:
-            assert self._region is not None, "the plan has no such buffers"
-            start = buffer * self._buffer_bytes + offset_bytes
-            self._arrays[key] = Array(self._host, self._region, dtype, (numel,), start)
+            self._arrays[key] = self.fresh(buffer, dtype, numel, offset_bytes)
         return self._arrays[key]
+
+    def fresh(self, buffer: int, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> Array:
+        """The same for once, where sizes are the batch's."""
+        assert self._region is not None, "the plan has no such buffers"
+        start = buffer * self._buffer_bytes + offset_bytes
+        return Array(self._host, self._region, dtype, (numel,), start)
 
     def fill(self, buffer: int, chunk: int, kind: ChunkKind) -> Content:
         """From now on the buffer is for this. Of gradients and states there is one content of each chunk at most."""
@@ -101,12 +108,14 @@ class Spot(NamedTuple):
 
 
 class Rings:
-    def __init__(self, placement: Placement, host: MemoryStore) -> None:
-        """First of all that is on the host: its memory begins with a page."""
+    def __init__(self, placement: Placement, host: MemoryStore, input_bytes: int = 0) -> None:
+        """First of all that is on the host: its memory begins with a page. `input_bytes`: of a buffer for inputs of
+        blocks."""
         counts, sizes = placement.num_buffers, placement.buffer_bytes
         rings = {buffer: Ring(host, counts[buffer], sizes[buffer]) for buffer in RINGS}
         self.up, self.down, self.state = (rings[one] for one in (Buffer.READ, Buffer.WRITTEN, Buffer.UPDATED))
-        self._all = tuple(rings.values())
+        self.inputs = Ring(host, placement.plan.num_input_buffers, input_bytes)  # see blocks/inputs_on_disk.py
+        self._all = (*rings.values(), self.inputs)
 
     def spots(self, action: Action) -> list[Spot]:
         """The buffers that an action uses. An update finds them by what is in them."""
@@ -118,9 +127,11 @@ class Rings:
             spots = [None if state is None else Spot(self.state, state.buffer)]
             spots += [None if gradient is None else Spot(self.down, gradient.buffer)]
             return [spot for spot in spots if spot is not None]
-        place = action.target if action.op in (Op.READ, Op.WRITE_BACK) else action.source
-        if action.op not in (Op.READ, Op.WRITE, Op.FETCH, Op.WRITE_BACK) or place is None or place.slot is None:
+        place = action.target if action.op in FILLING else action.source
+        if action.op not in FILLING | EMPTYING or place is None or place.slot is None:
             return []
+        if action.chunk is None:
+            return [Spot(self.inputs, place.slot)]
         if action.op is Op.WRITE_BACK or (action.op is Op.WRITE and action.kind is ChunkKind.GRAD):
             return [Spot(self.down, place.slot)]
         return [Spot(self.state if action.kind is ChunkKind.STATE else self.up, place.slot)]
@@ -131,7 +142,7 @@ class Rings:
 
     def used_by(self, action: Action, spots: list[Spot], ticket: Ticket) -> None:
         for ring, buffer in spots:
-            if action.op in (Op.READ, Op.WRITE_BACK):  # it stands behind all others
+            if action.op in FILLING:  # it stands behind all others
                 ring.users[buffer].clear()
             ring.users[buffer].append(ticket)
 

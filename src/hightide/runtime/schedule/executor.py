@@ -623,7 +623,7 @@ class Executor:
         elif action.op in (Op.WRITE_BACK, Op.SUM) and action.chunk is not None:
             is_sum = action.op is Op.SUM or action.chunk not in self.chunks.tables
             (self._flight.exits if is_sum else self._flight.rows)[action.chunk] = ticket
-        elif action.op in (Op.STASH, Op.UNSTASH) and action.call is not None:
+        elif action.op in (Op.STASH, Op.UNSTASH, Op.READ, Op.WRITE) and action.call is not None:
             stash = self.performer.stashes.of(action.call)
             if stash is not None:
                 self.performer.stashes.is_moved_by(stash, ticket)

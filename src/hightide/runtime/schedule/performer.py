@@ -85,8 +85,8 @@ class Performer:
         }
         self._disk: DiskPerformer | None = None
         if chunks.disk is not None:
-            disk = self._disk = DiskPerformer(chunks, chunks.disk, gradients, self._count, fence)
-            self._prepare |= {Op.READ: disk.read, Op.WRITE: disk.write}
+            self._disk = DiskPerformer(chunks, chunks.disk, gradients, self._count, fence)
+            self._prepare |= {Op.READ: self._read, Op.WRITE: self._write}
 
     def go_on(self, before: Performer) -> None:
         """With the counters of the plan before, and its updates."""
@@ -262,14 +262,31 @@ class Performer:
     # -- block inputs ---------------------------------------------------------------------------------------------
 
     def _stash(self, action: Action) -> LaneWork:
-        assert action.call is not None
-        stash = self.stashes.of(action.call)
-        return nothing if stash is None else self._counted(Lane.D2H, self.stashes.prepare_store(stash))
+        assert action.call is not None and action.target is not None
+        stash, buffer = self.stashes.of(action.call), action.target.slot
+        return nothing if stash is None else self._counted(Lane.D2H, self.stashes.prepare_store(stash, buffer))
 
     def _unstash(self, action: Action) -> LaneWork:
         assert action.call is not None
         stash = self.stashes.of(action.call)
         return nothing if stash is None else self._counted(Lane.H2D, self.stashes.prepare_restore(stash))
+
+    def _read(self, action: Action) -> LaneWork:
+        assert self._disk is not None
+        if action.call is None:
+            return self._disk.read(action)
+        assert action.target is not None and action.target.slot is not None
+        stash = self.stashes.of(action.call)
+        work = None if stash is None else self.stashes.prepare_read(stash, action.target.slot)
+        return nothing if work is None else self._counted(Lane.DISK_READ, work)
+
+    def _write(self, action: Action) -> LaneWork:
+        assert self._disk is not None
+        if action.call is None:
+            return self._disk.write(action)
+        stash = self.stashes.of(action.call)
+        work = None if stash is None else self.stashes.prepare_write(stash)
+        return nothing if work is None else self._counted(Lane.DISK_WRITE, work)
 
     def _counted(self, lane: Lane, copy: Callable[[], int]) -> LaneWork:
         return lambda: self._count(lane, copy())

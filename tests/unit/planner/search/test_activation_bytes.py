@@ -20,6 +20,7 @@ from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.moves import Moves
 from hightide.planner.search.space import Space
 from hightide.planner.search.standing_bytes import StandingBytes
+from hightide.planner.verify.check_plan import check_plan
 from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, profiles, stack
 from unit.planner.search.test_standing_bytes import choices
 
@@ -103,6 +104,33 @@ def test_what_blocks_swap_is_never_more_in_the_schedule(data: st.DataObject) -> 
         assert room.gpu_bytes(candidate) >= peak.gpu_peak_bytes - schedule.gpu_base_bytes
         parked = StandingBytes(space).of(candidate).parked_bytes
         assert room.host_bytes(candidate, parked) >= peak.host_peak_bytes - schedule.host_base_bytes
+
+
+@given(st.data())
+def test_inputs_on_disk_are_counted_as_in_the_schedule(data: st.DataObject) -> None:
+    """On the GPU as those on the host, on the host their buffers, and a place on disk for those that go there."""
+    space = problems(data)
+    room = ActivationBytes(space)
+    for _ in range(3):
+        candidate = filled(data, space, Tier.HOST)
+        swapped = frozenset(block for block in candidate.selective if data.draw(st.booleans()))
+        blocks = [block.index for block in space.profile.blocks]
+        candidate = replace(
+            candidate,
+            selective=candidate.selective - swapped,
+            swapped=swapped,
+            far=frozenset(data.draw(st.sets(st.sampled_from(blocks)))),
+            input_buffers=data.draw(st.integers(1, 3)),
+        )
+        plan = space.build(candidate)
+        check_plan(space.profile, plan)
+        schedule = lower(space.profile, plan, Mode.TRAIN)
+        peak, standing = peaks(schedule), StandingBytes(space).of(candidate)
+        assert room.gpu_bytes(candidate) >= peak.gpu_peak_bytes - schedule.gpu_base_bytes
+        buffers, stored = space.input_bytes(candidate)
+        assert standing.host_bytes + buffers == schedule.host_base_bytes
+        assert standing.disk_bytes + stored == schedule.disk_base_bytes
+        assert room.host_bytes(candidate, standing.parked_bytes) >= peak.host_peak_bytes - schedule.host_base_bytes
 
 
 @pytest.mark.parametrize("update", Update)

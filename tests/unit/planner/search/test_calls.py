@@ -21,6 +21,7 @@ from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.calls import in_calls, numbers_of_calls, search_calls
 from hightide.planner.search.search import search
 from unit.planner.profiles import UNLIMITED, stack
+from unit.planner.test_lower_disk import GPU, MACHINE
 
 GIB = 2**30
 
@@ -45,7 +46,7 @@ def test_numbers_divide_the_samples_and_are_few() -> None:
     assert numbers_of_calls(problem(12)) == [1, 2, 4, 6, 12]
     assert numbers_of_calls(problem(7)) == [1, 7]
     assert len(numbers_of_calls(problem(4096))) == 10
-    assert numbers_of_calls(problem(16).with_terms(disk_bytes=GIB)) == [1]
+    assert numbers_of_calls(problem(16).with_terms(disk_bytes=GIB)) == [1, 2, 4, 8, 16]
     with pytest.raises(ValueError, match="12 samples cannot be cut into 5 equal calls; into 1, 2, 3, 4, 6, 12"):
         in_calls(problem(12), 5)
 
@@ -80,6 +81,29 @@ def test_what_fits_only_in_many_calls() -> None:
     found = search_calls(whole)
     assert found.plan.accumulate > 1
     found.verify()
+
+
+def test_what_fits_only_from_a_disk_and_in_several_calls() -> None:
+    """Block inputs of all samples are too many. The less the host has, the more is on disk: states, which cross once a
+    step, before sums of gradients, which cross with every call, and these before parameters, which cross twice."""
+    profile, homes = stack(12, num_samples=32, dtype="bfloat16"), {}
+    for host_bytes in (150_000, 350_000):
+        terms = Terms(100_000, host_bytes, disk_bytes=UNLIMITED)
+        whole = Problem(profile, estimate(profile, GPU), MACHINE, terms)
+        with pytest.raises(InfeasiblePlan):
+            search(whole)
+        found = search_calls(whole)
+        found.verify()
+        assert found.plan.accumulate > 1
+        places = found.placement.chunks
+        homes[host_bytes] = [
+            sum(tier is Tier.DISK for tier in tiers)
+            for tiers in zip(*((place.states, place.grad, place.home) for place in places), strict=True)
+        ]
+    states, sums, params = homes[150_000]
+    assert states == sums > params > 0
+    states, sums, params = homes[350_000]
+    assert states > sums == params == 0
 
 
 def test_a_refusal_is_of_the_most_calls() -> None:

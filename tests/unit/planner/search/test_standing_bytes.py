@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,6 +35,8 @@ def choices(draw: st.DrawFn, space: Space) -> Candidate:
         disk=disk,
         host_params=params,
         host_states=params & some(),
+        host_sums=some(),
+        sums=some(),
         state_buffers=draw(st.integers(1, 3)) if disk else 0,
         read_buffers=draw(st.integers(1, 3)) if disk else 0,
         grad_buffers=draw(st.integers(0, 3)),
@@ -44,7 +48,8 @@ def choices(draw: st.DrawFn, space: Space) -> Candidate:
 def test_bases_are_those_of_the_plan(data: st.DataObject) -> None:
     profile = data.draw(profiles())
     update, gradients = data.draw(st.sampled_from(Update)), data.draw(st.sampled_from(GradientDtype))
-    space = Space(profile, Terms(UNLIMITED, UNLIMITED, update, gradients=gradients, disk_bytes=UNLIMITED))
+    terms = Terms(UNLIMITED, UNLIMITED, update, gradients=gradients, disk_bytes=UNLIMITED)
+    space = Space(profile, replace(terms, accumulate=data.draw(st.sampled_from([1, 3]))))
     bases = StandingBytes(space)
     for _ in range(3):
         candidate = data.draw(choices(space))
