@@ -329,7 +329,7 @@ def train_until_killed(tier: str, folder: str, disk: str, told: Any) -> None:
 
 def kills(subject: Subject, tier: str, count: int, seed: int) -> Iterator[Found]:
     context, chance = multiprocessing.get_context("forkserver"), random.Random(seed)
-    context.set_forkserver_preload([__name__ if __name__ != "__main__" else "hightide.api"])
+    context.set_forkserver_preload(["hightide.api", "hightide.checkpoint.save", "hightide.checkpoint.load"])
     folder = subject.folder / "killed"
     least_step = 1
     for index in range(count):
