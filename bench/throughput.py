@@ -49,6 +49,7 @@ class System:
     drain: Callable[[], None]  # waits for everything that the steps left unfinished
     model: nn.Module
     wrapped: bool
+    optimizer: Any = None  # hightide's
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -224,7 +225,7 @@ def make_hightide(options: argparse.Namespace, compile: bool) -> System:
         optimizer.zero_grad()
         return loss.detach() * options.calls
 
-    return System(step, lambda: run_of(model).executor.wait_for_updates(), model, wrapped=True)
+    return System(step, lambda: run_of(model).executor.wait_for_updates(), model, wrapped=True, optimizer=optimizer)
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------

@@ -3,14 +3,12 @@ had happened."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from pairwise import covering, product
@@ -45,7 +43,9 @@ class Pair:
     num_steps: int = 0
 
     @classmethod
-    def make(cls, kind: str, place: str, folder: Path, accumulate: int = 1, offset: float = 0.0, **options: Any) -> Pair:
+    def make(
+        cls, kind: str, place: str, folder: Path, accumulate: int = 1, offset: float = 0.0, **options: Any
+    ) -> Pair:
         """`offset`: added to all that trains."""
         model = build(kind)
         with torch.no_grad():
@@ -106,7 +106,10 @@ class Pair:
         found = self.optimizer.state_dict()
         names = {id(param): name for name, param in self.model.named_parameters()}
         order = [names[id(param)] for group in self.optimizer.param_groups for param in group["params"]]
-        states = {order[index]: {key: torch.as_tensor(v).clone() for key, v in its.items()} for index, its in found["state"].items()}
+        states = {
+            order[index]: {key: torch.as_tensor(v).clone() for key, v in its.items()}
+            for index, its in found["state"].items()
+        }
         for index, master in found.get("hightide_masters", {}).items():
             states[order[index]]["master"] = master.clone()
         groups = [{key: value for key, value in group.items() if key != "params"} for group in found["param_groups"]]
@@ -130,7 +133,13 @@ def assert_restored(found: Pair, expected: Any, kind: str, source: str, target: 
             assert torch.equal(ours[key], rounded), (name, key)
 
 
-FEATURES = {"kind": KINDS, "source": PLACES, "target": PLACES, "update": ("deferred", "in_backward"), "accumulate": (1, 2)}
+FEATURES = {
+    "kind": KINDS,
+    "source": PLACES,
+    "target": PLACES,
+    "update": ("deferred", "in_backward"),
+    "accumulate": (1, 2),
+}
 ALL_FEATURES = {**FEATURES, "source": ("plain", *HOMES), "target": ("plain", *HOMES)}
 
 

@@ -2,9 +2,9 @@
 
 [Note: what belongs to a save] All that is small is taken at the moment of the call: buffers, options of groups,
 counters, random numbers, the plan, `extra`. Values of parameters and states are those after the last step(), whatever
-training does meanwhile: a run's snapshot hands them out in a thread of its own, which writes them to two streams of files, of
-the model and of the optimizer. Gradients are no part of it: a save between backward and step() has the values of
-before. Where updates run in backward there is no such moment between the two, and the save is refused.
+training does meanwhile: a run's snapshot hands them out in a thread of its own, which writes them to two streams of
+files, of the model and of the optimizer. Gradients are no part of it: a save between backward and step() has the values
+of before. Where updates run in backward there is no such moment between the two, and the save is refused.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from hightide.checkpoint.load import pair_of
 from hightide.checkpoint.names import check_step, step_name
 from hightide.checkpoint.plain_values import PlainValues
 from hightide.checkpoint.saving import OnError, Saving, await_turn
-from hightide.checkpoint.training import PLAN, TRAINING, Training, taken, to_files
+from hightide.checkpoint.training import TRAINING, Training, taken, to_files
 from hightide.checkpoint.writing import Content, Values
 from hightide.integrations.model_files import model_files, tensors_of
-from hightide.ir import codec
 from hightide.ir.plan import Plan
 from hightide.ir.units import format_bytes
 from hightide.optim.optimizer import WrappedOptimizer
@@ -57,10 +56,10 @@ def save(
     state_dict()).
 
     Returns at once, and training goes on: the checkpoint has the values of this moment. With `wait`, and for a pair
-    that is not wrapped, it is there when this returns. `step`: by default the optimizer's count of updates. `keep`: so many
-    of the newest checkpoints stay, and every `keep_every`-th step. `on_error`: "warn", or "raise" at the end of the next
-    step() or at the next save, or "hold": what is returned tells whoever asks. `busy`: while another save of this model
-    runs, "wait" for it or "refuse".
+    that is not wrapped, it is there when this returns. `step`: by default the optimizer's count of updates; one that is
+    there already is replaced. `keep`: so many of the newest checkpoints stay, and every `keep_every`-th step.
+    `on_error`: "warn", or "raise" at the end of the next step() or at the next save, or "hold": what is returned tells
+    whoever asks. `busy`: while another save of this model runs, "wait" for it or "refuse".
 
     A model with adapters of PEFT is saved as they are: frozen parameters are not written, all that train are. Gradients
     are not saved: call this after step().
@@ -78,7 +77,8 @@ def save(
         training = taken(model, optimizer, run, extra)
         training = replace(training, step=_step(step, training))
         content = _content(model, optimizer, run, training, keep, keep_every)
-        saving = Saving(Path(folder) / step_name(training.step), training.step, OnError(on_error))
+        path, told = Path(folder) / step_name(training.step), None if run is None else run.save_forecast
+        saving = Saving(path, training.step, OnError(on_error), told)
         _latest[model] = saving
         if run is None:
             saving.perform(content.write)
@@ -130,9 +130,6 @@ def _content(
         if name in written - {*params}
     }
     text, kept = to_files(training)
-    small = {**files.small, TRAINING: text}
-    if run is not None:
-        small[PLAN] = (codec.to_json(run.plan) + "\n").encode()
     facts = {
         "parameters": sum(param.numel() for param in params.values()),
         "trained": sum(params[name].numel() for name in grouped if params[name].requires_grad),
@@ -145,7 +142,8 @@ def _content(
         return key in written if kind == PARAM else optimizer is not None
 
     values: Values = PlainValues(model, optimizer, wanted) if run is None else run.snapshot(wanted)
-    return Content(values, files, buffers, small, kept, facts, keep, keep_every)
+    plan = None if run is None else run.plan
+    return Content(values, files, buffers, {**files.small, TRAINING: text}, plan, kept, facts, keep, keep_every)
 
 
 def _loss(extra: Any) -> float | None:

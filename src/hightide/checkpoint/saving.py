@@ -11,6 +11,7 @@ import math
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from enum import StrEnum
@@ -21,6 +22,7 @@ import torch
 
 from hightide.ir.foreign import shown
 from hightide.ir.refusal import Refused
+from hightide.planner.predict.saving import SaveForecast
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import safe_point
 from hightide.runtime.lanes.lanes import background
@@ -44,8 +46,12 @@ class OnError(StrEnum):
 class Saving:
     """A checkpoint that is being written, or was."""
 
-    def __init__(self, path: Path, step: int, on_error: OnError = OnError.WARN) -> None:
+    def __init__(
+        self, path: Path, step: int, on_error: OnError = OnError.WARN, forecast: SaveForecast | None = None
+    ) -> None:
+        """`forecast`: what it was told to cost; None: nobody simulated it."""
         self.path, self.step = path, step  # where it is, once it is done
+        self.forecast = forecast
         self.num_bytes = 0  # of values that were written so far
         self.seconds = 0.0  # that it took
         self.error: BaseException | None = None
@@ -141,16 +147,19 @@ class Saving:
 
     def raise_after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """What goes wrong, at the end of the next step()."""
-
-        def look(*_: Any) -> None:
-            if self.done:
-                handle.remove()
-                self.raise_if_failed()
-
-        handle = optimizer.register_step_post_hook(look)
+        if optimizer not in _looked_at:
+            optimizer.register_step_post_hook(_look)  # it stays: torch iterates over hooks while it calls them
+        _looked_at[optimizer] = self
 
 
 _under_way: set[Saving] = set()
+_looked_at: weakref.WeakKeyDictionary[torch.optim.Optimizer, Saving] = weakref.WeakKeyDictionary()
+
+
+def _look(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    saving = _looked_at.get(optimizer)  # the user's own optimizer shares the hooks of the wrapped one
+    if saving is not None:
+        saving.raise_if_failed()
 
 
 def await_turn(before: Saving | None, refuses: bool) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,9 +15,12 @@ from hightide.checkpoint.keeping import keep_only
 from hightide.checkpoint.saving import Abandoned, Saving
 from hightide.checkpoint.shards import ModelShards, Shards
 from hightide.checkpoint.tensor_layout import Entry
-from hightide.checkpoint.training import TENSORS
+from hightide.checkpoint.training import PLAN, TENSORS
 from hightide.checkpoint.writer import CheckpointWriter
 from hightide.integrations.model_files import ModelFiles, Named
+from hightide.ir import codec
+from hightide.ir.foreign import shown
+from hightide.ir.plan import Plan
 from hightide.process.interrupts import safe_point
 from hightide.runtime.saving.saved_tensor import PARAM, SaveCost, SavedTensor
 
@@ -42,6 +47,7 @@ class Content:
     files: ModelFiles
     buffers: Mapping[str, Tensor]
     small: Mapping[str, bytes]
+    plan: Plan | None
     training: Mapping[str, Tensor]
     facts: Mapping[str, Any]
     keep: int | None
@@ -55,7 +61,11 @@ class Content:
             self.values.close()
             cost = self.values.cost
             saving.cost = lambda: cost
-        keep_only(saving.path.parent, self.keep, self.keep_every, saving.step)
+        try:
+            keep_only(saving.path.parent, self.keep, self.keep_every, saving.step)
+        except ValueError as error:
+            with suppress(Warning):  # where warnings are errors: this one is none of the checkpoint's
+                warnings.warn(f"the checkpoint {shown(saving.path)} is saved, but {error}", stacklevel=2)
 
     def _write(self, saving: Saving) -> None:
         tensors = self.values.tensors
@@ -66,6 +76,8 @@ class Content:
         with CheckpointWriter(saving.path.parent, saving.step, expected_bytes) as writer:
             for name, content in self.small.items():
                 writer.bytes(name, content)
+            if self.plan is not None:
+                writer.bytes(PLAN, (codec.to_json(self.plan) + "\n").encode())
             _write_tensors(writer, TENSORS, self.training)
             model, optimizer = ModelShards(writer, self.files.written, order), Shards(writer, OPTIMIZER, states)
             for name, value in self.buffers.items():

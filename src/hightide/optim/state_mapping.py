@@ -113,14 +113,15 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
     def others(self) -> dict[str, dict[str, Any]]:
         return self._others
 
-    def settle(self, key: str | None = None) -> None:
-        """Until no update of a parameter is under way; without `key` nothing is awaited."""
+    def settle(self, key: str | None = None, changes: bool = True) -> None:
+        """Until no update of a parameter is under way; without `key` nothing is awaited. `changes`: who asks may write
+        to them."""
         if self._gone:
             raise Refused(GONE)
         self._run.check_values()
         self._updates.refuse_if_issued("the optimizer's states are read or written")
         if key is not None:
-            self._run.settle_states(key)
+            self._run.settle_states(key, changes)
 
     def copied(self) -> dict[Tensor, dict[str, Any]]:
         """Of the parameters that are in groups, as for a state dict."""
@@ -298,7 +299,8 @@ class StateOf(MutableMapping[str, Any]):
 
     def copied(self) -> dict[str, Any]:
         """With copies of the moments, on the host: the GPU has no room for them."""
-        states, moments = self._settled(), self._settled()._updates.moments
+        states = self._settled(changes=False)
+        moments = states._updates.moments
         found: dict[str, Any] = {}
         if self.key in moments:
             if states._rule.step_name is not None:
@@ -313,10 +315,10 @@ class StateOf(MutableMapping[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (self.copied(),)
 
-    def _settled(self) -> States:
+    def _settled(self, changes: bool = True) -> States:
         if self._states is None:
             raise Refused(GONE)
-        self._states.settle(self.key)
+        self._states.settle(self.key, changes)
         return self._states
 
 

@@ -22,6 +22,7 @@ from hightide.planner.mechanism import NONE, Mechanisms
 from hightide.planner.placement import Placement
 from hightide.planner.predict.moving_in import moving_in_bytes
 from hightide.planner.predict.peaks import Peaks, bytes_forecast, step_peaks
+from hightide.planner.predict.saving import SaveForecast, save_forecast
 from hightide.planner.predict.step_seconds import StepForecast, forecast
 from hightide.planner.problem import Problem
 from hightide.planner.search.candidate import Candidate
@@ -87,6 +88,7 @@ class Searched(Solution):
     candidate: Candidate
     step: StepForecast
     num_simulated: int  # plans, until this one was found
+    save: SaveForecast  # of a checkpoint
 
     @classmethod
     def made(cls, problem: Problem, candidate: Candidate, placement: Placement, num_simulated: int) -> Searched:
@@ -94,14 +96,26 @@ class Searched(Solution):
         passes = lower_step(profile, placement.plan, placement, without)
         peak, step = step_peaks(passes), forecast(problem, placement, passes)
         sizes = replace(bytes_forecast(passes, peak, problem.machine), step_s=step.step_s)
-        explained = _explained(profile, placement, sizes, passes, peak)
-        return cls(profile, explained, passes, peak, problem, candidate, step, num_simulated)
+        save = save_forecast(problem, placement, passes, peak, step)
+        explained = _explained(profile, placement, sizes, passes, peak, save)
+        return cls(profile, explained, passes, peak, problem, candidate, step, num_simulated, save)
+
+    def _told(self, sizes: Forecast) -> Self:
+        explained = _explained(self.profile, self.placement, sizes, self.passes, self.peaks, self.save)
+        return replace(self, placement=explained)
 
     @property
     def without(self) -> Mechanisms:
         return self.problem.terms.without
 
 
-def _explained(profile: ModelProfile, placement: Placement, sizes: Forecast, passes: Passes, peak: Peaks) -> Placement:
+def _explained(
+    profile: ModelProfile,
+    placement: Placement,
+    sizes: Forecast,
+    passes: Passes,
+    peak: Peaks,
+    save: SaveForecast | None = None,
+) -> Placement:
     told = placement.of(replace(placement.plan, forecast=sizes))
-    return told.of(told.plan.explained(explain(profile, told, passes, peak)))
+    return told.of(told.plan.explained(explain(profile, told, passes, peak, save)))

@@ -13,6 +13,7 @@ from hightide.planner.advice.why import Reasons
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.predict.floor import floors
 from hightide.planner.predict.light import light_s, needed_flop
+from hightide.planner.predict.saving import SaveForecast
 from hightide.planner.predict.wear import Wear, wear
 from hightide.planner.problem import Problem
 from hightide.planner.solution import Searched
@@ -83,6 +84,7 @@ class Outlook:
     gradients: GradientDtype
     blocks: tuple[BlockPlan, ...]  # of one with tied parameters only: the tiers of the block that owns them
     wear: Wear | None  # of the disk; None: nothing is written to one
+    save: SaveForecast  # of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ def outlook(found: Searched, rated_bytes: int | None = None) -> Outlook:
         gradients=plan.gradients,
         blocks=placement.blocks_in_effect,
         wear=_wear(found, rated_bytes),
+        save=found.save,
     )
 
 

@@ -192,6 +192,7 @@ class Run:
         update, accumulate = self.plan.update, self.plan.accumulate
         self.executor = Executor(solution.schedules, self.flight, self.performer, update, names, accumulate)
         self.forecast = _forecast(solution, self.gpu.device)
+        self.save_forecast = solution.save if isinstance(solution, Searched) else None  # None: nobody simulated it
 
     def move_to(self, solution: Solution) -> None:
         """Goes on under another plan, between passes: values, states, gradients and counters are what they were. Graphs
@@ -576,10 +577,11 @@ class Run:
             self.loaded_masters.clear()
             self._lost = ""
 
-    def settle_states(self, key: str) -> None:
-        """Until nothing is under way with a parameter's states: whoever asks writes to them."""
+    def settle_states(self, key: str, changes: bool = True) -> None:
+        """Until nothing is under way with a parameter's states; `changes`: whoever asks writes to them."""
         self.executor.settle_home(self.chunks.places[key][0])
-        self.secure(key)
+        if changes:
+            self.secure(key)
 
     # -- values for a checkpoint ----------------------------------------------------------------------------------
 

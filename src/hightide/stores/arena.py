@@ -31,16 +31,21 @@ class ArenaStore(MemoryStore):
         except (OSError, OverflowError) as error:
             problem = f"cannot map {capacity_bytes} bytes for {tier}: {error}"
             raise CannotMap(f"{problem}; lower Limits({tier}=...)") from error
-        if huge_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without them: pages stay small
-                mapping.madvise(mmap.MADV_HUGEPAGE, 0, huge_bytes)
         if hasattr(mmap, "MADV_DONTFORK") and not in_forks:  # every page that is written meanwhile would exist twice
             mapping.madvise(mmap.MADV_DONTFORK)
         self._mapping: mmap.mmap | None = mapping
+        self._prefer_huge_pages(0, huge_bytes)
         # The storage owns the mapping. It is never unmapped by hand: torch.frombuffer exports no buffer, so
         # mmap.close() would succeed under living views and the next access would be a segmentation fault.
         self._storage: torch.UntypedStorage | None = torch.frombuffer(mapping, dtype=torch.uint8).untyped_storage()
         self._base = self._storage.data_ptr()
+
+    def _prefer_huge_pages(self, begin: int, num_bytes: int) -> None:
+        """`begin` is the first byte of a page."""
+        assert self._mapping is not None
+        if num_bytes and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them: pages stay small
+                self._mapping.madvise(mmap.MADV_HUGEPAGE, begin, num_bytes)
 
     def view(self, region: Region, dtype: torch.dtype, offset_bytes: int = 0, numel: int | None = None) -> torch.Tensor:
         with self._lock:

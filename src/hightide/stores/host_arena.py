@@ -101,5 +101,12 @@ class HostArena(ArenaStore):
     def pin(self) -> None:
         """Called once the model's values are in their places. Without a GPU there is nobody to pin memory for."""
 
+    def pin_spare(self, num_bytes: int) -> bool:
+        """Pins a part of what can be lent, unless so much of it is pinned already: whether there is now more."""
+        return False
+
+    def is_pinned_at(self, region: Region) -> bool:
+        return False
+
     def unpin(self) -> None:
         """Nobody copies from here to a GPU any more: pages can be given back."""

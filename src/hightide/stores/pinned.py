@@ -7,6 +7,7 @@ later step, when the originals are gone.
 
 from __future__ import annotations
 
+import mmap
 import warnings
 import weakref
 from contextlib import suppress
@@ -16,7 +17,9 @@ import torch
 from hightide.ir.units import format_bytes
 from hightide.process.forks import Birthplace
 from hightide.stores.host_arena import HostArena
-from hightide.stores.store import ALIGN_BYTES
+from hightide.stores.store import ALIGN_BYTES, Region
+
+SLICE_BYTES = 2**28  # so much spare memory is pinned at a time
 
 
 class PinnedArena(HostArena):
@@ -29,6 +32,9 @@ class PinnedArena(HostArena):
         self._pinned_bytes = self._end
         self._keep_apart()
         self._unpin: weakref.finalize | None = None
+        self._pinned_spare: list[tuple[int, int]] = []  # (offset, bytes) of what is pinned beyond that
+        self._unpin_spare: list[weakref.finalize] = []
+        self._can_pin_more = True
 
     def _keep_apart(self) -> None:
         """CUDA refuses to copy a region of which only a part is registered: what lies between the parts is never
@@ -61,10 +67,54 @@ class PinnedArena(HostArena):
             stacklevel=2,
         )
 
+    # ---- what is lent
+
+    def pin_spare(self, num_bytes: int) -> bool:
+        """Slice by slice, whole pages each, with some bytes before and after it that nobody gets: see _keep_apart. They
+        stay pinned: another time it is done already. For one thread; others may allocate meanwhile."""
+        with self._lock:
+            missing_bytes = num_bytes - sum(size for _, size in self._pinned_spare)
+            if missing_bytes <= 0 or self._closed or not self.is_pinned or not self._can_pin_more:
+                return False
+            begin = max((sum(known) for known in self._pinned_spare), default=self._end)
+            free_bytes = max((size for _, size in self._runs.free_from(begin)), default=0) - 2 * mmap.PAGESIZE
+            size = min(SLICE_BYTES, _pages(missing_bytes + mmap.PAGESIZE - 1), _pages(free_bytes))
+            offset = self._runs.take_from(size + 2 * mmap.PAGESIZE, begin) if size > 0 else None
+            if offset is None:
+                return False
+            start = _pages(offset + ALIGN_BYTES + mmap.PAGESIZE - 1)
+            self._prefer_huge_pages(start, size)
+        status = _register(self._base + start, size)
+        with self._lock:
+            if status:
+                _forget_error()
+                self._can_pin_more = False
+                self._runs.give(offset, size + 2 * mmap.PAGESIZE)
+                return False
+            self._pinned_spare.append((start, size))
+            unpin = weakref.finalize(self, _unregister, self._base + start, Birthplace())
+            unpin.atexit = False
+            self._unpin_spare.append(unpin)
+            self._runs.give(start, size)
+            return True
+
+    def is_pinned_at(self, region: Region) -> bool:
+        if region.offset + region.num_bytes <= self._pinned_bytes:
+            return self.is_pinned
+        return any(start <= region.offset < start + size for start, size in self._pinned_spare)
+
+    def _return_pages(self, offset: int, num_bytes: int) -> None:
+        """Not those that are pinned."""
+        if not any(start <= offset < start + size for start, size in self._pinned_spare):
+            super()._return_pages(offset, num_bytes)
+
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=self.is_pinned)
 
     def unpin(self) -> None:
+        while self._unpin_spare:
+            self._unpin_spare.pop()()
+        self._pinned_spare.clear()
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
@@ -72,6 +122,11 @@ class PinnedArena(HostArena):
     def close(self) -> None:
         self.unpin()
         super().close()
+
+
+def _pages(num_bytes: int) -> int:
+    """The bytes of so many whole ones."""
+    return num_bytes // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def _register(address: int, num_bytes: int) -> int:

@@ -18,18 +18,23 @@ from hightide.ir.units import format_bytes
 from hightide.planner.lookup import buffer_bytes
 from hightide.planner.placement import Buffer, Placement, region_bytes
 from hightide.planner.predict.peaks import Peaks
+from hightide.planner.predict.saving import SaveForecast
 from hightide.planner.waiting import away, held_bytes
 
 WIDTH = 80
 _COLUMNS = ("params", "states", "activations", "inputs")
 
 
-def explain(profile: ModelProfile, placement: Placement, passes: Passes, peak: Peaks) -> str:
-    """The plan has its forecast by now. `passes`: of a training step."""
+def explain(
+    profile: ModelProfile, placement: Placement, passes: Passes, peak: Peaks, save: SaveForecast | None = None
+) -> str:
+    """The plan has its forecast by now. `passes`: of a training step. `save`: None if nobody has simulated it."""
     plan = placement.plan
     parts = [_memory(placement, peak), _source(profile), _batch(profile, placement), _table(profile, placement)]
     parts += [_activations(profile, placement), _precision(profile, placement)]
-    lines = [line for part in [*parts, _timing(plan, passes.last), _traffic(profile, plan, passes)] for line in part]
+    parts += [_timing(plan, passes.last), _traffic(profile, plan, passes)]
+    parts += [] if save is None else [textwrap.wrap(save.in_words, WIDTH, subsequent_indent="    ")]
+    lines = [line for part in parts for line in part]
     assert all(len(line) <= WIDTH for line in lines), max(lines, key=len)
     return "\n".join(lines)
 

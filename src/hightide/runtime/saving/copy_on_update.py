@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hightide.ir.tier import Lane, Tier
+from hightide.process.forks import Birthplace
 from hightide.process.interrupts import safe_point
 from hightide.runtime.chunks.disk_homes import UpdateArrays
 from hightide.runtime.lanes.lanes import Lanes
@@ -96,22 +97,15 @@ class CopyOnUpdate:
         self._changed = threading.Condition()
         self._elsewhere = deque(one for one in self._kept if one.tier is not Tier.HOST)  # what is to be brought
         self._ahead = deque(one for one in self._kept if one.runs_ahead)
-        self._staged = self._stage()
+        self._staged: list[Buffer] = []
+        self._birthplace = Birthplace()
         self._at = 0  # the tile that the reader asks for next
         self._leaves: Ticket | None = None  # a tile that runs ahead
         self._progress_s = time.monotonic()
         self._error: BaseException | None = None
         self._waited_s, self._copied_bytes = 0.0, 0
+        self._num_waiting, self._waiting_since_s = 0, 0.0
         self.is_over = not self._kept
-
-    def _stage(self) -> list[Buffer]:
-        num_bytes = max((one.tile.num_bytes for one in self._elsewhere), default=0)
-        if not num_bytes:
-            return []
-        buffers = [self._lent(num_bytes) or _plain(num_bytes) for _ in range(NUM_STAGED)]
-        for buffer in buffers:
-            buffer.is_staged = True
-        return buffers
 
     @property
     def cost(self) -> SaveCost:
@@ -156,9 +150,18 @@ class CopyOnUpdate:
         self._run_ahead()
 
     def start(self) -> None:
-        """The reader is there."""
+        """The reader is there. What leaves the GPU does so at full speed into memory that is pinned: that takes a
+        while, the first time."""
+        leaving_bytes = sum(one.tile.num_bytes for one in self._ahead)
+        num_bytes = max((one.tile.num_bytes for one in self._elsewhere), default=0)
+        while not self.is_over and self._host.pin_spare(leaving_bytes + NUM_STAGED * num_bytes):
+            self._run_ahead()
         with self._changed:
             self._progress_s = time.monotonic()
+            if num_bytes and not self.is_over:
+                self._staged = [self._lent(num_bytes) or _plain(num_bytes) for _ in range(NUM_STAGED)]
+                for buffer in self._staged:
+                    buffer.is_staged = True
         self._run_ahead()
 
     # -- for whoever changes values -------------------------------------------------------------------------------
@@ -252,7 +255,7 @@ class CopyOnUpdate:
         if ticket is None:
             return
         if one.tier is Tier.GPU:
-            self._waited_s += self._lanes.wait(ticket, Lane.D2H)
+            self._lanes.wait(ticket, Lane.D2H)
             return
         try:
             ticket.wait(self._lanes.timeout_s)
@@ -261,10 +264,14 @@ class CopyOnUpdate:
 
     def _hold_up(self, since_s: float) -> None:
         """A moment, in which nobody else's time counts."""
-        began_s = time.monotonic()
+        if not self._num_waiting:
+            self._waiting_since_s = time.monotonic()
+        self._num_waiting += 1
         self._changed.wait(LOOK_S)
+        self._num_waiting -= 1
+        if not self._num_waiting:
+            self._waited_s += time.monotonic() - self._waiting_since_s
         self._lanes.excuse()
-        self._waited_s += time.monotonic() - began_s
         idle_s = time.monotonic() - max(since_s, self._progress_s)
         if idle_s > self._lanes.timeout_s:
             self._end(
@@ -279,7 +286,9 @@ class CopyOnUpdate:
 
     def _lent(self, num_bytes: int) -> Buffer | None:
         region = self._host.lend(num_bytes)
-        return None if region is None else Buffer(self._host.view(region, torch.uint8), region)
+        if region is None:
+            return None
+        return Buffer(self._host.view(region, torch.uint8), region, is_pinned=self._host.is_pinned_at(region))
 
     def _put(self, one: Kept, buffer: Buffer, ticket: Ticket) -> None:
         one.stage, one.buffer, one.ticket = Stage.ASIDE, buffer, ticket
@@ -348,8 +357,9 @@ class CopyOnUpdate:
             raise RuntimeError("the snapshot is closed: its values are not kept any more")
 
     def fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._end(error)
+        if self._birthplace.is_here:  # a fork has neither readers nor updates, and perhaps somebody's lock
+            with self._changed:
+                self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
         if not self.is_over:
@@ -358,6 +368,8 @@ class CopyOnUpdate:
 
     def close(self) -> None:
         """Everybody goes on, and the memory is given back. Idempotent."""
+        if not self._birthplace.is_here:
+            return
         with self._changed:
             self._end(None)
             kept, self._kept, staged, self._staged = self._kept, [], self._staged, []

@@ -28,5 +28,5 @@ class SavedTensor:
 class SaveCost:
     """To training, so far."""
 
-    waited_s: float = 0.0  # that updates, and others who change values, have waited for the reader
+    waited_s: float = 0.0  # in which updates, or others who change values, have waited for the reader
     copied_bytes: int = 0  # that went aside first, because they were about to change or to be read from elsewhere
