@@ -97,6 +97,8 @@ elif moment == "removed in part":
     before(filesystem, "unlink", lambda name, folder: (checkpoints / "step-4.gone").exists())
 elif moment == "SIGTERM":
     in_step(9, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+elif moment == "Ctrl-C":
+    in_step(11, lambda *_: os.kill(os.getpid(), signal.SIGINT))
 elif moment == "Ctrl-C twice":
     is_under_way = (checkpoints / "step-10.tmp").exists
     before(filesystem, "write", lambda file, memory, offset: offset > 0 and is_under_way(), twice)
@@ -113,6 +115,7 @@ MOMENTS = (
     ("removed in part", KILLED, 8),
     ("SIGTERM", 143, 9),
     ("Ctrl-C twice", 130, 9),
+    ("Ctrl-C", 130, 11),
     ("nothing", 0, 14),
 )
 
@@ -146,6 +149,7 @@ def test_a_run_that_was_killed_again_and_again_is_the_one_that_never_was(tmp_pat
     assert json.loads((run / "summary.json").read_text())["steps"] == 14
     assert "step 9 is saved: the same command goes on from there" in killed[6].stdout
     assert "interrupted after step " in killed[7].stdout
+    assert "interrupted after step 11 of 14" in killed[8].stdout and f"run folder: {run}" in killed[8].stdout
 
 
 def _check_start(ended: Ended, step: int | None) -> None:

@@ -412,33 +412,45 @@ def test_checkpoints_of_others_are_refused(stopped: Tiny, tmp_path: Path) -> Non
 # -- saves that fail ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """No room for the first checkpoint."""
-    rename, failed = filesystem.rename, []
+def fill_disk(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """No room for the checkpoint of this name."""
+    rename = filesystem.rename
 
     def failing(source: str, target: str, *rest: Any) -> None:
-        if target == "step-4":
-            failed.append(4)
+        if target == name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         rename(source, target, *rest)
 
     monkeypatch.setattr(filesystem, "rename", failing)
-    return failed
 
 
 def test_a_save_that_fails_is_one_warning_and_training_goes_on(
-    tiny: Tiny, full_disk: list[int], uninterrupted: list[list[Any]]
+    tiny: Tiny, uninterrupted: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    fill_disk(monkeypatch, "step-4")
     result = tiny.train()
     assert result.exit_code == 0, result.output
-    assert full_disk and result.output.count("warning: step 4 is not saved (no step is): ") == 1
+    assert result.output.count("warning: step 4 is not saved (no step is): ") == 1
     assert "No space left on device" in result.output.replace("\n", " ")
     assert tiny.saved() == ["step-8", "step-9"] and same(tiny.metrics()) == uninterrupted
     assert "Traceback" not in result.output and "saved 2 times" in result.output
 
 
-def test_a_save_that_fails_ends_the_run_where_that_is_asked_for(tiny: Tiny, full_disk: list[int]) -> None:
+def test_a_last_step_that_cannot_be_saved_is_no_success(
+    stopped: Tiny, uninterrupted: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        fill_disk(patch, "step-9")
+        result = stopped.train()
+    assert result.exit_code == 3
+    assert "warning: step 9 is not saved (step 8 is): " in result.stdout and "step 9, the last one" in result.stderr
+    again = stopped.train()
+    assert again.exit_code == 0 and "goes on from step 8 of 9" in again.output
+    assert same(stopped.metrics()) == uninterrupted and stopped.saved() == ["step-8", "step-9"]
+
+
+def test_a_save_that_fails_ends_the_run_where_that_is_asked_for(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_disk(monkeypatch, "step-4")
     result = tiny.train("--on-save-error", "stop")
     assert result.exit_code == 3
     assert "error: step 4 is not saved (no step is): " in result.stderr

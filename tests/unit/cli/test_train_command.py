@@ -5,12 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,9 +39,9 @@ log_every: 1
 limits: {{gpu: 4MiB, host: 1GiB}}
 micro_batch: 1
 model: {{hidden: 32, layers: 3, heads: 2, feed_forward: 64}}
-data: {{sequences: 3, sequence_bytes: 16, text_bytes: 50_000}}
+data: {{sequences: 3, sequence_bytes: 16, path: TEXT}}
 sample: {{num_bytes: 8}}
-"""
+""".replace("TEXT", __file__)  # looking through Python's own source takes longer than these steps
 
 
 @pytest.fixture
@@ -177,26 +173,6 @@ def test_an_unknown_key_is_exit_code_2_and_names_the_nearest(tiny: Path) -> None
     assert "unknown key 'stpes'; did you mean 'steps'?" in result.stderr
 
 
-@pytest.mark.timeout(200)
-def test_ctrl_c_ends_in_order_and_says_where_the_metrics_are(tmp_path: Path) -> None:
-    settings = tmp_path / "tiny.yaml"
-    settings.write_text(TINY.format(steps=100_000))
-    command = [sys.executable, "-m", "hightide", "train", str(settings), "--out", str(tmp_path / "runs")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment())
-    try:
-        folder = tmp_path / "runs" / "tiny-001"
-        _wait_for_metrics(process, folder / "metrics.jsonl")
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=30)
-    finally:
-        process.kill()
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors
-    num_lines = len(metrics(folder))
-    assert f"interrupted after step {num_lines} of 100000" in output
-    assert str(folder) in output
-
-
 @pytest.mark.parametrize("record", [False, True], ids=["plain", "recorded"])
 @pytest.mark.parametrize(("step", "num_signals"), [(1, 1), (1, 2), (2, 1)], ids=["once", "at once", "later"])
 def test_an_interrupt_ends_a_recorded_run_like_any_other(
@@ -225,19 +201,6 @@ def test_an_interrupt_ends_a_recorded_run_like_any_other(
     is_recorded = record and step > 1
     assert (tiny.parent / "runs" / "tiny-001" / "timeline.json").exists() is is_recorded
     assert ("no recording: " in result.stdout) is (record and not is_recorded)
-
-
-def _environment() -> dict[str, str]:
-    source = str(Path(__file__).parents[3] / "src")
-    return {**os.environ, "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-
-
-def _wait_for_metrics(process: subprocess.Popen[str], path: Path) -> None:
-    deadline = time.monotonic() + 100
-    while not path.exists() or not path.read_text():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "no step was finished in time"
-        time.sleep(0.05)
 
 
 # -- losses that arrive late, as those of a GPU do ---------------------------------------------------------------------

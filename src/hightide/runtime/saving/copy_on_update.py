@@ -101,6 +101,7 @@ class CopyOnUpdate:
         self._birthplace = Birthplace()
         self._at = 0  # the tile that the reader asks for next
         self._leaves: Ticket | None = None  # a tile that runs ahead
+        self._is_pinning = False  # then none does so into memory that is not pinned yet
         self._progress_s = time.monotonic()
         self._error: BaseException | None = None
         self._waited_s, self._copied_bytes = 0.0, 0
@@ -154,9 +155,11 @@ class CopyOnUpdate:
         while, the first time."""
         leaving_bytes = sum(one.tile.num_bytes for one in self._ahead)
         num_bytes = max((one.tile.num_bytes for one in self._elsewhere), default=0)
+        self._is_pinning = True
         while not self.is_over and self._host.pin_spare(leaving_bytes + NUM_STAGED * num_bytes):
             self._run_ahead()
         with self._changed:
+            self._is_pinning = False
             self._progress_s = time.monotonic()
             if num_bytes and not self.is_over:
                 self._staged = [self._lent(num_bytes) or _plain(num_bytes) for _ in range(NUM_STAGED)]
@@ -333,6 +336,9 @@ class CopyOnUpdate:
                 while one is not None and one.stage is not Stage.HOME:
                     one = self._first(self._ahead, one.number + 1)
                 buffer = None if one is None else self._lent(one.tile.num_bytes)
+                if buffer is not None and self._is_pinning and not buffer.is_pinned:
+                    self._give_back(buffer)
+                    buffer = None
                 if one is None or buffer is None:
                     return
                 self._bring(one, buffer)
