@@ -77,7 +77,7 @@ def save(
         training = taken(model, optimizer, run, extra)
         training = replace(training, step=_step(step, training))
         content = _content(model, optimizer, run, training, keep, keep_every)
-        path, told = Path(folder) / step_name(training.step), None if run is None else run.save_forecast
+        path, told = Path(folder).absolute() / step_name(training.step), None if run is None else run.save_forecast
         saving = Saving(path, training.step, OnError(on_error), told)
         _latest[model] = saving
         if run is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import hightide
 from hightide.checkpoint import places
+from hightide.optim.chunk_updates import ChunkUpdates
 from hightide.runtime.surgery import run_of
 
 
@@ -371,3 +373,20 @@ def test_moments_that_somebody_holds_keep_their_values(saved: Path) -> None:
     before = held.clone()
     hightide.load(model, optimizer, saved)
     assert torch.equal(held, before) and not torch.equal(optimizer.state[first]["exp_avg"], before)
+
+
+def test_updates_that_are_under_way_come_first(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = pair(seed=1)
+    hightide.load(model, optimizer, saved)
+    expected = values(model)
+    train(model, optimizer, 3)
+    apply = ChunkUpdates._apply
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.1)
+        apply(*args)
+
+    monkeypatch.setattr(ChunkUpdates, "_apply", slowly)
+    train(model, optimizer, 4)
+    hightide.load(model, optimizer, saved)
+    assert_equal_values(values(model), expected)

@@ -205,21 +205,25 @@ def test_it_can_be_given_up(gate: threading.Event, tmp_path: Path) -> None:
     train(model, optimizer, 2)
 
 
-def test_unwrap_finishes_it_first(tmp_path: Path) -> None:
+def test_unwrap_finishes_it_first(gate: threading.Event, tmp_path: Path) -> None:
     model, optimizer = pair()
     train(model, optimizer, 1)
     saving = hightide.save(model, optimizer, tmp_path)
+    threading.Timer(0.3, gate.set).start()
     hightide.unwrap(model)
     assert saving.wait() == hightide.latest(tmp_path)
 
 
-def test_a_load_does_not_reach_into_a_save(tmp_path: Path) -> None:
+def test_a_load_does_not_reach_into_a_save(gate: threading.Event, tmp_path: Path) -> None:
     model, optimizer = pair()
     train(model, optimizer, 1)
+    gate.set()
     hightide.save(model, optimizer, tmp_path / "early", wait=True)
+    gate.clear()
     train(model, optimizer, 2)
     expected = model.layers[1].state_dict()["weight"].clone()
     saving = hightide.save(model, optimizer, tmp_path / "late")
+    threading.Timer(0.3, gate.set).start()
     hightide.load(model, optimizer, tmp_path / "early")
     saving.wait()
     hightide.load(model, optimizer, tmp_path / "late")
