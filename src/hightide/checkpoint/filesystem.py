@@ -76,15 +76,16 @@ def sync(file: int) -> None:
 
 def let_go(file: int, offset: int, num_bytes: int) -> None:
     """Of pages in the cache: those that are on the disk leave it, those that are not begin to be written."""
-    with suppress(OSError):
-        os.posix_fadvise(file, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(file, offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def await_written(file: int, offset: int, num_bytes: int) -> None:
     """Until the disk was given this part of a file, and its pages can leave the cache. No promise that it stays."""
     if _sync_file_range is not None and not _sync_file_range(file, offset, num_bytes, _WRITE_AND_WAIT):
         return
-    _unless_unsupported(os.fdatasync, file)
+    _unless_unsupported(getattr(os, "fdatasync", os.fsync), file)
 
 
 def rename(name: str, target: str, folder: int) -> None:

@@ -206,13 +206,16 @@ def remove_checkpoint(name: str, parent: int, path: Path) -> None:
     try:
         for entry in (*(file.name for file in manifest.files), MARKER):
             if stat.S_ISREG(_mode(entry, folder) or 0):
-                filesystem.unlink(entry, folder)
+                with suppress(FileNotFoundError):  # another save may clear it at the same time
+                    filesystem.unlink(entry, folder)
         filesystem.sync(folder)
-        filesystem.unlink(NAME, folder)
+        with suppress(FileNotFoundError):
+            filesystem.unlink(NAME, folder)
     finally:
         filesystem.close(folder)
     try:
-        filesystem.remove_folder(gone, parent)
+        with suppress(FileNotFoundError):
+            filesystem.remove_folder(gone, parent)
     except OSError as error:
         if error.errno not in _NOT_EMPTY:
             raise

@@ -102,7 +102,8 @@ class CheckpointWriter:
         """Removes what was written, as far as that is possible; the next save removes what is left. Idempotent, and
         nothing once it is committed."""
         for file in self._files:
-            file.close()
+            with suppress(OSError):
+                file.close()
         if self._folder >= 0:
             with suppress(OSError):
                 leftovers.remove_unfinished(self._tmp, self._folder, self._parent)
@@ -249,10 +250,10 @@ class _FileWriter:
         assert self.offset == self.num_bytes, f"{self.name} lacks {self.num_bytes - self.offset} bytes"
         try:
             filesystem.sync(self._descriptor)
+            self.let_go(0, 0)
+            self.close()
         except OSError as error:
             raise self._refusal(error) from error
-        self.let_go(0, 0)
-        self.close()
 
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

@@ -240,6 +240,23 @@ def test_a_removal_makes_it_no_checkpoint_first_and_its_manifest_goes_last(
     assert len(gone) == 4 and gone[-1] == "manifest.json" and os.listdir(tmp_path) == []
 
 
+def test_two_may_remove_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 1)
+    real: Any = filesystem.unlink
+    calls: list[str] = []
+
+    def unlink(name: str, folder: int) -> None:
+        calls.append(name)
+        if len(calls) == 1:
+            remove(tmp_path, "step-1.gone")
+            assert os.listdir(tmp_path) == []
+        real(name, folder)
+
+    monkeypatch.setattr(filesystem, "unlink", unlink)
+    remove(tmp_path, "step-1")
+    assert os.listdir(tmp_path) == []
+
+
 def test_an_error_while_clearing_does_not_stop_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = unfinished(tmp_path, 1)
     real: Any = filesystem.unlink

@@ -71,7 +71,9 @@ def test_other_groups_are_refused(saved: Path) -> None:
     vectors = [param for param in model.parameters() if param.dim() < 2]
     matrices = [param for param in model.parameters() if param.dim() > 1]
     refused(saved, model, torch.optim.AdamW([{"params": matrices}, {"params": vectors}]), "1 groups .* instead of 2")
-    refused(saved, model, torch.optim.AdamW(matrices), r"group 0 lacks 3 of its parameters: layers.0.bias, layers.1.bias")
+    refused(
+        saved, model, torch.optim.AdamW(matrices), r"group 0 lacks 3 of its parameters: layers.0.bias, layers.1.bias"
+    )
     model, optimizer = hightide.wrap(model, torch.optim.AdamW(matrices), batch(), limits=LIMITS)
     refused(saved, model, optimizer, "group 0 lacks 3")
 
@@ -101,7 +103,9 @@ def test_another_model_is_refused_with_what_differs(saved: Path) -> None:
     assert "1 tensors are not in the model: layers.1.bias" in str(refusal.value)
     narrow = Net()
     narrow.layers[0] = nn.Linear(16, 12)
-    with pytest.raises(ValueError, match=r"2 tensors have another shape: .*layers.0.weight \(16, 16\) instead of \(12, 16"):
+    with pytest.raises(
+        ValueError, match=r"2 tensors have another shape: .*layers.0.weight \(16, 16\) instead of \(12, 16"
+    ):
         hightide.load(narrow, None, saved)
     with pytest.raises(ValueError, match=r"6 tensors have another dtype: .* float32 instead of float16"):
         hightide.load(Net().half(), None, saved)
@@ -156,7 +160,9 @@ def test_damage_names_itself_and_the_half_loaded_run_refuses_to_go_on(pattern: s
     good = hightide.save(model, optimizer, saved.parent, step=1).wait()
     expected = values(model)
     name = damage(saved, pattern)
-    with pytest.raises(ValueError, match=rf"step-2 is damaged: {name}, piece 1 of 1 .*newest whole checkpoint is .*step-1"):
+    with pytest.raises(
+        ValueError, match=rf"step-2 is damaged: {name}, piece 1 of 1 .*newest whole checkpoint is .*step-1"
+    ):
         hightide.load(model, optimizer, saved.parent)
     for act in (
         lambda: model(batch()),
