@@ -13,6 +13,7 @@ from test_save import LIMITS, Net, batch, pair, train
 from torch import Tensor, nn
 
 import hightide
+from disk_plans import placed
 from hightide.checkpoint import places
 from hightide.optim.chunk_updates import ChunkUpdates
 from hightide.runtime.surgery import run_of
@@ -382,7 +383,9 @@ def test_moments_that_somebody_holds_keep_their_values(saved: Path) -> None:
 
 
 def test_updates_that_are_under_way_come_first(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = pair(seed=1)
+    model, optimizer = pair(wrapped=False, seed=1)
+    plan = placed(hightide.plan(model, optimizer, batch(), limits=LIMITS), "host")
+    model, optimizer = hightide.wrap(model, optimizer, batch(), plan=plan)
     hightide.load(model, optimizer, saved)
     expected = values(model)
     train(model, optimizer, 3)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -304,3 +307,22 @@ def test_what_is_read_without_a_model(tmp_path: Path) -> None:
     assert run is not None and read_plan(path) == run.plan == hightide.Plan.load(path / "plan.json")
     plain, its = pair(wrapped=False)
     assert read_plan(hightide.save(plain, its, tmp_path, step=3).path) is None
+
+
+def test_a_model_that_is_dropped_is_saved_first(gate: threading.Event, tmp_path: Path) -> None:
+    model, optimizer = pair()
+    train(model, optimizer, 1)
+    expected = model.layers[1].state_dict()["weight"].clone()
+    saving, gone = hightide.save(model, optimizer, tmp_path), weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    gate.set()
+    other, its = pair(seed=1)
+    hightide.load(other, its, saving.wait())
+    assert torch.equal(other.layers[1].state_dict()["weight"], expected)
+    for _ in range(50):  # the thread ends a moment after the save is done
+        gc.collect()
+        if gone() is None:
+            break
+        time.sleep(0.02)
+    assert gone() is None, "nobody keeps it any longer"
