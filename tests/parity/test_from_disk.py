@@ -40,6 +40,7 @@ from hightide.planner.verify.compare_records import compare
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 from hightide.stores import disk_file
+from waiting import OwnThreads, soon
 
 ROOMY = hightide.Limits(gpu="16MiB", host="64MiB")
 VOCABULARY, WIDTH, NUM_SAMPLES, LENGTH = 40, 16, 4, 6
@@ -855,22 +856,22 @@ def descriptors(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("how", ["unwrapped", "dropped", "dropped in the middle"])
 def test_no_file_and_no_thread_is_left(how: str, tmp_path: Path) -> None:
-    before = threading.active_count()
+    threads = OwnThreads()
     model, optimizer, run = wrapped(Words(), "all on disk", tmp_path, update="in_backward")
     train(model, optimizer, 1)
     assert descriptors(tmp_path) and not list(tmp_path.iterdir())
-    assert threading.active_count() > before
+    assert threads.alive()
     if how == "unwrapped":
         hightide.unwrap(model)
     elif how == "dropped in the middle":
         model(**batch_of(0))["loss"].backward()
     del model, optimizer, run
-    for _ in range(100):
+
+    def is_gone() -> bool:
         gc.collect()  # what is under way is finished first
-        if not descriptors(tmp_path) and threading.active_count() <= before:
-            break
-        time.sleep(0.1)
-    assert not descriptors(tmp_path) and threading.active_count() <= before
+        return not descriptors(tmp_path) and not threads.alive()
+
+    assert soon(is_gone)
 
 
 def test_a_fork_neither_uses_nor_closes_what_is_its_parents(tmp_path: Path) -> None:
