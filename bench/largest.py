@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed_peer import DeepSpeed
 from torch import nn
 
 import hightide
@@ -153,44 +154,15 @@ def hightide_step(options: argparse.Namespace) -> Callable[[torch.Tensor], float
 
 
 def deepspeed_step(options: argparse.Namespace) -> Callable[[torch.Tensor], float]:
-    """ZeRO-3 with parameters and states on the host, or on disk; one sequence at a time, blocks recomputed."""
-    import deepspeed
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29511")
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    on_disk = options.one == "infinity"
-    folder = parse_disks(options.disk, "--disk")[0].path if on_disk else None
-    there = {"device": "nvme", "nvme_path": folder, "buffer_count": 8} if on_disk else {"device": "cpu"}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": options.sequences,
-        "bf16": {"enabled": True},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {**there, "pin_memory": True},
-            "offload_param": {"device": "cpu", "pin_memory": True},
-        },
-        "aio": {"block_size": 1 << 20, "queue_depth": 32, "thread_count": 1, "overlap_events": True},
-    }
-    with deepspeed.zero.Init(config_dict_or_path=config):
+    """One sequence at a time."""
+    folder = parse_disks(options.disk, "--disk")[0].path if options.one == "infinity" else None
+    peer = DeepSpeed(1, options.sequences, LR, disk=folder)
+    with peer.partitioned():
         model = import_transformers().LlamaForCausalLM._from_config(
             config_of(options.heads, options.length), torch_dtype=torch.bfloat16
         )
-    model.gradient_checkpointing_enable()
-    model.train()
-    engine, *_ = deepspeed.initialize(model=model, optimizer=DeepSpeedCPUAdam(model.parameters(), lr=LR), config=config)
-
-    def step(tokens: torch.Tensor) -> float:
-        loss = torch.zeros(())
-        for one in tokens.to(engine.device).split(1):
-            loss = engine(input_ids=one, labels=one).loss
-            engine.backward(loss)
-            engine.step()
-        return float(loss.detach())
-
-    return step
+    step = peer.step_of(model)
+    return lambda tokens: float(step(tokens))
 
 
 # -- the watchdog -----------------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from hightide.planner.search.candidate import Candidate
 from hightide.profiler.model.model_profile import profile_calls
 
 FOLDER = Path(__file__).parent / "plans"
-HOST = "112GiB"
+HOST, DISK = "112GiB", "60GiB"
+LATE = 8  # of twelve blocks whose states are on disk are updated in the next forward: the disk does not idle there
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class HandWritten:
     spare_slots: int = 1
     spare_grad_slots: int | None = None  # None: as many as spare_slots
     gradients: GradientDtype = GradientDtype.PARAM
+    state_buffers: int = 0  # all states on disk, through so many buffers on the host
     held_out: bool = False  # of FORECASTS: its measurement was not looked at while the forecast was being made better
 
 
@@ -124,13 +126,20 @@ def make(written: HandWritten, profile: ModelProfile) -> Plan:
         inputs=written.inputs,
         spare_slots=written.spare_slots,
         spare_grad_slots=written.spare_grad_slots,
-        whole=frozenset([*whole, *tiny]),
+        whole=frozenset() if written.state_buffers else frozenset([*whole, *tiny]),
         params=frozenset(params),
         keep=frozenset(kept),
         loss_kept_tokens=written.kept_logits,
+        disk=written.state_buffers > 0,
+        host_params=frozenset(layers),
+        state_buffers=written.state_buffers,
+        read_buffers=min(2, written.state_buffers),
+        late=LATE if written.state_buffers else 0,
     )
     limits = parse_bytes(written.gpu, "gpu"), parse_bytes(HOST, "host")
-    return plan_by_hand(profile, candidate, Terms(*limits, written.update, gradients=written.gradients))
+    disk_bytes = parse_bytes(DISK, "disk") if written.state_buffers else 0
+    terms = Terms(*limits, written.update, gradients=written.gradients, disk_bytes=disk_bytes)
+    return plan_by_hand(profile, candidate, terms)
 
 
 def profile_of(model: str, sequences: int, length: int) -> ModelProfile:

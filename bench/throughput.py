@@ -30,13 +30,18 @@ from typing import Any
 
 import floors
 import lane_trace
+import plans
 import torch
+from deepspeed_peer import DeepSpeed
 from resident import Resident
 from shapes import batches, build, num_params, step_flop
 from torch import Tensor, nn
 
 import hightide
 from hightide.integrations.shapes import SHAPES
+from hightide.ir.limits import parse_disks
+from hightide.ir.plan import GradientDtype, Update
+from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
 from hightide.runtime.surgery import run_of
 
@@ -55,7 +60,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--run", action="append", default=[], metavar="OPTIONS", help="one more run, with these options on top")
-    add("--system", default="hightide", help="hightide, resident, or both with a comma")
+    add("--system", default="hightide", help="of hightide, resident, deepspeed; several with commas")
     add("--model", default="llama-3.2-3b", choices=SHAPES)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu: the simulated accelerator")
     add("--sequences", type=int, default=16, help="per step")
@@ -63,6 +68,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--gpu", help="hightide: limit of GPU memory, enforced by torch's allocator too, such as 24GiB")
     add("--host", help="hightide: limit of host memory")
     add("--disk", action="append", metavar="FOLDER:SIZE", help="hightide: a disk beside them, such as /scratch:48GiB")
+    add(
+        "--states-on-disk",
+        type=int,
+        metavar="BUFFERS",
+        help="hightide: no choice; all states there, by so many buffers",
+    )
     add("--update", default="deferred", choices=["deferred", "in_backward"])
     add("--gradients", default="float32", choices=["float32", "param"], help="without --plan: of finished gradients")
     add("--clip", type=float, help="clip gradients to this norm")
@@ -123,7 +134,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     bare_bytes = rss_bytes("VmRSS")
     compile = cuda if options.compile is None else options.compile
     started_s = time.perf_counter()
-    system = {"hightide": make_hightide, "resident": make_resident}[options.system](options, compile)
+    system = {"hightide": make_hightide, "resident": make_resident, "deepspeed": make_deepspeed}[options.system](
+        options, compile
+    )
     setup_s = time.perf_counter() - started_s
     data = batches(system.model, options.sequences, options.length)
     losses: list[Tensor] = []
@@ -135,8 +148,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     warm_s = _timed(lambda: steps(options.warmup), system)
     before = hightide.stats(system.model) if system.wrapped else None
-    marks = Marks(cuda)
+    marks, device_before = Marks(cuda), device_bytes()
     total_s = _timed(lambda: steps(options.steps, marks.set), system)
+    device_after = device_bytes()
     after = hightide.stats(system.model) if system.wrapped else None
     synced_s = _synced(steps, options.steps if options.synced_steps is None else options.synced_steps)
     result: dict[str, Any] = {
@@ -153,6 +167,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "first_steps_s": warm_s,
         **_rates(system.model, options, total_s / options.steps),
         **_memory(cuda, bare_bytes),
+        "device_bytes_per_step": {
+            way: (device_after[way] - device_before[way]) / options.steps for way in device_after
+        },
         "loss_first": losses[0].item(),
         "loss_last": losses[-1].item(),
         "torch": torch.__version__,
@@ -189,10 +206,25 @@ def make_resident(options: argparse.Namespace, compile: bool) -> System:
     return System(training.step, lambda: None, model, wrapped=False)
 
 
+def make_deepspeed(options: argparse.Namespace, compile: bool) -> System:
+    """ZeRO-3 with all but the present block on the host; with --disk, states in the folder of the first."""
+    if options.gpu:
+        _limit_gpu(options.gpu)
+    options.micro_batch = options.micro_batch or min(4, options.sequences)
+    disk = parse_disks(options.disk, "--disk")[0].path if options.disk else None
+    peer = DeepSpeed(options.micro_batch, options.sequences // options.micro_batch, LR, options.clip, disk)
+    model = build(options.model, options.length, getattr(torch, options.dtype))
+    return System(peer.step_of(model), lambda: None, model, wrapped=False)
+
+
+def _limit_gpu(limit: str) -> None:
+    total_bytes = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, parse_bytes(limit, "--gpu") / total_bytes))
+
+
 def make_hightide(options: argparse.Namespace, compile: bool) -> System:
     if options.gpu and options.device != "cpu":
-        total_bytes = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, parse_bytes(options.gpu, "--gpu") / total_bytes))
+        _limit_gpu(options.gpu)
     model = build(options.model, options.length, getattr(torch, options.dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     if options.sequences % options.calls:
@@ -201,8 +233,8 @@ def make_hightide(options: argparse.Namespace, compile: bool) -> System:
     wanted: dict[str, Any] = {"update": options.update, "accumulate": options.calls}
     if compile:
         wanted["compile"] = True
-    if options.plan:
-        wanted["plan"] = hightide.Plan.load(options.plan)
+    if options.plan or options.states_on_disk:
+        wanted["plan"] = hightide.Plan.load(options.plan) if options.plan else _states_on_disk(options)
         wanted["limits"] = hightide.Limits(disk=options.disk) if options.disk else None
     else:
         wanted["limits"] = hightide.Limits(gpu=options.gpu, host=options.host, disk=options.disk)
@@ -225,6 +257,22 @@ def make_hightide(options: argparse.Namespace, compile: bool) -> System:
         return loss.detach() * options.calls
 
     return System(step, lambda: run_of(model).executor.wait_for_updates(), model, wrapped=True)
+
+
+def _states_on_disk(options: argparse.Namespace) -> hightide.Plan:
+    """What a person would write to see the disk at work: the search keeps as much as it can elsewhere."""
+    written = plans.HandWritten(
+        options.model,
+        options.sequences,
+        options.length,
+        options.gpu or "24GiB",
+        Update(options.update),
+        options.micro_batch or min(8, options.sequences),
+        inputs=Tier.HOST,
+        gradients=GradientDtype(options.gradients),
+        state_buffers=options.states_on_disk,
+    )
+    return plans.make(written, plans.profile_of(options.model, options.sequences, options.length))
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -306,6 +354,16 @@ def rss_bytes(field: str) -> int:
     """VmRSS: now; VmHWM: the peak of this process (getrusage would count the parent's, from before exec)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
+
+
+def device_bytes() -> dict[str, int]:
+    """That this process has made a disk read and write, as the system counts them; none where it does not."""
+    counted = Path("/proc/self/io")
+    try:
+        rows = dict(line.split(": ") for line in counted.read_text().splitlines())
+    except OSError:
+        return {}
+    return {"read": int(rows["read_bytes"]), "write": int(rows["write_bytes"])}
 
 
 def _hightide_part(before: hightide.Stats, after: hightide.Stats, result: dict[str, Any]) -> dict[str, Any]:

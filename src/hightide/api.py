@@ -121,7 +121,8 @@ def wrap(
                 if place.type == "cuda":
                     _warn_of_room(room_on(place, model, optimizer), plan)
             if place.type == "cuda":
-                _warn_of_moving_in(_moving_in(solution, model, optimizer, place).plan)
+                moving = solution if plan is None else _moving_in(solution, model, optimizer, place)
+                _warn_of_moving_in(moving.plan)
             adapted = {id(param) for param in lora.adapted_parameters(model)}
             check_modules(
                 model, solution.profile, probed, {name for name, p in model.named_parameters() if id(p) in adapted}

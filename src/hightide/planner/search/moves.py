@@ -5,14 +5,14 @@ the same bytes: blocks from the front become persistent (nothing hides their fet
 kept from the back (for the shortest time), sums of gradients stay from the back (they are needed first). So every kind
 has a ladder; filling climbs it as far as memory goes, giving up steps down again. One step that is too high (an
 embedding as wide as four layers) is left out. From the disk, blocks come to the host from the front too: of the last
-ones the gradient is there first and the update due last.
+ones the gradient is there first and the update due last; but those that are far wider than others before all.
 
 A move changes one thing, then gives up what no longer fits, or fills what has become free, kind by kind in some order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -294,8 +294,18 @@ class Moves:
         for size, count in product(sizes, counts):
             changes.append({"slot_numel": size, **dict.fromkeys(together, count)})
         changes += [{ring: count} for ring in ("grad_buffers", "read_buffers") for count in counts]
-        for change in changes:
-            changed = replace(candidate, **change)  # type: ignore[arg-type]
+        yield from self.refilled(replace(candidate, **change) for change in changes)  # type: ignore[arg-type]
+
+    def rings(self, filled: Candidate) -> Iterator[Candidate]:
+        """Fillings of its kind in which gradients go through a ring, but for those of late updates: what they leave of
+        the host when they do not park is there for states."""
+        if filled.disk and self.space.updates_in_backward:
+            ways = product(LATE, (1, 2))
+            yield from self.refilled(replace(filled, late=late, grad_buffers=count) for late, count in ways)
+
+    def refilled(self, changes: Iterable[Candidate]) -> Iterator[Candidate]:
+        """Those with a disk give up what they have elsewhere first: it is where that goes."""
+        for changed in changes:
             fitting = changed if self.may_fit(changed) else self.shed(changed, _HOST_FIRST)
             if fitting is not None:
                 yield self.fill(fitting, ORDERS[0])
@@ -421,11 +431,16 @@ class Moves:
             return space.keepable if kind is Kind.KEEP else space.selectable
         if kind is Kind.SWAPPED:
             return space.selectable[::-1]
-        if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES) and not space.terms.disk_bytes:
-            return ()
+        if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES):
+            return self._from_disk if space.terms.disk_bytes else ()
         if kind is Kind.SUMS:
             return self.space.summed
         return self._backwards if kind is Kind.NEAR else space.movable
+
+    @cached_property
+    def _from_disk(self) -> tuple[int, ...]:
+        """Every buffer of a ring is as wide as the widest block that goes through it: those come to the host first."""
+        return tuple(sorted(self.space.movable, key=lambda block: block not in self.space.wide))
 
     @cached_property
     def _whole_from_back(self) -> tuple[int, ...]:

@@ -40,6 +40,8 @@ def _around(moves: Moves, trials: Trials, known: Candidate) -> Iterator[Candidat
             yield from (moves.fill(known, order) for order in ORDERS)
         elif (fitting := moves.shed(known, ORDERS[0])) is not None:
             yield fitting
+    if known.disk:
+        yield from moves.refilled(replace(known, micro_batch=size) for size in moves.micro_batches)
     for micro_batch in moves.micro_batches:
         for inputs in (Tier.GPU, Tier.HOST):
             plain = Candidate(micro_batch, inputs, known.spare_slots, slot_numel=known.slot_numel, disk=known.disk)

@@ -77,6 +77,7 @@ class _Search:
             starts += self._best(self.moves.recast(starts[0]))
         starts += self._best(self.moves.swaps(starts[0]))
         starts += self._best(self.moves.lookups(starts[0]))
+        starts += self._best(self.moves.rings(starts[0]))
         return min((self._improved(candidate) for candidate in starts), key=self.trials.step_s)
 
     def _leanest(self) -> Candidate:

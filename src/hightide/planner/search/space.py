@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -89,7 +90,16 @@ class Space:
     def _kinds_of_gradients(self) -> tuple[Update, GradientDtype, int]:
         return self.terms.update, self.terms.gradients, self.terms.accumulate
 
-    def home(self, block: BlockSpec, candidate: Candidate) -> Home:
+    def homes(self, candidate: Candidate) -> list[Home]:
+        """Of all blocks. All buffers of a ring are as large as the largest: what is far wider than others parks. So
+        does what is late: it would hold its buffer until the next forward."""
+        homes = [self._home(block, candidate) for block in self.profile.blocks]
+        if not candidate.grad_buffers or not self.updates_in_backward:
+            return [home._replace(parks=True) for home in homes]
+        parking = self.wide | self._late(homes, candidate)
+        return [home._replace(parks=True) if block in parking else home for block, home in enumerate(homes)]
+
+    def _home(self, block: BlockSpec, candidate: Candidate) -> Home:
         index, sums = block.index, Tier.GPU if block.index in candidate.sums else Tier.HOST
         if index in candidate.looked_up:
             return Home(Tier.HOST, Tier.HOST, Tier.HOST, compute=Tier.HOST)
@@ -98,31 +108,28 @@ class Space:
         params = Tier.DISK if candidate.disk and index not in candidate.host_params else Tier.HOST
         states = Tier.DISK if candidate.disk and index not in candidate.host_states else Tier.HOST
         in_part = Tier.GPU if index in candidate.params else params, Tier.GPU if index in candidate.trained else states
-        return Home(*in_part, sums, parks=self._parks(index, in_part[1], candidate))
+        return Home(*in_part, sums, parks=False)
 
-    def _parks(self, block: int, states: Tier, candidate: Candidate) -> bool:
-        """All buffers of a ring are as large as the largest: what is far wider than others parks."""
-        if not candidate.grad_buffers or not self.updates_in_backward:
-            return True
-        return block in self._wide or (states is Tier.DISK and candidate.late > 0)
+    def _late(self, homes: Sequence[Home], candidate: Candidate) -> frozenset[int]:
+        """Of the blocks with states on disk a share, evenly spread."""
+        on_disk = [block for block, home in enumerate(homes) if home.states is Tier.DISK] if candidate.late else []
+        shares = [number * candidate.late // MOST_LATE for number in range(len(on_disk) + 1)]
+        return frozenset(block for number, block in enumerate(on_disk) if shares[number + 1] > shares[number])
 
     @cached_property
-    def _wide(self) -> frozenset[int]:
+    def wide(self) -> frozenset[int]:
         numels = sorted(self.block_numel(block) for block in self.movable)
         usual = numels[len(numels) // 2] if numels else 0
         return frozenset(block for block in self.movable if self.block_numel(block) > 2 * usual)
 
     def _block_plans(self, candidate: Candidate) -> tuple[BlockPlan, ...]:
-        """Of the blocks on disk a share is late, evenly spread."""
-        plans = [self._block_plan(block, candidate) for block in self.profile.blocks]
-        on_disk = [at for at, plan in enumerate(plans) if plan.states is Tier.DISK] if candidate.late else []
-        for number, at in enumerate(on_disk):
-            if (number + 1) * candidate.late // MOST_LATE > number * candidate.late // MOST_LATE:
-                plans[at] = replace(plans[at], late=True)
-        return tuple(plans)
+        homes = self.homes(candidate)
+        late = self._late(homes, candidate)
+        plans = [self._block_plan(*one, candidate) for one in zip(self.profile.blocks, homes, strict=True)]
+        return tuple(replace(plan, late=True) if block in late else plan for block, plan in enumerate(plans))
 
-    def _block_plan(self, block: BlockSpec, candidate: Candidate) -> BlockPlan:
-        params, states, sums, compute, parks = self.home(block, candidate)
+    def _block_plan(self, block: BlockSpec, home: Home, candidate: Candidate) -> BlockPlan:
+        params, states, sums, compute, parks = home
         activation = candidate.activation(block.index)
         near = activation is Activation.KEEP or block.loose or block.index in candidate.near
         held = Tier.HOST if block.index in candidate.swapped else Tier.GPU

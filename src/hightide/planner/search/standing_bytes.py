@@ -74,7 +74,7 @@ class _LayoutShares:
 
     def base(self, candidate: Candidate) -> Standing:
         space, profile = self._space, self._space.profile
-        homes = [space.home(block, candidate) for block in profile.blocks]
+        homes = space.homes(candidate)
         by_home = {home: self._shares_in(home) for home in set(homes)}
         shares = [by_home[home][block] for block, home in enumerate(homes)]
         counts = Counter(shares)

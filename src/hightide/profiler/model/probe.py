@@ -31,7 +31,8 @@ from hightide.profiler.model.samples import Samples, num_samples, resized
 from hightide.profiler.model.tap_search import Taps, merged
 from hightide.profiler.model.values import Values
 from hightide.profiler.switches.caches import Caches
-from hightide.profiler.trial.independence import Finding, TriedCall, examine
+from hightide.profiler.trial.independence import Finding, examine
+from hightide.profiler.trial.repeated_call import TriedCall
 from hightide.profiler.trial.state import GlobalRandom
 
 MUTATES_INPUT = "it changes an input in place"

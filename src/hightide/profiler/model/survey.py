@@ -23,7 +23,8 @@ from hightide.profiler.model.probe_record import ProbeRecord
 from hightide.profiler.model.samples import Samples, possible_samples
 from hightide.profiler.model.tap_search import Taps
 from hightide.profiler.model.values import Source, Values
-from hightide.profiler.trial.independence import TriedCall, examine
+from hightide.profiler.trial.independence import examine
+from hightide.profiler.trial.repeated_call import TriedCall
 
 Runs = tuple[ProbeRecord, ProbeRecord]  # with B and with B + 1 samples
 MAX_PROBES = 4  # each one more finds parameters to be loose, which may free others of their block

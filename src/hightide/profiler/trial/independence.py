@@ -24,32 +24,36 @@ does not run on fewer, or would be refused, is tried as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from hightide.ir.split import BatchDim, Split
-from hightide.process.interrupts import in_a_line, is_interrupt, safe_point
-from hightide.profiler.model.call_tree import flatten, narrow, unflatten
+from hightide.ir.split import BatchDim
+from hightide.process.interrupts import in_a_line, is_interrupt
+from hightide.profiler.model.call_tree import narrow
 from hightide.profiler.model.fake import Originals
-from hightide.profiler.model.probe_record import CallRecord
-from hightide.profiler.model.taps import Tap, tapping
 from hightide.profiler.trial.alone import alone
 from hightide.profiler.trial.quiet import Quiet
-from hightide.profiler.trial.state import GlobalRandom, Snapshot, contents, same_contents
+from hightide.profiler.trial.repeated_call import (
+    NO_GRADIENT,
+    ROUNDING,
+    RepeatedCall,
+    TrialOutcome,
+    TriedCall,
+    largest_of,
+)
+from hightide.profiler.trial.state import contents, same_contents
 
 CPU = torch.device("cpu")
 NUM_SAMPLES = 3
 EXTREME = 100.0
 # Of the largest value of a tensor. What does not change is the same to the bit but for kernels that sort samples;
 # a split has other shapes, other kernels and another order of sums.
-UNCHANGED, SAME = 1e-5, 1e-3
+UNCHANGED, SAME = ROUNDING, 1e-3
 LOW_PRECISION = 30.0  # times these, for a block that only runs in 16 bits
 AGAIN = 1e-4  # of the same call: kernels that add in any order, and what they are multiplied by
 REPEATED = "gives other results when the same call is made again: it follows something that is not its own"
@@ -78,15 +82,6 @@ class _NotRepeatable(Exception):
 
 class _NoValues(Exception):
     """The block gives no numbers that could be compared."""
-
-
-@dataclass(frozen=True)
-class TriedCall:
-    module: nn.Module
-    record: CallRecord  # of `num_samples` samples
-    num_samples: int
-    split: Split
-    taps: Sequence[Tap] = ()
 
 
 def examine(call: TriedCall, originals: Originals, device: torch.device) -> Finding:
@@ -158,71 +153,21 @@ def _shortened(call: TriedCall) -> TriedCall | None:
     return replace(call, record=replace(call.record, leaves=leaves))
 
 
-@dataclass(frozen=True)
-class _Gradient:
-    """Of a parameter: its products with two random vectors, which an error anywhere in it changes. Kept whole, the
-    gradients of a few runs would take several times the block's memory."""
-
-    along: tuple[float, float]
-    size: float  # what an error as large as the gradient changes these by, about
-
-    @classmethod
-    def of(cls, grad: Tensor, param: Tensor) -> _Gradient:
-        values = (param - 1.0 if param.ndim < 2 else param).flatten()  # random, and of no other meaning if it is moved
-        flat, numel = grad.flatten(), values.numel()
-        shifts = [min(shift, max(0, numel - 1)) for shift in (1, 7)]  # views: a copy of a large matrix takes memory
-        along = [float(torch.dot(flat[shift:], values[: numel - shift].to(flat.dtype))) for shift in shifts]
-        return cls((along[0], along[1]), float(flat.norm()) * float(values.norm()) / max(1, numel) ** 0.5)
-
-    def differs(self, others: Sequence[_Gradient | None], tolerance: float, largest: float) -> bool:
-        """From the sum of others. `largest`: size of the largest gradient of the block; one that is zero but for
-        rounding is judged by it."""
-        allowed = tolerance * self.size + UNCHANGED * largest
-        sums = [sum(other.along[at] for other in others if other is not None) for at in (0, 1)]
-        return not all(abs(mine - total) <= allowed for mine, total in zip(self.along, sums, strict=True))
-
-
-_NONE = _Gradient((0.0, 0.0), 0.0)
-
-
-@dataclass
-class _Outcome:
-    outputs: list[Tensor]
-    others: list[Any]  # leaves of the result that are no tensors
-    input_grads: list[Tensor | None]
-    param_grads: list[_Gradient | None]  # none where nobody asked for them
-    draws: list[int] = field(default_factory=list)
-
-
 class _Trial:
     def __init__(
         self, call: TriedCall, device: torch.device, dtype: torch.dtype | None, params: list[nn.Parameter]
     ) -> None:
-        self._module, self._record, self._split, self._taps = call.module, call.record, call.split, call.taps
-        self._num_samples, self._params = call.num_samples, params
-        record, split, num_samples = call.record, call.split, call.num_samples
-        self._circumstances = 1.0 if dtype is not None else LOW_PRECISION
-        self._generator = torch.Generator(device).manual_seed(0)
-        self._input_dims = split.inputs if num_samples > 1 or split.splittable else (None,) * len(record.inputs)
-        self._output_dims = split.outputs if split.splittable else (None,) * len(record.outputs)
-        dims = iter(self._input_dims)
-        self._leaves = [
-            self._real(narrow(leaf.detach(), next(dims), 0, num_samples), dtype, device)
-            if isinstance(leaf, Tensor)
-            else leaf
-            for leaf in record.leaves
-        ]
-        self._wants_grad = [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in record.leaves]
-        self._seeds: list[Tensor] | None = None  # gradients that come back
-        self._before = Snapshot(call.module, shared_random=True)
-        self._random = GlobalRandom(device)
+        self._call = RepeatedCall(call, device, dtype, params)
+        self._module, self._split, self._num_samples = call.module, call.split, call.num_samples
+        self._num_outputs = len(call.record.outputs)
+        self._tolerated = 1.0 if dtype is not None else LOW_PRECISION
 
     def finding(self) -> Finding:
         replays_whole = False
         try:
-            base = self._run(self._leaves)
-            keeps = tuple(sorted(self._before.changes()))
-            draws = self._random.drawn() & {"torch", "CUDA"}
+            base = self._call.run(self._call.leaves)
+            keeps = self._call.changes
+            draws = self._call.draws
             self._check_values(base)
             try:
                 replays_whole = self._try_again(base)
@@ -230,43 +175,42 @@ class _Trial:
                     return Finding(self._split.note, keeps, replays_whole=replays_whole)
                 for sample in range(self._num_samples):
                     for factor in (1.0, EXTREME):
-                        self._try_sample(base, sample, factor, bool(draws))
+                        self._try_sample(base, sample, factor, draws)
                 if keeps and self._try_state(keeps):
                     keeps = ()
-                self._try_split(base, bool(draws))
+                self._try_split(base, draws)
             except _NotRepeatable as reason:
                 return Finding(self._split.note, keeps, refusal=str(reason))
             except _Mixed as reason:
                 return Finding(str(reason), keeps, replays_whole=replays_whole)
             return Finding("", keeps, replays_whole=replays_whole)
         finally:
-            self._before.restore()
-            self._random.restore()
+            self._call.reset()
 
     # -- can it be done again ---------------------------------------------------------------------------------------
 
-    def _try_again(self, base: _Outcome) -> bool:
+    def _try_again(self, base: TrialOutcome) -> bool:
         """Results and gradients must be the same when the call is repeated, and when it is recomputed in backward.
 
         A recomputation ends with the last tensor that is saved. Some operations save a tensor that they fill later
         (the noise of rrelu): then it has to go on to the end. Returns whether it has to."""
-        if not self._is_repeated(base, self._run(self._leaves, with_params=False)):
+        if not self._is_repeated(base, self._call.run(self._call.leaves, with_params=False)):
             raise _NotRepeatable(REPEATED)
         if all(grad is None for grad in (*base.input_grads, *base.param_grads)):
             return False
         for early_stop in (True, False):
             with set_checkpoint_early_stop(early_stop):
-                if self._is_repeated(base, self._run(self._leaves, recompute=True)):
+                if self._is_repeated(base, self._call.run(self._call.leaves, recompute=True)):
                     return not early_stop
         raise _NotRepeatable(RECOMPUTED)
 
-    def _is_repeated(self, one: _Outcome, two: _Outcome) -> bool:
+    def _is_repeated(self, one: TrialOutcome, two: TrialOutcome) -> bool:
         pairs: list[tuple[Tensor | None, Tensor | None]] = [*zip(one.outputs, two.outputs, strict=False)]
         pairs += [*zip(one.input_grads, two.input_grads, strict=True)]
         same = len(one.outputs) == len(two.outputs) and _equal_leaves(one.others, two.others)
-        largest = _largest(one.param_grads)
+        largest = largest_of(one.param_grads)
         if two.param_grads and any(
-            (a or _NONE).differs([b], AGAIN * self._circumstances, largest)
+            (a or NO_GRADIENT).differs([b], AGAIN * self._tolerated, largest)
             for a, b in zip(one.param_grads, two.param_grads, strict=True)
         ):
             return False
@@ -277,15 +221,15 @@ class _Trial:
 
     # -- the four questions ---------------------------------------------------------------------------------------
 
-    def _try_sample(self, base: _Outcome, sample: int, factor: float, draws: bool) -> None:
+    def _try_sample(self, base: TrialOutcome, sample: int, factor: float, draws: bool) -> None:
         """Only the changed sample's results and gradients may change. Random numbers are others each time: a
         permutation may leave the sample where it is."""
         seed = None
         if draws:
             seed = 1 + sample + (self._num_samples if factor != 1.0 else 0)
-            base = self._run(self._leaves, seed=seed, with_params=False)
+            base = self._call.run(self._call.leaves, seed=seed, with_params=False)
         try:
-            changed = self._run(self._varied(sample, factor), varied=sample, seed=seed, with_params=False)
+            changed = self._call.run(self._call.varied(sample, factor), varied=sample, seed=seed, with_params=False)
         except Exception as error:
             if factor == 1.0 or is_interrupt(error):
                 raise
@@ -305,17 +249,17 @@ class _Trial:
                 if self._differ(part_one, part_two, UNCHANGED, _size(one_grad)):
                     raise _Mixed(f"samples depend on each other: a gradient changes when another sample does{how}")
 
-    def _try_split(self, base: _Outcome, draws: bool) -> None:
+    def _try_split(self, base: TrialOutcome, draws: bool) -> None:
         """Parts must add up to the whole."""
         quiet = Quiet() if draws else None
-        whole = self._run(self._leaves, quiet=quiet) if draws else base
+        whole = self._call.run(self._call.leaves, quiet=quiet) if draws else base
         bounds = [(0, 1), (1, self._num_samples - 1)]
         parts = [self._run_part(start, count, Quiet() if draws else None) for start, count in bounds]
         for (start, count), part in zip(bounds, parts, strict=True):
             self._compare_outputs(whole, part, start, count)
         if draws and not _drawn_by_sample(whole.draws, parts[0].draws, self._num_samples):
             raise _Mixed("it draws random numbers for the batch as a whole")
-        inputs = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        inputs = [leaf for leaf in self._call.leaves if isinstance(leaf, Tensor)]
         for index, (leaf, dim) in enumerate(zip(inputs, self._split.inputs, strict=True)):
             expected = _or_zero(whole.input_grads[index], leaf)
             pieces = [narrow(leaf, dim, *bound) for bound in bounds]
@@ -327,13 +271,13 @@ class _Trial:
                 for bound, grad in zip(bounds, found, strict=True)
             ):
                 raise _Mixed(f"split, the gradient of its input {index} is another")
-        largest = _largest(whole.param_grads)
+        largest = largest_of(whole.param_grads)
         for index, gradient in enumerate(whole.param_grads):
             others = [part.param_grads[index] for part in parts]
-            if (gradient or _NONE).differs(others, SAME * self._circumstances, largest):
+            if (gradient or NO_GRADIENT).differs(others, SAME * self._tolerated, largest):
                 raise _Mixed("split, the gradient of a parameter is another than that of the whole batch")
 
-    def _compare_outputs(self, whole: _Outcome, part: _Outcome, start: int, count: int) -> None:
+    def _compare_outputs(self, whole: TrialOutcome, part: TrialOutcome, start: int, count: int) -> None:
         if len(part.outputs) != len(whole.outputs) or not _equal_leaves(part.others, whole.others):
             raise _Mixed("split, it returns other numbers or more of them")
         for index, (one, two, dim) in enumerate(zip(whole.outputs, part.outputs, self._split.outputs, strict=True)):
@@ -344,11 +288,11 @@ class _Trial:
     def _try_state(self, keeps: tuple[str, ...]) -> bool:
         """What the parts leave must be what the whole leaves. Returns whether another run leaves the same again: then
         no replay does any harm."""
-        self._run(self._leaves)
+        self._call.run(self._call.leaves)
         left_by_whole = contents(self._module)
-        self._run(self._leaves, fresh=False)
+        self._call.run(self._call.leaves, fresh=False)
         is_harmless = same_contents(left_by_whole, contents(self._module))
-        self._reset()
+        self._call.reset()
         for start, count in [(0, 1), (1, self._num_samples - 1)]:
             self._run_part(start, count, fresh=False)
         if not same_contents(left_by_whole, contents(self._module)):
@@ -356,138 +300,13 @@ class _Trial:
             raise _Mixed(f"a forward changes what it keeps ({names}), which must happen once for the whole batch")
         return is_harmless
 
-    def _run_part(self, start: int, count: int, quiet: Quiet | None = None, fresh: bool = True) -> _Outcome:
+    def _run_part(self, start: int, count: int, quiet: Quiet | None = None, fresh: bool = True) -> TrialOutcome:
         try:
-            return self._run(self._part(start, count), (start, count), quiet, fresh=fresh)
+            return self._call.run(self._call.part(start, count), (start, count), quiet, fresh=fresh)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the whole call did not fail
             raise _Mixed(f"split, it fails ({in_a_line(error)})") from error
-
-    # -- running --------------------------------------------------------------------------------------------------
-
-    def _reset(self) -> None:
-        self._before.restore()
-        self._random.restore()
-
-    def _run(
-        self,
-        leaves: Sequence[Any],
-        part: tuple[int, int] | None = None,
-        quiet: Quiet | None = None,
-        varied: int | None = None,
-        fresh: bool = True,
-        recompute: bool = False,
-        seed: int | None = None,
-        with_params: bool = True,
-    ) -> _Outcome:
-        safe_point()
-        if fresh:
-            self._reset()
-        if seed is not None:
-            self._random.seed(seed)
-        inputs = [
-            leaf.detach().clone().requires_grad_(wants) if isinstance(leaf, Tensor) else leaf
-            for leaf, wants in zip(leaves, self._wants_grad, strict=True)
-        ]
-        with torch.enable_grad(), torch.autocast(self._generator.device.type, enabled=False), quiet or nullcontext():
-            if recompute:
-                outputs, others = checkpoint(self._forward, inputs, use_reentrant=False, preserve_rng_state=False)
-                self._reset()  # as a replay begins
-            else:
-                outputs, others = self._forward(inputs)
-            tensors = [leaf for leaf in inputs if isinstance(leaf, Tensor)]
-            grads = self._backward(tensors, outputs, part, varied, with_params)
-        outcome = _Outcome([output.detach() for output in outputs], others, *grads)
-        outcome.draws = quiet.draws if quiet is not None else []
-        return outcome
-
-    def _forward(self, leaves: Sequence[Any]) -> tuple[list[Tensor], list[Any]]:
-        args, kwargs = unflatten(leaves, self._record.tree)
-        with tapping(self._module, self._taps) as tapped:
-            result = self._module.forward(*args, **kwargs)
-        leaves, _ = flatten(result)
-        outputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)] + tapped.tensors
-        return outputs, [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
-
-    def _backward(
-        self,
-        inputs: list[Tensor],
-        outputs: list[Tensor],
-        part: tuple[int, int] | None,
-        varied: int | None,
-        with_params: bool,
-    ) -> tuple[list[Tensor | None], list[_Gradient | None]]:
-        if self._seeds is None:
-            self._seeds = [self._noise(output.detach()) for output in outputs]
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        trained = [param for param in self._params if param.requires_grad and with_params]
-        roots, seeds = [], []
-        for output, seed, dim in zip(outputs, self._seeds, self._output_dims, strict=False):
-            if not output.requires_grad or (part is not None and dim is None and part[0] > 0):
-                continue  # an output without batch dimension takes its gradient once
-            if part is not None:
-                seed = narrow(seed, dim, *part)
-            if varied is not None and dim is not None:
-                seed = seed.clone()
-                place = narrow(seed, dim, varied, 1)
-                place.copy_(self._noise(place))
-            roots.append(output)
-            seeds.append(seed)
-        gradients: dict[int, _Gradient] = {}
-
-        def used_up(param: Tensor) -> None:
-            """One after the other: all at once they would take as much as the parameters."""
-            assert param.grad is not None
-            with torch.no_grad():
-                gradients[id(param)] = _Gradient.of(param.grad, param)
-            param.grad = None
-
-        handles = [param.register_post_accumulate_grad_hook(used_up) for param in trained]
-        try:
-            if roots and (wanted or trained):
-                torch.autograd.backward(roots, seeds, inputs=[*wanted, *trained])
-        finally:
-            for handle in handles:
-                handle.remove()
-        return [tensor.grad for tensor in inputs], [gradients.get(id(param)) for param in trained]
-
-    def _part(self, start: int, count: int) -> list[Any]:
-        dims = iter(self._split.inputs)
-        return [narrow(leaf, next(dims), start, count) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-
-    # -- values ---------------------------------------------------------------------------------------------------
-
-    def _real(self, tensor: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-        """Values for an argument: its own, unless it has none, or all are the same, which would hide much."""
-        has_values = not isinstance(tensor, FakeTensor) and not tensor.is_meta
-        if not tensor.is_floating_point():
-            return tensor.to(device) if has_values else torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-        if has_values and tensor.numel() and bool((tensor != tensor.flatten()[0]).any()):
-            return tensor.to(device, dtype or tensor.dtype)
-        noise = torch.randn(tensor.shape, generator=self._generator, device=device)
-        return noise.to(dtype or tensor.dtype)
-
-    def _noise(self, like: Tensor) -> Tensor:
-        noise = torch.randn(like.shape, generator=self._generator, device=like.device)
-        return noise.to(like.dtype) if like.is_floating_point() else noise
-
-    def _varied(self, sample: int, factor: float) -> list[Any]:
-        """The arguments with other values for one sample: its own in another order, and noise on those that are
-        real."""
-        leaves = []
-        dims = iter(self._split.inputs)
-        for leaf in self._leaves:
-            if not isinstance(leaf, Tensor) or (dim := next(dims)) is None:
-                leaves.append(leaf)
-                continue
-            leaf = leaf.clone()
-            place = narrow(leaf, dim, sample, 1)
-            order = torch.randperm(place.numel(), generator=self._generator, device=leaf.device)
-            values = place.flatten()[order].view(place.shape)
-            place.copy_((values + self._noise(values)) * factor if leaf.is_floating_point() else values)
-            leaves.append(leaf)
-        return leaves
 
     def _others(self, one: Tensor, two: Tensor, dim: BatchDim | None, sample: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Of two results, what belongs to other samples than the changed one."""
@@ -503,12 +322,12 @@ class _Trial:
             return True
         if not one.is_floating_point():
             return not torch.equal(one, two)
-        allowed = tolerance * self._circumstances * size + torch.finfo(torch.float32).tiny
+        allowed = tolerance * self._tolerated * size + torch.finfo(torch.float32).tiny
         return not torch.allclose(one, two.to(one.dtype), rtol=0.0, atol=allowed, equal_nan=True)
 
-    def _check_values(self, base: _Outcome) -> None:
-        if len(base.outputs) != len(self._record.outputs):
-            raise _NoValues(f"{len(base.outputs)} tensors came back, and {len(self._record.outputs)} from the probe")
+    def _check_values(self, base: TrialOutcome) -> None:
+        if len(base.outputs) != self._num_outputs:
+            raise _NoValues(f"{len(base.outputs)} tensors came back, and {self._num_outputs} from the probe")
         for output in base.outputs:
             if output.is_floating_point() and output.numel() and not bool(output.isfinite().any()):
                 raise _NoValues("no finite number came back")
@@ -516,10 +335,6 @@ class _Trial:
 
 def _drawn_by_sample(whole: list[int], of_one: list[int], num_samples: int) -> bool:
     return len(whole) == len(of_one) and all(all_ == num_samples * one for all_, one in zip(whole, of_one, strict=True))
-
-
-def _largest(gradients: Sequence[_Gradient | None]) -> float:
-    return max((gradient.size for gradient in gradients if gradient is not None), default=0.0)
 
 
 def _or_zero(grad: Tensor | None, like: Tensor) -> Tensor:
