@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import itertools
 import signal
 import sys
 import threading
@@ -150,7 +151,7 @@ def test_values_move_back_from_wherever_wrap_has_taken_them() -> None:
 
 
 def test_at_random_moments(capfd: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["--where", "backward", "wrap", "--count", "8", "--seed", "5"]) == 0, capfd.readouterr()
+    assert bench.main(["--where", "backward", "wrap", "--count", "3", "--seed", "5"]) == 0, capfd.readouterr()
 
 
 # -- models without values ---------------------------------------------------------------------------------------------
@@ -261,19 +262,17 @@ def test_a_block_that_never_ends_is_interrupted_by_asking_again(monkeypatch: pyt
     monkeypatch.setattr(interrupts, "PATIENCE_S", 0.3)
     subject = bench.Subject("deferred")
 
-    timers: list[threading.Timer] = []
-
     def endless(x: torch.Tensor) -> torch.Tensor:
-        timers.extend((after(0.0), after(1.0)))
-        while True:
+        for number in itertools.count():  # signals of a busy machine may come late, and two of them as one
+            if number % 50 == 0:
+                signal.raise_signal(signal.SIGINT)
             time.sleep(0.01)
+        raise AssertionError
 
     monkeypatch.setattr(subject.model.blocks[2].wide, "forward", endless)
     with pytest.raises(KeyboardInterrupt):
         subject.model(subject.x)
     monkeypatch.undo()
-    for timer in timers:
-        timer.join()
     subject.check()
     hightide.unwrap(subject.model)
 

@@ -7,6 +7,7 @@ hours: `make test-long SHARD=3/40` is a part of it.
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -89,7 +90,11 @@ def allowed(*, model: str, tied: bool, update: str, clip: str | None, backwards:
 
 
 FULL = product(FEATURES, allowed)
-COVERING = covering(FEATURES, FULL)
+# Blocks and heads of these are Llama's or GPT-2's, of the same calls of torch: each is in some cases, not in all pairs.
+ALIKE = ("qwen3", "mistral", "gemma3", "opt", "bert")
+UNLIKE = [case for case in FULL if case[0] not in ALIKE]
+COVERING = covering(FEATURES, UNLIKE)
+COVERING += [random.Random(name).choice([case for case in FULL if case[0] == name]) for name in ALIKE]
 
 
 def named(case: Case) -> dict[str, Any]:
@@ -283,14 +288,14 @@ def test_what_is_further_from_fp64_than_plain_pytorch_is_not_near_it() -> None:
 
 
 def test_the_covering_set_has_every_allowed_pair_of_values(capsys: pytest.CaptureFixture[str]) -> None:
-    pairs = set().union(*map(pairs_of, FULL))
-    assert set().union(*map(pairs_of, COVERING)) == pairs
+    pairs = set().union(*map(pairs_of, UNLIKE))
+    assert set().union(*map(pairs_of, COVERING)) >= pairs
     assert {value for case in COVERING for value in zip(FEATURES, case, strict=True)} == {
         (name, value) for name, values in FEATURES.items() for value in values
     }
     with capsys.disabled():
         print(f"\n{len(COVERING)} cases cover {len(pairs)} pairs of values; the full product has {len(FULL)} cases")
-    assert len(COVERING) < 50 and set(COVERING) <= set(FULL)
+    assert len(COVERING) < 36 and set(COVERING) <= set(FULL)
 
 
 def test_a_covering_set_of_few_features() -> None:
@@ -307,9 +312,7 @@ def test_a_covering_set_of_few_features() -> None:
 
 # -- dropout ----------------------------------------------------------------------------------------------------------
 
-# Qwen3, Mistral and Gemma 3 drop where Llama does, OPT and BERT where GPT-2 does, by the same calls of torch.
-SAME_DROPOUT = ("qwen3", "mistral", "gemma3", "opt", "bert")
-WITH_DROPOUT = [pytest.param(name, marks=pytest.mark.long) if name in SAME_DROPOUT else name for name in ARCHITECTURES]
+WITH_DROPOUT = [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in ARCHITECTURES]
 
 
 def train_with_dropout(

@@ -100,7 +100,7 @@ def wrapped(
 def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    num_steps: int = 20,
+    num_steps: int = 5,
     accumulate: int = 1,
     clip: bool = False,
 ) -> tuple[list[float], dict[str, Tensor]]:
@@ -124,7 +124,7 @@ def assert_equal(found: tuple[list[float], dict[str, Tensor]], plain: tuple[list
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # model, plan, loop
     "plain": ({}, {}, {}),
-    "clipped": ({}, {}, {"clip": True}),
+    "clipped": ({}, {}, {"clip": True, "num_steps": 20}),
     "in backward": ({}, {"update": "in_backward"}, {}),
     "padding": ({"padding": 3}, {}, {"clip": True}),
     "frozen": ({"frozen": True}, {}, {"clip": True}),
@@ -141,7 +141,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # m
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_equal_to_plain_pytorch_over_20_steps_and_to_the_bit_to_other_plans(case: str) -> None:
+def test_equal_to_plain_pytorch_and_to_the_bit_to_other_plans(case: str) -> None:
     model, plan, loop = CASES[case]
     plain = Words(**model)
     expected = train(plain, optimizer_of(plain.parameters()), **loop)
@@ -208,9 +208,9 @@ def test_bf16_with_masters_sums_rows_in_fp32_and_rounds_once(gradients: str, acc
     options = {"gradients": gradients, "accumulate": accumulate}
     model, optimizer, run = wrapped(Words().to(BF16), micro_batch=NUM_SAMPLES, **options)
     expected = []
-    for step in range(20):
+    for step in range(6):
         expected += reference.step([batch_of(100 * step + part) for part in range(accumulate)], clip)
-    found, _ = train(model, optimizer, 20, accumulate, clip)
+    found, _ = train(model, optimizer, 6, accumulate, clip)
     home = run.chunks.grad(run.chunks.places["embed.weight"][0])
     summed = home.view.clone()
     assert summed.any() and torch.equal(summed.to(BF16).to(summed.dtype), summed) == (gradients == "param")

@@ -21,7 +21,7 @@ from hightide.planner.placement import Placement
 from hightide.profiler.model.model_profile import profile_model
 
 ROOMY = hightide.Limits(gpu="16MiB", host="64MiB")
-NUM_STEPS = 3
+NUM_STEPS = 2
 Choose = Callable[[int], tuple[Tier, Tier, Activation, Tier]]  # block -> params, states, activation, inputs
 G, H = Tier.GPU, Tier.HOST
 KEEP, RECOMPUTE = Activation.KEEP, Activation.RECOMPUTE

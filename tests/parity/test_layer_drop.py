@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import models
 
 WRAP = {"micro_batch": 3, "room": 1.1}
-NUM_STEPS = 12
+NUM_STEPS = 7
 
 
 class Reordered(models.HandWritten):

@@ -114,7 +114,7 @@ SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too
 
 @pytest.mark.timeout(300)
 @given(trials())
-@settings(max_examples=12, deadline=None, suppress_health_check=SLOW, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=8, deadline=None, suppress_health_check=SLOW, phases=(Phase.explicit, Phase.generate))
 def test_any_blocks(trial: Trial) -> None:
     trial.check()
 

@@ -399,7 +399,7 @@ KEPT_BETWEEN_BLOCKS = replace(  # one layer, called twice, is no stack: attentio
 @example(MANY_INPUTS_ON_THE_HOST)
 @example(KEPT_BETWEEN_BLOCKS)
 @example(CANCELS_IN_ONE_ELEMENT)
-@settings(max_examples=5, deadline=None, suppress_health_check=SLOW, phases=FAST)
+@settings(max_examples=3, deadline=None, suppress_health_check=SLOW, phases=FAST)
 def test_any_model_within_any_limits(case: Case) -> None:
     with probed_whole():
         check(case)
@@ -427,7 +427,7 @@ UPDATED_AT_THE_PEAK = replace(  # inside a backward that still holds its inputs
 @pytest.mark.timeout(300)
 @given(cases(), st.integers(0, 2**16))
 @example(UPDATED_AT_THE_PEAK, 1)
-@settings(max_examples=6, deadline=None, suppress_health_check=SLOW, phases=FAST)
+@settings(max_examples=4, deadline=None, suppress_health_check=SLOW, phases=FAST)
 def test_any_model_by_any_plan(case: Case, seed: int) -> None:
     with probed_whole():
         check_any_plan(case, seed)

@@ -92,7 +92,7 @@ SUBJECTS: dict[str, tuple[Build, Callable[..., Any]]] = {
 pytestmark = pytest.mark.filterwarnings("ignore:the model could not be probed without values")
 
 
-def trained(name: str, wrap: dict[str, Any] | None, num_steps: int = 5, **loop: Any) -> Trained:
+def trained(name: str, wrap: dict[str, Any] | None, num_steps: int = 3, **loop: Any) -> Trained:
     build, batch = SUBJECTS[name]
     batches = [batch(seed=10 + step, num_samples=NUM_SAMPLES) for step in range(num_steps)]
     return train(build(num_samples=NUM_SAMPLES), batches, wrap=wrap, **loop)

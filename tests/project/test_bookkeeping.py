@@ -16,6 +16,7 @@ import pytest
 import hightide
 
 OWN = str(Path(hightide.__file__).parent)
+MOST = 1.25  # times as much for a block among many as for one among few
 PATH = Path(__file__).resolve().parents[2] / "bench" / "bookkeeping.py"
 
 
@@ -52,23 +53,25 @@ def lines_of(work: Callable[[], object]) -> int:
 def test_the_cost_per_block_does_not_grow(bookkeeping: ModuleType, placement: str) -> None:
     """Of eight times the blocks: a scan over all of them in each tick shows in the lines that are run, whatever runs
     below them in the time. Other programs on the machine only ever add time, so the least of several measurements
-    counts, of either number of blocks."""
+    counts, of either number of blocks, and of more of them where that does not settle it."""
     variant = bookkeeping.VARIANTS[placement]
     wrapped = {number: bookkeeping.wrapped(number, variant) for number in (16, 128)}
     seconds: dict[int, list[float]] = {number: [] for number in wrapped}
-    for _ in range(15):  # in turns: a busy moment of the machine meets both
+    for turn in range(75):  # in turns: a busy moment of the machine meets both
         for number, (run, optimizer) in wrapped.items():
             started_s = time.process_time()
             bookkeeping.one_pass(run, optimizer)
             seconds[number].append(time.process_time() - started_s)
+        few_s, many_s = min(seconds[16]) / 16, min(seconds[128]) / 128
+        if turn >= 8 and many_s < MOST * few_s:
+            break
     num_lines = {number: lines_of(lambda pair=pair: bookkeeping.one_pass(*pair)) for number, pair in wrapped.items()}
     for run, _ in wrapped.values():
         assert run.executor.num_deviations == 0
         hightide.unwrap(run.model)
     few, many = num_lines[16] / 16, num_lines[128] / 128
     assert few > 100 and many < 1.02 * few, f"a block of 128 takes {many:.0f} lines of Python, one of 16 {few:.0f}"
-    few_s, many_s = min(seconds[16]) / 16, min(seconds[128]) / 128
-    assert many_s < 1.25 * few_s, f"a block of 128 costs {many_s / few_s:.2f} times as much as one of 16"
+    assert many_s < MOST * few_s, f"a block of 128 costs {many_s / few_s:.2f} times as much as one of 16"
 
 
 def test_growth_is_seen(bookkeeping: ModuleType) -> None:

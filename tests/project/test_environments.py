@@ -29,7 +29,7 @@ def test_there_are_many_and_each_has_its_name(environments: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("name", "program"),
     [
-        ("HOME a file", "script"),
+        pytest.param("HOME a file", "script", marks=pytest.mark.long),  # a cache that is a file: test_build.py
         ("streams closed", "script"),
         ("ascii: POSIX", "plan"),
         ("out a dangling link", "train"),

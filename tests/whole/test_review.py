@@ -100,9 +100,7 @@ def scaled_steps(pair: Twins, unscale: bool = False, **options: Any) -> None:
 
 
 @PLANS
-@pytest.mark.parametrize(
-    "init_scale, unscale", [(8.0, False), (1024.0, False), (1024.0, True)], ids=["8", "1024", "unscaled and clipped"]
-)
+@pytest.mark.parametrize("init_scale, unscale", [(1024.0, False), (1024.0, True)], ids=["1024", "unscaled and clipped"])
 def test_a_grad_scaler_with_a_fused_optimizer(edit: Edit, init_scale: float, unscale: bool) -> None:
     pair = scaled_twins(edit)
     scaled_steps(pair, unscale, init_scale=init_scale)
@@ -131,10 +129,10 @@ BETWEEN: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
 @PLANS
 @pytest.mark.parametrize("what", list(BETWEEN))
 def test_a_change_of_gradients_between_the_backwards_of_two_forwards(edit: Edit, what: str) -> None:
-    model, batch = small_llama()
+    model, batch = models.hand_written(num_layers=2)
     pair = twins(model, batch, edit=edit)
     for model, optimizer in both(pair):
-        first, second = models.loss_of(model, batch), models.loss_of(model, models.token_batch(7))
+        first, second = models.loss_of(model, batch), models.loss_of(model, models.vector_batch(7))
         first.backward()
         BETWEEN[what](model, optimizer)
         second.backward()

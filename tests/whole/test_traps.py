@@ -130,7 +130,7 @@ TRAPS = {
         "unit/runtime/blocks/test_activations.py",
         "test_slots_poisoned_on_release_change_nothing",
     ),
-    "recompilation": ("parity/test_compiled.py", "test_twenty_steps_equal_plain_pytorch"),
+    "recompilation": ("parity/test_compiled.py", "test_steps_equal_plain_pytorch_with_one_compilation"),
     # recomputation
     "the last projection, eager": ("parity/test_compiled.py", "test_recomputation_skips_the_last_projection"),
     "the last projection, compiled": ("parity/test_compiled.py", "test_a_compiled_backward_skips_the_last_projection"),

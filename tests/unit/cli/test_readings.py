@@ -58,13 +58,14 @@ def number(value: float) -> torch.Tensor:
 
 
 def test_on_a_cpu_numbers_are_handed_on_at_once_with_the_time_between_steps() -> None:
-    log = Log()
+    log, began_s = Log(), time.perf_counter()
     with Readings(CPU) as taken:
         for step in range(1, 5):
             time.sleep(0.02)
             taken.add([number(step), number(-step)], log)
             assert [values for values, _ in log.lines] == [[float(n), float(-n)] for n in range(1, step + 1)]
-    assert all(0.02 <= step_s < 0.5 for _, step_s in log.lines)
+    steps_s = [step_s for _, step_s in log.lines]
+    assert min(steps_s) >= 0.02 and sum(steps_s) <= time.perf_counter() - began_s
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

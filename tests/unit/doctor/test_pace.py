@@ -11,6 +11,7 @@ import pytest
 from hightide.doctor.pace import MIN_PIECES, Work, measure_together
 from hightide.ir.tier import Lane
 from hightide.runtime.lanes.lanes import Lanes
+from waiting import soon
 
 
 @pytest.fixture
@@ -30,11 +31,16 @@ def sleeping(seconds: float, num_bytes: int) -> Work:
 
 def test_each_lane_has_its_own_pace(lanes: Lanes) -> None:
     works = {Lane.H2D: sleeping(0.01, 100), Lane.CPU: sleeping(0.03, 100)}
-    paces = measure_together(lanes, works, window_s=0.3)
-    assert set(paces) == {Lane.H2D, Lane.CPU}
-    for lane, seconds in ((Lane.H2D, 0.01), (Lane.CPU, 0.03)):
-        assert min(paces[lane].piece_s) >= seconds
-        assert 0.3 * 100 / seconds < paces[lane].bytes_per_s <= 100 / seconds
+
+    def is_its_own() -> bool:
+        paces = measure_together(lanes, works, window_s=0.3)
+        assert set(paces) == {Lane.H2D, Lane.CPU}
+        for lane, seconds in ((Lane.H2D, 0.01), (Lane.CPU, 0.03)):
+            assert min(paces[lane].piece_s) >= seconds
+            assert paces[lane].bytes_per_s <= 100 / seconds
+        return all(paces[lane].bytes_per_s > 30 / seconds for lane, seconds in ((Lane.H2D, 0.01), (Lane.CPU, 0.03)))
+
+    assert soon(is_its_own)  # on a busy machine sleepers wake up late
 
 
 def test_pieces_longer_than_the_window_are_waited_for(lanes: Lanes) -> None:

@@ -159,7 +159,7 @@ def check_buffers(simulated: Simulated) -> None:
 
 
 @given(steps())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_step_is_right_at_any_speed_of_the_lanes(case: Any) -> None:
     check(case)
 

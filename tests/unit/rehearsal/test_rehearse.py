@@ -24,6 +24,7 @@ from hightide.rehearsal.stage import Stage
 from hightide.runtime.blocks import compiled
 from hightide.runtime.run import Run
 from unit.planner.profiles import forecast_of
+from waiting import OwnThreads
 
 CPU = torch.device("cpu")
 
@@ -194,10 +195,10 @@ def test_nothing_stays_behind() -> None:
         gc.collect()
         return {id(kept) for kept in gc.get_objects() if type(kept) in (Stage, Run)}
 
-    threads, others = threading.active_count(), alive()
+    threads, others = OwnThreads(prefix=""), alive()
     rehearsed(*models.llama())
     assert not alive() - others
-    assert threading.active_count() <= threads
+    assert not threads.alive()
 
 
 def test_blocks_are_compiled_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:

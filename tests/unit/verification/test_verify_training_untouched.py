@@ -17,6 +17,7 @@ import hightide
 import models
 from hightide.runtime.surgery import WrappedBlock
 from hightide.verification import verify_training as verifying
+from waiting import OwnThreads
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -35,7 +36,6 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
         "groups": [{**group, "params": [id(p) for p in group["params"]]} for group in optimizer.param_groups],
         "states": [(id(param), sorted(state), state["step"].item()) for param, state in optimizer.state.items()],
         "random": (torch.get_rng_state().tolist(), random.getstate(), repr(numpy.random.get_state())),
-        "threads": threading.active_count(),
         "grad mode": torch.is_grad_enabled(),
     }
 
@@ -59,7 +59,7 @@ def test_model_optimizer_and_random_states_stay_as_they_are(how: str, monkeypatc
     elif how == "refused":
         options["blocks"] = "no.such.module"
     tensors = {name: value.clone() for name, value in batch.items()}
-    before = snapshot(model, optimizer)
+    before, threads = snapshot(model, optimizer), OwnThreads(prefix="")
     if how == "interrupted":
         with pytest.raises(KeyboardInterrupt):
             hightide.verify(model, optimizer, batch)
@@ -70,6 +70,7 @@ def test_model_optimizer_and_random_states_stay_as_they_are(how: str, monkeypatc
         verdict = hightide.verify(model, optimizer, batch, **options)
         assert verdict.equal == (how == "equal"), verdict
     assert snapshot(model, optimizer) == before
+    assert not threads.alive()
     assert all(torch.equal(batch[name], value) for name, value in tensors.items())
 
 

@@ -70,7 +70,7 @@ def test_many_calls_where_activations_are_what_does_not_fit() -> None:
 
 def test_one_call_where_parameters_stream() -> None:
     """Each call would fetch them all again."""
-    whole = preset_problem("llama-3.1-8b", sequences=4, length=8192, gpu_bytes=24 * GIB, host_bytes=160 * GIB)
+    whole = preset_problem("llama-3.2-1b", sequences=4, length=8192, gpu_bytes=6 * GIB, host_bytes=64 * GIB)
     assert search_calls(whole).plan.accumulate == 1
 
 

@@ -40,13 +40,13 @@ def check_against_all(problem: SmallProblem) -> None:
     assert result.step.step_s <= 1.01 * best_s
 
 
-# 64 and 5: states of the last block only; 49, 51, 72: without spare slots; 54: a small host.
-@pytest.mark.parametrize("seed", [0, 5, 49, 51, 54, 64, 72, 75])
+# 64: states of the last block only; 51: without spare slots; 54: a small host.
+@pytest.mark.parametrize("seed", [51, 54, 64])
 def test_two_blocks_within_a_hundredth_of_the_best_of_all_plans(seed: int) -> None:
     check_against_all(small_problem(seed, num_blocks=2))
 
 
-@pytest.mark.parametrize("seed", [2, 6, 17])
+@pytest.mark.parametrize("seed", [2, 17])
 def test_what_may_be_held_in_part_within_a_hundredth_of_the_best_of_all_plans(seed: int) -> None:
     check_against_all(selective_problem(seed, num_blocks=2))
 
@@ -75,9 +75,9 @@ def test_more_chunks_of_any_size_within_a_hundredth_of_the_best_of_all_plans(see
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(100, 160))
+@pytest.mark.parametrize("seed", [*range(100, 160), 0, 5, 49, 72, 75])
 def test_small_models_within_a_hundredth_of_the_best_of_all_plans(seed: int) -> None:
-    check_against_all(small_problem(seed, num_blocks=1 + seed % 3))
+    check_against_all(small_problem(seed, num_blocks=1 + seed % 3 if seed >= 100 else 2))
 
 
 @pytest.mark.long

@@ -64,6 +64,9 @@ def test_steps_are_near_their_bound(num_samples: int, host: int, most: float) ->
     found.verify()  # within the limits
 
 
+OTHERWISE = ((32, 30, False), (64, 40, True))  # of samples, host and whether the GPU is filled
+
+
 @dataclass(frozen=True)
 class Layer:
     """What GreedySnake measures: seconds and bytes of one layer, all of them alike."""
@@ -136,8 +139,10 @@ def referee(asked: Problem) -> GreedySnake:
     return GreedySnake(asked, layer, len(layers))
 
 
-@pytest.mark.parametrize("fills_gpu", [False, True])
-@pytest.mark.parametrize(("num_samples", "host"), [(32, 30), (64, 40)])
+@pytest.mark.parametrize(
+    ("num_samples", "host", "fills_gpu"),
+    [(32, 30, True), (64, 40, False), *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERWISE)],
+)
 def test_no_slower_than_the_plan_of_greedysnakes_program(num_samples: int, host: int, fills_gpu: bool) -> None:
     asked = problem(num_samples, host)
     trials = Trials(asked)

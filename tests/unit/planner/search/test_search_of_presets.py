@@ -44,7 +44,7 @@ def test_slots_of_another_size_are_tried_before_it_is_refused() -> None:
     assert plan.forecast.gpu_bytes <= 5 * GIB
 
 
-@pytest.mark.parametrize("num_samples", [5, *(pytest.param(size, marks=pytest.mark.long) for size in (6, 7)), 8])
+@pytest.mark.parametrize("num_samples", [5, *(pytest.param(size, marks=pytest.mark.long) for size in (6, 7, 8))])
 def test_a_loss_in_smaller_tiles_is_tried_before_it_is_refused(num_samples: int) -> None:
     problem = limited(asked("llama-3.2-1b", "rtx-3090", num_samples), gpu=3, host=64)
     plan = search(problem).plan
@@ -72,12 +72,14 @@ def test_a_disk_makes_no_plan_slower(gpu: float, host: float) -> None:
 def test_more_memory_makes_no_plan_much_slower(update: Update, tier: Tier) -> None:
     """Not at all would be better: see "Is it near the best?" in docs/planning.md."""
     problem = asked("llama-3.1-8b", "h200", 4).with_terms(gradients=GradientDtype.PARAM, update=update)
-    sizes = (92, 106, 118) if tier is Tier.HOST else (16, 24, 48)
+    sizes = (92, 118) if tier is Tier.HOST else (16, 24, 48)
     found = [step_s(problem.with_limit(tier, size * GIB)) for size in sizes]
     assert all(later <= 1.03 * min(found[: at + 1]) for at, later in enumerate(found)), found
 
 
-@pytest.mark.parametrize(("gpu", "host", "disk"), [(6.0, 4.0, 10.0), (3.2, 3.0, 1000.0)])
+@pytest.mark.parametrize(
+    ("gpu", "host", "disk"), [pytest.param(6.0, 4.0, 10.0, marks=pytest.mark.long), (3.2, 3.0, 1000.0)]
+)
 def test_with_a_disk_a_refusal_names_what_is_enough_and_hardly_more(gpu: float, host: float, disk: float) -> None:
     problem = limited(asked("llama-3.2-1b", "rtx-3090", 4), gpu, host, disk)
     with pytest.raises(InfeasiblePlan) as refused:
@@ -105,7 +107,6 @@ def test_an_embedding_is_looked_up_on_the_host_where_that_is_faster() -> None:
 def test_where_states_on_the_gpu_save_more_an_embedding_stays_there() -> None:
     """Of the 8B in 24 GiB with deferred updates, the host's update is the limit: a table on the GPU spares it that."""
     problem = limited(asked("llama-3.1-8b", "h200", 4), gpu=24, host=200)
-    found, without = search(problem), search(problem.with_terms(without=frozenset({Mechanism.LOOKUP})))
-    assert found.step.step_s <= without.step.step_s
+    found = search(problem)
     forced = replace(found.candidate, looked_up=frozenset({0}), whole=found.candidate.whole - {0})
     assert Trials(problem).step_s(forced) > found.step.step_s

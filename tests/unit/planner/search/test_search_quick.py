@@ -107,7 +107,7 @@ def test_a_refusal_is_exact_where_the_sum_of_a_choice_says_too_little(monkeypatc
 
 
 @given(profiles(), st.sampled_from(list(Update)), st.floats(0.2, 1.5), st.floats(0.2, 1.5))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_the_limits_that_a_refusal_names_are_enough(
     profile: ModelProfile, update: Update, gpu_share: float, host_share: float
 ) -> None:
@@ -200,7 +200,7 @@ def test_a_plan_survives_its_file(tmp_path) -> None:
 
 
 @given(profiles(), st.sampled_from(list(Update)), st.floats(0, 1.2), st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_plans_always_verify(profile: ModelProfile, update: Update, fraction: float, pin: bool) -> None:
     assume(profile.params)
     micro_batch = 1 if pin else None

@@ -66,10 +66,8 @@ POISONED = ["llama_tied", "gpt2", "vit", "plain", "hand_written", "t5"]
 
 @pytest.mark.parametrize(
     ("name", "activation"),
-    [  # every activation with tied weights and with blocks that share an input; every model with one, by turns
-        pytest.param(
-            name, activation, marks=() if name in ("llama_tied", "t5") or (at + turn) % 3 == 0 else pytest.mark.long
-        )
+    [  # every activation with tied weights; every model with one, by turns
+        pytest.param(name, activation, marks=() if name == "llama_tied" or (at + turn) % 3 == 0 else pytest.mark.long)
         for at, name in enumerate(POISONED)
         for turn, activation in enumerate(Activation)
     ],

@@ -350,13 +350,13 @@ def test_loops_do_not_depend_on_where_things_wait(loop: Callable[..., list[float
 
 
 @pytest.mark.parametrize("activation", HELD)
-def test_fifty_forwards_without_a_backward_leave_nothing(activation: Activation) -> None:
+def test_many_forwards_without_a_backward_leave_nothing(activation: Activation) -> None:
     model, optimizer, batch, run = wrapped(Loops, activation, Tier.HOST)
     step(model, optimizer, batch)
     gc.collect()
     before = run.gpu.used_bytes, run.host.used_bytes
     peaks = []
-    for _ in range(50):
+    for _ in range(12):
         model(batch)
         peaks.append((run.gpu.peak_bytes, run.host.peak_bytes))
     assert peaks[-1] == peaks[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from hightide.optim import build
 from hightide.optim.c_kernel import numbers_type
 from hightide.runtime.lanes.kernel_threads import WorkInC
 from hightide.runtime.lanes.lanes import SHARER, Lanes
+from waiting import OwnThreads
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 LONG_S = 20.0
@@ -75,10 +75,6 @@ def meet(lanes: Lanes, num_threads: int, in_c: bool) -> set[str]:
     raise AssertionError(f"never {num_threads} threads at once")
 
 
-def sharing_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith(SHARER)}
-
-
 def test_every_thread_takes_part_and_no_more_than_wanted(lanes: Lanes) -> None:
     assert len(meet(lanes, 4, in_c=True)) == 4
     assert len(meet(lanes, 2, in_c=True)) == 2
@@ -127,15 +123,15 @@ def test_a_thread_that_does_not_come_back_is_a_timeout() -> None:
 
 
 def test_they_end_with_the_lanes_and_with_forgotten_lanes() -> None:
-    before = sharing_threads()
+    threads = OwnThreads(SHARER)
     for close in (True, False):
         lanes = Lanes(update_threads=3)
         meet(lanes, 3, in_c=True)
         if close:
             lanes.close()
+            assert not threads.alive()
         del lanes
-        gc.collect()
-        assert sharing_threads() == before
+        assert threads.end()
 
 
 def test_work_that_comes_after_the_end_is_done_by_who_brings_it() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import torch
 
 from hightide.ir.tier import Lane
 from hightide.runtime.lanes.lanes import SHARER, Lanes, default_update_threads
+from waiting import OwnThreads
 
 
 @pytest.fixture
@@ -22,10 +22,6 @@ def lanes() -> Iterator[Lanes]:
     lanes = Lanes(timeout_s=10.0, update_threads=4)
     yield lanes
     lanes.close()
-
-
-def sharing_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(SHARER)]
 
 
 def test_every_thread_takes_part(lanes: Lanes) -> None:
@@ -98,15 +94,14 @@ def test_a_thread_that_does_not_come_back_is_a_timeout() -> None:
 
 
 def test_they_end_with_the_lanes_and_with_forgotten_lanes() -> None:
-    before = set(sharing_threads())
+    threads = OwnThreads(SHARER)
     lanes = Lanes(update_threads=3)
-    assert len(set(sharing_threads()) - before) == 2
+    assert len(threads.alive()) == 2
     lanes.close()
-    assert set(sharing_threads()) == before
+    assert not threads.alive()
     lanes = Lanes(update_threads=3)
     del lanes
-    gc.collect()
-    assert set(sharing_threads()) == before
+    assert threads.end()
 
 
 def test_other_threads_keep_their_number_of_torch_threads() -> None:
