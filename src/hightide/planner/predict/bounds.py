@@ -28,8 +28,8 @@ from hightide.planner.waiting import away
 
 
 def least_step_s(problem: Problem, placement: Placement) -> float:
-    """No simulation of this plan is lastingly shorter. Chunks that a slot may hold from forward to backward, or from
-    pass to pass, cross the link once."""
+    """No simulation of this plan is lastingly shorter. What slots may hold from forward to backward, and frozen chunks,
+    which they may hold from pass to pass, cross the link once."""
     profile, costs, machine, plan = problem.profile, problem.costs, problem.machine, placement.plan
     draft = Draft(profile, plan, Mode.TRAIN, placement)
     lay_ticks(draft)
@@ -37,6 +37,7 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
     ticks_s = [seconds(tick) for tick in draft.ticks]
     compute_s = plan.accumulate * sum(ticks_s)
     moved: Counter[Lane] = Counter()
+    again_bytes: Counter[Lane] = Counter()  # fetched in backward, unless they are in slots still
     backward = {call.block for call in profile.calls if call.needs_backward}
     for place in draft.placement.chunks:
         chunk = place.chunk
@@ -44,9 +45,11 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
             if chunk.optimised_numel and not backward.isdisjoint(chunk.users):
                 moved[Lane.CPU] += place.update_bytes
             continue
-        if draft.uses.get(chunk.index):
-            moved[Lane.H2D] += chunk.param_bytes if place.home is not Tier.GPU else 0
-            moved[Lane.DISK_READ] += chunk.param_bytes if place.home is Tier.DISK else 0
+        if draft.uses.get(chunk.index) and place.home is not Tier.GPU:
+            again = chunk.optimised_numel and place.is_streamed and draft.backward_uses[chunk.index]
+            for lane in (Lane.H2D, Lane.DISK_READ) if place.home is Tier.DISK else (Lane.H2D,):
+                moved[lane] += chunk.param_bytes
+                again_bytes[lane] += chunk.param_bytes if again else 0
         if backward.isdisjoint(chunk.users):
             continue
         if place.states is Tier.GPU:
@@ -69,6 +72,9 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
             rows = plan.accumulate * rows_bytes(plan, call)
             moved[Lane.H2D] += rows
             moved[Lane.D2H] += rows if call.needs_backward else 0
+    slot_bytes = plan.num_slots * draft.placement.buffer_bytes[Buffer.SLOT]
+    for lane, num_bytes in again_bytes.items():
+        moved[lane] += plan.accumulate * max(0, num_bytes - slot_bytes)
     disk_s = _disk_s(machine, moved[Lane.DISK_READ], moved[Lane.DISK_WRITE])
     return max(compute_s, disk_s, _turn_s(draft, machine, ticks_s), *lanes_alone(moved, machine.best_speed).values())
 
@@ -76,18 +82,25 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
 def _turn_s(draft: Draft, machine: Machine, ticks_s: list[float]) -> float:
     """See [Note: the turn of a step]."""
     plan, at_step = draft.plan, draft.plan.update is Update.DEFERRED
+    buffers, sizes = draft.placement.num_buffers, draft.placement.buffer_bytes
+    state_bytes = buffers[Buffer.UPDATED] * sizes[Buffer.UPDATED]
+    ahead_bytes = state_bytes + buffers[Buffer.READ] * sizes[Buffer.READ] + plan.num_slots * sizes[Buffer.SLOT]
     until_s = [0.0, *accumulate(ticks_s)]  # each tick's begin
-    waiting_bytes = plan.num_state_buffers * draft.placement.buffer_bytes[Buffer.UPDATED]
     moved: Counter[Lane] = Counter()
+    again: Counter[int] = Counter()  # by first tick: read for backward too
     last, longest_s = math.inf, 0.0
     for first, place in sorted(_updated_away(draft), key=lambda one: one[0]):
         last = min(last, len(ticks_s) - 1 if at_step else draft.backward_uses[place.chunk.index][-1])
         moved[Lane.CPU] += place.update_bytes
         if place.states is Tier.DISK:
             moved[Lane.DISK_WRITE] += place.written_bytes
-            moved[Lane.DISK_READ] += place.read_bytes + (place.chunk.param_bytes if place.home is Tier.DISK else 0)
+            moved[Lane.DISK_READ] += place.read_bytes
+        if place.home is Tier.DISK:
+            moved[Lane.DISK_READ] += place.chunk.param_bytes
+            again[first] += place.chunk.param_bytes if place.is_streamed and not at_step else 0
         between_s = plan.accumulate * until_s[-1] - until_s[first] - (until_s[-1] - until_s[int(last) + 1])
-        disk_s = _disk_s(machine, *(max(0, moved[lane] - waiting_bytes) for lane in (Lane.DISK_READ, Lane.DISK_WRITE)))
+        read_bytes = moved[Lane.DISK_READ] + again.total() - again[first] - ahead_bytes
+        disk_s = _disk_s(machine, max(0, read_bytes), max(0, moved[Lane.DISK_WRITE] - state_bytes))
         longest_s = max(longest_s, between_s + max(disk_s, moved[Lane.CPU] / machine.best_speed(Lane.CPU)))
     return longest_s
 
