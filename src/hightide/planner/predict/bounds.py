@@ -1,32 +1,44 @@
-"""The least that a step takes, without lowering the plan: each lane for itself, at its best speed."""
+"""The least that a step takes, without lowering the plan.
+
+[Note: the turn of a step] Each lane for itself, at its best speed, takes some time for all that it moves. But an update
+waits for its gradient, and the next forward for the update: from the first use of a chunk to its last in backward its
+update cannot run. Of the blocks up to some one, the updates run while compute is not between that one's forward and its
+backward. So compute from there to there, and what the lanes have to do for all those updates, are one after the other;
+but for what waits in buffers at the turn, read ahead or not yet written.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 
 from hightide.ir.action import Mode
 from hightide.ir.machine import Machine
+from hightide.ir.plan import Update
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.inputs_on_disk import stored_bytes
 from hightide.planner.lookup import is_looked_up, rows_bytes
 from hightide.planner.lower.draft import Draft
 from hightide.planner.lower.lay_ticks import lay_ticks
-from hightide.planner.placement import Placement
+from hightide.planner.placement import Buffer, ChunkPlace, Placement
 from hightide.planner.predict.step_seconds import seconds_of
 from hightide.planner.problem import Problem
 from hightide.planner.waiting import away
 
 
 def least_step_s(problem: Problem, placement: Placement) -> float:
-    """No simulation of this plan is shorter. Chunks that a slot may hold from forward to backward, or from pass to
-    pass, cross the link once."""
+    """No simulation of this plan is lastingly shorter. What slots may hold from forward to backward, and frozen chunks,
+    which they may hold from pass to pass, cross the link once."""
     profile, costs, machine, plan = problem.profile, problem.costs, problem.machine, placement.plan
     draft = Draft(profile, plan, Mode.TRAIN, placement)
     lay_ticks(draft)
     seconds = seconds_of(profile, plan, costs, draft.placement)
-    compute_s = plan.accumulate * sum(seconds(tick) for tick in draft.ticks)
+    ticks_s = [seconds(tick) for tick in draft.ticks]
+    compute_s = plan.accumulate * sum(ticks_s)
     moved: Counter[Lane] = Counter()
+    again_bytes: Counter[Lane] = Counter()  # fetched in backward, unless they are in slots still
     backward = {call.block for call in profile.calls if call.needs_backward}
     for place in draft.placement.chunks:
         chunk = place.chunk
@@ -34,9 +46,11 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
             if chunk.optimised_numel and not backward.isdisjoint(chunk.users):
                 moved[Lane.CPU] += place.update_bytes
             continue
-        if draft.uses.get(chunk.index):
-            moved[Lane.H2D] += chunk.param_bytes if place.home is not Tier.GPU else 0
-            moved[Lane.DISK_READ] += chunk.param_bytes if place.home is Tier.DISK else 0
+        if draft.uses.get(chunk.index) and place.home is not Tier.GPU:
+            again = chunk.optimised_numel and place.is_streamed and draft.backward_uses[chunk.index]
+            for lane in (Lane.H2D, Lane.DISK_READ) if place.home is Tier.DISK else (Lane.H2D,):
+                moved[lane] += chunk.param_bytes
+                again_bytes[lane] += chunk.param_bytes if again else 0
         if backward.isdisjoint(chunk.users):
             continue
         if place.states is Tier.GPU:
@@ -65,8 +79,47 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
             rows = plan.accumulate * rows_bytes(plan, call)
             moved[Lane.H2D] += rows
             moved[Lane.D2H] += rows if call.needs_backward else 0
+    slot_bytes = plan.num_slots * draft.placement.buffer_bytes[Buffer.SLOT]
+    for lane, num_bytes in again_bytes.items():
+        moved[lane] += plan.accumulate * max(0, num_bytes - slot_bytes)
     disk_s = _disk_s(machine, moved[Lane.DISK_READ], moved[Lane.DISK_WRITE])
-    return max(compute_s, disk_s, *lanes_alone(moved, machine.best_speed).values())
+    return max(compute_s, disk_s, _turn_s(draft, machine, ticks_s), *lanes_alone(moved, machine.best_speed).values())
+
+
+def _turn_s(draft: Draft, machine: Machine, ticks_s: list[float]) -> float:
+    """See [Note: the turn of a step]."""
+    plan, at_step = draft.plan, draft.plan.update is Update.DEFERRED
+    buffers, sizes = draft.placement.num_buffers, draft.placement.buffer_bytes
+    state_bytes = buffers[Buffer.UPDATED] * sizes[Buffer.UPDATED]
+    ahead_bytes = state_bytes + buffers[Buffer.READ] * sizes[Buffer.READ] + plan.num_slots * sizes[Buffer.SLOT]
+    until_s = [0.0, *accumulate(ticks_s)]  # each tick's begin
+    moved: Counter[Lane] = Counter()
+    again: Counter[int] = Counter()  # by first tick: read for backward too
+    last, longest_s = math.inf, 0.0
+    for first, place in sorted(_updated_away(draft), key=lambda one: one[0]):
+        last = min(last, len(ticks_s) - 1 if at_step else draft.backward_uses[place.chunk.index][-1])
+        moved[Lane.CPU] += place.update_bytes
+        if place.states is Tier.DISK:
+            moved[Lane.DISK_WRITE] += place.written_bytes
+            moved[Lane.DISK_READ] += place.read_bytes
+        if place.home is Tier.DISK:
+            moved[Lane.DISK_READ] += place.chunk.param_bytes
+            again[first] += place.chunk.param_bytes if place.is_streamed and not at_step else 0
+        between_s = plan.accumulate * until_s[-1] - until_s[first] - (until_s[-1] - until_s[int(last) + 1])
+        read_bytes = moved[Lane.DISK_READ] + again.total() - again[first] - ahead_bytes
+        disk_s = _disk_s(machine, max(0, read_bytes), max(0, moved[Lane.DISK_WRITE] - state_bytes))
+        longest_s = max(longest_s, between_s + max(disk_s, moved[Lane.CPU] / machine.best_speed(Lane.CPU)))
+    return longest_s
+
+
+def _updated_away(draft: Draft) -> list[tuple[int, ChunkPlace]]:
+    """Chunks with updates that are not on the GPU, each with the tick that uses it first."""
+    uses, backward = draft.uses, draft.backward_uses
+    return [
+        (uses[place.chunk.index][0], place)
+        for place in draft.placement.chunks
+        if place.chunk.optimised_numel and place.states is not Tier.GPU and backward.get(place.chunk.index)
+    ]
 
 
 def lanes_alone(moved_bytes: Mapping[Lane, int], speed: Callable[[Lane], float]) -> dict[Lane, float]:

@@ -17,16 +17,17 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 from hightide.ir.tier import Tier
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space
 
 MOST_SPARE = 3  # slots beyond what the widest block needs
-MOST_BUFFERS = 4  # of a ring
 INPUT_BUFFERS = 2  # through which block inputs go to disk, at first
-LATE = (4, 6, 3, 8, 2, 9, 0, 12)  # twelfths of the blocks on disk whose updates are tried to be late
+LATE = (4, 6, 3, 2, 0)  # twelfths of the blocks on disk whose updates are tried to be late
 NUM_SLOT_SIZES = 3  # so many slot sizes, of least waste, are tried
+NUM_RING_SIZES = 2  # and from a disk so many, of the smallest buffers, beside the one of least waste
 FEW_BLOCKS = 8
 SPACINGS = (1, 2, 3, 4, 6)  # of blocks that swap
 
@@ -63,6 +64,13 @@ ORDERS: tuple[Order, ...] = (
     (_T, _N, _G, _P, _L, _S, _K, _W, *_HOST),
 )
 
+
+# Where the disk is the limit, computing twice costs nothing.
+DISK_ORDERS: tuple[Order, ...] = (
+    (_T, _W, _N, *_HOST, _P, _L, _S, _K),
+    (_T, _N, _W, *_HOST, _P, _L, _S, _K),
+    ORDERS[0],
+)
 
 _HOST_FIRST: Order = (*_HOST[::-1], _A, _K, _S, _N, _L, _G, _P, _W)
 
@@ -101,6 +109,18 @@ class Moves:
             plain = Candidate(micro_batch, inputs, spare, spare_grad_slots=spare, disk=disk)
             gradients = 0 if self.space.updates_in_backward else buffers
             yield form.of(replace(plain, state_buffers=buffers, read_buffers=2 * disk, grad_buffers=gradients))
+
+    def disk_starts(self, spare: int, form: Form, host_fits: Callable[[Candidate], bool]) -> Iterator[Candidate]:
+        """From the disk, as plain as the host allows: of inputs for which it has no room, the last wait on the GPU; and
+        so that rings need not be as wide as a block that is far wider than others, that is on the GPU."""
+        late = LATE[0] if self.space.updates_in_backward else 0
+        form = replace(form, slot_numel=form.slot_numel or self.space.ring_sizes[0])
+        for start in self.starts(spare, form, disk=True):
+            for one in dict.fromkeys((replace(start, whole=self.space.wide), start)):
+                waiting = self._backwards if start.inputs is Tier.HOST else ()
+                count = _fewest(self._fits_with(one, Kind.NEAR, waiting, host_fits), len(waiting))
+                if count is not None:
+                    yield replace(self._with(one, Kind.NEAR, waiting[:count]), state_buffers=2, late=late)
 
     def lean_starts(self, spare: int, form: Form = PLAIN, disk: bool = False) -> Iterator[Candidate]:
         """The same where the host is short: gradients go through a ring, and inputs of the last blocks, of which some
@@ -215,7 +235,7 @@ class Moves:
     def recast(self, filled: Candidate) -> Iterator[Candidate]:
         """Fillings of its kind with less for slots, which leaves room for more that stays; and from the back: where the
         host's update is the limit, that of the last blocks is due first."""
-        if filled.disk:  # see _other_buffers
+        if filled.disk:  # see rings
             return
         start = Candidate(
             filled.micro_batch, filled.inputs, filled.spare_slots, spare_grad_slots=filled.spare_grad_slots
@@ -227,6 +247,18 @@ class Moves:
             if self.may_fit(one):
                 yield from (self.fill(one, order) for order in ORDERS[:2])
                 yield self.fill(one, ORDERS[0], from_back=True)
+
+    def rings(self, filled: Candidate, parks: bool) -> Iterator[Candidate]:
+        """Fillings of its kind in other chunks, which need smaller buffers and leave more of the host; and where
+        gradients park, or go through a ring, because parked ones would take more than inputs do."""
+        emptied: dict[str, Any] = {kind: frozenset() for kind in (*_HOST, Kind.PARAMS, Kind.KEEP, Kind.SELECTIVE)}
+        bare = replace(filled, loss_kept_tokens=0, whole=filled.whole & self.space.wide, **emptied)
+        if self.space.updates_in_backward:
+            bare = replace(bare, grad_buffers=0, late=LATE[0]) if parks else replace(bare, grad_buffers=2, late=0)
+        for size in dict.fromkeys((self.space.slot_numel, *self.space.ring_sizes[:NUM_RING_SIZES])):
+            one = replace(bare, slot_numel=size, state_buffers=2, read_buffers=2)
+            if self.may_fit(one):
+                yield from (self.fill(one, order) for order in DISK_ORDERS)
 
     def swaps(self, filled: Candidate) -> Iterator[Candidate]:
         """Fillings of its kind in which blocks swap: from the front, whose activations wait longest, all or every so
@@ -312,18 +344,17 @@ class Moves:
             yield from self._balanced(changed)
 
     def _other_buffers(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Finer chunks need smaller buffers, which leave more of the host; and what is late makes others early."""
-        sizes = self.space.slot_sizes[:NUM_SLOT_SIZES]
-        counts, at_once = range(1, 1 + MOST_BUFFERS), self.space.updates_in_backward
+        """What is late makes others early; and what buffers take is taken from the rest."""
+        counts, at_once = (2, 3, 1), self.space.updates_in_backward
         together = ("state_buffers",) if at_once else ("state_buffers", "read_buffers", "grad_buffers")
         changes: list[dict[str, int]] = [{"late": late} for late in LATE] if at_once else []
-        for size, count in product(sizes, counts):
-            changes.append({"slot_numel": size, **dict.fromkeys(together, count)})
-        rings = ["grad_buffers", "read_buffers", *(["input_buffers"] if candidate.far else [])]
+        changes += [dict.fromkeys(together, count) for count in (3, 4, 2)]
+        changes += [{"grad_buffers": count, "late": 0} for count in counts]
+        rings = ["read_buffers", *(["input_buffers"] if candidate.far else [])]
         changes += [{ring: count} for ring in rings for count in counts]
         yield from self.refilled(replace(candidate, **change) for change in changes)  # type: ignore[arg-type]
 
-    def rings(self, filled: Candidate) -> Iterator[Candidate]:
+    def ringed(self, filled: Candidate) -> Iterator[Candidate]:
         """Fillings of its kind in which gradients go through a ring, but for those of late updates: what they leave of
         the host when they do not park is there for states."""
         if filled.disk and self.space.updates_in_backward:

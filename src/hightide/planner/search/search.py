@@ -15,14 +15,14 @@ Not searched: how much of a block's update is deferred (α). It follows from wha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from hightide.ir.tier import Tier
 from hightide.planner.advice.missing import refusal
 from hightide.planner.problem import Problem
 from hightide.planner.search.candidate import Candidate
-from hightide.planner.search.moves import ORDERS, Moves
+from hightide.planner.search.moves import DISK_ORDERS, ORDERS, Moves
 from hightide.planner.search.trials import Trials
 from hightide.planner.solution import Searched
 
@@ -30,6 +30,7 @@ LEAST_GAIN = 0.002  # of a step, for which a plan is changed
 NUM_FILLED = 4  # so many starts are filled in every order; of a few blocks all
 NUM_IMPROVED = 2  # so many fillings are improved; of a few blocks more
 NUM_IMPROVED_FEW = 12
+MOST_IN_VAIN = 2  # so many plans from a disk, of one kind, are tried after the best
 QUICK_SHARE = 0.95  # of the GPU, that a quick search fills with what need not be there
 NUM_TRIALS = 24  # of plans, while improving, at least; of small models many more
 NUM_TRIED_ACTIONS = 20_000  # in all those trials, at most: of a deep model in fine chunks a schedule has thousands
@@ -73,11 +74,15 @@ class _Search:
         if self.quick:
             return min(found, key=lambda candidate: found[candidate])
         starts = sorted(found, key=lambda candidate: found[candidate])[: self._num_improved()]
+        if starts[0].disk:
+            ways = (True, False) if self.moves.space.updates_in_backward else (True,)
+            starts += [one for parks in ways for one in self._best(self.moves.rings(starts[0], parks))]
+            starts = sorted(starts, key=self.trials.step_s)[:1]
         if not self.moves.few:
             starts += self._best(self.moves.recast(starts[0]))
         starts += self._best(self.moves.swaps(starts[0]))
         starts += self._best(self.moves.lookups(starts[0]))
-        starts += self._best(self.moves.rings(starts[0]))
+        starts += self._best(self.moves.ringed(starts[0]))
         best = min((self._improved(candidate) for candidate in starts), key=self.trials.step_s)
         stored = [self._improved(candidate) for candidate in self._best(self.moves.stored(best))]
         return min((best, *stored), key=self.trials.step_s)
@@ -110,15 +115,18 @@ class _Search:
         for form in moves.forms:
             plain = [] if needs_disk else [moves.starts(spare, form) for spare in (1, 0)]
             yield from ([starts] for starts in plain)
-            on_disk = [moves.starts(spare, form, disk=True) for spare in (1, 0)]
+            on_disk = [moves.disk_starts(spare, form, self.trials.host_fits) for spare in (1, 0)]
             relieved = [moves.relieved(spare, form, self.trials.host_fits) for spare in (1, 0)]
             lean = [] if needs_disk else [*relieved, moves.last_resorts(form), moves.lean_starts(0, form)]
-            yield [*lean, on_disk[0]]
-            yield [on_disk[1]]
+            yield [*lean, *on_disk]
+            yield [moves.starts(0, form, disk=True)]
             yield [moves.lean_starts(0, form, disk=True)]
 
     def _fill(self, starts: list[Candidate], found: dict[Candidate, float]) -> None:
         """Each in one order; those of the best starts, or of a few blocks all, in the other orders too."""
+        if starts and starts[0].disk and not self.moves.few:  # in the other orders later: see Moves.rings
+            self._try_all((self.moves.fill(start, order) for start in starts for order in DISK_ORDERS[:2]), found)
+            return
         reached = {start: self._try(self.moves.fill(start, ORDERS[0]), found) for start in starts}
         best = sorted(starts, key=lambda start: reached[start])
         for start in best if self.moves.few else best[:NUM_FILLED]:
@@ -128,9 +136,18 @@ class _Search:
     def _best(self, others: Iterator[Candidate]) -> list[Candidate]:
         """Of other forms of a filling, if one fits: of another kind, so that moves lead elsewhere from it."""
         found: dict[Candidate, float] = {}
-        for other in dict.fromkeys(others):
-            self._try(other, found)
+        self._try_all(others, found)
         return sorted(found, key=lambda candidate: found[candidate])[:1]
+
+    def _try_all(self, candidates: Iterable[Candidate], found: dict[Candidate, float]) -> None:
+        """Those that may be fastest first: what cannot be faster than they are is not simulated. From a disk few others
+        are, and simulating them takes long."""
+        in_vain = 0
+        for candidate in sorted(dict.fromkeys(candidates), key=self.trials.least_s):
+            before_s = min(found.values(), default=math.inf)
+            in_vain = 0 if self._try(candidate, found) < before_s else in_vain + candidate.disk
+            if in_vain == MOST_IN_VAIN:
+                return
 
     def _try(self, candidate: Candidate, found: dict[Candidate, float]) -> float:
         below_s = math.inf if self.moves.few else min(found.values(), default=math.inf) * (1 - LEAST_GAIN)
@@ -155,7 +172,7 @@ class _Search:
     def _improved(self, candidate: Candidate) -> Candidate:
         """Takes every move that gains, until none does or the trials are used up."""
         last = self.trials.num_simulated + self._num_trials()
-        last_action = self.trials.num_actions + NUM_TRIED_ACTIONS // self._num_improved()
+        last_action = self.trials.num_actions + NUM_TRIED_ACTIONS // (1 if candidate.disk else self._num_improved())
         best_s = self.trials.step_s(candidate)
         seen: set[Candidate] = set()
         while True:

@@ -27,6 +27,7 @@ from hightide.planner.problem import Terms
 from hightide.planner.search.candidate import Candidate
 
 MOST_LATE = 12  # `Candidate.late` of all
+NEARLY = 1.05  # times as large as another chunk
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class Space:
 
     @cached_property
     def wide(self) -> frozenset[int]:
+        """Blocks that are far wider than the usual one."""
         numels = sorted(self.block_numel(block) for block in self.movable)
         usual = numels[len(numels) // 2] if numels else 0
         return frozenset(block for block in self.movable if self.block_numel(block) > 2 * usual)
@@ -184,6 +186,22 @@ class Space:
     def slot_sizes(self) -> tuple[int, ...]:
         """The one that wastes least first."""
         return slot_sizes(self.profile)
+
+    @cached_property
+    def ring_sizes(self) -> tuple[int, ...]:
+        """Those by which buffers of rings differ, ascending by their largest chunk, as large as which buffers are; of
+        nearly equal ones the one with the fewest chunks. Far wider blocks are left out: they are to be elsewhere."""
+        known: list[tuple[int, int, int]] = []
+        for size in self.slot_sizes:
+            numels = [chunk.numel for chunk in self.layout(size).chunks if chunk.block not in self.wide]
+            known.append((max(numels, default=0), len(numels), size))
+        found: list[tuple[int, int, int]] = []
+        for largest, count, size in sorted(known):
+            if found and largest <= NEARLY * found[-1][0]:
+                found[-1] = min(found[-1], (largest, count, size), key=lambda one: one[1])
+            else:
+                found.append((largest, count, size))
+        return tuple(size for *_, size in found)
 
     @cached_property
     def leanest_slot_numel(self) -> int:

@@ -39,6 +39,7 @@ class Trials:
     _known_standing: dict[Candidate, Standing] = field(default_factory=dict)
     _guesses: dict[Candidate, Needs] = field(default_factory=dict)
     _step_s: dict[Candidate, float] = field(default_factory=dict)
+    _least_s: dict[Candidate, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.space = Space(self.problem.profile, self.problem.terms)
@@ -94,7 +95,7 @@ class Trials:
         safe_point()
         plan = self.space.build(candidate)
         placement = self.space.placement(plan)
-        if least_step_s(self.problem, placement) >= below_s:
+        if self._bound_s(candidate, placement) >= below_s:
             return math.inf
         passes = lower_step(self.problem.profile, plan, placement, self.problem.terms.without)
         step_s = math.inf
@@ -102,6 +103,17 @@ class Trials:
             step_s = self._simulate(placement, passes)
         self._step_s[candidate] = step_s
         return step_s
+
+    def least_s(self, candidate: Candidate) -> float:
+        """That its step takes, if it fits."""
+        if candidate not in self._least_s:
+            self._bound_s(candidate, self.space.placement(self.space.build(candidate)))
+        return self._least_s[candidate]
+
+    def _bound_s(self, candidate: Candidate, placement: Placement) -> float:
+        if candidate not in self._least_s:
+            self._least_s[candidate] = least_step_s(self.problem, placement)
+        return self._least_s[candidate]
 
     def _lowered(self, candidate: Candidate) -> Passes:
         plan = self.space.build(candidate)
