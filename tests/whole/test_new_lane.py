@@ -89,7 +89,7 @@ def test_its_orders_are_verified(network: Lane, planned: Schedule) -> None:
 def test_without_contention_it_runs_at_its_own_speed(network: Lane) -> None:
     both = schedule(copy("in", Lane.H2D, 3000), copy("all", network, 10), tick(0, after=("in", "all")))
     made = with_speeds(Speeds((network,), (2.0,)))
-    assert made.speeds_of(set(Lane) - {Lane.COMPUTE, Lane.DISK_READ, Lane.DISK_WRITE})[network] == 2.0
+    assert made.speeds_of(set(Lane) - {Lane.COMPUTE, Lane.DISK_READ, Lane.DISK_WRITE, Lane.SAVE})[network] == 2.0
     result = simulate(both, lambda _: 0.0, made, num_steps=1)
     assert {span.id: span.end_s for span in result.spans} == pytest.approx({"in": 3.0, "all": 5.0, "tick.0": 5.0})
     assert result.stall_s == {network: pytest.approx(5.0)} and result.busy_s[network] == pytest.approx(5.0)

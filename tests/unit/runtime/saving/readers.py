@@ -103,16 +103,19 @@ class Case:
         model.parameters(), lr=1e-2, eps=1e-4
     )
     accumulate: int = 1
+    device: str = "cpu"
 
     def begin(self) -> Training:
         torch.manual_seed(0)
         model, batch = self.make()
         optimizer = self.optimizer(model)
-        limits = hightide.Limits(gpu="64MiB", host="64MiB")
+        limits = hightide.Limits(gpu="64MiB" if self.device == "cpu" else "1GiB", host="64MiB")
         promised = {"accumulate": self.accumulate} if self.accumulate > 1 else {}
-        plan = hightide.plan(model, optimizer, batch, limits=limits, micro_batch=2, **promised, **self.options)
+        options = {"micro_batch": 2, "device": self.device, **promised, **self.options}
+        plan = hightide.plan(model, optimizer, batch, limits=limits, **options)
+        disks = hightide.Limits(**self.limits)
         wrapped, optimizer = hightide.wrap(
-            model, optimizer, batch, plan=self.edit(plan), limits=hightide.Limits(**self.limits)
+            model, optimizer, batch, plan=self.edit(plan), limits=disks, device=self.device
         )
         return Training(wrapped, optimizer, batch, self.accumulate)
 
