@@ -111,6 +111,8 @@ class CopyOnUpdate:
         self._waited_s, self._copied_bytes = 0.0, 0
         self._num_waiting, self._waiting_since_s = 0, 0.0
         self.is_over = not self._kept
+        if not host.is_pinned:
+            self._stage()
 
     @property
     def cost(self) -> SaveCost:
@@ -162,18 +164,27 @@ class CopyOnUpdate:
         """The reader is there. What leaves the GPU does so at full speed into memory that is pinned: that takes a
         while, the first time."""
         leaving_bytes = sum(one.tile.num_bytes for one in self._ahead)
-        num_bytes = max((one.tile.num_bytes for one in self._elsewhere), default=0)
         self._is_pinning = True
-        while not self.is_over and self._host.pin_spare(leaving_bytes + NUM_STAGED * num_bytes):
+        while not self.is_over and self._host.pin_spare(leaving_bytes + NUM_STAGED * self._most_bytes):
             self._run_ahead()
         with self._changed:
             self._is_pinning = False
             self._progress_s = time.monotonic()
-            if num_bytes and not self.is_over:
-                self._staged = [self._lent(num_bytes) or _plain(num_bytes) for _ in range(NUM_STAGED)]
-                for buffer in self._staged:
-                    buffer.is_staged = True
+            if not self.is_over and not self._staged:
+                self._stage()
         self._run_ahead()
+
+    @property
+    def _most_bytes(self) -> int:
+        """Of a tile that is to be brought."""
+        return max((one.tile.num_bytes for one in self._elsewhere), default=0)
+
+    def _stage(self) -> None:
+        """Beside the limit only if all that the plan leaves free is in use."""
+        num_bytes = self._most_bytes
+        self._staged = [self._lent(num_bytes) or _plain(num_bytes) for _ in range(NUM_STAGED if num_bytes else 0)]
+        for buffer in self._staged:
+            buffer.is_staged = True
 
     # -- for whoever changes values -------------------------------------------------------------------------------
 
