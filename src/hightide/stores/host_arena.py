@@ -96,6 +96,10 @@ class HostArena(ArenaStore):
 
     # ---- a GPU's
 
+    @property
+    def is_pinned(self) -> bool:
+        return False
+
     def pin(self) -> None:
         """Called once the model's values are in their places. Without a GPU there is nobody to pin memory for."""
 

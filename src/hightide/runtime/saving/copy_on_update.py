@@ -104,13 +104,15 @@ class CopyOnUpdate:
         self._staged: list[Buffer] = []
         self._birthplace = Birthplace()
         self._at = 0  # the tile that the reader asks for next
-        self._leaves: Ticket | None = None  # a tile that runs ahead
+        self._is_leaving = False  # a tile that runs ahead is on the link
         self._is_pinning = False  # then none does so into memory that is not pinned yet
         self._progress_s = time.monotonic()
         self._error: BaseException | None = None
         self._waited_s, self._copied_bytes = 0.0, 0
         self._num_waiting, self._waiting_since_s = 0, 0.0
         self.is_over = not self._kept
+        if not host.is_pinned:
+            self._stage()
 
     @property
     def cost(self) -> SaveCost:
@@ -162,18 +164,27 @@ class CopyOnUpdate:
         """The reader is there. What leaves the GPU does so at full speed into memory that is pinned: that takes a
         while, the first time."""
         leaving_bytes = sum(one.tile.num_bytes for one in self._ahead)
-        num_bytes = max((one.tile.num_bytes for one in self._elsewhere), default=0)
         self._is_pinning = True
-        while not self.is_over and self._host.pin_spare(leaving_bytes + NUM_STAGED * num_bytes):
+        while not self.is_over and self._host.pin_spare(leaving_bytes + NUM_STAGED * self._most_bytes):
             self._run_ahead()
         with self._changed:
             self._is_pinning = False
             self._progress_s = time.monotonic()
-            if num_bytes and not self.is_over:
-                self._staged = [self._lent(num_bytes) or _plain(num_bytes) for _ in range(NUM_STAGED)]
-                for buffer in self._staged:
-                    buffer.is_staged = True
+            if not self.is_over and not self._staged:
+                self._stage()
         self._run_ahead()
+
+    @property
+    def _most_bytes(self) -> int:
+        """Of a tile that is to be brought."""
+        return max((one.tile.num_bytes for one in self._elsewhere), default=0)
+
+    def _stage(self) -> None:
+        """Beside the limit only if all that the plan leaves free is in use."""
+        num_bytes = self._most_bytes
+        self._staged = [self._lent(num_bytes) or _plain(num_bytes) for _ in range(NUM_STAGED if num_bytes else 0)]
+        for buffer in self._staged:
+            buffer.is_staged = True
 
     # -- for whoever changes values -------------------------------------------------------------------------------
 
@@ -211,7 +222,7 @@ class CopyOnUpdate:
         since_s = time.monotonic()
         with self._changed:
             while not self.is_over:
-                unsafe = [one for one in kept if one.stage in (Stage.HOME, Stage.HANDED)]
+                unsafe = [one for one in kept if one.tile.numel and one.stage in (Stage.HOME, Stage.HANDED)]
                 if not unsafe:
                     break
                 mine = [one for one in unsafe if one.stage is Stage.HOME and self._set_aside(one)]
@@ -353,11 +364,16 @@ class CopyOnUpdate:
             waiting.popleft()
         return waiting[0] if waiting else None
 
-    def _run_ahead(self, _: object = None) -> None:
-        """The next tile leaves the GPU when the one before it has: others use the link meanwhile."""
+    def _has_left(self) -> None:
+        with self._changed:
+            self._is_leaving = False
+        self._run_ahead()
+
+    def _run_ahead(self) -> None:
+        """The next tile leaves the GPU when the one before it is through: others use the link meanwhile."""
         try:
             with self._changed:
-                if self.is_over or (self._leaves is not None and not self._leaves.done):
+                if self.is_over or self._is_leaving:
                     return
                 one = self._first(self._ahead, self._at)
                 while one is not None and one.stage is not Stage.HOME:
@@ -369,9 +385,9 @@ class CopyOnUpdate:
                 if one is None or buffer is None:
                     return
                 self._bring(one, buffer)
-                ticket = self._leaves = one.ticket
+                ticket, self._is_leaving = one.ticket, True
             assert ticket is not None
-            self._lanes.when_through(ticket, self._run_ahead)
+            self._lanes.when_through(ticket, self._has_left)
         except BaseException as error:
             self.fail(error)
 
@@ -406,7 +422,9 @@ class CopyOnUpdate:
         with self._changed:
             self._end(None)
             kept, self._kept, staged, self._staged = self._kept, [], self._staged, []
-            self._by_chunk, self._owed = {}, {}
+            self._by_chunk, self._owed, self._written = {}, {}, _nothing_written
+            self._elsewhere.clear()
+            self._ahead.clear()
         for one in kept:
             if one.buffer is None or one.ticket is None:
                 continue
@@ -419,6 +437,10 @@ class CopyOnUpdate:
                 self._host.free(buffer.region)
         if kept:
             self._host.return_spare()
+
+
+def _nothing_written(_: int) -> None:
+    """Of a snapshot that has let go of its chunks."""
 
 
 def _plain(num_bytes: int) -> Buffer:
