@@ -65,7 +65,16 @@ FOREIGN = {
 ERRORS = {"EIO": errno.EIO, "ENOSPC": errno.ENOSPC, "EDQUOT": errno.EDQUOT}
 CALLS = ("write", "sync", "await_written", "create", "make_folder", "set_aside", "rename", "unlink", "remove_folder")
 FAULTS = (*(f"{name} in {call}" for call in CALLS for name in ERRORS), "short writes", "nothing written")
-DAMAGES = ("bit changed", "sector zeroed", "cut off", "longer", "missing", "manifest cut off", "manifest changed")
+DAMAGES = (
+    "bit changed",
+    "sector zeroed",
+    "cut off",
+    "longer",
+    "missing",
+    "manifest cut off",
+    "manifest changed",
+    "manifest missing",
+)
 REAL = ("full tmpfs", "file size limit", "read-only")
 MADE_GOOD = ("unlink", "remove_folder", "short")  # of these a save may be whole
 
@@ -547,7 +556,7 @@ def spoil(file: Path, kind: str, chance: random.Random) -> bool:
     else:
         del data[at:]
     file.unlink()
-    if kind != "missing":
+    if "missing" not in kind:
         file.write_bytes(data)
     return True
 
@@ -557,7 +566,7 @@ def refused(subject: Subject, path: Path, file: Path, found: Found) -> None:
     try:
         subject.training.load(path)
     except ValueError as error:
-        if file.name not in str(error) or f"{path.parent / 'step-1'}" not in str(error):
+        if file.name not in str(error) or str(error).count(str(path.parent / "step-1")) != 1:
             found.blame("not said", error)
         return
     losses = [subject.training.step() for _ in range(RESUMED)]

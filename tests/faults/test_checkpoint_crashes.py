@@ -55,6 +55,7 @@ def test_after_a_crash_the_newest_checkpoint_is_whole(crashes: Any, subject: Any
     assert {one.kind for one in found} == {*crashes.WAYS, "twice"}
 
 
+@pytest.mark.filterwarnings("ignore:.*an old checkpoint cannot be removed")
 def test_faults_are_told_or_made_good(crashes: Any, subject: Any, tier: str) -> None:
     kinds = [
         kind for index, kind in enumerate(crashes.FAULTS) if index % FAULTS == TIERS.index(tier) or " in " not in kind

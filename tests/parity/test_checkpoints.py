@@ -175,8 +175,22 @@ def test_round_trip(kind: str, source: str, target: str, update: str, accumulate
     torch.manual_seed(6)
     other = Pair.make(kind, target, tmp_path / "other", accumulate, offset=0.25, update=update)
     other.train(1)
+    other.model(**batch_of(7))  # without a backward: values are in slots and buffers too
     loaded = other.load(tmp_path / "saved")
     assert (loaded.step, loaded.path) == (3, saving.path)
     assert_restored(other, expected, kind, source, target)
     if (source == "plain") == (target == "plain"):
         assert other.train(2) == after
+
+
+def test_values_loaded_between_two_backwards_of_a_step_are_used_at_once(tmp_path: Path) -> None:
+    """What the first one left in slots is not what the second one finds there."""
+    first = Pair.make("fp32", "host", tmp_path, accumulate=2)
+    first.train(1)
+    first.save(tmp_path / "saved", wait=True)
+    expected = first.model(**batch_of(5))["loss"].item()
+    torch.manual_seed(8)
+    other = Pair.make("fp32", "host", tmp_path, accumulate=2, offset=0.25)
+    other.model(**batch_of(4))["loss"].backward()
+    other.load(tmp_path / "saved")
+    assert other.model(**batch_of(5))["loss"].item() == expected

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hightide.checkpoint.folder import manifest_of, refusal
+from hightide.checkpoint.folder import DamagedCheckpoint, manifest_of, refusal
 from hightide.checkpoint.manifest import FileSums, Manifest
 from hightide.checkpoint.training import OptimizerState, Training, optimizer_state, training_of
 from hightide.integrations.folder import few
@@ -76,6 +76,8 @@ class Checkpoint:
         """ValueError for one that is damaged, with the newest whole one."""
         try:
             return cls._open(path)
+        except DamagedCheckpoint:
+            raise
         except ValueError as error:
             raise refusal(path, str(error)) from error
 

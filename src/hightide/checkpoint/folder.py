@@ -34,6 +34,10 @@ class Found:
         return self.problem is None
 
 
+class DamagedCheckpoint(ValueError):
+    """What is wrong with one, and which one is whole."""
+
+
 def found(folder: str | Path) -> list[Found]:
     """By step, the oldest first. Sums are not looked at (`verify` does), and links are not followed."""
     folder = Path(folder)
@@ -80,13 +84,13 @@ def verify(path: str | Path) -> Manifest:
     return manifest_of(Path(path))
 
 
-def refusal(path: str | Path, problem: str, num_more: int = 0) -> ValueError:
+def refusal(path: str | Path, problem: str, num_more: int = 0) -> DamagedCheckpoint:
     """Of a checkpoint that is damaged: what is wrong, and the newest one that is whole, which is read for that."""
     path = Path(path)
     more = f" (and {num_more} more)" if num_more else ""
     whole = latest(path.absolute().parent, verify=True)
     offer = f"the newest whole checkpoint is {shown(whole)}" if whole else "there is no whole checkpoint beside it"
-    return ValueError(f"{shown(path)} is damaged: {problem}{more}; {offer}")
+    return DamagedCheckpoint(f"{shown(path)} is damaged: {problem}{more}; {offer}")
 
 
 def manifest_of(path: Path) -> Manifest:

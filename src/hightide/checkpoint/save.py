@@ -77,17 +77,21 @@ def save(
         training = taken(model, optimizer, run, extra)
         training = replace(training, step=_step(step, training))
         content = _content(model, optimizer, run, training, keep, keep_every)
-        path, told = Path(folder) / step_name(training.step), None if run is None else run.save_forecast
+        path, told = Path(folder).absolute() / step_name(training.step), None if run is None else run.save_forecast
         saving = Saving(path, training.step, OnError(on_error), told)
-        _latest[model] = saving
         if run is None:
             saving.perform(content.write)
             if saving.error is not None and not isinstance(saving.error, Exception):
                 raise saving.error  # Ctrl-C
         else:
-            saving.perform_beside(content.write)
+            try:
+                saving.perform_beside(content.write)
+            except BaseException:
+                content.values.close()
+                raise
             if saving.on_error is OnError.RAISE and optimizer is not None:
                 saving.raise_after_step(optimizer)
+        _latest[model] = saving
     if wait or run is None:
         saving.join()
         saving.raise_if_failed()
@@ -143,7 +147,8 @@ def _content(
 
     values: Values = PlainValues(model, optimizer, wanted) if run is None else run.snapshot(wanted)
     plan = None if run is None else run.plan
-    return Content(values, files, buffers, {**files.small, TRAINING: text}, plan, kept, facts, keep, keep_every)
+    small = {**files.small, TRAINING: text}
+    return Content(model, values, files, buffers, small, plan, kept, facts, keep, keep_every)
 
 
 def _loss(extra: Any) -> float | None:

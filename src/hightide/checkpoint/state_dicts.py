@@ -14,6 +14,7 @@ from hightide.checkpoint.checked import DamagedFile
 from hightide.checkpoint.fitting import OF_MASTERS, OPTIMIZER, Checkpoint, StateKey
 from hightide.checkpoint.folder import latest, refusal
 from hightide.checkpoint.manifest import NAME
+from hightide.checkpoint.names import parse_name
 from hightide.checkpoint.training import STEP, Group, OptimizerState
 from hightide.checkpoint.verified import verified_tensors
 from hightide.ir.foreign import shown
@@ -63,6 +64,8 @@ def chosen(path: Path) -> Path:
     if (path / NAME).exists():
         return path
     newest = latest(path)
+    if newest is None and path.is_dir() and parse_name(path.name) is not None:
+        raise refusal(path, f"it has no {NAME}")
     if newest is None:
         raise ValueError(
             f"there is no whole checkpoint in {shown(path)}; name a folder in which hightide.save has saved"

@@ -57,8 +57,9 @@ class CheckpointWriter:
         try:
             self._begin(Path(folder))
         except OSError as error:
+            refusal = self._refusal(error)
             self.abandon()
-            raise self._refusal(error) from error
+            raise refusal from error
         except BaseException:
             self.abandon()
             raise
@@ -128,6 +129,7 @@ class CheckpointWriter:
     def _put_in_place(self) -> None:
         """See [Note: a checkpoint]."""
         name, old = self.path.name, self.path.name + OLD
+        leftovers.check_replaceable(self._parent, self.path)  # much may have happened meanwhile
         is_replaced = leftovers.exists(name, self._parent)
         try:
             if is_replaced:

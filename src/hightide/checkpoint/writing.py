@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hightide.checkpoint.fitting import OPTIMIZER, StateKey
 from hightide.checkpoint.keeping import keep_only
@@ -43,6 +43,7 @@ class Values(Protocol):
 class Content:
     """All of a checkpoint: what is small, as it was at the call, and where the values come from."""
 
+    model: nn.Module  # it lives until it is saved, whoever drops it
     values: Values
     files: ModelFiles
     buffers: Mapping[str, Tensor]

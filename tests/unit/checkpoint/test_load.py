@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from test_save import LIMITS, Net, batch, pair, train
 from torch import Tensor, nn
 
 import hightide
+from disk_plans import placed
 from hightide.checkpoint import places
+from hightide.optim.chunk_updates import ChunkUpdates
 from hightide.runtime.surgery import run_of
 
 
@@ -377,3 +380,22 @@ def test_moments_that_somebody_holds_keep_their_values(saved: Path) -> None:
     before = held.clone()
     hightide.load(model, optimizer, saved)
     assert torch.equal(held, before) and not torch.equal(optimizer.state[first]["exp_avg"], before)
+
+
+def test_updates_that_are_under_way_come_first(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = pair(wrapped=False, seed=1)
+    plan = placed(hightide.plan(model, optimizer, batch(), limits=LIMITS), "host")
+    model, optimizer = hightide.wrap(model, optimizer, batch(), plan=plan)
+    hightide.load(model, optimizer, saved)
+    expected = values(model)
+    train(model, optimizer, 3)
+    apply = ChunkUpdates._apply
+
+    def slowly(*args: Any) -> None:
+        time.sleep(0.1)
+        apply(*args)
+
+    monkeypatch.setattr(ChunkUpdates, "_apply", slowly)
+    train(model, optimizer, 4)
+    hightide.load(model, optimizer, saved)
+    assert_equal_values(values(model), expected)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -205,21 +208,25 @@ def test_it_can_be_given_up(gate: threading.Event, tmp_path: Path) -> None:
     train(model, optimizer, 2)
 
 
-def test_unwrap_finishes_it_first(tmp_path: Path) -> None:
+def test_unwrap_finishes_it_first(gate: threading.Event, tmp_path: Path) -> None:
     model, optimizer = pair()
     train(model, optimizer, 1)
     saving = hightide.save(model, optimizer, tmp_path)
+    threading.Timer(0.3, gate.set).start()
     hightide.unwrap(model)
     assert saving.wait() == hightide.latest(tmp_path)
 
 
-def test_a_load_does_not_reach_into_a_save(tmp_path: Path) -> None:
+def test_a_load_does_not_reach_into_a_save(gate: threading.Event, tmp_path: Path) -> None:
     model, optimizer = pair()
     train(model, optimizer, 1)
+    gate.set()
     hightide.save(model, optimizer, tmp_path / "early", wait=True)
+    gate.clear()
     train(model, optimizer, 2)
     expected = model.layers[1].state_dict()["weight"].clone()
     saving = hightide.save(model, optimizer, tmp_path / "late")
+    threading.Timer(0.3, gate.set).start()
     hightide.load(model, optimizer, tmp_path / "early")
     saving.wait()
     hightide.load(model, optimizer, tmp_path / "late")
@@ -300,3 +307,22 @@ def test_what_is_read_without_a_model(tmp_path: Path) -> None:
     assert run is not None and read_plan(path) == run.plan == hightide.Plan.load(path / "plan.json")
     plain, its = pair(wrapped=False)
     assert read_plan(hightide.save(plain, its, tmp_path, step=3).path) is None
+
+
+def test_a_model_that_is_dropped_is_saved_first(gate: threading.Event, tmp_path: Path) -> None:
+    model, optimizer = pair()
+    train(model, optimizer, 1)
+    expected = model.layers[1].state_dict()["weight"].clone()
+    saving, gone = hightide.save(model, optimizer, tmp_path), weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    gate.set()
+    other, its = pair(seed=1)
+    hightide.load(other, its, saving.wait())
+    assert torch.equal(other.layers[1].state_dict()["weight"], expected)
+    for _ in range(50):  # the thread ends a moment after the save is done
+        gc.collect()
+        if gone() is None:
+            break
+        time.sleep(0.02)
+    assert gone() is None, "nobody keeps it any longer"

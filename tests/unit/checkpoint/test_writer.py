@@ -199,6 +199,14 @@ def test_what_is_not_ours_is_left_and_said(name: str, kind: str, tmp_path: Path)
     assert sorted((path, path.is_file() and path.read_text()) for path in tmp_path.rglob("*")) == before
 
 
+def test_what_came_into_its_place_meanwhile_stays(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path, 1) as checkpoint:
+        (tmp_path / "step-1").mkdir()
+        with pytest.raises(ValueError, match="step-1 is there"):
+            checkpoint.commit({})
+    assert os.listdir(tmp_path) == ["step-1"] and os.listdir(tmp_path / "step-1") == []
+
+
 def test_two_writers_of_one_step(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path, 7) as first:
         with pytest.raises(ValueError, match="another process writes it"):
@@ -253,7 +261,7 @@ def test_an_error_of_any_call_is_told_and_leaves_nothing(
     monkeypatch.setattr(filesystem, call, fail)
     with pytest.raises(ValueError, match=os.strerror(number)) as told:
         write(tmp_path, 2)
-    assert ("are free" in str(told.value)) == (number != errno.EIO)
+    assert ("are free" in str(told.value)) == (number != errno.EIO) and ", 0 bytes" not in str(told.value)
     assert os.listdir(tmp_path) == ["step-1"] and content(tmp_path / "step-1") == before
 
 
