@@ -1,4 +1,4 @@
-"""Peaks of resident memory, in a process of its own: a checkpoint is written and read without anything existing twice."""
+"""Peaks of resident memory, in a process of its own: a checkpoint is written and read, and nothing exists twice."""
 
 from __future__ import annotations
 

@@ -318,7 +318,7 @@ def test_files_of_torch_save_are_not_run(tmp_path: Path) -> None:
 
     torch.save({"model": {}, "more": Evil()}, tmp_path / "evil.pt")
     model, _ = pair(wrapped=False)
-    with pytest.raises(Exception, match="weights_only|Unsupported|unsupported"):
+    with pytest.raises(Exception, match=r"weights_only|[Uu]nsupported"):
         hightide.load(model, None, tmp_path / "evil.pt")
     assert not (tmp_path / "touched").exists()
     torch.save([1, 2], tmp_path / "list.pt")
