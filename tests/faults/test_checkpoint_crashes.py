@@ -89,8 +89,8 @@ def test_killed_processes(crashes: Any, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_a_thousand_crashes(crashes: Any, tier: str, tmp_path: Path) -> None:
-    found = list(crashes.rounds(tier, tmp_path / tier, num_replays=450, num_kills=50, num_faults=150, num_damages=50))
+def test_a_thousand_crashes(crashes: Any, tier: str, memory: Path) -> None:
+    found = list(crashes.rounds(tier, memory / tier, num_replays=450, num_kills=50, num_faults=150, num_damages=50))
     print(crashes.table(found))
     assert [problem for one in found for problem in one.problems] == []
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -176,6 +177,24 @@ def test_a_state_dict_resumes_with_the_same_bits_on_another_plan(dtype: torch.dt
         assert train(model, optimizer, batches[STEPS:]) == expected
         assert_same_states(optimizer.state_dict(), ended[0])
         assert all(torch.equal(model.state_dict()[key], value) for key, value in ended[1].items())
+        hightide.unwrap(model)
+
+
+def test_a_checkpoint_resumes_on_another_plan(tmp_path: Path) -> None:
+    model, batches = made(torch.float32)
+    model, optimizer = wrapped(model, batches[0][0], "streamed")
+    train(model, optimizer, batches[:STEPS])
+    saved = copy.deepcopy(optimizer.state_dict())
+    path = hightide.save(model, optimizer, tmp_path, step=STEPS, wait=True).path
+    expected = train(model, optimizer, batches[STEPS:])
+    hightide.unwrap(model)
+    for where in ("refreshed", "resident"):
+        model, _ = made(torch.float32)
+        model, optimizer = wrapped(model, batches[0][0], where)
+        train(model, optimizer, batches[:1])
+        hightide.load(model, optimizer, path)
+        assert_same_states(optimizer.state_dict(), saved)
+        assert train(model, optimizer, batches[STEPS:]) == expected
         hightide.unwrap(model)
 
 

@@ -14,6 +14,7 @@ import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,26 +77,38 @@ def save(
             optimizer.updates.refuse_if_issued("a checkpoint is saved")
         training = taken(model, optimizer, run, extra)
         training = replace(training, step=_step(step, training))
-        content = _content(model, optimizer, run, training, keep, keep_every)
         path, told = Path(folder).absolute() / step_name(training.step), None if run is None else run.save_forecast
         saving = Saving(path, training.step, OnError(on_error), told)
-        if run is None:
-            saving.perform(content.write)
-            if saving.error is not None and not isinstance(saving.error, Exception):
-                raise saving.error  # Ctrl-C
+        try:
+            content = _content(model, optimizer, run, training, keep, keep_every)
+        except OSError as error:  # small files are made in the system's folder for them, whose disk may be full too
+            saving.perform(partial(_raise, error))
         else:
-            try:
-                saving.perform_beside(content.write)
-            except BaseException:
-                content.values.close()
-                raise
-            if saving.on_error is OnError.RAISE and optimizer is not None:
-                saving.raise_after_step(optimizer)
+            _begin(saving, content, run, optimizer)
         _latest[model] = saving
-    if wait or run is None:
+    if wait or run is None or saving.done:
         saving.join()
         saving.raise_if_failed()
     return saving
+
+
+def _begin(saving: Saving, content: Content, run: Run | None, optimizer: torch.optim.Optimizer | None) -> None:
+    if run is None:
+        saving.perform(content.write)
+        if saving.error is not None and not isinstance(saving.error, Exception):
+            raise saving.error  # Ctrl-C
+        return
+    try:
+        saving.perform_beside(content.write)
+    except BaseException:
+        content.values.close()
+        raise
+    if saving.on_error is OnError.RAISE and optimizer is not None:
+        saving.raise_after_step(optimizer)
+
+
+def _raise(error: Exception, _: Saving) -> None:
+    raise error
 
 
 def _check(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -60,6 +60,7 @@ from hightide.runtime.observer import Observer, watched_pass
 from hightide.runtime.saving.copy_on_update import NUM_STAGED, CopyOnUpdate
 from hightide.runtime.saving.snapshot import Snapshot
 from hightide.runtime.saving.tiles import SMALL_TILE_BYTES, TILE_BYTES, Wanted, tiles_of
+from hightide.runtime.saving.written import Written
 from hightide.runtime.schedule.executor import Executor, Tick
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
@@ -600,7 +601,8 @@ class Run:
             tiles = list(tiles_of(self.chunks, order, has_states, wanted or (lambda key, kind: True), tile_bytes))
             owed = {chunk: flight.changes(chunk) for chunk in order}
             on_gpu = [place.is_updated_on_gpu and place.chunk.optimised_numel > 0 for place in self.chunks.placed]
-            kept = CopyOnUpdate(tiles, owed, self.lanes, self.host, flight.moment(), on_gpu.__getitem__)
+            written = Written(self.chunks)
+            kept = CopyOnUpdate(tiles, owed, self.lanes, self.host, flight.moment(), on_gpu.__getitem__, written)
             self.performer.saving = kept
             return Snapshot(tiles, kept, self.lanes)
 
@@ -609,10 +611,7 @@ class Run:
         or it is waited for."""
         saving = self.performer.saving
         if saving is not None:
-            if key is None:
-                saving.secure_all()
-            else:
-                saving.secure(self.chunks.places[key][0])
+            saving.settle(None if key is None else self.chunks.places[key][0])
 
     def _finish_saving(self) -> None:
         """Before values leave their places."""

@@ -67,6 +67,7 @@ class Wrapped:
         }
         with held:
             for key, param in mine.items():
+                self.hightide_run.secure(key)
                 self.hightide_run.chunks.show(key)
                 param.data = self.hightide_run.value_of(key)
             try:

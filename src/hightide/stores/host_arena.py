@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from hightide.ir.tier import Tier
@@ -79,20 +78,19 @@ class HostArena(ArenaStore):
         self.give_back(Region(offset, num_bytes, LENT), 0, num_bytes)
 
     def _allocated(self, num_bytes: int, label: str, take: Callable[[int], int | None]) -> Region:
-        until_s = time.monotonic() + DEFAULT_TIMEOUT_S
         with self._lock:
             while True:
                 try:
                     return super()._allocated(num_bytes, label, take)
                 except OutOfMemory:
-                    if not self._by_label.get(LENT) or not self._recalled(until_s - time.monotonic()):
+                    if not self._by_label.get(LENT) or not self._recalled():
                         raise
 
-    def _recalled(self, timeout_s: float) -> bool:
-        """Whether something was given back in this time."""
+    def _recalled(self) -> bool:
+        """Whether something was given back, before it took too long."""
         self._num_recalls += 1
         try:
-            return timeout_s > 0 and self._returned.wait(timeout_s)
+            return self._returned.wait(DEFAULT_TIMEOUT_S)
         finally:
             self._num_recalls -= 1
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import hightide
 from hightide.checkpoint import filesystem, writing
+from hightide.checkpoint import save as save_module
 from hightide.checkpoint.saving import Abandoned
 from hightide.checkpoint.training import read_plan, read_training
 from hightide.runtime.surgery import run_of
@@ -326,3 +327,22 @@ def test_a_model_that_is_dropped_is_saved_first(gate: threading.Event, tmp_path:
             break
         time.sleep(0.02)
     assert gone() is None, "nobody keeps it any longer"
+
+
+def test_so_is_a_full_disk_for_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configs are written elsewhere first."""
+    model, optimizer = pair()
+    train(model, optimizer, 1)
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as context:
+        context.setattr(save_module, "model_files", refuse)
+        with pytest.warns(UserWarning, match=r"step-1 was not saved: .*No space left"):
+            saving = hightide.save(model, optimizer, tmp_path)
+        assert saving.done
+        with pytest.raises(OSError, match="No space left"):
+            hightide.save(model, optimizer, tmp_path, on_error="raise")
+    train(model, optimizer, 2)
+    hightide.save(model, optimizer, tmp_path, wait=True, on_error="raise")

@@ -10,7 +10,7 @@ Nothing is stored on the parameter itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -401,6 +401,11 @@ class Chunks:
     def ignore_version(self, key: str) -> None:
         """The code of its block makes the parameter's version grow without a write, which is not to be refused."""
         self._version_means_nothing.add(key)
+
+    def writes(self, keys: Iterable[str]) -> dict[str, int]:
+        """A number of each parameter that grows when somebody writes to it in place, which is right where its only copy
+        is on the GPU."""
+        return {key: self.parameters[key]._version for key in keys if key not in self._version_means_nothing}
 
     def go_on(self, before: Chunks) -> None:
         """With what is known of the parameters under the plan before."""

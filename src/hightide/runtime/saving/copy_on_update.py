@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -68,6 +69,7 @@ class Kept:
     stage: Stage = Stage.HOME
     buffer: Buffer | None = None
     ticket: Ticket | None = None
+    is_through: bool = False  # it has left the GPU
 
     @property
     def tier(self) -> Tier:
@@ -83,8 +85,10 @@ class CopyOnUpdate:
         host: HostArena,
         moment: Sequence[Ticket],
         updated_on_gpu: Callable[[int], bool],
+        written: Callable[[int], str | None],
     ) -> None:
-        """`owed`: by chunk, what its values of this moment wait for. `moment`: what compute has enqueued."""
+        """`owed`: by chunk, what its values of this moment wait for. `moment`: what compute has enqueued. `written`: a
+        parameter of a chunk on the GPU to which somebody has written since."""
         self._kept = [
             Kept(tile, number, tile.array.store.tier is Tier.GPU and updated_on_gpu(tile.chunk))
             for number, tile in enumerate(tiles)
@@ -93,7 +97,7 @@ class CopyOnUpdate:
         for one in self._kept:
             self._by_chunk.setdefault(one.tile.chunk, []).append(one)
         self._owed = {chunk: list(tickets) for chunk, tickets in owed.items() if tickets}
-        self._lanes, self._host, self._moment = lanes, host, list(moment)
+        self._lanes, self._host, self._moment, self._written = lanes, host, list(moment), written
         self._changed = threading.Condition()
         self._elsewhere = deque(one for one in self._kept if one.tier is not Tier.HOST)  # what is to be brought
         self._ahead = deque(one for one in self._kept if one.runs_ahead)
@@ -136,6 +140,10 @@ class CopyOnUpdate:
             return one.tile.source.view if one.tile.numel else torch.empty(0, dtype=one.tile.array.dtype)
         assert copied is not None and buffer is not None
         copied.settle()
+        if one.tier is Tier.GPU:
+            self._is_through(one)
+            with self._changed:
+                self._check()
         return buffer.of(one.tile)
 
     def passed(self, number: int) -> None:
@@ -182,9 +190,14 @@ class CopyOnUpdate:
         for one in kept:
             self._await_copy(one)
 
-    def secure_all(self) -> None:
-        for chunk in list(self._by_chunk):
-            self.secure(chunk)
+    def settle(self, chunk: int | None = None) -> None:
+        """As `secure`, of one chunk or all; and copies are through when this returns."""
+        for number in list(self._by_chunk) if chunk is None else [chunk]:
+            self.secure(number)
+            for one in self._by_chunk.get(number, ()):
+                if one.tier is Tier.GPU and (ticket := one.ticket) is not None:
+                    ticket.settle()
+                    self._is_through(one)
 
     def wait(self) -> None:
         """Until all was read, or the reader is gone."""
@@ -310,7 +323,21 @@ class CopyOnUpdate:
             return target.nbytes
 
         name = f"save.{tile.chunk}.{one.number}"
-        self._put(one, buffer, self._lanes.submit(name, Lane.D2H, 0, self._moment, copy))
+        ticket = self._lanes.submit(name, Lane.D2H, 0, self._moment, copy)
+        self._put(one, buffer, ticket)
+        self._lanes.when_through(ticket, partial(self._is_through, one))
+
+    def _is_through(self, one: Kept) -> None:
+        """Nothing orders a copy and what users write in place."""
+        with self._changed:
+            if not one.is_through and not self.is_over and (key := self._written(one.tile.chunk)) is not None:
+                self._end(
+                    RuntimeError(
+                        f"the parameter {key!r} was written to in place while its values were copied for a checkpoint, "
+                        "which is given up; wait for the checkpoint before such writes, or use model.load_state_dict()"
+                    )
+                )
+            one.is_through = True
 
     def _bring_next(self) -> None:
         """Of tiles that are not on the host the one that the reader asks for next, if it is not aside already."""

@@ -208,6 +208,31 @@ def test_values_that_are_loaded_or_written_meanwhile_come_after_it(spare: int) -
     training.close()
 
 
+def test_a_write_in_place_that_nothing_orders_is_told() -> None:
+    """Where a parameter's only copy is on the GPU, users may write to it; a copy that is under way may have half."""
+    training = begun(homes="gpu")
+    expected = training.at_rest()
+    reader = Reader(training.run.snapshot(), num_parts=0)  # with memory for all: it has left when the write comes
+    while any(not one.is_through for one in training.run.performer._saving._kept):
+        time.sleep(0.001)
+    with torch.no_grad():
+        for param in training.model.parameters():
+            param.clamp_(-0.01, 0.01)
+    assert_same_bits(reader.values(), expected)
+    training.close()
+    training = begun(NONE, homes="gpu")
+    reader = Reader(training.run.snapshot(), num_parts=0)
+    while not reader.snapshot.cost.copied_bytes:
+        time.sleep(0.001)
+    with torch.no_grad():
+        for param in training.model.parameters():
+            param.clamp_(-0.01, 0.01)
+    with pytest.raises(RuntimeError, match="was written to in place while"):
+        reader.values()
+    training.steps(1)
+    training.close()
+
+
 def test_reading_values_meanwhile_copies_nothing() -> None:
     training = begun()
     weights, states = training.model.state_dict(), training.optimizer.state_dict()
