@@ -104,7 +104,7 @@ class CopyOnUpdate:
         self._staged: list[Buffer] = []
         self._birthplace = Birthplace()
         self._at = 0  # the tile that the reader asks for next
-        self._leaves: Ticket | None = None  # a tile that runs ahead
+        self._is_leaving = False  # a tile that runs ahead is on the link
         self._is_pinning = False  # then none does so into memory that is not pinned yet
         self._progress_s = time.monotonic()
         self._error: BaseException | None = None
@@ -211,7 +211,7 @@ class CopyOnUpdate:
         since_s = time.monotonic()
         with self._changed:
             while not self.is_over:
-                unsafe = [one for one in kept if one.stage in (Stage.HOME, Stage.HANDED)]
+                unsafe = [one for one in kept if one.tile.numel and one.stage in (Stage.HOME, Stage.HANDED)]
                 if not unsafe:
                     break
                 mine = [one for one in unsafe if one.stage is Stage.HOME and self._set_aside(one)]
@@ -353,11 +353,16 @@ class CopyOnUpdate:
             waiting.popleft()
         return waiting[0] if waiting else None
 
-    def _run_ahead(self, _: object = None) -> None:
-        """The next tile leaves the GPU when the one before it has: others use the link meanwhile."""
+    def _has_left(self) -> None:
+        with self._changed:
+            self._is_leaving = False
+        self._run_ahead()
+
+    def _run_ahead(self) -> None:
+        """The next tile leaves the GPU when the one before it is through: others use the link meanwhile."""
         try:
             with self._changed:
-                if self.is_over or (self._leaves is not None and not self._leaves.done):
+                if self.is_over or self._is_leaving:
                     return
                 one = self._first(self._ahead, self._at)
                 while one is not None and one.stage is not Stage.HOME:
@@ -369,9 +374,9 @@ class CopyOnUpdate:
                 if one is None or buffer is None:
                     return
                 self._bring(one, buffer)
-                ticket = self._leaves = one.ticket
+                ticket, self._is_leaving = one.ticket, True
             assert ticket is not None
-            self._lanes.when_through(ticket, self._run_ahead)
+            self._lanes.when_through(ticket, self._has_left)
         except BaseException as error:
             self.fail(error)
 
@@ -406,7 +411,9 @@ class CopyOnUpdate:
         with self._changed:
             self._end(None)
             kept, self._kept, staged, self._staged = self._kept, [], self._staged, []
-            self._by_chunk, self._owed = {}, {}
+            self._by_chunk, self._owed, self._written = {}, {}, _nothing_written
+            self._elsewhere.clear()
+            self._ahead.clear()
         for one in kept:
             if one.buffer is None or one.ticket is None:
                 continue
@@ -419,6 +426,10 @@ class CopyOnUpdate:
                 self._host.free(buffer.region)
         if kept:
             self._host.return_spare()
+
+
+def _nothing_written(_: int) -> None:
+    """Of a snapshot that has let go of its chunks."""
 
 
 def _plain(num_bytes: int) -> Buffer:

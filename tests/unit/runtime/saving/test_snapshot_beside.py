@@ -345,6 +345,61 @@ def test_a_lane_that_fails_ends_both(monkeypatch: pytest.MonkeyPatch) -> None:
     training.run.discard()
 
 
+def test_one_tile_at_a_time_runs_ahead_on_the_link() -> None:
+    """However often the reader asks: others use the link too. A tile is through when its fence has passed."""
+    training = begun(homes="gpu")
+    run, waiting, most = training.run, [], 0
+    submit, when_through = run.lanes.submit, run.lanes.when_through
+
+    def noted(id: str, *rest: Any) -> Ticket:
+        nonlocal most
+        ticket = submit(id, *rest)
+        ahead = [one for one in waiting if one.__name__ == "_has_left"]
+        most = max(most, len(ahead))
+        return ticket
+
+    def late(ticket: Ticket, then: Any) -> None:
+        if getattr(then, "__name__", "") != "_has_left":
+            return when_through(ticket, then)
+        waiting.append(then)
+        timer = threading.Timer(0.02, lambda: (waiting.remove(then), then()))
+        timer.daemon = True
+        timer.start()
+
+    run.lanes.submit, run.lanes.when_through = noted, late
+    expected = training.at_rest()
+    assert_same_bits(Reader(run.snapshot(), pause_s=0.001).values(), expected)
+    del run.lanes.submit, run.lanes.when_through
+    assert most <= 1, f"{most} at once"
+    training.close()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_chunk_without_elements_changes_nothing() -> None:
+    class Empty(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+            self.none = torch.nn.Linear(0, 0)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            for layer in self.layers:
+                x = layer(x)
+            return {"loss": x.square().mean() + self.none(x[:, :0]).sum()}
+
+    def placed(plan: Plan) -> Plan:
+        return with_spare(disk_plans.placed(plan, "host"), PLENTY)
+
+    training = Case(lambda: (Empty(), {"x": torch.ones(4, 8)}), placed).begin()
+    training.steps(1)
+    expected = training.at_rest()
+    snapshot = training.run.snapshot()
+    training.steps(2)  # before there is a reader
+    assert_same_bits(Reader(snapshot).values(), expected)
+    assert any(key.startswith("none") and not value.numel() for (key, _), value in expected.items())
+    training.close()
+
+
 def test_it_is_seen_in_recordings() -> None:
     training = begun()
     reader = Reader(training.run.snapshot(), pause_s=0.001)
