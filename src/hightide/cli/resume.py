@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from torch import Tensor
 
-from hightide.checkpoint.folder import damages, found
+from hightide.checkpoint.folder import DamagedCheckpoint, Found, found
 from hightide.checkpoint.names import GONE, TMP
 from hightide.checkpoint.training import read_plan, read_training
 from hightide.cli.config import TrainConfig
@@ -49,8 +49,8 @@ class Resumed:
             "go on with more --steps, or begin anew with --no-resume"
         )
 
-    def older(self, error: ValueError) -> Resumed:
-        """The one before, if this one, whose loading has failed, is damaged; else what has failed."""
+    def older(self, error: DamagedCheckpoint) -> Resumed:
+        """The one before this one, which is damaged."""
         return _passed_over(self.folder, self.lock, self.checkpoints, self.now, self.console, error)
 
 
@@ -73,7 +73,7 @@ def _in_folder(folder: Path, now: dict[str, object], console: Console) -> Resume
     lock = FolderLock(folder)
     try:
         if not lock.is_held:
-            console.print(f"warning: {folder} cannot be locked; start one run in it at a time", style="yellow")
+            _warn(console, f"{folder} cannot be locked; start one run in it at a time")
         checkpoints = _whole_ones(folder, console)
         if checkpoints:
             return _read(folder, lock, checkpoints, now, console)
@@ -94,14 +94,14 @@ def _whole_ones(folder: Path, console: Console) -> tuple[Path, ...]:
     whole = [one for one in there if one.is_whole]
     damaged = [one for one in there if not one.is_whole and (not whole or one.step > whole[0].step)]
     if damaged and not whole:
-        raise ValueError(f"cannot resume {folder}: {_damaged_text(damaged[0].path, damaged[0].problem)}; {_ANEW}")
+        raise ValueError(f"cannot resume {folder}: {_damaged_text(damaged[0])}; {_ANEW}")
     for one in damaged:
-        console.print(f"warning: {_damaged_text(one.path, one.problem)}", style="yellow", markup=False)
+        _warn(console, _damaged_text(one))
     return tuple(one.path for one in whole)
 
 
-def _damaged_text(path: Path, problem: str | None) -> str:
-    return f"{shown(path.name)} is damaged: {shown(problem)}"
+def _damaged_text(one: Found) -> str:
+    return f"{shown(one.path)} is damaged: {shown(one.problem)}"
 
 
 def _read(
@@ -110,7 +110,7 @@ def _read(
     path = checkpoints[0]
     try:
         training, plan = read_training(path), read_plan(path)
-    except ValueError as error:
+    except DamagedCheckpoint as error:
         return _passed_over(folder, lock, checkpoints, now, console, error)
     try:
         state = RunState.from_extra(training.extra, training.step)
@@ -128,11 +128,13 @@ def _passed_over(
     checkpoints: tuple[Path, ...],
     now: dict[str, object],
     console: Console,
-    error: ValueError,
+    error: DamagedCheckpoint,
 ) -> Resumed:
-    path, *others = checkpoints
-    wrong = damages(path)
-    if not wrong or not others:
+    if len(checkpoints) == 1:
         raise error
-    console.print(f"warning: {_damaged_text(path, wrong[0])}", style="yellow", markup=False)
-    return _read(folder, lock, tuple(others), now, console)
+    _warn(console, str(error))
+    return _read(folder, lock, checkpoints[1:], now, console)
+
+
+def _warn(console: Console, what: str) -> None:
+    console.print(f"warning: {what}", style="yellow", markup=False, soft_wrap=True)

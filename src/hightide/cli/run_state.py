@@ -58,7 +58,7 @@ def deciding(config: TrainConfig, text: Tensor) -> dict[str, Any]:
     """Settings that decide about the values of a run, by name. The text is told by what it is, not by where."""
     settings = dict(_settings(config, _DECIDING))
     del settings["data.path"], settings["data.text_bytes"]
-    return settings | {"bytes of text": len(text), "checksum of the text": zlib.crc32(memoryview(text.numpy()))}
+    return settings | {"bytes of text": len(text), "checksum of the text": zlib.crc32(text.numpy().data)}
 
 
 def placing(config: TrainConfig) -> dict[str, Any]:

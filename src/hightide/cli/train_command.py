@@ -20,6 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 import hightide
+from hightide.checkpoint.folder import DamagedCheckpoint
 from hightide.cli.config import OptimizerConfig, TrainConfig
 from hightide.cli.data import Batches, read_text
 from hightide.cli.demo_model import build_model, write_sample
@@ -179,7 +180,7 @@ class TrainingRun:
         """Sums are checked while it is read: where it is damaged, the one before is taken."""
         try:
             hightide.load(self.model, self.optimizer, resumed.path)
-        except ValueError as error:
+        except DamagedCheckpoint as error:
             return self._load(resumed.older(error))
         return resumed
 

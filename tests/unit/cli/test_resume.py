@@ -360,7 +360,7 @@ def test_where_the_newest_is_damaged_the_one_before_is_taken(
         flip(newest / file)
     result = stopped.train()
     assert result.exit_code == 0, result.output
-    assert "warning: step-6 is damaged: " in result.output and "goes on from step 4 of 9" in result.output
+    assert f"warning: {newest} is damaged: " in result.output and "goes on from step 4 of 9" in result.output
     assert same(stopped.metrics()) == uninterrupted
 
 
@@ -369,7 +369,8 @@ def test_where_none_is_whole_nothing_is_done(stopped: Tiny) -> None:
         flip(path / "manifest.json")
     result = stopped.train()
     assert result.exit_code == 2
-    assert f"cannot resume {stopped.run()}: step-6 is damaged" in result.stderr and "--no-resume" in result.stderr
+    newest = stopped.run() / "checkpoints" / "step-6"
+    assert f"cannot resume {stopped.run()}: {newest} is damaged" in result.stderr and "--no-resume" in result.stderr
     assert len(stopped.metrics()) == 6 and not stopped.run(2).exists()
 
 
