@@ -106,7 +106,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]]
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("clipped, one buffer", "tied, in backward", "shared inputs", "several passes", "bf16")
+
+
+def long(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("case", [case if case in QUICK else long(case) for case in CASES])
 def test_the_bits_of_every_other_plan(case: str, tmp_path: Path) -> None:
     build, options, loop = CASES[case]
     first: Trained | None = None
@@ -193,8 +200,15 @@ def cut_off(model: Any, optimizer: torch.optim.Optimizer) -> Trained:
 
 
 @pytest.mark.filterwarnings("ignore:block .* was called in an order", "ignore:block .* runs the whole batch")
-@pytest.mark.parametrize("loop", [out_of_order, dropped, evaluated_between, two_forwards, without_backward, cut_off])
-@pytest.mark.parametrize("num_buffers", [1, 3])
+@pytest.mark.parametrize(
+    ("loop", "num_buffers"),
+    [
+        *((loop, 1) for loop in (out_of_order, two_forwards, without_backward)),
+        *((loop, 3) for loop in (evaluated_between, two_forwards, cut_off)),
+        *(long(loop, 1) for loop in (dropped, evaluated_between, cut_off)),
+        *(long(loop, 3) for loop in (out_of_order, dropped, without_backward)),
+    ],
+)
 def test_any_loop(loop: Any, num_buffers: int, tmp_path: Path) -> None:
     results = []
     for inputs, homes in (("gpu", "host"), ("disk", "host"), ("mixed", "all on disk")):
@@ -212,7 +226,7 @@ def test_any_loop(loop: Any, num_buffers: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:block .* was called in an order")
-@pytest.mark.parametrize("lane", [Lane.DISK_READ, Lane.DISK_WRITE, Lane.H2D, Lane.D2H])
+@pytest.mark.parametrize("lane", [Lane.DISK_WRITE, Lane.H2D, long(Lane.DISK_READ), long(Lane.D2H)])
 def test_a_slow_lane_changes_nothing_and_the_host_has_no_byte_more(
     lane: Lane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,8 +152,13 @@ def test_parameters_cross_twice_a_call_and_states_once_a_step(update: str, tmp_p
     assert moved[4][ChunkKind.STATE] <= moved[1][ChunkKind.STATE], "sums wait on the host, where they are not read"
 
 
-@pytest.mark.parametrize("per_step", [[1, 1, 3], [2, 5, 3], [3, 1, 4]])
-@pytest.mark.parametrize("sums", SUMS)
+@pytest.mark.parametrize(
+    ("sums", "per_step"),
+    [
+        *zip(SUMS, ([1, 1, 3], [2, 5, 3], [3, 1, 4], [2, 5, 3]), strict=True),
+        *(long(sums, per_step) for sums in SUMS for per_step in ([1, 1, 3], [2, 5, 3], [3, 1, 4])),
+    ],
+)
 def test_a_loop_that_does_not_keep_its_promise(sums: str, per_step: list[int], tmp_path: Path) -> None:
     results = []
     for homes in ("host", "all on disk", "every tier"):
@@ -180,7 +185,7 @@ def broken(model: nn.Module, optimizer: torch.optim.Optimizer, per_step: list[in
     return seen, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("sums", SUMS)
+@pytest.mark.parametrize("sums", ["on disk", "stay", *(long(sums) for sums in ("on the host", "everywhere"))])
 def test_in_backward_a_step_may_come_early_and_a_backward_too_many_is_refused(sums: str, tmp_path: Path) -> None:
     results = []
     for homes in ("host", "all on disk", "every tier"):
