@@ -8,6 +8,7 @@ import os
 import random
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -423,13 +424,16 @@ def test_a_slow_disk_is_explained_and_planned_around(
     fast = {name: 1e3 * rate for name, rate in vars(told_disk).items() if name.endswith("_bytes_per_s")}
     machine = replace(hightide.posing.simulated_machine(), disk=replace(told_disk, **fast))
     monkeypatch.setattr(hightide.posing, "simulated_machine", lambda: machine)
-    for name in ("preadv", "pwritev"):
 
-        def throttled(file: int, buffers: Any, offset: int, real: Any = getattr(os, name)) -> int:
+    def throttled(real: Callable[..., int]) -> Callable[..., int]:
+        def moved(file: int, buffers: Any, offset: int) -> int:
             time.sleep(sum(map(len, buffers)) / DISK_BYTES_PER_S)
-            return int(real(file, buffers, offset))
+            return real(file, buffers, offset)
 
-        monkeypatch.setattr(os, name, throttled)
+        return moved
+
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, name, throttled(getattr(os, name)))
     end_step, seen = StepTimes.end_step, []
 
     def as_forecast_beside_disks(self: StepTimes) -> Measured | None:
