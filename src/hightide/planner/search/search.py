@@ -122,8 +122,10 @@ class _Search:
 
     def _fill(self, starts: list[Candidate], found: dict[Candidate, float]) -> None:
         """Each in one order; those of the best starts, or of a few blocks all, in the other orders too."""
-        if starts and starts[0].disk and not self.moves.few:  # in the other orders later: see Moves.rings
-            self._try_all((self.moves.fill(start, order) for start in starts for order in DISK_ORDERS[:3]), found)
+        if starts and starts[0].disk and not self.moves.few:  # in other orders and chunks later: see Moves.rings
+            on_disk: dict[Candidate, float] = {}
+            self._try_all((self.moves.fill(start, order) for start in starts for order in DISK_ORDERS[:2]), on_disk)
+            found.update(on_disk)
             return
         reached = {start: self._try(self.moves.fill(start, ORDERS[0]), found) for start in starts}
         best = sorted(starts, key=lambda start: reached[start])
