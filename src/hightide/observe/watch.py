@@ -19,6 +19,7 @@ import torch
 
 from hightide.ir.action import Op
 from hightide.ir.plan import Update
+from hightide.ir.tier import Lane
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.observe.timing import WARM_STEPS, Measured, StepTimes, lanes_off
 from hightide.planner.advice.correct import (
@@ -268,7 +269,8 @@ class Watch:
         parts = [
             f"{lane} was busy for {format_seconds(a)} instead of {format_seconds(b)}" for lane, (a, b) in busy.items()
         ]
-        measured_on = f"by speeds of {self.problem.machine.date[:10]}; `hightide doctor` measures again"
+        again = "hightide doctor" + (" --disk FOLDER" if {Lane.DISK_READ, Lane.DISK_WRITE} & factors.keys() else "")
+        measured_on = f"by speeds of {self.problem.machine.date[:10]}; `{again}` measures again"
         reason = f"{reason}: {', '.join(parts)} ({measured_on})"
         following = self._faster(with_slower_lanes(self.problem, factors), reason)
         if following is not None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import random
+import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +23,7 @@ import hightide.api
 import hightide.observe.watch
 import hightide.posing
 import models
+from hightide.doctor.known import load_machine
 from hightide.ir.block import Affine, ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.tier import Lane, Tier
@@ -33,6 +38,7 @@ from hightide.stores.store import OutOfMemory
 from unit.runtime.steps import adamw, assert_equal_weights, train_step
 
 NUM_STEPS = 8
+DISK_BYTES_PER_S = 2e6  # of a disk that is slowed down
 
 
 def shrunk(line: Affine, factor: float) -> Affine:
@@ -83,11 +89,13 @@ def forecasts(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(one.message) for one in caught if "forecast" in str(one.message)]
 
 
-def trained(model: nn.Module, batch: Any, gpu: int | str, **options: Any) -> tuple[nn.Module, Watch, list[str]]:
+def trained(
+    model: nn.Module, batch: Any, gpu: int | str, host: int | str = "64MiB", disk: str | None = None, **options: Any
+) -> tuple[nn.Module, Watch, list[str]]:
     """Trains it beside its plain twin; what was said about forecasts."""
     plain = copy.deepcopy(model)
     plain_optimizer = adamw(plain)
-    limits = hightide.Limits(gpu=gpu, host="64MiB")
+    limits = hightide.Limits(gpu=gpu, host=host, disk=disk)
     model, optimizer = hightide.wrap(model, adamw(model), batch, limits=limits, **options)
     run, watch = parts(model)
     with warnings.catch_warnings(record=True) as caught:
@@ -404,6 +412,55 @@ def test_a_slow_link_is_explained_and_planned_around(promised: None, monkeypatch
     model, watch, told = trained(model, batch, gpu)
     assert watch.num_replans == 1 and len(told) == 1
     assert "h2d was busy for" in told[0] and "d2h was busy for" in told[0] and "compute" not in told[0]
+    hightide.unwrap(model)
+
+
+def test_a_slow_disk_is_explained_and_planned_around(
+    promised: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """For real: each request takes the time of a disk that is far slower than told. Other lanes are as forecast."""
+    told_disk = load_machine("h200").disk
+    assert told_disk is not None
+    fast = {name: 1e3 * rate for name, rate in vars(told_disk).items() if name.endswith("_bytes_per_s")}
+    machine = replace(hightide.posing.simulated_machine(), disk=replace(told_disk, **fast))
+    monkeypatch.setattr(hightide.posing, "simulated_machine", lambda: machine)
+
+    def throttled(real: Callable[..., int]) -> Callable[..., int]:
+        def moved(file: int, buffers: Any, offset: int) -> int:
+            time.sleep(sum(map(len, buffers)) / DISK_BYTES_PER_S)
+            return real(file, buffers, offset)
+
+        return moved
+
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, name, throttled(getattr(os, name)))
+    end_step, seen = StepTimes.end_step, []
+
+    def as_forecast_beside_disks(self: StepTimes) -> Measured | None:
+        measured = end_step(self)
+        if measured is None:
+            return None
+        assert isinstance(self._run.observer, Watch)
+        seen.append((self._run.observer._solution.passes.last, measured))
+        lanes = self._run.observer._step.simulated.action_s
+        disk = {lane: measured.lane_s[lane] for lane in (Lane.DISK_READ, Lane.DISK_WRITE)}
+        return Measured(measured.step_s, {**lanes, **disk})
+
+    monkeypatch.setattr(StepTimes, "end_step", as_forecast_beside_disks)
+    model, batch = models.hand_written(num_layers=4)
+    whole = whole_bytes(model, batch)
+    roomy = hightide.plan(model, adamw(model), batch, limits=hightide.Limits(gpu=int(0.6 * whole), host="64MiB"))
+    host = int(0.55 * roomy.forecast.host_peak_bytes)
+    model, watch, told = trained(model, batch, whole // 2, host, f"{tmp_path}:64MiB", update="in_backward")
+    (schedule, measured), *_ = seen
+    for lane in (Lane.DISK_READ, Lane.DISK_WRITE):
+        num_bytes = sum(action.num_bytes for action in schedule.lane(lane))
+        assert num_bytes and measured.lane_s[lane] >= 0.9 * num_bytes / DISK_BYTES_PER_S
+    assert watch.num_replans == 1 and len(told) == 1
+    assert "disk_read was busy for" in told[0] and "disk_write was busy for" in told[0] and "h2d" not in told[0]
+    assert "`hightide doctor --disk FOLDER` measures again" in told[0]
+    plan = hightide.stats(model).plan
+    assert sum(block.states is Tier.DISK for block in plan.blocks) == 0, "what can do without the slow disk does"
     hightide.unwrap(model)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from hightide.ir.action import TICK_OPS, Mode, Op, Schedule
 from hightide.ir.block import Affine, ModelProfile
 from hightide.ir.costs import CallCost, Costs, Curve, Point
-from hightide.ir.machine import Machine, Speeds
+from hightide.ir.machine import Disk, Machine, Speeds
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane
 from hightide.planner.lower import lower
@@ -218,4 +218,14 @@ def _scaled_machine(machine: Machine, factors: Mapping[Lane, float]) -> Machine:
         pairs = zip(speeds.busy, speeds.bytes_per_s, strict=True)
         return Speeds(speeds.busy, tuple(value / factors.get(lane, 1.0) for lane, value in pairs))
 
-    return replace(machine, speeds=tuple(map(slower, machine.speeds)))
+    disk = None if machine.disk is None else _scaled_disk(machine.disk, factors)
+    return replace(machine, speeds=tuple(map(slower, machine.speeds)), disk=disk)
+
+
+def _scaled_disk(disk: Disk, factors: Mapping[Lane, float]) -> Disk:
+    """Each way alone, and beside the other."""
+    read, written = (factors.get(lane, 1.0) for lane in (Lane.DISK_READ, Lane.DISK_WRITE))
+    reads = ("read_bytes_per_s", "read_while_writing_bytes_per_s")
+    writes = ("write_bytes_per_s", "sustained_write_bytes_per_s", "write_while_reading_bytes_per_s")
+    slower: dict[str, Any] = {name: getattr(disk, name) / read for name in reads}
+    return replace(disk, **slower, **{name: getattr(disk, name) / written for name in writes})

@@ -82,8 +82,8 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
     slot_bytes = plan.num_slots * draft.placement.buffer_bytes[Buffer.SLOT]
     for lane, num_bytes in again_bytes.items():
         moved[lane] += plan.accumulate * max(0, num_bytes - slot_bytes)
-    disk_s = _disk_s(machine, moved[Lane.DISK_READ], moved[Lane.DISK_WRITE])
-    return max(compute_s, disk_s, _turn_s(draft, machine, ticks_s), *lanes_alone(moved, machine.best_speed).values())
+    on_disk_s = disk_s(machine, moved[Lane.DISK_READ], moved[Lane.DISK_WRITE])
+    return max(compute_s, on_disk_s, _turn_s(draft, machine, ticks_s), *lanes_alone(moved, machine.best_speed).values())
 
 
 def _turn_s(draft: Draft, machine: Machine, ticks_s: list[float]) -> float:
@@ -107,8 +107,8 @@ def _turn_s(draft: Draft, machine: Machine, ticks_s: list[float]) -> float:
             again[first] += place.chunk.param_bytes if place.is_streamed and not at_step else 0
         between_s = plan.accumulate * until_s[-1] - until_s[first] - (until_s[-1] - until_s[int(last) + 1])
         read_bytes = moved[Lane.DISK_READ] + again.total() - again[first] - ahead_bytes
-        disk_s = _disk_s(machine, max(0, read_bytes), max(0, moved[Lane.DISK_WRITE] - state_bytes))
-        longest_s = max(longest_s, between_s + max(disk_s, moved[Lane.CPU] / machine.best_speed(Lane.CPU)))
+        on_disk_s = disk_s(machine, max(0, read_bytes), max(0, moved[Lane.DISK_WRITE] - state_bytes))
+        longest_s = max(longest_s, between_s + max(on_disk_s, moved[Lane.CPU] / machine.best_speed(Lane.CPU)))
     return longest_s
 
 
@@ -127,7 +127,7 @@ def lanes_alone(moved_bytes: Mapping[Lane, int], speed: Callable[[Lane], float])
     return {lane: num_bytes / speed(lane) if num_bytes else 0.0 for lane, num_bytes in moved_bytes.items()}
 
 
-def _disk_s(machine: Machine, read_bytes: int, written_bytes: int) -> float:
+def disk_s(machine: Machine, read_bytes: int, written_bytes: int) -> float:
     """Both at once while there is something of both, the rest alone; or one after the other, if that is faster."""
     if not read_bytes + written_bytes:
         return 0.0

@@ -70,6 +70,7 @@ DISK_ORDERS: tuple[Order, ...] = (
     (_T, _W, _N, *_HOST, _P, _L, _S, _K),
     (_T, _N, _W, *_HOST, _P, _L, _S, _K),
     ORDERS[0],
+    ORDERS[2],
 )
 
 _HOST_FIRST: Order = (*_HOST[::-1], _A, _K, _S, _N, _L, _G, _P, _W)

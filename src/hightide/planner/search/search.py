@@ -73,11 +73,12 @@ class _Search:
             found[leanest] = self.trials.step_s(leanest)
         if self.quick:
             return min(found, key=lambda candidate: found[candidate])
-        starts = sorted(found, key=lambda candidate: found[candidate])[: self._num_improved()]
-        if starts[0].disk:
+        ranked = sorted(found, key=lambda candidate: found[candidate])
+        starts = ranked[: self._num_improved()]
+        if (on_disk := next((one for one in ranked if one.disk), None)) is not None:
             ways = (True, False) if self.moves.space.updates_in_backward else (True,)
-            starts += [one for parks in ways for one in self._best(self.moves.rings(starts[0], parks))]
-            starts = sorted(starts, key=self.trials.step_s)[:1]
+            starts += [one for parks in ways for one in self._best(self.moves.rings(on_disk, parks))]
+            starts = sorted(starts, key=self.trials.step_s)[: self._num_improved() if self.moves.few else 1]
         if not self.moves.few:
             starts += self._best(self.moves.recast(starts[0]))
         starts += self._best(self.moves.swaps(starts[0]))
@@ -124,8 +125,10 @@ class _Search:
 
     def _fill(self, starts: list[Candidate], found: dict[Candidate, float]) -> None:
         """Each in one order; those of the best starts, or of a few blocks all, in the other orders too."""
-        if starts and starts[0].disk and not self.moves.few:  # in the other orders later: see Moves.rings
-            self._try_all((self.moves.fill(start, order) for start in starts for order in DISK_ORDERS[:2]), found)
+        if starts and starts[0].disk and not self.moves.few:  # in other orders and chunks later: see Moves.rings
+            on_disk: dict[Candidate, float] = {}
+            self._try_all((self.moves.fill(start, order) for start in starts for order in DISK_ORDERS[:2]), on_disk)
+            found.update(on_disk)
             return
         reached = {start: self._try(self.moves.fill(start, ORDERS[0]), found) for start in starts}
         best = sorted(starts, key=lambda start: reached[start])

@@ -7,18 +7,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 import pytest
 
 from hightide.cli.workload import load_workload
 from hightide.doctor.known import load_machine
 from hightide.ir.action import Op
+from hightide.ir.block import ModelProfile
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.advice.helpful import Circumstances, improvements
 from hightide.planner.lower import lower_step
 from hightide.planner.placement import Buffer, Placement
-from hightide.planner.predict.bounds import least_step_s
+from hightide.planner.predict.bounds import disk_s, least_step_s
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.step_seconds import seconds_of
 from hightide.planner.problem import Problem, Terms
@@ -33,33 +35,44 @@ from hightide.planner.verify.check_plan import check_plan
 GIB = 2**30
 
 
+NUM_REFEREED = 6  # so many plans of a program's are simulated, of those that it finds best
+
+
 @cache
-def problem(num_samples: int, host: int, model: str = "llama-3.2-3b") -> Problem:
-    """Sequences of 2048, in 24 GiB of an h200."""
-    machine = load_machine("h200")
-    profile = load_workload(model, num_samples, 2048, None, None).profile()
-    terms = Terms(24 * GIB, host * GIB, Update.IN_BACKWARD, gradients=GradientDtype.PARAM, disk_bytes=200 * GIB)
+def profile_of(model: str, num_samples: int) -> ModelProfile:
+    return load_workload(model, num_samples, 2048, None, None).profile()
+
+
+@cache
+def problem(num_samples: int, host: int, model: str = "llama-3.2-3b", preset: str = "h200", gpu: int = 24) -> Problem:
+    """Sequences of 2048."""
+    machine, profile = load_machine(preset), profile_of(model, num_samples)
+    terms = Terms(gpu * GIB, host * GIB, Update.IN_BACKWARD, gradients=GradientDtype.PARAM, disk_bytes=200 * GIB)
     return Problem(profile, estimate(profile, machine), machine, terms)
 
 
 @cache
-def searched(num_samples: int, host: int) -> Searched:
-    return search(problem(num_samples, host))
+def searched(*point: Any) -> Searched:
+    return search(problem(*point))
 
 
 @pytest.mark.parametrize(
     ("num_samples", "host", "most"),
     [
-        (64, 30, 1.15),
-        (96, 30, 1.25),
-        (64, 40, 1.05),
-        *(pytest.param(*point, marks=pytest.mark.long) for point in ((32, 30, 1.05), (32, 40, 1.05), (96, 40, 1.1))),
+        (64, 30, 1.1),
+        (96, 30, 1.12),
+        (64, 40, 1.02),
+        *(pytest.param(*point, marks=pytest.mark.long) for point in ((32, 30, 1.02), (32, 40, 1.02), (96, 40, 1.1))),
     ],
 )
 def test_steps_are_near_their_bound(num_samples: int, host: int, most: float) -> None:
-    """Of the last in 30 GiB, inputs alone are 32 GiB: parameters are on disk too."""
+    """What their longest lane needs alone, and nearer to what also counts the turn of the step, at which the disk has
+    nothing to do. Of the last in 30 GiB, inputs alone are 32 GiB."""
     found = searched(num_samples, host)
-    assert found.step.step_s <= most * least_step_s(found.problem, found.placement)
+    moved = {lane: found.passes.moved_bytes(lane) for lane in (Lane.DISK_READ, Lane.DISK_WRITE)}
+    alone_s = max(disk_s(found.problem.machine, *moved.values()), found.step.simulated.action_s[Lane.COMPUTE])
+    assert found.step.step_s <= most * alone_s
+    assert found.step.step_s <= 1.04 * least_step_s(found.problem, found.placement)
     check_plan(found.profile, found.plan)
     found.verify()  # within the limits
 
@@ -78,52 +91,92 @@ class Layer:
     update_s: float
 
 
+Row = tuple[tuple[float, ...], float]  # factors of variables, and what their sum may be at most
+
+
+def maximised(gains: tuple[float, ...], rows: list[Row]) -> list[float]:
+    """The variables, none below zero, for which the sum of gains is largest: the simplex method, from all at zero, as
+    every row must allow. The first column that gains enters (Bland), so that it ends."""
+    number, height = len(gains), len(rows)
+    table = [[*factors, *(float(at == row) for at in range(height)), most] for row, (factors, most) in enumerate(rows)]
+    assert all(row[-1] >= 0 for row in table)
+    goal = [*(-gain for gain in gains), *[0.0] * (height + 1)]
+    basis = [number + row for row in range(height)]
+    while (enters := next((at for at, value in enumerate(goal[:-1]) if value < -1e-12), None)) is not None:
+        ratios = [(row[-1] / row[enters], basis[at], at) for at, row in enumerate(table) if row[enters] > 1e-12]
+        assert ratios, "nothing bounds it"
+        leaves = min(ratios)[2]
+        basis[leaves] = enters
+        table[leaves] = [value / table[leaves][enters] for value in table[leaves]]
+        for row in (*(row for at, row in enumerate(table) if at != leaves), goal):
+            factor = row[enters]
+            row[:] = [value - factor * pivot for value, pivot in zip(row, table[leaves], strict=True)]
+    found = dict(zip(basis, (row[-1] for row in table), strict=True))
+    return [found.get(at, 0.0) for at in range(number)]
+
+
+def test_the_simplex_method_finds_what_is_known() -> None:
+    """Of a textbook's two products, and one whose first row holds at zero."""
+    assert maximised((3.0, 5.0), [((1.0, 0.0), 4.0), ((0.0, 2.0), 12.0), ((3.0, 2.0), 18.0)]) == pytest.approx([2, 6])
+    assert maximised((1.0, 1.0), [((-1.0, 1.0), 0.0), ((1.0, 1.0), 2.0)]) == pytest.approx([2, 0])
+
+
 @dataclass(frozen=True)
 class GreedySnake:
-    """Its linear program, one for each α: the least forward and backward under the bounds of compute, disk, update and
-    host memory, for shares of parameters and states on the host. Nothing stays on the GPU, everything is recomputed,
-    inputs wait on the host. Shares are whole layers, as a plan has them, so that all vertices can be looked at."""
+    """Its linear program, one for each α: shares of parameters and of states on the host, within its memory, and the
+    seconds of forward and backward, whose sum is to be least, bounded from below by compute, link, disk and update.
+    Nothing stays on the GPU, everything is recomputed, inputs wait on the host."""
 
     problem: Problem
     layer: Layer
     num_layers: int
 
-    def step_s(self, on_host: int, states_on_host: int, alpha: float) -> float:
-        disk, one, count = self.problem.machine.disk, self.layer, self.num_layers
-        assert disk is not None
-        speeds = self.problem.machine.speeds_of({Lane.DISK_READ, Lane.DISK_WRITE})
-        read, written = (speeds[lane] for lane in (Lane.DISK_READ, Lane.DISK_WRITE))
-        fetched_s = (count - on_host) * one.param_bytes / read
-        stored = one.state_bytes * (count - states_on_host) + one.param_bytes * (count - on_host)
-        states_s = max(stored / read, stored / written)
-        forward = max(count * one.forward_s, fetched_s + alpha * states_s, alpha * count * one.update_s)
-        backward = max(count * one.backward_s, fetched_s + (1 - alpha) * states_s, (1 - alpha) * count * one.update_s)
-        return forward + backward
+    def shares(self, free_bytes: int, num_away: int, alpha: float) -> tuple[float, float, float]:
+        """Seconds of a step, and the shares of parameters and of states that are on the host. `num_away`: layers that
+        are not on the GPU. What is asked for is by how much the two times are below `most_s`: at zero all rows hold."""
+        one, machine, count = self.layer, self.problem.machine, self.num_layers
+        speeds = machine.speeds_of({Lane.DISK_READ, Lane.DISK_WRITE})
+        params, states = num_away * one.param_bytes, num_away * one.state_bytes
+        compute = count * one.forward_s, count * one.backward_s
+        rates = speeds[Lane.DISK_READ], speeds[Lane.DISK_WRITE], machine.best_speed(Lane.H2D)
+        most_s = sum(compute) + 4 * (params + states) / min(rates) + num_away * one.update_s
+        rows: list[Row] = [((1, 0, 0, 0), 1.0), ((-1, 1, 0, 0), 0.0), ((params, states, 0, 0), float(free_bytes))]
+        for at, share in enumerate((alpha, 1 - alpha)):
+            saved = (1.0, 0.0) if at == 0 else (0.0, 1.0)
+            read, written = (1 + share) * params / rates[0], share * params / rates[1]
+            for per_params, per_states in ((read, states / rates[0]), (written, states / rates[1])):
+                rows.append(((-per_params, -share * per_states, *saved), most_s - per_params - share * per_states))
+            for least_s in (compute[at], params / rates[2], share * num_away * one.update_s):
+                rows.append(((0.0, 0.0, *saved), most_s - least_s))
+        on_host, states_on_host, forward, backward = maximised((0.0, 0.0, 1.0, 1.0), rows)
+        return 2 * most_s - forward - backward, on_host, states_on_host
 
     def plans(self, trials: Trials, fills_gpu: bool) -> Iterator[tuple[float, Candidate]]:
-        """With what the host can hold beside inputs and buffers. `fills_gpu`: it may do more than GreedySnake, and keep
-        what fits there."""
+        """Of each program its best shares, in whole layers. `fills_gpu`: it may do more than GreedySnake, and keep what
+        fits there."""
         moves = Moves(trials.space, trials.may_fit, (4, 2, 1))
         for micro_batch, late in product(moves.micro_batches, range(0, MOST_LATE + 1, 2)):
             bare = Candidate(micro_batch, Tier.HOST, 1, disk=True, state_buffers=2, read_buffers=2, late=late)
             bare = moves.fill(bare, (Kind.WHOLE,)) if fills_gpu else bare
-            movable = [block for block in trials.space.movable if block not in bare.whole]
-            for on_host in range(len(movable) + 1):
-                params = replace(bare, host_params=frozenset(movable[:on_host]))
-                fits = [count for count in range(on_host + 1) if trials.may_fit(_with_states(params, movable[:count]))]
-                if fits:
-                    counts = (count + self.num_layers - len(movable) for count in (on_host, max(fits)))
-                    yield self.step_s(*counts, late / MOST_LATE), _with_states(params, movable[: max(fits)])
+            away = [block for block in trials.space.movable if block not in bare.whole]
+            free_bytes = self.problem.terms.host_bytes - trials.guess(bare).host_bytes
+            if not trials.may_fit(bare):
+                continue
+            step_s, *shares = self.shares(free_bytes, min(len(away), self.num_layers), late / MOST_LATE)
+            params, states = (away[: round(share * len(away))] for share in shares)
+            while not trials.may_fit(made := _with(bare, params, states)):
+                params, states = (params, states[:-1]) if states else (params[:-1], states)
+            yield step_s, made
 
 
-def _with_states(candidate: Candidate, blocks: list[int]) -> Candidate:
-    return replace(candidate, host_states=frozenset(blocks))
+def _with(candidate: Candidate, params: list[int], states: list[int]) -> Candidate:
+    return replace(candidate, host_params=frozenset(params) | frozenset(states), host_states=frozenset(states))
 
 
 def referee(asked: Problem) -> GreedySnake:
     """Times of the widest of its layers."""
     trials = Trials(asked)
-    plan = trials.space.build(Candidate(4, Tier.HOST, 1, disk=True, state_buffers=2, read_buffers=2))
+    plan = trials.space.build(Candidate(1, Tier.HOST, 1, disk=True, state_buffers=2, read_buffers=2))
     placement = trials.space.placement(plan)
     seconds = seconds_of(asked.profile, plan, asked.costs, placement)
     ticks = lower_step(asked.profile, plan, placement).last.ticks
@@ -139,18 +192,32 @@ def referee(asked: Problem) -> GreedySnake:
     return GreedySnake(asked, layer, len(layers))
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "host", "fills_gpu"),
-    [(32, 30, True), (64, 40, False), *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERWISE)],
+THREE, ONE = "llama-3.2-3b", "llama-3.2-1b"
+POINTS = (
+    (THREE, "h200", 32, 24, 30),
+    (THREE, "h200", 64, 24, 40),
+    (THREE, "rtx-4090", 32, 22, 24),
+    (ONE, "h200", 32, 8, 12),
+    (ONE, "rtx-4090", 32, 12, 8),
+    (ONE, "rtx-4090", 16, 8, 10),
 )
-def test_no_slower_than_the_plan_of_greedysnakes_program(num_samples: int, host: int, fills_gpu: bool) -> None:
-    asked = problem(num_samples, host)
-    trials = Trials(asked)
-    ranked = sorted(referee(asked).plans(trials, fills_gpu), key=lambda one: one[0])
-    fitting = [step_s for _, one in ranked[:40] if (step_s := trials.step_s(one)) < math.inf]
-    assert fitting, "none of its plans fits to the byte"
-    theirs_s = min(fitting)  # of those that it finds best
-    assert searched(num_samples, host).step.step_s <= 1.03 * theirs_s
+
+
+@pytest.mark.parametrize(("model", "machine", "num_samples", "gpu", "host"), POINTS)
+def test_no_slower_than_the_plan_of_greedysnakes_program(
+    model: str, machine: str, num_samples: int, gpu: int, host: int
+) -> None:
+    """Of what the programs find best, with the GPU as GreedySnake leaves it and filled first, simulated as ours is."""
+    asked = problem(num_samples, host, model, machine, gpu)
+    found = searched(num_samples, host, model, machine, gpu)
+    assert any(block.states is Tier.DISK for block in found.plan.blocks), "no question for a disk"
+    trials, program = Trials(asked), referee(asked)
+    best = math.inf
+    for fills_gpu in (False, True):
+        ranked = sorted(program.plans(trials, fills_gpu), key=lambda one: one[0])
+        best = min([best, *(trials.step_s(one) for _, one in ranked[:NUM_REFEREED])])
+    assert best < math.inf, "none of its plans fits to the byte"
+    assert found.step.step_s <= 1.03 * best
 
 
 def test_a_wide_head_does_not_widen_the_buffers_of_all_layers() -> None:
