@@ -33,7 +33,7 @@ def tokens(num_steps: int) -> list[Any]:
     return [models.token_batch(10 + step, size, padded=step % 2 == 0) for step, size in enumerate(sizes)]
 
 
-def vectors(num_steps: int = 6) -> list[Any]:
+def vectors(num_steps: int = 4) -> list[Any]:
     sizes = [NUM_SAMPLES] * (num_steps - 1) + [NUM_SAMPLES - 2]
     return [models.vector_batch(10 + step, size) for step, size in enumerate(sizes)]
 
@@ -88,7 +88,7 @@ def test_the_router_loss_of_frozen_layers() -> None:
         model.model.layers[0].requires_grad_(False)
         return model, batch
 
-    compare(build, lambda: tokens(4), wrap={"micro_batch": 3}, clip="torch")
+    compare(build, lambda: tokens(3), wrap={"micro_batch": 3}, clip="torch")
 
 
 # -- tensors that leave a block by another way than its result --------------------------------------------------------
@@ -467,9 +467,9 @@ def test_a_language_model_whose_layers_cannot_be_probed() -> None:
         model.model.layers[1].mlp.register_forward_pre_hook(ask)
         return model, batch
 
-    plain = train(build(), tokens(4), clip="torch")
+    plain = train(build(), tokens(3), clip="torch")
     with pytest.warns(UserWarning, match="could not be probed"):
-        wrapped = train(build(), tokens(4), wrap={"limits": ROOMY}, clip="torch")
+        wrapped = train(build(), tokens(3), wrap={"limits": ROOMY}, clip="torch")
     assert_parity(plain, wrapped)
 
 

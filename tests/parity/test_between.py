@@ -70,7 +70,7 @@ def test_evaluation_between_forward_and_backward(what: Any) -> None:
         what(loop.model)
         return finish(loop, loss)
 
-    compare(BUILD, lambda: LLAMA.batches(4), wrap=WRAP | {"room": 2.0}, step=step)
+    compare(BUILD, lambda: LLAMA.batches(3), wrap=WRAP | {"room": 2.0}, step=step)
 
 
 def test_evaluation_between_two_backwards() -> None:
@@ -79,7 +79,7 @@ def test_evaluation_between_two_backwards() -> None:
         evaluate(loop.model)
         return finish(loop, models.loss_of(loop.model, batch) / 2)
 
-    compare(BUILD, lambda: LLAMA.batches(4), wrap=WRAP | {"room": 1.5}, step=step)
+    compare(BUILD, lambda: LLAMA.batches(3), wrap=WRAP | {"room": 1.5}, step=step)
 
 
 def test_evaluation_before_the_first_step_and_without_training() -> None:
@@ -121,7 +121,7 @@ def test_two_wrapped_models_in_one_process() -> None:
         model, example = subject.build(num_samples=7)
         model, optimizer = wrap(model, make_optimizer(model), example, **WRAP)
         loops.append((plain, make_optimizer(plain), model, optimizer))
-    for batch in LLAMA.batches(4):
+    for batch in LLAMA.batches(3):
         pairs = [(models.loss_of(plain, batch), models.loss_of(model, batch)) for plain, _, model, _ in loops]
         for expected, loss in pairs:
             assert abs(loss.item() - expected.item()) <= 1e-6 * expected.item()
@@ -209,7 +209,7 @@ def test_backward_from_another_thread(update: str) -> None:
         loop.optimizer.zero_grad()
         return loss
 
-    _, wrapped = compare(BUILD, lambda: LLAMA.batches(5), wrap=WRAP | {"update": update}, step=step)
+    _, wrapped = compare(BUILD, lambda: LLAMA.batches(3), wrap=WRAP | {"update": update}, step=step)
     assert_streamed(wrapped, micro_batches=[3, 3, 1])
 
 
@@ -236,7 +236,7 @@ def test_gradients_of_inputs_leave_parameters_alone(update: str) -> None:
         assert all(param.grad is None for param in loop.model.parameters())
         return finish(loop, models.loss_of(loop.model, batch))
 
-    compare(BUILD, lambda: LLAMA.batches(4), wrap=WRAP | {"room": 1.6, "update": update}, step=step)
+    compare(BUILD, lambda: LLAMA.batches(3), wrap=WRAP | {"room": 1.6, "update": update}, step=step)
     for expected, grad in zip(found[False], found[True], strict=True):
         torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-7)
 
@@ -250,7 +250,7 @@ def test_gradients_of_inputs_between_two_backwards() -> None:
         torch.autograd.grad(loop.model(**asked).loss, asked["inputs_embeds"])
         return finish(loop, models.loss_of(loop.model, batch) / 2)
 
-    compare(BUILD, lambda: LLAMA.batches(4), wrap=WRAP | {"room": 1.6}, step=step)
+    compare(BUILD, lambda: LLAMA.batches(3), wrap=WRAP | {"room": 1.6}, step=step)
 
 
 def test_training_on_embeddings() -> None:
@@ -259,7 +259,7 @@ def test_training_on_embeddings() -> None:
     def step(loop: Loop, batch: Any) -> Tensor:
         return finish(loop, loop.model(**embedded(batch)).loss)
 
-    plain, wrapped = compare(BUILD, lambda: LLAMA.batches(4), wrap=WRAP | {"room": 1.6}, step=step)
+    plain, wrapped = compare(BUILD, lambda: LLAMA.batches(3), wrap=WRAP | {"room": 1.6}, step=step)
     assert len(wrapped.optimizer.state_dict()["state"]) == len(plain.optimizer.state_dict()["state"])
 
 

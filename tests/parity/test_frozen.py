@@ -42,7 +42,7 @@ def frozen_llama(which: str, tied: bool = False) -> models.Pair:
 def test_frozen_parameters(which: str, update: str) -> None:
     build = partial(frozen_llama, which)
     before = {name: value.clone() for name, value in build()[0].state_dict().items()}
-    _, wrapped = compare(build, lambda: LLAMA.batches(4), wrap=WRAP | {"update": update}, clip=None)
+    _, wrapped = compare(build, lambda: LLAMA.batches(3), wrap=WRAP | {"update": update}, clip=None)
     assert_streamed(wrapped, micro_batches=[3, 3, 1])
     for name, value in wrapped.weights.items():
         assert torch.equal(value, before[name]) == FROZEN[which](name), name
@@ -54,7 +54,7 @@ def test_frozen_parameters_that_the_optimizer_does_not_know() -> None:
         model, batch = frozen_llama("first blocks")
         trained = [param for param in model.parameters() if param.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=3e-3, eps=EPS)
-        return train((model, batch), LLAMA.batches(4), wrap=wrap, optimizer=optimizer, clip="torch")
+        return train((model, batch), LLAMA.batches(3), wrap=wrap, optimizer=optimizer, clip="torch")
 
     wrapped = run(WRAP)
     assert_parity(run(None), wrapped)
@@ -77,7 +77,7 @@ def test_trainable_parameters_that_the_optimizer_does_not_know() -> None:
             loop.model.zero_grad()
             return loss
 
-        return train((model, batch), LLAMA.batches(4), wrap=wrap, optimizer=optimizer, step=step)
+        return train((model, batch), LLAMA.batches(3), wrap=wrap, optimizer=optimizer, step=step)
 
     plain, wrapped = run(None), run(WRAP)
     assert_parity(plain, wrapped)
@@ -85,7 +85,7 @@ def test_trainable_parameters_that_the_optimizer_does_not_know() -> None:
 
 
 def test_tied_embedding_frozen_everywhere() -> None:
-    _, wrapped = compare(partial(frozen_llama, "embedding", tied=True), lambda: LLAMA.batches(5), wrap=WRAP)
+    _, wrapped = compare(partial(frozen_llama, "embedding", tied=True), lambda: LLAMA.batches(3), wrap=WRAP)
     assert_streamed(wrapped, micro_batches=[3, 3, 1])
 
 
@@ -188,7 +188,7 @@ def head_only_llama() -> models.Pair:
 
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])
 def test_a_frozen_backbone_streams_forward_only_and_has_no_gradient_and_no_state(update: str) -> None:
-    _, wrapped = compare(head_only_llama, lambda: LLAMA.batches(4), wrap=WRAP | {"update": update})
+    _, wrapped = compare(head_only_llama, lambda: LLAMA.batches(3), wrap=WRAP | {"update": update})
     stats = wrapped.stats
     assert stats is not None and stats.deviations == 0 and stats.evictions > 0
     frozen = [chunk for chunk in stats.plan.layout.chunks if not chunk.trainable_numel]

@@ -48,7 +48,7 @@ def lora(
     return peft.get_peft_model(base.to(dtype), config).train(), batch
 
 
-def batches(num_steps: int = 4, **options: Any) -> list[dict[str, Any]]:
+def batches(num_steps: int = 3, **options: Any) -> list[dict[str, Any]]:
     return SUBJECTS["llama"].batches(num_steps, **options)
 
 
