@@ -77,9 +77,6 @@ def test_steps_are_near_their_bound(num_samples: int, host: int, most: float) ->
     found.verify()  # within the limits
 
 
-OTHERWISE = ((32, 30, False), (64, 40, True))  # of samples, host and whether the GPU is filled
-
-
 @dataclass(frozen=True)
 class Layer:
     """What GreedySnake measures: seconds and bytes of one layer, all of them alike."""
