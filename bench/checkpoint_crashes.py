@@ -43,11 +43,11 @@ from crash_model import WAYS, Log, crashed, read_tree, recording, write_tree  # 
 import hightide  # noqa: E402
 from disk_plans import folder as disk_limits  # noqa: E402
 from disk_plans import placed  # noqa: E402
-from hightide.checkpoint import filesystem, manifest  # noqa: E402
-from hightide.checkpoint.folder import damages  # noqa: E402
-from hightide.checkpoint.names import parse_name  # noqa: E402
+from hightide.checkpoint.files import filesystem, manifest  # noqa: E402
+from hightide.checkpoint.files.folder import damages  # noqa: E402
+from hightide.checkpoint.files.names import parse_name  # noqa: E402
 
-writer = importlib.import_module("hightide.checkpoint.writer")
+writer = importlib.import_module("hightide.checkpoint.files.writer")
 
 TIERS = {"host": "host", "disk": "every tier"}  # and homes of blocks
 WORDS, WIDTH, SAMPLES, LENGTH = 24, 8, 4, 5

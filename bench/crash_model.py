@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hightide.checkpoint import filesystem
+from hightide.checkpoint.files import filesystem
 
 WAYS = ("everything", "nothing", "names only", "data only", "in order", "any")
 SECTOR_BYTES = 512

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hightide.checkpoint.tensor_layout import Entry
-from hightide.checkpoint.writer import CheckpointWriter
+from hightide.checkpoint.files.tensor_layout import Entry
+from hightide.checkpoint.files.writer import CheckpointWriter
 
 
 def values(step: int, numel: int = 3000) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hightide.api import plan, record, stats, unwrap, wrap
-    from hightide.checkpoint.folder import latest
+    from hightide.checkpoint.files.folder import latest
     from hightide.checkpoint.load import Loaded, load
     from hightide.checkpoint.save import save
     from hightide.checkpoint.saving import Saving
@@ -51,7 +51,7 @@ _HOMES = {
     "Stats": "hightide.observe.stats",
     "Verdict": "hightide.verification.verdict",
     "from_pretrained": "hightide.integrations.pretrained",
-    "latest": "hightide.checkpoint.folder",
+    "latest": "hightide.checkpoint.files.folder",
     "load": "hightide.checkpoint.load",
     "optimizer_state_dict": "hightide.checkpoint.state_dicts",
     "save": "hightide.checkpoint.save",

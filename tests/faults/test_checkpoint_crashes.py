@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from hightide.checkpoint import filesystem, folder, leftovers, writer
-from hightide.checkpoint.folder import latest
-from hightide.checkpoint.keeping import keep_only
-from hightide.checkpoint.writer import CheckpointWriter
+from hightide.checkpoint.files import filesystem, folder, leftovers, writer
+from hightide.checkpoint.files.folder import latest
+from hightide.checkpoint.files.keeping import keep_only
+from hightide.checkpoint.files.writer import CheckpointWriter
 from small_checkpoints import content, write
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"

@@ -31,7 +31,7 @@ import os, signal, sys, time
 from pathlib import Path
 from transformers import LlamaForCausalLM
 import hightide.checkpoint.save
-from hightide.checkpoint import filesystem
+from hightide.checkpoint.files import filesystem
 from hightide.cli import metrics_file
 from hightide.cli.main import app
 from hightide.cli.train_command import TrainingRun

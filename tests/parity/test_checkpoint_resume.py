@@ -86,7 +86,7 @@ class Loop:
 
 def end_with_a_save(loop):
     # One that takes its time.
-    from hightide.checkpoint import writer
+    from hightide.checkpoint.files import writer
     at_once = writer.CheckpointWriter.tensors
 
     def tensors(self, *args, **kwargs):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from test_loading_memory import STEADY_MALLOC
 
-from hightide.checkpoint.manifest import PIECE_BYTES
-from hightide.checkpoint.verified import PART_BYTES
+from hightide.checkpoint.files.manifest import PIECE_BYTES
+from hightide.checkpoint.files.verified import PART_BYTES
 
 SLACK_BYTES = 32 * 2**20
 

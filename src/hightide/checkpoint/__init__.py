@@ -1,1 +1,1 @@
-"""Checkpoints: folders of plain files, there as a whole or not at all. See [Note: a checkpoint] in writer.py."""
+"""Checkpoints: a model and its optimizer saved beside training, and loaded under any plan."""

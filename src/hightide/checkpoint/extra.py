@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hightide.checkpoint.tensor_layout import DTYPE_NAMES
+from hightide.checkpoint.files.tensor_layout import DTYPE_NAMES
 from hightide.ir.foreign import MAX_COUNT, QUOTED, quoted
 from hightide.loading.tensor_file import MAX_DIMS
 

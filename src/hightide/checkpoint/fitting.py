@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hightide.checkpoint.folder import DamagedCheckpoint, manifest_of, refusal
-from hightide.checkpoint.manifest import FileSums, Manifest
+from hightide.checkpoint.files.folder import DamagedCheckpoint, manifest_of, refusal
+from hightide.checkpoint.files.manifest import FileSums, Manifest
 from hightide.checkpoint.training import OptimizerState, Training, optimizer_state, training_of
 from hightide.integrations.folder import few
 from hightide.integrations.model_files import (

@@ -15,8 +15,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from hightide.checkpoint.tensor_layout import ALIGNMENT_BYTES, Entry
-from hightide.checkpoint.writer import CheckpointWriter, TensorFileWriter
+from hightide.checkpoint.files.tensor_layout import ALIGNMENT_BYTES, Entry
+from hightide.checkpoint.files.writer import CheckpointWriter, TensorFileWriter
 from hightide.integrations.model_files import ADAPTER, MODEL, SUFFIX, Named, Written
 
 MAX_SHARD_BYTES = 5 * 10**9

@@ -14,9 +14,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from hightide.checkpoint.folder import Found, damages, found, manifest_of
-from hightide.checkpoint.manifest import NAME
-from hightide.checkpoint.names import GONE, TMP, parse_name
+from hightide.checkpoint.files.folder import Found, damages, found, manifest_of
+from hightide.checkpoint.files.manifest import NAME
+from hightide.checkpoint.files.names import GONE, TMP, parse_name
 from hightide.cli.run_folder import CHECKPOINTS
 from hightide.ir.codec import to_json
 from hightide.ir.foreign import KEPT, shown

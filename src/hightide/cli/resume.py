@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from torch import Tensor
 
-from hightide.checkpoint.folder import DamagedCheckpoint, Found, found
-from hightide.checkpoint.names import GONE, TMP
+from hightide.checkpoint.files.folder import DamagedCheckpoint, Found, found
+from hightide.checkpoint.files.names import GONE, TMP
 from hightide.checkpoint.training import read_plan, read_training
 from hightide.cli.config import TrainConfig
 from hightide.cli.folder_lock import FolderLock

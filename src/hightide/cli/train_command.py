@@ -20,7 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 import hightide
-from hightide.checkpoint.folder import DamagedCheckpoint
+from hightide.checkpoint.files.folder import DamagedCheckpoint
 from hightide.cli.config import OptimizerConfig, TrainConfig
 from hightide.cli.data import Batches, read_text
 from hightide.cli.demo_model import build_model, write_sample

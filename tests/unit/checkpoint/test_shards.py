@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hightide.checkpoint import shards
 from hightide.checkpoint.shards import ModelShards, Shards
-from hightide.checkpoint.tensor_layout import Entry
-from hightide.checkpoint.writer import CheckpointWriter
+from hightide.checkpoint.files.tensor_layout import Entry
+from hightide.checkpoint.files.writer import CheckpointWriter
 from hightide.integrations.model_files import MODEL, Named, Written
 from hightide.loading.tensor_file import read_header
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from hightide.checkpoint.writer import CheckpointWriter
+from hightide.checkpoint.files.writer import CheckpointWriter
 from hightide.cli.main import app
 
 FACTS = {"parameters": 8_030_261_248, "loss": 2.5, "plan": "24.0 GiB GPU, 96.0 GiB host, 4 samples"}

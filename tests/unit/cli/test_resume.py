@@ -20,7 +20,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import hightide
-from hightide.checkpoint import filesystem
+from hightide.checkpoint.files import filesystem
 from hightide.checkpoint.training import read_training
 from hightide.cli import train_command as train_module
 from hightide.cli.main import app

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hightide.checkpoint import manifest
-from hightide.checkpoint.folder import damages, found, latest, verify
+from hightide.checkpoint.files import manifest
+from hightide.checkpoint.files.folder import damages, found, latest, verify
 from small_checkpoints import write
 
 

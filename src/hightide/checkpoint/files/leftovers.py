@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from hightide.checkpoint import filesystem
-from hightide.checkpoint.manifest import MARKER, NAME, Manifest, read_manifest
-from hightide.checkpoint.names import GONE, OLD, TMP, parse_name, step_name
+from hightide.checkpoint.files import filesystem
+from hightide.checkpoint.files.manifest import MARKER, NAME, Manifest, read_manifest
+from hightide.checkpoint.files.names import GONE, OLD, TMP, parse_name, step_name
 from hightide.ir.foreign import shown
 
 _MARKER_BYTES = 512

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hightide.checkpoint import filesystem, manifest, writer
-from hightide.checkpoint.folder import latest, verify
-from hightide.checkpoint.tensor_layout import Entry
-from hightide.checkpoint.writer import CheckpointWriter
+from hightide.checkpoint.files import filesystem, manifest, writer
+from hightide.checkpoint.files.folder import latest, verify
+from hightide.checkpoint.files.tensor_layout import Entry
+from hightide.checkpoint.files.writer import CheckpointWriter
 from small_checkpoints import content, values, write
 
 CALLS = ("make_folder", "create", "write", "set_aside", "sync", "await_written", "rename", "unlink", "remove_folder")

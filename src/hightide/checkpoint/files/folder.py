@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hightide.checkpoint import filesystem
-from hightide.checkpoint.leftovers import checkpoint_in
-from hightide.checkpoint.manifest import FileSums, Manifest, read_manifest
-from hightide.checkpoint.names import GONE, OLD, TMP, parse_name
+from hightide.checkpoint.files import filesystem
+from hightide.checkpoint.files.leftovers import checkpoint_in
+from hightide.checkpoint.files.manifest import FileSums, Manifest, read_manifest
+from hightide.checkpoint.files.names import GONE, OLD, TMP, parse_name
 from hightide.ir.foreign import open_regular, shown
 
 WHAT = "file of a checkpoint"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hightide.checkpoint import filesystem
+from hightide.checkpoint.files import filesystem
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from hightide.checkpoint import manifest
-from hightide.checkpoint.manifest import FileSums, Manifest, check_name, parse, read_manifest
+from hightide.checkpoint.files import manifest
+from hightide.checkpoint.files.manifest import FileSums, Manifest, check_name, parse, read_manifest
 from small_checkpoints import write
 
 GOOD = Manifest(

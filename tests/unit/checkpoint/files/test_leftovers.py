@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from hightide.checkpoint import filesystem, leftovers
-from hightide.checkpoint.folder import latest
-from hightide.checkpoint.manifest import MARKER
-from hightide.checkpoint.writer import CheckpointWriter
+from hightide.checkpoint.files import filesystem, leftovers
+from hightide.checkpoint.files.folder import latest
+from hightide.checkpoint.files.manifest import MARKER
+from hightide.checkpoint.files.writer import CheckpointWriter
 from small_checkpoints import content, write
 
 

@@ -29,11 +29,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hightide.checkpoint import filesystem, leftovers, manifest
-from hightide.checkpoint.filesystem import FULL
-from hightide.checkpoint.manifest import MARKER, FileSums, Manifest, check_name
-from hightide.checkpoint.names import OLD, TMP, check_step, step_name
-from hightide.checkpoint.tensor_layout import Entry, header
+from hightide.checkpoint.files import filesystem, leftovers, manifest
+from hightide.checkpoint.files.filesystem import FULL
+from hightide.checkpoint.files.manifest import MARKER, FileSums, Manifest, check_name
+from hightide.checkpoint.files.names import OLD, TMP, check_step, step_name
+from hightide.checkpoint.files.tensor_layout import Entry, header
 from hightide.ir.foreign import MAX_FILE_BYTES, quoted, shown
 from hightide.ir.units import format_bytes
 

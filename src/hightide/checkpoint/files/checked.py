@@ -6,8 +6,8 @@ import os
 import zlib
 from pathlib import Path
 
-from hightide.checkpoint.folder import READ_BYTES, WHAT, wrong_piece
-from hightide.checkpoint.manifest import Manifest
+from hightide.checkpoint.files.folder import READ_BYTES, WHAT, wrong_piece
+from hightide.checkpoint.files.manifest import Manifest
 from hightide.ir.foreign import open_regular
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hightide.checkpoint.checked import CheckedFile
-from hightide.checkpoint.manifest import Manifest
+from hightide.checkpoint.files.checked import CheckedFile
+from hightide.checkpoint.files.manifest import Manifest
 from hightide.loading.tensor_file import StoredTensor
 
 PART_BYTES = 16 * 1024**2

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hightide.checkpoint import filesystem, leftovers
-from hightide.checkpoint.folder import Found, found
-from hightide.checkpoint.names import parse_name
+from hightide.checkpoint.files import filesystem, leftovers
+from hightide.checkpoint.files.folder import Found, found
+from hightide.checkpoint.files.names import parse_name
 from hightide.ir.foreign import quoted
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hightide.checkpoint.keeping import check_keeping, keep_only
+from hightide.checkpoint.files.keeping import check_keeping, keep_only
 from small_checkpoints import write
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hightide.checkpoint import checked, manifest
-from hightide.checkpoint.checked import CheckedFile, DamagedFile
-from hightide.checkpoint.folder import manifest_of
+from hightide.checkpoint.files import checked, manifest
+from hightide.checkpoint.files.checked import CheckedFile, DamagedFile
+from hightide.checkpoint.files.folder import manifest_of
 from small_checkpoints import write
 
 NAME = "model.safetensors"

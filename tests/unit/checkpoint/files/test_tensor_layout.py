@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from hightide.checkpoint.tensor_layout import DTYPE_NAMES, Entry, header
+from hightide.checkpoint.files.tensor_layout import DTYPE_NAMES, Entry, header
 from hightide.loading.tensor_file import ALL_DTYPES, read_header
 
 
