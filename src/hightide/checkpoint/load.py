@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from hightide.checkpoint.files import folder as folders
 from hightide.checkpoint.files.checked import DamagedFile
+from hightide.checkpoint.files.verified import verified_parts
 from hightide.checkpoint.fitting import OPTIMIZER, Checkpoint, StateKey, Targets, check_optimizer, targets_of
 from hightide.checkpoint.generators import set_generator_states
 from hightide.checkpoint.places import Places, PlainPlaces, RunPlaces
 from hightide.checkpoint.state_dicts import as_state_dict, chosen, load_torch_file
 from hightide.checkpoint.training import Group, optimizer_state
-from hightide.checkpoint.files.verified import verified_parts
 from hightide.integrations.model_files import ADAPTER, MODEL, TRAINED, tensors_of
 from hightide.loading.tensor_file import StoredTensor
 from hightide.optim.optimizer import WrappedOptimizer

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from hightide.checkpoint.files.keeping import check_keeping
-from hightide.checkpoint.load import pair_of
 from hightide.checkpoint.files.names import check_step, step_name
+from hightide.checkpoint.load import pair_of
 from hightide.checkpoint.plain_values import PlainValues
 from hightide.checkpoint.saving import OnError, Saving, await_turn
 from hightide.checkpoint.training import TRAINING, Training, taken, to_files

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from hightide.checkpoint.files.checked import DamagedFile
-from hightide.checkpoint.fitting import OF_MASTERS, OPTIMIZER, Checkpoint, StateKey
 from hightide.checkpoint.files.folder import latest, refusal
 from hightide.checkpoint.files.manifest import NAME
 from hightide.checkpoint.files.names import parse_name
-from hightide.checkpoint.training import STEP, Group, OptimizerState
 from hightide.checkpoint.files.verified import verified_tensors
+from hightide.checkpoint.fitting import OF_MASTERS, OPTIMIZER, Checkpoint, StateKey
+from hightide.checkpoint.training import STEP, Group, OptimizerState
 from hightide.ir.foreign import shown
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hightide.checkpoint.extra import from_plain, to_plain
 from hightide.checkpoint.files import folder
 from hightide.checkpoint.files.checked import DamagedFile
-from hightide.checkpoint.extra import from_plain, to_plain
-from hightide.checkpoint.generators import generator_states
 from hightide.checkpoint.files.manifest import Manifest
 from hightide.checkpoint.files.verified import verified_bytes, verified_tensors
+from hightide.checkpoint.generators import generator_states
 from hightide.integrations.model_files import first_names, tensors_of
 from hightide.ir.foreign import decoded, parse_json, quoted, shown
 from hightide.ir.plan import Plan

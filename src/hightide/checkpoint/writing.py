@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from hightide.checkpoint.fitting import OPTIMIZER, StateKey
 from hightide.checkpoint.files.keeping import keep_only
+from hightide.checkpoint.files.tensor_layout import Entry
+from hightide.checkpoint.files.writer import CheckpointWriter
+from hightide.checkpoint.fitting import OPTIMIZER, StateKey
 from hightide.checkpoint.saving import Abandoned, Saving
 from hightide.checkpoint.shards import ModelShards, Shards
-from hightide.checkpoint.files.tensor_layout import Entry
 from hightide.checkpoint.training import PLAN, TENSORS
-from hightide.checkpoint.files.writer import CheckpointWriter
 from hightide.integrations.model_files import ModelFiles, Named
 from hightide.ir import codec
 from hightide.ir.foreign import shown

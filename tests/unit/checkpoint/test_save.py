@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import hightide
+from hightide.checkpoint import save as save_module
 from hightide.checkpoint import writing
 from hightide.checkpoint.files import filesystem
-from hightide.checkpoint import save as save_module
 from hightide.checkpoint.saving import Abandoned
 from hightide.checkpoint.training import read_plan, read_training
 from hightide.runtime.surgery import run_of

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hightide.checkpoint import shards
-from hightide.checkpoint.shards import ModelShards, Shards
 from hightide.checkpoint.files.tensor_layout import Entry
 from hightide.checkpoint.files.writer import CheckpointWriter
+from hightide.checkpoint.shards import ModelShards, Shards
 from hightide.integrations.model_files import MODEL, Named, Written
 from hightide.loading.tensor_file import read_header
 
