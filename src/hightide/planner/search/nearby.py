@@ -11,7 +11,7 @@ from hightide.planner.advice.missing import refusal
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.problem import Problem
 from hightide.planner.search.candidate import Candidate
-from hightide.planner.search.moves import ORDERS, Moves
+from hightide.planner.search.moves import DISK_ORDERS, ORDERS, Moves
 from hightide.planner.search.trials import Trials
 
 MOST_DISK_BYTES = 1 << 60
@@ -40,16 +40,19 @@ def _around(moves: Moves, trials: Trials, known: Candidate) -> Iterator[Candidat
             yield from (moves.fill(known, order) for order in ORDERS)
         elif (fitting := moves.shed(known, ORDERS[0])) is not None:
             yield fitting
+    orders = DISK_ORDERS if known.disk else ORDERS
     for micro_batch in moves.micro_batches:
         for inputs in (Tier.GPU, Tier.HOST):
             plain = Candidate(micro_batch, inputs, known.spare_slots, slot_numel=known.slot_numel, disk=known.disk)
+            if known.disk:
+                plain = replace(plain, whole=known.whole & moves.space.wide, near=known.near)
             rings = {name: getattr(known, name) for name in ("state_buffers", "read_buffers", "grad_buffers", "late")}
             plain = replace(plain, **rings)
             fewest = min(1, known.state_buffers), min(1, known.read_buffers)
             bare = replace(plain, spare_slots=0, spare_grad_slots=0, state_buffers=fewest[0], read_buffers=fewest[1])
             start = next((one for one in (plain, bare) if trials.may_fit(one)), None)
             if start is not None:
-                yield from (moves.fill(start, order) for order in ORDERS)
+                yield from (moves.fill(start, order) for order in orders)
 
 
 def fits(problem: Problem) -> bool:
