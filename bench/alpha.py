@@ -6,7 +6,8 @@ Simulates the searched plan of a few problems on the preset h200, as it is (an u
 home; what is due first goes first) and with the updates of a share of the streamed blocks held back to the end of the
 step: of the first blocks, of the last, and of every so-manyth. Then, for steps that are limited by a disk, what parked
 gradients and late updates are worth: the searched plan, the same with other shares of late updates, and with gradients
-in a ring of buffers instead, each beside the least that its lanes need alone. Needs no GPU."""
+in a ring of buffers instead, each beside the least that the disk or compute needs alone, and the least with the turn
+of the step (planner/predict/bounds.py). Needs no GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from hightide.doctor.known import load_machine
 from hightide.ir.action import Action, Op, Schedule
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Lane, Tier
-from hightide.planner.predict.bounds import least_step_s
+from hightide.planner.predict.bounds import disk_s, least_step_s
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.simulator import NUM_STEPS, simulated_step_s
 from hightide.planner.predict.step_seconds import seconds_of
@@ -79,17 +80,21 @@ def print_chosen() -> None:
 
 def print_on_disk() -> None:
     heads = "  ".join(f"{f'{late}/12':>6}" for late in TWELFTHS)
-    print(f"{'':22}  {'step':>7}  {'bound':>7}  {'above':>6}  {'blocks':>6}  {'late':>5}  {heads}  {'ring':>6}")
+    first = f"{'step':>7}  {'alone':>7}  {'above':>6}  {'bound':>7}  {'above':>6}  {'blocks':>6}  {'late':>5}"
+    print(f"{'':22}  {first}  {heads}  {'ring':>6}")
     for num_samples, host in ON_DISK:
         problem = problem_of("llama-3.2-3b", num_samples, 24, host, 200)
         found = search(problem)
         bound_s, step_s = least_step_s(problem, found.placement), found.step.step_s
+        moved = [found.passes.moved_bytes(lane) for lane in (Lane.DISK_READ, Lane.DISK_WRITE)]
+        alone_s = max(disk_s(problem.machine, *moved), found.step.simulated.action_s[Lane.COMPUTE])
         trials, plan = Trials(problem), found.plan
         on_disk, late = (sum(map(test, plan.blocks)) for test in (lambda b: b.states is Tier.DISK, lambda b: b.late))
         others = [replace(found.candidate, late=late) for late in TWELFTHS]
         others.append(replace(found.candidate, late=0, grad_buffers=max(1, plan.num_state_buffers)))
         cells = "  ".join(f"{trials.step_s(one) / step_s - 1:+6.1%}" for one in others)
-        row = f"{step_s:7.3f}  {bound_s:7.3f}  {step_s / bound_s - 1:6.1%}  {on_disk:6}  {late:5}"
+        row = "  ".join(f"{least_s:7.3f}  {step_s / least_s - 1:6.1%}" for least_s in (alone_s, bound_s))
+        row = f"{step_s:7.3f}  {row}  {on_disk:6}  {late:5}"
         print(f"{f'{num_samples} x 2048, host {host} GiB':22}  {row}  {cells}", flush=True)
 
 

@@ -38,6 +38,7 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
     ticks_s = [seconds(tick) for tick in draft.ticks]
     compute_s = plan.accumulate * sum(ticks_s)
     moved: Counter[Lane] = Counter()
+    uses_disk = draft.placement.uses_disk  # elsewhere the rest is hardly more than the longest lane alone
     again_bytes: Counter[Lane] = Counter()  # fetched in backward, unless they are in slots still
     backward = {call.block for call in profile.calls if call.needs_backward}
     for place in draft.placement.chunks:
@@ -47,7 +48,7 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
                 moved[Lane.CPU] += place.update_bytes
             continue
         if draft.uses.get(chunk.index) and place.home is not Tier.GPU:
-            again = chunk.optimised_numel and place.is_streamed and draft.backward_uses[chunk.index]
+            again = uses_disk and chunk.optimised_numel and place.is_streamed and draft.backward_uses[chunk.index]
             for lane in (Lane.H2D, Lane.DISK_READ) if place.home is Tier.DISK else (Lane.H2D,):
                 moved[lane] += chunk.param_bytes
                 again_bytes[lane] += chunk.param_bytes if again else 0
@@ -83,7 +84,8 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
     for lane, num_bytes in again_bytes.items():
         moved[lane] += plan.accumulate * max(0, num_bytes - slot_bytes)
     on_disk_s = disk_s(machine, moved[Lane.DISK_READ], moved[Lane.DISK_WRITE])
-    return max(compute_s, on_disk_s, _turn_s(draft, machine, ticks_s), *lanes_alone(moved, machine.best_speed).values())
+    turn_s = _turn_s(draft, machine, ticks_s) if uses_disk else 0.0
+    return max(compute_s, on_disk_s, turn_s, *lanes_alone(moved, machine.best_speed).values())
 
 
 def _turn_s(draft: Draft, machine: Machine, ticks_s: list[float]) -> float:

@@ -252,7 +252,7 @@ class Moves:
     def rings(self, filled: Candidate, parks: bool) -> Iterator[Candidate]:
         """Fillings of its kind in other chunks, which need smaller buffers and leave more of the host; and where
         gradients park, or go through a ring, because parked ones would take more than inputs do."""
-        emptied: dict[str, Any] = {kind: frozenset() for kind in (*_HOST, Kind.PARAMS, Kind.KEEP, Kind.SELECTIVE)}
+        emptied: dict[str, Any] = dict.fromkeys((*_HOST, Kind.PARAMS, Kind.KEEP, Kind.SELECTIVE), frozenset())
         bare = replace(filled, loss_kept_tokens=0, whole=filled.whole & self.space.wide, **emptied)
         if self.space.updates_in_backward:
             bare = replace(bare, grad_buffers=0, late=LATE[0]) if parks else replace(bare, grad_buffers=2, late=0)

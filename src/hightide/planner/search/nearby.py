@@ -11,7 +11,7 @@ from hightide.planner.advice.missing import refusal
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.problem import Problem
 from hightide.planner.search.candidate import Candidate
-from hightide.planner.search.moves import ORDERS, Moves
+from hightide.planner.search.moves import DISK_ORDERS, ORDERS, Moves
 from hightide.planner.search.trials import Trials
 
 MOST_DISK_BYTES = 1 << 60
@@ -45,15 +45,18 @@ def _around(moves: Moves, trials: Trials, known: Candidate) -> Iterator[Candidat
             yield fitting
     if known.disk:
         yield from moves.refilled(replace(known, micro_batch=size) for size in moves.micro_batches)
+    orders = DISK_ORDERS if known.disk else ORDERS
     for micro_batch in moves.micro_batches:
         for inputs in (Tier.GPU, Tier.HOST):
             plain = Candidate(micro_batch, inputs, known.spare_slots, slot_numel=known.slot_numel, disk=known.disk)
+            if known.disk:
+                plain = replace(plain, whole=known.whole & moves.space.wide, near=known.near)
             plain = replace(plain, **{name: getattr(known, name) for name in _OF_DISKS})
             fewest = min(1, known.state_buffers), min(1, known.read_buffers)
             bare = replace(plain, spare_slots=0, spare_grad_slots=0, state_buffers=fewest[0], read_buffers=fewest[1])
             start = next((one for one in (plain, bare) if trials.may_fit(one)), None)
             if start is not None:
-                yield from (moves.fill(start, order) for order in ORDERS)
+                yield from (moves.fill(start, order) for order in orders)
 
 
 def fits(problem: Problem) -> bool:

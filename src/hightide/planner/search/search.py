@@ -143,10 +143,10 @@ class _Search:
         return sorted(found, key=lambda candidate: found[candidate])[:1]
 
     def _try_all(self, candidates: Iterable[Candidate], found: dict[Candidate, float]) -> None:
-        """Those that may be fastest first: what cannot be faster than they are is not simulated. From a disk few others
-        are, and simulating them takes long."""
+        """From a disk those that may be fastest first: few others are faster, and simulating them takes long."""
+        different = list(dict.fromkeys(candidates))
         in_vain = 0
-        for candidate in sorted(dict.fromkeys(candidates), key=self.trials.least_s):
+        for candidate in sorted(different, key=self.trials.least_s) if any(c.disk for c in different) else different:
             before_s = min(found.values(), default=math.inf)
             in_vain = 0 if self._try(candidate, found) < before_s else in_vain + candidate.disk
             if in_vain == MOST_IN_VAIN:

@@ -59,10 +59,10 @@ def searched(*point: Any) -> Searched:
 @pytest.mark.parametrize(
     ("num_samples", "host", "most"),
     [
-        (64, 30, 1.1),
+        (64, 30, 1.15),
         (96, 30, 1.12),
         (64, 40, 1.02),
-        *(pytest.param(*point, marks=pytest.mark.long) for point in ((32, 30, 1.02), (32, 40, 1.02), (96, 40, 1.1))),
+        *(pytest.param(*point, marks=pytest.mark.long) for point in ((32, 30, 1.02), (32, 40, 1.02), (96, 40, 1.05))),
     ],
 )
 def test_steps_are_near_their_bound(num_samples: int, host: int, most: float) -> None:
