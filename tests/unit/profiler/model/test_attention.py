@@ -24,7 +24,7 @@ from hightide.planner.search.search import search
 from hightide.profiler.model import attention
 from hightide.profiler.model.attention import AttentionCall, kernel_by_rule
 from hightide.profiler.model.model_profile import profile_model
-from hightide.profiler.trial import independence
+from hightide.profiler.trial import independence, repeated_call
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FLASH, EFFICIENT, MATH = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
@@ -212,13 +212,13 @@ def test_torch_is_asked_with_short_tensors_that_are_real(padded: bool, monkeypat
 
 def test_long_sequences_are_tried_short(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = set()
-    before = independence._Trial._run
+    before = repeated_call.RepeatedCall.run
 
     def seen(self: Any, leaves: Any, *args: Any, **kwargs: Any) -> Any:
         lengths.update(leaf.shape[1] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim == 3)
         return before(self, leaves, *args, **kwargs)
 
-    monkeypatch.setattr(independence._Trial, "_run", seen)
+    monkeypatch.setattr(repeated_call.RepeatedCall, "run", seen)
     call = layer_call(8192, CPU, torch.float32, device=CPU)
     assert call.splittable and lengths == {independence.SHORT}
 
