@@ -67,8 +67,8 @@ ORDERS: tuple[Order, ...] = (
 
 # Where the disk is the limit, computing twice costs nothing.
 DISK_ORDERS: tuple[Order, ...] = (
-    (_T, _W, _N, *_HOST, _P, _L, _S, _K),
-    (_T, _N, _W, *_HOST, _P, _L, _S, _K),
+    (_T, _G, _W, _N, *_HOST, _P, _L, _S, _K),
+    (_T, _N, _W, _G, *_HOST, _P, _L, _S, _K),
     ORDERS[0],
     ORDERS[2],
 )
