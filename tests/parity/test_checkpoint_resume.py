@@ -141,6 +141,7 @@ def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long  # in CI, tests/faults/test_killed_runs.py kills, and round trips compare bits
 @pytest.mark.timeout(180)
 def test_killed_and_resumed_is_as_if_never_stopped(tmp_path: Path) -> None:
     """Dropout, a scheduler, a scaler, the position in the data and all random numbers included; states on the host and
