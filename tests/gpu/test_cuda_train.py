@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import hightide
 from gpu.streamed import silence_transformers, wrap
 from hightide.cli.config import DataConfig, LimitsConfig, ModelConfig, OptimizerConfig, TrainConfig
-from hightide.cli.data import batches, read_text
+from hightide.cli.data import Batches, read_text
 from hightide.cli.demo_model import build_model
 from hightide.cli.main import app
 from hightide.cli.readings import Readings
@@ -46,16 +46,18 @@ def settings(out: Path, update: Update, clip_norm: float) -> TrainConfig:
     )
 
 
-def streamed_run(config: TrainConfig) -> tuple[TrainingRun, Iterator[dict[str, torch.Tensor]]]:
+def streamed_run(config: TrainConfig) -> TrainingRun:
     """As the command prepares it, but with everything moving: the rule would keep so small a model on the GPU."""
-    stream = batches(read_text(config.data), config.data, config.seed)
-    example = next(batches(read_text(config.data), config.data, config.seed))
+    text = read_text(config.data)
+    example = next(Batches(text, config.data, config.seed))
     model = build_model(config)
     num_params = sum(param.numel() for param in model.parameters())
     first, second = config.optimizer.betas
     options = {"lr": config.optimizer.lr, "betas": (first, second), "weight_decay": config.optimizer.weight_decay}
     model, optimizer = wrap(model, example, update=config.update.value, **options)
-    return TrainingRun(config, Console(file=io.StringIO()), model, optimizer, num_params), stream
+    run = TrainingRun(config, Console(file=io.StringIO()), model, optimizer, num_params, text)
+    run.begin(None)
+    return run
 
 
 def watched(stream: Iterator[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
@@ -70,9 +72,9 @@ def logged(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def train(run: TrainingRun, stream: Iterator[dict[str, torch.Tensor]]) -> list[dict[str, object]]:
+def train(run: TrainingRun) -> list[dict[str, object]]:
     with RunFolder(run.config) as folder:
-        assert run.steps(stream, folder)
+        assert run.steps(folder) is None
     return logged(folder.path)
 
 
@@ -82,15 +84,17 @@ def test_the_steady_loop_of_the_command_never_waits_for_the_gpu(
 ) -> None:
     silence_transformers(monkeypatch)
     config = settings(tmp_path, update, clip_norm)
-    run, stream = streamed_run(config)
+    run = streamed_run(config)
     assert run.device.type == "cuda"
+    run.batches = watched(run.batches)  # type: ignore[assignment]
     try:
-        lines = train(run, watched(stream))
+        lines = train(run)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert hightide.stats(run.model).deviations == 0
     hightide.unwrap(run.model)
-    expected = train(*prepare(replace(config, device="cpu"), Console(file=io.StringIO())))
+    plain = replace(config, device="cpu")
+    expected = train(prepare(plain, Console(file=io.StringIO()), read_text(config.data)))
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
     for line, other in zip(lines, expected, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-3)
