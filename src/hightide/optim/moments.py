@@ -91,8 +91,8 @@ class Moments:
         self._copies.write()
 
     def write_copies(self) -> None:
-        """Before updates: what users have written to copies of moments."""
-        self._copies.write()
+        """The same before updates, after which copies are old."""
+        self.flush_copies()
         self._copies.age()
 
     def reset(self, key: str) -> None:

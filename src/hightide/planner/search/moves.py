@@ -236,7 +236,7 @@ class Moves:
     def recast(self, filled: Candidate) -> Iterator[Candidate]:
         """Fillings of its kind with less for slots, which leaves room for more that stays; and from the back: where the
         host's update is the limit, that of the last blocks is due first."""
-        if filled.disk:  # see rings
+        if filled.disk:  # see other_rings
             return
         start = Candidate(
             filled.micro_batch, filled.inputs, filled.spare_slots, spare_grad_slots=filled.spare_grad_slots
@@ -249,7 +249,7 @@ class Moves:
                 yield from (self.fill(one, order) for order in ORDERS[:2])
                 yield self.fill(one, ORDERS[0], from_back=True)
 
-    def rings(self, filled: Candidate, parks: bool) -> Iterator[Candidate]:
+    def other_rings(self, filled: Candidate, parks: bool) -> Iterator[Candidate]:
         """Fillings of its kind in other chunks, which need smaller buffers and leave more of the host; and where
         gradients park, or go through a ring, because parked ones would take more than inputs do."""
         emptied: dict[str, Any] = dict.fromkeys((*_HOST, Kind.PARAMS, Kind.KEEP, Kind.SELECTIVE), frozenset())
@@ -355,7 +355,7 @@ class Moves:
         changes += [{ring: count} for ring in rings for count in counts]
         yield from self.refilled(replace(candidate, **change) for change in changes)  # type: ignore[arg-type]
 
-    def ringed(self, filled: Candidate) -> Iterator[Candidate]:
+    def gradient_rings(self, filled: Candidate) -> Iterator[Candidate]:
         """Fillings of its kind in which gradients go through a ring, but for those of late updates: what they leave of
         the host when they do not park is there for states."""
         if filled.disk and self.space.updates_in_backward:

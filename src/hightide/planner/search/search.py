@@ -77,13 +77,13 @@ class _Search:
         starts = ranked[: self._num_improved()]
         if (on_disk := next((one for one in ranked if one.disk), None)) is not None:
             ways = (True, False) if self.moves.space.updates_in_backward else (True,)
-            starts += [one for parks in ways for one in self._best(self.moves.rings(on_disk, parks))]
+            starts += [one for parks in ways for one in self._best(self.moves.other_rings(on_disk, parks))]
             starts = sorted(starts, key=self.trials.step_s)[: self._num_improved() if self.moves.few else 1]
         if not self.moves.few:
             starts += self._best(self.moves.recast(starts[0]))
         starts += self._best(self.moves.swaps(starts[0]))
         starts += self._best(self.moves.lookups(starts[0]))
-        starts += self._best(self.moves.ringed(starts[0]))
+        starts += self._best(self.moves.gradient_rings(starts[0]))
         best = min((self._improved(candidate) for candidate in starts), key=self.trials.step_s)
         stored = [self._improved(candidate) for candidate in self._best(self.moves.stored(best))]
         return min((best, *stored), key=self.trials.step_s)
@@ -125,7 +125,7 @@ class _Search:
 
     def _fill(self, starts: list[Candidate], found: dict[Candidate, float]) -> None:
         """Each in one order; those of the best starts, or of a few blocks all, in the other orders too."""
-        if starts and starts[0].disk and not self.moves.few:  # in other orders and chunks later: see Moves.rings
+        if starts and starts[0].disk and not self.moves.few:  # in other orders and chunks later: see Moves.other_rings
             on_disk: dict[Candidate, float] = {}
             self._try_all((self.moves.fill(start, order) for start in starts for order in DISK_ORDERS[:2]), on_disk)
             found.update(on_disk)
