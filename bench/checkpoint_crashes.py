@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests")]
 
 from crash_model import WAYS, Log, crashed, read_tree, recording, write_tree  # noqa: E402
+from disk_faults import mounted  # noqa: E402
 
 import hightide  # noqa: E402
 from disk_plans import folder as disk_limits  # noqa: E402
@@ -492,22 +493,6 @@ def made(folder: Path) -> Iterator[bool]:
     folder.mkdir()
     yield True
     shutil.rmtree(folder)
-
-
-@contextmanager
-def mounted(folder: Path, options: str) -> Iterator[bool]:
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-    try:
-        is_there = subprocess.run(command, capture_output=True).returncode == 0
-    except OSError:
-        is_there = False
-    try:
-        yield is_there
-    finally:
-        if is_there:
-            subprocess.run(["umount", str(folder)], check=True)
-        folder.rmdir()
 
 
 # -- damaged files ---------------------------------------------------------------------------------------------------

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
-from test_loading_memory import STEADY_MALLOC
 
 from hightide.checkpoint.files.manifest import PIECE_BYTES
 from hightide.checkpoint.files.verified import PART_BYTES
+from resident_memory import reported
 
 SLACK_BYTES = 32 * 2**20
 
@@ -88,17 +81,7 @@ print(json.dumps(report))
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    if not os.path.exists("/proc/self/clear_refs"):
-        pytest.skip("reads the peak of resident memory from /proc")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("folders"))],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), **STEADY_MALLOC},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    report = reported(SCRIPT, str(tmp_path_factory.mktemp("folders")))
     assert report["values"] > 2 * (SLACK_BYTES + PIECE_BYTES + PART_BYTES), "they must stand out from the slack"
     return report
 

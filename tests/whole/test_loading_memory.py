@@ -3,23 +3,13 @@ optimizer that has trained already is taken over without its states existing twi
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from hightide.loading.initial import REAL_BYTES
 from hightide.runtime.chunks.chunks import RETURN_BYTES
+from resident_memory import reported
 
 SLACK_BYTES = 64 * 2**20
-
-# What is freed goes back at once. By default malloc begins to keep blocks of up to 32 MiB after it has freed some, and
-# how much of that is still resident changes from run to run by more than the slack.
-STEADY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)}
 
 SCRIPT = """
 import gc, json, sys
@@ -130,17 +120,7 @@ print(json.dumps(report))
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    if not os.path.exists("/proc/self/clear_refs"):
-        pytest.skip("reads the peak of resident memory from /proc")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("folders"))],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), **STEADY_MALLOC},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    report = reported(SCRIPT, str(tmp_path_factory.mktemp("folders")))
     assert report["model"] > 4 * SLACK_BYTES, "the model must stand out from the slack"
     return report
 

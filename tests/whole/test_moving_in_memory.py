@@ -3,12 +3,6 @@ accelerator is left out: a real one has memory of its own."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -17,7 +11,7 @@ import hightide
 from hightide import api
 from hightide.planner.predict.moving_in import RETURN_BYTES
 from hightide.planner.solution import Solution
-from whole.test_loading_memory import STEADY_MALLOC
+from resident_memory import reported
 
 SLACK_BYTES = 24 * 2**20
 
@@ -92,18 +86,7 @@ print(json.dumps(report))
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, dict[str, int]]:
-    if not os.path.exists("/proc/self/clear_refs"):
-        pytest.skip("reads the peak of resident memory from /proc")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src"), **STEADY_MALLOC},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return reported(SCRIPT)
 
 
 @pytest.mark.parametrize("way", ["resident", "streamed", "masters"])

@@ -1,0 +1,32 @@
+"""A script in a process of its own that measures peaks of its resident memory, and prints them as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# What is freed goes back at once. By default malloc begins to keep blocks of up to 32 MiB after it has freed some, and
+# how much of that is still resident changes from run to run by more than the slack of a test.
+STEADY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(256 * 1024)}
+
+
+def reported(script: str, *arguments: str) -> dict[str, Any]:
+    """Its last line."""
+    if not os.path.exists("/proc/self/clear_refs"):
+        pytest.skip("reads the peak of resident memory from /proc")
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), **STEADY_MALLOC},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
