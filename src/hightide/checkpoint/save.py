@@ -113,7 +113,7 @@ def _raise(error: Exception, _: Saving) -> None:
 
 def _check(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ValueError(f"{name}={value!r}; use {' or '.join(map(repr, known))}")
+        raise ValueError(f"{name}={value!r}; use {' or '.join(repr(str(one)) for one in known)}")
 
 
 def _step(step: int | None, training: Training) -> int:
