@@ -13,7 +13,7 @@ from enum import StrEnum
 from functools import cached_property, lru_cache
 from typing import Any
 
-from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.ir.tier import COLLECTIVES, ChunkKind, Lane, Tier
 
 
 class Op(StrEnum):
@@ -31,6 +31,8 @@ class Op(StrEnum):
     UPDATE = "update"  # the optimizer's update of one chunk
     READ = "read"  # from disk into a buffer on the host
     WRITE = "write"  # from a buffer on the host to disk
+    GATHER = "gather"  # of a chunk from the shards of all ranks, on the GPU: in a slot, or where its parameters stay
+    REDUCE = "reduce"  # a gradient to its mean over all ranks, on the GPU: each keeps its shard, or all of it
 
 
 TICK_OPS = frozenset({Op.FORWARD, Op.BACKWARD, Op.STEP})
@@ -128,7 +130,7 @@ class Action:
     kind: ChunkKind | None = None
     source: Place | None = None
     target: Place | None = None
-    num_bytes: int = 0  # bytes moved, or touched by an update
+    num_bytes: int = 0  # bytes moved, or touched by an update; of a collective: those that this rank receives
     after: tuple[ActionKey, ...] = ()  # actions of this pass
     after_prev: tuple[ActionKey, ...] = ()  # actions of the latest earlier pass that had them
     gpu_takes: int = 0  # bytes of GPU memory alive from its start on
@@ -204,6 +206,12 @@ class Schedule:
 
     def lane(self, lane: Lane) -> tuple[Action, ...]:
         return tuple(action for action in self.actions if action.lane is lane)
+
+    @property
+    def collectives(self) -> dict[Lane, tuple[tuple[ActionKey, int], ...]]:
+        """What all ranks do together: of each lane what and how many bytes, in its order. It is the same on all ranks,
+        since a schedule follows from plan and profile."""
+        return {lane: tuple((one.id, one.num_bytes) for one in self.lane(lane)) for lane in COLLECTIVES}
 
     def to_text(self) -> str:
         rules = " ".join(f"{lane}:{lane.picking.replace(' ', '_')}" for lane in Lane)

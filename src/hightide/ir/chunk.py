@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from hightide.ir.block import DTYPE_BYTES
 from hightide.ir.state_spec import MASTER, REMAINDER, StateSpec, StateSpecs
@@ -32,6 +33,7 @@ class ParamRange:
     param: str
     offset_numel: int
     numel: int
+    start_numel: int = 0  # in a shard: so many elements of the parameter lie in the shards of ranks before it
 
     @cached_property
     def end_numel(self) -> int:
@@ -46,7 +48,8 @@ class ParamRange:
 @dataclass(frozen=True)
 class ChunkSpec:
     """Parameters of one block and one dtype, packed. Optimised parameters come first (group by group), then trainable
-    ones that no optimizer owns, then frozen ones: GRAD and STATE are prefixes of the element range."""
+    ones that no optimizer owns, then frozen ones: GRAD and STATE are prefixes of the element range. For several ranks
+    each of these sections is padded so that it can be cut into equal shards."""
 
     index: int
     block: int  # the owner: the first block in execution order that uses it
@@ -66,6 +69,37 @@ class ChunkSpec:
                     f"{state}: parameters are packed, and updates cut, at multiples of {ALIGN_NUMEL} elements; "
                     f"{state.per_numel} must divide that"
                 )
+
+    @property
+    def sections(self) -> tuple[range, ...]:
+        """Elements that are optimised, otherwise trainable, and frozen."""
+        ends = 0, self.optimised_numel, self.trainable_numel, self.numel
+        return tuple(range(start, end) for start, end in pairwise(ends))
+
+    def own_ranges(self, rank: int, num_shards: int) -> tuple[range, ...]:
+        """Elements that belong to a rank: its part of each section, in the order in which they lie in its shard."""
+        parts = ((section.start, len(section) // num_shards) for section in self.sections)
+        return tuple(range(start + rank * numel, start + (rank + 1) * numel) for start, numel in parts)
+
+    def shard(self, rank: int, num_shards: int) -> ChunkSpec:
+        """What a rank has of it, as a chunk with the same sections, each so many times shorter. Sizes are the same on
+        all ranks; one may hold nothing but padding."""
+        if num_shards == 1:
+            return self
+        odd = [len(section) for section in self.sections if len(section) % (num_shards * ALIGN_NUMEL)]
+        assert not odd, f"sections of {odd} elements are not padded for {num_shards} shards"
+        params, end = [], 0
+        for own in self.own_ranges(rank, num_shards):
+            for place in self.params:
+                first = max(place.offset_numel, own.start)
+                # An empty parameter has a place too, and one owner.
+                last = min(place.offset_numel + place.numel, own.stop)
+                if first < last or (not place.numel and place.offset_numel in own):
+                    start = place.start_numel + first - place.offset_numel
+                    params.append(ParamRange(place.param, end + first - own.start, max(0, last - first), start))
+            end += len(own)
+        numels = {name: getattr(self, name) // num_shards for name in ("numel", "trainable_numel", "optimised_numel")}
+        return replace(self, params=tuple(params), **numels)
 
     @property
     def param_bytes(self) -> int:

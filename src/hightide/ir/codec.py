@@ -104,6 +104,9 @@ def _build_dataclass(cls: Any, data: Any, where: str) -> Any:
         raise ValueError(f"{where} must be a mapping with the fields of {cls.__name__}, not {quoted(data)}")
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
+    required = [name for name, field in fields.items() if _is_required(field)]
+    if data and required and not any(name in data for name in required):  # another file, and not a slip
+        raise ValueError(f"{where} is no {cls.__name__}: it has none of the keys {', '.join(required[:4])}")
     for key in data:
         if key not in fields:
             nearest = difflib.get_close_matches(str(key)[:QUOTED], fields, n=1, cutoff=0.0)
@@ -112,9 +115,13 @@ def _build_dataclass(cls: Any, data: Any, where: str) -> Any:
     for name, field in fields.items():
         if name in data:
             values[name] = build(hints[name], data[name], f"{where}: {name}")
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+        elif _is_required(field):
             raise ValueError(f"{where} lacks the key {name!r}")
     return cls(**values)
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from hightide.ir import codec
 from hightide.ir.codec import check_numbers
 from hightide.ir.foreign import quoted
-from hightide.ir.tier import Lane
+from hightide.ir.tier import COLLECTIVES, Lane
 
 SHARING = tuple(lane for lane in Lane if lane.shares == Lane.CPU.shares)  # of which every set is measured
 UPDATE_BYTES = 14  # touched per parameter: bf16 gradient and parameter, the master's other 16 bits, two fp32 moments
@@ -111,6 +111,45 @@ class Disk:
 
 
 @dataclass(frozen=True)
+class CollectiveRates:
+    """Bytes that each GPU receives per second, and sends, while all do the same: of B bytes among R ranks a gather or a
+    reduce-scatter moves B (R-1)/R, an all-reduce twice as many."""
+
+    gather_bytes_per_s: float
+    reduce_bytes_per_s: float
+    all_reduce_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Links:
+    """Between GPUs: collectives alone, and what is left of them, and of copies between host and GPU, beside others."""
+
+    gpus_per_node: int
+    num_nodes: int
+    inside: CollectiveRates  # of a node
+    # Of each GPU's share of its node's network. None: there is one node
+    across: CollectiveRates | None
+    latency_s: float  # of one collective inside a node,
+    across_latency_s: float  # and across nodes
+    # Shares of the rates alone. 1: NVLink, which copies do not use; about a half: all of it goes over PCIe
+    beside_copies: float  # of a collective, while h2d or d2h is busy
+    copies_beside: float  # of these, while a collective is under way
+    together: float  # of each, while a gather and a reduce are under way
+    backend: str = ""  # over which it was measured: nccl, or gloo, through the host. "": nobody has
+
+    def __post_init__(self) -> None:
+        if self.gpus_per_node < 1 or self.num_nodes < 1 or (self.num_nodes > 1 and self.across is None):
+            raise ValueError(
+                f"links of {self.gpus_per_node} GPUs in each of {self.num_nodes} nodes, "
+                f"{'without' if self.across is None else 'with'} rates across nodes; name at least one of each, and "
+                "rates where there are several nodes"
+            )
+        for name in ("beside_copies", "copies_beside", "together"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"links: {name} is {getattr(self, name)}; it is a share, above 0 and at most 1")
+
+
+@dataclass(frozen=True)
 class Fingerprint:
     """What a measurement depends on: if one of these is another, it is another machine."""
 
@@ -152,6 +191,7 @@ class Machine:
     disk: Disk | None = None
     fingerprint: Fingerprint | None = None
     estimates: tuple[Estimate, ...] = ()  # empty if all was measured
+    links: Links | None = None  # None: one GPU, or nobody has said
 
     def __post_init__(self) -> None:
         missing = [busy for busy in subsets() if frozenset(busy) not in self._table]
@@ -166,6 +206,11 @@ class Machine:
         where = f"the machine {quoted(self.name)}"
         check_numbers(self.latency_s, f"{where}: latency_s", 0, MAX_LATENCY_S)
         check_numbers(self.fingerprint, f"{where}: fingerprint")
+        if self.links is not None:
+            for latency_s in (self.links.latency_s, self.links.across_latency_s):
+                check_numbers(latency_s, f"{where}: links: latency_s", 0, MAX_LATENCY_S)
+            for rates in (self.links.inside, self.links.across):
+                check_numbers(rates, f"{where}: links", MIN_RATE, MAX_RATE)
         for part in ("speeds", "gpu", "unpinned", "host", "disk"):
             check_numbers(getattr(self, part), f"{where}: {part}", MIN_RATE, MAX_RATE)
 
@@ -176,11 +221,24 @@ class Machine:
 
     def speeds_of(self, busy: Set[Lane]) -> dict[Lane, float]:
         """Of each busy lane: as measured in the largest set of busy lanes that it is part of. What was measured alone
-        only is not slowed down: the disk takes little of host memory's bandwidth."""
+        only is not slowed down: the disk takes little of host memory's bandwidth. Of collectives: the share that is
+        left of their speed alone."""
         known = self._speeds.get(frozenset(busy))
         if known is None:
-            known = self._speeds[frozenset(busy)] = {lane: self._speed(lane, busy) for lane in busy}
+            others = {lane for lane in busy if lane not in COLLECTIVES}
+            known = {lane: self._speed(lane, others) for lane in others}
+            if len(others) < len(busy):
+                known |= self._beside_collectives(known, busy - others)
+            self._speeds[frozenset(busy)] = known
         return known
+
+    def _beside_collectives(self, known: dict[Lane, float], collectives: Set[Lane]) -> dict[Lane, float]:
+        """Their own speed is a share of what they do alone, which depends on who takes part."""
+        links, copies = self.links, [lane for lane in (Lane.H2D, Lane.D2H) if lane in known]
+        if links is None:
+            return dict.fromkeys(collectives, 1.0)
+        share = (links.beside_copies if copies else 1.0) * (links.together if len(collectives) > 1 else 1.0)
+        return {lane: known[lane] * links.copies_beside for lane in copies} | dict.fromkeys(collectives, share)
 
     def _speed(self, lane: Lane, busy: Set[Lane]) -> float:
         measured = [speeds for together, speeds in self._table.items() if lane in together and together <= busy]

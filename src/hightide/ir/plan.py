@@ -19,7 +19,7 @@ EDITED = (
     "EDITED since it was made; the lines below are about the plan as it was then.\n"
     "wrap verifies it as it is, and stats(model).plan.explain() is about that.\n\n"
 )
-PLAN_VERSION = 7  # raised whenever a file of before cannot be read, or would mean other bytes
+PLAN_VERSION = 8  # raised whenever a file of before cannot be read, or would mean other bytes
 
 
 class Update(StrEnum):
@@ -36,6 +36,15 @@ class GradientDtype(StrEnum):
 
     FLOAT32 = "float32"
     PARAM = "param"  # the dtype of its parameter: half the bytes on the link and on the host, for one rounding
+
+
+class Sharing(StrEnum):
+    """What each of several ranks has on its GPU of a block whose parameters are there. What lives elsewhere is always
+    of shards."""
+
+    SHARDED = "sharded"  # a shard of all; parameters are gathered into slots when they are used
+    PARAMS_REPLICATED = "params_replicated"  # whole parameters, gathered after each update, and a shard of the states
+    REPLICATED = "replicated"  # all of it; gradients are averaged as a whole, and updates repeated on each rank
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,7 @@ class BlockPlan:
     # that it takes when it comes and gives back then. False: it goes through the ring of `num_grad_buffers`
     parks: bool = True
     late: bool = False  # its update, from the disk and in backward, comes after those of the others, in order of need
+    sharing: Sharing = Sharing.SHARDED  # of several ranks
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,9 @@ class Plan:
     num_grad_buffers: int = 0  # of gradients that do not park
     num_state_buffers: int = 0  # of what an update reads from the disk and writes to it
     num_input_buffers: int = 0  # of block inputs on their way to the disk and back: planner/inputs_on_disk.py
+    ranks: int = 1  # processes, with a GPU and a batch each; the plan is the same for all, within the limits of one
+    # Groups of ranks, one or several nodes each, that have a copy of everything: shards are of one group. 1: of all
+    replicas: int = 1
     # The facts that it was made from. No decision depends on this copy: with it the file alone can be simulated.
     profile: ModelProfile | None = None
     described: str = ""  # a digest of the decisions that forecast and explanation are about; "": of these
@@ -114,19 +127,25 @@ class Plan:
         return replace(self, forecast=Forecast(0, 0), explanation="", profile=None, described="")
 
     @property
+    def num_shards(self) -> int:
+        return self.ranks // self.replicas
+
+    @property
     def uses_disk(self) -> bool:
         return any(Tier.DISK in (block.params, block.states, block.inputs) for block in self.blocks)
 
     def explained(self, explanation: str) -> Plan:
         """The same with this text, which is about its decisions and its forecast."""
-        return replace(self, explanation=explanation, described=self._digest())
+        return replace(self, explanation=explanation, described=self.digest)
 
     @property
     def is_edited(self) -> bool:
         """Since it was explained: forecast and explanation are about other decisions."""
-        return self.described not in ("", self._digest())
+        return self.described not in ("", self.digest)
 
-    def _digest(self) -> str:
+    @property
+    def digest(self) -> str:
+        """Of its decisions."""
         return hashlib.sha256(codec.to_json(self.decisions).encode()).hexdigest()[:16]
 
     def explain(self) -> str:

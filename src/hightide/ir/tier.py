@@ -45,6 +45,8 @@ class Lane(str, metaclass=_Lanes):
     CPU: ClassVar[Lane]
     DISK_READ: ClassVar[Lane]
     DISK_WRITE: ClassVar[Lane]
+    GATHER: ClassVar[Lane]
+    REDUCE: ClassVar[Lane]
     SAVE: ClassVar[Lane]
 
     picking: Picking
@@ -92,7 +94,14 @@ Lane.D2H = Lane.add("d2h", Picking.IN_ORDER, "GPU to host", _HOST_MEMORY, has_la
 Lane.CPU = Lane.add("cpu", Picking.DUE_FIRST, "updates on the host", _HOST_MEMORY, on_host=True, always_shown=True)
 Lane.DISK_READ = Lane.add("disk_read", Picking.DUE_FIRST, "disk to host", _DISK, on_host=True)
 Lane.DISK_WRITE = Lane.add("disk_write", Picking.DUE_FIRST, "host to disk", _DISK, on_host=True)
+# Between ranks. All ranks issue the same in the same order, because these lanes work in order; each has a communicator
+# of its own, so that neither waits for the other.
+Lane.GATHER = Lane.add("gather", Picking.IN_ORDER, "parameters between GPUs")
+Lane.REDUCE = Lane.add("reduce", Picking.IN_ORDER, "gradients between GPUs")
 Lane.SAVE = Lane.add("save", Picking.IN_ORDER, "values of a checkpoint", on_host=True)  # no schedule has it: a reader's
+
+
+COLLECTIVES = (Lane.GATHER, Lane.REDUCE)
 
 
 class ChunkKind(StrEnum):

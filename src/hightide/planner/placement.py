@@ -1,5 +1,12 @@
 """Where the bytes of each chunk live under a plan. It is worked out once per plan, chunk by chunk, and read by all: the
-runtime allocates by these records, the passes count and move by them."""
+runtime allocates by these records, the passes count and move by them.
+
+[Note: shards] Of several ranks each has a shard of every chunk (`ChunkSpec.shard`): parameters at home, states,
+gradients at home, and what passes through the host's buffers are of shards. Slots and grad slots hold whole chunks,
+since compute uses them: a GATHER fills the rest of a slot, a REDUCE leaves in a grad slot this rank's shard of the mean
+over all ranks, in its own ranges. Only on the GPU may more be there, as `BlockPlan.sharing` says: whole parameters, or
+whole states too. A gradient whose states are sharded on the GPU is summed in a grad slot, and reduced into a place for
+its shard, so that no whole gradient waits for the step."""
 
 from __future__ import annotations
 
@@ -20,7 +27,7 @@ from hightide.ir.chunk import (
     ChunkSpec,
     Layout,
 )
-from hightide.ir.plan import BlockPlan, GradientDtype, Plan, Update
+from hightide.ir.plan import BlockPlan, GradientDtype, Plan, Sharing, Update
 from hightide.ir.tier import ChunkKind, Tier
 
 
@@ -56,6 +63,7 @@ class Home(NamedTuple):
     sums: Tier  # of gradients, between the passes of a step. HOST where the states are there, whatever it says
     compute: Tier = Tier.GPU
     parks: bool = True
+    sharing: Sharing = Sharing.SHARDED
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -63,6 +71,7 @@ class ChunkPlace:
     """Where one chunk's parameters, gradient and states are, and through which buffers they pass."""
 
     chunk: ChunkSpec
+    shard: ChunkSpec  # what one rank has of it at home (the first one: sizes are equal). Of one rank the chunk itself
     params: Tier  # where compute finds the values. GPU: persistent. Else they are fetched from there into slots
     home: Tier  # where an update leaves the values. Not `params` where a persistent chunk is updated elsewhere
     grad: Tier | None  # where a finished gradient waits. None: the update reads it from its slot or buffer, or none is
@@ -81,16 +90,56 @@ class ChunkPlace:
     read_bytes: int  # from disk, before an update
     is_looked_up: bool = False  # a table that never leaves the host: neither it nor its gradient has a slot
     parks: bool = False  # its gradient takes host memory from its write-back to its update, and at no other time
+    ranks: int = 1
+    replicas: int = 1  # groups of them that have a copy of everything
+    # Into a slot before each use, or where it stays after each update or fetch
+    is_gathered: bool = False
 
     @property
     def is_streamed(self) -> bool:
-        """Its values are not on the GPU, but for the time of their use."""
-        return self.params is not Tier.GPU
+        """Its values are not on the GPU, or only a shard of them, but for the time of their use."""
+        return self.params is not Tier.GPU or self.num_slots > 0
 
     @property
     def is_refreshed(self) -> bool:
         """Used on the GPU, updated elsewhere: each pass begins by fetching the new values into the persistent place."""
         return self.params is Tier.GPU is not self.home
+
+    @property
+    def is_gathered_after_update(self) -> bool:
+        """Its update on the GPU changes a shard of parameters that are whole there."""
+        return self.is_gathered and not self.is_streamed and not self.is_refreshed and self.chunk.optimised_numel > 0
+
+    @property
+    def is_reduced(self) -> bool:
+        """Its gradient is averaged over several ranks."""
+        return self.ranks > 1 and self.chunk.trainable_numel > 0
+
+    @property
+    def is_reduced_home(self) -> bool:
+        """From its grad slot to the place of its shard on the GPU, where later passes add to it."""
+        return self.num_grad_slots > 0 and self.grad is Tier.GPU
+
+    @property
+    def gathered_bytes(self) -> int:
+        """That a rank receives when it is gathered."""
+        return self.chunk.param_bytes - self.shard.param_bytes if self.is_gathered else 0
+
+    @property
+    def reduced_bytes(self) -> int:
+        """That a rank receives when its gradient is reduced: all but its own of the whole sum, and if all ranks keep
+        the whole mean, that too. Of groups with a copy each, the mean of their shards."""
+        if not self.is_reduced:
+            return 0
+        if self.is_averaged_whole:
+            return 2 * self.chunk.grad_bytes * (self.ranks - 1) // self.ranks
+        across_bytes = 2 * self.shard.grad_bytes * (self.replicas - 1) // self.replicas
+        return self.chunk.grad_bytes - self.shard.grad_bytes + across_bytes
+
+    @property
+    def is_averaged_whole(self) -> bool:
+        """All ranks keep all of the mean."""
+        return self.is_reduced and self.shard is self.chunk
 
     @property
     def in_grad_slot(self) -> bool:
@@ -100,7 +149,7 @@ class ChunkPlace:
     @property
     def leaves(self) -> bool:
         """Its gradient goes from the GPU to another tier."""
-        return self.stays or (self.num_grad_slots > 0 and self.states is not Tier.GPU)
+        return self.states is not Tier.GPU and (self.stays or self.num_grad_slots > 0)
 
     @property
     def passes_ring(self) -> bool:
@@ -116,7 +165,7 @@ class ChunkPlace:
     def is_used_up(self) -> bool:
         """Its gradient is summed in a grad slot, and its update, right afterwards on the GPU, is the last to read it:
         so it needs no place of its own."""
-        return self.num_grad_slots > 0 and self.states is Tier.GPU
+        return self.num_grad_slots > 0 and self.states is Tier.GPU is not self.grad
 
     @property
     def is_updated_on_gpu(self) -> bool:
@@ -147,8 +196,17 @@ class ChunkPlaces:
     """The records of one layout's chunks, each made once. Searches ask about thousands of plans, but a chunk's record
     depends on nothing but its block's `Home`."""
 
-    def __init__(self, layout: Layout, update: Update, gradients: GradientDtype, accumulate: int = 1) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        update: Update,
+        gradients: GradientDtype,
+        accumulate: int = 1,
+        ranks: int = 1,
+        replicas: int = 1,
+    ) -> None:
         self.layout, self._update, self._gradients, self._accumulate = layout, update, gradients, accumulate
+        self._ranks, self._replicas, self._num_shards = ranks, replicas, ranks // replicas
         self._made: dict[tuple[int, Home], ChunkPlace] = {}
 
     def at(self, chunk: ChunkSpec, home: Home) -> ChunkPlace:
@@ -158,7 +216,14 @@ class ChunkPlaces:
         return self._made[key]
 
     def _place(
-        self, chunk: ChunkSpec, params: Tier, states: Tier, sums: Tier, compute: Tier, may_park: bool
+        self,
+        chunk: ChunkSpec,
+        params: Tier,
+        states: Tier,
+        sums: Tier,
+        compute: Tier,
+        may_park: bool,
+        sharing: Sharing,
     ) -> ChunkPlace:
         trained, layout = chunk.trainable_numel > 0, self.layout
         on_host = compute is Tier.HOST
@@ -166,8 +231,15 @@ class ChunkPlaces:
             params = Tier.GPU
         is_updated_elsewhere = params is Tier.GPU is not states and chunk.optimised_numel > 0
         home = Tier.HOST if is_updated_elsewhere else params
+        # See [Note: shards]. `shard`: what a rank has of parameters at home, of states and of a gradient at home.
+        is_whole = sharing is Sharing.REPLICATED and params is Tier.GPU
+        shard = chunk if is_whole else chunk.shard(0, self._num_shards)
+        is_cut = shard is not chunk
+        has_whole_params = params is Tier.GPU and not (is_cut and sharing is Sharing.SHARDED)
+        # Parameters that stay whole and change nowhere, or not by this run, are never gathered.
+        is_gathered = is_cut and not (has_whole_params and not chunk.optimised_numel)
         several, leaves = self._accumulate > 1, states is not Tier.GPU
-        stays = several and trained and leaves and sums is Tier.GPU and not on_host
+        stays = several and trained and (leaves or is_cut) and sums is Tier.GPU and not on_host
         # It leaves where it is summed once a step, and one update reads all of it right away.
         leaves_once = (stays or (not several and chunk.num_backwards == 1)) and not on_host
         is_used_at_once = leaves_once and trained and chunk.optimised_numel == chunk.trainable_numel
@@ -181,21 +253,24 @@ class ChunkPlaces:
         # At home a sum to which other passes add is not rounded yet.
         narrow = rounds and (stays or not several)
         grad_dtype = chunk.dtype if narrow else SUM_DTYPE
-        grad_bytes = chunk.trainable_numel * DTYPE_BYTES[grad_dtype]
+        grad_bytes = shard.trainable_numel * DTYPE_BYTES[grad_dtype]
 
-        copies = {(ChunkKind.PARAM, tier): chunk.param_bytes for tier in dict.fromkeys((params, home))}
+        copies = {(ChunkKind.PARAM, params): (chunk if has_whole_params else shard).param_bytes}
+        copies.setdefault((ChunkKind.PARAM, home), shard.param_bytes)
         if grad is not None and not parks:
-            copies[ChunkKind.GRAD, grad] = chunk.grad_bytes if grad is Tier.GPU else grad_bytes
+            copies[ChunkKind.GRAD, grad] = shard.grad_bytes if grad is Tier.GPU else grad_bytes
         if stays:
             copies[ChunkKind.GRAD, Tier.GPU] = chunk.grad_bytes
-        if chunk.state_bytes:
-            copies[ChunkKind.STATE, states] = chunk.state_bytes
+        if shard.state_bytes:
+            copies[ChunkKind.STATE, states] = shard.state_bytes
         bytes_on = dict.fromkeys(Tier, 0)
         for (_, tier), num_bytes in copies.items():
             bytes_on[tier] += region_bytes(num_bytes, tier)
 
-        num_slots = 0 if params is Tier.GPU or on_host else layout.num_slots(chunk)
-        has_grad_slot = trained and grad is not Tier.GPU and not stays and not on_host
+        num_slots = 0 if has_whole_params or on_host else layout.num_slots(chunk)
+        is_loose = not chunk.num_backwards  # plain autograd makes its gradient
+        is_reduced_home = grad is Tier.GPU and is_cut and not is_loose
+        has_grad_slot = trained and (grad is not Tier.GPU or is_reduced_home) and not stays and not on_host
         num_grad_slots = layout.num_grad_slots(chunk) if has_grad_slot else 0
         again = not leaves or (chunk.num_backwards > 1 and not several)  # where it is summed, or more is added
         rounds_in_place = rounds and (not narrow or (again and not on_host))
@@ -204,9 +279,9 @@ class ChunkPlaces:
         buffers = {
             Buffer.SLOT: -(-chunk.param_bytes // num_slots) if num_slots else 0,
             Buffer.GRAD_SLOT: -(-chunk.grad_bytes // num_grad_slots) if num_grad_slots else 0,
-            Buffer.LEAVING: _staged_bytes(chunk, LEAVING_NUMEL) if passes_gpu else 0,
-            Buffer.ARRIVING: _staged_bytes(chunk, STAGING_NUMEL) if passes_gpu else 0,
-            Buffer.ROUNDING: _staged_bytes(chunk, STAGING_NUMEL) if rounds and not on_host else 0,
+            Buffer.LEAVING: _staged_bytes(shard, LEAVING_NUMEL) if passes_gpu else 0,
+            Buffer.ARRIVING: _staged_bytes(shard, STAGING_NUMEL) if passes_gpu else 0,
+            Buffer.ROUNDING: _staged_bytes(shard, STAGING_NUMEL) if rounds and not on_host else 0,
             # Sums go on, in tied chunks and where gradients are accumulated: those on disk come back too.
             Buffer.READ: max(on_disk.get(ChunkKind.PARAM, 0), 0 if stays else on_disk.get(ChunkKind.GRAD, 0)),
             Buffer.WRITTEN: grad_bytes if (has_grad_slot or stays) and leaves and grad is not Tier.HOST else 0,
@@ -215,6 +290,7 @@ class ChunkPlaces:
         read_grad_bytes = DTYPE_BYTES[grad_dtype] if leaves else GRAD_BYTES
         return ChunkPlace(
             chunk,
+            shard,
             params,
             home,
             grad,
@@ -224,7 +300,7 @@ class ChunkPlaces:
             grad_bytes,
             rounds_to=chunk.dtype if rounds else None,
             rounds_in_place=rounds_in_place,
-            update_bytes=chunk.optimised_numel * (read_grad_bytes + DTYPE_BYTES[chunk.dtype]) + chunk.state_bytes,
+            update_bytes=shard.optimised_numel * (read_grad_bytes + DTYPE_BYTES[chunk.dtype]) + shard.state_bytes,
             num_slots=num_slots,
             num_grad_slots=num_grad_slots,
             copies=copies,
@@ -237,6 +313,9 @@ class ChunkPlaces:
             read_bytes=sum(on_disk.values()),
             is_looked_up=on_host,
             parks=parks,
+            ranks=self._ranks,
+            replicas=self._replicas,
+            is_gathered=is_gathered,
         )
 
 
@@ -245,8 +324,13 @@ class Placement:
 
     def __init__(self, plan: Plan, places: ChunkPlaces | None = None) -> None:
         """`places`: those of the plan's layout, for those who ask about many plans."""
-        places = places or ChunkPlaces(plan.layout, plan.update, plan.gradients, plan.accumulate)
-        homes = [Home(block.params, block.states, block.sums, block.compute, block.parks) for block in plan.blocks]
+        places = places or ChunkPlaces(
+            plan.layout, plan.update, plan.gradients, plan.accumulate, plan.ranks, plan.replicas
+        )
+        homes = [
+            Home(block.params, block.states, block.sums, block.compute, block.parks, block.sharing)
+            for block in plan.blocks
+        ]
         self.plan = plan
         self.chunks = tuple(places.at(chunk, homes[chunk.block]) for chunk in plan.layout.chunks)
 
@@ -320,8 +404,8 @@ class Placement:
 
     @property
     def has_leaving(self) -> bool:
-        """Gradients go from grad slots to another tier."""
-        return any(place.in_grad_slot and place.leaves for place in self.chunks)
+        """Gradients go from grad slots to another tier, or to other ranks."""
+        return any(place.in_grad_slot and (place.leaves or place.is_reduced) for place in self.chunks)
 
     def widest_tick(self, called: set[int]) -> tuple[int, int]:
         """Slots and grad slots that the most demanding of the called blocks needs at once."""

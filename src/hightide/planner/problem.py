@@ -27,6 +27,8 @@ class Terms:
     disk_bytes: int = 0
     accumulate: int = 1  # passes before every step; each has the profile's samples
     without: Mechanisms = NONE  # that a plan must do without, to see what they are worth
+    ranks: int = 1  # of which each has a GPU, a batch like the profile's, and these limits for itself
+    replicas: int = 1  # groups of ranks that have a copy of everything
 
     @classmethod
     def of(cls, plan: Plan) -> Terms:
@@ -34,7 +36,12 @@ class Terms:
         limits = plan.gpu_limit_bytes, plan.host_limit_bytes
         states = next((chunk.rule_states for chunk in plan.layout.chunks if chunk.optimised_numel), ())
         disk_bytes, accumulate = plan.disk_limit_bytes, plan.accumulate
-        return cls(*limits, plan.update, plan.micro_batch, states, plan.gradients, disk_bytes, accumulate)
+        terms = cls(*limits, plan.update, plan.micro_batch, states, plan.gradients, disk_bytes, accumulate)
+        return replace(terms, ranks=plan.ranks, replicas=plan.replicas)
+
+    @property
+    def num_shards(self) -> int:
+        return self.ranks // self.replicas
 
     @property
     def limits(self) -> dict[Tier, int]:

@@ -85,7 +85,7 @@ class Solution:
 @dataclass(frozen=True)
 class Searched(Solution):
     problem: Problem
-    candidate: Candidate
+    candidate: Candidate | None  # None: another rank has searched
     step: StepForecast
     num_simulated: int  # plans, until this one was found
     save: SaveForecast  # of a checkpoint
@@ -99,6 +99,15 @@ class Searched(Solution):
         save = save_forecast(problem, placement, passes, peak, step)
         explained = _explained(profile, placement, sizes, passes, peak, save)
         return cls(profile, explained, passes, peak, problem, candidate, step, num_simulated, save)
+
+    @classmethod
+    def elsewhere(cls, problem: Problem, plan: Plan) -> Searched:
+        """A plan that another rank has found for this problem."""
+        placement = Placement(plan)
+        passes = lower_step(problem.profile, plan, placement, problem.terms.without)
+        peak, step = step_peaks(passes), forecast(problem, placement, passes)
+        save = save_forecast(problem, placement, passes, peak, step)
+        return cls(problem.profile, placement, passes, peak, problem, None, step, 0, save)
 
     def _told(self, sizes: Forecast) -> Self:
         explained = _explained(self.profile, self.placement, sizes, self.passes, self.peaks, self.save)

@@ -12,7 +12,7 @@ from typing import Any
 from hightide.ir.action import TICK_OPS, Mode, Op, Schedule
 from hightide.ir.block import Affine, ModelProfile
 from hightide.ir.costs import CallCost, Costs, Curve, Point
-from hightide.ir.machine import Disk, Machine, Speeds
+from hightide.ir.machine import CollectiveRates, Disk, Links, Machine, Speeds
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane
 from hightide.planner.lower import lower
@@ -219,7 +219,21 @@ def _scaled_machine(machine: Machine, factors: Mapping[Lane, float]) -> Machine:
         return Speeds(speeds.busy, tuple(value / factors.get(lane, 1.0) for lane, value in pairs))
 
     disk = None if machine.disk is None else _scaled_disk(machine.disk, factors)
-    return replace(machine, speeds=tuple(map(slower, machine.speeds)), disk=disk)
+    links = None if machine.links is None else _scaled_links(machine.links, factors)
+    return replace(machine, speeds=tuple(map(slower, machine.speeds)), disk=disk, links=links)
+
+
+def _scaled_links(links: Links, factors: Mapping[Lane, float]) -> Links:
+    gathers, reduces = (factors.get(lane, 1.0) for lane in (Lane.GATHER, Lane.REDUCE))
+
+    def slower(rates: CollectiveRates) -> CollectiveRates:
+        return CollectiveRates(
+            rates.gather_bytes_per_s / gathers,
+            rates.reduce_bytes_per_s / reduces,
+            rates.all_reduce_bytes_per_s / reduces,
+        )
+
+    return replace(links, inside=slower(links.inside), across=None if links.across is None else slower(links.across))
 
 
 def _scaled_disk(disk: Disk, factors: Mapping[Lane, float]) -> Disk:

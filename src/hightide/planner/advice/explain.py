@@ -11,7 +11,7 @@ from hightide.ir.action import Op, Schedule
 from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
 from hightide.ir.passes import Passes
-from hightide.ir.plan import BlockPlan, Plan, Update
+from hightide.ir.plan import BlockPlan, Plan, Sharing, Update
 from hightide.ir.state_spec import summary
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
@@ -32,7 +32,8 @@ def explain(
 ) -> str:
     """The plan has its forecast by now. `passes`: of a training step. `save`: None if nobody has simulated it."""
     plan = placement.plan
-    parts = [_memory(placement, peak), _source(profile), _batch(profile, placement), _table(profile, placement)]
+    parts = [_memory(placement, peak), _source(profile), _ranks(plan), _batch(profile, placement)]
+    parts += [_table(profile, placement)]
     parts += [_activations(profile, placement), _precision(profile, placement)]
     parts += [_timing(plan, passes.last), _traffic(profile, plan, passes)]
     parts += [] if save is None else [textwrap.wrap(save.in_words, WIDTH, subsequent_indent="    ")]
@@ -75,6 +76,24 @@ def _source(profile: ModelProfile) -> list[str]:
     if not profile.on_values:
         return []
     return ["  activations as in one pass on values: another batch may take other bytes"]
+
+
+def _ranks(plan: Plan) -> list[str]:
+    if plan.ranks == 1:
+        return []
+    groups = f" in {plan.replicas} groups with a copy each" if plan.replicas > 1 else ""
+    lines = [f"ranks: {plan.ranks}{groups}; the numbers here are of one"]
+    owners = {chunk.block for chunk in plan.layout.chunks}
+    persistent = [plan.blocks[index].sharing for index in owners if plan.blocks[index].params is Tier.GPU]
+    words = {
+        Sharing.SHARDED: "of which it has a shard",
+        Sharing.PARAMS_REPLICATED: "of which it has the whole parameters",
+        Sharing.REPLICATED: "which it has wholly",
+    }
+    counts = [f"{persistent.count(way)} {text}" for way, text in words.items() if way in persistent]
+    if counts and plan.num_shards > 1:
+        lines += textwrap.wrap(f"  blocks on its GPU: {', '.join(counts)}", WIDTH, subsequent_indent="    ")
+    return lines
 
 
 def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
@@ -266,6 +285,8 @@ def _traffic(profile: ModelProfile, plan: Plan, passes: Passes) -> list[str]:
     swapped = plan.accumulate * sum(away(plan, call).held_bytes for call in profile.calls)
     if swapped:
         lines.append(f"  of each {format_bytes(swapped)} swapped activations")
+    if plan.ranks > 1:
+        lines.append(f"between GPUs per step: {moved[Lane.GATHER]} of parameters, {moved[Lane.REDUCE]} of gradients")
     if passes.last.lane(Lane.DISK_READ) or passes.last.lane(Lane.DISK_WRITE):
         lines.append(f"disk per step: {moved[Lane.DISK_READ]} read, {moved[Lane.DISK_WRITE]} written")
         stored = stored_bytes(profile, plan)

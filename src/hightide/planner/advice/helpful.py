@@ -62,6 +62,7 @@ class Improvements:
 
 def improvements(found: Searched, circumstances: Circumstances, may_go_on: Callable[[], bool]) -> Improvements:
     """`may_go_on` is asked before each new plan."""
+    assert found.candidate is not None, "only the rank that has searched knows where to go on"
     before = found.profile.num_samples / found.step.step_s
     changes = _faster(found, circumstances)
     helpful, untried = [], []
@@ -143,7 +144,7 @@ def _enough(problem: Problem, limits: Mapping[Tier, int]) -> Change | None:
         if fits(problem):
             sizes = {tier: size_option(num_bytes) for tier, num_bytes in raised.items()}
             text = " and ".join(f"{size} of {_NAMES[tier]}" for tier, size in sizes.items())
-            return Change(text, " ".join(_option(tier, size) for tier, size in sizes.items()))
+            return Change(text, " ".join(limit_option(tier, size) for tier, size in sizes.items()))
         limits = why_not(problem).enough[0]
     return None
 
@@ -156,10 +157,10 @@ def _with_disk(problem: Problem) -> Change | None:
     if num_bytes is None:
         return None
     size = size_option(num_bytes)
-    return Change(f"a disk of {size}", _option(Tier.DISK, size))
+    return Change(f"a disk of {size}", limit_option(Tier.DISK, size))
 
 
-def _option(tier: Tier, size: str) -> str:
+def limit_option(tier: Tier, size: str) -> str:
     return f"--{tier} {'FOLDER:' if tier is Tier.DISK else ''}{size}"
 
 
@@ -216,7 +217,7 @@ def _more(problem: Problem, tier: Tier) -> tuple[Change, Problem]:
 
 def _with_size(problem: Problem, tier: Tier, size: str, text: str) -> tuple[Change, Problem]:
     """Asked with what the option says, which is rounded."""
-    return Change(text, _option(tier, size)), problem.with_limit(tier, parse_bytes(size, tier))
+    return Change(text, limit_option(tier, size)), problem.with_limit(tier, parse_bytes(size, tier))
 
 
 def _unpinned(problem: Problem) -> Problem:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
-from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.infeasible import InfeasiblePlan, growth
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.standing_bytes import Needs
 from hightide.planner.search.trials import Trials
@@ -43,6 +43,7 @@ def refusal(trials: Trials, leanest: Iterable[Candidate]) -> InfeasiblePlan:
         tier,
         needed[tier],
         tuple(short for short, _ in found),
+        trials.problem.terms.accumulate,
     )
 
 
@@ -58,12 +59,12 @@ def _least(
             best[tuple(short)] = short, candidate
     found = [one for one in best.values() if not any(_does_with_less(other[0], one[0]) for other in best.values())]
 
-    def growth(one: tuple[dict[Tier, int], Candidate]) -> float:
-        return len(one[0]) * max((size / max(1, limits[tier]) for tier, size in one[0].items()), default=0)
+    def grows(one: tuple[dict[Tier, int], Candidate]) -> float:
+        return growth(one[0], limits)
 
     fewest = min(len(short) for short, _ in found)
-    most = min(growth(one) for one in found if len(one[0]) == fewest)
-    return sorted((one for one in found if len(one[0]) == fewest or growth(one) < most), key=growth)
+    most = min(grows(one) for one in found if len(one[0]) == fewest)
+    return sorted((one for one in found if len(one[0]) == fewest or grows(one) < most), key=grows)
 
 
 def _does_with_less(one: Mapping[Tier, int], other: Mapping[Tier, int]) -> bool:

@@ -1,12 +1,18 @@
-"""Pass 5: the optimizer's update of each chunk that got a gradient, where its states are."""
+"""Pass 5: the optimizer's update of each chunk that got a gradient, where its states are. Parameters that are whole on
+each of several GPUs, and updated in shards, are gathered after it: the next pass that uses them waits for that.
+
+An update on the GPU in backward waits for the REDUCE of its gradient. So that compute does not, it comes a few ticks
+later, if its grad slot is free so long."""
 
 from __future__ import annotations
 
-from hightide.ir.action import Action, ActionKey, Op
+from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower.draft import Draft
 from hightide.planner.placement import ChunkPlace
+
+TICKS_OF_REDUCE = 2  # for which an update on the GPU may be put off
 
 
 def add_updates(draft: Draft) -> None:
@@ -18,13 +24,52 @@ def add_updates(draft: Draft) -> None:
         elif draft.backward_uses.get(place.chunk.index) and not place.is_used_up:  # those left grad slots by it
             on_gpu = place.states is Tier.GPU
             draft.actions.append(update_on_gpu(draft, place) if on_gpu else _on_host(draft, place))
+    _put_off(draft)
+    updates = [action for action in draft.actions if action.op is Op.UPDATE]
+    draft.actions += [_gather(draft, one) for one in updates if draft.place_of(one).is_gathered_after_update]
+
+
+def _put_off(draft: Draft) -> None:
+    if not draft.last_reduce:
+        return
+    last = draft.ticks[-2].tick
+    first_waiting: dict[ActionKey, int] = {}  # by what is waited for, the tick
+    for action in draft.actions:
+        for name in action.after:
+            first_waiting[name] = min(first_waiting.get(name, last + 1), action.tick)
+    for at, action in enumerate(draft.actions):
+        if action.op is Op.UPDATE and action.runs_when_open and action.chunk in draft.last_reduce:
+            opens = min(last, action.opens + TICKS_OF_REDUCE, first_waiting.get(action.id, last + 1) - 1)
+            draft.actions[at] = action.changed(opens=max(action.opens, opens))
+
+
+def _gather(draft: Draft, update: Action) -> Action:
+    place = draft.place_of(update)
+    return update.changed(
+        id=ActionKey(Op.GATHER, place.chunk.index),
+        op=Op.GATHER,
+        lane=Lane.GATHER,
+        tick=_due(draft, place),
+        opens=update.opens if update.runs_when_open else update.tick,
+        kind=ChunkKind.PARAM,
+        source=Place(Tier.GPU),
+        target=Place(Tier.GPU),
+        num_bytes=place.gathered_bytes,
+        after=(update.id,),
+    )
 
 
 def update_on_gpu(draft: Draft, place: ChunkPlace) -> Action:
     last = draft.ticks[draft.backward_uses[place.chunk.index][-1]]
     if draft.plan.update is Update.DEFERRED:
         return _at_step(draft, place, last)
-    return _action(place, Lane.COMPUTE, tick=_due(draft, place), opens=last.tick, after=(last.id,))
+    after = last.id, *_reduced(draft, place)
+    return _action(place, Lane.COMPUTE, tick=_due(draft, place), opens=last.tick, after=after)
+
+
+def _reduced(draft: Draft, place: ChunkPlace) -> tuple[ActionKey, ...]:
+    reduce = draft.last_reduce.get(place.chunk.index)
+    return () if reduce is None else (reduce.id,)
 
 
 def _on_host(draft: Draft, place: ChunkPlace) -> Action:
@@ -44,7 +89,8 @@ def _due(draft: Draft, place: ChunkPlace) -> int:
 def _at_step(draft: Draft, place: ChunkPlace, last: Action | None) -> Action:
     """Inline on entry of the STEP tick, in the user's thread."""
     step = draft.ticks[-1]
-    return _action(place, Lane.COMPUTE, tick=step.tick, opens=step.tick - 1, after=(last.id,) if last else ())
+    after = *((last.id,) if last else ()), *_reduced(draft, place)
+    return _action(place, Lane.COMPUTE, tick=step.tick, opens=step.tick - 1, after=after)
 
 
 def _last_backward(draft: Draft) -> Action | None:

@@ -175,7 +175,7 @@ def _count_output_gradients(draft: Draft, effects: Effects) -> None:
 def _count_updates(draft: Draft, effects: Effects) -> None:
     for action in draft.actions:
         if action.op is Op.UPDATE and action.lane is Lane.COMPUTE:
-            chunk = draft.place_of(action).chunk
+            chunk = draft.place_of(action).shard
             narrow = sum(state.dtype != "float32" for state in chunk.rule_states)
             arrays = 1 + chunk.has_remainder + narrow  # fp32: the gradient scaled or widened, the master, and states
             effects[action.id]["gpu_transient"] += GRAD_BYTES * (

@@ -56,6 +56,7 @@ class Draft:
         self.standing: tuple[tuple[int, int], ...] = ()  # chunks that are in slots from the pass before, and where
         self.rings: tuple[Ring, ...] = ()
         self.last_write_back: dict[int, Action] = {}  # chunk -> its final one in this pass, or SUM
+        self.last_reduce: dict[int, Action] = {}  # chunk -> its final one in this pass
 
     def chunks_at(self, tick: Action) -> tuple[ChunkPlace, ...]:
         return () if tick.block is None else self.placement.by_block[tick.block]

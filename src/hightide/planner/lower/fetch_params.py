@@ -1,4 +1,5 @@
-"""Pass 2: parameters into slots before the ticks that use them, as early as the slot is free."""
+"""Pass 2: parameters into slots before the ticks that use them, as early as the slot is free. Of several ranks each
+fetches its shard, and a GATHER brings the rest; of a shard that stays on the GPU there is nothing to fetch."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from hightide.ir.chunk import ChunkSpec
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.lower.draft import Draft
 from hightide.planner.lower.lay_ticks import lay_ticks
+from hightide.planner.placement import ChunkPlace
 from hightide.planner.slot_choice import Use, choose_windows
 
 Slots = list[int | None]  # by slot, the chunk in it
@@ -46,6 +48,7 @@ def _end_of_pass(draft: Draft, slots: Slots) -> Slots:
 def _fill(draft: Draft, slots: Slots, reuses_slots: bool = True) -> None:
     """Before each tick what it needs; `slots` are those of the beginning, and of the end."""
     of_forward: set[int] = set()  # chunks that backward must not find
+    freed: dict[int, Action] = {}  # by slot that nothing has entered since: who has left it
     for tick in draft.ticks:
         needed = {}
         for place in draft.chunks_at(tick):
@@ -55,17 +58,24 @@ def _fill(draft: Draft, slots: Slots, reuses_slots: bool = True) -> None:
             if place.is_streamed:
                 needed[index] = place.num_slots
             elif place.is_refreshed and draft.uses[index][0] == tick.tick and not draft.mode.continues_step:
-                _fetch(draft, place.chunk, tick, None, [])
+                _bring(draft, place, tick, None, [])
+            elif place.is_gathered_after_update and draft.uses[index][0] == tick.tick:
+                _await_gather(draft, tick, index)
         is_backward = tick.op is Op.BACKWARD
         seen = [None if is_backward and chunk in of_forward else chunk for chunk in slots]
         windows = choose_windows(seen, needed, _next_use(draft, tick.tick), _last_use(draft, tick.tick))
         gone = _make_room(draft, tick, slots, windows, needed)
+        freed |= gone
         for index, start in windows.items():
-            chunk = draft.plan.layout.chunks[index]
+            place = draft.placement.chunks[index]
             window = range(start, start + needed[index])
-            _fetch(draft, chunk, tick, start, [e for s, e in gone.items() if s in window or e.chunk == index])
+            left = [e for s, e in gone.items() if s in window or e.chunk == index]
+            if draft.plan.num_shards > 1:  # what enters on one lane does not follow what has entered on the other
+                left += [e for s, e in freed.items() if s in window]
+            _bring(draft, place, tick, start, left)
             for slot in window:
                 slots[slot] = index
+                freed.pop(slot, None)
             if not reuses_slots:
                 (of_forward.discard if is_backward else of_forward.add)(index)
 
@@ -105,8 +115,40 @@ def _evict(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int) -> Action:
     return action
 
 
-def _fetch(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int | None, evicts: list[Action]) -> None:
-    action = Action(
+def _await_gather(draft: Draft, tick: Action, chunk: int) -> None:
+    """Parameters that stay were gathered after their last update."""
+    tick = draft.ticks[tick.tick]
+    draft.ticks[tick.tick] = tick.changed(after_prev=(*tick.after_prev, ActionKey(Op.GATHER, chunk)))
+
+
+def _bring(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None, evicts: list[Action]) -> None:
+    brought = _fetch(draft, place, tick, slot, evicts)
+    if place.home is Tier.GPU:
+        brought = brought.changed(
+            id=ActionKey(Op.GATHER, place.chunk.index, at=tick.id),
+            op=Op.GATHER,
+            lane=Lane.GATHER,
+            source=Place(Tier.GPU),
+            num_bytes=place.gathered_bytes,
+        )
+    draft.actions.append(brought)
+    if place.is_gathered and place.home is not Tier.GPU:
+        brought = brought.changed(
+            id=ActionKey(Op.GATHER, place.chunk.index, at=tick.id),
+            op=Op.GATHER,
+            lane=Lane.GATHER,
+            source=brought.target,
+            num_bytes=place.gathered_bytes,
+            after=(brought.id,),
+            after_prev=(),
+        )
+        draft.actions.append(brought)
+    draft.awaited[tick.tick].append(brought.id)
+
+
+def _fetch(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None, evicts: list[Action]) -> Action:
+    chunk = place.chunk
+    return Action(
         id=ActionKey(Op.FETCH, chunk.index, ChunkKind.PARAM, tick.id),
         op=Op.FETCH,
         lane=Lane.H2D,
@@ -117,12 +159,10 @@ def _fetch(draft: Draft, chunk: ChunkSpec, tick: Action, slot: int | None, evict
         kind=ChunkKind.PARAM,
         source=Place(Tier.HOST),
         target=Place(Tier.GPU, slot),
-        num_bytes=chunk.param_bytes,
+        num_bytes=place.shard.param_bytes,
         after=tuple(dict.fromkeys(evict.id for evict in evicts)),
         after_prev=(ActionKey(Op.UPDATE, chunk.index),) if chunk.optimised_numel else (),
     )
-    draft.actions.append(action)
-    draft.awaited[tick.tick].append(action.id)
 
 
 def _next_use(draft: Draft, tick: int) -> Use:

@@ -6,12 +6,22 @@ its sum: it is fetched instead of cleared. So the GPU always adds to the whole s
 placement. On the link and at home a gradient may be narrower than its sum (plan.gradients).
 
 In a step of several passes a sum may stay on the GPU, at a place of its own, until the last of them has added to it
-(ChunkPlace.stays)."""
+(ChunkPlace.stays).
+
+[Note: reducing gradients] Of several ranks each makes a whole gradient of its own batch. When a block's backward is
+done, a REDUCE makes the mean over ranks of it, and only this rank's shard goes on: home, or to its update. A sum that
+continues is the shard of a mean: its FETCH puts it into this rank's own ranges of a cleared slot, so (times the number
+of ranks) that the next REDUCE leaves it in the mean. Sums whose home is the GPU are not fetched: the slot is cleared,
+and the REDUCE adds to them, unless it is the first. Sums that stay on the GPU, and those that are whole on each rank,
+are reduced where they are, in the last pass of a step only; a second pass of ACCUMULATE adds to the mean, which is the
+same on all ranks, and so is the mean of it. Gradients that plain autograd makes are final only at the step: their
+REDUCE is issued on its entry."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.tier import ChunkKind, Lane, Tier
@@ -48,15 +58,47 @@ def move_gradients(draft: Draft) -> None:
     _exit_all(draft, slots, set(slots.last_tick))
     _follow_previous_pass(draft, slots)
     if draft.mode.ends_step:
+        _reduce_those_that_stayed(draft)
         _send_those_that_stayed(draft)
+
+
+def _reduce_those_that_stayed(draft: Draft) -> None:
+    for place in draft.placement.chunks:
+        if not place.is_reduced or place.in_grad_slot:
+            continue
+        uses = draft.backward_uses.get(place.chunk.index)
+        if draft.profile.blocks[place.chunk.block].loose:
+            _reduce(draft, place, draft.ticks[-2], None)
+        elif uses:
+            _reduce(draft, place, draft.ticks[uses[-1]], None)
 
 
 def _send_those_that_stayed(draft: Draft) -> None:
     for place in draft.placement.chunks:
         uses = draft.backward_uses.get(place.chunk.index)
-        if place.stays and uses:
+        if place.stays and place.leaves and uses:
             last = draft.last_write_back[place.chunk.index] = _write_back(draft, place, draft.ticks[uses[-1]], None)
             draft.actions.append(last)
+
+
+def _reduce(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None) -> Action:
+    """Where it is summed, or from there to the place of its shard."""
+    chunk, home = place.chunk, place.is_reduced_home
+    action = _of_gradient(
+        draft,
+        place,
+        tick,
+        Op.REDUCE,
+        Lane.REDUCE,
+        source=Place(Tier.GPU, slot),
+        target=Place(Tier.GPU, None if home else slot),
+        num_bytes=place.reduced_bytes,
+        after=(tick.id,),
+        after_prev=(ActionKey(Op.UPDATE, chunk.index),) if home and chunk.optimised_numel else (),
+    )
+    draft.last_reduce[chunk.index] = action
+    draft.actions.append(action)
+    return action
 
 
 def _enter_all(draft: Draft, slots: _GradSlots, tick: Action, needed: dict[int, int]) -> None:
@@ -85,7 +127,7 @@ def _enter(draft: Draft, slots: _GradSlots, place: ChunkPlace, tick: Action, win
     chunk = place.chunk
     before = [slots.exits[slot] for slot in window if slot in slots.exits]
     earlier = draft.last_write_back.get(chunk.index)
-    if earlier is None and draft.mode.starts_sums:
+    if place.is_reduced_home or (earlier is None and draft.mode.starts_sums):
         return _clear(draft, place, tick, window.start, before)
     action = Action(
         id=ActionKey(Op.FETCH, chunk.index, ChunkKind.GRAD, tick.id),
@@ -130,9 +172,12 @@ def _clear(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None, befo
 def _read_before(draft: Draft, place: ChunkPlace) -> tuple[ActionKey, ...]:
     """Who has read a gradient at its place on the GPU last: the copy that took it away, or the update."""
     chunk = place.chunk
-    if place.stays:
-        return (ActionKey(Op.WRITE_BACK, chunk.index, at=draft.ticks[draft.backward_uses[chunk.index][-1]].id),)
-    return (ActionKey(Op.UPDATE, chunk.index),) if chunk.optimised_numel else ()
+    last = draft.ticks[draft.backward_uses[chunk.index][-1]].id
+    if place.stays and place.leaves:
+        return (ActionKey(Op.WRITE_BACK, chunk.index, at=last),)
+    if chunk.optimised_numel:
+        return (ActionKey(Op.UPDATE, chunk.index),)
+    return (ActionKey(Op.REDUCE, chunk.index, at=last),) if place.is_reduced else ()
 
 
 def _exit_all(draft: Draft, slots: _GradSlots, chunks: set[int]) -> None:
@@ -143,11 +188,15 @@ def _exit_all(draft: Draft, slots: _GradSlots, chunks: set[int]) -> None:
 def _exit(draft: Draft, slots: _GradSlots, place: ChunkPlace, last_tick: int) -> None:
     index = place.chunk.index
     left = [slot for slot, occupant in enumerate(slots.occupants) if occupant == index]
+    tick = draft.ticks[last_tick]
+    if place.is_reduced:
+        action = _reduce(draft, place, tick, left[0])
     if place.is_used_up:
         action = update_on_gpu(draft, place)
-    else:
-        action = draft.last_write_back[index] = _write_back(draft, place, draft.ticks[last_tick], left[0])
-    draft.actions.append(action)
+        draft.actions.append(action)
+    elif not place.is_reduced_home:
+        action = draft.last_write_back[index] = _write_back(draft, place, tick, left[0])
+        draft.actions.append(action)
     for slot in left:
         slots.occupants[slot] = None
         slots.exits[slot] = action
@@ -155,21 +204,38 @@ def _exit(draft: Draft, slots: _GradSlots, place: ChunkPlace, last_tick: int) ->
 
 def _write_back(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None) -> Action:
     chunk = place.chunk
+    return _of_gradient(
+        draft,
+        place,
+        tick,
+        Op.WRITE_BACK,
+        Lane.D2H,
+        source=Place(Tier.GPU, slot),
+        target=Place(Tier.HOST),
+        num_bytes=place.grad_bytes,
+        after=(tick.id, *_reduced(draft, place)),
+        after_prev=(ActionKey(Op.UPDATE, chunk.index),) if chunk.optimised_numel else (),
+    )
+
+
+def _of_gradient(draft: Draft, place: ChunkPlace, tick: Action, op: Op, lane: Lane, **what: Any) -> Action:
+    """What becomes of a chunk's gradient once a tick has made it."""
+    chunk = place.chunk
     return Action(
-        id=ActionKey(Op.WRITE_BACK, chunk.index, at=tick.id),
-        op=Op.WRITE_BACK,
-        lane=Lane.D2H,
+        id=ActionKey(op, chunk.index, at=tick.id),
+        op=op,
+        lane=lane,
         tick=len(draft.ticks) - 1,  # at the latest step() needs it
         opens=tick.tick,
         block=chunk.block,
         chunk=chunk.index,
         kind=ChunkKind.GRAD,
-        source=Place(Tier.GPU, slot),
-        target=Place(Tier.HOST),
-        num_bytes=place.grad_bytes,
-        after=(tick.id,),
-        after_prev=(ActionKey(Op.UPDATE, chunk.index),) if chunk.optimised_numel else (),
+        **what,
     )
+
+
+def _reduced(draft: Draft, place: ChunkPlace) -> tuple[ActionKey, ...]:
+    return (draft.last_reduce[place.chunk.index].id,) if place.is_reduced else ()
 
 
 def _follow_previous_pass(draft: Draft, slots: _GradSlots) -> None:

@@ -30,10 +30,14 @@ def order_actions(draft: Draft) -> list[Action]:
     fetches = _order_fetches(draft, sorted(by_lane[Lane.H2D], key=lambda action: (action.tick, action.opens)))
     exits = sorted(by_lane[Lane.D2H], key=lambda action: (action.opens, action.tick))
     updates = sorted(by_lane[Lane.CPU], key=lambda action: (action.opens, action.tick))
-    inline = [*ticks, *by_lane[Lane.COMPUTE]]
+    gathers = _order_gathers(draft, by_lane[Lane.GATHER], fetches)
+    # Right after their ticks, as inline ones; those of plain autograd, which wait for the end of backward, last.
+    is_loose = [block.loose for block in draft.profile.blocks]
+    reduces = sorted(by_lane[Lane.REDUCE], key=lambda action: (action.opens, is_loose[action.block or 0]))
+    inline = [*ticks, *by_lane[Lane.COMPUTE], *reduces]
     if not any(draft.placement.num_buffers.values()) and not draft.plan.num_input_buffers:
-        return sorted([*inline, *exits, *fetches, *updates], key=_moment)
-    moved = move_through_disk(draft, fetches, exits, updates)
+        return sorted([*inline, *exits, *fetches, *gathers, *updates], key=_moment)
+    moved = [*move_through_disk(draft, fetches, exits, updates), *gathers]
     issued: dict[int, list[Action]] = defaultdict(list)
     for action in sorted(moved, key=_moment):
         issued[action.opens].append(action)
@@ -82,6 +86,15 @@ def _order_fetches(draft: Draft, by_need: list[Action]) -> list[Action]:
     return early + _raise_opens(late)
 
 
+def _order_gathers(draft: Draft, gathers: list[Action], fetches: list[Action]) -> list[Action]:
+    """Before the ticks that need them, in that order, as fetches; those after an update as they come."""
+    opens = {fetch.id: fetch.opens for fetch in fetches}
+    ready = [one.changed(opens=max([one.opens, *(opens.get(name, -1) for name in one.after)])) for one in gathers]
+    needed, updated = ([one for one in ready if (one.tick >= len(draft.ticks)) is late] for late in (False, True))
+    raised = _raise_opens(sorted(needed, key=lambda action: (action.tick, action.opens)))
+    return sorted([*raised, *updated], key=lambda action: (action.opens, action.tick))
+
+
 def _raise_opens(actions: list[Action]) -> list[Action]:
     opens = -1
     raised = []
@@ -96,8 +109,13 @@ def _moment(action: Action) -> tuple[int, int]:
     if action.op in TICK_OPS:
         return action.tick, 1
     if action.lane is Lane.COMPUTE:
-        return (action.opens, 2) if action.runs_when_open else (action.tick, 0)
+        return (action.opens, 3) if action.runs_when_open else (action.tick, 0)
     return action.opens, _RANKS[action.lane]
 
 
-_RANKS = {Lane.D2H: 3, Lane.H2D: 4, Lane.CPU: 5, Lane.DISK_WRITE: 6, Lane.DISK_READ: 7}
+_RANKS = {
+    lane: rank
+    for rank, lane in enumerate(
+        (Lane.REDUCE, Lane.COMPUTE, Lane.D2H, Lane.H2D, Lane.GATHER, Lane.CPU, Lane.DISK_WRITE, Lane.DISK_READ), start=2
+    )
+}

@@ -21,7 +21,7 @@ to the disk and come back with each pass; those that stay on the GPU leave it on
 
 Gradients of deferred updates go where their states are. Per byte of host memory that saves as much as keeping states
 there: one read and one write a step. Parameters on the host save more, two reads and a write, so they go last (see
-planner/search/moves.py).
+planner/search/ladders.py).
 """
 
 from __future__ import annotations

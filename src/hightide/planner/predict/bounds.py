@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 
-from hightide.ir.action import Mode
-from hightide.ir.machine import Machine
+from hightide.ir.action import Mode, Op
+from hightide.ir.machine import Links, Machine
 from hightide.ir.plan import Update
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.inputs_on_disk import stored_bytes
@@ -23,6 +23,7 @@ from hightide.planner.lookup import is_looked_up, rows_bytes
 from hightide.planner.lower.draft import Draft
 from hightide.planner.lower.lay_ticks import lay_ticks
 from hightide.planner.placement import Buffer, ChunkPlace, Placement
+from hightide.planner.predict.between_ranks import collective_s, links_of
 from hightide.planner.predict.step_seconds import seconds_of
 from hightide.planner.problem import Problem
 from hightide.planner.waiting import away
@@ -34,6 +35,7 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
     profile, costs, machine, plan = problem.profile, problem.costs, problem.machine, placement.plan
     draft = Draft(profile, plan, Mode.TRAIN, placement)
     lay_ticks(draft)
+    links = links_of(machine, plan)
     seconds = seconds_of(profile, plan, costs, draft.placement)
     ticks_s = [seconds(tick) for tick in draft.ticks]
     compute_s = plan.accumulate * sum(ticks_s)
@@ -50,8 +52,8 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
         if draft.uses.get(chunk.index) and place.home is not Tier.GPU:
             again = uses_disk and chunk.optimised_numel and place.is_streamed and draft.backward_uses[chunk.index]
             for lane in (Lane.H2D, Lane.DISK_READ) if place.home is Tier.DISK else (Lane.H2D,):
-                moved[lane] += chunk.param_bytes
-                again_bytes[lane] += chunk.param_bytes if again else 0
+                moved[lane] += place.shard.param_bytes
+                again_bytes[lane] += place.shard.param_bytes if again else 0
         if backward.isdisjoint(chunk.users):
             continue
         if place.states is Tier.GPU:
@@ -80,12 +82,24 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
             rows = plan.accumulate * rows_bytes(plan, call)
             moved[Lane.H2D] += rows
             moved[Lane.D2H] += rows if call.needs_backward else 0
-    slot_bytes = plan.num_slots * draft.placement.buffer_bytes[Buffer.SLOT]
+    slot_bytes = plan.num_slots * draft.placement.buffer_bytes[Buffer.SLOT] // plan.num_shards
     for lane, num_bytes in again_bytes.items():
         moved[lane] += plan.accumulate * max(0, num_bytes - slot_bytes)
     on_disk_s = disk_s(machine, moved[Lane.DISK_READ], moved[Lane.DISK_WRITE])
     turn_s = _turn_s(draft, machine, ticks_s) if uses_disk else 0.0
-    return max(compute_s, on_disk_s, turn_s, *lanes_alone(moved, machine.best_speed).values())
+    together_s = (0.0, 0.0) if links is None else _collectives_s(draft, links)
+    return max(compute_s, on_disk_s, turn_s, *together_s, *lanes_alone(moved, machine.best_speed).values())
+
+
+def _collectives_s(draft: Draft, links: Links) -> tuple[float, float]:
+    """Each chunk that is used is gathered at least once a step, and its gradient reduced once."""
+    gathered_s = reduced_s = 0.0
+    for place in draft.placement.chunks:
+        if place.is_gathered and draft.uses.get(place.chunk.index):
+            gathered_s += collective_s(links, draft.plan, Op.GATHER, place)
+        if place.is_reduced and draft.backward_uses.get(place.chunk.index):
+            reduced_s += collective_s(links, draft.plan, Op.REDUCE, place)
+    return gathered_s, reduced_s
 
 
 def _turn_s(draft: Draft, machine: Machine, ticks_s: list[float]) -> float:
@@ -105,8 +119,8 @@ def _turn_s(draft: Draft, machine: Machine, ticks_s: list[float]) -> float:
             moved[Lane.DISK_WRITE] += place.written_bytes
             moved[Lane.DISK_READ] += place.read_bytes
         if place.home is Tier.DISK:
-            moved[Lane.DISK_READ] += place.chunk.param_bytes
-            again[first] += place.chunk.param_bytes if place.is_streamed and not at_step else 0
+            moved[Lane.DISK_READ] += place.shard.param_bytes
+            again[first] += place.shard.param_bytes if place.is_streamed and not at_step else 0
         between_s = plan.accumulate * until_s[-1] - until_s[first] - (until_s[-1] - until_s[int(last) + 1])
         read_bytes = moved[Lane.DISK_READ] + again.total() - again[first] - ahead_bytes
         on_disk_s = disk_s(machine, max(0, read_bytes), max(0, moved[Lane.DISK_WRITE] - state_bytes))

@@ -16,7 +16,8 @@ from hightide.planner.loss_tiles import logit_bytes, loss_tile_tokens
 from hightide.planner.predict.light import main_dtype
 
 PRODUCT_SHARE = 0.85  # of the rate of one large product, that a layer's products reach
-HALF_RATE_FLOP = 2e10  # a call of so many operations fills the GPU half
+HALF_RATE_FLOP = 2e10  # a call of so many operations fills the GPU half,
+HALF_RATE_S = 1e-3  # and one of so many seconds the processor that a simulated accelerator is: it is full at once
 FUSED_SHARE = 0.25  # of the bytes that operations touch one by one, that compiled blocks touch
 LAUNCH_S = 20e-6  # of a call that does next to nothing
 # Bytes that an update of Adam moves, for each that it touches (once per array). Counted per parameter: gradient,
@@ -30,6 +31,7 @@ GLUE_S = 2e-3  # a model's own code waits for the GPU about once per step
 @dataclass(frozen=True)
 class _Rates:
     flop_per_s: float  # of large matrix products in the model's dtype
+    half_rate_flop: float  # of a call that is half as fast
     memory_bytes_per_s: float
     update_bytes_per_s: float
 
@@ -57,7 +59,9 @@ def _rates(profile: ModelProfile, machine: Machine) -> _Rates:
     known, memory_bytes_per_s = machine.gpu.matmul_flop_per_s, machine.gpu.memory_bytes_per_s
     dtype = main_dtype(profile)
     passes = UPDATE_PASSES.get(dtype, UPDATE_PASSES["float32"])
-    return _Rates(known.of(dtype) or known.float32, memory_bytes_per_s, memory_bytes_per_s / passes)
+    flop_per_s = known.of(dtype) or known.float32
+    half_rate_flop = min(HALF_RATE_FLOP, HALF_RATE_S * flop_per_s) if machine.is_simulated else HALF_RATE_FLOP
+    return _Rates(flop_per_s, half_rate_flop, memory_bytes_per_s, memory_bytes_per_s / passes)
 
 
 def _call_cost(call: CallSpec, num_samples: int, gpu: _Rates) -> CallCost:
@@ -83,7 +87,7 @@ def _seconds(work: Work, num_samples: int, gpu: _Rates, share: float) -> float:
 
 
 def _product_seconds(flop: float, gpu: _Rates) -> float:
-    return (flop + HALF_RATE_FLOP) / (PRODUCT_SHARE * gpu.flop_per_s) if flop else 0.0
+    return (flop + gpu.half_rate_flop) / (PRODUCT_SHARE * gpu.flop_per_s) if flop else 0.0
 
 
 def _loss_cost(profile: ModelProfile, gpu: _Rates) -> LossCost | None:

@@ -27,14 +27,14 @@ def moving_in_bytes(placement: Placement, on_host: Collection[str], waiting_byte
         if entry.param in on_host
     }
     now = sum(originals.values()) + waiting_bytes
-    most, freed = now, 0
+    most, freed, num_shards = now, 0, placement.plan.num_shards
     for place in placement.chunks:
         for entry in place.chunk.params:
-            now += entry.numel * DTYPE_BYTES[place.chunk.dtype] if place.home is Tier.HOST else 0
+            now += entry.numel * DTYPE_BYTES[place.chunk.dtype] // num_shards if place.home is Tier.HOST else 0
             most = max(most, now + min(freed, RETURN_BYTES))
             moved = originals.get(entry.param, 0)
             now, freed = now - moved, freed + moved
         if MASTER in place.chunk.states and place.states is Tier.HOST:
-            now += MASTER.num_bytes(place.chunk.optimised_numel)
+            now += MASTER.num_bytes(place.shard.optimised_numel)
             most = max(most, now + min(freed, RETURN_BYTES))
     return most

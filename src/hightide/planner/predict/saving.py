@@ -52,6 +52,7 @@ class Held:
     written_s: float  # when the reader is through
     waited_s: float  # that updates have waited, for room or for what leaves the GPU
     copied_bytes: tuple[int, ...]  # by chunk, that its update put aside
+    aside_bytes: int  # of all chunks together at one moment, at most
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class SaveForecast:
     spare_bytes: int  # of host memory
     write_bytes_per_s: float
     speed_source: str  # "measured", "estimated" or "assumed"
+    aside_bytes: int = 0  # of that, for copies, at most
+    pinned_bytes: int = 0  # of those, what leaves the GPU: the first save pins them
 
     def steps_between(self, share: float = AS_MUCH) -> int:
         """Two saves, so that they cost this share of the time, and one ends before the next begins."""
@@ -76,10 +79,16 @@ class SaveForecast:
         cost = self.held_s / (between * self.step_s) if self.step_s else 0.0
         costs = f"costs {AS_MUCH:.0%}" if cost > 0.9 * AS_MUCH else f"costs {cost:.1%}"
         held = f"holds it up {format_seconds(self.held_s)}" if self.held_s >= 5e-4 else "holds nothing up"
+        takes = (
+            f"takes up to {format_bytes(self.aside_bytes)} of free host memory"
+            if self.aside_bytes
+            else "copies nothing"
+        )
+        takes += f" (the first one pins {format_bytes(self.pinned_bytes)})" if self.pinned_bytes else ""
         disk = f"{self.speed_source} {self.write_bytes_per_s / 1e9:.1f} GB/s"
         return (
             f"a checkpoint: {format_bytes(self.num_bytes)} in {format_seconds(self.written_s)} beside training "
-            f"({disk}), {held}; {often} {costs}"
+            f"({disk}), {held}, {takes}; {often} {costs}"
         )
 
 
@@ -106,6 +115,8 @@ def held_up(
     reader = _Reader(chunks, write_bytes_per_s)
     aside = [0] * len(chunks)  # the last bytes of each, that lie in buffers
     late_s, left_bytes = 0.0, 0
+    gpu_bytes = sum(chunk.num_bytes for chunk in chunks if chunk.on_gpu)  # may all be aside: they leave ahead
+    most_bytes = 0  # of the others
     by_time = sorted((chunk.update_s, number) for number, chunk in enumerate(chunks) if chunk.update_s is not None)
     for planned_s, number in by_time:
         at_s = planned_s + late_s
@@ -117,12 +128,14 @@ def held_up(
             at_s = max(at_s, reader.reaches_s(position))
             unread = min(chunks[number].num_bytes, max(0, reader.ends[number] - position))
         aside[number] = unread
+        on_host = [one for one, its in enumerate(chunks) if aside[one] and not its.on_gpu]
+        most_bytes = max(most_bytes, sum(min(aside[one], max(0, reader.ends[one] - position)) for one in on_host))
         if chunks[number].on_gpu and unread:
             left_bytes += chunks[number].num_bytes
             at_s = max(at_s, left_bytes / d2h_bytes_per_s)
         late_s = at_s - planned_s
-    on_host = tuple(0 if chunk.on_gpu else num_bytes for chunk, num_bytes in zip(chunks, aside, strict=True))
-    return Held(reader.reaches_s(reader.num_bytes), late_s, on_host)
+    copied = tuple(0 if chunk.on_gpu else num_bytes for chunk, num_bytes in zip(chunks, aside, strict=True))
+    return Held(reader.reaches_s(reader.num_bytes), late_s, copied, min(spare_bytes, gpu_bytes + most_bytes))
 
 
 def _makes_room(reader: _Reader, aside: Sequence[int], number: int, position: int, spare_bytes: int) -> int:
@@ -186,7 +199,18 @@ def save_forecast(
     copying_s = _copying_s(problem, placement, passes, copied)
     num_bytes = sum(chunk.num_bytes for chunk in chunks)
     held_s = held.waited_s + copying_s
-    return SaveForecast(num_bytes, held.written_s, held_s, step.step_s, spare_bytes, write_bytes_per_s, source)
+    pinned_bytes = min(spare_bytes, sum(chunk.num_bytes for chunk in chunks if chunk.on_gpu))
+    return SaveForecast(
+        num_bytes,
+        held.written_s,
+        held_s,
+        step.step_s,
+        spare_bytes,
+        write_bytes_per_s,
+        source,
+        held.aside_bytes,
+        pinned_bytes,
+    )
 
 
 def write_speed(machine: Machine, step: StepForecast) -> tuple[float, str]:
@@ -211,7 +235,7 @@ def _saved_chunks(placement: Placement, order: Iterable[int], step: StepForecast
         span, place = spans.get(chunk), placement.chunks[chunk]
         ready_s = 0.0 if span is None else max(0.0, span.end_s - last.end_s)
         update_s = None if span is None else max(0.0, step.step_s + span.start_s - last.end_s)
-        found.append(SavedChunk(saved_bytes(place.chunk), ready_s, update_s, place.states is Tier.GPU))
+        found.append(SavedChunk(saved_bytes(place.shard), ready_s, update_s, place.states is Tier.GPU))
     return found
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from hightide.ir.action import TICK_OPS, Action, ActionKey, Schedule
 from hightide.ir.machine import Machine
 from hightide.ir.passes import Passes
-from hightide.ir.tier import Lane
+from hightide.ir.tier import COLLECTIVES, Lane
 
 NUM_STEPS = 4  # of one pass each; of several, so that there are about as many passes
 EPSILON_S = 1e-12
@@ -77,7 +77,7 @@ class Simulated:
 def simulate(
     schedule: Schedule | Passes, seconds: Callable[[Action], float], machine: Machine, num_steps: int = NUM_STEPS
 ) -> Simulated:
-    """`seconds`: how long an action of the compute lane takes."""
+    """`seconds`: how long an action of the compute lane takes, or a collective alone."""
     order = _order(Passes.of(schedule))
     clock = _Clock([one for one, _ in order], seconds, machine)
     num_steps = max(2, num_steps // len(order)) if num_steps > 1 else 1
@@ -125,6 +125,7 @@ def _order(passes: Passes) -> list[tuple[Schedule, int]]:
 
 
 _COMPUTE = 0  # the first lane
+_TIMED = frozenset({Lane.COMPUTE, *COLLECTIVES})  # whose work is seconds: of collectives those alone
 
 
 class _Graph:
@@ -146,7 +147,7 @@ class _Graph:
         number = {lane: at for at, lane in enumerate(lanes)}
         self.lane = [number[action.lane] for action in actions]
         self.is_in_order = [action.lane.is_in_order for action in actions]
-        self.work = [seconds(one) if one.lane is Lane.COMPUTE else float(one.num_bytes) for one in actions]
+        self.work = [seconds(one) if one.lane in _TIMED else float(one.num_bytes) for one in actions]
         self.followers: list[list[int]] = [[] for _ in actions]  # in the same pass
         self.missing = [0] * len(actions)  # how many it waits for in the same pass
         self.causes: list[list[int]] = []  # its `after`s
@@ -180,7 +181,7 @@ class _Running:
     at: int  # position in the schedule
     lane: int
     start_s: float
-    left: float  # seconds on the compute lane, bytes elsewhere
+    left: float  # seconds on the compute lane and of collectives, bytes elsewhere
     latency_s: float
 
 
@@ -198,6 +199,8 @@ class _Clock:
         self.spans: list[Span] = []
         self.stall_s: dict[int, dict[Lane, float]] = defaultdict(lambda: defaultdict(float))
         self._passes: list[_Pass] = []
+        self._first_dues: list[int] = []  # of passes, in ticks of all of them one after the other
+        self._next_due = 0
         self._latest: dict[ActionKey, Moment] = {}  # of those for which later passes wait
         self._latency_s = [machine.latency_s if lane.has_latency else 0.0 for lane in lanes]
         self._queues: tuple[deque[tuple[int, int]], ...] = tuple(deque() for _ in lanes)  # of lanes that work in order
@@ -230,6 +233,8 @@ class _Clock:
                     before.followers.setdefault(one, []).append((index, at))
                     missing[at] += 1
         self._passes.append(_Pass(graph, missing, [None] * len(missing), waits, {}))
+        self._first_dues.append(self._next_due)
+        self._next_due += graph.num_ticks
         for at, name in graph.outlasting:
             self._latest[name] = (index, at)
         for at, lane in enumerate(graph.lane):
@@ -241,7 +246,7 @@ class _Clock:
     def _push(self, index: int, at: int) -> None:
         """Onto a lane that takes what is due first, whatever pass it belongs to."""
         graph = self._passes[index].graph
-        due = index * graph.num_ticks + graph.actions[at].tick
+        due = self._first_dues[index] + graph.actions[at].tick
         heapq.heappush(self._heaps[graph.lane[at]], (due, index, at))
 
     def _start_all(self) -> None:
@@ -303,7 +308,7 @@ class _Clock:
                 self._end(one)
 
     def _speeds_of(self, moving: int) -> tuple[float, ...]:
-        """Of all lanes; the compute lane's work is seconds."""
+        """Of all lanes; the compute lane's work is seconds, and those of collectives are shares of theirs."""
         lanes = self._lanes
         known = self._machine.speeds_of({lane for at, lane in enumerate(lanes) if moving >> at & 1 and at != _COMPUTE})
         self._speeds[moving] = tuple(known.get(lane, 1.0) for lane in lanes)

@@ -18,14 +18,16 @@ from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.activation import Activation
 from hightide.ir.block import Affine, CallSpec, ModelProfile
 from hightide.ir.costs import Costs, Curve, LossCost
+from hightide.ir.machine import Links
 from hightide.ir.passes import Passes
 from hightide.ir.plan import Plan, Update
 from hightide.ir.split import micro_batches
-from hightide.ir.tier import Lane, Tier
+from hightide.ir.tier import COLLECTIVES, Lane, Tier
 from hightide.planner.lookup import is_looked_up, rows_bytes
 from hightide.planner.loss_tiles import early_gradient_bytes, num_rows
 from hightide.planner.mechanism import Mechanism, Mechanisms
 from hightide.planner.placement import ChunkPlace, Placement
+from hightide.planner.predict.between_ranks import collective_s, links_of
 from hightide.planner.predict.simulator import Simulated, simulate, simulated_step_s
 from hightide.planner.problem import Problem
 from hightide.planner.waiting import micro_batch_of
@@ -51,7 +53,8 @@ class StepForecast:
 def forecast(problem: Problem, placement: Placement, schedule: Schedule | Passes) -> StepForecast:
     """The steady state of training steps under a plan, which was lowered to this."""
     profile, costs, plan = problem.profile, problem.costs, placement.plan
-    seconds, limited = seconds_of(profile, plan, costs, placement), _restricted(schedule, problem.terms.without)
+    seconds = seconds_of(profile, plan, costs, placement, links_of(problem.machine, plan))
+    limited = _restricted(schedule, problem.terms.without)
     return StepForecast(simulate(limited, seconds, problem.machine), _issue_s(profile, plan, costs))
 
 
@@ -59,7 +62,8 @@ def forecast_step_s(problem: Problem, placement: Placement, schedule: Schedule |
     """As `forecast`, for those who compare plans."""
     profile, costs, plan = problem.profile, problem.costs, placement.plan
     limited = _restricted(schedule, problem.terms.without)
-    step_s = simulated_step_s(limited, seconds_of(profile, plan, costs, placement), problem.machine, num_steps)
+    seconds = seconds_of(profile, plan, costs, placement, links_of(problem.machine, plan))
+    step_s = simulated_step_s(limited, seconds, problem.machine, num_steps)
     return max(step_s, _issue_s(profile, plan, costs))
 
 
@@ -123,11 +127,12 @@ def _line(curve: Curve) -> Affine:
 
 
 def seconds_of(
-    profile: ModelProfile, plan: Plan, costs: Costs, placement: Placement | None = None
+    profile: ModelProfile, plan: Plan, costs: Costs, placement: Placement | None = None, links: Links | None = None
 ) -> Callable[[Action], float]:
-    """How long an action of the compute lane takes. See [Note: what the compute lane does]."""
+    """How long an action of the compute lane takes, and with links one of a collective lane, alone. See [Note: what the
+    compute lane does], and [Note: what a collective takes] in between_ranks.py."""
     _check_costs(profile, costs)
-    return _Seconds(profile, placement or Placement(plan), costs)
+    return _Seconds(profile, placement or Placement(plan), costs, links)
 
 
 def _check_costs(profile: ModelProfile, costs: Costs) -> None:
@@ -151,11 +156,14 @@ def _check_costs(profile: ModelProfile, costs: Costs) -> None:
 
 
 class _Seconds:
-    def __init__(self, profile: ModelProfile, placement: Placement, costs: Costs) -> None:
+    def __init__(self, profile: ModelProfile, placement: Placement, costs: Costs, links: Links | None) -> None:
         self._profile, self._plan, self._placement, self._costs = profile, placement.plan, placement, costs
+        self._links = links
         self._known: dict[tuple[Op, int, Activation, bool], float] = {}  # of calls of one kind
 
     def __call__(self, action: Action) -> float:
+        if self._links is not None and action.chunk is not None and action.lane in COLLECTIVES:
+            return collective_s(self._links, self._plan, action.op, self._placement.chunks[action.chunk])
         assert action.lane is Lane.COMPUTE, f"{action.id} is of the lane {action.lane}"
         if action.op is Op.FORWARD:
             return self._forward(self._call(action))
@@ -214,10 +222,10 @@ class _Seconds:
         """Read and written when a block's backward is done: norms, and rounding of the sum."""
         if place.is_looked_up:  # the host has it
             return 0
-        norms = place.chunk.grad_bytes if self._plan.update is Update.DEFERRED else 0
+        norms = place.shard.grad_bytes if self._plan.update is Update.DEFERRED else 0
         if place.rounds_to is None or self._plan.accumulate > 1:  # then once in many passes
             return norms
-        there = place.chunk.grad_bytes + place.grad_bytes
+        there = place.shard.grad_bytes + place.grad_bytes
         return norms + (2 * there if place.rounds_in_place else 0) + (0 if place.states is Tier.GPU else there)
 
     def _gather(self, num_bytes: int, sizes: list[int]) -> float:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.infeasible import InfeasiblePlan, growth
 from hightide.planner.problem import Problem
+from hightide.planner.search.nearby import why_not
 from hightide.planner.search.search import LEAST_GAIN, search
 from hightide.planner.solution import Searched
 
@@ -19,8 +20,7 @@ LIKELY = 1.03  # times the best of the quick looks: what looks slower is not sea
 
 
 def search_calls(step: Problem) -> Searched:
-    """`step`: with all samples of a step in one call. Raises InfeasiblePlan if nothing fits: for the most calls, which
-    need least."""
+    """`step`: with all samples of a step in one call. Raises InfeasiblePlan if nothing fits."""
     numbers = numbers_of_calls(step)
     if len(numbers) == 1:
         return search(step)
@@ -31,7 +31,7 @@ def search_calls(step: Problem) -> Searched:
         except InfeasiblePlan:
             continue
     if not looks:
-        return search(in_calls(step, numbers[-1]))
+        raise _refusal(step, numbers)
     likely = sorted(looks, key=lambda number: (looks[number], number))[:NUM_SEARCHED]
     found = search(in_calls(step, likely[0]))
     for number in likely[1:]:
@@ -40,6 +40,13 @@ def search_calls(step: Problem) -> Searched:
             if other.step.step_s < (1 - LEAST_GAIN) * found.step.step_s:
                 found = other
     return found
+
+
+def _refusal(step: Problem, numbers: list[int]) -> InfeasiblePlan:
+    """Of that number of calls for which limits must be raised least: one needs no sums between calls, the most need the
+    fewest activations."""
+    refusals = [why_not(in_calls(step, number)) for number in (numbers[0], numbers[-1])]
+    return min(refusals, key=lambda refused: growth(refused.enough[0], step.terms.limits))
 
 
 def in_calls(step: Problem, number: int) -> Problem:

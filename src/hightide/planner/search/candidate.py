@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
@@ -18,6 +19,9 @@ class Candidate:
     spare_slots: int = 1
     whole: frozenset[int] = field(default_factory=frozenset)  # blocks with params and states on the GPU
     params: frozenset[int] = field(default_factory=frozenset)  # blocks with params only
+    copied: frozenset[int] = field(
+        default_factory=frozenset
+    )  # of `whole`, those with whole params on each of the ranks
     keep: frozenset[int] = field(default_factory=frozenset)
     selective: frozenset[int] = field(default_factory=frozenset)  # no block is in two of these three
     swapped: frozenset[int] = field(default_factory=frozenset)  # selective, and what they hold waits on the host
@@ -53,6 +57,21 @@ class Candidate:
             Mechanism.LOOKUP: self.looked_up,
         }
         return frozenset(mechanism for mechanism, used in uses.items() if used)
+
+    def changed(self, **changes: Any) -> Candidate:
+        """As dataclasses.replace. Searches make thousands, so that this counts."""
+        other = object.__new__(Candidate)
+        other.__dict__.update(self.__dict__)
+        other.__dict__.pop("_hash", None)
+        other.__dict__.update(changes)
+        return other
+
+    def __hash__(self) -> int:
+        """Counted once: a search looks each of them up many times over."""
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = hash(tuple(self.__dict__.values()))
+        return known
 
     def activation(self, block: int) -> Activation:
         if block in self.keep:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 from hightide.ir.tier import Tier
 from hightide.planner.advice.missing import refusal
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.problem import Problem
 from hightide.planner.search.candidate import Candidate
-from hightide.planner.search.moves import DISK_ORDERS, ORDERS, Moves
+from hightide.planner.search.ladders import DISK_ORDERS, ORDERS
+from hightide.planner.search.moves import Moves
 from hightide.planner.search.trials import Trials
 
 MOST_DISK_BYTES = 1 << 60
@@ -44,16 +44,16 @@ def _around(moves: Moves, trials: Trials, known: Candidate) -> Iterator[Candidat
         elif (fitting := moves.shed(known, ORDERS[0])) is not None:
             yield fitting
     if known.disk:
-        yield from moves.refilled(replace(known, micro_batch=size) for size in moves.micro_batches)
+        yield from moves.refilled(known.changed(micro_batch=size) for size in moves.micro_batches)
     orders = DISK_ORDERS if known.disk else ORDERS
     for micro_batch in moves.micro_batches:
         for inputs in (Tier.GPU, Tier.HOST):
             plain = Candidate(micro_batch, inputs, known.spare_slots, slot_numel=known.slot_numel, disk=known.disk)
             if known.disk:
-                plain = replace(plain, whole=known.whole & moves.space.wide, near=known.near)
-            plain = replace(plain, **{name: getattr(known, name) for name in _OF_DISKS})
+                plain = plain.changed(whole=known.whole & moves.space.wide, near=known.near)
+            plain = plain.changed(**{name: getattr(known, name) for name in _OF_DISKS})
             fewest = min(1, known.state_buffers), min(1, known.read_buffers)
-            bare = replace(plain, spare_slots=0, spare_grad_slots=0, state_buffers=fewest[0], read_buffers=fewest[1])
+            bare = plain.changed(spare_slots=0, spare_grad_slots=0, state_buffers=fewest[0], read_buffers=fewest[1])
             start = next((one for one in (plain, bare) if trials.may_fit(one)), None)
             if start is not None:
                 yield from (moves.fill(start, order) for order in orders)

@@ -22,7 +22,8 @@ from hightide.ir.tier import Tier
 from hightide.planner.advice.missing import refusal
 from hightide.planner.problem import Problem
 from hightide.planner.search.candidate import Candidate
-from hightide.planner.search.moves import DISK_ORDERS, ORDERS, Moves
+from hightide.planner.search.ladders import DISK_ORDERS, ORDERS
+from hightide.planner.search.moves import Moves
 from hightide.planner.search.trials import Trials
 from hightide.planner.solution import Searched
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from hightide.ir.block import BlockSpec, ModelProfile
 from hightide.ir.chunk import Layout
-from hightide.ir.plan import PLAN_VERSION, BlockPlan, Forecast, GradientDtype, Plan, Update
+from hightide.ir.plan import PLAN_VERSION, BlockPlan, Forecast, GradientDtype, Plan, Sharing, Update
 from hightide.ir.tier import Tier
 from hightide.planner.inputs_on_disk import passing_calls, place_bytes
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
@@ -59,6 +59,8 @@ class Space:
             loss_kept_tokens=0 if self._is_early(candidate) else candidate.loss_kept_tokens,
             loss_in_forward=self._is_early(candidate),
             disk_limit_bytes=self.terms.disk_bytes,
+            ranks=self.terms.ranks,
+            replicas=self.terms.replicas,
             profile=self.profile,
         )
         placement = self.placement(plan)
@@ -80,7 +82,7 @@ class Space:
 
     def places(self, slot_numel: int) -> ChunkPlaces:
         if slot_numel not in self._places:
-            layout = pack(self.profile, slot_numel, self.terms.states)
+            layout = pack(self.profile, slot_numel, self.terms.states, self.terms.num_shards)
             self._places[slot_numel] = ChunkPlaces(layout, *self._kinds_of_gradients)
         return self._places[slot_numel]
 
@@ -89,8 +91,9 @@ class Space:
         return self.terms.update is Update.IN_BACKWARD
 
     @property
-    def _kinds_of_gradients(self) -> tuple[Update, GradientDtype, int]:
-        return self.terms.update, self.terms.gradients, self.terms.accumulate
+    def _kinds_of_gradients(self) -> tuple[Update, GradientDtype, int, int, int]:
+        terms = self.terms
+        return terms.update, terms.gradients, terms.accumulate, terms.ranks, terms.replicas
 
     def homes(self, candidate: Candidate) -> list[Home]:
         """Of all blocks. All buffers of a ring are as large as the largest: what is far wider than others parks. So
@@ -106,11 +109,33 @@ class Space:
         if index in candidate.looked_up:
             return Home(Tier.HOST, Tier.HOST, Tier.HOST, compute=Tier.HOST)
         if block.loose or index in candidate.whole:
-            return Home(Tier.GPU, Tier.GPU, Tier.HOST)
+            sums = Tier.GPU if self.is_cut and index in candidate.sums else Tier.HOST
+            return Home(Tier.GPU, Tier.GPU, sums, sharing=self._sharing(block, candidate))
         params = Tier.DISK if candidate.disk and index not in candidate.host_params else Tier.HOST
         states = Tier.DISK if candidate.disk and index not in candidate.host_states else Tier.HOST
         in_part = Tier.GPU if index in candidate.params else params, Tier.GPU if index in candidate.trained else states
-        return Home(*in_part, self._sums(index, in_part[1], candidate), parks=False)
+        sums = self._sums(index, in_part[1], candidate)
+        return Home(*in_part, sums, parks=False, sharing=self._sharing(block, candidate))
+
+    @property
+    def is_cut(self) -> bool:
+        """Chunks are cut into shards."""
+        return self.terms.num_shards > 1
+
+    def _sharing(self, block: BlockSpec, candidate: Candidate) -> Sharing:
+        """What is tiny is not worth more than one collective a step: adapters, norms."""
+        index = block.index
+        if not self.is_cut:
+            return Sharing.SHARDED
+        is_small = index in (candidate.whole & self._tiny) or index in candidate.trained - candidate.params
+        if block.loose or is_small:
+            return Sharing.REPLICATED
+        whole_params = candidate.params | (candidate.copied & candidate.whole)
+        return Sharing.PARAMS_REPLICATED if index in whole_params else Sharing.SHARDED
+
+    @cached_property
+    def _tiny(self) -> frozenset[int]:
+        return tiny_blocks(self.profile)
 
     def _sums(self, block: int, states: Tier, candidate: Candidate) -> Tier:
         if block in candidate.sums:
@@ -138,11 +163,12 @@ class Space:
         return tuple(replace(plan, late=True) if block in late else plan for block, plan in enumerate(plans))
 
     def _block_plan(self, block: BlockSpec, home: Home, candidate: Candidate) -> BlockPlan:
-        params, states, sums, compute, parks = home
+        params, states, sums, compute, parks, sharing = home
         activation = candidate.activation(block.index)
         held = Tier.HOST if block.index in candidate.swapped else Tier.GPU
         inputs = self._inputs(block, candidate)
-        return BlockPlan(block.name, params, states, activation, inputs, held, sums, compute, parks)
+        made = BlockPlan(block.name, params, states, activation, inputs, held, sums, compute, parks)
+        return made if sharing is made.sharing else replace(made, sharing=sharing)
 
     def _inputs(self, block: BlockSpec, candidate: Candidate) -> Tier:
         index = block.index
@@ -185,7 +211,7 @@ class Space:
     @cached_property
     def slot_sizes(self) -> tuple[int, ...]:
         """The one that wastes least first."""
-        return slot_sizes(self.profile)
+        return slot_sizes(self.profile, self.terms.num_shards)
 
     @cached_property
     def ring_sizes(self) -> tuple[int, ...]:
@@ -227,7 +253,9 @@ class Space:
     @cached_property
     def tables(self) -> tuple[int, ...]:
         """Embeddings that can be looked up on the host: called ones that are not tied. Of tiny ones, or from a disk, it
-        is not worth it."""
+        is not worth it; of several ranks none has the whole table."""
+        if self.terms.ranks > 1:
+            return ()
         tiny = tiny_blocks(self.profile)
         shared = {user for chunk in self.layout().chunks if len(chunk.users) > 1 for user in chunk.users}
         possible = [b.index for b in self.profile.blocks if b.plain_embedding and b.index in self.called]
@@ -235,10 +263,12 @@ class Space:
 
     @cached_property
     def adapted(self) -> tuple[int, ...]:
-        """Blocks with adapters, as they run. They cost little and save the way of gradients to the host and back."""
+        """Blocks with adapters beside chunks that are frozen, as they run. They cost little and save the way of
+        gradients to the host and back."""
         apart = adapters(self.profile)
-        blocks = self.profile.blocks
-        return tuple(b.index for b in blocks if b.index in self.called and not apart.isdisjoint(b.params))
+        frozen = {chunk.block for chunk in self.layout().chunks if not chunk.trainable_numel}
+        blocks = [self.profile.blocks[index] for index in sorted(self.called) if index in frozen]
+        return tuple(block.index for block in blocks if not apart.isdisjoint(block.params))
 
     @cached_property
     def summed(self) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ class _Share:
 
     added: tuple[int, ...]  # by tier
     largest: tuple[int, ...]  # by buffer
-    has_leaving: bool  # gradients that leave the GPU
+    has_leaving: bool  # gradients that leave the GPU, or go to other ranks
     widths: tuple[int, int]  # in slots and grad slots, of the chunks that it owns and uses
     parked_bytes: int  # of gradients
 
@@ -128,7 +128,7 @@ class _LayoutShares:
         return _Share(
             added=tuple(sum(place.bytes_on[tier] for place in places) for tier in Tier),
             largest=tuple(max((place.buffer_bytes.get(b, 0) for place in places), default=0) for b in Buffer),
-            has_leaving=any(place.in_grad_slot and place.leaves for place in places),
+            has_leaving=any(place.in_grad_slot and (place.leaves or place.is_reduced) for place in places),
             widths=(sum(place.num_slots for place in own), sum(place.num_grad_slots for place in own)),
             parked_bytes=sum(region_bytes(place.grad_bytes) for place in places if place.parks),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hightide.ir.passes import Passes
@@ -131,7 +131,7 @@ class Trials:
 
     def _always(self, candidate: Candidate) -> Standing:
         """Chunks and slots, which do not depend on activations."""
-        key = replace(candidate, **_WITHOUT_ACTIVATIONS)
+        key = candidate.changed(**_WITHOUT_ACTIVATIONS)
         found = self._known_standing.get(key)
         if found is None:
             found = self._known_standing[key] = self._standing.of(key)

@@ -20,6 +20,8 @@ _LANES = {
     Op.SUM: Lane.CPU,
     Op.READ: Lane.DISK_READ,
     Op.WRITE: Lane.DISK_WRITE,
+    Op.GATHER: Lane.GATHER,
+    Op.REDUCE: Lane.REDUCE,
 }  # others: compute, and updates where the states are
 _WAYS: dict[Op, tuple[Tier | None, Tier | None]] = {
     Op.FETCH: (Tier.HOST, Tier.GPU),
@@ -31,6 +33,8 @@ _WAYS: dict[Op, tuple[Tier | None, Tier | None]] = {
     Op.CLEAR: (None, Tier.GPU),
     Op.READ: (Tier.DISK, Tier.HOST),
     Op.WRITE: (Tier.HOST, Tier.DISK),
+    Op.GATHER: (Tier.GPU, Tier.GPU),
+    Op.REDUCE: (Tier.GPU, Tier.GPU),
 }
 _KINDS = {
     Op.FETCH: (ChunkKind.PARAM, ChunkKind.GRAD),
@@ -41,6 +45,8 @@ _KINDS = {
     Op.UPDATE: (ChunkKind.STATE,),
     Op.READ: (ChunkKind.PARAM, ChunkKind.GRAD, ChunkKind.STATE),
     Op.WRITE: (ChunkKind.GRAD, ChunkKind.STATE),
+    Op.GATHER: (ChunkKind.PARAM,),
+    Op.REDUCE: (ChunkKind.GRAD,),
 }
 
 
@@ -104,4 +110,6 @@ def _num_bytes(profile: ModelProfile, plan: Plan, action: Action, place: ChunkPl
         return place.read_bytes if action.op is Op.READ else place.written_bytes
     if action.op is Op.CLEAR:
         return place.chunk.grad_bytes
-    return place.chunk.param_bytes if action.kind is ChunkKind.PARAM else place.grad_bytes
+    if action.op in (Op.GATHER, Op.REDUCE):
+        return place.gathered_bytes if action.op is Op.GATHER else place.reduced_bytes
+    return place.shard.param_bytes if action.kind is ChunkKind.PARAM else place.grad_bytes

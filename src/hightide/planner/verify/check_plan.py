@@ -9,7 +9,7 @@ from hightide.ir.block import DTYPE_BYTES, BlockSpec, ModelProfile
 from hightide.ir.codec import check_numbers
 from hightide.ir.costs import Costs
 from hightide.ir.foreign import MAX_COUNT, quoted, shown
-from hightide.ir.plan import PLAN_VERSION, BlockPlan, Plan
+from hightide.ir.plan import PLAN_VERSION, BlockPlan, Plan, Sharing
 from hightide.ir.state_spec import StateSpecs
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
@@ -20,7 +20,7 @@ from hightide.planner.placement import RING_COUNTS, Placement
 
 MAX_BLOCKS, MAX_CHUNKS, MAX_CALLS = 20_000, 100_000, 100_000  # a hundred times those of the largest models
 MAX_SLOTS, MAX_MICRO_BATCHES, MAX_SAMPLES = 4096, 65_536, 2**31
-MAX_STATES, MAX_PASSES = 8, 65_536
+MAX_STATES, MAX_PASSES, MAX_RANKS = 8, 65_536, 65_536
 
 
 def check_profile(profile: ModelProfile) -> None:
@@ -87,8 +87,9 @@ def check_plan(profile: ModelProfile, plan: Plan) -> None:
         raise InfeasiblePlan(f"the plan has version {plan.version}, this is version {PLAN_VERSION}; make a new plan")
     if plan.fingerprint != profile.fingerprint:
         raise InfeasiblePlan(
-            f"this is a plan for another model: it has the fingerprint {shown(plan.fingerprint)}, the model has "
-            f"{shown(profile.fingerprint)}; make a new plan with hightide.plan(model, optimizer, batch)"
+            "this is a plan for another model: names, shapes or dtypes of parameters, groups or blocks differ "
+            f"(its fingerprint is {shown(plan.fingerprint)}, the model's {shown(profile.fingerprint)}); make a new "
+            "plan with hightide.plan(model, optimizer, batch)"
         )
     _check_most("chunks", len(plan.layout.chunks), MAX_CHUNKS)
     names, planned = [block.name for block in profile.blocks], [block.name for block in plan.blocks]
@@ -98,9 +99,18 @@ def check_plan(profile: ModelProfile, plan: Plan) -> None:
             f"the plan lists {len(planned)} blocks, the model has {len(names)}"
             + (f"; where the model has {quoted(wrong[0])} the plan has {quoted(wrong[1])}" if wrong else "")
         )
+    _check_ranks(plan)
     _check_layout(profile, plan)
     _check_blocks(profile, plan)
     _check_numbers(profile, plan)
+
+
+def _check_ranks(plan: Plan) -> None:
+    if not 1 <= plan.ranks <= MAX_RANKS or plan.replicas < 1 or plan.ranks % plan.replicas:
+        raise InfeasiblePlan(
+            f"the plan is for {plan.ranks} ranks in {plan.replicas} groups; there must be from 1 to {MAX_RANKS} ranks, "
+            "in groups of equal size: make a new plan"
+        )
 
 
 def check_states(plan: Plan, states: StateSpecs) -> None:
@@ -129,7 +139,7 @@ def _check_layout(profile: ModelProfile, plan: Plan) -> None:
                 f"chunk {chunk.index} of the plan's layout has {len(chunk.states)} states and "
                 f"num_backwards={chunk.num_backwards}, which no optimizer and no model has; make a new plan"
             )
-    for chunk, right in zip(plan.layout.chunks, made_again(profile, plan.layout), strict=True):
+    for chunk, right in zip(plan.layout.chunks, made_again(profile, plan.layout, plan.num_shards), strict=True):
         wrong = [field.name for field in fields(chunk) if getattr(chunk, field.name) != getattr(right, field.name)]
         if wrong:
             raise InfeasiblePlan(
@@ -147,7 +157,7 @@ def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
                 f"{where} has inputs on the disk and activations on the host, which leave the GPU together; use "
                 "inputs=host, or held=gpu"
             )
-        if block.params is Tier.DISK and block.states is not Tier.DISK:
+        if block.params is Tier.DISK and block.states is Tier.HOST:
             raise InfeasiblePlan(
                 f"{where} has params on the disk but states on the {block.states}; params are read twice a step and "
                 "states once, so put states on the disk too, or params on the host"
@@ -183,8 +193,27 @@ def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
             )
         if block.compute is not Tier.GPU:
             _check_lookup(spec, block, plan, where)
+        if plan.num_shards > 1:
+            _check_sharing(spec, block, plan, where)
         if spec.loose and (block.params, block.states) != (Tier.GPU, Tier.GPU):
             raise InfeasiblePlan(f"{where} (parameters used outside of blocks) must have params and states on the gpu")
+
+
+def _check_sharing(spec: BlockSpec, block: BlockPlan, plan: Plan, where: str) -> None:
+    """Of a block on several ranks."""
+    optimised = any(chunk.block == spec.index and chunk.optimised_numel for chunk in plan.layout.chunks)
+    if spec.loose and block.sharing is not Sharing.REPLICATED:
+        raise InfeasiblePlan(
+            f"{where} (parameters used outside of blocks) has sharing={block.sharing}, but plain autograd needs all of "
+            f"it on each of {plan.ranks} ranks; use sharing={Sharing.REPLICATED}"
+        )
+    is_updated_elsewhere = block.params is Tier.GPU is not block.states and optimised
+    if is_updated_elsewhere and block.sharing is not Sharing.PARAMS_REPLICATED:
+        raise InfeasiblePlan(
+            f"{where} has params on the gpu and states on the {block.states} of {plan.ranks} ranks with "
+            f"sharing={block.sharing}; its parameters are whole there and its states are not: use "
+            f"sharing={Sharing.PARAMS_REPLICATED}"
+        )
 
 
 def _check_loss_in_forward(profile: ModelProfile, plan: Plan) -> None:
@@ -202,6 +231,11 @@ def _check_loss_in_forward(profile: ModelProfile, plan: Plan) -> None:
 
 def _check_lookup(spec: BlockSpec, block: BlockPlan, plan: Plan, where: str) -> None:
     """Of an embedding on the host."""
+    if plan.ranks > 1:
+        raise InfeasiblePlan(
+            f"{where} has compute on the host, where each of {plan.ranks} ranks has a part of its table only; use "
+            "compute=gpu"
+        )
     if block.compute is Tier.DISK:
         raise InfeasiblePlan(f"{where} has compute on the disk; use gpu, or host for an embedding")
     if not spec.plain_embedding:

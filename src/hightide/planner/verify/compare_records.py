@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -25,7 +26,7 @@ class Completed(Protocol):
 
     @property
     def ready_dues(self) -> tuple[int, ...]:
-        """When each of `ready` was due."""
+        """When each of `ready` was due, in ticks of all passes one after the other."""
         ...
 
 
@@ -41,8 +42,16 @@ def compare(schedule: Schedule, records: Sequence[Completed]) -> list[str]:
         if lane.is_in_order:
             deviations += _compare_order(lane, planned, ids)
         else:
-            deviations += [line for record in done for line in _check_pick(schedule, record)]
+            first_due = _first_due(schedule, done)
+            deviations += [line for record in done for line in _check_pick(schedule, record, first_due)]
     return deviations
+
+
+def _first_due(schedule: Schedule, done: Sequence[Completed]) -> int:
+    """When the first tick of the pass was due, as most records have it."""
+    dues = [(record.id, dict(zip(record.ready, record.ready_dues, strict=True)).get(record.id)) for record in done]
+    found = Counter(due - schedule.by_id[name].tick for name, due in dues if name in schedule.by_id and due is not None)
+    return found.most_common(1)[0][0] if found else 0
 
 
 def _compare_sets(lane: Lane, planned: Sequence[str], done: Sequence[str]) -> list[str]:
@@ -63,15 +72,14 @@ def _compare_order(lane: Lane, planned: Sequence[str], done: Sequence[str]) -> l
     return [f"{lane}: {ran} ran where {due} was scheduled" for due, ran in pairs if due != ran]
 
 
-def _check_pick(schedule: Schedule, record: Completed) -> list[str]:
+def _check_pick(schedule: Schedule, record: Completed, first_due: int) -> list[str]:
     dues = dict(zip(record.ready, record.ready_dues, strict=True))
     if record.id not in dues:
         return [f"{record.lane}: {record.id} was picked and was not ready"]
-    wrong = [
-        f"{record.lane}: {name} was recorded as due at {due}, scheduled for {schedule.by_id[name].tick}"
-        for name, due in dues.items()
-        if name in schedule.by_id and schedule.by_id[name].tick != due
-    ]
+    wrong, due = [], dues[record.id] - first_due
+    if record.id in schedule.by_id and schedule.by_id[record.id].tick != due:
+        scheduled = schedule.by_id[record.id].tick
+        wrong.append(f"{record.lane}: {record.id} was recorded as due at {due}, scheduled for {scheduled}")
     first = min(dues, key=lambda name: dues[name])
     if dues[first] < dues[record.id]:
         wrong.append(f"{record.lane}: {record.id} was picked while {first} was ready and due earlier")

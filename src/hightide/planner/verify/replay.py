@@ -38,6 +38,14 @@ class Replay(OrderedReplay):
         self.first_rows: dict[int, Action] = {}  # table on the host -> the first tick that adds to its gradient
         self.left: dict[int, Action] = {}  # table on the host -> the latest copy of its rows' gradients
         self.rows: dict[int, Action] = {}  # and that which is not summed yet
+        self.whole: dict[int, Action] = {}  # chunk -> who made it whole, where the tick finds it
+        self.gathers: dict[int, list[Action]] = {}  # of its shards, in slots or after a fetch
+        self.used: set[int] = set()
+        self.regathered: set[int] = set()  # chunks that were gathered after their update
+        self.unreduced: dict[int, Action] = {}  # chunk whose gradient is this rank's own -> the tick that added last
+        self.reduced: dict[int, Action] = {}  # chunk -> the latest reduction of its gradient
+        self.means: set[int] = set()  # chunks of which a grad slot holds the mean over ranks
+        self.update_of: dict[int, Action] = {}
         self._standing: set[str] = set()  # ids of who let in what is in slots from the pass before
         for chunk, slot in schedule.standing:
             self._let_stand(chunk, slot)
@@ -51,6 +59,7 @@ class Replay(OrderedReplay):
         if not self.schedule.mode.continues_step or not width or len(window) < width or any(window):
             self.fail(entry, f"cannot stand in slot {slot} when the pass begins")
         self.slots.entries[slot : slot + width] = [entry] * width
+        self.whole[chunk] = entry
         self._standing.add(key)
 
     def after(self, action: Action, earlier: Action | None, message: str) -> None:
@@ -80,6 +89,8 @@ class Replay(OrderedReplay):
             Op.UPDATE: self._update,
             Op.LOOK_UP: self._look_up,
             Op.SUM: self._sum_rows,
+            Op.GATHER: self._gather,
+            Op.REDUCE: self._reduce,
         }  # READ and WRITE: DiskReplay
         left = -1  # the last tick so far
         for action in self.schedule.actions:
@@ -131,6 +142,17 @@ class Replay(OrderedReplay):
                 self.after(tick, entry, f"uses chunk {index}, which is not in a slot then")
             elif place.is_refreshed and not self.schedule.mode.continues_step:
                 self.after(tick, self.refreshed.get(index), f"uses chunk {index} before its new values are fetched")
+            self._is_whole(tick, place)
+            self.used.add(index)
+
+    def _is_whole(self, tick: Action, place: ChunkPlace) -> None:
+        """All shards of what it uses are there."""
+        index = place.chunk.index
+        if place.is_gathered_after_update:
+            if index not in self.used:
+                self.follows(tick, ActionKey(Op.GATHER, index), f"uses chunk {index} before it is gathered")
+        elif place.is_gathered and (place.is_streamed or not self.schedule.mode.continues_step):
+            self.after(tick, self.whole.get(index), f"uses chunk {index} before it is gathered")
 
     def _backward(self, tick: Action) -> None:
         self._forward(tick)
@@ -146,6 +168,10 @@ class Replay(OrderedReplay):
         chunk = place.chunk
         if chunk.index in self.updated:
             self.fail(tick, f"adds to the gradient of chunk {chunk.index} after its update")
+        if chunk.index in self.means:
+            self.fail(tick, f"adds to the gradient of chunk {chunk.index}, which is the mean over ranks by now")
+        if place.is_reduced:
+            self.unreduced[chunk.index] = tick
         self.summed.add(chunk.index)
         if place.is_looked_up:
             if (earlier := self.left.get(chunk.index)) is not None:
@@ -163,6 +189,76 @@ class Replay(OrderedReplay):
         loose = self.profile.blocks[chunk.block].loose  # the runtime clears these itself
         if self.schedule.mode.starts_sums and chunk.index not in self.cleared and not loose:
             self.fail(tick, f"adds to the gradient of chunk {chunk.index}, which was not cleared")
+
+    def _gather(self, action: Action) -> None:
+        place = self.place(action)
+        chunk = place.chunk
+        if not place.is_gathered:
+            self.fail(action, f"gathers chunk {chunk.index}, of which each rank has all that it needs")
+        if place.is_gathered_after_update:
+            self.after(action, self.update_of.get(chunk.index), f"gathers chunk {chunk.index} before its update")
+            if chunk.index in self.regathered or action.target != Place(Tier.GPU):
+                self.fail(action, f"gathers chunk {chunk.index} again, or elsewhere than where it stays")
+            self.regathered.add(chunk.index)
+            return
+        if chunk.index in self.updated:
+            self.fail(action, f"gathers chunk {chunk.index} in the pass that has updated it")
+        if place.home is Tier.GPU:
+            if chunk.optimised_numel:
+                key = ActionKey(Op.UPDATE, chunk.index)
+                self.follows(action, key, f"gathers chunk {chunk.index} before it is updated")
+            self._enter(self.slots, action, place.num_slots)
+        else:
+            entry = self.slots.entry(chunk.index, ChunkKind.PARAM)
+            shard = entry if place.is_streamed else self.refreshed.get(chunk.index)
+            self.after(action, shard, f"gathers chunk {chunk.index} before its shard is there")
+            if chunk.index in self.whole or shard is None or action.target != shard.target:
+                self.fail(action, f"gathers chunk {chunk.index} again, or elsewhere than where its shard is")
+        if action.source != (Place(Tier.GPU) if place.home is Tier.GPU else action.target):
+            self.fail(action, f"gathers chunk {chunk.index} from {action.source}, where its shard is not")
+        self.whole[chunk.index] = action
+        self.gathers.setdefault(chunk.index, []).append(action)
+
+    def _reduce(self, action: Action) -> None:
+        place = self.place(action)
+        chunk = place.chunk
+        is_loose = self.profile.blocks[chunk.block].loose  # plain autograd adds to it, which no tick tells
+        if not place.is_reduced or (
+            chunk.index not in self.unreduced and (not is_loose or chunk.index in self.reduced)
+        ):
+            self.fail(action, f"reduces the gradient of chunk {chunk.index}, which has nothing new on this rank")
+        if not place.in_grad_slot and not self.schedule.mode.ends_step:
+            self.fail(action, f"reduces the gradient of chunk {chunk.index}, to which more is added")
+        if (last_sum := self.unreduced.pop(chunk.index, None)) is not None:
+            self.after(action, last_sum, f"reduces the gradient of chunk {chunk.index} before it is summed")
+        if action.target != (Place(Tier.GPU) if place.is_reduced_home else action.source):
+            self.fail(
+                action, f"leaves the gradient of chunk {chunk.index} in {action.target}, where nobody looks for it"
+            )
+        if place.is_reduced_home:
+            if chunk.optimised_numel:
+                self.follows(action, ActionKey(Op.UPDATE, chunk.index), "overwrites a gradient that may still be read")
+            self._leave(self.grad_slots, action)
+        elif place.in_grad_slot:
+            window = self.grad_slots.holding(chunk.index, ChunkKind.GRAD)
+            if action.source is None or not window or action.source.slot != window[0]:
+                self.fail(action, f"reduces {action.source}, where the gradient of chunk {chunk.index} is not")
+            self.means.add(chunk.index)
+        elif action.source != Place(Tier.GPU):
+            self.fail(action, f"reduces {action.source}, but the gradient of chunk {chunk.index} has its own place")
+        if not place.leaves and not place.is_used_up:
+            self.dirty.pop(chunk.index, None)
+        self.reduced[chunk.index] = action
+
+    def _is_mean(self, action: Action, place: ChunkPlace) -> None:
+        """The gradient that it reads is that of all ranks."""
+        if not place.is_reduced:
+            return
+        index = place.chunk.index
+        if index in self.unreduced:
+            self.fail(action, f"reads the gradient of chunk {index}, which is not reduced")
+        self.after(action, self.reduced.get(index), f"reads the gradient of chunk {index} before it is reduced")
+        self.means.discard(index)
 
     def _look_up(self, action: Action) -> None:
         chunk = self.place(action).chunk
@@ -191,6 +287,8 @@ class Replay(OrderedReplay):
         chunk = place.chunk
         if place.is_looked_up:
             self.fail(action, f"fetches chunk {chunk.index}, whose rows are looked up on the host")
+        if place.tier_of(action.kind or ChunkKind.PARAM) is Tier.GPU:
+            self.fail(action, f"fetches the {action.kind} of chunk {chunk.index}, which lives on the GPU")
         if action.kind is ChunkKind.GRAD:
             if self.schedule.mode.starts_sums and chunk.index not in self.write_backs:
                 self.fail(action, f"fetches a gradient of chunk {chunk.index} that no earlier action has made")
@@ -235,28 +333,34 @@ class Replay(OrderedReplay):
             self.slots.entry(chunk.index, ChunkKind.PARAM),
             f"drops chunk {chunk.index}, which is not in a slot then",
         )
+        if self.place(action).is_gathered:
+            self.after(action, self.whole.pop(chunk.index, None), f"drops chunk {chunk.index} while it is gathered")
         self._leave(self.slots, action)
 
     def _clear(self, action: Action) -> None:
         place = self.place(action)
         chunk = place.chunk
-        if not self.schedule.mode.starts_sums or chunk.index in self.summed or place.is_looked_up:
+        holds_sums = not self.schedule.mode.starts_sums or chunk.index in self.summed
+        if (holds_sums and not place.is_reduced_home) or chunk.index in self.unreduced or place.is_looked_up:
             self.fail(action, f"clears the gradient of chunk {chunk.index}, which holds sums")
         if not place.in_grad_slot:
             if chunk.index in self.cleared:
                 self.fail(action, f"clears the gradient of chunk {chunk.index} again")
-            if place.stays:
-                self.follows(action, self._exit_of(place), "clears a gradient that may still be on its way")
+            if place.stays and place.leaves:
+                key = self._last_of(Op.WRITE_BACK, place)
+                self.follows(action, key, "clears a gradient that may still be on its way")
             elif chunk.optimised_numel:
                 self.follows(action, ActionKey(Op.UPDATE, chunk.index), "clears a gradient that may still be read")
+            elif place.is_reduced:
+                self.follows(action, self._last_of(Op.REDUCE, place), "clears a gradient that may still be reduced")
             self.cleared.add(chunk.index)
         else:
             self._enter(self.grad_slots, action, place.num_grad_slots)
 
-    def _exit_of(self, place: ChunkPlace) -> ActionKey:
-        """The write-back of a sum that has stayed on the GPU, in the last pass of a step."""
+    def _last_of(self, op: Op, place: ChunkPlace) -> ActionKey:
+        """The write-back, or reduction, of a sum that has stayed on the GPU, in the last pass of a step."""
         users = [tick for tick in self.schedule.ticks if tick.op is Op.BACKWARD and tick.block in place.chunk.users]
-        return ActionKey(Op.WRITE_BACK, place.chunk.index, at=users[-1].id)
+        return ActionKey(op, place.chunk.index, at=users[-1].id)
 
     def _write_back(self, action: Action) -> None:
         place = self.place(action)
@@ -269,6 +373,7 @@ class Replay(OrderedReplay):
         self.after(action, last_sum, f"writes back the gradient of chunk {chunk.index} before it is summed")
         if place.is_looked_up:
             return self._rows_leave(action, chunk.index)
+        self._is_mean(action, place)
         if chunk.optimised_numel:
             self.follows(action, ActionKey(Op.UPDATE, chunk.index), "overwrites a gradient that may still be read")
         if place.stays and action.source != Place(Tier.GPU):
@@ -294,6 +399,9 @@ class Replay(OrderedReplay):
             last_sum = self.dirty.pop(chunk.index, None)
             self.after(action, last_sum, f"uses up the gradient of chunk {chunk.index} before it is summed")
             self.grad_slots.leave(action, self.grad_slots.holding(chunk.index, ChunkKind.GRAD))
+        self._is_mean(action, place)
+        for gather in self.gathers.get(chunk.index, []):
+            self.after(action, gather, f"updates chunk {chunk.index} while it is gathered")
         if chunk.index in self.dirty or chunk.index in self.rows:
             self.fail(action, f"reads the gradient of chunk {chunk.index}, which is not written back")
         if chunk.index in self.updated:
@@ -303,6 +411,7 @@ class Replay(OrderedReplay):
         if self.plan.update is Update.DEFERRED:
             self._check_step(action)
         self.updated.add(chunk.index)
+        self.update_of[chunk.index] = action
 
     def _check_step(self, update: Action) -> None:
         """On the host after the step, on the GPU as its first part."""
@@ -336,6 +445,11 @@ class Replay(OrderedReplay):
         due = loose | {chunk.index for chunk in optimised if chunk.index in self.summed}
         if due - self.updated:
             raise InfeasiblePlan(f"the chunks {sorted(due - self.updated)} have a gradient and are never updated")
+        if self.unreduced:
+            raise InfeasiblePlan(f"the gradients of chunks {sorted(self.unreduced)} are never reduced")
+        scattered = {index for index in self.updated if places[index].is_gathered_after_update} - self.regathered
+        if scattered:
+            raise InfeasiblePlan(f"the chunks {sorted(scattered)} are updated and never gathered")
 
     def _check_balance(self) -> None:
         """What a step takes it gives back, or the next one would begin with less."""

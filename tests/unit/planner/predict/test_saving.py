@@ -31,6 +31,8 @@ def test_with_some_memory_an_update_waits_until_there_is_room() -> None:
     """The second and the third are aside at 1.2 s with 180 bytes; for the last, 80 of them must be read."""
     held = held_up(HUNDREDS, write_bytes_per_s=100.0, spare_bytes=200)
     assert held.waited_s == pytest.approx(2.0 - 1.3) and held.copied_bytes == (0, 90, 100, 100)
+    assert held.aside_bytes == 200
+    assert held_up(HUNDREDS, write_bytes_per_s=100.0, spare_bytes=400).aside_bytes == 70 + 200, "at 1.3 s"
 
 
 def test_the_reader_waits_for_updates_of_the_saved_step_alone() -> None:
@@ -51,6 +53,7 @@ def test_what_leaves_the_gpu_takes_the_link() -> None:
     held = held_up(on_gpu, 100.0, 400, d2h_bytes_per_s=150.0)
     assert held.waited_s == pytest.approx(2.0 - 1.3), "300 bytes were not read in time"
     assert held.copied_bytes == (0, 0, 0, 0), "nothing of it is the cpu lane's"
+    assert held.aside_bytes == 400 and held_up(on_gpu, 100.0, 300, 150.0).aside_bytes == 300, "it leaves ahead"
 
 
 def stepped(chunks: list[SavedChunk], bytes_per_s: int, spare_bytes: int) -> float:
@@ -112,10 +115,12 @@ def test_how_often_one_can_save_for_one_percent() -> None:
 
 def test_it_is_told_in_one_sentence() -> None:
     assert told(3.15).in_words == (
-        "a checkpoint: 35.9 GiB in 13.000 s beside training (measured 3.0 GB/s), holds it up 3.150 s; every 210 steps "
-        "costs 1%"
+        "a checkpoint: 35.9 GiB in 13.000 s beside training (measured 3.0 GB/s), holds it up 3.150 s, copies nothing; "
+        "every 210 steps costs 1%"
     )
-    assert told(0.0).in_words.endswith("holds nothing up; every 9 steps costs 0.0%")
+    assert told(0.0).in_words.endswith("holds nothing up, copies nothing; every 9 steps costs 0.0%")
+    from_gpu = replace(told(0.0), aside_bytes=5 * 2**30, pinned_bytes=2**30).in_words
+    assert "takes up to 5.0 GiB of free host memory (the first one pins 1.0 GiB); every" in from_gpu
 
 
 def test_bytes_are_those_of_whole_tensors() -> None:

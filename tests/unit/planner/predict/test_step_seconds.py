@@ -13,7 +13,7 @@ from hightide.ir.action import Action, Mode, Op
 from hightide.ir.activation import Activation
 from hightide.ir.block import Affine, ModelProfile, Work
 from hightide.ir.costs import CallCost, CallPeaks, Costs, Curve, LossCost, Point
-from hightide.ir.machine import Gpu, Machine, MatmulRates
+from hightide.ir.machine import SIMULATED, Gpu, Machine, MatmulRates
 from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.lookup import SUM_PASSES
@@ -208,6 +208,15 @@ def test_an_estimated_update_moves_what_was_counted(dtype: str, moved_bytes: int
     plan = plan_with(profile, Tier.GPU, Tier.GPU, update=Update.IN_BACKWARD)
     numel = plan.layout.chunks[1].optimised_numel
     assert seconds(profile, plan, estimate(profile, GPU))["update.1"] == pytest.approx(moved_bytes * numel / 1e9)
+
+
+def test_a_processor_is_full_at_once() -> None:
+    """4e6 operations at 1 GFLOP/s are milliseconds; as many as half fill a GPU would be 20 s."""
+    profile, work = stack(), Work(Affine(4_000_000, 0), Affine())
+    calls = tuple(replace(call, forward=work) if call.kind == 1 else call for call in profile.calls)
+    assert GPU.gpu is not None
+    processor = replace(GPU, gpu=replace(GPU.gpu, name=SIMULATED))
+    assert 0.001 < max(estimate(replace(profile, calls=calls), processor).calls[1].forward_s.values) < 0.01
 
 
 def test_a_machine_without_a_gpu_cannot_be_estimated() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -11,6 +12,7 @@ from hightide.cli.workload import load_workload
 from hightide.doctor.known import load_machine
 from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
+from hightide.ir.plan import GradientDtype
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower_step
@@ -83,6 +85,7 @@ def test_what_fits_only_in_many_calls() -> None:
     found.verify()
 
 
+@pytest.mark.long  # of tiny models: parity/test_passes_from_disk.py, and test_plan_command.py pins the calls
 def test_what_fits_only_from_a_disk_and_in_several_calls() -> None:
     """Block inputs of all samples are too many. The less the host has, the more is on disk: states, which cross once a
     step, before sums of gradients, which cross with every call, and these before parameters, which cross twice."""
@@ -106,13 +109,32 @@ def test_what_fits_only_from_a_disk_and_in_several_calls() -> None:
     assert states > sums == params == 0
 
 
-def test_a_refusal_is_of_the_most_calls() -> None:
-    whole = preset_problem("llama-3.2-1b", sequences=8, length=1024, gpu_bytes=GIB, host_bytes=GIB)
+@pytest.mark.parametrize(
+    ("gradients", "gpu_bytes", "host_bytes", "num_calls"),
+    [
+        (GradientDtype.PARAM, 4 * GIB, 8 * GIB, 1),  # sums between calls would be twice as wide
+        (GradientDtype.FLOAT32, GIB, 64 * GIB, 8),  # activations of all samples are too many
+    ],
+)
+def test_a_refusal_names_what_is_enough_in_the_calls_that_need_least(
+    gradients: GradientDtype, gpu_bytes: int, host_bytes: int, num_calls: int
+) -> None:
+    whole = preset_problem("llama-3.2-1b", sequences=8, length=1024, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    whole = whole.with_terms(gradients=gradients)
     with pytest.raises(InfeasiblePlan) as caught:
         search_calls(whole)
-    with pytest.raises(InfeasiblePlan) as most:
-        search(in_calls(whole, 8))
-    assert caught.value.num_bytes == most.value.num_bytes
+    assert caught.value.num_calls == num_calls
+    raised = [with_limits(whole, limits) for limits in caught.value.enough]
+    assert raised and all(search_calls(more).plan.num_samples for more in raised)
+    for number in {1, 8} - {num_calls}:
+        with pytest.raises(InfeasiblePlan):
+            search(in_calls(raised[0], number))
+
+
+def with_limits(step: Problem, limits: Mapping[Tier, int]) -> Problem:
+    for tier, num_bytes in limits.items():
+        step = step.with_limit(tier, num_bytes)
+    return step
 
 
 def test_more_memory_for_sums_is_used_where_it_gains() -> None:

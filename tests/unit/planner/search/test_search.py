@@ -46,7 +46,7 @@ def test_two_blocks_within_a_hundredth_of_the_best_of_all_plans(seed: int) -> No
     check_against_all(small_problem(seed, num_blocks=2))
 
 
-@pytest.mark.parametrize("seed", [2, 17])
+@pytest.mark.parametrize("seed", [2])  # 17 is among the next
 def test_what_may_be_held_in_part_within_a_hundredth_of_the_best_of_all_plans(seed: int) -> None:
     check_against_all(selective_problem(seed, num_blocks=2))
 

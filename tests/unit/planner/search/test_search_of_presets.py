@@ -111,6 +111,7 @@ def test_an_embedding_is_looked_up_on_the_host_where_that_is_faster() -> None:
     found.verify()
 
 
+@pytest.mark.long  # a third of the searches above; small tables are in test_search.py
 def test_where_states_on_the_gpu_save_more_an_embedding_stays_there() -> None:
     """Of the 8B in 24 GiB with deferred updates, the host's update is the limit: a table on the GPU spares it that."""
     problem = limited(asked("llama-3.1-8b", "h200", 4), gpu=24, host=200)

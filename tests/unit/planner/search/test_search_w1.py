@@ -173,6 +173,7 @@ def test_blocks_that_swap_hide_their_copies_behind_those_between_them() -> None:
     assert steps[3] < 0.9 * steps[0]
 
 
+@pytest.mark.long  # that it wins is above
 def test_the_search_spaces_swap_where_that_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     slower = slowed(load_machine("rtx-4090"), {Lane.H2D, Lane.D2H}, 0.6)
     chosen = clipped_on_a_4090(slower)

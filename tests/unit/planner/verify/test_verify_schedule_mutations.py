@@ -5,9 +5,10 @@ lanes of random speed, with no chunk overwritten, read too early or left behind,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -115,6 +116,17 @@ def case(request: pytest.FixtureRequest) -> tuple[ModelProfile, Plan, Schedule]:
     return lowered(request.param)
 
 
+def by_turns(kinds: Sequence[Callable[..., mutations.Mutants]]) -> list[Any]:
+    """Each kind in every second schedule, and in each schedule every second kind; the rest is `long`."""
+    return [
+        pytest.param(
+            name, kind, marks=() if (row + column) % 2 == 0 else pytest.mark.long, id=f"{name}-{kind.__name__}"
+        )
+        for row, name in enumerate(CASES)
+        for column, kind in enumerate(kinds)
+    ]
+
+
 def accepted(
     case: tuple[ModelProfile, Plan, Schedule], mutants: mutations.Mutants, limit_bytes: int = UNLIMITED
 ) -> tuple[list[tuple[str, Schedule]], int]:
@@ -131,8 +143,9 @@ def accepted(
     return passed, count
 
 
-@pytest.mark.parametrize("kind", mutations.ERRORS, ids=lambda kind: kind.__name__)
-def test_every_planted_error_is_found(case: tuple[ModelProfile, Plan, Schedule], kind) -> None:
+@pytest.mark.parametrize(("name", "kind"), by_turns(mutations.ERRORS))
+def test_every_planted_error_is_found(name: str, kind: Callable[..., mutations.Mutants]) -> None:
+    case = lowered(name)
     passed, _ = accepted(case, kind(case[2]))
     assert [what for what, _ in passed] == []
 
@@ -146,8 +159,9 @@ def test_capacity_is_checked_at_every_moment_on_every_tier(case: tuple[ModelProf
     assert len(passed) == expected, passed[0][0]
 
 
-@pytest.mark.parametrize("kind", mutations.CHANGES, ids=lambda kind: kind.__name__)
-def test_what_passes_runs_at_any_speed(case: tuple[ModelProfile, Plan, Schedule], kind) -> None:
+@pytest.mark.parametrize(("name", "kind"), by_turns(mutations.CHANGES))
+def test_what_passes_runs_at_any_speed(name: str, kind: Callable[..., mutations.Mutants]) -> None:
+    case = lowered(name)
     plan = case[1]
     passed, _ = accepted(case, kind(case[2]))
     for seed, (what, mutant) in enumerate(passed):

@@ -1,0 +1,97 @@
+"""What all ranks must agree on before they go on: one plan, the least limits, the same model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from hightide.shard.collectives import Collectives
+from hightide.shard.ranks import CONTROL
+
+LONG = 200  # characters of a value in a message
+
+Value = TypeVar("Value")
+
+
+def from_first(collectives: Collectives, what: str, make: Callable[[], str]) -> str:
+    """Rank 0 makes it (a plan, as text), and all get it. What it raises there is a ValueError on the others."""
+    ranks = collectives.ranks
+    if ranks.watchman is None:
+        return make()
+    content, error = None, None
+    if ranks.rank == 0:
+        before, ranks.watchman.doing = ranks.watchman.doing, f"making {what}"
+        try:
+            content = b"1" + make().encode()
+        except Exception as raised:
+            error, content = raised, b"0" + f"{type(raised).__name__}: {raised}".encode()
+        except BaseException as raised:  # an interrupt
+            ranks.watchman.fail(raised)
+            raise
+        ranks.watchman.doing = before
+    content = collectives.broadcast_bytes(what, content)
+    if error is not None:
+        raise error
+    if content[:1] == b"0":
+        raise ValueError(f"rank 0 could not make {what}: {content[1:].decode()}")
+    check_same(collectives, {f"digest of {what}": hashlib.sha256(content).hexdigest()[:16]})
+    return content[1:].decode()
+
+
+def of_each(collectives: Collectives, what: str, make: Callable[[], bytes], lane: str = CONTROL) -> list[bytes]:
+    """What each rank makes, told to all. Whatever one of them raises is raised there, and is a ValueError on all
+    others: so all go on, or none does."""
+    error: Exception | None = None
+    try:
+        content = b"1" + make()
+    except Exception as raised:
+        error, content = raised, b"0" + f"{type(raised).__name__}: {raised}".encode()
+    except BaseException as raised:  # an interrupt
+        if (watchman := collectives.ranks.watchman) is not None:
+            watchman.fail(raised)
+        raise
+    found = collectives.exchange(what, content, lane)
+    if error is not None:
+        raise error
+    for rank, told in enumerate(found):
+        if told[:1] == b"0":
+            raise ValueError(f"{what} failed on rank {rank}: {told[1:].decode()}")
+    return [told[1:] for told in found]
+
+
+def least(collectives: Collectives, limits: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Of each, what all ranks have. None is no limit."""
+    found = _of_all(collectives, "limits", limits)
+    given = {name: [value for one in found if (value := one[name]) is not None] for name in limits}
+    return {name: min(values, default=None) for name, values in given.items()}
+
+
+def check_same(collectives: Collectives, facts: Mapping[str, object]) -> None:
+    """A ValueError on all ranks where one differs."""
+    found = _of_all(collectives, "facts", facts)
+    for name in facts:
+        values = [json.dumps(one[name]) for one in found]
+        if len(set(values)) > 1:
+            raise ValueError(f"ranks differ in {name}: {_who(values)}. All ranks must be started with the same")
+
+
+def _of_all(collectives: Collectives, what: str, own: Mapping[str, Value]) -> list[dict[str, Value]]:
+    """Each rank's, under the same names."""
+    found = [json.loads(content) for content in collectives.exchange(what, json.dumps(dict(own)).encode())]
+    names = [", ".join(sorted(one)) for one in found]
+    if len(set(names)) > 1:
+        raise ValueError(f"ranks have different {what}: {_who(names)}")
+    return found
+
+
+def _who(values: Sequence[str]) -> str:
+    by_value: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        by_value.setdefault(value, []).append(rank)
+    return "; ".join(
+        f"{value if len(value) <= LONG else value[:LONG] + ' ...'} on rank{'s' if len(who) > 1 else ''} "
+        f"{', '.join(map(str, who))}"
+        for value, who in by_value.items()
+    )
