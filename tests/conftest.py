@@ -15,14 +15,18 @@ import torch
 from hypothesis import settings
 
 import hightide.api
+import hightide.asked
+import hightide.posing
 import hightide.profiler.model.model_profile
 from known_profiles import KnownProfiles
+from known_searches import KnownSearches
 
 TESTS = Path(__file__).resolve().parent
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("repeatable")
 
+gc.disable()  # until the tests are collected: what is imported stays
 torch.set_num_threads(1)  # tests run side by side; more threads only make them wait for each other
 
 
@@ -36,10 +40,11 @@ def _seeded() -> None:
 def _simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that are not about a GPU mean the simulated accelerator, also where there is one."""
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(hightide.api, "has_cuda", lambda: False)
+        monkeypatch.setattr(hightide.asked, "has_cuda", lambda: False)
 
 
 PROFILED_EACH_TIME = {"profiler", "rehearsal", "project", "gpu"}  # folders of tests that are about profiles
+SEARCHED_EACH_TIME = {"faults", "project", "gpu"}  # folders of tests that interrupt or time whatever wraps
 _known_profiles = KnownProfiles(hightide.profiler.model.model_profile.profile_calls)
 
 
@@ -48,6 +53,15 @@ def _profiled_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     if PROFILED_EACH_TIME.isdisjoint(request.path.relative_to(TESTS).parts):
         for module in (hightide.profiler.model.model_profile, hightide.api):
             monkeypatch.setattr(module, "profile_calls", _known_profiles)
+
+
+_known_searches = KnownSearches(hightide.posing.search)
+
+
+@pytest.fixture(autouse=True)
+def _searched_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if SEARCHED_EACH_TIME.isdisjoint(request.path.relative_to(TESTS).parts):
+        monkeypatch.setattr(hightide.posing, "search", _known_searches)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,6 +86,7 @@ def pytest_collection_finish() -> None:
     collects garbage looks through them no more."""
     importlib.import_module("torch._dynamo")  # the first optimizer would, after this
     gc.freeze()
+    gc.enable()
 
 
 MANY = 50_000  # objects that have come to stay; tests that collect garbage do so several times each

@@ -46,7 +46,9 @@ class KnownProfiles:
         **options: Any,
     ) -> tuple[Any, ProbeResult, tuple[()]]:
         """`options`: such as where blocks are tried, or whether."""
-        key = key_of(model, optimizer, batch, (chosen, sorted(options.items())))
+        # Where values come from: only whether there is such a place; see `_values`.
+        told = [(name, value if name != "source" else value is not None) for name, value in sorted(options.items())]
+        key = key_of(model, optimizer, batch, (chosen, told))
         asks = key in self._asking
         if asks:
             key = key, _values(model)

@@ -6,31 +6,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hightide.api import plan, record, stats, unwrap, wrap
+    from hightide.api import on_all_ranks, plan, record, stats, unwrap, wrap, wrap_frozen
     from hightide.checkpoint.files.folder import latest
     from hightide.checkpoint.load import Loaded, load
     from hightide.checkpoint.save import save
     from hightide.checkpoint.saving import Saving
     from hightide.checkpoint.state_dicts import optimizer_state_dict
+    from hightide.data.buckets import PadToBucket, bucket_lengths
     from hightide.integrations.pretrained import from_pretrained
     from hightide.ir.limits import Limits
     from hightide.ir.plan import Plan
     from hightide.ir.refusal import Refused
     from hightide.observe.stats import Stats
+    from hightide.trainer.mixin import TrainerMixin
+    from hightide.trainer.trainer import Trainer
     from hightide.verification.verdict import Verdict
     from hightide.verification.verify_training import verify
 
 __all__ = [
     "Limits",
     "Loaded",
+    "PadToBucket",
     "Plan",
     "Refused",
     "Saving",
     "Stats",
+    "Trainer",
+    "TrainerMixin",
     "Verdict",
+    "bucket_lengths",
     "from_pretrained",
     "latest",
     "load",
+    "on_all_ranks",
     "optimizer_state_dict",
     "plan",
     "record",
@@ -39,24 +47,29 @@ __all__ = [
     "unwrap",
     "verify",
     "wrap",
+    "wrap_frozen",
 ]
 __version__ = "0.1.0"
 
 _HOMES = {
     "Limits": "hightide.ir.limits",
     "Loaded": "hightide.checkpoint.load",
+    "PadToBucket": "hightide.data.buckets",
     "Plan": "hightide.ir.plan",
     "Refused": "hightide.ir.refusal",
     "Saving": "hightide.checkpoint.saving",
     "Stats": "hightide.observe.stats",
+    "Trainer": "hightide.trainer.trainer",
+    "TrainerMixin": "hightide.trainer.mixin",
     "Verdict": "hightide.verification.verdict",
+    "bucket_lengths": "hightide.data.buckets",
     "from_pretrained": "hightide.integrations.pretrained",
     "latest": "hightide.checkpoint.files.folder",
     "load": "hightide.checkpoint.load",
     "optimizer_state_dict": "hightide.checkpoint.state_dicts",
     "save": "hightide.checkpoint.save",
     "verify": "hightide.verification.verify_training",
-    **dict.fromkeys(("plan", "record", "stats", "unwrap", "wrap"), "hightide.api"),
+    **dict.fromkeys(("on_all_ranks", "plan", "record", "stats", "unwrap", "wrap", "wrap_frozen"), "hightide.api"),
 }
 
 

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
+from hightide.agreed_plan import plan_of_all
+from hightide.asked import (
+    check_accumulate,
+    check_disks,
+    check_fresh,
+    check_limits,
+    chosen_device,
+    disk_bytes_of,
+    gradient_dtype,
+    known_calls,
+    memory_limits,
+    sets_memory,
+    timing_of,
+    warn_of_moving_in,
+    warn_of_reserve,
+    warn_of_room,
+)
+from hightide.checkpoint.pretrained_folder import save_pretrained
 from hightide.integrations import lora, transformers
 from hightide.ir.block import ModelProfile
 from hightide.ir.limits import DiskLimit, Limits
-from hightide.ir.plan import Forecast, GradientDtype, Plan, Update
+from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
-from hightide.ir.units import format_bytes
-from hightide.loading.unloaded import forget, origins_in
+from hightide.loading.unloaded import forget, origins_in, seem_unloaded
 from hightide.loading.values import first_values
+from hightide.observe.larger_batches import LargerBatches
+from hightide.observe.ranked_watch import RankedWatch
 from hightide.observe.recorder import Recording
 from hightide.observe.recorder import record as record_run
 from hightide.observe.stats import Stats, read_stats
@@ -27,25 +45,40 @@ from hightide.observe.watch import Watch
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.registry import rule_for
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.problem import Terms
+from hightide.planner.problem import Problem, Terms
 from hightide.planner.solution import Searched, Solution
 from hightide.planner.verify.check_plan import check_plan, check_states
-from hightide.posing import GpuRoom, Profiled, measured_products, problem_of, rehearsed_profile, room_on, solved
+from hightide.posing import (
+    Profiled,
+    is_small,
+    machine_of,
+    measured_products,
+    problem_of,
+    rehearsed_profile,
+    room_on,
+    solved,
+)
 from hightide.process.interrupts import deferred, held
 from hightide.process.progress import shown, tell
-from hightide.process.system import free_host_bytes, resident_bytes
+from hightide.process.system import resident_bytes
+from hightide.profiler.model.batch_sizes import BatchSizes
 from hightide.profiler.model.block_finder import BlockChoice
 from hightide.profiler.model.call_tree import Batch
 from hightide.profiler.model.model_profile import profile_calls
 from hightide.profiler.model.probe import ProbeResult
 from hightide.profiler.model.probe_record import CallRecord
+from hightide.profiler.model.samples import Samples, possible_samples, samples_along_first
 from hightide.profiler.model.values import made_up
 from hightide.profiler.switches import checkpointing
+from hightide.runtime.known_batches import KnownBatches
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import check_modules, run_of, unwrap_modules, wrap_modules
+from hightide.shard.agreement import check_same
+from hightide.shard.collectives import Collectives
+from hightide.shard.ranks import Ranks, are_several
+from hightide.shard.watchman import Patience
 
 S = TypeVar("S", bound=Solution)
-GPU_HEADROOM = 0.95  # of the GPU's free memory: the allocator's fragments and libraries' workspaces need some
 
 
 def wrap(
@@ -61,7 +94,9 @@ def wrap(
     compile: bool = False,
     device: str | torch.device | None = None,
     blocks: BlockChoice | None = None,
-    accumulate: int = 1,
+    accumulate: int | Literal["auto"] = 1,
+    group: ProcessGroup | None = None,
+    timeout_s: float = Patience.timeout_s,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Makes a model and its optimizer train within limits; the training loop stays as it is. Returns the same model,
     and a new optimizer with the same groups and states: use it from now on in place of the one that was given.
@@ -75,42 +110,144 @@ def wrap(
     once. `device`: CUDA where there is one, else 'cpu', the simulated accelerator: a bounded arena in RAM.
     `blocks` names the modules that move as a whole, by patterns of their names ("model.layers.*") or by their classes;
     by default they are found. A plan that was made with it needs it again. `accumulate` is how often the loop calls
-    backward before each step, each time with a batch like the example: the step is planned as a whole.
+    backward before each step, each time with a batch like the example: the step is planned as a whole. With "auto" the
+    example is all samples of a step, and the plan says in how many equal calls the loop has to give them: its
+    `accumulate`, of `num_samples` each.
+
+    Under torchrun, or in a process of torch.distributed, all ranks train one model together, as with DDP: each calls
+    this, with its own batches, and gradients are averaged. They are those of `group`, or of the default group. A rank
+    that waits for another one gives up after `timeout_s`.
     """
     place = chosen_device(device)
+    is_any = device is None or torch.device(device) == torch.device("cuda")  # on several ranks a GPU for each
+    ranks = Ranks.find(group, place.type if is_any else place, Patience(timeout_s=timeout_s))
+    place, collectives = (place, None) if ranks.is_alone else (ranks.device, Collectives(ranks))
+    how = (limits, plan, micro_batch, update, gradients, compile, place, blocks, accumulate, collectives)
+    try:
+        return _wrapped(model, optimizer, batch, *how)
+    except BaseException as error:
+        if ranks.watchman is not None:
+            ranks.watchman.fail(error)
+        ranks.close()
+        raise
+
+
+def wrap_frozen(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    limits: Limits | None = None,
+    device: str | torch.device | None = None,
+    blocks: BlockChoice | None = None,
+) -> nn.Module:
+    """Makes a model that is only evaluated run within limits, beside one that trains (the reference model of DPO, a
+    teacher, a reward model): it has no gradients and no states, and what the GPU does not hold streams through it. Each
+    of the models keeps to its own limits, so that together they keep to the sum. Returns the same model.
+
+    All of its parameters must be frozen: `model.requires_grad_(False)`."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+    trainable = [name for name, param in model.named_parameters() if param.requires_grad]
+    if trainable:
+        raise ValueError(
+            f"{len(trainable)} parameters require gradients ({', '.join(trainable[:3])}), and a model without an "
+            "optimizer is only evaluated; freeze it with model.requires_grad_(False), or use hightide.wrap"
+        )
+    if are_several():
+        raise ValueError("a frozen model beside one that several ranks train is not built yet; use one rank")
+    first = next(model.parameters(), None)
+    if first is None:
+        raise ValueError("the model has 0 parameters; there is nothing to move")
+    # Evaluations run unsplit, and are planned so, where it is sure which dimension the samples are.
+    whole = samples_along_first(batch) if possible_samples(batch) == [Samples.FIRST] else None
+    wrapped, _ = wrap(
+        model,
+        torch.optim.SGD([first], lr=0.0),  # updates nothing: its only parameter is frozen
+        batch,
+        limits=limits,
+        micro_batch=whole,
+        device=device,
+        blocks=blocks,
+    )
+    return wrapped
+
+
+def _wrapped(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    limits: Limits | None,
+    plan: Plan | None,
+    micro_batch: int | None,
+    update: str,
+    gradients: str,
+    compile: bool,
+    place: torch.device,
+    blocks: BlockChoice | None,
+    accumulate: int | Literal["auto"],
+    collectives: Collectives | None,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`collectives`: of several ranks."""
+    world, sharers = (1, 1) if collectives is None else (collectives.ranks.world, len(collectives.ranks.ranks_of_node))
     if plan is not None and not isinstance(plan, Plan):
         raise ValueError(f"plan is a {type(plan).__name__}; pass a Plan, such as hightide.Plan.load('plan.json')")
-    _check_limits(limits)
-    if plan is not None and (_sets_memory(limits) or micro_batch is not None):
+    if plan is not None and plan.ranks != world:
+        raise ValueError(
+            f"the plan is for {plan.ranks} ranks, and there are {world}; leave plan= out: wrap makes one for these, "
+            "which hightide.stats(model).plan has"
+        )
+    check_limits(limits)
+    if plan is not None and (sets_memory(limits) or micro_batch is not None):
         raise ValueError(
             "plan= already fixes limits and micro_batch; pass either plan= or these, not both (of limits, only disk=: "
             "a plan does not say in which folder)"
         )
     rule = rule_for(check_fresh(model, optimizer))
-    timing = _timing(update)
+    timing = timing_of(update)
     if plan is not None and timing not in (Update.DEFERRED, plan.update):  # the default asks for nothing
         raise ValueError(
             f"update={update!r}, but the plan was made with update={str(plan.update)!r}; make a new plan with it"
         )
-    _check_accumulate(accumulate, plan)
-    rounding = _gradients(gradients)
+    check_accumulate(accumulate, plan)
+    rounding = gradient_dtype(gradients)
     if plan is not None and rounding not in (GradientDtype.FLOAT32, plan.gradients):
         raise ValueError(
             f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new plan"
         )
     disks = () if limits is None else limits.disks
-    _check_disks(disks)
+    check_disks(disks)
+    disks = tuple(DiskLimit(disk.path, disk.num_bytes // sharers) for disk in disks)
     run: Run | None = None
     wrapped: WrappedOptimizer | None = None
     try:
         with deferred, shown("hightide.wrap"), checkpointing.off_unless_it_fails(model):
             profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks, place)
             solution: Solution
+            if collectives is not None:
+                given = "" if plan is None else plan.digest
+                check_same(collectives, {"the model and its example batch": profile.fingerprint, "plan": given})
             if plan is None:
-                sizes = _resolve(limits or Limits(), place, model, optimizer)
-                terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, _disk_bytes(disks), accumulate)
-                solution = _searched(profiled, optimizer, place, compile, terms, disks)
-                solution = _moving_in(solution, model, optimizer, place)
+                sizes = memory_limits(limits or Limits(), place, model, optimizer, sharers)
+                terms = Terms(
+                    *sizes, timing, micro_batch, rule.states, rounding, disk_bytes_of(disks), known_calls(accumulate)
+                )
+
+                def posed(terms: Terms) -> Problem:
+                    nodes = None if collectives is None else collectives.ranks.nodes
+                    if collectives is not None and place.type == "cuda":  # one at a time: each would disturb others
+                        if collectives.ranks.local_rank == 0:
+                            machine_of(place, is_small(profile))
+                        collectives.exchange("measured machines", b"")
+                    return problem_of(profiled, optimizer, place, compile, terms, disks, nodes)
+
+                def planned(problem: Problem) -> Searched:
+                    found = _searched(problem, profiled, place, compile, accumulate == "auto")
+                    return _moving_in(found, model, optimizer, place)
+
+                if collectives is None:
+                    solution = planned(posed(terms))
+                else:
+                    solution = plan_of_all(collectives, profile, terms, posed, planned)
             else:
                 check_plan(profile, plan)
                 check_states(plan, rule.states)
@@ -119,10 +256,10 @@ def wrap(
                 if plan.is_edited:
                     solution = solution.described()
                 if place.type == "cuda":
-                    _warn_of_room(room_on(place, model, optimizer), plan)
+                    warn_of_room(room_on(place, model, optimizer), plan)
             if place.type == "cuda":
                 moving = solution if plan is None else _moving_in(solution, model, optimizer, place)
-                _warn_of_moving_in(moving.plan)
+                warn_of_moving_in(moving.plan)
             adapted = {id(param) for param in lora.adapted_parameters(model)}
             check_modules(
                 model, solution.profile, probed, {name for name, p in model.named_parameters() if id(p) in adapted}
@@ -130,23 +267,37 @@ def wrap(
             checks = transformers.training_checks(model, batch)
             values = first_values(model)
             around = transformers.around_call(model)
-            run = Run(model, solution, probed, checks, place, compile, values, around, disks=disks)
+            seem_unloaded(model, False)
+            run = Run(
+                model, solution, probed, checks, place, compile, values, around, disks=disks, collectives=collectives
+            )
             run.products = measured_products(place)
             for param in lora.adapted_parameters(model):
-                run.chunks.ignore_version(run.keys[id(param)])
+                run.chunks.binding.ignored_versions.add(run.keys[id(param)])
             forget(model)
+            if collectives is not None:
+                run.save_pretrained = partial(save_pretrained, run)
             wrapped = wrap_optimizer(optimizer, run)
             run.settle()
             wrap_modules(run)
+            run.batches = KnownBatches(BatchSizes.of(batch, probed.samples).with_samples(run.plan.num_samples))
+            run.admission = LargerBatches(run, solution, _fixed(plan, collectives))
             if isinstance(solution, Searched):
-                run.observer = Watch(run, solution)
+                run.observer = Watch(run, solution) if collectives is None else RankedWatch(run, solution, collectives)
             else:  # a plan that the user brings is never changed
-                _warn_of_reserve(run.forecast, run.plan.gpu_limit_bytes)
+                warn_of_reserve(run.forecast, run.plan.gpu_limit_bytes)
             return model, wrapped  # in here: what interrupts the end of the section is still undone
     except BaseException:
         with held:
             _undo(model, run, wrapped)
         raise
+
+
+def _fixed(plan: Plan | None, collectives: Collectives | None) -> str:
+    """Why a run's plan is never exchanged. "": it may be."""
+    if collectives is not None:
+        return f"it is that of {collectives.ranks.world} ranks"
+    return "" if plan is None else "it was given by plan=, and is never changed"
 
 
 def _undo(model: nn.Module, run: Run | None, wrapped: WrappedOptimizer | None) -> None:
@@ -157,6 +308,7 @@ def _undo(model: nn.Module, run: Run | None, wrapped: WrappedOptimizer | None) -
     if run is not None:
         run.retreat()
         checkpointing.switch_on_again(model)
+    seem_unloaded(model, True)
 
 
 def plan(
@@ -171,20 +323,23 @@ def plan(
     compile: bool = False,
     device: str | torch.device | None = None,
     blocks: BlockChoice | None = None,
-    accumulate: int = 1,
+    accumulate: int | Literal["auto"] = 1,
 ) -> Plan:
     """The plan that `wrap` would use, without touching the model."""
     rule, place = rule_for(check_fresh(model, optimizer)), chosen_device(device)
-    timing, rounding = _timing(update), _gradients(gradients)
-    _check_limits(limits)
-    _check_accumulate(accumulate)
+    timing, rounding = timing_of(update), gradient_dtype(gradients)
+    check_limits(limits)
+    check_accumulate(accumulate)
     disks = () if limits is None else limits.disks
-    _check_disks(disks)
+    check_disks(disks)
     with deferred, shown("hightide.plan"), checkpointing.off(model):
         profiled = _profile(model, optimizer, batch, blocks, place)
-        sizes = _resolve(limits or Limits(), place, model, optimizer)
-        terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, _disk_bytes(disks), accumulate)
-        return _moving_in(_searched(profiled, optimizer, place, compile, terms, disks), model, optimizer, place).plan
+        sizes = memory_limits(limits or Limits(), place, model, optimizer)
+        terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, disk_bytes_of(disks), known_calls(accumulate))
+        problem = problem_of(profiled, optimizer, place, compile, terms, disks)
+        return _moving_in(
+            _searched(problem, profiled, place, compile, accumulate == "auto"), model, optimizer, place
+        ).plan
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -196,6 +351,18 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     _run(model).close(is_plain)
     return model
+
+
+@contextmanager
+def on_all_ranks(model: nn.Module) -> Iterator[None]:
+    """Inside, `state_dict()` of the model and of its optimizer give whole tensors on each of several ranks, and not on
+    the first alone: each then has room for all of them."""
+    run = _run(model)
+    before, run.tells_all = run.tells_all, True
+    try:
+        yield
+    finally:
+        run.tells_all = before
 
 
 def stats(model: nn.Module) -> Stats:
@@ -218,88 +385,6 @@ def _run(model: nn.Module) -> Run:
     if run is None:
         raise ValueError(f"this {type(model).__name__} is not wrapped; pass the model that hightide.wrap returned")
     return run
-
-
-def check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
-    if run_of(model) is not None or any(run_of(module) is not None for module in model.modules()):
-        raise ValueError("this model is wrapped already; use it as it is, or call hightide.unwrap(model) first")
-    if isinstance(optimizer, WrappedOptimizer):
-        raise ValueError(
-            "this optimizer belongs to a wrapped model already; make a new one over this model's parameters"
-        )
-    return optimizer
-
-
-def _check_limits(limits: Limits | None) -> None:
-    if limits is not None and not isinstance(limits, Limits):
-        raise ValueError(f"limits is a {type(limits).__name__}; pass hightide.Limits(gpu='24GiB', host='96GiB')")
-
-
-def _check_disks(disks: Sequence[DiskLimit]) -> None:
-    """Whether or not the plan will use them."""
-    for disk in disks:
-        if not Path(disk.path).is_dir():
-            raise ValueError(f"Limits(disk) names {disk.path!r}: there is no such folder; make it, or name another")
-
-
-def _sets_memory(limits: Limits | None) -> bool:
-    return limits is not None and (limits.gpu, limits.host) != (None, None)
-
-
-def _disk_bytes(disks: Sequence[DiskLimit]) -> int:
-    return sum(disk.num_bytes for disk in disks)
-
-
-def _check_accumulate(accumulate: int, plan: Plan | None = None) -> None:
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ValueError(f"accumulate={accumulate!r}; pass how many times backward is called before each step, as 4")
-    if plan is not None and accumulate not in (1, plan.accumulate):
-        raise ValueError(
-            f"accumulate={accumulate}, but the plan was made with accumulate={plan.accumulate}; make a new plan with it"
-        )
-
-
-def has_cuda() -> bool:
-    return torch.cuda.is_available()
-
-
-def chosen_device(device: str | torch.device | None) -> torch.device:
-    """CUDA where there is one, else the simulated accelerator, which lives in RAM."""
-    if device is None:
-        device = "cuda" if has_cuda() else "cpu"
-    try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"device={device!r} is no device of torch; use 'cuda', 'cpu' (the simulated accelerator) or None"
-        ) from error
-    if place.type == "cuda" and not has_cuda():
-        raise ValueError(f"device={str(device)!r}, but this machine has 0 usable CUDA devices; leave device out")
-    if place.type == "cpu" and place.index is not None:
-        raise ValueError(f"device={str(device)!r}, but there is one simulated accelerator; use 'cpu' or None")
-    if place.type not in ("cuda", "cpu"):
-        raise ValueError(
-            f"device={str(device)!r} is not supported; use 'cuda', 'cpu' (the simulated accelerator) or None"
-        )
-    return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
-
-
-def _timing(update: str) -> Update:
-    try:
-        return Update(update)
-    except ValueError:
-        raise ValueError(f"update={update!r} is not a timing; use 'deferred' or 'in_backward'") from None
-
-
-def _gradients(gradients: str) -> GradientDtype:
-    try:
-        return GradientDtype(gradients)
-    except ValueError:
-        raise ValueError(f"gradients={gradients!r} is not supported; use 'float32' or 'param'") from None
 
 
 def _profile(
@@ -325,15 +410,9 @@ def _profile(
 
 
 def _searched(
-    profiled: Profiled,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    compile: bool,
-    terms: Terms,
-    disks: Sequence[DiskLimit],
+    problem: Problem, profiled: Profiled, device: torch.device, compile: bool, cuts: bool = False
 ) -> Searched:
-    problem = problem_of(profiled, optimizer, device, compile, terms, disks)
-    solution = solved(problem, profiled, device, compile)
+    solution = solved(problem, profiled, device, compile, cuts)
     solution.verify()
     return solution
 
@@ -341,24 +420,14 @@ def _searched(
 def _moving_in(solution: S, model: nn.Module, optimizer: torch.optim.Optimizer, place: torch.device) -> S:
     """With what the host needs meanwhile. What the process has beside it is the same for all plans only where blocks
     run on a GPU: there it has been compiled for, and has its kernels."""
-    on_host = {name: param for name, param in model.named_parameters() if param.device.type == "cpu"}
+    on_host = {
+        name: param for name, param in model.named_parameters() if param.device.type == "cpu" and not param.is_meta
+    }
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     waiting_bytes = sum(state.nbytes for state in states if state.device.type == "cpu")
     model_bytes = sum(param.nbytes for param in on_host.values())
     process_bytes = max(0, resident_bytes() - model_bytes - waiting_bytes) if place.type == "cuda" else 0
     return solution.moving_in(set(on_host), waiting_bytes, process_bytes)
-
-
-def _warn_of_moving_in(plan: Plan) -> None:
-    needed_bytes = plan.forecast.moving_host_bytes
-    if needed_bytes > max(plan.host_limit_bytes, plan.forecast.host_peak_bytes):
-        warnings.warn(
-            f"the host may have {format_bytes(plan.host_limit_bytes)}, and has {format_bytes(needed_bytes)} while the "
-            "model's values move from the CPU to their places, because the model is there now. Afterwards they are "
-            f"{format_bytes(plan.forecast.host_peak_bytes)}. A model of hightide.from_pretrained, or one that was made "
-            'under torch.device("meta"), is never there as a whole',
-            stacklevel=3,
-        )
 
 
 def _verified(solution: Solution, rehearsed: Callable[[], ModelProfile | None]) -> Solution:
@@ -373,47 +442,3 @@ def _verified(solution: Solution, rehearsed: Callable[[], ModelProfile | None]) 
         solution = Solution.of(measured, solution.plan)
         solution.verify()
     return solution
-
-
-def _warn_of_reserve(forecast: Forecast, limit_bytes: int) -> None:
-    """Tensors fit for sure; what torch reserves beside them is an estimate, and no reason to refuse a plan."""
-    above_bytes = forecast.gpu_bytes - limit_bytes
-    if above_bytes > 0:
-        warnings.warn(
-            f"this plan's tensors take up to {format_bytes(forecast.gpu_peak_bytes)} of the GPU's "
-            f"{format_bytes(limit_bytes)}, and torch is expected to reserve {format_bytes(forecast.gpu_bytes)} for "
-            f"them: it may run out of memory. Make a plan with a limit that is {format_bytes(above_bytes)} lower, or "
-            "raise gpu_limit_bytes of this one by as much",
-            stacklevel=3,
-        )
-
-
-def _warn_of_room(room: GpuRoom, plan: Plan) -> None:
-    if plan.gpu_limit_bytes > room.free_bytes:
-        warnings.warn(
-            f"this plan may take {format_bytes(plan.gpu_limit_bytes)} of the GPU, and expects to take "
-            f"{format_bytes(plan.forecast.gpu_bytes)}, but {room}: it may run out of memory. Free some, or make a plan "
-            f"with limits=Limits(gpu={int(room.free_bytes * GPU_HEADROOM)})",
-            stacklevel=3,
-        )
-
-
-def _resolve(
-    limits: Limits, device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[int, int]:
-    """Fills in what the user left open, and lowers a limit of the GPU that others leave no room for. The simulated
-    accelerator shares the RAM with the host tier."""
-    free_bytes = free_host_bytes()
-    gpu_bytes, host_bytes = limits.gpu_bytes, limits.host_bytes
-    if device.type == "cuda":
-        if gpu_bytes is None:
-            gpu_bytes = int(torch.cuda.mem_get_info(device)[0] * GPU_HEADROOM)
-        elif gpu_bytes > (room := room_on(device, model, optimizer)).free_bytes:
-            planned_bytes = int(room.free_bytes * GPU_HEADROOM)
-            asked, planned = format_bytes(gpu_bytes), format_bytes(planned_bytes)
-            warnings.warn(f"Limits(gpu) is {asked}, but {room}: planned for {planned}", stacklevel=3)
-            gpu_bytes = planned_bytes
-        return gpu_bytes, host_bytes or free_bytes
-    if gpu_bytes is None:
-        gpu_bytes = free_bytes // 2 if host_bytes is None else max(1, free_bytes - host_bytes)
-    return gpu_bytes, host_bytes or max(1, free_bytes - gpu_bytes)

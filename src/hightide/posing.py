@@ -18,6 +18,7 @@ lowered by such a number would refuse models that fit."""
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -38,9 +39,11 @@ from hightide.ir.machine import SIMULATED, Disk, Estimate, Machine, MatmulRates
 from hightide.ir.plan import Plan
 from hightide.ir.units import format_bytes
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.one_rank import machine_of_rank
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.step_seconds import with_peaks
 from hightide.planner.problem import Problem, Terms
+from hightide.planner.search.calls import search_calls
 from hightide.planner.search.search import search
 from hightide.planner.solution import Searched
 from hightide.process.interrupts import is_interrupt
@@ -52,6 +55,7 @@ from hightide.stores import device_limit
 
 SMALL_NUMEL = 2**24  # parameters
 ASSUMED = "rtx-3090"  # a preset
+ASSUMED_LINKS, ASSUMED_NETWORK = "4x-rtx-4090", "4-nodes-8x-h100"  # presets with several GPUs
 
 QUICK_DISK = DiskTest(Path(), file_bytes=4 << 30, sustained_s=4.0, phase_s=1.5, small_s=0.2)
 
@@ -100,32 +104,37 @@ def problem_of(
     compile: bool,
     terms: Terms,
     disks: Sequence[DiskLimit] = (),
+    nodes: Sequence[int] | None = None,
 ) -> Problem:
-    """On a GPU the model is rehearsed."""
+    """On a GPU the model is rehearsed. `nodes`: of several ranks, on which each is."""
     profile = profiled[0]
     terms.check_micro_batch(profile.num_samples)
-    machine = machine_of(device, _is_small(profile))
+    machine = machine_of(device, is_small(profile))
     if disks and machine.disk is None:
         machine = with_disk(machine, disks[0])
+    if nodes is not None:
+        machine = _of_rank(machine, nodes)
     fallback = "the plan follows from estimated times: it fits, and may be slower than another"
     costs = _rehearsed(profiled, optimizer, device, compile, terms.gpu_bytes, fallback) or estimate(profile, machine)
-    return Problem(with_peaks(profile, costs), costs, machine, terms, quick=_is_small(profile))
+    return Problem(with_peaks(profile, costs), costs, machine, terms, quick=is_small(profile))
 
 
-def solved(problem: Problem, profiled: Profiled, device: torch.device, compile: bool) -> Searched:
+def solved(problem: Problem, profiled: Profiled, device: torch.device, compile: bool, cuts: bool = False) -> Searched:
     """The search begins with estimates of what is held in part, where that is compiled: it takes longer to compile than
     all the rest, so it is measured only where a plan wants it, and then searched for again. Each round measures a kind
-    of call, or takes the rung away where that fails: there are at most as many as kinds."""
+    of call, or takes the rung away where that fails: there are at most as many as kinds. `cuts`: the batch is all of a
+    step, and is cut into as many calls as are fastest."""
+    find = search_calls if cuts else search
     tell("searching for a plan")
-    solution = search(problem)
+    solution = find(problem)
     while wanted := _wanted_rungs(problem, solution.plan):
         before, problem = problem, _with_measured(problem, solution.plan, wanted, profiled, device, compile)
         tell("searching for a plan", "with what was measured for it")
         try:
-            solution = search(problem)
+            solution = find(problem)
         except InfeasiblePlan:  # it takes more than anything else, and all that is planned counts with it
             problem = before.without_rungs(wanted)
-            solution = search(problem)
+            solution = find(problem)
     return solution
 
 
@@ -158,7 +167,7 @@ def rehearsed_profile(
     return None if costs is None else with_peaks(profiled[0], costs)
 
 
-def _is_small(profile: ModelProfile) -> bool:
+def is_small(profile: ModelProfile) -> bool:
     return sum(spec.numel for spec in profile.params) < SMALL_NUMEL
 
 
@@ -171,7 +180,7 @@ def _rehearsed(
     fallback: str,
 ) -> Costs | None:
     profile, probed, records = profiled
-    if device.type != "cuda" or _is_small(profile) or probed.failure:
+    if device.type != "cuda" or is_small(profile) or probed.failure:
         return None
     sizes = rehearsed_sizes(profile, gpu_bytes)
     try:
@@ -213,6 +222,24 @@ def machine_of(device: torch.device, is_small: bool) -> Machine:
         )
         _disturbed[device] = report.machine
     return report.machine
+
+
+def _of_rank(machine: Machine, nodes: Sequence[int]) -> Machine:
+    """What one of several ranks has of it. Between GPUs of which nobody has measured it, as in a preset. Where
+    nodes have different numbers of ranks, everything between ranks is taken for as slow as it is across nodes."""
+    counts = Counter(nodes)
+    gpus, num_nodes = max(counts.values()), len(counts)
+    links = machine.links
+    if links is None or links.gpus_per_node < gpus or links.num_nodes < num_nodes:
+        like = load_machine(ASSUMED_LINKS if num_nodes == 1 else ASSUMED_NETWORK)
+        assert like.links is not None
+        links = replace(like.links, gpus_per_node=gpus, num_nodes=num_nodes)
+        told = Estimate("links", f"taken for those of {like.name}")
+        machine = replace(machine, links=links, estimates=(*machine.estimates, told))
+    own = machine_of_rank(machine, gpus, num_nodes)
+    if len(set(counts.values())) > 1:
+        return replace(own, links=replace(links, gpus_per_node=1, num_nodes=len(nodes)))
+    return own
 
 
 def with_disk(machine: Machine, limit: DiskLimit) -> Machine:

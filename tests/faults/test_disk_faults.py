@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from forked import Ended, run_script
 from hightide.ir.limits import DiskLimit
 from hightide.stores import disk, disk_requests
 from hightide.stores.disk import DiskStore
@@ -126,9 +127,8 @@ def test_changed_bytes_name_chunk_file_and_offset(store: DiskStore, tmp_path: Pa
         store.write(region, torch.ones(2), 5 * SECTOR + 800).wait(WAIT_S)
 
 
-def python(program: str, *arguments: object, timeout_s: float = 100.0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(HEAD) + textwrap.dedent(program), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+def python(program: str, *arguments: object, timeout_s: float = 100.0) -> Ended:
+    return run_script(textwrap.dedent(HEAD) + textwrap.dedent(program), [*map(str, arguments)], timeout_s)
 
 
 HEAD = """
@@ -164,7 +164,7 @@ def test_a_hang_is_an_error_and_the_process_exits(tmp_path: Path, name: str, end
         print("ends", flush=True)
     """
     done = python(program, tmp_path)
-    assert done.returncode == 0 and done.stdout.endswith("ends\n"), done.stderr
+    assert done.status == 0 and done.stdout.endswith("ends\n"), done.stderr
     assert done.stdout.count("of them at") == 2 and not done.stderr
 
 
@@ -178,7 +178,7 @@ def test_a_process_ends_with_requests_under_way(tmp_path: Path) -> None:
         tickets += [store.read(region, torch.empty(4 << 20)) for _ in range(8)]
     """
     done = python(program, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.status, done.stderr) == (0, "")
 
 
 @pytest.mark.skipif(hasattr(os, "geteuid") and os.geteuid() != 0, reason="becomes somebody else")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from forked import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.timeout(110), pytest.mark.skipif(sys.platform != "linux", reason="forks threads of Linux")]
@@ -129,7 +130,6 @@ WORKERS = """
 @pytest.mark.parametrize("script", [SCRIPT, WORKERS], ids=["fork", "workers"])
 def test_a_fork_is_told(script: str) -> None:
     """In a process of its own: this one has threads."""
-    environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'bench'}", "PATH": "/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
-    assert (done.returncode, done.stdout) == (0, "parent is well\n"), done.stderr[-3000:]
+    bench = f"import sys\nsys.path.insert(0, {str(ROOT / 'bench')!r})\n"
+    done = run_script(bench + textwrap.dedent(script), [], timeout_s=100)
+    assert (done.status, done.stdout) == (0, "parent is well\n"), done.stderr[-3000:]

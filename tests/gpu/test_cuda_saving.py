@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 import warnings
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.runtime import run as run_module
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
+from hightide.runtime.saving.kept import Buffer, Stage
 from hightide.stores.pinned import PinnedArena
 from unit.runtime.saving.readers import Case, Reader, Training, assert_same_bits, with_spare
 
@@ -99,14 +101,22 @@ def test_what_leaves_the_gpu_goes_into_pinned_memory_and_the_next_time_too() -> 
         reader = Reader(training.run.snapshot(), num_parts=3)
         while reader.num_read < 3:
             pass
-        saving = training.run.performer._saving
-        assert saving is not None
-        aside = [one.buffer for one in saving._kept if one.buffer is not None]
+        aside = set_aside(training)
+        deadline_s = time.monotonic() + 30
+        while len(aside) <= 5 and time.monotonic() < deadline_s:  # one after the other
+            time.sleep(0.001)
+            aside = set_aside(training)
         assert len(aside) > 5 and all(buffer.is_pinned and buffer.memory.is_pinned() for buffer in aside)
         training.steps(1)
         assert_same_bits(reader.values(), expected)
     training.close()
     assert not host._pinned_spare
+
+
+def set_aside(training: Training) -> list[Buffer]:
+    saving = training.run.performer._saving
+    assert saving is not None
+    return [one.buffer for one in saving._kept if one.buffer is not None]
 
 
 def test_an_update_on_the_gpu_does_not_make_the_host_wait_for_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +128,9 @@ def test_an_update_on_the_gpu_does_not_make_the_host_wait_for_copies(monkeypatch
     expected = training.at_rest()
     monkeypatch.setattr(CopyOnUpdate, "_run_ahead", lambda *_: None)
     reader = Reader(training.run.snapshot(), num_parts=0)
-    while training.run.performer._saving._staged == []:  # type: ignore[union-attr]
-        pass
+    deadline_s = time.monotonic() + 30
+    while training.run.performer._saving._kept[0].stage is Stage.HOME:  # type: ignore[union-attr]
+        assert time.monotonic() < deadline_s, "the reader has not begun"
     assert steps_without_waiting(training)
     assert_same_bits(reader.values(), expected)
     training.close()

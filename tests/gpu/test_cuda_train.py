@@ -17,15 +17,28 @@ from typer.testing import CliRunner
 
 import hightide
 from gpu.streamed import silence_transformers, wrap
-from hightide.cli.config import DataConfig, LimitsConfig, ModelConfig, OptimizerConfig, TrainConfig
-from hightide.cli.data import Batches, read_text
-from hightide.cli.demo_model import build_model
 from hightide.cli.main import app
-from hightide.cli.readings import Readings
-from hightide.cli.run_folder import RunFolder
-from hightide.cli.train_command import TrainingRun, prepare
+from hightide.cli.train.company import Company
+from hightide.cli.train.config import (
+    DataConfig,
+    LimitsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SampleConfig,
+    TrainConfig,
+)
+from hightide.cli.train.model_source import ModelSource, find_model
+from hightide.cli.train.readings import Readings
+from hightide.cli.train.run_folder import RunFolder
+from hightide.cli.train.train_command import prepare
+from hightide.cli.train.training_data import TrainingData, read_data
+from hightide.cli.train.training_run import TrainingRun
+from hightide.cli.workload import Dtype
+from hightide.data.batches import Call, Steps
 from hightide.ir.plan import Update
+from tiny_folders import tiny_folder
 
+transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu
 
 NUM_STEPS = 10
@@ -33,39 +46,63 @@ STEADY_FROM = 4  # by then every workspace and pinned buffer exists
 
 
 def settings(out: Path, update: Update, clip_norm: float) -> TrainConfig:
+    shape = ModelConfig(hidden=64, layers=4, heads=2, feed_forward=128, vocabulary=300)
     return TrainConfig(
         name="gpu",
         out=str(out),
         steps=NUM_STEPS,
         micro_batch=2,
         update=update,
-        model=ModelConfig(hidden=64, layers=4, heads=2, feed_forward=128),
-        data=DataConfig(sequences=6, sequence_bytes=32, text_bytes=100_000),
+        model=replace(shape, path=str(tiny_folder(shape)), dtype=Dtype.FLOAT32),
+        data=DataConfig(path=__file__, sequences=6, length=32),
         optimizer=OptimizerConfig(lr=3e-3, eps=1e-4, clip_norm=clip_norm, warmup_steps=2),
         limits=LimitsConfig(gpu="1GiB", host="2GiB"),
+        sample=SampleConfig(tokens=8),
     )
+
+
+def found(config: TrainConfig) -> tuple[TrainConfig, ModelSource, TrainingData]:
+    console = Console(file=io.StringIO())
+    source = find_model(config, console)
+    config = source.settled(config)
+    data = read_data(config, source, console)
+    return data.settled(config), source, data
+
+
+def prepared(config: TrainConfig) -> TrainingRun:
+    config, source, data = found(config)
+    return prepare(config, Console(file=io.StringIO()), source, data)
 
 
 def streamed_run(config: TrainConfig) -> TrainingRun:
     """As the command prepares it, but with everything moving: the rule would keep so small a model on the GPU."""
-    text = read_text(config.data)
-    example = next(Batches(text, config.data, config.seed))
-    model = build_model(config)
+    config, source, data = found(config)
+    example = data.train.example(config.data.sequences)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32)
     num_params = sum(param.numel() for param in model.parameters())
     first, second = config.optimizer.betas
     options = {"lr": config.optimizer.lr, "betas": (first, second), "weight_decay": config.optimizer.weight_decay}
     model, optimizer = wrap(model, example, update=config.update.value, **options)
-    run = TrainingRun(config, Console(file=io.StringIO()), model, optimizer, num_params, text)
+    run = TrainingRun(config, Console(file=io.StringIO()), source, data, Company(), {}, model, optimizer, num_params)
     run.begin(None)
     return run
 
 
-def watched(stream: Iterator[dict[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+class Watched(Iterator[list[Call]]):
     """From the fourth batch on, an operation that waits for the GPU is an error."""
-    for step, batch in enumerate(stream, 1):
-        if step == STEADY_FROM:
+
+    def __init__(self, stream: Steps) -> None:
+        self._stream, self._step = stream, 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self._stream.num_tokens
+
+    def __next__(self) -> list[Call]:
+        self._step += 1
+        if self._step == STEADY_FROM:
             torch.cuda.set_sync_debug_mode("error")
-        yield batch
+        return next(self._stream)
 
 
 def logged(folder: Path) -> list[dict[str, object]]:
@@ -86,7 +123,7 @@ def test_the_steady_loop_of_the_command_never_waits_for_the_gpu(
     config = settings(tmp_path, update, clip_norm)
     run = streamed_run(config)
     assert run.device.type == "cuda"
-    run.batches = watched(run.batches)  # type: ignore[assignment]
+    run.batches = Watched(run.batches)  # type: ignore[assignment]
     try:
         lines = train(run)
     finally:
@@ -94,7 +131,7 @@ def test_the_steady_loop_of_the_command_never_waits_for_the_gpu(
     assert hightide.stats(run.model).deviations == 0
     hightide.unwrap(run.model)
     plain = replace(config, device="cpu")
-    expected = train(prepare(plain, Console(file=io.StringIO()), read_text(config.data)))
+    expected = train(prepared(plain))
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
     for line, other in zip(lines, expected, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-3)
@@ -103,6 +140,23 @@ def test_the_steady_loop_of_the_command_never_waits_for_the_gpu(
         assert line["step_s"] > 0  # type: ignore[operator]
     losses = [line["loss"] for line in lines]
     assert losses[0] - losses[-1] > 0.1  # type: ignore[operator]  # so that a loss of another step would be noticed
+
+
+def test_packed_conversations_are_learned_on_the_gpu_as_on_the_cpu(tmp_path: Path) -> None:
+    chat = tmp_path / "chat.jsonl"
+    with chat.open("w") as file:
+        for row in range(40):
+            turns = [("user", "tide " * (1 + row % 4)), ("assistant", "flood " * (1 + row % 3))]
+            print(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}), file=file)
+    config = settings(tmp_path / "runs", Update.DEFERRED, 1.0)
+    data = DataConfig(path=str(chat), sequences=6, length=64, completions_only=True)
+    config = replace(config, data=data, micro_batch=None, calls=2)
+    run = prepared(config)
+    assert run.device.type == "cuda" and "position_ids" in run.data.train.batch([0])
+    lines = train(run)
+    hightide.unwrap(run.model)
+    expected = train(prepared(replace(config, device="cpu")))
+    assert [line["loss"] for line in lines] == pytest.approx([line["loss"] for line in expected], rel=1e-3)
 
 
 def test_waiting_for_the_gpu_in_the_loop_is_noticed() -> None:
@@ -143,7 +197,9 @@ def test_the_command_takes_the_gpu_by_itself_and_says_so(tmp_path: Path, compile
     assert f"device: {torch.cuda.get_device_name()} (cuda:" in result.output
     assert ("blocks compiled" in result.output) == compile
     assert "what the model writes" in result.output
-    assert all(len(line) <= 80 for line in result.output.splitlines() if not line.startswith("run folder"))
+    assert all(
+        len(line) <= 80 for line in result.output.splitlines() if not line.startswith(("run folder", "trained: "))
+    )
     lines = logged(tmp_path / "runs" / "gpu-001")
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
     assert json.loads((tmp_path / "runs" / "gpu-001" / "summary.json").read_text())["steps"] == NUM_STEPS

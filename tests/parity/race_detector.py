@@ -184,7 +184,7 @@ class Detector:
             with_rows(chunk, table)
         run.performer.update = updating(run.performer.update)
         chunks.param_on_gpu = noting(chunks.param_on_gpu, params, "slot")
-        chunks.unbind = noting(chunks.unbind, params, "slot")
+        chunks.binding.unbind = noting(chunks.binding.unbind, params, "slot")
         chunks.grad_on_gpu = noting(chunks.grad_on_gpu, grads, "gradient slot")
         run.gradients.harvest = noting(run.gradients.harvest, grads, "gradient slot")
         run.host.read, run.host.write = at_home(run.host.read, False), at_home(run.host.write, True)

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 import hightide
 import models
+from each_value import each_value
 from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 from hightide.runtime.surgery import run_of
@@ -171,17 +172,18 @@ def store_derived(model: LeakyModel, _part: nn.Module, _inputs: Any, output: tup
     model.collected.append(output[1].exp())
 
 
-@pytest.mark.parametrize("activation", list(Activation))
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"hook": store},
-        {"hook": store_derived},
-        {"attribute": "batch"},
-        {"attribute": "scalar"},
-        {"attribute": "nested"},
-    ],
-    ids=["hook", "hook that computes", "attribute", "scalar attribute", "attribute that is a mapping"],
+    ("options", "activation"),
+    each_value(
+        (
+            {"hook": store},
+            {"hook": store_derived},
+            {"attribute": "batch"},
+            {"attribute": "scalar"},
+            {"attribute": "nested"},
+        ),
+        list(Activation),
+    ),
 )
 def test_an_auxiliary_loss_of_what_is_inside_of_blocks(options: dict[str, Any], activation: Activation) -> None:
     build = partial(leaky, **options)
@@ -337,8 +339,7 @@ def test_a_dataclass_is_a_batch() -> None:
     expected = model(state_inputs())["loss"]
     model, _ = hightide.wrap(model, make_optimizer(model), state_inputs(), limits=ROOMY, micro_batch=3)
     assert torch.allclose(model(state_inputs())["loss"], expected)
-    with pytest.raises(ValueError, match="a batch of 8 samples, but the plan holds up to 7"):
-        model(state_inputs(num_samples=8))
+    assert model(state_inputs(num_samples=8))["loss"].isfinite()  # the plan holds it
     with pytest.raises(ValueError, match=r"differs between tensors .*argument 0.weights: 32"):
         model(state_inputs(weights=torch.ones(models.HIDDEN)))
 
@@ -353,7 +354,7 @@ def test_a_way_of_calling_that_comes_later_is_learned_by_position_and_keyword() 
     with no_warnings():
         assert torch.allclose(model(state_inputs())["loss"], expected[0])
         assert torch.allclose(model(state_inputs(), scale=scale)["loss"], expected[1])
-    splits = run_of(model)._splits.values()
+    splits = run_of(model).splits.known.values()
     assert sum("float64" in split.signature and split.splittable for split in splits) == 3
 
 

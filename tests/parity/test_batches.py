@@ -87,7 +87,7 @@ def own_loss_step(loop: Loop, batch: Any) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2", "plain"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.long), "llama_tied", "gpt2", "plain"])
 def test_own_cross_entropy_of_the_logits(name: str) -> None:
     """Without labels the logits are there, and a cross-entropy of them is still fused: no full logits, no warning."""
     subject = SUBJECTS[name]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import hightide
 import models
+from each_value import each_value
 from hightide.ir.activation import Activation
 
 LLAMA = SUBJECTS["llama"]
@@ -44,8 +45,7 @@ def finish(loop: Loop, loss: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("name", ["llama_tied", "gpt2"])
+@pytest.mark.parametrize(("name", "update"), each_value(("llama_tied", "gpt2"), ("deferred", "in_backward")))
 def test_evaluation_and_generation_between_steps(name: str, update: str) -> None:
     """Right after step(), while updates are still running: both must see the new weights."""
     subject = SUBJECTS[name]

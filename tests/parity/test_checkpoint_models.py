@@ -44,7 +44,9 @@ def assert_same_tensors(found: dict[str, StoredTensor], expected: dict[str, Stor
         assert torch.equal(found[name].read(), one.read()) and found[name].dtype == one.dtype, name
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "qwen3_moe", pytest.param("gpt2", marks=pytest.mark.long), "vit"])
+@pytest.mark.parametrize(
+    "name", ["llama_tied", "qwen3_moe", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt2", "vit"))]
+)
 def test_the_folder_is_what_transformers_writes(name: str, tmp_path: Path) -> None:
     """Names, values and configs; mixtures of experts are cut into experts on the way, and joined again."""
     model, optimizer = trained(name)
@@ -60,6 +62,18 @@ def test_the_folder_is_what_transformers_writes(name: str, tmp_path: Path) -> No
     assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
     batch = BATCHES.get(name, models.token_batch)(seed=99, num_samples=7)
     assert steps(other, its, [batch]) == steps(model, optimizer, [batch])
+
+
+def test_what_transformers_leaves_out_is_there(tmp_path: Path) -> None:
+    class Ignoring(transformers.LlamaForCausalLM):
+        _keys_to_ignore_on_save = ("model.norm.weight",)
+
+    model, other = (Ignoring(models.llama_tied()[0].config) for _ in range(2))
+    with torch.no_grad():
+        model.model.norm.weight.add_(1.0)
+    path = hightide.save(model, None, tmp_path, step=1).wait()
+    hightide.load(other, None, path)
+    assert torch.equal(other.model.norm.weight, model.model.norm.weight)
 
 
 def test_it_is_read_by_hightide_and_by_transformers_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,6 +133,29 @@ def test_frozen_parameters_are_not_read(tmp_path: Path, monkeypatch: pytest.Monk
     saving = hightide.save(model, optimizer, tmp_path, wait=True)
     trained_bytes = sum(param.nbytes for param in model.parameters() if param.requires_grad)
     assert saving.num_bytes == 3 * trained_bytes, "parameters and two moments"
+
+
+def test_all_of_several_adapters_are_there(tmp_path: Path) -> None:
+    """The second is frozen (a reference, as in DPO): its values are in no other file."""
+
+    def two(offset: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, example = lora()
+        model.add_adapter("reference", model.peft_config["default"])  # type: ignore[operator, index]
+        model.set_adapter("default")  # type: ignore[operator]
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.add_(offset if "lora" in name else 0)
+        return wrap(model, make_optimizer(model), example, **WRAP)
+
+    model, optimizer = two(0.1)
+    steps(model, optimizer, LLAMA.batches(1))
+    path = hightide.save(model, optimizer, tmp_path, wait=True).path
+    beside = stored(path, "trained-*")
+    assert beside and all(".reference." in name for name in beside) and stored(path, "adapter_model*")
+    other, its = two(0.7)
+    hightide.load(other, its, path)
+    values = other.state_dict()
+    assert all(torch.equal(values[name], value) for name, value in model.state_dict().items() if "lora" in name)
 
 
 def test_a_checkpoint_of_adapters_does_not_fit_another_model(tmp_path: Path) -> None:

@@ -4,22 +4,20 @@ And a process that ends in any other way finishes the save that is under way."""
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hightide
+from forked import Ended, run_script
 
 COMMON = """
 import json, os, random, signal, sys, time
 from pathlib import Path
-sys.path.insert(0, {tests!r})
 import numpy, torch
+torch.set_num_threads(1)
 from torch import nn
 import hightide
 from disk_plans import folder as disk_limit, placed
@@ -54,11 +52,11 @@ class Loop:
             model, optimizer, self.batch(0), plan=plan, limits=disk_limit(disk) if plan.uses_disk else None)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=dtype == torch.float16)
-        self.parts = {{"scheduler": self.scheduler, "scaler": self.scaler}}
+        self.parts = {"scheduler": self.scheduler, "scaler": self.scaler}
 
     def batch(self, seed):
         draw = torch.Generator().manual_seed(seed)
-        return {{name: torch.randn(4, 16, generator=draw).to(self.dtype) for name in "xy"}}
+        return {name: torch.randn(4, 16, generator=draw).to(self.dtype) for name in "xy"}
 
     def train(self):
         # What a data pipeline draws between steps must not be drawn again.
@@ -75,7 +73,7 @@ class Loop:
         return seen
 
     def save(self, to, **options):
-        extra = {{name: part.state_dict() for name, part in self.parts.items()}} | {{"step": self.step}}
+        extra = {name: part.state_dict() for name, part in self.parts.items()} | {"step": self.step}
         return hightide.save(self.model, self.optimizer, to, extra=extra, **options)
 
     def load(self, source):
@@ -98,13 +96,13 @@ def end_with_a_save(loop):
 """
 
 RESUMING = """
-LOOPS = {{
+LOOPS = {
     "host": dict(dtype=torch.bfloat16),
     "host, accumulated": dict(accumulate=2, update="in_backward"),
     "disk": dict(homes="every tier", dtype=torch.float16, accumulate=2),
     "disk, in backward": dict(homes="all on disk", update="in_backward"),
-}}
-report = {{}}
+}
+report = {}
 for name, options in LOOPS.items():
     loop, saved = Loop(name, **options), folder / "saved" / name
     seen = report[name] = []
@@ -130,15 +128,8 @@ raise KeyboardInterrupt
 """
 
 
-def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    tests = Path(__file__).parents[1]
-    return subprocess.run(
-        [sys.executable, "-c", (COMMON + script).format(tests=str(tests)), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": str(tests.parent / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=55,
-    )
+def run(script: str, *arguments: object) -> Ended:
+    return run_script(COMMON + script, [*map(str, arguments)], timeout_s=55)
 
 
 @pytest.mark.long  # in CI, tests/faults/test_killed_runs.py kills, and round trips compare bits
@@ -147,11 +138,11 @@ def test_killed_and_resumed_is_as_if_never_stopped(tmp_path: Path) -> None:
     """Dropout, a scheduler, a scaler, the position in the data and all random numbers included; states on the host and
     on disk, both timings, several backwards a step."""
     killed = run(RESUMING, "first", tmp_path)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert killed.status == -signal.SIGKILL, killed.stderr
     reports: list[dict[str, Any]] = []
     for what in ("second", "straight"):
         done = run(RESUMING, what, tmp_path)
-        assert done.returncode == 0, done.stderr
+        assert done.status == 0, done.stderr
         reports.append(json.loads(done.stdout.splitlines()[-1]))
     resumed, straight = reports
     for name, expected in straight.items():
@@ -163,5 +154,5 @@ def test_killed_and_resumed_is_as_if_never_stopped(tmp_path: Path) -> None:
 
 def test_an_interrupted_process_finishes_its_save(tmp_path: Path) -> None:
     done = run(INTERRUPTED, "interrupted", tmp_path)
-    assert done.returncode == -signal.SIGINT and "KeyboardInterrupt" in done.stderr, done.stderr
+    assert done.status == -signal.SIGINT and "KeyboardInterrupt" in done.stderr, done.stderr
     assert hightide.latest(tmp_path / "last") == tmp_path / "last" / "step-1"

@@ -313,7 +313,7 @@ def test_a_covering_set_of_few_features() -> None:
 # -- dropout ----------------------------------------------------------------------------------------------------------
 
 # Blocks that drop by different calls of torch: attention's own, nn.Dropout inside and between blocks, of two stacks.
-DROPPING = ("llama", "gpt2", "t5", "qwen3_moe", "hand_written")
+DROPPING = ("llama", "gpt2", "t5", "hand_written")
 WITH_DROPOUT = [name if name in DROPPING else pytest.param(name, marks=pytest.mark.long) for name in ARCHITECTURES]
 
 
@@ -338,7 +338,9 @@ def test_dropout_with_one_micro_batch_equals_plain_pytorch(model: str) -> None:
     assert train_with_dropout(model, None, dropout=0.0).losses[0] != plain.losses[0], "nothing is dropped"
 
 
-@pytest.mark.parametrize("model", WITH_DROPOUT)
+@pytest.mark.parametrize(
+    "model", [model if model != "t5" else pytest.param(model, marks=pytest.mark.long) for model in WITH_DROPOUT]
+)
 def test_dropout_with_several_micro_batches_does_not_depend_on_the_plan(model: str) -> None:
     recomputed, selective, kept = (train_with_dropout(model, activation) for activation in Activation)
     assert_everything_streams(recomputed)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 import hightide
 import models
 from disk_plans import HOMES, Homes, folder, placed
+from each_value import each_value
 from hightide.ir.action import Mode
 from hightide.ir.activation import Activation
 from hightide.ir.plan import BlockPlan
@@ -44,6 +45,8 @@ from waiting import OwnThreads, soon
 ROOMY = hightide.Limits(gpu="16MiB", host="64MiB")
 VOCABULARY, WIDTH, NUM_SAMPLES, LENGTH = 40, 16, 4, 6
 BF16 = torch.bfloat16
+UPDATES = ("deferred", "in_backward")
+LONG = pytest.mark.long
 ON_DISK = [name for name in HOMES if name not in ("gpu", "host")]
 Trained = tuple[list[float], dict[str, Tensor]]
 
@@ -226,6 +229,20 @@ def test_equal_to_plain_pytorch_and_to_the_bit_to_other_plans(
         assert_close_weights(found[1], dict(model.state_dict()))
 
 
+@pytest.mark.parametrize("case", ["LoRA", "LoRA, in backward"])
+def test_what_is_frozen_streams_from_disk_beside_adapters_that_stay(case: str, tmp_path: Path) -> None:
+    """A search finds such plans where the GPU has room for adapters and their states."""
+    build, options, loop = CASES[case]
+    found = []
+    for homes in ("gpu", lambda index: (Tier.DISK, Tier.GPU) if 0 < index < 5 else (Tier.GPU, Tier.GPU)):
+        model, optimizer, run = wrapped(build(), homes, tmp_path, **options)
+        found.append(train(model, optimizer, **loop))
+        assert_same_bits(found[-1], found[0])
+    moved = hightide.stats(model).moved_bytes
+    assert run.disk is not None and moved["disk_read"] > 0 and not moved.get("disk_write")
+    hightide.unwrap(model)
+
+
 VARIANTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {  # not as in plain PyTorch
     "dropout": (partial(Words, dropout=0.3), {}, {"clip": True}),
     "bf16": (lambda: Words().to(BF16), {}, {"clip": True}),
@@ -259,8 +276,7 @@ def test_the_same_bits_wherever_states_are(case: str, places: tuple[str, ...], t
 # -- the schedule -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("homes", ON_DISK)
+@pytest.mark.parametrize(("homes", "update"), each_value(ON_DISK, UPDATES))
 def test_executed_equals_scheduled(homes: str, update: str, tmp_path: Path) -> None:
     model, optimizer, run = wrapped(Words(tied=True), homes, tmp_path, update=update)
     train(model, optimizer, 3)
@@ -295,7 +311,15 @@ def test_an_accumulating_pass_reads_again_what_was_in_other_buffers(tied: bool, 
     hightide.unwrap(model)
 
 
-@pytest.mark.parametrize("case", ["clipped", "in backward", "accumulated", "off the plan", "evaluated"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "in backward",
+        "accumulated",
+        "off the plan",
+        *(pytest.param(case, marks=LONG) for case in ("clipped", "evaluated")),
+    ],
+)
 def test_a_slow_lane_changes_nothing(case: str, tmp_path: Path) -> None:
     _, options, loop = CASES.get(case, CASES["plain"])
     results = []
@@ -383,8 +407,7 @@ def test_off_the_plan_it_is_slower_and_right(loop: Any, homes: str, update: str,
 
 
 @pytest.mark.filterwarnings("ignore:block .* was called in an order")
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("homes", ON_DISK)
+@pytest.mark.parametrize(("homes", "update"), each_value(ON_DISK, UPDATES))
 def test_no_stream_overtakes_another(homes: str, update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     detector = race_detector.install(monkeypatch)
     model, optimizer, run = wrapped(Words(tied=True), homes, tmp_path, update=update, num_buffers=1)
@@ -440,8 +463,10 @@ def test_sums_that_leave_off_the_plan_are_those_that_go_on(num_buffers: int, tmp
 
 
 @pytest.mark.filterwarnings("ignore:block .* was called in an order")
-@pytest.mark.parametrize("orders", ["as planned", "off the plan"])
-@pytest.mark.parametrize("homes", ["host", "states on disk", "all on disk", "every tier"])
+@pytest.mark.parametrize(
+    ("homes", "orders"),
+    each_value(("host", "states on disk", "all on disk", "every tier"), ("as planned", "off the plan")),
+)
 def test_what_parks_where_inputs_lay_overtakes_nobody(
     homes: str, orders: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -925,14 +950,18 @@ def test_ctrl_c_while_a_disk_hangs_interrupts_at_once_and_training_goes_on(
     hightide.unwrap(model)
 
 
-QUICK_EXACT = {"in backward": Lane.CPU, "clipped": None, "accumulated": Lane.D2H}  # slow lanes of what always runs
+QUICK_EXACT = {  # what always runs: each home and each loop twice, with its slow lane
+    *(("host", "in backward", Lane.CPU), ("every tier", "in backward", Lane.CPU)),
+    *(("states on disk", "clipped", None), ("all on disk", "clipped", None)),
+    *(("host", "accumulated", Lane.D2H), ("all on disk", "accumulated", Lane.D2H)),
+}
 EXACT = ("host", "states on disk", "all on disk", "every tier")
 
 
 @pytest.mark.parametrize(
     ("homes", "loop", "lane"),
     [
-        pytest.param(homes, loop, lane, marks=() if QUICK_EXACT.get(loop) is lane else pytest.mark.long)
+        pytest.param(homes, loop, lane, marks=() if (homes, loop, lane) in QUICK_EXACT else pytest.mark.long)
         for homes in EXACT
         for loop in ("in backward", "clipped", "accumulated")
         for lane in (None, Lane.CPU, Lane.D2H)

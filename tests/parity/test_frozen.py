@@ -37,7 +37,14 @@ def frozen_llama(which: str, tied: bool = False) -> models.Pair:
 
 @pytest.mark.parametrize(
     ("which", "update"),
-    [(which, "deferred") for which in FROZEN] + [("embedding", "in_backward"), ("half of each block", "in_backward")],
+    [
+        *((which, "deferred") for which in ("first blocks", "head and norm", "all but one matrix")),
+        *((which, "in_backward") for which in ("embedding", "half of each block")),
+        *(
+            pytest.param(which, "deferred", marks=pytest.mark.long)
+            for which in ("embedding", "head", "all but the norm", "half of each block", "middle block")
+        ),
+    ],
 )
 def test_frozen_parameters(which: str, update: str) -> None:
     build = partial(frozen_llama, which)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import hightide
 import models
+from each_value import each_value
 from hightide.ir.action import Mode
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
@@ -140,7 +141,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # m
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+MORE = ("plain", "three planned", "two calls")  # of which each feature is in another case too
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long if case in MORE else ()) for case in CASES])
 def test_equal_to_plain_pytorch_and_to_the_bit_to_other_plans(case: str) -> None:
     model, plan, loop = CASES[case]
     plain = Words(**model)
@@ -282,7 +286,13 @@ def test_only_rows_cross_the_link() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:block .* was called in an order")
-@pytest.mark.parametrize("case", ["plain", "three backwards", "three planned", "in backward", "off the plan"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("three backwards", "in backward", "off the plan"),
+        *(pytest.param(case, marks=pytest.mark.long) for case in ("plain", "three planned")),
+    ],
+)
 def test_a_slow_lane_changes_nothing(case: str) -> None:
     options, plan, loop = CASES.get(case, ({}, {}, {"accumulate": 2}))
     results = []
@@ -299,9 +309,11 @@ def test_a_slow_lane_changes_nothing(case: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:block .* was called in an order")
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize(("calls", "accumulate"), [(1, 1), (2, 1), (1, 3), (2, 2)])
-def test_no_stream_overtakes_another(update: str, calls: int, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("passes", "update"), each_value(((1, 1), (2, 1), (1, 3), (2, 2)), ("deferred", "in_backward"))
+)
+def test_no_stream_overtakes_another(passes: tuple[int, int], update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, accumulate = passes
     detector = race_detector.install(monkeypatch)
     model, optimizer, run = wrapped(Words(calls=calls), update=update, accumulate=accumulate)
     for step in range(6):
@@ -393,8 +405,11 @@ def drops(model: Any, optimizer: torch.optim.Optimizer) -> Tensor:
 
 
 def grows(model: Any, optimizer: torch.optim.Optimizer) -> Tensor:
-    """Longer sequences than the example's, in training."""
-    loss = backward(model, 3, length=2 * LENGTH + 1)
+    """Longer sequences than the example's, in training: rows that a plan by hand has no place for are refused."""
+    if run_of(model) is not None:
+        with pytest.raises(hightide.Refused, match="the plan does not hold it"):
+            backward(model, 3, length=2 * LENGTH + 1)
+    loss = backward(model, 3)
     optimizer.step()
     optimizer.zero_grad()
     return loss

@@ -107,23 +107,25 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]]
 
 
 QUICK = ("clipped, one buffer", "tied, in backward", "shared inputs", "several passes", "bf16")
+STORED, MIXED = (("disk", "host"),), (("mixed", "all on disk"),)
+OTHERS = (("host", "host"), ("disk", "gpu"), ("disk", "all on disk"), ("mixed", "every tier"))
 
 
 def long(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.long)
 
 
-@pytest.mark.parametrize("case", [case if case in QUICK else long(case) for case in CASES])
-def test_the_bits_of_every_other_plan(case: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "others"),
+    [  # two of the other plans each, by turns
+        *(pytest.param(case, OTHERS[number % 2 :: 2], id=case) for number, case in enumerate(QUICK)),
+        *(pytest.param(case, OTHERS, id=f"{case}, all plans", marks=pytest.mark.long) for case in CASES),
+    ],
+)
+def test_the_bits_of_every_other_plan(case: str, others: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
     build, options, loop = CASES[case]
     first: Trained | None = None
-    for inputs, homes in (
-        ("gpu", "host"),
-        ("host", "host"),
-        ("disk", "gpu"),
-        ("disk", "all on disk"),
-        ("mixed", "every tier"),
-    ):
+    for inputs, homes in (("gpu", "host"), *others):
         torch.manual_seed(7)
         model, optimizer, run = wrapped(build(), homes, tmp_path, inputs=INPUTS[inputs], **options)
         found = train(model, optimizer, 4, **loop)
@@ -201,17 +203,19 @@ def cut_off(model: Any, optimizer: torch.optim.Optimizer) -> Trained:
 
 @pytest.mark.filterwarnings("ignore:block .* was called in an order", "ignore:block .* runs the whole batch")
 @pytest.mark.parametrize(
-    ("loop", "num_buffers"),
+    ("loop", "num_buffers", "others"),
     [
-        *((loop, 1) for loop in (out_of_order, two_forwards, without_backward)),
-        *((loop, 3) for loop in (evaluated_between, two_forwards, cut_off)),
-        *(long(loop, 1) for loop in (dropped, evaluated_between, cut_off)),
-        *(long(loop, 3) for loop in (out_of_order, dropped, without_backward)),
+        *((loop, 1, MIXED) for loop in (out_of_order, two_forwards, without_backward)),
+        *((loop, 3, STORED) for loop in (evaluated_between, two_forwards, cut_off)),
+        *(long(loop, 1, STORED) for loop in (out_of_order, two_forwards, without_backward)),
+        *(long(loop, 3, MIXED) for loop in (evaluated_between, two_forwards, cut_off)),
+        *(long(loop, 1, MIXED + STORED) for loop in (dropped, evaluated_between, cut_off)),
+        *(long(loop, 3, MIXED + STORED) for loop in (out_of_order, dropped, without_backward)),
     ],
 )
-def test_any_loop(loop: Any, num_buffers: int, tmp_path: Path) -> None:
+def test_any_loop(loop: Any, num_buffers: int, others: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
     results = []
-    for inputs, homes in (("gpu", "host"), ("disk", "host"), ("mixed", "all on disk")):
+    for inputs, homes in (("gpu", "host"), *others):
         torch.manual_seed(7)
         model, optimizer, run = wrapped(Long(), homes, tmp_path, inputs=INPUTS[inputs], num_buffers=num_buffers)
         results.append(loop(model, optimizer))

@@ -84,11 +84,12 @@ def run(subject: Subject, plan: Plan | None, build: dict[str, Any], **options: A
 
 
 CASES = [
-    ("llama", 0.0, "deferred", "torch"),
     ("llama_tied", 0.3, "in_backward", None),
-    ("hand_written", 0.2, "deferred", None),
+    ("hand_written", 0.0, "deferred", "torch"),
 ]
 MORE = [
+    ("llama", 0.0, "deferred", "torch"),
+    ("hand_written", 0.2, "deferred", None),
     ("gpt2", 0.2, "deferred", "optimizer"),
     ("gpt2_untied", 0.2, "in_backward", None),
     ("plain_tied", 0.2, "deferred", "torch"),

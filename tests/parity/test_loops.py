@@ -13,6 +13,7 @@ from torch import Tensor
 
 import hightide
 import models
+from each_value import each_value
 from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 
@@ -46,8 +47,7 @@ def test_accumulation_with_states_on_the_gpu() -> None:
     assert wrapped.stats.moved_bytes["d2h"] > 0, "the gradients of the others do"
 
 
-@pytest.mark.parametrize("zero_grad", ["before", "between", "after"])
-@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+@pytest.mark.parametrize(("name", "zero_grad"), each_value(("llama", "llama_tied"), ("before", "between", "after")))
 def test_zero_grad_wherever_it_stands(name: str, zero_grad: str) -> None:
     check(SUBJECTS[name], zero_grad=zero_grad, clip="torch")
 

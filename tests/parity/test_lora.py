@@ -176,7 +176,9 @@ def lora_on_experts(
     return peft.get_peft_model(base, config).train(), batch  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("experts", "update"), [("grouped_mm", "deferred"), ("eager", "in_backward")])
+@pytest.mark.parametrize(
+    ("experts", "update"), [("grouped_mm", "deferred"), pytest.param("eager", "in_backward", marks=pytest.mark.long)]
+)
 def test_adapters_of_the_experts_of_a_mixture(experts: str, update: str) -> None:
     """They are adapters of a parameter, not of a linear module: PEFT parametrises it in each call."""
     build = partial(lora_on_experts, experts)

@@ -288,12 +288,12 @@ class CentredInSmallerBatches(Block):
         return h - h.mean(0)
 
 
-@add("refused", batch=lambda seed: vectors(seed, num_samples=6 + seed), ways=(Way(2, tight=False),), evaluate=False)
+@add(batch=lambda seed: vectors(seed, num_samples=6 + seed), ways=(Way(2, tight=False),), evaluate=False)
 def larger_batches_later() -> nn.Module:
     return Net(Block(), Block())
 
 
-@add("refused", batch=lambda seed: vectors(seed, num_samples=6 + seed), ways=(Way(2, tight=False),), evaluate=False)
+@add(batch=lambda seed: vectors(seed, num_samples=6 + seed), ways=(Way(2, tight=False),), evaluate=False)
 class MixesAboveSix(Block):
     def mix(self, h: Tensor) -> Tensor:
         return h - h.mean(0) if len(h) > 6 else h

@@ -367,9 +367,17 @@ def train(side: Side, change: Callable[[Side], None] | None, update: str = "defe
         (side.optimizer if update == "deferred" else side.model).zero_grad()
 
 
-@every
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_between_steps(change: Callable[[Side], None], kind: str, place: str, update: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "setting"),
+    [  # each with both optimizers and both timings, by turns streamed and resident; the other half is `long`
+        pytest.param(change, setting, marks=() if (setting[1] == "streamed") == (number % 2 == 0) else pytest.mark.long)
+        for number, change in enumerate(CHANGES)
+        for setting in SETTINGS
+    ],
+    ids=lambda value: value.__name__ if callable(value) else " ".join(value),
+)
+def test_a_change_between_steps(change: Callable[[Side], None], setting: tuple[str, str, str]) -> None:
+    kind, place, update = setting
     ours, plain = like_new(kind, place, update), plain_side(kind)
     for loss, expected in zip(train(ours, change, update), train(plain, change, update), strict=True):
         assert abs(loss - expected) <= 1e-6 * abs(expected)

@@ -157,8 +157,14 @@ def test_every_rule_is_tested() -> None:
     assert {name for options in OPTIONS.values() for name in options} == set(NUM_MOMENTS)
 
 
-@every
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(
+    ("optimizer", "name", "where"),
+    [
+        pytest.param(*case, where, id=f"{case[1]}-{where}", marks=() if (row + column) % 2 == 0 else pytest.mark.long)
+        for row, case in enumerate(CASES)
+        for column, where in enumerate(PLACES)
+    ],
+)
 def test_fp32_equals_torch(optimizer: type, name: str, where: str) -> None:
     plain, _ = build(torch.float32)
     expected = make(optimizer, name, list(plain.parameters()))

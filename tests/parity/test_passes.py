@@ -112,13 +112,9 @@ def long(*values: Any) -> Any:
 
 
 def placed(*others: Any) -> list[Any]:
-    """Each of these with "mixed", which has every place of a chunk; by turns with the plain places, else `long`."""
-    by_turns = [
-        ((where, other) if number % 2 == turn else long(where, other))
-        for turn, where in enumerate(("sums at home", "sums stay"))
-        for number, other in enumerate(others)
-    ]
-    return [*(("mixed", other) for other in others), *by_turns]
+    """Each of these with "mixed", which has every place of a chunk; with the plain places they are `long`."""
+    plain = [long(where, other) for where in ("sums at home", "sums stay") for other in others]
+    return [*(("mixed", other) for other in others), *plain]
 
 
 COVERING = [  # every model and number of passes, each timing with each kind of weights and with a middle pass

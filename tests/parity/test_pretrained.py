@@ -94,7 +94,8 @@ def test_it_trains_as_the_plain_model_does(name: str, update: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shards"), [(None, "60KB"), (torch.bfloat16, "1GB"), ("float32", "60KB"), ("auto", "1GB")]
+    ("dtype", "shards"),
+    [(None, "60KB"), (torch.bfloat16, "1GB"), ("auto", "1GB"), pytest.param("float32", "60KB", marks=pytest.mark.long)],
 )
 def test_dtype_is_the_configs_or_the_one_asked_for(dtype: Any, shards: str, tmp_path: Path) -> None:
     model, batch = models.llama()

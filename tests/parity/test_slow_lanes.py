@@ -53,11 +53,15 @@ PLANS = {
 }
 
 
-# T5's decoder blocks share an input, the encoder's result, and tied weights have gradients of two blocks: that matters
-# where both move.
+# Tied weights have gradients of two blocks: that matters where both move. T5's decoder blocks share an input, the
+# encoder's result; so do those of test_inputs_on_disk.py.
 SUBJECTS = [
     pytest.param(
-        make, name, marks=pytest.mark.long if make is not models.hand_written and name != "inputs on host" else ()
+        make,
+        name,
+        marks=()
+        if make is models.hand_written  # tied weights are slow in test_from_disk.py and test_rounded_gradients.py
+        else pytest.mark.long,
     )
     for make in (models.llama_tied, models.hand_written, models.t5)
     for name in PLANS

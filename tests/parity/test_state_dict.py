@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import hightide
 import models
+from each_value import each_value
 
 LLAMA = SUBJECTS["llama"]
 WRAP = {"micro_batch": 3}
@@ -126,8 +127,7 @@ def test_state_dict_between_forward_and_backward() -> None:
     loss.backward()
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "hand_written"])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("name", "groups"), each_value(("llama", "llama_tied", "hand_written"), (1, 2)))
 def test_optimizer_state_dict_has_plain_layout_and_values(name: str, groups: int) -> None:
     plain, wrapped = trained_pair(name, groups=groups)
     expected, found = plain.optimizer.state_dict(), wrapped.optimizer.state_dict()

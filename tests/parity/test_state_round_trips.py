@@ -83,7 +83,7 @@ def bf16_pair(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     return wrap(model, make_optimizer(model, groups=2), example, **WRAP)
 
 
-@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+@pytest.mark.parametrize("order", ["optimizer first", pytest.param("model first", marks=pytest.mark.long)])
 def test_a_16_bit_run_resumes_with_the_same_bits(order: str) -> None:
     """Masters and moments are fp32, and come back as they were."""
     batches = LLAMA.batches(6)

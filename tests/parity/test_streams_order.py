@@ -17,6 +17,7 @@ from torch import nn
 
 import hightide
 import models
+from each_value import each_value
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
@@ -33,7 +34,7 @@ ORDERS: dict[str, list[list[int]]] = {
 }
 
 KINDS = ("slot", "gradient slot", "home of gradient", "home of parameter")
-CASES = [(orders, "deferred", accumulate) for orders in ORDERS for accumulate in (1, 2)]
+CASES = each_value(list(ORDERS), ("deferred",), (1, 2))
 CASES += [(orders, "in_backward", 1) for orders in ORDERS if orders != "twice"]  # that would break its promise
 
 
@@ -84,8 +85,7 @@ def partly_streamed(plan: Plan, num_grad_slots: int) -> Plan:
 
 
 @pytest.mark.filterwarnings("ignore:.*did not foresee")
-@pytest.mark.parametrize("num_grad_slots", [1, 2])
-@pytest.mark.parametrize("orders", ["as planned", "left out", "another order"])
+@pytest.mark.parametrize(("orders", "num_grad_slots"), each_value(("as planned", "left out", "another order"), (1, 2)))
 def test_gradients_that_are_used_up_leave_their_slots_in_order(
     orders: str, num_grad_slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,7 +222,7 @@ def test_recomputation_stays_the_plans_decision(tmp_path: Path) -> None:
     assert logs(trainers[True]) == logs(trainers[False])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16], ids=str)
 def test_a_run_resumes_from_a_checkpoint(dtype: torch.dtype, tmp_path: Path) -> None:
     """A new pair, in a new Trainer, goes on where another has stopped: with the same bits, masters included; and a
     plain one with an equal run."""
@@ -321,7 +321,7 @@ def test_accelerate_saves_and_loads_a_state(tmp_path: Path) -> None:
         assert torch.equal(second[0].state_dict()[name], value), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16], ids=str)
 def test_nothing_is_sent_to_the_accelerator_when_an_optimizer_that_has_trained_is_prepared(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,11 +104,10 @@ def within_limits(run: Trained) -> None:
     assert run.stats.peak_bytes["host"] <= run.stats.plan.host_limit_bytes
 
 
-TIGHT = [  # each timing with a model of transformers and with one of those above
-    ("autoformer", "deferred"),
+LONG = pytest.mark.long
+TIGHT = [  # each timing, a model of transformers and one of those above
     ("switch_transformers", "in_backward"),
     ("branching", "deferred"),
-    ("gathering", "in_backward"),
 ]
 MORE = [(name, update) for name in SUBJECTS for update in TIMINGS if (name, update) not in TIGHT]
 
@@ -122,7 +121,14 @@ def test_the_tightest_limit_that_is_accepted_is_kept(name: str, update: str) -> 
     assert wrapped.stats is not None and wrapped.stats.evictions > 0 and wrapped.stats.deviations == 0
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "autoformer",
+        "gathering",
+        *(pytest.param(name, marks=LONG) for name in ("nllb_moe", "switch_transformers", "branching")),
+    ],
+)
 def test_the_forecast_is_what_is_needed(name: str) -> None:
     """With the batch that it was made for; another may take other ways."""
     build, batch = SUBJECTS[name]
@@ -134,7 +140,7 @@ def test_the_forecast_is_what_is_needed(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["autoformer", "nllb_moe", pytest.param("switch_transformers", marks=pytest.mark.long)]
+    "name", ["nllb_moe", *(pytest.param(name, marks=LONG) for name in ("autoformer", "switch_transformers"))]
 )
 def test_dropout_draws_as_without_hightide(name: str) -> None:
     build, batch = SUBJECTS[name]
@@ -182,7 +188,9 @@ def test_a_batch_that_takes_more_than_the_example_did_is_refused_with_the_number
     assert run.peak_bytes["gpu"] <= run.plan.gpu_limit_bytes
 
 
-@pytest.mark.parametrize("name", ["autoformer", "gathering", pytest.param("nllb_moe", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name", ["gathering", *(pytest.param(name, marks=LONG) for name in ("autoformer", "nllb_moe"))]
+)
 def test_a_limit_below_the_leanest_is_refused_and_the_model_is_as_before(name: str) -> None:
     model, example = SUBJECTS[name][0](num_samples=NUM_SAMPLES)
     optimizer = make_optimizer(model)

@@ -32,7 +32,7 @@ def test_there_are_many_and_each_has_its_name(environments: ModuleType) -> None:
         pytest.param("HOME a file", "script", marks=pytest.mark.long),  # a cache that is a file: test_build.py
         ("streams closed", "script"),
         ("ascii: POSIX", "plan"),
-        ("out a dangling link", "train"),
+        pytest.param("out a dangling link", "train", marks=pytest.mark.long),  # in one process: test_run_folder.py
     ],
 )
 def test_it_holds_there(environments: ModuleType, name: str, program: str) -> None:

@@ -13,6 +13,7 @@ import torch
 
 import hightide
 import hightide.api
+import hightide.asked
 import models
 from hightide import posing
 from hightide.doctor.disk_speed import MIN_FILE_BYTES
@@ -54,14 +55,14 @@ class Gpu:
 
 def resolve(limits: hightide.Limits) -> tuple[int, int]:
     model, _ = models.hand_written()
-    return hightide.api._resolve(limits, CUDA, model, adamw(model))
+    return hightide.asked.memory_limits(limits, CUDA, model, adamw(model))
 
 
 @pytest.mark.parametrize("free_bytes", [100 * GIB, 7 * GIB])  # 7: another process has the rest
 def test_the_gpu_limit_is_what_the_driver_has_free_now(monkeypatch: pytest.MonkeyPatch, free_bytes: int) -> None:
     gpu = Gpu(monkeypatch, free_bytes)
     gpu_bytes, host_bytes = resolve(hightide.Limits())
-    assert gpu_bytes == int(hightide.api.GPU_HEADROOM * free_bytes) < free_bytes and gpu.asked == [CUDA]
+    assert gpu_bytes == int(hightide.asked.GPU_HEADROOM * free_bytes) < free_bytes and gpu.asked == [CUDA]
     assert host_bytes > 0
 
 
@@ -76,7 +77,7 @@ def test_a_limit_above_what_is_free_is_lowered_and_says_who_has_the_rest(monkeyp
     Gpu(monkeypatch, 7 * GIB, reserved_bytes=4 * GIB, used_bytes=3 * GIB)
     with pytest.warns(UserWarning) as caught:
         gpu_bytes, host_bytes = resolve(hightide.Limits(gpu="24GiB", host="1000TiB"))
-    assert gpu_bytes == int(8 * GIB * hightide.api.GPU_HEADROOM), "1 GiB is only kept by torch for later"
+    assert gpu_bytes == int(8 * GIB * hightide.asked.GPU_HEADROOM), "1 GiB is only kept by torch for later"
     assert host_bytes == 1000 * 2**40, "what is free on the host cannot be told"
     assert [str(warning.message) for warning in caught] == [
         "Limits(gpu) is 24.0 GiB, but only 8.0 GiB of cuda:0 are free (other programs and CUDA itself hold 130 GiB, "
@@ -110,10 +111,10 @@ def test_a_plan_with_a_limit_above_what_is_free_is_kept_and_warned_of() -> None:
     plan = hightide.plan(model, adamw(model), batch, limits=hightide.Limits(gpu="24MiB", host="1MiB"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hightide.api._warn_of_room(posing.GpuRoom(CUDA, plan.gpu_limit_bytes, 0, 0), plan)
+        hightide.asked.warn_of_room(posing.GpuRoom(CUDA, plan.gpu_limit_bytes, 0, 0), plan)
     words = r"may take 24.0 MiB .* but only 1.0 MiB of cuda:0 are free .* with limits=Limits\(gpu=996147\)"
     with pytest.warns(UserWarning, match=words):
-        hightide.api._warn_of_room(posing.GpuRoom(CUDA, 2**20, 0, 140 * GIB), plan)
+        hightide.asked.warn_of_room(posing.GpuRoom(CUDA, 2**20, 0, 140 * GIB), plan)
 
 
 def no_measuring(*_: Any) -> Any:

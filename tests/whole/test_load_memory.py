@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from forked import run_script
 
 SCRIPT = """
 import json
@@ -69,15 +68,8 @@ print(json.dumps({
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads the peak of resident memory from /proc")
 def test_a_model_does_not_exist_twice_while_it_is_wrapped() -> None:
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(root / "src"), str(root / "tests")))},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_script(SCRIPT, [], timeout_s=100)
+    assert done.status == 0, done.stderr
     measured = json.loads(done.stdout.splitlines()[-1])
     assert measured["slack_bytes"] < 0.6 * measured["model_bytes"], "the model must stand out from the slack"
     assert measured["above_bare_bytes"] <= measured["tier_bytes"] + measured["slack_bytes"], measured

@@ -15,6 +15,7 @@ from torch import nn
 
 import hightide
 import models
+from each_value import each_value
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
@@ -237,8 +238,7 @@ def other_values(plain: nn.Module) -> dict[str, torch.Tensor]:
     return {name: made.setdefault(value.data_ptr(), value * 0.5 + 0.01) for name, value in state.items()}
 
 
-@PLANS
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize(("edit", "tied"), each_value((STREAMED, REFRESHED, RESIDENT), (True, False)))
 def test_load_state_dict_on_a_wrapped_model(edit: Edit, tied: bool) -> None:
     model, batch = small_llama(tied=tied)
     pair = twins(model, batch, edit=edit)
@@ -474,8 +474,7 @@ def test_inputs_of_many_lengths_on_host_stay_within_the_forecast() -> None:
 
 
 @PLANS
-@pytest.mark.parametrize("frozen", [False, True], ids=["trainable", "frozen layers"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("frozen", "dtype"), each_value((False, True), (torch.float32, torch.bfloat16)))
 def test_the_host_holds_no_more_than_forecast(edit: Edit, frozen: bool, dtype: torch.dtype) -> None:
     model, batch = small_llama()
     model = model.to(dtype)
@@ -514,7 +513,7 @@ def test_a_block_first_called_without_the_root_is_split_once_the_root_calls_it()
     pair.model.model(input_ids=ids).last_hidden_state.sum().backward()  # no mask: no call of the example is like it
     pair.optimizer.zero_grad()
     pair.assert_equal(*pair.step(batch={"input_ids": ids, "labels": batch["labels"]}))
-    splits = pair.run._splits
+    splits = pair.run.splits.known
     assert splits
     names = [block.name for block in pair.run.profile.blocks]
     assert {names[block] for (block, _), split in splits.items() if not split.splittable} == {"model.embed_tokens"}

@@ -9,6 +9,7 @@ import torch
 
 import hightide
 import models
+from each_value import each_value
 from hightide.ir.action import Action, Mode, Op, Schedule
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
@@ -70,8 +71,7 @@ def edit(base: Schedule, **changes: Action | None) -> Schedule:
     return replace(base, actions=tuple(kept))
 
 
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("plan", "update"), each_value(list(PLANS), ("deferred", "in_backward")))
 def test_executed_equals_scheduled(plan: str, update: str) -> None:
     pair = wrapped(plan, update)
     for _ in range(2):
@@ -249,4 +249,16 @@ def test_a_pick_against_the_rule_is_reported(monkeypatch: pytest.MonkeyPatch) ->
         pair.optimizer.step()
     lines = compare(schedule(pair), records(pair))
     assert lines and all("was ready and due earlier" in line for line in lines)
+    pair.close()
+
+
+def test_what_is_due_can_be_compared_across_passes() -> None:
+    """What an update leaves over is due at a tick of the pass that follows, and before what that one needs later."""
+    pair = wrapped()
+    pair.step()
+    pair.step()
+    planned = schedule(pair)
+    found = [{record.id: record.due for record in records(pair, back) if record.lane is Lane.CPU} for back in (1, 0)]
+    first, second = ({due - planned.by_id[name].tick for name, due in dues.items()} for dues in found)
+    assert len(first) == len(second) == 1 and second.pop() - first.pop() == len(planned.ticks)
     pair.close()

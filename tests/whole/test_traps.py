@@ -164,7 +164,7 @@ TRAPS = {
     "state_dict of views": ("parity/test_state_dict.py", "test_its_tensors_own_their_storage"),
     # the schedule
     "an order that the plan did not foresee": ("parity/test_layer_drop.py", "test_layers_in_another_order_each_step"),
-    "a batch larger than planned": ("whole/test_bad_input.py", "test_a_larger_batch_than_planned"),
+    "a batch larger than planned": ("unit/observe/test_larger_batches.py", "test_larger_batches_are_planned_anew"),
     "a forward without backward": ("parity/test_loops.py", "test_a_forward_without_backward_leaves_no_trace"),
 }
 

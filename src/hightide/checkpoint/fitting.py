@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hightide.checkpoint.files.folder import DamagedCheckpoint, manifest_of, refusal
 from hightide.checkpoint.files.manifest import FileSums, Manifest
-from hightide.checkpoint.training import OptimizerState, Training, optimizer_state, training_of
+from hightide.checkpoint.training import OptimizerState, Training, optimizer_state, training_of, with_extra_state
 from hightide.integrations.folder import few
 from hightide.integrations.model_files import (
     ADAPTER,
@@ -30,7 +30,7 @@ from hightide.ir.foreign import quoted, shown
 from hightide.ir.state_spec import MASTER, REMAINDER
 from hightide.loading.tensor_file import ALL_DTYPES, StoredTensor, read_header
 from hightide.optim.optimizer import WrappedOptimizer
-from hightide.runtime.chunks.chunks import DTYPES
+from hightide.runtime.chunks.homes import DTYPES
 from hightide.runtime.chunks.origin import Origin
 from hightide.runtime.run import Run
 
@@ -124,7 +124,7 @@ def targets_of(model: nn.Module, run: Run | None, checkpoint: Checkpoint) -> Tar
     else:
         targets, stored, problems = _by_name(model, tensors, checkpoint)
     if not problems:
-        problems = _narrowed(tensors, stored, run)
+        problems = [*_narrowed(tensors, stored, run), *_extra_states(model, checkpoint)]
     if problems:
         raise ValueError(
             f"{shown(checkpoint.path)} does not fit this {type(model).__name__}: {'; '.join(problems)}. Nothing was "
@@ -188,6 +188,14 @@ def _narrowed(tensors: Mapping[str, Tensor], stored: Mapping[str, torch.dtype], 
     return _listed(("tensors have another dtype", unlike))
 
 
+def _extra_states(model: nn.Module, checkpoint: Checkpoint) -> list[str]:
+    its, ours = set(checkpoint.training.state), set(with_extra_state(model))
+    return _listed(
+        ("modules have an extra state of which it has none", [name or "the model" for name in ours - its]),
+        ("extra states are of modules that have none", [name or "the model" for name in its - ours]),
+    )
+
+
 # -- the optimizer ---------------------------------------------------------------------------------------------------
 
 
@@ -240,6 +248,12 @@ def _states(optimizer: WrappedOptimizer, run: Run, checkpoint: Checkpoint, saved
         if key.param not in run.chunks.places:
             yield f"there is a state of {quoted(key.param)}, which the model does not have"
             return
+        if key.name == REMAINDER.name and not _is_whole_here(run, key.param):
+            yield (
+                f"it has remainders of bfloat16, and {quoted(key.param)} is whole on each rank, its master in parts: "
+                "load it in bfloat16, or on one rank"
+            )
+            return
         if key.name in OF_MASTERS or not run.chunks.has_room(key.param):
             continue
         names.setdefault(key.param, set()).add(key.name)
@@ -257,6 +271,13 @@ def _states(optimizer: WrappedOptimizer, run: Run, checkpoint: Checkpoint, saved
             yield f"it has {its} of {quoted(param)}, this optimizer keeps {ours}: it was made with other options"
             return
     yield from _listed(("states are of another shape or dtype", unlike))
+
+
+def _is_whole_here(run: Run, key: str) -> bool:
+    """Or nothing of it needs more of its master than this rank has."""
+    chunks = run.chunks
+    has_master = MASTER in chunks.specs[chunks.places[key][0]].states and chunks.has_room(key)
+    return not has_master or chunks.home_range(key) == chunks.updated_range(key)
 
 
 def _listed(*found: tuple[str, Sequence[str]]) -> list[str]:

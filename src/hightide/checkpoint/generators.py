@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from typing import Any
@@ -30,3 +31,13 @@ def set_generator_states(states: dict[str, Any]) -> None:
         import numpy
 
         numpy.random.set_state(states["numpy"])
+
+
+def seed_generators(states: dict[str, Any], rank: int) -> None:
+    """Of a rank that was not there at the save: from the first one's states, and its own number. Always the same."""
+    content = states["torch"].numpy().tobytes() + repr(states["python"]).encode() + f"/{rank}".encode()
+    digest = hashlib.sha256(content).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    random.seed(digest)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(int.from_bytes(digest[8:12], "little"))

@@ -9,8 +9,10 @@ to be saved until a whole checkpoint has been loaded. A plain model refuses noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +21,22 @@ from torch import Tensor, nn
 
 from hightide.checkpoint.files import folder as folders
 from hightide.checkpoint.files.checked import DamagedFile
-from hightide.checkpoint.files.verified import verified_parts
+from hightide.checkpoint.files.verified import Needed, all_of, verified_parts
 from hightide.checkpoint.fitting import OPTIMIZER, Checkpoint, StateKey, Targets, check_optimizer, targets_of
-from hightide.checkpoint.generators import set_generator_states
 from hightide.checkpoint.places import Places, PlainPlaces, RunPlaces
-from hightide.checkpoint.state_dicts import as_state_dict, chosen, load_torch_file
-from hightide.checkpoint.training import Group, optimizer_state
+from hightide.checkpoint.ranked_training import set_own_state
+from hightide.checkpoint.state_dicts import as_state_dict, chosen, load_torch_file, state_of
+from hightide.checkpoint.training import STEP, Group, OptimizerState, optimizer_state
 from hightide.integrations.model_files import ADAPTER, MODEL, TRAINED, tensors_of
+from hightide.ir.foreign import shown
 from hightide.loading.tensor_file import StoredTensor
 from hightide.optim.optimizer import WrappedOptimizer
 from hightide.process.interrupts import deferred, safe_point
+from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
+from hightide.shard.agreement import of_each
+from hightide.shard.collectives import Collectives
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ class Loaded:
     step: int | None  # None: a file of torch.save that does not say
     extra: Any  # what was given to `save`; of a file of torch.save: what it has beside the state dicts
     path: Path
+    rank_extra: Any = None  # what this rank has told as its own, if as many ranks have saved
+    rank_extras: tuple[Any, ...] = ()  # what each rank has, however many there were
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str | Path) -> Loaded:
@@ -49,16 +57,25 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str 
     states, a fresh one begins with the weights. Schedulers, scalers and dataloaders get theirs from `.extra`.
     """
     run = pair_of(model, optimizer)
-    path = Path(folder)
+    between, path = None if run is None else run.between, Path(folder)
+    collectives = None if between is None else between.collectives
     if path.is_file():
         rest = load_torch_file(model, optimizer, path)
         step = rest.get("step")
         return Loaded(step if type(step) is int else None, rest, path)
-    with deferred, torch.no_grad():
-        checkpoint = Checkpoint.open(chosen(path))
-        targets = targets_of(model, run, checkpoint)
-        if optimizer is not None:
-            check_optimizer(model, optimizer, run, checkpoint)
+    with deferred, torch.no_grad(), torch.device("cpu"):  # whatever device is the default
+
+        def opened(of: Path) -> tuple[Checkpoint, Targets]:
+            checkpoint = Checkpoint.open(of)
+            targets = targets_of(model, run, checkpoint)
+            if optimizer is not None:
+                check_optimizer(model, optimizer, run, checkpoint)
+            return checkpoint, targets
+
+        if collectives is None:
+            checkpoint, targets = opened(chosen(path))
+        else:
+            checkpoint, targets = _opened_by_all(collectives, path, opened)
         try:
             if run is None:
                 _fill_plain(model, optimizer, checkpoint, targets)
@@ -69,10 +86,31 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer | None, folder: str 
         training = checkpoint.training
         for name, state in training.state.items():
             model.get_submodule(name).set_extra_state(state)
-        if run is not None:
-            run.num_passes = training.passes
-        set_generator_states(training.random)
-    return Loaded(training.step, training.extra, checkpoint.path)
+        rank, world = (0, 1) if collectives is None else (collectives.ranks.rank, collectives.ranks.world)
+        own = set_own_state(training, run, rank, world)
+    extras = tuple(one.extra for one in training.ranks)
+    return Loaded(training.step, training.extra, checkpoint.path, own, extras)
+
+
+def _opened_by_all(
+    collectives: Collectives, path: Path, opened: Callable[[Path], tuple[Checkpoint, Targets]]
+) -> tuple[Checkpoint, Targets]:
+    """The one that the first rank chooses. It fits on all ranks, or all refuse it and nothing has changed."""
+    is_first = collectives.ranks.rank == 0
+    name, *_ = of_each(
+        collectives, "choosing a checkpoint", lambda: str(chosen(path).absolute()).encode() if is_first else b""
+    )
+    found: list[tuple[Checkpoint, Targets]] = []
+
+    def open_it() -> bytes:
+        found.append(opened(Path(name.decode())))
+        return hashlib.sha256(found[0][0].manifest.to_bytes()).digest()
+
+    if len(set(of_each(collectives, "opening a checkpoint", open_it))) > 1:
+        raise ValueError(
+            f"{shown(name.decode())} is not the same checkpoint on all ranks: name one that all of them see"
+        )
+    return found[0]
 
 
 def pair_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Run | None:
@@ -97,17 +135,56 @@ def pair_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Run | 
 
 
 def _fill_run(run: Run, optimizer: torch.optim.Optimizer | None, checkpoint: Checkpoint, targets: Targets) -> None:
-    saved = checkpoint.training.optimizer
     with run.rewriting() as chunks:
-        others: dict[str, dict[str, Any]] = {}
-        if optimizer is not None:
-            assert isinstance(optimizer, WrappedOptimizer) and saved is not None
-            optimizer.renew([group.options for group in saved.groups], saved.updates, saved.others)
-            others = optimizer.others
-        places = RunPlaces(chunks, others, _shapes(checkpoint))
-        _fill_values(run.model, places, checkpoint, targets)
-        if optimizer is not None:
-            _fill_states(places, checkpoint)
+        if run.between is None:
+            _fill_chunks(run, chunks, optimizer, checkpoint, targets)
+            return
+
+        def fill() -> bytes:
+            _fill_chunks(run, chunks, optimizer, checkpoint, targets)
+            return b""
+
+        of_each(run.between.collectives, "loading a checkpoint", fill)  # if it fails on one rank, all are half loaded
+
+
+def _fill_chunks(
+    run: Run, chunks: Chunks, optimizer: torch.optim.Optimizer | None, checkpoint: Checkpoint, targets: Targets
+) -> None:
+    saved = checkpoint.training.optimizer
+    others: dict[str, dict[str, Any]] = {}
+    thawed: dict[str, dict[str, Tensor]] = {}
+    if optimizer is not None:
+        assert isinstance(optimizer, WrappedOptimizer) and saved is not None
+        counts, beside, thawed = _divided(run, optimizer, saved)
+        optimizer.renew([group.options for group in saved.groups], counts, beside)
+        others = optimizer.others
+    places = RunPlaces(chunks, others, _shapes(checkpoint))
+    _fill_values(run.model, places, checkpoint, targets)
+    if optimizer is not None:
+        _fill_states(places, checkpoint)
+    for key, state in thawed.items():
+        for name, value in state.items():
+            places.state(key, name, 0, value.reshape(-1))
+
+
+def _divided(
+    run: Run, optimizer: WrappedOptimizer, saved: OptimizerState
+) -> tuple[dict[str, int], dict[str, dict[str, Any]], dict[str, dict[str, Tensor]]]:
+    """Counts of updates, what lies beside states, and states that lay there: a parameter that is frozen when a model is
+    wrapped has no room for its states. They and their count lie beside, until it trains again."""
+    own = {spec.name for spec in optimizer.rule.states}
+    counts, thawed = dict(saved.updates), {}
+    beside: dict[str, dict[str, Any]] = {}
+    for name, state in saved.others.items():
+        has_room = run.chunks.has_room(name)
+        if has_room and name not in counts and own and own <= state.keys():
+            thawed[name] = {key: state[key] for key in own}
+            counts[name] = int(state.get(STEP, 1))
+        beside[name] = {key: value for key, value in state.items() if not has_room or key not in own | {STEP}}
+    for name, count in saved.updates.items():
+        if saved.counts and not run.chunks.has_room(name):
+            beside.setdefault(name, {})[STEP] = torch.tensor(float(count))
+    return counts, {name: state for name, state in beside.items() if state}, thawed
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -136,6 +213,13 @@ def _fill_plain(
             for ours, its in zip(here.groups, saved.groups, strict=True)
         ]
         optimizer.load_state_dict(as_state_dict(saved, groups, places.states))
+        grouped = {name for group in groups for name in group.params}
+        for name, param in model.named_parameters():  # torch's state dicts have no states of those in no group
+            if name not in grouped and (state := state_of(saved, name, places.states)) is not None:
+                optimizer.state[param] = {
+                    key: value.to(param.device) if isinstance(value, Tensor) and value.ndim else value
+                    for key, value in state.items()
+                }
 
 
 # -- both ------------------------------------------------------------------------------------------------------------
@@ -148,8 +232,14 @@ def _fill_values(model: nn.Module, places: Places, checkpoint: Checkpoint, targe
     def put(name: str, start: int, part: Tensor) -> None:
         (places if isinstance(tensors[name], nn.Parameter) else buffers).value(name, start, part)
 
+    def needed(stem: str, stored: StoredTensor) -> range:
+        name = targets.direct.get((stem, stored.name))
+        if targets.converted or name is None or not isinstance(tensors[name], nn.Parameter):
+            return all_of(stored)
+        return places.needed_of_value(name)
+
     for stem in (MODEL, ADAPTER, TRAINED):
-        for stored, start, part in _parts(checkpoint, stem):
+        for stored, start, part in _parts(checkpoint, stem, partial(needed, stem)):
             if (stem, stored.name) in targets.direct:
                 put(targets.direct[stem, stored.name], start, part)
     for name, origin in targets.converted.items():  # their files have been read, and are whole
@@ -160,12 +250,15 @@ def _fill_values(model: nn.Module, places: Places, checkpoint: Checkpoint, targe
 
 
 def _fill_states(places: Places, checkpoint: Checkpoint) -> None:
-    for stored, start, part in _parts(checkpoint, OPTIMIZER):
+    def needed(stored: StoredTensor) -> range:
+        return places.needed_of_state(*StateKey.parse(stored.name))
+
+    for stored, start, part in _parts(checkpoint, OPTIMIZER, needed):
         places.state(*StateKey.parse(stored.name), start, part)
 
 
-def _parts(checkpoint: Checkpoint, stem: str) -> Iterator[tuple[StoredTensor, int, Tensor]]:
+def _parts(checkpoint: Checkpoint, stem: str, needed: Needed) -> Iterator[tuple[StoredTensor, int, Tensor]]:
     for shard in checkpoint.shards.get(stem, ()):
-        for found in verified_parts(checkpoint.path, checkpoint.manifest, shard.file.name, shard.tensors):
+        for found in verified_parts(checkpoint.path, checkpoint.manifest, shard.file.name, shard.tensors, needed):
             safe_point()
             yield found

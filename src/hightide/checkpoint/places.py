@@ -10,13 +10,16 @@ know beyond that is then added to it, part by part: nobody needs the two side by
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hightide.ir.state_spec import MASTER, REMAINDER, StateSpec
+from hightide.ir.state_spec import MASTER, REMAINDER
 from hightide.runtime.chunks.chunks import Chunks
+from hightide.runtime.chunks.homes import DTYPES
 from hightide.runtime.chunks.remainder import split
 from hightide.stores.array import Array
 
@@ -24,6 +27,12 @@ TILE_NUMEL = 2**20  # of what is converted so many elements exist twice
 
 
 class Places(Protocol):
+    def needed_of_value(self, key: str) -> range:
+        """Which elements of a parameter are of use."""
+
+    def needed_of_state(self, key: str, name: str) -> range:
+        """And of one of its states."""
+
     def value(self, key: str, start: int, part: Tensor) -> None:
         """Elements of a parameter, from number `start` on."""
 
@@ -32,12 +41,24 @@ class Places(Protocol):
 
 
 class RunPlaces:
-    """Inside Run.rewriting."""
+    """Inside Run.rewriting. Of several ranks each takes what has its place there, and passes over the rest."""
 
     def __init__(self, chunks: Chunks, others: dict[str, dict[str, Any]], shapes: Mapping[str, Mapping[str, Any]]):
         """`others`: gets the states of parameters that have no room for any, with these `shapes` by key and name."""
         self._chunks, self._others, self._shapes = chunks, others, shapes
-        self._room: dict[str, dict[str, tuple[StateSpec, Array]]] = {}  # flat, by the state's name
+        self._room: dict[str, dict[str, _Place]] = {}  # by the state's name
+
+    def needed_of_value(self, key: str) -> range:
+        """Which elements of a parameter are of use here."""
+        return self._chunks.home_range(key)
+
+    def needed_of_state(self, key: str, name: str) -> range:
+        room = self._states(key)
+        if name in room:
+            return room[name].elements
+        if name in (MASTER.name, REMAINDER.name):  # in another form: it belongs to the value
+            return self.needed_of_value(key)
+        return range(prod(self._shapes[key][name]))
 
     def value(self, key: str, start: int, part: Tensor) -> None:
         for offset, tile in _tiles(part):
@@ -46,7 +67,7 @@ class RunPlaces:
     def state(self, key: str, name: str, start: int, part: Tensor) -> None:
         room = self._states(key)
         if name in room:
-            _put(room[name][1], start, part)
+            room[name].put(start, part)
         elif name in (MASTER.name, REMAINDER.name):
             self._add_to_truth(key, name, start, part)
         else:
@@ -59,14 +80,14 @@ class RunPlaces:
         if REMAINDER.name in room and truth.dtype != torch.bfloat16:
             high, low = torch.empty_like(truth, dtype=torch.bfloat16), torch.empty_like(truth, dtype=torch.int16)
             split(truth.float(), high, low)
-            _put(param, start, high)
-            _put(room[REMAINDER.name][1], start, low)
+            param.put(start, high)
+            room[REMAINDER.name].put(start, low)
             return
-        _put(param, start, truth)
+        param.put(start, truth)
         if REMAINDER.name in room:
-            _put(room[REMAINDER.name][1], start, torch.zeros_like(truth, dtype=torch.int16))
+            room[REMAINDER.name].put(start, torch.zeros_like(truth, dtype=torch.int16))
         if MASTER.name in room:
-            _put(room[MASTER.name][1], start, truth)
+            room[MASTER.name].put(start, truth)
 
     def _add_to_truth(self, key: str, name: str, start: int, part: Tensor) -> None:
         """In another form than the one that is kept here."""
@@ -76,26 +97,53 @@ class RunPlaces:
             if name == MASTER.name and (REMAINDER.name in room or param.dtype == torch.float32):
                 self._put_truth(key, begin, tile)
             elif name == REMAINDER.name and (MASTER.name in room or param.dtype == torch.float32):
-                kept = room[MASTER.name][1] if MASTER.name in room else param
-                truth = kept.part(begin, tile.shape).get()
-                truth.view(torch.int32).add_(tile)
-                self._put_truth(key, begin, truth)
+                kept = room.get(MASTER.name, param)
+                own = kept.within(begin, len(tile))
+                truth = kept.array.part(own.start - kept.elements.start, (len(own),)).get()
+                truth.view(torch.int32).add_(tile[own.start - begin : own.stop - begin])
+                self._put_truth(key, own.start, truth)
 
-    def _param(self, key: str) -> Array:
-        value = self._chunks.value(key)
-        return value.part(0, (value.nbytes // value.dtype.itemsize,))
+    def _param(self, key: str) -> _Place:
+        value = self._chunks.own_value(key)
+        return _Place(value, self._chunks.home_range(key), self._chunks.home(self._chunks.places[key][0]).dtype)
 
-    def _states(self, key: str) -> dict[str, tuple[StateSpec, Array]]:
+    def _states(self, key: str) -> dict[str, _Place]:
         if key not in self._room:
-            chunk, entry = self._chunks.places[key]
-            spec = self._chunks.specs[chunk]
-            states = spec.states if entry.offset_numel < spec.optimised_numel else ()
-            arrays = {state.name: (state, self._chunks.state_of(key, state)) for state in states}
+            chunks, spec = self._chunks, self._chunks.specs[self._chunks.places[key][0]]
+            elements = chunks.updated_range(key)
             self._room[key] = {
-                name: (state, array.part(0, (array.nbytes // array.dtype.itemsize,)))
-                for name, (state, array) in arrays.items()
+                state.name: _Place(
+                    chunks.own_state(key, state),
+                    range(elements.start // state.per_numel, -(-elements.stop // state.per_numel)),
+                    DTYPES[state.dtype],
+                )
+                for state in (spec.states if chunks.has_room(key) else ())
             }
         return self._room[key]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Some elements of a tensor, in one dimension."""
+
+    found: Array | None  # None: there are none here
+    elements: range
+    dtype: torch.dtype
+
+    @property
+    def array(self) -> Array:
+        assert self.found is not None
+        return self.found
+
+    def within(self, start: int, numel: int) -> range:
+        """Of so many from `start` on, those that are here."""
+        first = max(start, self.elements.start)
+        return range(first, max(first, min(start + numel, self.elements.stop)))
+
+    def put(self, start: int, part: Tensor) -> None:
+        own = self.within(start, len(part))
+        if own:
+            _put(self.array, own.start - self.elements.start, part[own.start - start : own.stop - start])
 
 
 class PlainPlaces:
@@ -105,6 +153,12 @@ class PlainPlaces:
         self._params, self._shapes = params, shapes
         self._scattered: dict[str, Tensor] = {}  # a value whose parameter does not lie in one piece, until it is whole
         self.states: dict[str, dict[str, Tensor]] = {}
+
+    def needed_of_value(self, key: str) -> range:
+        return range(self._params[key].numel())
+
+    def needed_of_state(self, key: str, name: str) -> range:
+        return range(prod(self._shapes[key][name]))
 
     def value(self, key: str, start: int, part: Tensor) -> None:
         param = self._params[key].data

@@ -36,7 +36,7 @@ class PlainValues:
 
     def values(self) -> Iterator[tuple[SavedTensor, Tensor]]:
         for tensor, value in self._found:
-            flat = value.detach().contiguous().view(-1)
+            flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
             for part in flat.split(max(1, PART_BYTES // value.dtype.itemsize)) or (flat,):
                 yield tensor, part.cpu()
 

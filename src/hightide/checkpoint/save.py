@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,28 @@ import torch
 from torch import nn
 
 from hightide.checkpoint.files.keeping import check_keeping
-from hightide.checkpoint.files.names import check_step, step_name
+from hightide.checkpoint.files.names import check_step, step_name, trainer_name
 from hightide.checkpoint.load import pair_of
 from hightide.checkpoint.plain_values import PlainValues
+from hightide.checkpoint.ranked_training import Prepared, own_state, prepared_by_all
 from hightide.checkpoint.saving import OnError, Saving, await_turn
-from hightide.checkpoint.training import TRAINING, Training, taken, to_files
+from hightide.checkpoint.shared_content import SharedContent
+from hightide.checkpoint.training import TRAINING, OfRank, Training, taken, to_files
 from hightide.checkpoint.writing import Content, Values
 from hightide.integrations.model_files import model_files, tensors_of
-from hightide.ir.plan import Plan
+from hightide.ir.plan import Plan, Update
+from hightide.ir.refusal import Refused
 from hightide.ir.units import format_bytes
 from hightide.optim.optimizer import WrappedOptimizer
 from hightide.process.interrupts import deferred
 from hightide.runtime.run import Run
 from hightide.runtime.saving.saved_tensor import PARAM
+from hightide.shard.collectives import Collectives
+
+BESIDE_A_STEP = (
+    "another thread makes a step while the values for a checkpoint are taken: call hightide.save in the thread that "
+    "trains, after step(). It is written beside training anyway"
+)
 
 _latest: weakref.WeakKeyDictionary[nn.Module, Saving] = weakref.WeakKeyDictionary()
 
@@ -46,6 +55,7 @@ def save(
     *,
     step: int | None = None,
     extra: Any = None,
+    rank_extra: Any = None,
     wait: bool = False,
     keep: int | None = None,
     keep_every: int | None = None,
@@ -64,32 +74,136 @@ def save(
 
     A model with adapters of PEFT is saved as they are: frozen parameters are not written, all that train are. Gradients
     are not saved: call this after step().
+
+    Of several ranks all call it, and write one folder together, which all must see; it fails on all or on none. `extra`
+    and buffers are those of the first rank; `rank_extra` is each rank's own (where its loader stands).
     """
     _check("on_error", on_error, tuple(OnError))
     _check("busy", busy, ("wait", "refuse"))
     check_keeping(keep, keep_every)
+    form = _Form(step_name, {}, keep, keep_every)
+    return _saved(model, optimizer, Path(folder), form, step, extra, rank_extra, wait, OnError(on_error), busy)
+
+
+def save_for_trainer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    folder: str | os.PathLike[str],
+    step: int,
+    files: Mapping[str, bytes],
+    wait: bool,
+) -> Saving:
+    """As `folder/checkpoint-N`, with small files of the caller's own. What goes wrong is raised at the next step() or
+    save."""
+    form = _Form(trainer_name, files, None, None)
+    return _saved(model, optimizer, Path(folder), form, step, None, None, wait, OnError.RAISE, "wait")
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What a folder is called and has beside values, and which others stay."""
+
+    name: Callable[[int], str]
+    files: Mapping[str, bytes]
+    keep: int | None
+    keep_every: int | None
+
+
+def _saved(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    folder: Path,
+    form: _Form,
+    step: int | None,
+    extra: Any,
+    rank_extra: Any,
+    wait: bool,
+    on_error: OnError,
+    busy: str,
+) -> Saving:
     run = pair_of(model, optimizer)
-    with deferred:
-        await_turn(_latest.get(model), refuses=busy == "refuse")
-        if run is not None:
-            run.check_values()
-        if isinstance(optimizer, WrappedOptimizer):
-            optimizer.updates.refuse_if_issued("a checkpoint is saved")
-        training = taken(model, optimizer, run, extra)
-        training = replace(training, step=_step(step, training))
-        path, told = Path(folder).absolute() / step_name(training.step), None if run is None else run.save_forecast
-        saving = Saving(path, training.step, OnError(on_error), told)
-        try:
-            content = _content(model, optimizer, run, training, keep, keep_every)
-        except OSError as error:  # small files are made in the system's folder for them, whose disk may be full too
-            saving.perform(partial(_raise, error))
+    between = None if run is None else run.between
+    with deferred, torch.device("cpu"):  # whatever device is the default
+
+        def prepare() -> Prepared:
+            await_turn(_latest.get(model), refuses=busy == "refuse")
+            its_extra = extra if between is None or between.is_first else None
+            return _prepared(model, optimizer, run, folder, step, its_extra, on_error, form)
+
+        if run is None or between is None:
+            found, failure = prepare(), ""
+            if rank_extra is not None:
+                found = _with_ranks(found, [own_state(run, rank_extra)])
         else:
+            found, states, failure = prepared_by_all(between.collectives, run, rank_extra, prepare)
+            found = _with_ranks(found, states if between.is_first else [], between.collectives)
+        saving, content = found.saving, found.content
+        if found.failure is not None or failure:
+            if content is not None:
+                content.values.close()
+            saving.perform(partial(_raise, found.failure or OSError(failure)))
+        else:
+            assert content is not None
             _begin(saving, content, run, optimizer)
         _latest[model] = saving
     if wait or run is None or saving.done:
         saving.join()
         saving.raise_if_failed()
     return saving
+
+
+def _prepared(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    run: Run | None,
+    folder: Path,
+    step: int | None,
+    extra: Any,
+    on_error: OnError,
+    form: _Form,
+) -> Prepared:
+    if run is not None:
+        run.check_values()
+    moment = _moment(run)
+    if isinstance(optimizer, WrappedOptimizer):
+        optimizer.updates.refuse_if_issued("a checkpoint is saved")
+    training = taken(model, optimizer, run, extra)
+    training = replace(training, step=_step(step, training))
+    path, told = folder.absolute() / form.name(training.step), None if run is None else run.save_forecast
+    saving = Saving(path, training.step, on_error, told)
+    try:
+        content = _content(model, optimizer, run, training, form)
+    except OSError as error:  # small files are made in the system's folder for them, whose disk may be full too
+        return Prepared(saving, training, None, error)
+    if _moment(run) != moment:
+        content.values.close()
+        raise Refused(BESIDE_A_STEP)
+    return Prepared(saving, training, content)
+
+
+def _with_ranks(found: Prepared, ranks: Sequence[OfRank], collectives: Collectives | None = None) -> Prepared:
+    """Also what each rank has of its own; and with `collectives` the ranks write it together."""
+    content = found.content
+    if content is None:
+        return found
+    if ranks:
+        text, kept = to_files(replace(found.training, ranks=tuple(ranks)))
+        content = replace(content, small={**content.small, TRAINING: text}, training=kept)
+    if collectives is not None:
+        told = {one.name: getattr(content, one.name) for one in fields(content)}
+        content = SharedContent(**told, collectives=collectives)
+    return replace(found, content=content)
+
+
+def _moment(run: Run | None) -> tuple[int, bool]:
+    """Values belong to one, and so does all that is taken with them."""
+    updates = None if run is None else run.performer.updates
+    if run is None or updates is None:
+        return 0, False
+    number, is_issuing = updates.moment
+    if is_issuing and run.plan.update is Update.DEFERRED:
+        raise Refused(BESIDE_A_STEP)
+    return number, is_issuing
 
 
 def _begin(saving: Saving, content: Content, run: Run | None, optimizer: torch.optim.Optimizer | None) -> None:
@@ -103,6 +217,8 @@ def _begin(saving: Saving, content: Content, run: Run | None, optimizer: torch.o
     except BaseException:
         content.values.close()
         raise
+    if run.between is not None:
+        run.save_under_way = saving.join  # it needs the other ranks up to its end
     if saving.on_error is OnError.RAISE and optimizer is not None:
         saving.raise_after_step(optimizer)
 
@@ -133,8 +249,7 @@ def _content(
     optimizer: torch.optim.Optimizer | None,
     run: Run | None,
     training: Training,
-    keep: int | None,
-    keep_every: int | None,
+    form: _Form,
 ) -> Content:
     its = training.optimizer
     grouped = {} if its is None else {name: None for group in its.groups for name in group.params}
@@ -142,9 +257,9 @@ def _content(
     params, tensors = dict(model.named_parameters()), tensors_of(model)
     written = {name for one in files.written for name in one.sources}
     buffers = {
-        name: tensors[name].detach().to("cpu", copy=True).contiguous()
-        for name in tensors
-        if name in written - {*params}
+        name: tensor.detach().to("cpu", copy=True).resolve_conj().resolve_neg().contiguous()
+        for name, tensor in tensors.items()
+        if name in written and name not in params
     }
     text, kept = to_files(training)
     facts = {
@@ -160,8 +275,8 @@ def _content(
 
     values: Values = PlainValues(model, optimizer, wanted) if run is None else run.snapshot(wanted)
     plan = None if run is None else run.plan
-    small = {**files.small, TRAINING: text}
-    return Content(model, values, files, buffers, small, plan, kept, facts, keep, keep_every)
+    small = {**form.files, **files.small, TRAINING: text}
+    return Content(model, values, files, buffers, small, plan, kept, facts, form.keep, form.keep_every)
 
 
 def _loss(extra: Any) -> float | None:

@@ -25,8 +25,8 @@ from hightide.ir.refusal import Refused
 from hightide.planner.predict.saving import SaveForecast
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import safe_point
-from hightide.runtime.lanes.lanes import background
 from hightide.runtime.saving.saved_tensor import SaveCost
+from hightide.stores.threads import background
 
 THREAD = "hightide-save"  # writes a checkpoint while training goes on
 IDLE_S = 120.0  # nothing was written for so long: a process that ends does not wait any more

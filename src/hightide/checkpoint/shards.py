@@ -2,49 +2,50 @@
 
 [Note: order in files] A file's header says where each tensor lies, and files are written front to back as values come:
 in the order of the updates, not of the names. Readers expect each tensor at a multiple of its element's size, and the
-format allows no holes. So those whose bytes are no multiple of 8, which are few and small, wait for the end, the widest
-elements first; and so does what lies in the file a second time, under another name.
+format allows no holes. So those whose bytes are no multiple of the widest element, which are few and small, wait for
+the end, the widest elements first; and so does what lies in the file a second time, under another name.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from hightide.checkpoint.files.tensor_layout import ALIGNMENT_BYTES, Entry
-from hightide.checkpoint.files.writer import CheckpointWriter, TensorFileWriter
+from hightide.checkpoint.files.tensor_layout import Entry
 from hightide.integrations.model_files import ADAPTER, MODEL, SUFFIX, Named, Written
 
 MAX_SHARD_BYTES = 5 * 10**9
 
 
+class TensorFile(Protocol):
+    def put(self, value: Tensor, /) -> None:
+        """The next elements."""
+
+
+class TensorFiles(Protocol):
+    def tensors(self, name: str, entries: Sequence[Entry], /) -> TensorFile:
+        """A new one."""
+
+
 class Shards:
     """The files of one stem. Entries are put in the order in which they were announced, part by part."""
 
-    def __init__(
-        self, writer: CheckpointWriter, stem: str, entries: Sequence[Entry], late: Sequence[Entry] = ()
-    ) -> None:
+    def __init__(self, writer: TensorFiles, stem: str, entries: Sequence[Entry], late: Sequence[Entry] = ()) -> None:
         """`late`: further ones, that wait for the end."""
-        waiting = [*late, *(entry for entry in entries if entry.num_bytes % ALIGNMENT_BYTES)]
-        waiting.sort(key=lambda entry: -entry.dtype.itemsize)
+        ordered, waiting = in_order(entries, late)
         self._waiting: dict[str, list[Tensor]] = {entry.name: [] for entry in waiting}
-        ordered = [*(entry for entry in entries if entry.name not in self._waiting), *waiting]
-        self.files = _named(stem, list(_split(ordered)))
+        self.files = files_of(stem, ordered)
         self._writer = writer
         self._left = [(name, list(its)) for name, its in self.files.items()]
-        self._file: TensorFileWriter | None = None
+        self._file: TensorFile | None = None
         self._order = iter(ordered)
         self._entry: Entry | None = None
         self._left_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(entry.num_bytes for its in self.files.values() for entry in its)
 
     def put(self, name: str, part: Tensor) -> None:
         if name in self._waiting:
@@ -70,23 +71,41 @@ class Shards:
         self._file.put(part)
         self._left_bytes -= part.nbytes
 
-    def index(self, num_parameters: int) -> bytes | None:
-        """What says which tensor is in which file, as transformers reads it. None: there is one file."""
-        if len(self.files) < 2:
-            return None
-        places = {entry.name: file for file, its in self.files.items() for entry in its}
-        facts = {"total_parameters": num_parameters} if num_parameters else {}
-        content = {"metadata": {**facts, "total_size": self.num_bytes}, "weight_map": places}
-        return (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()
+
+def in_order(entries: Sequence[Entry], late: Sequence[Entry] = ()) -> tuple[list[Entry], list[Entry]]:
+    """See [Note: order in files]: all, and those at the end that wait."""
+    widest_bytes = max((entry.dtype.itemsize for entry in (*entries, *late)), default=1)
+    waiting = [*late, *(entry for entry in entries if entry.num_bytes % widest_bytes)]
+    waiting.sort(key=lambda entry: -entry.dtype.itemsize)
+    names = {entry.name for entry in waiting}
+    return [*(entry for entry in entries if entry.name not in names), *waiting], waiting
+
+
+def files_of(stem: str, ordered: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """By name, what lies in each."""
+    return _named(stem, list(_split(ordered)))
+
+
+def index_of(files: Mapping[str, Sequence[Entry]], num_parameters: int) -> dict[str, bytes]:
+    """What says which tensor is in which file of the model, as transformers reads it. Nothing: there is one file."""
+    if len(files) < 2:
+        return {}
+    places = {entry.name: file for file, its in files.items() for entry in its}
+    facts = {"total_parameters": num_parameters} if num_parameters else {}
+    total_bytes = sum(entry.num_bytes for its in files.values() for entry in its)
+    content = {"metadata": {**facts, "total_size": total_bytes}, "weight_map": places}
+    return {f"{MODEL}{SUFFIX}.index.json": (json.dumps(content, indent=2, sort_keys=True) + "\n").encode()}
 
 
 def _split(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
     shard: list[Entry] = []
+    shard_bytes = 0
     for entry in entries:
-        if shard and sum(one.num_bytes for one in shard) + entry.num_bytes > MAX_SHARD_BYTES:
+        if shard and shard_bytes + entry.num_bytes > MAX_SHARD_BYTES:
             yield shard
-            shard = []
+            shard, shard_bytes = [], 0
         shard.append(entry)
+        shard_bytes += entry.num_bytes
     if shard:
         yield shard
 
@@ -98,31 +117,44 @@ def _named(stem: str, shards: Sequence[list[Entry]]) -> dict[str, list[Entry]]:
     return {f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}": its for number, its in enumerate(shards, start=1)}
 
 
-class ModelShards:
-    """The model's files: what becomes of its tensors, as they come."""
+class ModelOrder:
+    """What the model's tensors become in its files, and in which order that is known."""
 
-    def __init__(self, writer: CheckpointWriter, written: Sequence[Written], order: Sequence[Named]) -> None:
-        """`order`: the model's tensors, in the order in which they will be put."""
+    def __init__(self, written: Sequence[Written], order: Sequence[Named]) -> None:
+        """`order`: the model's tensors, in the order in which they come."""
         places = {tensor.name: number for number, tensor in enumerate(order)}
-        self._shapes = {tensor.name: tensor.shape for tensor in order}
-        self._as_it_is: dict[str, list[tuple[str, str]]] = {}  # stem and name in the file, by source
-        self._converted: dict[str, list[Written]] = {}  # by source
-        self._held: dict[str, Tensor] = {}  # what is to be converted
-        self._left_numel = {name: prod(self._shapes[name]) for one in written if one.convert for name in one.sources}
-        entries: dict[str, list[Entry]] = {}
-        late: dict[str, list[Entry]] = {}
+        self.as_it_is: dict[str, list[tuple[str, str]]] = {}  # stem and name in the file, by source
+        self.converted: list[Written] = []  # in the order in which the last of their sources comes
+        self.entries: dict[str, list[Entry]] = {}  # by stem
+        self.late: dict[str, list[Entry]] = {}  # the second ones of a tensor
         for one in sorted(written, key=lambda one: max(places[name] for name in one.sources)):
             its = [Entry(*stored) for stored in one.stored]
             is_second = False
+            if one.convert is not None:
+                self.converted.append(one)
+            else:
+                (source,) = one.sources
+                known = self.as_it_is.setdefault(source, [])
+                is_second = any(stem == one.stem for stem, _ in known)
+                known.append((one.stem, its[0].name))
+            (self.late if is_second else self.entries).setdefault(one.stem, []).extend(its)
+
+
+class ModelShards:
+    """The model's files: what becomes of its tensors, as they come."""
+
+    def __init__(self, writer: TensorFiles, written: Sequence[Written], order: Sequence[Named]) -> None:
+        """`order`: the model's tensors, in the order in which they will be put."""
+        known = ModelOrder(written, order)
+        self._as_it_is = known.as_it_is
+        self._shapes = {tensor.name: tensor.shape for tensor in order}
+        self._converted: dict[str, list[Written]] = {}  # by source
+        for one in known.converted:
             for source in one.sources:
-                if one.convert is not None:
-                    self._converted.setdefault(source, []).append(one)
-                else:
-                    known = self._as_it_is.setdefault(source, [])
-                    is_second = any(stem == one.stem for stem, _ in known)
-                    known.append((one.stem, its[0].name))
-            (late if is_second else entries).setdefault(one.stem, []).extend(its)
-        self.stems = {stem: Shards(writer, stem, its, late.get(stem, ())) for stem, its in entries.items()}
+                self._converted.setdefault(source, []).append(one)
+        self._held: dict[str, Tensor] = {}  # what is to be converted
+        self._left_numel = {name: prod(self._shapes[name]) for one in written if one.convert for name in one.sources}
+        self.stems = {stem: Shards(writer, stem, its, known.late.get(stem, ())) for stem, its in known.entries.items()}
 
     def put(self, source: str, part: Tensor) -> None:
         """The next elements of a tensor."""
@@ -147,5 +179,4 @@ class ModelShards:
         """Returns the index that belongs to them, if there is one."""
         for shards in self.stems.values():
             shards.finish()
-        index = self.stems[MODEL].index(num_parameters) if MODEL in self.stems else None
-        return {} if index is None else {f"{MODEL}{SUFFIX}.index.json": index}
+        return index_of(self.stems[MODEL].files, num_parameters) if MODEL in self.stems else {}

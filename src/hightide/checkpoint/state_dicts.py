@@ -28,20 +28,21 @@ def optimizer_state_dict(folder: str | Path) -> dict[str, Any]:
 
     The optimizer must be made as the one that was saved: the same groups, with the same parameters in the same order.
     Master copies of 16-bit parameters are left out, plain PyTorch has none; `hightide.load` takes them."""
-    checkpoint = Checkpoint.open(chosen(Path(folder)))
-    saved = checkpoint.training.optimizer
-    if saved is None:
-        raise ValueError(f"{shown(checkpoint.path)} was saved without an optimizer")
-    states: dict[str, dict[str, Tensor]] = {}
-    try:
-        for shard in checkpoint.shards.get(OPTIMIZER, ()):
-            wanted = [one for one in shard.tensors if StateKey.parse(one.name).name not in OF_MASTERS]
-            found = verified_tensors(checkpoint.path, checkpoint.manifest, shard.file.name, wanted)
-            for key, value in ((StateKey.parse(name), value) for name, value in found.items()):
-                states.setdefault(key.param, {})[key.name] = value
-    except DamagedFile as error:
-        raise refusal(checkpoint.path, str(error)) from error
-    return as_state_dict(saved, saved.groups, states)
+    with torch.device("cpu"):  # whatever device is the default
+        checkpoint = Checkpoint.open(chosen(Path(folder)))
+        saved = checkpoint.training.optimizer
+        if saved is None:
+            raise ValueError(f"{shown(checkpoint.path)} was saved without an optimizer")
+        states: dict[str, dict[str, Tensor]] = {}
+        try:
+            for shard in checkpoint.shards.get(OPTIMIZER, ()):
+                wanted = [one for one in shard.tensors if StateKey.parse(one.name).name not in OF_MASTERS]
+                found = verified_tensors(checkpoint.path, checkpoint.manifest, shard.file.name, wanted)
+                for key, value in ((StateKey.parse(name), value) for name, value in found.items()):
+                    states.setdefault(key.param, {})[key.name] = value
+        except DamagedFile as error:
+            raise refusal(checkpoint.path, str(error)) from error
+        return as_state_dict(saved, saved.groups, states)
 
 
 def as_state_dict(
@@ -50,13 +51,17 @@ def as_state_dict(
     """With these groups, in whose order parameters are counted; `states` are taken as they are."""
     names = [name for group in groups for name in group.params]
     indices = {name: index for index, name in enumerate(names)}
-    found: dict[int, dict[str, Any]] = {}
-    for name, index in indices.items():
-        if name in saved.updates or name in saved.others:
-            count = {STEP: torch.tensor(float(saved.updates[name]))} if saved.counts and name in saved.updates else {}
-            found[index] = {**count, **states.get(name, {}), **saved.others.get(name, {})}
+    found = {index: state for name, index in indices.items() if (state := state_of(saved, name, states)) is not None}
     laid_out = [{**group.options, "params": [indices[name] for name in group.params]} for group in groups]
     return {"state": found, "param_groups": laid_out}
+
+
+def state_of(saved: OptimizerState, name: str, states: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any] | None:
+    """Of a parameter, as torch's optimizers have it; None: it has none."""
+    if name not in saved.updates and name not in saved.others:
+        return None
+    count = {STEP: torch.tensor(float(saved.updates[name]))} if saved.counts and name in saved.updates else {}
+    return {**count, **states.get(name, {}), **saved.others.get(name, {})}
 
 
 def chosen(path: Path) -> Path:

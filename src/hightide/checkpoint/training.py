@@ -21,13 +21,14 @@ from hightide.checkpoint.generators import generator_states
 from hightide.integrations.model_files import first_names, tensors_of
 from hightide.ir.foreign import decoded, parse_json, quoted, shown
 from hightide.ir.plan import Plan
-from hightide.loading.tensor_file import read_header
+from hightide.loading.tensor_file import ALL_DTYPES, read_header
 from hightide.optim.optimizer import WrappedOptimizer
 from hightide.runtime.run import Run
 
 TRAINING, TENSORS, PLAN = "training.json", "training.safetensors", "plan.json"
 STEP = "step"  # how torch's optimizers call their count of updates
-_PARTS = ("training", "extra")
+_OF_RANKS = "rank_extras"  # which one rank does not write
+_PARTS = ("training", "extra", _OF_RANKS)
 
 
 class Group(NamedTuple):
@@ -47,6 +48,15 @@ class OptimizerState:
 
 
 @dataclass(frozen=True)
+class OfRank:
+    """What each of several ranks has of its own."""
+
+    random: dict[str, Any]
+    passes: int
+    extra: Any
+
+
+@dataclass(frozen=True)
 class Training:
     step: int
     extra: Any
@@ -54,6 +64,7 @@ class Training:
     random: dict[str, Any] = field(default_factory=dict)
     passes: int = 0  # that hightide has counted: seeds of micro-batches follow from it
     state: dict[str, Any] = field(default_factory=dict)  # extra states of modules
+    ranks: tuple[OfRank, ...] = ()  # of each; none: one rank, which has nothing else
 
 
 # -- taken -----------------------------------------------------------------------------------------------------------
@@ -77,16 +88,28 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
         groups.append(Group(params, {name: value for name, value in group.items() if name != "params"}))
     if isinstance(optimizer, WrappedOptimizer):
         moments = optimizer.updates.moments
-        updates = {name: moments.count(name) for group in groups for name in group.params if name in moments}
+        # Also of those that are in no group at the moment: they keep their states, and may be put back.
+        updates = {name: moments.count(name) for name in dict.fromkeys(names.values()) if name in moments}
         rule = optimizer.rule
         return OptimizerState(rule.optimizer.__name__, groups, updates, optimizer.others, rule.step_name is not None)
+    is_own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    if is_own and (beside := optimizer.state_dict().keys() - {"state", "param_groups"}):
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps {', '.join(map(repr, sorted(beside)))} beside the states of parameters, "
+            "of which a checkpoint knows nothing: save its state_dict() yourself, and here the model alone "
+            "(optimizer=None)"
+        )
     updates, others = {}, {}
     for param, state in optimizer.state.items():
         name = names.get(id(param))
         if name is None or all(value is None for value in state.values()):
             continue
         updates[name] = _count(state.get(STEP, 1))
-        left = {key: value for key, value in state.items() if key != STEP and not is_value(param, value)}
+        left = {
+            key: value
+            for key, value in state.items()
+            if not (_is_counted(value) if key == STEP else is_value(param, value))
+        }
         if left:
             others[name] = left
     counts = any(STEP in state for state in optimizer.state.values())
@@ -96,6 +119,11 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Optim
 def is_value(param: Tensor, state: Any) -> bool:
     """Whether a plain optimizer's entry goes to the optimizer's files: all tensors but single numbers."""
     return isinstance(state, Tensor) and (state.ndim > 0 or state.shape == param.shape)
+
+
+def _is_counted(step: Any) -> bool:
+    """Whether `updates` says it all. Some optimizers count in integers, and calculate with them."""
+    return isinstance(step, Tensor) and step.is_floating_point()
 
 
 def _count(step: Any) -> int:
@@ -109,13 +137,16 @@ def _count(step: Any) -> int:
 
 def taken(model: nn.Module, optimizer: torch.optim.Optimizer | None, run: Run | None, extra: Any) -> Training:
     """Of this moment; the step is for the caller to say."""
-    state = {name: module.get_extra_state() for name, module in model.named_modules() if _has_extra_state(module)}
+    state = {name: model.get_submodule(name).get_extra_state() for name in with_extra_state(model)}
     its = None if optimizer is None else optimizer_state(model, optimizer)
     return Training(0, extra, its, generator_states(), 0 if run is None else run.num_passes, state)
 
 
-def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
+def with_extra_state(model: nn.Module) -> list[str]:
+    """Names of modules that have a state beside their tensors."""
+    return [
+        name for name, module in model.named_modules() if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
 
 
 def to_files(training: Training) -> tuple[bytes, dict[str, Tensor]]:
@@ -136,9 +167,14 @@ def to_files(training: Training) -> tuple[bytes, dict[str, Tensor]]:
             "counts": its.counts,
         },
     }
+    if training.ranks:
+        content["ranks"] = [{"random": one.random, "passes": one.passes} for one in training.ranks]
+    extras = [one.extra for one in training.ranks]
     plain: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    for part, value in zip(_PARTS, (content, training.extra), strict=True):
+    for part, value in zip(_PARTS, (content, training.extra, extras), strict=True):
+        if part == _OF_RANKS and not training.ranks:
+            continue
         plain[part], its_tensors = to_plain(value, part)
         tensors |= {f"{part}/{name}": tensor.clone() for name, tensor in its_tensors.items()}
     return json.dumps(plain, indent=1, allow_nan=False).encode(), tensors
@@ -170,23 +206,26 @@ def training_of(path: Path, manifest: Manifest) -> Training:
     source = shown(path / TRAINING)
     try:
         text = verified_bytes(path, manifest, TRAINING)
-        tensors = verified_tensors(path, manifest, TENSORS, list(read_header(path / TENSORS).values()))
+        tensors = verified_tensors(path, manifest, TENSORS, list(read_header(path / TENSORS, ALL_DTYPES).values()))
     except DamagedFile as error:
         raise folder.refusal(path, str(error)) from error
     plain = parse_json(decoded(text, source), source)
-    parts = []
+    parts: list[Any] = []
     for part in _PARTS:
         its = {name.removeprefix(f"{part}/"): one for name, one in tensors.items() if name.startswith(f"{part}/")}
+        if part == _OF_RANKS and isinstance(plain, dict) and part not in plain:
+            parts.append([])
+            continue
         if not isinstance(plain, dict) or part not in plain:
             raise ValueError(f"{source} has no {part!r}; it is damaged")
         parts.append(from_plain(plain[part], its, part))
     try:
         return _training(*parts)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(f"{source} is damaged: {quoted(str(error))} is missing or not what it must be") from error
 
 
-def _training(content: Mapping[str, Any], extra: Any) -> Training:
+def _training(content: Mapping[str, Any], extra: Any, rank_extras: Any) -> Training:
     its = content["optimizer"]
     state = None
     if its is not None:
@@ -194,6 +233,9 @@ def _training(content: Mapping[str, Any], extra: Any) -> Training:
         updates = {name: int(count) for name, count in its["updates"].items()}
         others = {name: dict(entries) for name, entries in its["others"].items()}
         state = OptimizerState(str(its["kind"]), groups, updates, others, bool(its["counts"]))
-    return Training(
-        int(content["step"]), extra, state, dict(content["random"]), int(content["passes"]), dict(content["state"])
+    ranks = tuple(
+        OfRank(dict(one["random"]), int(one["passes"]), its)
+        for one, its in zip(content.get("ranks", ()), rank_extras, strict=True)
     )
+    passes, states = int(content["passes"]), dict(content["state"])
+    return Training(int(content["step"]), extra, state, dict(content["random"]), passes, states, ranks)

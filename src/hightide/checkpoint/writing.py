@@ -62,6 +62,9 @@ class Content:
             self.values.close()
             cost = self.values.cost
             saving.cost = lambda: cost
+        self._keep_only(saving)
+
+    def _keep_only(self, saving: Saving) -> None:
         try:
             keep_only(saving.path.parent, self.keep, self.keep_every, saving.step)
         except ValueError as error:
@@ -74,12 +77,8 @@ class Content:
         order = [Named(name, value.dtype, tuple(value.shape)) for name, value in self.buffers.items()]
         order += [Named(one.key, one.dtype, one.shape) for one in tensors if one.kind == PARAM]
         expected_bytes = sum(Entry(*one).num_bytes for one in order) + sum(entry.num_bytes for entry in states)
-        with CheckpointWriter(saving.path.parent, saving.step, expected_bytes) as writer:
-            for name, content in self.small.items():
-                writer.bytes(name, content)
-            if self.plan is not None:
-                writer.bytes(PLAN, (codec.to_json(self.plan) + "\n").encode())
-            _write_tensors(writer, TENSORS, self.training)
+        with CheckpointWriter(saving.path.parent, saving.step, expected_bytes, saving.path.name) as writer:
+            self._write_small(writer)
             model, optimizer = ModelShards(writer, self.files.written, order), Shards(writer, OPTIMIZER, states)
             for name, value in self.buffers.items():
                 model.put(name, value.view(-1))
@@ -96,6 +95,13 @@ class Content:
                 writer.bytes(name, content)
             optimizer.finish()
             writer.commit(self.facts)
+
+    def _write_small(self, writer: CheckpointWriter, more: Mapping[str, bytes] | None = None) -> None:
+        for name, content in {**self.small, **(more or {})}.items():
+            writer.bytes(name, content)
+        if self.plan is not None:
+            writer.bytes(PLAN, (codec.to_json(self.plan) + "\n").encode())
+        _write_tensors(writer, TENSORS, self.training)
 
 
 def _write_tensors(writer: CheckpointWriter, name: str, tensors: Mapping[str, Tensor]) -> None:

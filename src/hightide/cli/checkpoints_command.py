@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from hightide.checkpoint.files.folder import Found, damages, found, manifest_of
 from hightide.checkpoint.files.manifest import NAME
 from hightide.checkpoint.files.names import GONE, TMP, parse_name
-from hightide.cli.run_folder import CHECKPOINTS
+from hightide.cli.train.run_folder import CHECKPOINTS
 from hightide.ir.codec import to_json
 from hightide.ir.foreign import KEPT, shown
 from hightide.ir.units import format_bytes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,13 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 from hightide.cli.target import check_target, writing
+from hightide.doctor.between_gpus import measure_links, with_links
 from hightide.doctor.disk_speed import DiskTest
 from hightide.doctor.known import known_machine, remember
 from hightide.doctor.measure import FreeMemory, Report, examine
 from hightide.ir.codec import to_json
-from hightide.ir.machine import Disk, Machine, MatmulRates
+from hightide.ir.machine import Disk, Links, Machine, MatmulRates
 from hightide.ir.tier import Lane
 from hightide.ir.units import format_bytes, parse_bytes
+from hightide.shard.collectives import Collectives
+from hightide.shard.ranks import Ranks, are_several
 
 H, D, C = Lane.H2D, Lane.D2H, Lane.CPU
 NONE = "-"
@@ -51,7 +55,14 @@ def doctor(options: DoctorOptions, device: torch.device, console: Console, progr
         test.check()
         progress.print(test.announcement(), markup=False, soft_wrap=True)
     with progress.status("measuring") as status:
-        report = examine(device, test, tell=lambda text: status.update(Text(f"measuring: {text}")))
+
+        def tell(text: str) -> None:
+            status.update(Text(f"measuring: {text}"))
+
+        found = _of_ranks(device, test, tell) if are_several() else examine(device, test, tell=tell)
+    if found is None:  # the first rank of this node writes it
+        return
+    report = found
     if options.as_json:
         console.print(to_json(report), markup=False, soft_wrap=True)
     else:
@@ -64,6 +75,24 @@ def doctor(options: DoctorOptions, device: torch.device, console: Console, progr
         progress.print(f"kept in {remember(report.machine)}", style="dim", markup=False, soft_wrap=True)
     except OSError as error:
         progress.print(f"not kept for later: {error}", style="yellow", markup=False, soft_wrap=True)
+
+
+def _of_ranks(device: torch.device, test: DiskTest | None, tell: Callable[[str], None]) -> Report | None:
+    """Under torchrun. The first rank of each node measures it alone, then all ranks what is between them."""
+    collectives = Collectives(Ranks.find(device=device))
+    ranks = collectives.ranks
+    assert ranks.watchman is not None
+    ranks.watchman.doing = "hightide doctor"
+    try:
+        report = examine(ranks.device, test, tell=tell) if ranks.local_rank == 0 else None
+        collectives.exchange("measured nodes", b"")
+        links = measure_links(collectives, tell=tell)
+        return None if report is None else replace(report, machine=with_links(report.machine, links))
+    except BaseException as error:
+        ranks.watchman.fail(error)
+        raise
+    finally:
+        ranks.close()
 
 
 def _disk_test(options: DoctorOptions) -> DiskTest | None:
@@ -79,7 +108,8 @@ def _disk_test(options: DoctorOptions) -> DiskTest | None:
 def show_report(console: Console, report: Report) -> None:
     machine = report.machine
     tables = [_overview(machine, report.free), _lanes(machine)]
-    for table in [*tables, *([_disk(machine.disk)] if machine.disk is not None else [])]:
+    tables += [] if machine.disk is None else [_disk(machine.disk)]
+    for table in [*tables, *([_links(machine.links)] if machine.links is not None else [])]:
         console.print(table)
         console.print()
     _list(console, "what this means", [(finding, "") for finding in report.findings], "bold")
@@ -156,6 +186,22 @@ def _table(first: str, *others: str) -> Table:
     table = Table(first, box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for heading in others:
         table.add_column(heading, justify="right")
+    return table
+
+
+def _links(links: Links) -> Table:
+    """What each GPU receives."""
+    table = _table(
+        f"between GPUs, over {links.backend}", "gather\nGB/s", "reduce\nGB/s", "all-reduce\nGB/s", "starts in\nµs"
+    )
+    rows = [(f"{links.gpus_per_node} of a node", links.inside, links.latency_s)]
+    if links.across is not None:
+        rows.append((f"{links.num_nodes} nodes, its share", links.across, links.across_latency_s))
+    for name, rates, latency_s in rows:
+        table.add_row(name, *(_giga(rate) for rate in vars(rates).values()), f"{latency_s * 1e6:.0f}")
+    share = f"{100 * links.beside_copies:.0f}%"
+    table.add_row("beside copies", share, NONE, NONE, NONE)
+    table.add_row("gather and reduce at once", *[f"{100 * links.together:.0f}%"] * 2, NONE, NONE)
     return table
 
 

@@ -16,14 +16,14 @@ import torch
 import typer
 from rich.console import Console
 
-from hightide import api
+from hightide import asked
 from hightide.cli.checkpoints_command import CheckpointsOptions, checkpoints
-from hightide.cli.config import TrainOptions, load_config
 from hightide.cli.doctor_command import DoctorOptions, doctor
 from hightide.cli.plan_command import PlanOptions, plan
-from hightide.cli.saves import SaveFailed
 from hightide.cli.simulate_command import SimulateOptions, simulate
-from hightide.cli.train_command import train
+from hightide.cli.train.options import TrainOptions, load_config
+from hightide.cli.train.saves import SaveFailed
+from hightide.cli.train.train_command import train
 from hightide.cli.verify_command import VerifyOptions, verify
 from hightide.ir.foreign import shown
 from hightide.stores.store import OutOfMemory
@@ -90,7 +90,15 @@ _TRACEBACK = Annotated[bool, typer.Option("--traceback", help="Show where an err
 
 @_command("train", TrainOptions)
 def _train(options: TrainOptions) -> int:
-    """Train a small Llama-shaped model on bytes of text: by default, Python's own source."""
+    """Train a model of a Hugging Face folder, or LoRA adapters on it.
+
+    hightide train --model FOLDER --data chat.jsonl --completions-only --gpu 24GiB
+
+    The run folder has the trained model at the end, with its tokenizer.
+
+    Without --model a tiny one is made; without --data it learns Python's source.
+
+    Several GPUs: torchrun --nproc-per-node 2 -m hightide train ..."""
     if options.config is not None and options.config_option is not None:
         raise ValueError(f"two settings files, {options.config} and {options.config_option}; give one")
     config = load_config(options.config or options.config_option, options)
@@ -141,7 +149,7 @@ def _console(stderr: bool = False) -> Console:
 
 
 def _present_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if api.has_cuda() else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if asked.has_cuda() else torch.device("cpu")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,7 @@ import torch
 import typer
 from rich.console import Console
 
-from hightide.api import GPU_HEADROOM
+from hightide.asked import GPU_HEADROOM
 from hightide.cli.chosen_machine import MachineOption, chosen_machine
 from hightide.cli.plan_text import show
 from hightide.cli.target import check_target, writing
@@ -32,16 +32,18 @@ from hightide.ir.units import parse_bytes
 from hightide.planner.advice.helpful import Circumstances, fitting, improvements
 from hightide.planner.advice.why import find_block, why
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.one_rank import machine_of_rank
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.peaks import is_real
 from hightide.planner.predict.tide import simulated_timeline
 from hightide.planner.predict.wear import parse_rating
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.calls import in_calls, search_calls
+from hightide.planner.search.groups import search_groups
 from hightide.planner.search.search import search
 from hightide.planner.solution import Searched
 from hightide.process.system import HEADROOM
-from hightide.report.outlook import PlanReport, outlook, refusal, subject
+from hightide.report.outlook import PlanReport, outlook, refusal, scaling, subject
 
 # Seconds of the process's own time: what else the machine does matters less to it.
 ANSWER_S = 7.5  # what is left of it when a plan is found goes into what would help
@@ -58,8 +60,12 @@ class PlanOptions:
     length: Annotated[
         int | None, typer.Option(help=f"Tokens per sequence; {LENGTH} by default, or what the model takes.")
     ] = None
+    gpus: Annotated[int, typer.Option(help="GPUs of each node that train together, with such a batch each.")] = 1
+    nodes: Annotated[int, typer.Option(help="Nodes with so many GPUs.")] = 1
     gpu: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of GPU memory; else the machine's.")] = None
-    host: Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of host memory; else the machine's.")] = None
+    host: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Limit of host memory, of a node; else the machine's.")
+    ] = None
     disk: Annotated[
         list[str] | None,
         typer.Option(metavar="FOLDER:SIZE", help="For what the host cannot hold. May be repeated."),
@@ -108,7 +114,8 @@ def _uncollected() -> Iterator[None]:
 def plan(options: PlanOptions, device: torch.device, console: Console, notes: Console) -> bool:
     """Whether it fits. Results go to `console`, everything else to `notes`."""
     _check(options)
-    machine = chosen_machine(options.machine, device, notes)
+    node = chosen_machine(options.machine, device, notes)
+    machine = machine_of_rank(node, options.gpus, options.nodes)
     limits, disk_bytes = _limits(options, machine), _disk_bytes(options, machine)
     lora = Lora.parse(options.lora) if options.lora is not None else None
     with notes.status("profiling the model, without its values") as status:
@@ -119,7 +126,7 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
         costs = estimate(profile, machine)
         micro_batch, gradients = options.micro_batch, options.gradients
         terms = Terms(*limits, options.update, micro_batch, gradients=gradients, disk_bytes=disk_bytes)
-        problem = Problem(profile, costs, machine, terms)
+        problem = Problem(profile, costs, machine, replace(terms, ranks=options.gpus * options.nodes))
         status.update("searching a plan")
         before_s = time.process_time()
         try:
@@ -129,12 +136,16 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
                 raise
             status.update("searching what would fit")
             may_go_on = _clock(ANSWER_S - HELP_S, max(HELP_S, options.look), 0)
-            fits = fitting(problem, refused, _circumstances(options, workload, problem), may_go_on)
+            is_one = problem.terms.ranks == 1
+            step = in_calls(problem, refused.num_calls)
+            fits = fitting(step, refused, _circumstances(options, workload, step), may_go_on) if is_one else ()
             report = PlanReport(subject(workload.name, problem), False, None, refusal(refused, problem), would_fit=fits)
         else:
             status.update("searching what would help")
             may_go_on = _help_clock(found, time.process_time() - before_s, options.look)
             report = _report(options, workload, found, may_go_on)
+            if found.plan.ranks > 1:
+                report = replace(report, scaling=scaling(found, _alone(options, workload, profile, node)))
             _write(options, workload.name, found)
     if options.as_json:
         console.print(to_json(report), markup=False, soft_wrap=True)
@@ -148,7 +159,22 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
     return report.fits
 
 
+def _alone(options: PlanOptions, workload: Workload, profile: ModelProfile, node: Machine) -> Searched | None:
+    """On one GPU that has the node to itself. None: it does not fit."""
+    options = replace(options, gpus=1, nodes=1)
+    limits, disk_bytes = _limits(options, node), _disk_bytes(options, node)
+    terms = Terms(*limits, options.update, options.micro_batch, gradients=options.gradients, disk_bytes=disk_bytes)
+    try:
+        return _searched(options, workload, Problem(profile, estimate(profile, node), node, terms))
+    except InfeasiblePlan:
+        return None
+
+
 def _searched(options: PlanOptions, workload: Workload, problem: Problem) -> Searched:
+    return search_groups(problem, lambda one: _searched_calls(options, workload, one))
+
+
+def _searched_calls(options: PlanOptions, workload: Workload, problem: Problem) -> Searched:
     """In as many calls as asked for, else in as many as are fastest. A batch of the model's own is one call."""
     if options.calls is not None:
         return search(in_calls(problem, options.calls))
@@ -158,6 +184,8 @@ def _searched(options: PlanOptions, workload: Workload, problem: Problem) -> Sea
 def _check(options: PlanOptions) -> None:
     if options.clip and options.update is Update.IN_BACKWARD:
         raise ValueError("--clip needs all gradients before the first update; use --update deferred with it")
+    if options.gpus < 1 or options.nodes < 1:
+        raise ValueError(f"--gpus {options.gpus} --nodes {options.nodes}: at least one GPU of one node trains")
     if not options.look >= 0:
         raise ValueError(f"--look {options.look:g} is no number of seconds; write 0 or more, such as --look 30")
     if options.endurance is not None:
@@ -184,7 +212,7 @@ def _limits(options: PlanOptions, machine: Machine) -> tuple[int, int]:
         raise ValueError(f"the machine {machine.name!r} does not say how much memory it has; give --gpu and --host")
     gpu_bytes = parse_bytes(options.gpu, "--gpu") if options.gpu is not None else _gpu_memory_bytes(machine)
     if options.host is not None:
-        return gpu_bytes, parse_bytes(options.host, "--host")
+        return gpu_bytes, parse_bytes(options.host, "--host") // options.gpus
     assert machine.host is not None
     return gpu_bytes, int(machine.host.memory_bytes * HEADROOM)
 
@@ -202,7 +230,7 @@ def _disk_bytes(options: PlanOptions, machine: Machine) -> int:
             f"--disk {disks[0].path}: the machine {machine.name!r} says nothing about its disk (0 known rates); "
             "measure it with `hightide doctor --disk FOLDER`, or name a preset"
         )
-    return sum(disk.num_bytes for disk in disks)
+    return sum(disk.num_bytes for disk in disks) // options.gpus
 
 
 def _gpu_memory_bytes(machine: Machine) -> int:
@@ -215,7 +243,8 @@ def _circumstances(options: PlanOptions, workload: Workload, problem: Problem) -
 
 def _report(options: PlanOptions, workload: Workload, found: Searched, may_go_on: Callable[[], bool]) -> PlanReport:
     reasons = why(found, options.why) if options.why is not None else None
-    helpful = improvements(found, _circumstances(options, workload, found.problem), may_go_on)
+    is_one = found.plan.ranks == 1  # what is tried are the options of one
+    helpful = improvements(found, _circumstances(options, workload, found.problem), may_go_on) if is_one else None
     about = subject(workload.name, found.problem)
     rated_bytes = parse_rating(options.endurance, "--endurance") if options.endurance is not None else None
     return PlanReport(about, True, outlook(found, rated_bytes), None, would_help=helpful, why=reasons)

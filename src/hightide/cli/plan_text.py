@@ -16,7 +16,7 @@ from hightide.planner.advice.explain import WIDTH
 from hightide.planner.advice.helpful import Change, Improvements
 from hightide.planner.advice.why import NOISE, Reasons
 from hightide.planner.predict.wear import in_words
-from hightide.report.outlook import Outlook, PlanReport, Refusal, Subject
+from hightide.report.outlook import Outlook, PlanReport, Refusal, Scaling, Subject
 
 
 def show(console: Console, report: PlanReport, plan_text: str) -> None:
@@ -28,9 +28,11 @@ def show(console: Console, report: PlanReport, plan_text: str) -> None:
         head, _, rest = plan_text.partition("\n")
         console.print(head, style="bold green", markup=False)
         _outlook(console, report.outlook)
+        if report.scaling is not None:
+            _scaling(console, report.subject, report.scaling)
         console.print(rest, markup=False)
     if report.refusal is not None:
-        _refusal(console, report.refusal, report.would_fit)
+        _refusal(console, report.refusal, report.would_fit, report.subject.gpus_per_node * report.subject.nodes)
     if report.why is not None:
         console.print()
         _why(console, report.why)
@@ -46,10 +48,13 @@ def _subject(subject: Subject) -> list[str]:
     source = "measured" if subject.machine_is_measured else "estimated"
     limits = f"GPU {format_bytes(subject.gpu_limit_bytes)}, host {format_bytes(subject.host_limit_bytes)}"
     limits += f", disk {format_bytes(subject.disk_limit_bytes)}" if subject.disk_limit_bytes else ""
+    is_one = subject.gpus_per_node * subject.nodes == 1
+    nodes = "" if subject.nodes == 1 else f"{subject.nodes} nodes of "
     return [
         f"{subject.model}: {count(subject.num_params)} parameters{share}",
-        f"{subject.num_samples}{tokens} per step on {subject.machine} ({source})",
-        f"limits: {limits}",
+        f"{subject.num_samples}{tokens} per step{'' if is_one else ' and GPU'} on {subject.machine} ({source})",
+        *([] if is_one else [f"ranks: {nodes}{subject.gpus_per_node} GPUs, a batch each"]),
+        f"limits{'' if is_one else ' of each rank'}: {limits}",
     ]
 
 
@@ -77,13 +82,34 @@ def _outlook(console: Console, outlook: Outlook) -> None:
         console.print(_wrapped(f"  disk: {in_words(outlook.wear)}"))
 
 
-def _refusal(console: Console, refusal: Refusal, changes: tuple[Change, ...]) -> None:
+def _scaling(console: Console, subject: Subject, scaling: Scaling) -> None:
+    tokens = subject.tokens_per_sample
+    unit = "tokens/s" if tokens > 1 else "samples/s"
+    ranks = subject.gpus_per_node * subject.nodes
+    if scaling.alone_samples_per_s is None:
+        console.print("  scaling: one GPU of this machine alone cannot hold it")
+    else:
+        alone = f"{scaling.alone_samples_per_s * tokens:,.{0 if tokens > 1 else 2}f} {unit}"
+        console.print(f"  scaling: {scaling.efficiency:.0%} of {ranks} times one GPU alone ({alone})")
+    if subject.nodes > 1:
+        way = (
+            f"inside each of {scaling.replicas} groups of nodes" if scaling.replicas > 1 else f"over all {ranks} ranks"
+        )
+        console.print(f"  shards: {way}")
+    disk = f", {format_bytes(scaling.node_disk_bytes)} of disk" if scaling.node_disk_bytes else ""
+    console.print(f"  a node, all its ranks: {format_bytes(scaling.node_host_bytes)} of host memory{disk}")
+
+
+def _refusal(console: Console, refusal: Refusal, changes: tuple[Change, ...], ranks: int) -> None:
     missing = " and ".join(
         f"{format_bytes(one.missing_bytes)} ({one.missing_bytes} bytes) on the {one.tier}" for one in refusal.shortages
     )
     console.print(Text.assemble(("DOES NOT FIT", "bold red"), f": missing are {missing}"))
     console.print(f"the most is needed {refusal.when}", markup=False)
     console.print()
+    if ranks > 1:
+        console.print("what would make it fit is looked for with one GPU only; more of them, or more memory, would")
+        return
     if not changes:
         console.print("no single change was found that would make it fit")
         return

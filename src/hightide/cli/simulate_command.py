@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from hightide.cli.chosen_machine import MachineOption, chosen_machine
-from hightide.cli.run_folder import PLAN, TIMELINE
 from hightide.cli.target import check_target, writing
 from hightide.cli.tide_page import HtmlOption, save_page
+from hightide.cli.train.run_folder import PLAN, TIMELINE
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.plan import Plan
 from hightide.ir.timeline import Timeline
 from hightide.ir.units import format_seconds
+from hightide.planner.one_rank import machine_of_plan
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.step_seconds import StepForecast, forecast
 from hightide.planner.predict.tide import simulated_timeline
@@ -50,7 +51,7 @@ def simulate(options: SimulateOptions, device: torch.device, console: Console) -
     check_target("--json", options.json)
     plan = Plan.load(options.plan)
     profile = _profile(plan, options.plan)
-    machine = chosen_machine(options.machine, device, console)
+    machine = machine_of_plan(chosen_machine(options.machine, device, console), plan)
     costs = Costs.load(options.costs) if options.costs is not None else estimate(profile, machine)
     check_costs(profile, costs)
     measured = _measured(options.measured, plan)

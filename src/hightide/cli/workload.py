@@ -41,7 +41,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MAX_TOKENS = 2**28  # per step: so many are made, to plan with
 
 ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A preset's name, a Hugging Face config folder, or FILE.py:FUNCTION.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A preset's name, such as llama-3.1-8b, a Hugging Face folder, or FILE.py:FUNCTION."
+    ),
 ]
 LoraOption = Annotated[
     str | None, typer.Option(metavar="RANK[:TARGETS]", help="LoRA with PEFT, such as 16 or 16:q_proj,v_proj.")

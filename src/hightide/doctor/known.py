@@ -47,11 +47,19 @@ def known_machine(device: torch.device, now: datetime | None = None) -> Known:
     if machine.fingerprint is None:
         return Known(None, f"the measurement in {path} does not say which machine it is of")
     differences = machine.fingerprint.differences(fingerprint(device))
-    if differences:
+    if differences and not any(not machine.fingerprint.differences(fingerprint(twin)) for twin in _twins(device)):
         return Known(None, f"the measurement of {machine.date[:10]} is of another machine: {'; '.join(differences)}")
     if age_days > STALE_DAYS:
         return Known(machine, f"the measurement is {age_days} days old, of {machine.date[:10]}")
     return Known(machine)
+
+
+def _twins(device: torch.device) -> list[torch.device]:
+    """Other GPUs of its kind in this machine: what was measured of one of them is true of all."""
+    if device.type != "cuda":
+        return []
+    name, others = torch.cuda.get_device_name(device), range(torch.cuda.device_count())
+    return [torch.device("cuda", index) for index in others if torch.cuda.get_device_name(index) == name]
 
 
 def remember(machine: Machine) -> Path:

@@ -46,7 +46,7 @@ def import_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ValueError("models of transformers need it: pip install 'hightide[hf]'") from error
+        raise ValueError("models of transformers need it: pip install transformers") from error
     return transformers
 
 
@@ -205,6 +205,12 @@ def check_folder(folder: Path) -> None:
             "(huggingface_hub.snapshot_download) or saved (model.save_pretrained)"
         )
     if not (folder / CONFIG).is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{shown(folder)} has no {CONFIG}, only adapters (PEFT): merge them into their model with "
+                "PeftModel.from_pretrained(model, FOLDER).merge_and_unload(), save that with save_pretrained, its "
+                "tokenizer too, and name that folder"
+            )
         raise ValueError(f"{shown(folder)} has no {CONFIG}; it must be a folder as model.save_pretrained writes it")
 
 

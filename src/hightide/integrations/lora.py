@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,26 +28,32 @@ class Lora:
         return cls(int(rank), names)
 
 
-def with_adapters(model: nn.Module, lora: Lora) -> nn.Module:
-    """The model frozen, with adapters that train, in PEFT's own dtypes (fp32 beside a 16-bit model)."""
+def with_adapters(model: nn.Module, lora: Lora, *, have_values: bool = False) -> nn.Module:
+    """The model frozen, with adapters that train, in PEFT's own dtypes (fp32 beside a 16-bit model). They are on the
+    meta device, as planning needs them, or `have_values`: those that PEFT draws."""
     try:
         import peft
     except ImportError as error:
         raise ValueError("LoRA needs PEFT: pip install peft") from error
     config = peft.LoraConfig(
         r=lora.rank,
+        lora_alpha=2 * lora.rank,
         target_modules=ALL if lora.targets == (ALL,) else list(lora.targets) or None,
         fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),  # as GPT-2 has it
         task_type="CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
     )
     training = model.training
     try:
-        with torch.device("meta"):
+        with nullcontext() if have_values else torch.device("meta"):
             adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
-        if lora.targets:
-            raise
         linear = dict.fromkeys(name.split(".")[-1] for name, one in model.named_modules() if isinstance(one, nn.Linear))
+        names = ", ".join(linear) or "none"
+        if lora.targets:
+            raise ValueError(
+                f"PEFT cannot adapt {', '.join(lora.targets)} of a {type(model).__name__}: {error} Its linear modules "
+                f"end in {names}; name some of these, or {ALL}"
+            ) from error
         raise ValueError(
             f"PEFT does not know which modules of a {type(model).__name__} to adapt; name them by the ends of their "
             f"names: --lora {lora.rank}:NAMES, such as {lora.rank}:{','.join(list(linear)[:2]) or ALL}"

@@ -103,12 +103,11 @@ def _as_it_is(stem: str, name: str, stored: str, tensor: Tensor) -> Written:
 def _of_transformers(model: Any, tensors: Mapping[str, Tensor]) -> ModelFiles:
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    names, ignored = first_names(tensors), set(model._keys_to_ignore_on_save or ())
+    names = first_names(tensors)
     marks = {number: torch.zeros(1) for number in names}  # tied names have one
-    kept = remove_tied_weights_from_state_dict(
-        {name: marks[id(tensor)] for name, tensor in tensors.items() if name not in ignored}, model
-    )
-    with _quiet():
+    # What it would not write, because a fresh model has it too, is written all the same: it may have been trained.
+    kept = remove_tied_weights_from_state_dict({name: marks[id(tensor)] for name, tensor in tensors.items()}, model)
+    with without_bars():
         small = _small_files(model, state_dict={})
     written = tuple(_reverted(model, {name: tensors[name] for name in kept}, names))
     return ModelFiles(written, (), small, is_hugging_face=True, num_parameters=model.num_parameters())
@@ -165,6 +164,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, tuple[object, _Adapter]] = weakref.
 class _Adapter(NamedTuple):
     sources: dict[str, str]  # the name in the model, by that in the file
     small: dict[str, bytes]
+    others: frozenset[str] = frozenset()  # names in the model, of parameters of other adapters
 
 
 def _with_adapters(model: nn.Module, tensors: Mapping[str, Tensor], trained: Sequence[str]) -> ModelFiles:
@@ -172,7 +172,7 @@ def _with_adapters(model: nn.Module, tensors: Mapping[str, Tensor], trained: Seq
     firsts = {names[id(tensor)]: tensor for tensor in tensors.values()}
     written = [_as_it_is(ADAPTER, name, stored, firsts[name]) for stored, name in adapter.sources.items()]
     covered, params = set(adapter.sources.values()), dict(model.named_parameters())
-    moving = {name for name, param in params.items() if param.requires_grad} | set(trained)
+    moving = {name for name, param in params.items() if param.requires_grad} | set(trained) | adapter.others
     others = [name for name in firsts if name not in covered and (name in moving or name not in params)]
     written += [_as_it_is(TRAINED, name, name, firsts[name]) for name in others]
     left_out = tuple(name for name in params if name not in covered and name not in others)
@@ -181,12 +181,20 @@ def _with_adapters(model: nn.Module, tensors: Mapping[str, Tensor], trained: Seq
 
 def _adapter(model: Any, tensors: Mapping[str, Tensor]) -> _Adapter:
     """PEFT may ask a server about the base model: it is asked once. Of several adapters the first has its own files;
-    the others' parameters are written beside them as far as they train."""
-    chosen = next(iter(model.peft_config))
-    asked = (chosen, repr(model.peft_config[chosen]), tuple(tensors))
+    the others' parameters are written beside them, whether they train or not: they are in no other file."""
+    chosen, *others = model.peft_config
+    if others and is_pretrained(model):
+        raise ValueError(
+            f"the model has {1 + len(others)} adapters ({', '.join(model.peft_config)}) that transformers has put into "
+            "it, which writes one of them; delete the others (model.delete_adapter), or put them in with PEFT's "
+            "get_peft_model and add_adapter"
+        )
+    asked = (*((name, repr(config)) for name, config in model.peft_config.items()), tuple(tensors))
     known = _known.get(model)
     if known is None or known[0] != asked:
-        known = _known[model] = (asked, _asked(model, tensors, chosen))
+        adapter = _asked(model, tensors, chosen)
+        beside = {name for other in others for name in _asked(model, tensors, other).sources.values()}
+        known = _known[model] = (asked, adapter._replace(others=frozenset(beside)))
     return known[1]
 
 
@@ -195,7 +203,7 @@ def _asked(model: Any, tensors: Mapping[str, Tensor], chosen: str) -> _Adapter:
     numbers = {name: number for number, name in enumerate(names.values())}
     marks = {name: torch.tensor([numbers[names[id(tensor)]]]) for name, tensor in tensors.items()}
     options = {} if is_pretrained(model) else {"selected_adapters": [chosen]}
-    with TemporaryDirectory() as folder, _quiet():
+    with TemporaryDirectory() as folder, without_bars():
         model.save_pretrained(folder, state_dict=marks, **options)
         file = next(Path(folder).rglob(f"{ADAPTER}*{SUFFIX}"))
         found = {stored: int(mark.read().flatten()[0]) for stored, mark in read_header(file).items()}
@@ -215,8 +223,8 @@ def _small_files(model: Any, **options: Any) -> dict[str, bytes]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' bars of progress, of files that are not written here."""
+def without_bars() -> Iterator[None]:
+    """Of progress, of transformers: its files are small, or not written here."""
     from transformers.utils import logging
 
     was_on = logging.is_progress_bar_enabled()

@@ -118,7 +118,7 @@ class _Real(TorchFunctionMode):
 
     def _make_real(self, key: str) -> None:
         param = self._chunks.parameters[key]
-        self._chunks.show(key)  # until it is stored
+        self._chunks.binding.show(key)  # until it is stored
         if key in self.unset:
             param.data = torch.full(param.shape, math.nan, dtype=param.dtype)
         else:
@@ -128,7 +128,7 @@ class _Real(TorchFunctionMode):
     def _value(self, key: str) -> Tensor:
         if key in self._held:
             return self._held[key].data.clone()
-        return self._chunks.value(key).get()
+        return self._chunks.whole_value(key)
 
     def _move(self, key: str) -> None:
         value = self._held.pop(key).data

@@ -31,7 +31,14 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-ALL_DTYPES = DTYPES | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # those of states too
+ALL_DTYPES = DTYPES | {  # those of states and buffers too
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+}
 PIECE_BYTES = 4 * 1024**2  # larger ones would leave larger holes in the heap
 MAX_HEADER_BYTES = MAX_FILE_BYTES  # real ones have some 100 bytes a tensor
 MAX_DIMS = 64  # as torch
@@ -60,10 +67,12 @@ class StoredTensor:
 
     def pieces(self) -> Iterator[Tensor]:
         """All elements in order, in memory that the next piece overwrites."""
-        numel = prod(self.shape)
+        return self._pieces(0, prod(self.shape))
+
+    def _pieces(self, first: int, numel: int) -> Iterator[Tensor]:
         piece = torch.empty(min(PIECE_BYTES // self.dtype.itemsize, numel), dtype=self.dtype)
         with open_regular(self.path, WHAT) as file:
-            file.seek(self.offset)
+            file.seek(self.offset + first * self.dtype.itemsize)
             for start in range(0, numel, PIECE_BYTES // self.dtype.itemsize):
                 part = piece[: numel - start]
                 self._read_into(file.fileno(), part)
@@ -71,15 +80,17 @@ class StoredTensor:
 
     def fill(self, target: Tensor) -> None:
         assert target.shape == self.shape and target.is_contiguous()
-        flat = target.view(-1)
+        self.fill_part(target.view(-1), 0)
+
+    def fill_part(self, flat: Tensor, first: int) -> None:
         if flat.dtype == self.dtype and flat.device.type == "cpu":
             with open_regular(self.path, WHAT) as file:
-                file.seek(self.offset)
+                file.seek(self.offset + first * self.dtype.itemsize)
                 self._read_into(file.fileno(), flat)
             return
         start = 0
         with torch.no_grad():
-            for part in self.pieces():
+            for part in self._pieces(first, flat.numel()):
                 flat[start : start + len(part)].copy_(part)
                 start += len(part)
 

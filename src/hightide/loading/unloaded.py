@@ -2,13 +2,19 @@
 
 As for wrapped models, nothing is stored on the user's objects. Origins belong to parameters, not to names: whatever a
 library like PEFT builds around the model, the parameters are the same.
+
+[Note: where a parameter seems to be] A library that adds to a model puts what it adds where the model is. On the meta
+device the values that PEFT has just drawn for its adapters would be lost; so a parameter without values says that it is
+on the CPU, where the adapters then stay. It is not: whoever reads values of it gets none, and what is computed from it
+(as by initialisations of adapters that decompose the weight) has none either, which `wrap` refuses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -27,6 +33,37 @@ MAX_VALUE_BYTES = 2 * 1024**3
 class Remembered:
     source: str  # what a message calls it
     origins: Mapping[int, tuple[nn.Parameter, Origin]]  # by id; the parameter is there to keep its id its own
+    parameter: type[nn.Parameter]  # the class that these have meanwhile
+
+
+class UnloadedParameter(nn.Parameter):
+    """See [Note: where a parameter seems to be]. Each model has a class of its own."""
+
+    hightide_origins: dict[int, tuple[nn.Parameter, Origin]]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cpu")
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Modules that are converted ask with a device, a dtype and a third argument; others want values."""
+        if len(args) < 3:
+            raise RuntimeError(
+                "a parameter of a model of hightide.from_pretrained has no values before hightide.wrap: they are still "
+                "in files. Adapters of PEFT that are made from the weights (pissa, olora, loftq, DoRA, ...) need them: "
+                "load the model with transformers' own from_pretrained"
+            )
+        return super().to(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """It has the same values: PEFT copies the modules that it trains beside its adapters."""
+        if id(self) not in memo:
+            copy = nn.Parameter(torch.empty_like(self, device="meta"), requires_grad=self.requires_grad)
+            copy.__class__ = type(self)
+            self.hightide_origins[id(copy)] = (copy, self.hightide_origins[id(self)][1])
+            memo[id(self)] = copy
+        found: nn.Parameter = memo[id(self)]
+        return found
 
 
 class Unloaded:
@@ -52,10 +89,23 @@ class Unloaded:
 
 
 def remember(model: nn.Module, source: str, origins: Mapping[int, tuple[nn.Parameter, Origin]]) -> None:
+    known = dict(origins)
+    parameter = type("Parameter", (UnloadedParameter,), {"hightide_origins": known})
     kind = type(model)
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    remembered = {"hightide_remembered": Remembered(source, origins)}
+    remembered = {"hightide_remembered": Remembered(source, known, parameter), "forward": _described(kind)}
     model.__class__ = type(kind.__name__, (Unloaded, kind), {**body, **remembered})
+    seem_unloaded(model, True)
+
+
+def _described(kind: type[nn.Module]) -> Callable[..., Any]:
+    """Libraries look at the arguments of a model's forward."""
+
+    @wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return Unloaded.forward(self, *args, **kwargs)
+
+    return forward
 
 
 def origins_in(model: nn.Module) -> dict[int, Origin]:
@@ -74,14 +124,26 @@ def forget(model: nn.Module) -> None:
             module.__class__ = type(module).__bases__[-1]
 
 
+def seem_unloaded(model: nn.Module, does: bool) -> None:
+    """Whether parameters that are still in files say that they are on the CPU: while they are loaded they are whatever
+    they are."""
+    for module in model.modules():
+        if isinstance(module, Unloaded):
+            kind = module.hightide_remembered.parameter if does else nn.Parameter
+            for param, _ in module.hightide_remembered.origins.values():
+                param.__class__ = kind
+
+
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Modules made inside have parameters without memory. Buffers are real, unlike under torch.device("meta"): many are
     computed when a module is made, and nobody could tell their values afterwards. ValueError where one is larger than
     any model has, or where there are more parameters: the numbers that a model is made by may be a stranger's."""
     made: dict[int, tuple[ref[nn.Parameter], nn.Parameter]] = {}  # a parameter may be registered more than once
+    num_made = 0  # not len(made): an original that is gone leaves its id to the next one
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        nonlocal num_made
         if param is None or param.is_meta:
             return None
         original, empty = made.get(id(param), (None, None))
@@ -89,7 +151,8 @@ def parameters_on_meta() -> Iterator[None]:
             empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
             empty.__dict__.update(param.__dict__)
             made[id(param)] = (ref(param), empty)
-            if len(made) > MAX_PARAMETERS:
+            num_made += 1
+            if num_made > MAX_PARAMETERS:
                 raise ValueError(f"the model has more than {MAX_PARAMETERS} parameters; make it of larger ones")
         return empty
 

@@ -21,9 +21,11 @@ def first_values(model: nn.Module) -> FirstValues:
         return FirstValues(origins)
     if origins and rest:  # such as adapters: initialising them like any other part would change what the model computes
         raise ValueError(
-            f"{len(rest)} parameters on the meta device were added to a model of hightide.from_pretrained and have no "
-            f"values ({', '.join(list(rest)[:NAMED])}): give them values on the CPU before hightide.wrap, or load the "
-            "model with transformers' own from_pretrained"
+            f"{len(rest)} parameters without values were added to a model of hightide.from_pretrained, or computed "
+            f"from its own, which are still in files ({', '.join(list(rest)[:NAMED])}). Adapters of PEFT that begin "
+            "with values of their own are fine (init_lora_weights=True or 'gaussian'); those made from the weights "
+            "(pissa, olora, loftq, ...) are not: load the model with transformers' own from_pretrained, or give them "
+            "values on the CPU before hightide.wrap"
         )
     check_initialisers(model, rest)
     modules = list(initialised_modules(model))

@@ -133,7 +133,7 @@ def read_stats(run: Run) -> Stats:
             **({} if run.disk is None else {"disk": run.disk.used_bytes}),
         },
         moved_bytes={str(lane): num_bytes for lane, num_bytes in run.performer.moved_bytes.items()},
-        stall_s={str(lane): seconds for lane, seconds in run.executor.stall_s.items()},
+        stall_s={str(lane): seconds for lane, seconds in run.flight.stall_s.items()},
         evictions=run.performer.num_evictions,
         deviations=run.executor.num_deviations,
         update_kernel=run.performer.updates.kernel if run.performer.updates is not None else "",

@@ -47,7 +47,7 @@ class StepTimes:
         lanes, number = self._run.lanes, self._run.plan.accumulate
         index, before = lanes.pass_index, self._last_pass
         self._last_pass = index
-        if index != before + number or not self._run.is_whole_batch or self._run.num_steps <= WARM_STEPS:
+        if index != before + number or not self._run.passes.is_whole_batch or self._run.num_steps <= WARM_STEPS:
             self._records.clear()
             return None
         passes = range(before - number + 1, before + 1)

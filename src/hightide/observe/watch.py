@@ -36,11 +36,10 @@ from hightide.planner.predict.peaks import WORKSPACE_BYTES
 from hightide.planner.predict.step_seconds import forecast
 from hightide.planner.problem import Problem
 from hightide.planner.search.search import search
-from hightide.planner.solution import Searched
+from hightide.planner.solution import Searched, Solution
 from hightide.process.interrupts import in_a_line
 from hightide.process.progress import shown
-from hightide.process.system import free_host_bytes
-from hightide.runtime.chunks.moving import waiting_bytes
+from hightide.runtime.chunks.moving import check_room
 from hightide.runtime.observer import is_short
 from hightide.runtime.run import Run
 from hightide.stores.store import OutOfMemory
@@ -54,10 +53,10 @@ PATIENCE = 50  # steps, after which nothing is compared any more
 
 
 @dataclass(frozen=True)
-class _Next:
+class Following:
     """Another plan, and why."""
 
-    solution: Searched
+    solution: Solution
     reason: str
 
 
@@ -76,7 +75,7 @@ class Watch:
         self._used_bytes = 0  # when the present tick began
         self._peak_bytes = 0  # since the last step, as far as it was looked at
         self._ran_out: MemoryShortage | None = None
-        self._next: _Next | None = None
+        self._next: Following | None = None
         self._is_comparing = True
         self._num_watched, self._num_passes = 0, 0  # since the last step; before it
         self.is_watching = True
@@ -86,6 +85,9 @@ class Watch:
         is_owed = self._ran_out is not None or self._next is not None
         if is_owed and self._run.between_passes is None:  # the user goes on; but a recording is of one plan
             self.replan(must=False)
+        self._begin_looking()
+
+    def _begin_looking(self) -> None:
         self._num_watched += 1
         self._widths.clear()
         if self._sees_memory:
@@ -110,14 +112,24 @@ class Watch:
     def end_forward(self) -> bool:
         if not self._sees_memory or not self._is_warm:
             return False
-        factors = self._widths.above(MOST_WIDER)
-        if factors:
-            left_bytes = self._run.gpu.device_used_bytes - self._run.gpu.outside_bytes
-            needed_bytes = expected_bytes(self.problem, self._run.plan, factors, left_bytes)
-            if needed_bytes > self.problem.terms.gpu_bytes:
-                self._end_comparing()
-                self._next = self._leaner(MemoryShortage(needed_bytes, self._num_ticks, factors))
+        shortage = self._expected_shortage()
+        if shortage is not None:
+            self._end_comparing()
+            self._next = self._leaner(shortage)
         return self._next is not None
+
+    def _expected_shortage(self) -> MemoryShortage | None:
+        """By what the forward of this pass has taken."""
+        factors = self._widths.above(MOST_WIDER)
+        if not factors:
+            return None
+        left_bytes = self._run.gpu.device_used_bytes - self._run.gpu.outside_bytes
+        needed_bytes = expected_bytes(self.problem, self._run.plan, factors, left_bytes)
+        is_short = needed_bytes > self.problem.terms.gpu_bytes
+        return MemoryShortage(needed_bytes, self._num_ticks, factors) if is_short else None
+
+    def may_repeat(self, can: bool) -> bool:
+        return can
 
     def ran_out(self, error: OutOfMemory) -> bool:
         is_recording = self._run.between_passes is not None  # of one plan
@@ -143,10 +155,7 @@ class Watch:
     def end_step(self) -> None:
         if not self._is_comparing or self._run.between_passes is not None:
             return  # a recording is of one plan
-        is_plain = self._run.num_passes - self._num_passes == self._num_watched  # else graphs were alive side by side
-        self._num_watched, self._num_passes = 0, self._run.num_passes
-        shortage = self._overrun() if is_plain else None
-        self._peak_bytes = 0
+        shortage = self._shortage_of_step()
         measured = None if self._times is None else self._times.end_step()
         if shortage is not None:
             self._end_comparing()
@@ -158,6 +167,13 @@ class Watch:
             self._compare(measured)
         elif self._run.num_steps >= (WARM_STEPS if self._times is None else PATIENCE):
             self._end_comparing()
+
+    def _shortage_of_step(self) -> MemoryShortage | None:
+        is_plain = self._run.num_passes - self._num_passes == self._num_watched  # else graphs were alive side by side
+        self._num_watched, self._num_passes = 0, self._run.num_passes
+        shortage = self._overrun() if is_plain else None
+        self._peak_bytes = 0
+        return shortage
 
     def _end_comparing(self) -> None:
         self._is_comparing = False
@@ -205,7 +221,7 @@ class Watch:
         needed_bytes = self._peak_bytes - self._run.gpu.outside_bytes
         return MemoryShortage(needed_bytes, self._num_ticks) if needed_bytes > self._forecast_bytes else None
 
-    def _leaner(self, shortage: MemoryShortage, must: bool = False) -> _Next | None:
+    def _leaner(self, shortage: MemoryShortage, must: bool = False) -> Following | None:
         """None: it goes on as it is, and the user knows why. `must`: it cannot."""
         corrected = with_more_memory(self.problem, self._run.plan, shortage)
         expected = begun_bytes(self._solution.passes.last, self.problem.machine, shortage.num_ticks)
@@ -215,7 +231,7 @@ class Watch:
         )
         try:
             found = search(corrected.problem)
-            self._check_room()
+            check_room(self._run.plan)
         except InfeasiblePlan as refusal:
             message = f"{refusal}"
             if corrected.kept_free_bytes:
@@ -228,7 +244,7 @@ class Watch:
             warnings.warn(f"{reason}. The plan stays: it fits all the same", stacklevel=3)
             return None
         found.verify()
-        return _Next(found, reason)
+        return Following(found, reason)
 
     def _wider(self, factors: Factors) -> str:
         if not factors:
@@ -238,33 +254,29 @@ class Watch:
         name = next(profile.blocks[call.block].name for call in profile.calls if call.kind == kind)
         return f": blocks like {name!r} take {factors[kind]:.2f} times the memory that they were measured to take"
 
-    def _check_room(self) -> None:
-        """See [Note: moving] in runtime/chunks/moving.py."""
-        waiting, free = waiting_bytes(self._run.plan), free_host_bytes()
-        if waiting > free:
-            raise InfeasiblePlan(
-                f"moving the model to another plan takes {_bytes(waiting)} of host memory for a while, and "
-                f"{_bytes(free)} are free; wrap it again with a smaller Limits(gpu=...)"
-            )
-
     # -- time ------------------------------------------------------------------------------------------------------
 
     def _compare(self, measured: Measured) -> None:
+        following = self._compared(measured)
+        if following is not None:
+            self._go_on_with(following)
+
+    def _compared(self, measured: Measured) -> Following | None:
         expected_s = self._step.step_s
         if abs(measured.step_s / expected_s - 1) <= MOST_OFF:
-            return
+            return None
         reason = f"a step takes {format_seconds(measured.step_s)}, and {format_seconds(expected_s)} were forecast"
         if self._step.issue_s > ISSUE_SHARE * measured.step_s > ISSUE_SHARE * expected_s:
             warnings.warn(
                 f"{reason}. The GPU waits for Python: the thread that runs the model was forecast to need "
                 f"{format_seconds(self._step.issue_s)} of it. The plan stays; larger batches or compile=True help",
-                stacklevel=3,
+                stacklevel=4,
             )
-            return
+            return None
         factors = lanes_off(measured, self._step, MOST_OFF)
         if not factors:
-            warnings.warn(f"{reason}. {self._beside_lanes(measured.step_s < expected_s)}", stacklevel=3)
-            return
+            warnings.warn(f"{reason}. {self._beside_lanes(measured.step_s < expected_s)}", stacklevel=4)
+            return None
         busy = {lane: (measured.lane_s[lane], self._step.simulated.action_s[lane]) for lane in factors}
         parts = [
             f"{lane} was busy for {format_seconds(a)} instead of {format_seconds(b)}" for lane, (a, b) in busy.items()
@@ -272,9 +284,7 @@ class Watch:
         again = "hightide doctor" + (" --disk FOLDER" if {Lane.DISK_READ, Lane.DISK_WRITE} & factors.keys() else "")
         measured_on = f"by speeds of {self.problem.machine.date[:10]}; `{again}` measures again"
         reason = f"{reason}: {', '.join(parts)} ({measured_on})"
-        following = self._faster(with_slower_lanes(self.problem, factors), reason)
-        if following is not None:
-            self._go_on_with(following)
+        return self._faster(with_slower_lanes(self.problem, factors), reason)
 
     def _beside_lanes(self, is_faster: bool) -> str:
         """Why a step is not as long as forecast, although every lane is busy for as long as forecast."""
@@ -291,11 +301,11 @@ class Watch:
             )
         return "No lane was faster than forecast: they overlap more"
 
-    def _faster(self, corrected: Problem, reason: str) -> _Next | None:
+    def _faster(self, corrected: Problem, reason: str) -> Following | None:
         present_s = forecast(corrected, self._solution.placement, self._solution.passes).step_s
         found = search(corrected)
         try:
-            self._check_room()
+            check_room(self._run.plan)
         except InfeasiblePlan as refusal:
             warnings.warn(f"{reason}. The plan stays: {refusal}", stacklevel=3)
             return None
@@ -304,11 +314,11 @@ class Watch:
             return None
         found.verify()
         gain = f"With these speeds another plan takes {format_seconds(found.step.step_s)} instead of"
-        return _Next(found, f"{reason}. {gain} {format_seconds(present_s)}")
+        return Following(found, f"{reason}. {gain} {format_seconds(present_s)}")
 
     # -- another plan ----------------------------------------------------------------------------------------------
 
-    def _go_on_with(self, following: _Next) -> None:
+    def _go_on_with(self, following: Following) -> None:
         """Whatever comes of it, there is no second time."""
         self._end_comparing()
         self._next = self._ran_out = None
@@ -318,14 +328,16 @@ class Watch:
                 self._run.move_to(following.solution)
         except (torch.OutOfMemoryError, MemoryError) as error:  # the old plan is as it was
             problem = f"the model could not be moved to another one ({in_a_line(error)})"
-            warnings.warn(f"{following.reason}. The plan stays: {problem}", stacklevel=4)
+            self._say(f"{following.reason}. The plan stays: {problem}")
             return
         self.num_replans += 1
-        warnings.warn(
+        self._say(
             f"{following.reason}. Planned again, once; results are the same. stats(model).plan.explain() shows the new "
-            "plan",
-            stacklevel=4,
+            "plan"
         )
+
+    def _say(self, text: str) -> None:
+        warnings.warn(text, stacklevel=5)
 
 
 def _bytes(num_bytes: int) -> str:

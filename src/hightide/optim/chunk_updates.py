@@ -18,7 +18,8 @@ from hightide.optim.operands import Operands
 from hightide.optim.rule import Rule
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.disk_homes import UpdateArrays
-from hightide.runtime.gradients.gradients import Factor, Gradients, HostNumber
+from hightide.runtime.gradients.factors import Factor, HostNumber
+from hightide.runtime.gradients.gradients import Gradients
 from hightide.runtime.lanes.update_threads import UpdateThreads
 from hightide.stores.array import Array
 
@@ -66,6 +67,7 @@ class ChunkUpdates:
         # Of the updates issued since the last step(). Groups are looked at once, so that all updates see the same.
         self._group_of: dict[str, int] | None = None
         self._used: dict[str, Any] = {}  # hyper-parameters of each parameter
+        self._num_steps = 0
 
     def follow(self) -> None:
         """From now until `end_step` each parameter is in the group in which it is now. What cannot be followed is
@@ -81,14 +83,16 @@ class ChunkUpdates:
         self.follow()
         hypers: dict[int, Any] = {}
         ranges = self._ranges(chunk, hypers)
-        if not ranges:
+        if not hypers:
             return None
         self.masters_differ = True
         return lambda: self._apply(chunk, ranges, hypers)
 
     def _ranges(self, chunk: int, hypers: dict[int, Any]) -> list[Range]:
-        """What is to be updated; the hyper-parameters of its groups go to `hypers`."""
+        """What is to be updated; the hyper-parameters of its groups go to `hypers`. Of a chunk that is in shards on
+        several ranks what this one has of it; but updates of all its parameters are counted on all ranks."""
         assert self._group_of is not None
+        chunks, is_cut = self._chunks, self._chunks.is_cut(chunk)
         counted: dict[int, Callable[[str], int]] = {}  # by group
         ranges: list[Range] = []
         for entry, factor in self._gradients.ready(chunk):
@@ -100,13 +104,17 @@ class ChunkUpdates:
                 counted[group] = self.moments.advance if self._rule.keeps_states(hyper) else self.moments.count
             self._used[entry.param] = hypers[group]
             step = counted[group](entry.param)
-            if ranges and ranges[-1].goes_on(entry.offset_numel, group, step, factor):
-                ranges[-1].stop = entry.end_numel
+            own = chunks.own_entry(entry.param) if is_cut else entry
+            if own is None:
+                continue
+            if ranges and ranges[-1].goes_on(own.offset_numel, group, step, factor):
+                ranges[-1].stop = own.end_numel
             else:
-                ranges.append(Range(entry.offset_numel, entry.end_numel, group, step, factor))
+                ranges.append(Range(own.offset_numel, own.end_numel, group, step, factor))
         return ranges
 
     def end_step(self) -> None:
+        self._num_steps += 1
         self._group_of = None
         self._used.clear()
 
@@ -133,6 +141,11 @@ class ChunkUpdates:
         if self._used:
             raise Refused(BROKEN_PROMISE.format(what=what, how="", act="Do"))
 
+    @property
+    def moment(self) -> tuple[int, bool]:
+        """It changes with every update that is issued, whichever thread does so, until the step has ended."""
+        return self._num_steps, bool(self._used)
+
     def begin_saving(self) -> Callable[[str], bool]:
         self.refuse_if_issued("values are saved")
         self.moments.read_counters()
@@ -156,7 +169,7 @@ class ChunkUpdates:
 
     def _pieces(self, chunk: int) -> Iterator[tuple[int, Operands]]:
         """(start, operands) of a chunk: all of it at once, if it is in memory."""
-        arrays, numel = self._chunks.update_arrays(chunk), self._chunks.specs[chunk].optimised_numel
+        arrays, numel = self._chunks.update_arrays(chunk), self._chunks.shards[chunk].optimised_numel
         if arrays.is_memory:
             yield 0, self._whole(chunk, arrays)
             return
@@ -170,7 +183,7 @@ class ChunkUpdates:
         if known is None or known[0] is not gradient.view or known[1] is not kept:
             states, numel = (
                 {state: array.view for state, array in kept.items()},
-                self._chunks.specs[chunk].optimised_numel,
+                self._chunks.shards[chunk].optimised_numel,
             )
             operands = self._operands(chunk, param.view[:numel], gradient.view[:numel], states)
             known = self._wholes[chunk] = (gradient.view, kept, operands)

@@ -27,7 +27,7 @@ def add_masters(state_dict: dict[str, Any], run: Run, params: Sequence[Tensor], 
         return state_dict
     masters = {}
     for index, param in zip(_indices(state_dict), params, strict=True):
-        master = run.chunks.master_of(run.keys[id(param)]) if differ else None
+        master = run.master_of(run.keys[id(param)]) if differ else None
         if master is not None:
             masters[index] = master.detach().to("cpu", copy=True)
     return {**state_dict, KEY: masters}
@@ -38,13 +38,14 @@ def take_masters(state_dict: Mapping[str, Any], run: Run, params: Sequence[Tenso
     loaded after this one."""
     saved: Mapping[int, Tensor] = state_dict.get(KEY, {})
     run.loaded_masters.clear()
-    for index, param in zip(_indices(state_dict), params, strict=True):
-        key = run.keys[id(param)]
-        if index in saved:
-            if not run.chunks.restore_master(key, saved[index]):
-                run.loaded_masters[key] = saved[index]
-        elif KEY in state_dict:  # the state of a run that had not begun: the parameter is its own master
-            run.chunks.restore_master(key, run.value_of(key).float())
+    keys = {index: run.keys[id(param)] for index, param in zip(_indices(state_dict), params, strict=True)}
+    given = {key: saved[index] for index, key in keys.items() if index in saved}
+    misfits = run.misfits(given)
+    for key in keys.values():
+        if key in misfits:
+            run.loaded_masters[key] = given[key]
+        elif key in given or KEY in state_dict:  # none of it: the state of a run that had not begun
+            run.chunks.restore_master(key, given.get(key))
     return bool(saved)
 
 

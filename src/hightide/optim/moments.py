@@ -73,6 +73,11 @@ class Moments:
         self._copies.write(key)
         return [self._place((key, index)) for index in range(len(self._rule.states))]
 
+    def put(self, key: str, index: int, value: Tensor) -> None:
+        """A whole moment."""
+        self._copies.write(key)
+        self._chunks.put_state(key, self._rule.states[index], value)
+
     def _place(self, moment: tuple[str, int]) -> Array:
         key, index = moment
         return self._chunks.state_of(key, self._rule.states[index])
@@ -102,11 +107,12 @@ class Moments:
         if self._counts.pop(key, None) is None:
             return
         self._copies.drop(key)
-        for index, moment in enumerate(self.of(key)):
+        for index, state in enumerate(self._rule.states):
             if (lent := self._lent.pop((key, index), None)) is not None:
                 lent.data = lent.to("cpu", copy=True)
-            with moment.opened(is_new=True) as values:
-                values.zero_()
+            if (moment := self._chunks.own_state(key, state)) is not None:
+                with moment.opened(is_new=True) as values:
+                    values.zero_()
 
     def renew(self, key: str, count: int) -> None:
         """The parameter has had so many updates; the values of its moments are the caller's to write. What the user

@@ -106,7 +106,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             return torch.nn.utils.clip_grad_norm_(self._params(), max_norm, norm_type)
 
     def state_dict(self) -> dict[str, Any]:
-        """In the layout of the plain optimizer, with copies of the states of all parameters that are in a group."""
+        """In the layout of the plain optimizer, with copies of the states of all parameters that are in a group. Of
+        several ranks all must call it, and the first gets them; the others get an empty one."""
         if asks_to_place(sys._getframe(1)):
             return nothing_to_place()
         with deferred:
@@ -125,7 +126,8 @@ class WrappedOptimizer(torch.optim.Optimizer):
             self._packed = None
             for hook in hooks:
                 hook.remove()
-        return add_masters(saved, self._run, self._params(), self._updates.masters_differ)
+        saved = add_masters(saved, self._run, self._params(), self._updates.masters_differ)
+        return saved if self._run.gets_whole else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Of a plain optimizer or of a wrapped one. Moments are taken as they are: torch would round them to the
@@ -201,7 +203,15 @@ class WrappedOptimizer(torch.optim.Optimizer):
         for name in ("param_groups", "state"):
             if name in state:
                 setattr(self, name, state[name])
-        super().__setstate__({name: value for name, value in state.items() if name not in ("param_groups", "state")})
+        rest = {name: value for name, value in state.items() if name not in ("param_groups", "state")}
+        if self._home.between is None:
+            super().__setstate__(rest)
+            return
+        self._packed = {}  # it looks at states, of which there are none: they are filled when it is through
+        try:
+            super().__setstate__(rest)
+        finally:
+            self._packed = None
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise Refused(

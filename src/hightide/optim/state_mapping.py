@@ -13,9 +13,11 @@ from hightide.ir.refusal import Refused
 from hightide.ir.state_spec import StateSpec
 from hightide.optim.chunk_updates import ChunkUpdates
 from hightide.optim.rule import Rule
+from hightide.planner.predict.moving_in import RETURN_BYTES
 from hightide.process.interrupts import safe_point
 from hightide.process.system import return_freed_memory
-from hightide.runtime.chunks.chunks import DTYPES, RETURN_BYTES
+from hightide.runtime.chunks.between_ranks import BetweenRanks
+from hightide.runtime.chunks.homes import DTYPES
 from hightide.runtime.run import Run
 
 GONE = (
@@ -44,7 +46,7 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
 
     def __getitem__(self, param: Tensor) -> StateOf:
         """Without a state it is empty, and can be filled: the plain one is a defaultdict."""
-        self.settle()
+        self._settle_shown()
         key = self._run.keys.get(id(param))
         if key is None:
             what = f"shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
@@ -64,12 +66,12 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
         self.replace([self[param].key], {})
 
     def __contains__(self, param: object) -> bool:
-        self.settle()
+        self._settle_shown()
         return self._has(self._run.keys.get(id(param)))
 
     def __iter__(self) -> Iterator[Tensor]:
         """In the order of the groups, then what is in no group any more."""
-        self.settle()
+        self._settle_shown()
         grouped = {self._run.keys[id(param)]: None for param in self._params if id(param) in self._run.keys}
         keys = [key for key in {**grouped, **self._run.parameters} if self._has(key)]
         return iter([self._run.parameters[key] for key in keys])
@@ -123,14 +125,39 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
         if key is not None:
             self._run.settle_states(key, changes)
 
+    def _settle_shown(self) -> None:
+        """Before the mapping itself is looked at: it is the memory of states, of which each rank has a part."""
+        self._run.refuse_several(
+            "optimizer.state", "optimizer.state_dict() on all ranks gives whole states on the first; load_state_dict()"
+        )
+        self.settle()
+
     def copied(self) -> dict[Tensor, dict[str, Any]]:
-        """Of the parameters that are in groups, as for a state dict."""
+        """Of the parameters that are in groups, as for a state dict. Of several ranks the first gets them."""
+        if (between := self._run.between) is not None:
+            return self._copied_by_all(between)
         grouped = {id(param) for param in self._params}
         copies: dict[Tensor, dict[str, Any]] = {}
         for param in self:
             if id(param) in grouped:
                 safe_point()
                 copies[param] = self[param].copied()
+        return copies
+
+    def _copied_by_all(self, between: BetweenRanks) -> dict[Tensor, dict[str, Any]]:
+        self.settle()
+        moments, copies = self._updates.moments, {}
+        for param in self._params:
+            safe_point()
+            key = self._run.keys[id(param)]
+            state: dict[str, Any] = {}
+            if key in moments:
+                self._run.settle_states(key, changes=False)
+                if self._rule.step_name is not None:
+                    state[self._rule.step_name] = torch.tensor(float(moments.count(key)))
+                state |= {spec.name: between.whole_state(key, spec) for spec in self._rule.states}
+            if self._run.gets_whole and self._has(key):
+                copies[param] = {**state, **self._others.get(key, {})}
         return copies
 
     def succeeded_by(self, given: Mapping[Tensor, Mapping[str, Any]]) -> States:
@@ -213,9 +240,9 @@ class States(MutableMapping[Tensor, MutableMapping[str, Any]]):
                 del given[key]
                 continue
             moments.set_count(key, 1 if self._rule.step_name is None else float(state[self._rule.step_name]))
-            for place, spec in zip(moments.of(key), self._rule.states, strict=True):
-                place.put(state[spec.name])
-                freed_bytes += place.nbytes
+            for index, spec in enumerate(self._rule.states):
+                moments.put(key, index, state[spec.name])
+                freed_bytes += state[spec.name].nbytes
             if others := {name: value for name, value in state.items() if name not in self._names}:
                 self._others[key] = others
             del state, given[key]  # not before it is copied

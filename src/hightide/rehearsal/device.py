@@ -9,7 +9,7 @@ from hightide.ir.block import ModelProfile
 from hightide.optim.operands import Operands
 from hightide.optim.registry import rule_for
 from hightide.rehearsal.stopwatch import Lap, time_laps
-from hightide.runtime.chunks.chunks import DTYPES
+from hightide.runtime.chunks.homes import DTYPES
 
 COPIED_BYTES = {"cuda": 1 << 28, "cpu": 1 << 24}  # beyond any cache of a GPU
 UPDATED_NUMEL = {"cuda": 1 << 25, "cpu": 1 << 18}

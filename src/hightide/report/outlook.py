@@ -34,6 +34,8 @@ class Subject:
     gpu_limit_bytes: int
     host_limit_bytes: int
     disk_limit_bytes: int  # 0: none was given
+    gpus_per_node: int = 1  # of which each has such a batch, and these limits
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,22 @@ class Precision:
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """Several GPUs against one of the same machine, which has the whole node to itself."""
+
+    replicas: int  # groups of ranks that have a copy of everything; 1: shards are of all ranks
+    alone_samples_per_s: float | None  # None: one alone cannot hold it
+    efficiency: float | None  # samples per second, over those of as many that are alone
+    node_host_bytes: int  # of all ranks of a node together
+    node_disk_bytes: int
+
+
+@dataclass(frozen=True)
 class Outlook:
     """A plan that fits."""
 
     step_s: float
-    samples_per_s: float
+    samples_per_s: float  # of all ranks
     tokens_per_s: float | None  # None: the model has no tokens
     floor_s: float  # the longest of the lanes' floors
     floor_share: float  # of step_s
@@ -113,6 +126,7 @@ class PlanReport:
     would_fit: tuple[Change, ...] = ()  # each change would make it fit
     would_help: Improvements | None = None  # changes that would make it faster
     why: Reasons | None = None  # of one block
+    scaling: Scaling | None = None  # of several ranks
 
 
 def subject(name: str, problem: Problem) -> Subject:
@@ -129,6 +143,26 @@ def subject(name: str, problem: Problem) -> Subject:
         gpu_limit_bytes=problem.terms.gpu_bytes,
         host_limit_bytes=problem.terms.host_bytes,
         disk_limit_bytes=problem.terms.disk_bytes,
+        gpus_per_node=problem.terms.ranks // nodes_of(problem),
+        nodes=nodes_of(problem),
+    )
+
+
+def nodes_of(problem: Problem) -> int:
+    links = problem.machine.links
+    return 1 if links is None or problem.terms.ranks == 1 else links.num_nodes
+
+
+def scaling(found: Searched, alone: Searched | None) -> Scaling:
+    """`alone`: the same model on one GPU; None: it does not fit."""
+    ranks, nodes, forecast = found.plan.ranks, nodes_of(found.problem), found.plan.forecast
+    alone_per_s = None if alone is None else outlook(alone).samples_per_s
+    return Scaling(
+        replicas=found.plan.replicas,
+        alone_samples_per_s=alone_per_s,
+        efficiency=None if alone_per_s is None else outlook(found).samples_per_s / (ranks * alone_per_s),
+        node_host_bytes=ranks // nodes * forecast.host_peak_bytes,
+        node_disk_bytes=ranks // nodes * forecast.disk_peak_bytes,
     )
 
 
@@ -141,7 +175,7 @@ def outlook(found: Searched, rated_bytes: int | None = None) -> Outlook:
         LaneUse(lane, step.simulated.busy_s[lane], step.simulated.stall_s.get(lane, 0.0), alone[lane]) for lane in Lane
     )
     num_samples = profile.num_samples * plan.accumulate
-    samples_per_s = num_samples / step.step_s
+    samples_per_s = plan.ranks * num_samples / step.step_s
     fastest_s = light_s(profile, num_samples, found.problem.machine)
     return Outlook(
         step_s=step.step_s,

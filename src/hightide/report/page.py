@@ -48,6 +48,8 @@ _NAMES = {
     Op.CLEAR: "gradients move",
     Op.SUM: "gradients move",
     Op.LOOK_UP: "parameters move",
+    Op.GATHER: "parameters move",
+    Op.REDUCE: "gradients move",
 }
 _MOVED = {
     ChunkKind.PARAM: "parameters move",

@@ -40,6 +40,9 @@ class Observer(Protocol):
     def end_forward(self) -> bool:
         """Whether the pass must not go on like this: it would run out of memory."""
 
+    def may_repeat(self, can: bool) -> bool:
+        """Whether a forward can be done once more; of several ranks, that of each."""
+
     def ran_out(self, error: OutOfMemory) -> bool:
         """In forward, or in backward. Whether it can do something about it: in `replan`, or when the next pass
         begins."""
@@ -59,8 +62,8 @@ def watched_pass(
     observer.begin_pass()
     start = Start(run)
     try:
-        result = run.run_pass(Mode.TRAIN, original, args, kwargs)
-        if not observer.end_forward() or not start.can_repeat:
+        result = run.passes.run_pass(Mode.TRAIN, original, args, kwargs)
+        if not observer.end_forward() or not observer.may_repeat(start.can_repeat):
             return result
         del result
     except OutOfMemory as error:
@@ -70,7 +73,7 @@ def watched_pass(
     observer.replan()
     start.restore()
     run.num_passes -= 1
-    return run.run_pass(Mode.TRAIN, original, args, kwargs)
+    return run.passes.run_pass(Mode.TRAIN, original, args, kwargs)
 
 
 class Start:

@@ -20,7 +20,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.process.interrupts import deferred, held
 from hightide.profiler.model.probe import MUTATES_INPUT, ProbeResult
-from hightide.runtime.blocks.block_function import BlockRunner
+from hightide.runtime.blocks.block_runner import BlockRunner
 from hightide.runtime.chunks.absent import Disabled
 from hightide.runtime.guards.inner_hooks import InnerHooks
 from hightide.runtime.guards.unchanged import HOOKED, Unchanged
@@ -43,14 +43,20 @@ class Wrapped:
         return run
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Full values, each in storage of its own, whatever tier they live on."""
+        """Full values, each in storage of its own, whatever tier they live on. Of several ranks all must call it, and
+        the first gets them; the others get an empty one."""
         assert isinstance(self, nn.Module)
         run = self.hightide_run
+        is_inside = kwargs.get("destination") is not None
         with deferred:
             with Disabled():  # it detaches parameters that are absent
                 values = super().state_dict(*args, **kwargs)  # type: ignore[misc]
+            if run.between is not None and is_inside:  # each value is asked for once, by all ranks
+                return values
             prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
             fill_values(run, self, values, prefix)
+        if not run.gets_whole:
+            values.clear()
         return values
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
@@ -68,7 +74,7 @@ class Wrapped:
         with held:
             for key, param in mine.items():
                 self.hightide_run.secure(key)
-                self.hightide_run.chunks.show(key)
+                self.hightide_run.chunks.binding.show(key)
                 param.data = self.hightide_run.value_of(key)
             try:
                 super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)  # type: ignore[misc]
@@ -108,7 +114,12 @@ class SavesInPlace:
     hightide_run: Run
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """Files are written from where the values lie: a copy of a model that hardly fits would not fit."""
+        """Files are written from where the values lie: a copy of a model that hardly fits would not fit. Of several
+        ranks all call it."""
+        together = self.hightide_run.save_pretrained
+        if together is not None and kwargs.get("state_dict") is None:
+            with deferred:
+                return together(self, *args, **kwargs)
         with self.hightide_run.borrowed(), self.hightide_run.caches.as_the_user_has_them():
             return super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
 
@@ -127,7 +138,7 @@ class RecomputesByPlan:
 
 class WrappedRoot(Wrapped):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.hightide_run.forward(super().forward, args, kwargs)  # type: ignore[misc]
+        return self.hightide_run.passes.forward(super().forward, args, kwargs)  # type: ignore[misc]
 
 
 class WrappedInner(Wrapped):
@@ -154,7 +165,7 @@ class WrappedHead(WrappedBlock):
     used."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        lazy = torch.is_grad_enabled() and not self.hightide_run.probing
+        lazy = torch.is_grad_enabled() and not self.hightide_run.splits.is_probing
         if lazy and len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             return LazyLogits(HeadCall(self.hightide_runner, self), args[0], identity=self.hightide_runner)  # type: ignore[arg-type]
         return super().forward(*args, **kwargs)
@@ -246,6 +257,8 @@ def fill_values(run: Run, module: nn.Module, values: dict[str, Any], prefix: str
         if key not in copies:
             copies[key] = run.value_of(key, borrow=run.lends)
         values[name] = copies[key]
+        if not run.gets_whole:
+            copies[key] = values[name] = values[name].new_empty(0)
 
 
 def _ancestors(names: Iterable[str]) -> list[str]:

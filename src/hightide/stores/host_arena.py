@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable
 
@@ -16,7 +17,8 @@ LENT = "copies for a checkpoint"
 
 class HostArena(ArenaStore):
     """Homes of streamed chunks, optimizer states and stashed block inputs, in one mapping of exactly the limit. What a
-    plan leaves free of it is lent for a while; whoever runs off the plan and needs it waits until it is given back."""
+    plan leaves free of it is lent for a while; whoever runs off the plan and needs it waits until it is given back. Its
+    pages stay real then: the next one finds them, and what is slow is the first use."""
 
     def __init__(self, capacity_bytes: int, huge_bytes: int = 0, needed_bytes: int | None = None) -> None:
         """`needed_bytes`: that the plan takes at most, at the arena's beginning; None: all."""
@@ -25,6 +27,7 @@ class HostArena(ArenaStore):
         self._end = min(wanted_bytes, capacity_bytes)  # of what a plan needs
         self._returned = threading.Condition(self._lock)
         self._num_recalls = 0  # who wait for what is lent
+        self._has_lent = False
 
     def allocate_last(self, num_bytes: int, label: str) -> Region:
         """At the other end than `allocate`: what comes and goes at both ends leaves no holes in between. Anywhere, if
@@ -50,6 +53,7 @@ class HostArena(ArenaStore):
         with self._lock:
             if self._num_recalls:
                 return None
+            self._begin_lending()
             try:
                 return super()._allocated(num_bytes, LENT, lambda size: self._runs.take_from(size, self._end))
             except OutOfMemory:
@@ -67,15 +71,12 @@ class HostArena(ArenaStore):
             super().free(region)
             self._returned.notify_all()
 
-    def return_spare(self) -> None:
-        """The pages of what was lent and is free again, to the system."""
-        with self._lock:
-            if not self._closed:
-                for offset, num_bytes in self._runs.free_from(self._end):
-                    self._return_pages(offset, num_bytes)
-
-    def _return_pages(self, offset: int, num_bytes: int) -> None:
-        self.give_back(Region(offset, num_bytes, LENT), 0, num_bytes)
+    def _begin_lending(self) -> None:
+        """Memory that is used for the first time comes several times as fast in huge pages."""
+        if not self._has_lent:
+            self._has_lent = True
+            begin = -(-self._end // mmap.PAGESIZE) * mmap.PAGESIZE
+            self._prefer_huge_pages(begin, max(0, self.capacity_bytes - begin))
 
     def _allocated(self, num_bytes: int, label: str, take: Callable[[int], int | None]) -> Region:
         with self._lock:

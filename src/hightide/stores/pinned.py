@@ -83,7 +83,7 @@ class PinnedArena(HostArena):
             if offset is None:
                 return False
             start = _pages(offset + ALIGN_BYTES + mmap.PAGESIZE - 1)
-            self._prefer_huge_pages(start, size)
+            self._begin_lending()
         status = _register(self._base + start, size)
         with self._lock:
             if status:
@@ -102,11 +102,6 @@ class PinnedArena(HostArena):
         if region.offset + region.num_bytes <= self._pinned_bytes:
             return self.is_pinned
         return any(start <= region.offset < start + size for start, size in self._pinned_spare)
-
-    def _return_pages(self, offset: int, num_bytes: int) -> None:
-        """Not those that are pinned."""
-        if not any(start <= offset < start + size for start, size in self._pinned_spare):
-            super()._return_pages(offset, num_bytes)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=self.is_pinned)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,3 +19,19 @@ def start_threads(threads: Sequence[threading.Thread], begun: threading.Semaphor
     for _ in threads:
         begun.acquire(timeout=START_TIMEOUT_S)
     torch.set_num_threads(num_threads)
+
+
+def background(name: str, work: Callable[[], object]) -> threading.Thread:
+    """A thread beside all others that runs torch single-threaded, for work of which nobody waits for the parts. An
+    exception of it is the business of `work`."""
+    begun = threading.Semaphore(0)
+
+    def live() -> None:
+        torch.set_num_threads(1)
+        begun.release()
+        with torch.no_grad():
+            work()
+
+    thread = threading.Thread(target=live, name=name, daemon=True)
+    start_threads([thread], begun)
+    return thread

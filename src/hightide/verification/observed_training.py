@@ -94,7 +94,7 @@ class ObservedTraining:
 
     @property
     def is_probing(self) -> bool:
-        return self.run is not None and self.run.probing
+        return self.run is not None and self.run.splits.is_probing
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:

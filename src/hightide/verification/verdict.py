@@ -130,10 +130,11 @@ class Verdict:
         ]
         if not loose:
             return []
-        places = few(dict.fromkeys(row.place for row in loose))
+        places = list(dict.fromkeys(row.place for row in loose))
         return _wrapped(
             f"{len(loose)} of {len(self.rows)} were allowed more than {LOOSE:.1%} of their size, because the last bits "
-            f"of the weights decide about as much in plain PyTorch: {places}"
+            f"of the weights decide about as much in plain PyTorch, in {len(places)} place{'s' * (len(places) > 1)}: "
+            f"{few(places)}"
         )
 
 

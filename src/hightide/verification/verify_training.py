@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hightide import api
+from hightide.asked import GPU_HEADROOM, check_fresh, chosen_device
 from hightide.ir.activation import Activation
 from hightide.ir.limits import Limits
 from hightide.ir.plan import Plan
@@ -29,6 +30,7 @@ from hightide.process.system import free_host_bytes
 from hightide.profiler.model.block_finder import BlockChoice
 from hightide.profiler.model.call_tree import Arguments, Batch, call_arguments, flatten_call
 from hightide.profiler.model.samples import samples_along_first
+from hightide.shard.ranks import are_several
 from hightide.verification.copies import (
     HALF,
     as_before,
@@ -92,12 +94,17 @@ def verify(
     so. What the model itself raises in plain PyTorch is raised as it is.
     """
     began_s = time.perf_counter()
-    api.check_fresh(model, optimizer)
+    check_fresh(model, optimizer)
+    if are_several():
+        raise ValueError(
+            "verify in one of several ranks: it compares one process with plain PyTorch; call it without torchrun and "
+            "without a process group"
+        )
     if steps < 1:
         raise ValueError(f"steps={steps}; at least 1 is needed, and 2 to see what an update leads to")
     if not tolerance > 0:
         raise ValueError(f"tolerance={tolerance}; it must be above 0: sums are taken in another order")
-    place = api.chosen_device(device)
+    place = chosen_device(device)
     shared = {"update": update, "gradients": gradients, "compile": compile, "device": place, "blocks": blocks}
     given = Arguments(*call_arguments(batch))
     runs = _SideBySide(model, optimizer, given, loss or usual_loss, steps, limits, micro_batch, place, shared)
@@ -347,7 +354,7 @@ def _room(device: torch.device, memory: int | str | None) -> MemoryBudget:
     if device.type != "cuda":
         return MemoryBudget(0, host_bytes if asked is None else asked)
     free_bytes = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    usable_bytes = int((free_bytes - torch.cuda.memory_allocated(device)) * api.GPU_HEADROOM)
+    usable_bytes = int((free_bytes - torch.cuda.memory_allocated(device)) * GPU_HEADROOM)
     return MemoryBudget(usable_bytes if asked is None else asked, host_bytes)
 
 
@@ -378,7 +385,7 @@ def _is_half(model: nn.Module) -> bool:
 def _changes(task: SmallerTask, hooked: list[str]) -> Iterator[str]:
     yield from task.changed
     if lacks_values(task.model):
-        yield "parameters without values have some of the model's own initialisers, or random ones"
+        yield "parameters without values were given some, by the model's own initialisers or at random"
     if _is_half(task.model):
         yield "16-bit parameters as fp32: their own rounding would hide errors"
     if hooked:

@@ -112,6 +112,61 @@ def test_another_model_is_refused_with_what_differs(saved: Path) -> None:
         hightide.load(Net().half(), None, saved)
 
 
+class Silent(nn.Module):
+    """Net's tensors, without its extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.int64))
+
+
+def test_extra_states_of_modules_are_compared(saved: Path, tmp_path: Path) -> None:
+    model = Silent()
+    before = values(model)
+    with pytest.raises(ValueError, match="1 extra states are of modules that have none: the model"):
+        hightide.load(model, None, saved)
+    assert_equal_values(values(model), before)
+    hightide.save(model, None, tmp_path / "silent", step=1)
+    with pytest.raises(ValueError, match="1 modules have an extra state of which it has none: the model"):
+        hightide.load(Net(), None, tmp_path / "silent")
+
+
+def test_buffers_of_all_kinds(tmp_path: Path) -> None:
+    """Negation and conjugation may be notes on a tensor whose memory is as before."""
+    waves = torch.randn(3, dtype=torch.complex64)
+    buffers = {"waves": waves, "conjugated": waves.conj(), "negated": waves.conj().imag, "rows": torch.randn(3, 4).t()}
+    for number, is_wrapped in enumerate((True, False)):
+        model, other = Net(), Net()
+        for name, value in buffers.items():
+            model.register_buffer(name, value)
+            other.register_buffer(name, torch.zeros_like(value))
+        optimizer = torch.optim.AdamW(model.parameters())
+        if is_wrapped:
+            model, optimizer = hightide.wrap(model, optimizer, batch(), limits=LIMITS)
+        extra = {"codes": torch.ones(2).to(torch.float8_e5m2)}
+        hightide.save(model, optimizer, tmp_path / f"{number}", step=1, extra=extra, on_error="raise", wait=True)
+        loaded = hightide.load(other, None, tmp_path / f"{number}")
+        for name, value in buffers.items():
+            assert torch.equal(getattr(other, name), value), name
+        assert loaded.extra["codes"].dtype == torch.float8_e5m2
+
+
+def test_whatever_device_is_the_default(tmp_path: Path) -> None:
+    model, optimizer = pair()
+    train(model, optimizer, 1)
+    plain, its = pair(wrapped=False, seed=1)
+    with torch.device("meta"):
+        hightide.save(model, optimizer, tmp_path, extra={"order": list(range(2000))}, on_error="raise", wait=True)
+        loaded = hightide.load(plain, its, tmp_path)
+        hightide.load(model, optimizer, tmp_path)
+        found = hightide.optimizer_state_dict(tmp_path)
+    assert loaded.extra["order"] == list(range(2000))
+    assert_equal_values(values(plain), values(model))
+    assert all(not value.is_meta for state in found["state"].values() for value in state.values())
+    torch.testing.assert_close(train(model, optimizer, 2), train(plain, its, 2))
+
+
 def test_a_checkpoint_without_an_optimizer_has_weights_alone(tmp_path: Path) -> None:
     model, optimizer = pair()
     train(model, optimizer, 1)
@@ -344,6 +399,93 @@ def test_what_users_put_beside_states_comes_back(is_wrapped: bool, tmp_path: Pat
     mine = its.state[next(iter(its.param_groups[0]["params"]))]["mine"]
     assert mine["count"] == 3 and mine["mask"].tolist() == [True, False]
     assert its.param_groups[0]["label"] == ("a", 1)
+
+
+def test_counts_that_are_integers_stay_so(tmp_path: Path) -> None:
+    """A tensor in their place would calculate in fp32."""
+    model = nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
+
+    def five_steps(its: nn.Embedding, updates: torch.optim.Optimizer) -> None:
+        for row in range(5):
+            updates.zero_grad()
+            (its(torch.tensor([row, 3])) ** 2).sum().backward()
+            updates.step()
+
+    five_steps(model, optimizer)
+    hightide.save(model, optimizer, tmp_path)
+    resumed = nn.Embedding(10, 4, sparse=True)
+    its = torch.optim.SparseAdam(resumed.parameters(), lr=0.1)
+    hightide.load(resumed, its, tmp_path)
+    assert its.state[resumed.weight]["step"] == 5 and type(its.state[resumed.weight]["step"]) is int
+    five_steps(model, optimizer)
+    five_steps(resumed, its)
+    assert torch.equal(model.weight, resumed.weight)
+
+
+def test_a_wrapped_optimizer_takes_counts_that_are_integers(tmp_path: Path) -> None:
+    model, optimizer = pair(wrapped=False)
+    train(model, optimizer, 2)
+    for state in optimizer.state.values():
+        state["step"] = int(state["step"])
+    hightide.save(model, optimizer, tmp_path)
+    wrapped, its = pair(seed=1)
+    hightide.load(wrapped, its, tmp_path)
+    assert not its.others
+    train(wrapped, its, 1)
+    assert {float(state["step"]) for state in its.state.values()} == {2.0}
+
+
+def test_an_optimizer_that_keeps_more_than_states_is_refused(tmp_path: Path) -> None:
+    class Counting(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), "calls": 3}
+
+    model, _ = pair(wrapped=False)
+    with pytest.raises(ValueError, match="Counting keeps 'calls' beside the states"):
+        hightide.save(model, Counting(model.parameters()), tmp_path, step=1)
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_states_of_parameters_that_are_in_no_group_come_back(is_wrapped: bool, tmp_path: Path) -> None:
+    """Whoever puts them back goes on with them."""
+
+    def without_the_first(seed: int, *steps: int) -> tuple[nn.Module, Any, nn.Parameter]:
+        model, optimizer = pair(is_wrapped, seed=seed)
+        train(model, optimizer, *steps)
+        return model, optimizer, optimizer.param_groups[0]["params"].pop(0)
+
+    model, optimizer, first = without_the_first(0, 1, 2)
+    hightide.save(model, optimizer, tmp_path, step=2, wait=True)
+    other, its, other_first = without_the_first(1)
+    hightide.load(other, its, tmp_path)
+    for updates, param in ((optimizer, first), (its, other_first)):
+        updates.param_groups[0]["params"].append(param)
+    assert float(its.state[other_first]["step"]) == 2.0
+    assert train(model, optimizer, 3, 4, 5) == train(other, its, 3, 4, 5)
+
+
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_states_of_parameters_that_were_frozen_for_a_while_come_back(is_wrapped: bool, tmp_path: Path) -> None:
+    """From run to run: all train, then one layer does not, then all do again."""
+
+    def resumed(number: int, folder: str, wrapped: bool) -> list[float]:
+        model, _ = pair(wrapped=False)
+        model.layers[1].requires_grad_(number != 1)  # type: ignore[index]
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if wrapped:
+            model, optimizer = hightide.wrap(model, optimizer, batch(), limits=LIMITS)
+        if number:
+            hightide.load(model, optimizer, tmp_path / folder)
+        losses = train(model, optimizer, 10 * number, 10 * number + 1)
+        hightide.save(model, optimizer, tmp_path / folder, step=number, wait=True)
+        counts = [float(state["step"]) for state in optimizer.state.values()]
+        assert sorted(counts) == sorted([2.0 * (number + 1)] * 4 + [2.0 * max(1, number)] * 2)
+        return losses
+
+    expected = [resumed(number, "expected", wrapped=False) for number in range(3)]
+    found = [resumed(number, "found", is_wrapped or number == 1) for number in range(3)]
+    assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-5)
 
 
 def test_momentum_of_sgd(tmp_path: Path) -> None:

@@ -300,6 +300,29 @@ def test_between_backward_and_step(tmp_path: Path) -> None:
     assert torch.equal(model.layers[0].state_dict()["weight"], expected)
 
 
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_a_step_of_another_thread_in_between_is_noticed(
+    update: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counts and values would be of two steps."""
+    model, optimizer = pair(update=update)
+    train(model, optimizer, 1)
+    real = save_module.to_files
+
+    def meanwhile(training: Any) -> Any:
+        thread = threading.Thread(target=train, args=(model, optimizer, 2))
+        thread.start()
+        thread.join()
+        return real(training)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(save_module, "to_files", meanwhile)
+        with pytest.raises(hightide.Refused, match="another thread makes a step"):
+            hightide.save(model, optimizer, tmp_path)
+    train(model, optimizer, 3)
+    assert hightide.save(model, optimizer, tmp_path).wait() == tmp_path / "step-3"
+
+
 def test_what_is_read_without_a_model(tmp_path: Path) -> None:
     model, optimizer = pair()
     train(model, optimizer, 1)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from hightide.cli import doctor_command as doctor_module
 from hightide.cli.doctor_command import show_report
 from hightide.cli.main import app
-from hightide.doctor import known
+from hightide.doctor import known, rates
 from hightide.doctor.conditions import Warned
 from hightide.doctor.disk_speed import MIN_FILE_BYTES, DiskTest
 from hightide.doctor.findings import findings_of
@@ -32,6 +32,8 @@ SMALL = Effort(buffer_bytes=1 << 20, update_numel=1 << 18, dram_numel=1 << 18, w
 def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Effort, "here", classmethod(lambda cls: SMALL))
     monkeypatch.setattr(doctor_module, "DiskTest", partial(DiskTest, phase_s=0.05, small_s=0.02))
+    monkeypatch.setattr(rates, "MEASURE_S", 0.01)
+    monkeypatch.setattr(rates, "LONG_ENOUGH_S", 0.0)
     monkeypatch.setattr(known, "cache_folder", lambda: tmp_path / "cache")
     monkeypatch.setenv("COLUMNS", "80")
 

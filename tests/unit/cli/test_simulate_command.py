@@ -53,9 +53,9 @@ def test_a_plan_file_is_all_it_needs(plan: Plan, plan_path: Path, tmp_path: Path
 def test_a_recorded_run_is_shown_beside_it(tmp_path: Path) -> None:
     settings = tmp_path / "tiny.yaml"
     settings.write_text(
-        "{name: tiny, device: cpu, steps: 2, limits: {gpu: 4MiB, host: 1GiB}, sample: {num_bytes: 0}, micro_batch: 1,"
+        "{name: tiny, device: cpu, steps: 2, limits: {gpu: 4MiB, host: 1GiB}, sample: {tokens: 0}, micro_batch: 1,"
         " model: {hidden: 32, layers: 2, heads: 2, feed_forward: 64},"
-        " data: {sequences: 2, sequence_bytes: 16, text_bytes: 50_000}}"
+        " data: {sequences: 2, length: 16, text_bytes: 50_000}}"
     )
     result = CliRunner().invoke(app, ["train", str(settings), "--record", "--out", str(tmp_path)])
     assert result.exit_code == 0 and "timeline.json" in result.output, result.output

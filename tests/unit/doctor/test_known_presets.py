@@ -16,7 +16,8 @@ from hightide.doctor.known import load_machine, preset_names
 from hightide.ir.machine import SHARING, Machine
 
 PATH = Path(__file__).resolve().parents[3] / "bench" / "presets.py"
-NAMES = ("a100-80g", "h100", "h200", "rtx-3090", "rtx-4090", "rtx-5090")
+LINKED = ("4-nodes-8x-h100", "4x-rtx-4090", "8x-a100-80g", "8x-h100")
+NAMES = (*LINKED, "a100-80g", "h100", "h200", "rtx-3090", "rtx-4090", "rtx-5090")
 
 
 @pytest.fixture(scope="module")

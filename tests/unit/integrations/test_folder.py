@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
@@ -249,3 +250,15 @@ def test_a_model_of_too_many_parts(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(unloaded, "MAX_PARAMETERS", 10)
     with pytest.raises(ValueError, match="more than 10 parameters"):
         hightide.from_pretrained(folder)
+
+
+def test_parameters_are_counted_though_their_originals_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one leaves its place in memory, and so its id, to the next."""
+    from hightide.loading import unloaded
+
+    monkeypatch.setattr(unloaded, "MAX_PARAMETERS", 10)
+    module = torch.nn.Module()
+    with unloaded.parameters_on_meta(), pytest.raises(ValueError, match="more than 10 parameters"):
+        for number in range(100):
+            module.register_parameter(f"weight{number}", torch.nn.Parameter(torch.empty(4)))
+    assert len(list(module.parameters())) == 10

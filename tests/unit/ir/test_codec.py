@@ -25,6 +25,11 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one():
         from_json(Plan, changed(micro_bacth=3))
 
 
+def test_another_file_is_told_from_a_slip():
+    with pytest.raises(ValueError, match=r"is no Plan: it has none of the keys \w+, \w+"):
+        from_json(Plan, json.dumps({"architectures": ["LlamaForCausalLM"]}))
+
+
 def test_a_missing_key_is_named():
     data = json.loads(to_json(PLAN))
     del data["num_slots"]

@@ -9,7 +9,7 @@ import pytest
 
 from hightide.doctor.known import load_machine
 from hightide.ir.codec import from_json, to_json
-from hightide.ir.machine import Fingerprint, Machine, Speeds, subsets
+from hightide.ir.machine import CollectiveRates, Fingerprint, Links, Machine, Speeds, subsets
 from hightide.ir.tier import Lane
 
 
@@ -45,3 +45,43 @@ def test_differences_of_fingerprints_are_named() -> None:
         "gpu was 'H100' and is 'H200'",
         "num_cores was 16 and is 8",
     ]
+
+
+RATES = CollectiveRates(100.0, 90.0, 80.0)
+LINKS = Links(4, 1, RATES, None, 1e-5, 2e-5, beside_copies=0.5, copies_beside=0.75, together=0.4)
+
+
+def test_links_survive_a_file(tmp_path: Path) -> None:
+    machine = replace(load_machine("rtx-4090"), links=replace(LINKS, num_nodes=2, across=RATES))
+    machine.save(tmp_path / "m.json")
+    assert Machine.load(tmp_path / "m.json") == machine
+
+
+def test_collectives_and_copies_slow_each_other_down_as_the_machine_says() -> None:
+    alone = load_machine("rtx-4090")
+    machine = replace(alone, links=LINKS)
+    assert machine.speeds_of({Lane.GATHER}) == {Lane.GATHER: 1.0}
+    assert machine.speeds_of({Lane.GATHER, Lane.REDUCE}) == {Lane.GATHER: 0.4, Lane.REDUCE: 0.4}
+    copies = {Lane.H2D, Lane.CPU}
+    plain, beside = alone.speeds_of(copies), machine.speeds_of({*copies, Lane.REDUCE})
+    assert beside == {Lane.H2D: 0.75 * plain[Lane.H2D], Lane.CPU: plain[Lane.CPU], Lane.REDUCE: 0.5}
+    assert machine.speeds_of(copies) == plain
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_nodes": 2}, "without rates across nodes"),
+        ({"gpus_per_node": 0}, "0 GPUs"),
+        ({"together": 0.0}, "together is 0.0; it is a share"),
+        ({"beside_copies": 1.5}, "beside_copies is 1.5"),
+    ],
+)
+def test_links_that_cannot_be_are_refused(change: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(LINKS, **change)  # type: ignore[arg-type]
+
+
+def test_a_rate_of_nothing_between_gpus_is_refused() -> None:
+    with pytest.raises(ValueError, match="links: gather_bytes_per_s is 0"):
+        replace(load_machine("h200"), links=replace(LINKS, inside=replace(RATES, gather_bytes_per_s=0.0)))

@@ -53,6 +53,14 @@ def test_values_are_converted_piece_by_piece(
     assert torch.equal(target, value.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_is_read_alone(file: Path, dtype: torch.dtype) -> None:
+    stored = read_header(file)["matrix"]
+    part = torch.empty(20, dtype=dtype)
+    stored.fill_part(part, 13)
+    assert torch.equal(part, stored.read().view(-1)[13:33].to(dtype))
+
+
 def test_reading_fills_only_its_own_place(file: Path) -> None:
     flat = torch.full((100,), 7.0)
     stored = read_header(file)["matrix"]

@@ -10,7 +10,7 @@ import torch
 
 import hightide
 import models
-from hightide.api import _warn_of_reserve
+from hightide.asked import warn_of_reserve
 from hightide.ir.action import Mode
 from hightide.ir.machine import MatmulRates
 from hightide.ir.plan import Forecast
@@ -20,7 +20,7 @@ from hightide.planner.predict.peaks import peaks, reserved_bytes
 from hightide.planner.solution import Solution
 from hightide.posing import measured_products
 from hightide.profiler.trial.quiet import float32_precision
-from hightide.runtime.run import _forecast
+from hightide.runtime.plan_stores import forecast_on
 from hightide.runtime.surgery import run_of
 from unit.planner.profiles import plan_with, stack
 
@@ -94,17 +94,17 @@ def test_a_plan_of_another_kind_of_device_is_forecast_in_the_bytes_of_this_one()
     real = replace(simulated, forecast=replace(simulated.forecast, gpu_reserved_bytes=reserved))
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     for solution in (Solution.of(profile, plan) for plan in (simulated, real)):
-        assert _forecast(solution, cpu) == simulated.forecast
-        assert _forecast(solution, cuda) == real.forecast
+        assert forecast_on(solution, cpu) == simulated.forecast
+        assert forecast_on(solution, cuda) == real.forecast
 
 
 def test_a_plan_whose_tensors_fit_is_not_refused_for_what_torch_reserves_but_warned_of(recwarn: Any) -> None:
     forecast = Forecast(1000 * 2**20, 6, gpu_reserved_bytes=1020 * 2**20)
-    _warn_of_reserve(forecast, 1020 * 2**20)
-    _warn_of_reserve(replace(forecast, gpu_reserved_bytes=None), 1000 * 2**20)
+    warn_of_reserve(forecast, 1020 * 2**20)
+    warn_of_reserve(replace(forecast, gpu_reserved_bytes=None), 1000 * 2**20)
     assert not recwarn.list
     with pytest.warns(UserWarning, match=r"expected to reserve 1020 MiB.* a limit that is 10.0 MiB lower"):
-        _warn_of_reserve(forecast, 1010 * 2**20)
+        warn_of_reserve(forecast, 1010 * 2**20)
 
 
 RATES = MatmulRates(bfloat16=4e9, float16=4e9, float32=1e9, tf32=2e9)

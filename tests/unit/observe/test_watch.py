@@ -140,7 +140,7 @@ def test_at_any_limit(halved: None, update: str) -> None:
         hightide.unwrap(model)
 
 
-@pytest.mark.parametrize("gpu", ["200KiB", "400KiB", "64MiB"])
+@pytest.mark.parametrize("gpu", ["200KiB", pytest.param("400KiB", marks=pytest.mark.long), "64MiB"])
 def test_a_forecast_that_holds_is_not_spoken_about(gpu: str) -> None:
     model, batch = models.llama()
     model, watch, told = trained(model, batch, gpu, micro_batch=2)

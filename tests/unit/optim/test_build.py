@@ -166,7 +166,10 @@ def test_a_cache_that_is_not_ours_alone_is_not_used(
     else:
         monkeypatch.setattr("hightide.process.system.os.geteuid", lambda: 4321)
     assert build._cache() is None
-    assert build.load("adam") is not None
+    if spoilt == "no home":
+        assert build.load("adam") is not None
+    else:  # the kernel itself takes seconds to build
+        assert answer(build.opened("one", SOURCE, build._cache(), ("answer",))) == 42
     assert list(folder.iterdir()) == []
 
 

@@ -228,6 +228,7 @@ def test_the_environment_switches_the_kernel_off(lanes, unloaded, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.long  # with a smaller source: test_two_processes_at_once_both_get_it in test_build.py
 def test_processes_that_build_at_once_all_get_the_kernel(tmp_path):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     code = "from hightide.optim.adam import AdamWRule; print(AdamWRule().kernel() is not None)"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import mmap
 import random
-import subprocess
 import sys
 
 import pytest
 import torch
 
+from forked import run_script
 from hightide.stores.host_arena import HostArena
 from hightide.stores.pinned import PinnedArena
 from hightide.stores.simulated import SimulatedAccelerator
@@ -48,8 +48,8 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.mark.skipif(sys.platform != "linux", reason="MADV_DONTFORK and /proc are Linux's")
 def test_forked_children_do_not_inherit_the_arena() -> None:
     """A worker of a DataLoader would make every page that training writes exist twice."""
-    run = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, run.stderr
+    run = run_script(FORKING, [], timeout_s=60)
+    assert run.status == 0, run.stderr
     assert int(run.stdout) == 10, "ordinary memory is inherited (10), the two arenas are not (0)"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from forked import run_script
 from hightide.ir.limits import DiskLimit
 from hightide.ir.tier import Tier
 from hightide.planner.placement import region_bytes
@@ -336,9 +336,8 @@ print("parent is well")
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks threads of Linux")
 def test_a_fork_cannot_use_it_and_does_no_harm(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FORKING, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert (done.returncode, done.stdout) == (0, "parent is well\n"), done.stderr
+    done = run_script(FORKING, [str(tmp_path)], timeout_s=110)
+    assert (done.status, done.stdout) == (0, "parent is well\n"), done.stderr
 
 
 def test_it_sets_aside_what_plans_count(make: Callable[..., DiskStore]) -> None:

@@ -50,19 +50,19 @@ def test_what_is_lent_lies_beyond_the_plan_and_never_exceeds_the_limit() -> None
     arena.close()
 
 
-def test_the_pages_of_what_was_lent_go_back_to_the_system() -> None:
-    arena = HostArena(4 * PAGESIZE, needed_bytes=PAGESIZE)
-    mine = arena.view(arena.allocate(PAGESIZE, "mine"), torch.uint8).fill_(7)
-    region = arena.lend(2 * PAGESIZE)
-    assert region is not None
-    view = arena.view(region, torch.uint8).fill_(7)
-    arena.return_spare()
-    assert bool((view == 7).all()), "it is still lent"
-    arena.free(region)
-    arena.return_spare()
-    assert bool((view == 0).all()) and bool((mine == 7).all())
+def test_what_is_lent_comes_in_huge_pages_which_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond what the plan needs, and not before somebody asks."""
+    advised: list[tuple[int, int]] = []
+    monkeypatch.setattr(HostArena, "_prefer_huge_pages", lambda _, begin, size: advised.append((begin, size)))
+    arena = HostArena(4 * PAGESIZE, needed_bytes=PAGESIZE + KIB)
+    assert advised == [(0, 0)]
+    for _ in range(2):
+        region = arena.lend(2 * PAGESIZE)
+        assert region is not None
+        view = arena.view(region, torch.uint8).fill_(7)
+        arena.free(region)
+    assert advised[1:] == [(2 * PAGESIZE, 2 * PAGESIZE)] and bool((view == 7).all())
     arena.close()
-    arena.return_spare()
 
 
 def test_who_needs_what_is_lent_waits_until_it_is_given_back() -> None:
@@ -129,7 +129,6 @@ def test_spare_memory_is_pinned_in_slices_that_no_region_leaves(monkeypatch: pyt
     assert {arena.is_pinned_at(region) for region in regions} == {True, False}
     for region in regions:
         arena.free(region)
-    arena.return_spare()
     assert not arena.pin_spare(10 * PAGESIZE), "it is pinned already"
     arena.close()
     assert not registered

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
 import zlib
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hightide.checkpoint.files.folder import READ_BYTES, WHAT, wrong_piece
-from hightide.checkpoint.files.manifest import Manifest
+from hightide.checkpoint.files.manifest import FileSums, Manifest
 from hightide.ir.foreign import open_regular
+from hightide.stores.threads import background
+
+NUM_AHEAD = 3
+THREAD = "hightide-load"
 
 
 class DamagedFile(ValueError):
@@ -16,15 +24,16 @@ class DamagedFile(ValueError):
 
 
 class CheckedFile:
-    """One file of a checkpoint. The piece that was read last is kept (64 MiB), so that reading from front to back reads
-    and checks each piece once, however it is cut into ranges."""
+    """One file of a checkpoint. Reading from front to back reads and checks each piece once, however it is cut into
+    ranges: the piece that was asked for last is kept, and threads read the NUM_AHEAD pieces that follow it."""
 
-    def __init__(self, path: Path, manifest: Manifest, name: str) -> None:
-        """`path` is that of the checkpoint."""
+    def __init__(self, path: Path, manifest: Manifest, name: str, wanted: Collection[int] | None = None) -> None:
+        """`path` is that of the checkpoint. `wanted`: numbers of the pieces that will be asked for; by default all."""
         self._sums, self._piece_bytes = manifest.file(name), manifest.piece_bytes
         self._file = open_regular(path / name, WHAT, follow=False)
-        self._memory = memoryview(bytearray(min(self._piece_bytes, self._sums.num_bytes)))
-        self._index = -1
+        self._wanted: Sequence[int] = range(len(self._sums.crc32)) if wanted is None else sorted(wanted)
+        self._pieces: dict[int, _Piece] = {}
+        self._free: list[memoryview] = []
 
     def read_into(self, offset: int, memory: memoryview) -> None:
         """`memory` is bytes; all of it, from `offset` in the file on."""
@@ -39,31 +48,26 @@ class CheckedFile:
             memory, offset = memory[len(part) :], offset + len(part)
 
     def _piece(self, index: int) -> memoryview:
-        start = index * self._piece_bytes
-        piece = self._memory[: self._sums.num_bytes - start]
-        if index != self._index:
-            self._index = -1
-            self._read(index, start, piece)
-            self._index = index
-        return piece
+        at = bisect_left(self._wanted, index)
+        wanted = self._wanted[at : at + 1 + NUM_AHEAD]
+        assert wanted[:1] and wanted[0] == index, f"piece {index} of {self._sums.name} was not wanted"
+        for old in [old for old in self._pieces if old not in wanted]:
+            piece = self._pieces.pop(old)
+            piece.join()
+            self._free.append(piece.memory)
+        for number in wanted:
+            if number not in self._pieces:
+                memory = self._free.pop() if self._free else memoryview(bytearray(self._buffer_bytes))
+                self._pieces[number] = _Piece(self._file.fileno(), self._sums, self._piece_bytes, number, memory)
+        return self._pieces[index].content()
 
-    def _read(self, index: int, start: int, piece: memoryview) -> None:
-        sum_ = done_bytes = 0
-        while done_bytes < len(piece):
-            part = piece[done_bytes : done_bytes + READ_BYTES]
-            try:
-                count = os.preadv(self._file.fileno(), [part], start + done_bytes)
-            except OSError as error:
-                raise DamagedFile(f"{self._sums.name} at byte {start + done_bytes}: {error.strerror}") from error
-            if not count:
-                break
-            sum_, done_bytes = zlib.crc32(part[:count], sum_), done_bytes + count
-        if done_bytes < len(piece) or sum_ != self._sums.crc32[index]:
-            raise DamagedFile(wrong_piece(self._sums, self._piece_bytes, index, sum_, len(piece) - done_bytes))
-        if hasattr(os, "posix_fadvise"):  # what is read once need not stay in the page cache
-            os.posix_fadvise(self._file.fileno(), start, len(piece), os.POSIX_FADV_DONTNEED)
+    @property
+    def _buffer_bytes(self) -> int:
+        return min(self._piece_bytes, self._sums.num_bytes)
 
     def close(self) -> None:
+        for piece in self._pieces.values():
+            piece.join()
         self._file.close()
 
     def __enter__(self) -> CheckedFile:
@@ -71,3 +75,54 @@ class CheckedFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Piece:
+    """One that is read, in a thread of its own unless it is the only one."""
+
+    def __init__(self, file: int, sums: FileSums, piece_bytes: int, index: int, memory: memoryview) -> None:
+        self.memory = memory
+        self._file, self._sums, self._piece_bytes, self._index = file, sums, piece_bytes, index
+        self._start = index * piece_bytes
+        self._content = memory[: sums.num_bytes - self._start]
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if len(sums.crc32) > 1:
+            with suppress(RuntimeError):  # where the system allows no more threads it is read here
+                self._thread = background(THREAD, self._try)
+        if self._thread is None:
+            self._try()
+
+    def content(self) -> memoryview:
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self._content
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+    def _try(self) -> None:
+        try:
+            self._read()
+        except BaseException as error:
+            self._error = error
+
+    def _read(self) -> None:
+        sum_ = done_bytes = 0
+        while done_bytes < len(self._content):
+            part = self._content[done_bytes : done_bytes + READ_BYTES]
+            try:
+                count = os.preadv(self._file, [part], self._start + done_bytes)
+            except OSError as error:
+                raise DamagedFile(f"{self._sums.name} at byte {self._start + done_bytes}: {error.strerror}") from error
+            if not count:
+                break
+            sum_, done_bytes = zlib.crc32(part[:count], sum_), done_bytes + count
+        left_bytes = len(self._content) - done_bytes
+        if left_bytes or sum_ != self._sums.crc32[self._index]:
+            raise DamagedFile(wrong_piece(self._sums, self._piece_bytes, self._index, sum_, left_bytes))
+        if hasattr(os, "posix_fadvise"):  # what is read once need not stay in the page cache
+            with suppress(OSError):
+                os.posix_fadvise(self._file, self._start, len(self._content), os.POSIX_FADV_DONTNEED)

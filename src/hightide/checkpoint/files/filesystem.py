@@ -48,9 +48,26 @@ def open_existing(name: str, folder: int) -> int:
     return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
 
 
+def open_to_write(name: str, folder: int, past_cache: bool = False) -> int:
+    """A file that others write to as well, at other places. Not to be read: a client of a network file system that may
+    read fills up pages of which it was given a part, and so writes what others have written there meanwhile once more,
+    as it was before."""
+    direct = getattr(os, "O_DIRECT", 0) if past_cache else 0
+    return os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | direct, dir_fd=folder)
+
+
 def write(file: int, memory: memoryview, offset: int) -> int:
     """As many bytes as the system takes at once."""
     return os.pwrite(file, memory, offset)
+
+
+def past_cache(file: int) -> bool:
+    """Whether what is written from here on goes straight to the disk, if memory, offset and length fill sectors."""
+    return _set_direct(file, getattr(os, "O_DIRECT", 0))
+
+
+def through_cache(file: int) -> None:
+    _set_direct(file, 0)
 
 
 def set_aside(file: int, num_bytes: int) -> None:
@@ -67,6 +84,11 @@ def set_aside(file: int, num_bytes: int) -> None:
         if number != errno.EINTR:
             os.ftruncate(file, 0)
             raise OSError(number, os.strerror(number))
+
+
+def set_length(file: int, num_bytes: int) -> None:
+    """Where space cannot be set aside, too."""
+    os.ftruncate(file, num_bytes)
 
 
 def sync(file: int) -> None:
@@ -150,6 +172,14 @@ def free_bytes(place: int) -> int:
     """Of the disk that a file or folder is on; some file systems of users do not say."""
     found = os.fstatvfs(place)
     return found.f_bavail * found.f_frsize if found.f_blocks else MAX_COUNT
+
+
+def _set_direct(file: int, direct: int) -> bool:
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~getattr(os, "O_DIRECT", 0) | direct)
+    except OSError:
+        return False
+    return bool(direct)
 
 
 def _unless_unsupported(call: Callable[[int], None], file: int) -> None:

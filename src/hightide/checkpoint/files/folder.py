@@ -16,7 +16,7 @@ from hightide.checkpoint.files.names import GONE, OLD, TMP, parse_name
 from hightide.ir.foreign import open_regular, shown
 
 WHAT = "file of a checkpoint"
-READ_BYTES = 1024**2  # at once: its sum finds it in the processor's cache
+READ_BYTES = 8 * 1024**2  # at once
 _UNFINISHED = {TMP: "a save that is under way, or was cut off", GONE: "a removal that is under way, or was cut off"}
 
 

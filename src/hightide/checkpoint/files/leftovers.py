@@ -19,7 +19,7 @@ import psutil
 
 from hightide.checkpoint.files import filesystem
 from hightide.checkpoint.files.manifest import MARKER, NAME, Manifest, read_manifest
-from hightide.checkpoint.files.names import GONE, OLD, TMP, parse_name, step_name
+from hightide.checkpoint.files.names import GONE, OLD, TMP, parse_name, whole_name
 from hightide.ir.foreign import shown
 
 _MARKER_BYTES = 512
@@ -137,7 +137,7 @@ def clear(parent: int, path: Path) -> None:
     """Before a save: unfinished checkpoints of processes that are gone, removals and exchanges that were cut off.
     What cannot be removed stays."""
     for name in sorted(os.listdir(parent), key=lambda name: not name.endswith(TMP)):  # others may wait for these
-        step, kind = parse_name(name) or (0, "")
+        _, kind = parse_name(name) or (0, "")
         with suppress(OSError, ValueError):
             if kind in (TMP, GONE) and _is_empty(name, parent):
                 filesystem.remove_folder(name, parent)
@@ -146,7 +146,7 @@ def clear(parent: int, path: Path) -> None:
             elif kind == GONE:
                 remove_checkpoint(name, parent, path)
             elif kind == OLD:
-                _clear_old(step, name, parent, path)
+                _clear_old(name, parent, path)
 
 
 def _is_empty(name: str, parent: int) -> bool:
@@ -182,23 +182,24 @@ def remove_unfinished(name: str, folder: int, parent: int) -> None:
     filesystem.remove_folder(name, parent)
 
 
-def _clear_old(step: int, name: str, parent: int, path: Path) -> None:
+def _clear_old(name: str, parent: int, path: Path) -> None:
     """One of a step that was being replaced; see [Note: a checkpoint]. While its writer lives, that one goes on."""
-    if exists(step_name(step) + TMP, parent):
+    whole = whole_name(name)
+    if exists(whole + TMP, parent):
         return
     checkpoint_in(name, parent, path)
-    if exists(step_name(step), parent):
-        checkpoint_in(step_name(step), parent, path)
+    if exists(whole, parent):
+        checkpoint_in(whole, parent, path)
         remove_checkpoint(name, parent, path)
     else:
-        filesystem.rename(name, step_name(step), parent)
+        filesystem.rename(name, whole, parent)
         filesystem.sync(parent)
 
 
 def remove_checkpoint(name: str, parent: int, path: Path) -> None:
     """See [Note: removing]. ValueError for what is none."""
     manifest = checkpoint_in(name, parent, path)
-    gone = step_name(manifest.step) + GONE
+    gone = whole_name(name) + GONE
     if name != gone:
         filesystem.rename(name, gone, parent)
         filesystem.sync(parent)
@@ -219,6 +220,6 @@ def remove_checkpoint(name: str, parent: int, path: Path) -> None:
     except OSError as error:
         if error.errno not in _NOT_EMPTY:
             raise
-        before = step_name(manifest.step) if name == gone else name
+        before = whole_name(name) if name == gone else name
         if not exists(before, parent):
             filesystem.rename(gone, before, parent)

@@ -22,6 +22,7 @@ from hightide.ir.foreign import MAX_COUNT, MAX_FILE_BYTES, decoded, parse_json, 
 
 NAME = "manifest.json"
 MARKER = "hightide-save-in-progress"
+SHOWN = "hightide-save-of-ranks"  # while several ranks write
 WHAT = "checkpoint's manifest"
 FORMAT, VERSION = "hightide checkpoint", 1
 PIECE_BYTES = 64 * 1024**2
@@ -79,7 +80,7 @@ def num_pieces(num_bytes: int, piece_bytes: int) -> int:
 
 def check_name(name: str) -> None:
     """Of a file of a checkpoint, whoever says so."""
-    if len(name) > MAX_NAME_CHARS or not _FILE_NAME.fullmatch(name) or name in (NAME, MARKER):
+    if len(name) > MAX_NAME_CHARS or not _FILE_NAME.fullmatch(name) or name in (NAME, MARKER, SHOWN):
         raise ValueError(f"{quoted(name)} is no name of a file in a checkpoint: letters, digits, '.', '_', '+' and '-'")
 
 

@@ -1,4 +1,5 @@
-"""Names of what is in a folder of checkpoints. See [Note: a checkpoint]."""
+"""Names of what is in a folder of checkpoints. See [Note: a checkpoint]. One of a Trainer is called as its callbacks
+and `resume_from_checkpoint` look for it."""
 
 from __future__ import annotations
 
@@ -9,19 +10,30 @@ from hightide.ir.foreign import MAX_COUNT, quoted
 TMP = ".tmp"  # being written
 OLD = ".old"  # replaced by another of its step, a moment before it is removed: a checkpoint still
 GONE = ".gone"  # being removed
-_NAME = re.compile(r"step-(0|[1-9][0-9]{0,18})(\.tmp|\.old|\.gone|)")
+_NAME = re.compile(r"(step|checkpoint)-(0|[1-9][0-9]{0,18})(\.tmp|\.old|\.gone|)")
 
 
 def step_name(step: int) -> str:
     return f"step-{step}"
 
 
+def trainer_name(step: int) -> str:
+    return f"checkpoint-{step}"
+
+
+def whole_name(name: str) -> str:
+    """Of the checkpoint that a folder of ours is, was or will be."""
+    found = _NAME.fullmatch(name)
+    assert found is not None, name
+    return name.removesuffix(found[3])
+
+
 def parse_name(name: str) -> tuple[int, str] | None:
     """The step and what kind of folder it is ("" for a checkpoint). None for what is not ours by its name."""
     found = _NAME.fullmatch(name)
-    if found is None or int(found[1]) > MAX_COUNT:
+    if found is None or int(found[2]) > MAX_COUNT:
         return None
-    return int(found[1]), found[2]
+    return int(found[2]), found[3]
 
 
 def check_step(step: int) -> None:

@@ -2,26 +2,19 @@
 
 [Note: a checkpoint] `folder/step-N` is there exactly when everything in it is on the disk. It is written as
 `step-N.tmp`, which first of all gets an empty file (the marker) that its writer holds locked: whoever finds the lock
-free knows that the writer is gone, and may remove the folder. Each file is written front to back; all are synced,
-then the manifest, then the folder's names; then it is renamed, and the names of the parent are synced. Then the marker
-goes.
+free knows that the writer is gone, and may remove the folder. Files are written block by block; all are synced, then
+the manifest, then the folder's names; then it is renamed, and the names of the parent are synced. Then the marker goes.
 
 A step that is there already is replaced: it is renamed to `step-N.old`, which counts as a checkpoint for all who read,
 until `step-N` is there and synced; then it is removed. A crash in between leaves one or both of them.
-
-[Note: dirty pages] What is written waits in the page cache for the disk, and counts there against the control group.
-So at the end of each piece the system is told to begin with it; and where DIRTY_BYTES are on their way, the oldest
-piece is waited for, and its pages leave the cache. Whoever puts values waits for nothing else: they may be those that
-an update wants to change. Files are synced in the end.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 import time
-import zlib
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,15 +23,18 @@ from typing import Any
 from torch import Tensor
 
 from hightide.checkpoint.files import filesystem, leftovers, manifest
+from hightide.checkpoint.files.blocks import BLOCK_BYTES, Block, Blocks
 from hightide.checkpoint.files.filesystem import FULL
-from hightide.checkpoint.files.manifest import MARKER, FileSums, Manifest, check_name
+from hightide.checkpoint.files.joined_sums import joined
+from hightide.checkpoint.files.manifest import MARKER, SHOWN, FileSums, Manifest, check_name
 from hightide.checkpoint.files.names import OLD, TMP, check_step, step_name
 from hightide.checkpoint.files.tensor_layout import Entry, header
 from hightide.ir.foreign import MAX_FILE_BYTES, quoted, shown
 from hightide.ir.units import format_bytes
+from hightide.stores.disk_file import SECTOR_BYTES
 
-WRITE_BYTES = 1024**2  # at once: small enough that its sum and its copy find it in the processor's cache
-DIRTY_BYTES = 256 * 1024**2  # of all files of a writer, and a piece of each; see [Note: dirty pages]
+Bytes = bytes  # a method is called so, too
+
 assert sys.byteorder == "little", "safetensors files are little-endian"
 
 
@@ -46,13 +42,15 @@ class CheckpointWriter:
     """One checkpoint. Several files may be open at once; one thread at a time writes. Errors of the disk are
     ValueErrors that say what was needed; after any error, `abandon`. As a context it abandons what is not committed."""
 
-    def __init__(self, folder: str | Path, step: int, expected_bytes: int = 0) -> None:
-        """`expected_bytes` of all files together, if known: a disk that has less is refused before anything else."""
+    def __init__(self, folder: str | Path, step: int, expected_bytes: int = 0, name: str | None = None) -> None:
+        """`expected_bytes` of all files together, if known: a disk that has less is refused before anything else.
+        `name`: `step-N`, if it is None."""
         check_step(step)
-        self.step, self.path = step, Path(folder) / step_name(step)
+        self.step, self.path = step, Path(folder) / (name or step_name(step))
         self.expected_bytes = expected_bytes
         self._files: list[_FileWriter] = []
-        self._on_their_way: deque[tuple[_FileWriter, int, int]] = deque()  # pieces: file, offset, bytes
+        self._is_shown = False
+        self._blocks = Blocks(min(BLOCK_BYTES, manifest.PIECE_BYTES))
         self._parent = self._folder = self._marker = -1
         try:
             self._begin(Path(folder))
@@ -71,7 +69,7 @@ class CheckpointWriter:
         check_name(name)
         head = header(entries, {"format": "pt"} if metadata is None else metadata)
         file = TensorFileWriter(self, name, head, entries)
-        file.begin(memoryview(head))
+        file.begin(head)
         return file
 
     def bytes(self, name: str, content: bytes) -> None:
@@ -79,19 +77,43 @@ class CheckpointWriter:
         check_name(name)
         if len(content) > MAX_FILE_BYTES:
             raise ValueError(f"{quoted(name)} would have {len(content)} bytes, it may have {MAX_FILE_BYTES}: save less")
-        _FileWriter(self, name, len(content)).begin(memoryview(content))
+        _FileWriter(self, name, len(content)).begin(content)
 
-    def commit(self, facts: Mapping[str, Any]) -> Path:
-        """The checkpoint is there, and on the disk. `facts` are plain data about it, for its manifest."""
+    def reserve(self, name: str, num_bytes: int) -> None:
+        """A file of this length, which several ranks write (`SharedFile`)."""
+        check_name(name)
+        try:
+            descriptor = filesystem.create(name, self._folder)
+            try:
+                filesystem.set_aside(descriptor, num_bytes)
+                filesystem.set_length(descriptor, num_bytes)
+            finally:
+                filesystem.close(descriptor)
+        except OSError as error:
+            error.filename = f"{self.path}{TMP}/{name}"
+            raise self._refusal(error) from error
+
+    def show(self, secret: Bytes) -> None:
+        """To other ranks, that this is the folder: see SharedFolder."""
+        file = _FileWriter(self, SHOWN, len(secret))
+        file.begin(secret)
+        file.finish()  # now: until then only this node sees it
+        self._files.remove(file)
+        self._is_shown = True
+
+    def commit(self, facts: Mapping[str, Any], others: Sequence[FileSums] = ()) -> Path:
+        """The checkpoint is there, and on the disk. `facts` are plain data about it, for its manifest; `others` are
+        files that were reserved, and are synced."""
         assert self._folder >= 0, "abandoned, or committed"
         for file in self._files:
             file.finish()
-        self._on_their_way.clear()
-        sums = tuple(FileSums(file.name, file.num_bytes, tuple(file.sums)) for file in self._files)
+        sums = (*(FileSums(file.name, file.num_bytes, tuple(file.sums)) for file in self._files), *others)
         content = Manifest(self.step, time.time(), sums, dict(facts), manifest.PIECE_BYTES).to_bytes()
         try:
+            if self._is_shown:
+                filesystem.unlink(SHOWN, self._folder)
             last = _FileWriter(self, manifest.NAME, len(content))
-            last.begin(memoryview(content))
+            last.begin(content)
             last.finish()
             filesystem.sync(self._folder)
             self._put_in_place()
@@ -102,6 +124,7 @@ class CheckpointWriter:
     def abandon(self) -> None:
         """Removes what was written, as far as that is possible; the next save removes what is left. Idempotent, and
         nothing once it is committed."""
+        self._blocks.close()
         for file in self._files:
             with suppress(OSError):
                 file.close()
@@ -181,14 +204,14 @@ class CheckpointWriter:
             "were; free some, keep fewer, or name another folder"
         )
 
-    def _send(self, file: _FileWriter, offset: int, num_bytes: int) -> None:
-        """A piece, to the disk. See [Note: dirty pages]."""
-        file.let_go(offset, num_bytes)
-        self._on_their_way.append((file, offset, num_bytes))
-        while sum(piece[2] for piece in self._on_their_way) > DIRTY_BYTES:
-            file, offset, num_bytes = self._on_their_way.popleft()
-            file.await_written(offset, num_bytes)
-            file.let_go(offset, num_bytes)
+    def check(self) -> None:
+        """Raises what went wrong with a block that was sent."""
+        if (failure := self._blocks.failure) is not None:
+            file, error = failure
+            assert isinstance(file, _FileWriter)
+            if isinstance(error, OSError):
+                raise file._refusal(error) from error
+            raise error
 
 
 class _FileWriter:
@@ -200,65 +223,84 @@ class _FileWriter:
         assert all(file.name != name for file in writer._files), f"{name} is there already"
         self.name = name
         self.num_bytes = num_bytes
-        self.sums: list[int] = []
-        self.offset = 0
-        self._writer, self._sum = writer, 0
+        self.offset = 0  # up to which it was put
+        self.descriptor = -1
+        self.is_direct = False
+        self.through_cache = threading.Lock()
+        self._writer, self._blocks = writer, writer._blocks
+        self._block: Block | None = None
+        self._sums: dict[int, tuple[int, int]] = {}  # and bytes, of blocks, by offset
         self._piece_bytes = manifest.PIECE_BYTES
-        self._descriptor = -1
+        assert self._piece_bytes % self._blocks.block_bytes == 0
 
-    def begin(self, head: memoryview) -> None:
+    def begin(self, head: bytes) -> None:
         """Space for all of it is set aside first."""
         writer = self._writer
         try:
-            self._descriptor = filesystem.create(self.name, writer._folder)
+            self.descriptor = filesystem.create(self.name, writer._folder)
             writer._files.append(self)
-            filesystem.set_aside(self._descriptor, self.num_bytes)
+            filesystem.set_aside(self.descriptor, self.num_bytes)
         except OSError as error:
             raise self._refusal(error) from error
+        if not self._is_small and self._blocks.block_bytes % SECTOR_BYTES == 0:
+            self.is_direct = filesystem.past_cache(self.descriptor)
         self.write(head)
 
-    def write(self, memory: memoryview) -> None:
-        assert self._writer._folder >= 0 and self.offset + len(memory) <= self.num_bytes
+    @property
+    def _is_small(self) -> bool:
+        """It is written by whoever puts it."""
+        return self.num_bytes < self._blocks.block_bytes
+
+    def write(self, value: Tensor | bytes) -> None:
+        left_bytes = value.nbytes if isinstance(value, Tensor) else len(value)
+        address = value.data_ptr() if isinstance(value, Tensor) else _address(value)
+        assert self._writer._folder >= 0 and self.offset + left_bytes <= self.num_bytes
+        while left_bytes:
+            if self._block is None:
+                self._block = self._blocks.take(self, self.offset)
+                self._writer.check()
+            num_bytes = min(left_bytes, self._blocks.block_bytes - self._block.num_bytes)
+            self._block.add(address, num_bytes)
+            address, left_bytes, self.offset = address + num_bytes, left_bytes - num_bytes, self.offset + num_bytes
+            if self._block.num_bytes == self._blocks.block_bytes or self.offset == self.num_bytes:
+                self._end_block(self._block)
+
+    def _end_block(self, block: Block) -> None:
+        self._block = None
+        if not self._is_small:
+            self._blocks.send(block)
+            return
         try:
-            while memory:
-                part = memory[: min(WRITE_BYTES, self._piece_bytes - self.offset % self._piece_bytes)]
-                self._sum = zlib.crc32(part, self._sum)
-                filesystem.write_all(self._descriptor, part, self.offset)
-                self.offset += len(part)
-                memory = memory[len(part) :]
-                if self.offset % self._piece_bytes == 0:
-                    self._end_piece(self._piece_bytes)
-            if self.offset == self.num_bytes and self.offset % self._piece_bytes:
-                self._end_piece(self.offset % self._piece_bytes)
+            self._blocks.write(block)
         except OSError as error:
             raise self._refusal(error) from error
 
-    def _end_piece(self, num_bytes: int) -> None:
-        self.sums.append(self._sum)
-        self._sum = 0
-        self._writer._send(self, self.offset - num_bytes, num_bytes)
+    def note(self, offset: int, sum_: int, num_bytes: int) -> None:
+        self._sums[offset] = sum_, num_bytes
 
-    def let_go(self, offset: int, num_bytes: int) -> None:
-        filesystem.let_go(self._descriptor, offset, num_bytes)
-
-    def await_written(self, offset: int, num_bytes: int) -> None:
-        try:
-            filesystem.await_written(self._descriptor, offset, num_bytes)
-        except OSError as error:
-            raise self._refusal(error) from error
+    @property
+    def sums(self) -> list[int]:
+        """Of pieces, once all is written."""
+        sums = [0] * -(-self.num_bytes // self._piece_bytes)
+        for offset, (sum_, num_bytes) in sorted(self._sums.items()):
+            piece = offset // self._piece_bytes
+            sums[piece] = joined(sums[piece], sum_, num_bytes)
+        return sums
 
     def finish(self) -> None:
         """On the disk, and complete."""
         assert self.offset == self.num_bytes, f"{self.name} lacks {self.num_bytes - self.offset} bytes"
+        self._blocks.settle()
+        self._writer.check()
         try:
-            filesystem.sync(self._descriptor)
-            self.let_go(0, 0)
+            filesystem.sync(self.descriptor)
+            filesystem.let_go(self.descriptor, 0, 0)
             self.close()
         except OSError as error:
             raise self._refusal(error) from error
 
     def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             filesystem.close(descriptor)
 
@@ -281,16 +323,15 @@ class TensorFileWriter(_FileWriter):
             if not self._left_bytes:
                 break
         entry = self._entries[self._index]
-        memory = _memory(value, entry)
-        assert len(memory) <= self._left_bytes, f"{entry.name}: {len(memory)} bytes, {self._left_bytes} are left of it"
-        self._left_bytes -= len(memory)
-        self.write(memory)
+        if isinstance(value, Tensor):
+            assert value.device.type == "cpu" and value.is_contiguous() and value.dtype == entry.dtype, (entry, value)
+        else:
+            value = bytes(value)
+        num_bytes = value.nbytes if isinstance(value, Tensor) else len(value)
+        assert num_bytes <= self._left_bytes, f"{entry.name}: {num_bytes} bytes, {self._left_bytes} are left of it"
+        self._left_bytes -= num_bytes
+        self.write(value)
 
 
-def _memory(value: Tensor | bytes | bytearray | memoryview, entry: Entry) -> memoryview:
-    if not isinstance(value, Tensor):
-        return memoryview(value).cast("B")
-    assert value.device.type == "cpu" and value.is_contiguous() and value.dtype == entry.dtype, (entry, value.dtype)
-    if not value.nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_uint8 * value.nbytes).from_address(value.data_ptr())).cast("B")
+def _address(content: bytes) -> int:
+    return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0

@@ -169,18 +169,27 @@ def batch_size(batch: Batch) -> int:
     return size
 
 
-def _named_tensors(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], in_record: bool = False
-) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def _named_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Names and tensors, and whether they are in a dataclass."""
+    for name, leaf, in_record in _named_leaves(args, kwargs, False):
+        if isinstance(leaf, torch.Tensor):
+            yield name, leaf, in_record
+
+
+def named_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Of nested structures and dataclasses."""
+    return ((name, leaf) for name, leaf, _ in _named_leaves(args, kwargs, False))
+
+
+def _named_leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any], in_record: bool) -> Iterator[tuple[str, Any, bool]]:
     for name, value in _named(args, kwargs):
         for path, leaf in pytree.tree_flatten_with_path(value)[0]:
             where = name + pytree.keystr(path)
-            if isinstance(leaf, torch.Tensor):
-                yield where, leaf, in_record
-            elif _is_record(leaf):
+            if _is_record(leaf):
                 fields = {f"{where}.{field.name}": getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
-                yield from _named_tensors((), fields, in_record=True)
+                yield from _named_leaves((), fields, True)
+            else:
+                yield where, leaf, in_record
 
 
 def _named(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

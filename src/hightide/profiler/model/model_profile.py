@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hightide.ir.block import DTYPE_BYTES, Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec
-from hightide.profiler.model.block_finder import BlockChoice, FoundBlocks, first_names
+from hightide.profiler.model.block_finder import BlockChoice, FoundBlock, FoundBlocks, first_names
 from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_call, num_bytes, tensors
 from hightide.profiler.model.fake import fake_parameters
 from hightide.profiler.model.kinds import is_plain_embedding, is_plain_linear
@@ -22,7 +22,7 @@ from hightide.profiler.model.needs import CallNeeds
 from hightide.profiler.model.probe import CPU, ProbedCall, ProbeResult, random_kept
 from hightide.profiler.model.probe_record import CallRecord
 from hightide.profiler.model.samples import shapes
-from hightide.profiler.model.survey import Surveying
+from hightide.profiler.model.survey import Survey, Surveying
 from hightide.profiler.model.values import Source, made_up
 from hightide.profiler.switches.caches import Caches
 
@@ -63,23 +63,41 @@ def profile_calls(
             survey = surveying.on_values(survey, source)
     if survey.failure:
         survey = replace(survey, probed=replace(survey.probed, failure=survey.failure))
-    found, probed, head, glue = survey.found, survey.probed, survey.head, survey.glue
-    num_samples = probed.num_samples
-    probed = replace(probed, shapes=shapes(batch, probed.samples))
+    probed = replace(survey.probed, shapes=shapes(batch, survey.probed.samples))
     if probed.on_values:
         warnings.warn(
-            f"the model could not be probed without values ({probed.failure}): its blocks run all {num_samples} "
-            "samples at once, which takes more memory. How much was measured in one pass on values. Results are the "
-            "same",
+            f"the model could not be probed without values ({probed.failure}): its blocks run all "
+            f"{probed.num_samples} samples at once, which takes more memory. How much was measured in one pass on "
+            "values. Results are the same",
             stacklevel=2,
         )
+    return _told(model, params, batch, replace(survey, probed=probed)), probed, tuple(survey.runs[0].records)
+
+
+def profile_again(
+    model: nn.Module, known: ModelProfile, probed: ProbeResult, batch: Batch, runs_on: torch.device
+) -> ModelProfile | None:
+    """Of another batch, with blocks and samples as in the profile that is known. They are not tried again, and a model
+    that asks for values is not run on them: None, where nothing can be known without."""
+    loose = tuple(name for block in known.blocks if block.loose for name in block.params)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found = tuple(FoundBlock(block.name, modules[block.name]) for block in known.blocks if not block.loose)
+    fakes = fake_parameters(model, runs_on)
+    with random_kept(), in_training(model), fakes as originals, Caches(model).off():
+        survey = Surveying(model, batch, originals, None).again(FoundBlocks(found, loose), probed.samples)
+    return None if survey.failure or survey.probed.captured else _told(model, known.params, batch, survey)
+
+
+def _told(model: nn.Module, params: tuple[ParamSpec, ...], batch: Batch, survey: Survey) -> ModelProfile:
+    found, probed, head, glue = survey.found, survey.probed, survey.head, survey.glue
+    num_samples = probed.num_samples
     blocks = _block_specs(model, found, probed, head)
     calls = tuple(_call_spec(call, needs) for call, needs in zip(probed.calls, survey.needs, strict=True))
     if glue is not None:
         around = zip(calls, glue.forward, glue.backward, strict=True)
         calls = tuple(replace(call, glue=forward, glue_backward=backward) for call, forward, backward in around)
     head_call = next((call for call in probed.calls if call.block == head), None)
-    profile = ModelProfile(
+    return ModelProfile(
         fingerprint=fingerprint(params, blocks),
         num_samples=num_samples,
         tokens_per_sample=prod(head_call.input_shapes[0][:-1]) // num_samples if head_call else 1,
@@ -92,7 +110,6 @@ def profile_calls(
         glue_end=glue.end if glue is not None else Affine(),
         on_values=probed.on_values,
     )
-    return profile, probed, tuple(survey.runs[0].records)
 
 
 def param_specs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[ParamSpec, ...]:

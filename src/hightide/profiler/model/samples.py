@@ -62,7 +62,7 @@ def shapes(batch: Batch, samples: Samples) -> frozenset[tuple[int, ...]]:
     size = num_samples(batch, samples)
     found = set()
     for leaf in tensors(flatten_call(*call_arguments(batch))[0]):
-        dim = _dim(leaf, samples, size)
+        dim = sample_dim(leaf, samples, size)
         found.add(tuple(-1 if at == dim else length for at, length in enumerate(leaf.shape)))
     return frozenset(found)
 
@@ -85,7 +85,7 @@ def _second_size(batch: Batch) -> int | None:
     return size if size and all(size in leaf.shape[:2] for leaf in leaves) else None
 
 
-def _dim(tensor: Tensor, samples: Samples, size: int) -> int | None:
+def sample_dim(tensor: Tensor, samples: Samples, size: int) -> int | None:
     """The dimension of a tensor that has the samples."""
     if samples is Samples.SECOND and tensor.ndim > 1 and tensor.shape[1] == size:
         return 1
@@ -102,7 +102,7 @@ def resized(batch: Batch, samples: Samples, extra: int) -> tuple[tuple[Any, ...]
         if not isinstance(leaf, Tensor):
             return leaf
         copy = leaf.detach().to("cpu", copy=True)
-        dim = _dim(copy, samples, size)
+        dim = sample_dim(copy, samples, size)
         if dim is not None and extra:
             copy = torch.cat([copy, *[copy.narrow(dim, size - 1, 1)] * extra], dim)
         return copy.requires_grad_(leaf.requires_grad)

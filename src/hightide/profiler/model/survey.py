@@ -71,6 +71,10 @@ class Surveying:
         of_use = (result for result in results if any(call.split.splittable for call in result[1].calls))
         return self._metered(*next(of_use, results[0]))
 
+    def again(self, found: FoundBlocks, samples: Samples) -> Survey:
+        """For another batch: blocks, and where the samples are, stay as they were found."""
+        return self._metered(*self._settled(found, samples))
+
     def on_values(self, survey: Survey, source: Source) -> Survey:
         """See [Note: a pass on values]. Where a block has no room on a GPU without being split, on the CPU."""
         tell("running the model on values", "a block at a time")

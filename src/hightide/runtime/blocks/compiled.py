@@ -3,7 +3,8 @@
 [Note: compiled blocks] What is compiled is a function of the module and its inputs. Parameters are inputs of the graph,
 so neither another block of the same class nor another slot under the same block compiles again. What would, is held
 constant: micro-batches have one size (a smaller last one runs eagerly), the function is always entered with grad
-enabled, and equal blocks have one class (see surgery.py).
+enabled, and equal blocks have one class (see surgery.py). What is left are shapes of inputs: the first MAX_SHAPES of
+them are compiled, all others run eagerly. A plan with another micro-batch begins to count anew.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ Forward = Callable[..., Any]
 Shapes = tuple[torch.Size, ...]
 
 SELECTIVE_BUDGET = 0.7  # the least at which products are not repeated: docs/log.md, the curve of activation budgets
-MAX_SHAPES = 4  # torch.compile itself gives up at eight compilations of one function
+MAX_SHAPES = 8  # of one forward under one plan: four lengths (see data/buckets.py), each with a mask and without
+MAX_COMPILATIONS = 2 * MAX_SHAPES  # at which torch.compile gives up; by itself it would at eight
 
 
 class CompiledForwards:
@@ -35,6 +37,11 @@ class CompiledForwards:
         self._shapes: dict[Forward, set[Shapes]] = defaultdict(set)
         self._warned: set[Forward] = set()
         self._forwards: dict[tuple[Forward, Activation], Forward | None] = {}
+
+    def forget(self) -> None:
+        """What was compiled: shapes of micro-batches are others from now on."""
+        self._shapes.clear()
+        self._forwards.clear()
 
     def add(self, module: torch.nn.Module, original: Forward) -> None:
         """One more block with this forward. A module without parts (an embedding, a norm) is hardly more than one
@@ -65,14 +72,15 @@ class CompiledForwards:
             self._warned.add(original)
             warnings.warn(
                 f"{_name(original)} was compiled for {MAX_SHAPES} shapes of its inputs; others run eagerly: slower, "
-                "but right. Pad batches to a few lengths",
+                "but right. Pad batches to a few lengths (hightide.PadToBucket)",
                 stacklevel=2,
             )
         return False
 
     def _call(self, key: tuple[Forward, Activation], compiled: Forward, *args: Any, **kwargs: Any) -> Any:
         try:
-            return compiled(*args, **kwargs)
+            with torch._dynamo.config.patch(recompile_limit=MAX_COMPILATIONS):
+                return compiled(*args, **kwargs)
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             self._forwards[key] = None
             name = _name(key[0])

@@ -17,7 +17,7 @@ from hightide.ir.action import Op
 from hightide.ir.refusal import Refused
 from hightide.process.interrupts import deferred
 from hightide.runtime.blocks.activations import FREED
-from hightide.runtime.blocks.block_function import BlockRunner
+from hightide.runtime.blocks.block_runner import BlockRunner
 from hightide.runtime.guards.transforms import once
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class HostEmbedding(BlockRunner):
 
     def on_host(self, ids: Tensor) -> Tensor:
         """A copy, because ids may be written over before backward. See [Note: ids on the host]."""
-        here = ids if ids.device.type == "cpu" else self.run.cpu_copies.find(ids)
+        here = ids if ids.device.type == "cpu" else self.run.passes.cpu_copies.find(ids)
         if here is None and torch.is_grad_enabled() and not self._has_warned:
             self._has_warned = True
             warnings.warn(FROM_GPU.format(name=self.spec.name), stacklevel=2)
@@ -76,7 +76,7 @@ class LookUp:
     def forward(self) -> Tensor:
         run, chunk = self.runner.run, self.runner.chunk
         weight = run.chunks.tables[chunk].weight
-        with run.tick(Op.FORWARD, self.runner.index) as tick:
+        with run.passes.tick(Op.FORWARD, self.runner.index) as tick:
             self._call = tick.call
             with torch.inference_mode(False):  # a lane writes to it
                 # No view is returned: of the result of a function autograd lets nobody change one in place.
@@ -95,9 +95,9 @@ class LookUp:
         if not runner.will_accumulate():
             return
         run = runner.run
-        run.queue_end_of_backward()
+        run.passes.queue_end_of_backward()
         run.adopt([gradients] if gradients is not None else [], "activations")
-        with run.tick(Op.BACKWARD, runner.index, self._call, accumulate=True) as tick:
+        with run.passes.tick(Op.BACKWARD, runner.index, self._call, accumulate=True) as tick:
             if gradients is not None:
                 run.executor.add_rows(tick, runner.chunk, self._ids, gradients, self._padding)
 

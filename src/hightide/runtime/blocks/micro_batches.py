@@ -40,6 +40,18 @@ def divided(
     return micro_batches(int(size), micro_batch), split.inputs, split.outputs
 
 
+def sliced_grads(
+    grads: Sequence[Tensor | None], dims: Sequence[BatchDim | None] | None, bounds: list[tuple[int, int]], number: int
+) -> list[Tensor | None]:
+    """The outputs' gradients for one micro-batch. An output without batch dimension takes its own in the first only."""
+    if len(bounds) == 1:
+        return list(grads)
+    return [
+        None if grad is None or (dim is None and number > 0) else narrow(grad, dim, *bounds[number])
+        for grad, dim in zip(grads, dims or [None] * len(grads), strict=True)
+    ]
+
+
 class Graph:
     """The inner graph of one micro-batch: its leaves, and where its outputs' gradients enter. It does not hold the
     outputs."""

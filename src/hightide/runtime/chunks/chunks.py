@@ -1,222 +1,108 @@
-"""The bytes of all chunks: their homes in the stores of all tiers, persistent places and slots on the accelerator, and
-the parameters that are bound to them.
-
-[Note: absent parameters] A parameter that is not in use is a NaN scalar expanded to its shape: shapes stay true, and
-reads and writes raise, see [Note: reading absent parameters]. (What goes round that reads NaN, and writes raise: one
-to a single element, which torch lets pass, when its block is next used.) While its block is held, `param.data` is a
-view of the slot. Persistent parameters that are updated on host raise too: they may be older than their last update.
-Nothing is stored on the parameter itself.
-"""
+"""The bytes of all chunks: their homes, the slots of the accelerator that they pass through, and the way between."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ChunkSpec, ParamRange
-from hightide.ir.refusal import Refused
-from hightide.ir.state_spec import MASTER, REMAINDER, STATE_DTYPE_BYTES, StateSpec
+from hightide.ir.state_spec import MASTER
 from hightide.ir.tier import ChunkKind, Tier
-from hightide.planner import inputs_on_disk
 from hightide.planner.lookup import buffer_bytes
-from hightide.planner.placement import STAGING, Buffer, ChunkPlace, Placement
+from hightide.planner.placement import STAGING, Buffer, Placement
 from hightide.planner.predict.moving_in import RETURN_BYTES
 from hightide.process.progress import tell
 from hightide.process.system import return_freed_memory
-from hightide.runtime.chunks.absent import Nans, absent_class
-from hightide.runtime.chunks.disk_homes import DiskHomes, UpdateArrays
+from hightide.runtime.chunks.binding import Binding
+from hightide.runtime.chunks.disk_homes import UpdateArrays
+from hightide.runtime.chunks.homes import DTYPES, GRAD_DTYPE, Homes, write_zeros
 from hightide.runtime.chunks.host_table import HostTable
-from hightide.runtime.chunks.origin import Origin
-from hightide.runtime.chunks.remainder import join, split
+from hightide.runtime.chunks.origin import Origin, PartedOrigin, SharedOrigin
 from hightide.runtime.chunks.residency import Copy, Residency
 from hightide.runtime.chunks.slot_table import SlotTable
 from hightide.runtime.chunks.staging import Staging
 from hightide.stores.array import Array
-from hightide.stores.host_arena import HostArena
 from hightide.stores.store import Accelerator, Region, Store
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in STATE_DTYPE_BYTES}
-GRAD_DTYPE = torch.float32
-WRITTEN_WHILE_ABSENT = (
-    "the parameter {name!r} was written to while its values were elsewhere; the write is lost. Use "
-    "model.load_state_dict(), "
-    "or change values before hightide.wrap or after hightide.unwrap"
-)
-OTHER_DATA = (
-    "the parameter {name!r} was given other memory (`p.data = ...`, vector_to_parameters, swap_tensors), which "
-    "hightide would not follow: its values live in chunks. Write values with model.load_state_dict(), or call "
-    "hightide.unwrap(model) first"
-)
 
-
-class _Bound(NamedTuple):
-    """A parameter at one of the places where its block finds it."""
-
-    key: str
-    param: nn.Parameter
-    shown: type
-    view: Tensor
-    addresses: set[int]  # where its data may be before it is bound: there, or absent
-
-
-class _Views(NamedTuple):
-    """The parameters of a chunk, at one of its places."""
-
-    bound: list[_Bound]
-    # Those that are something else afterwards: with their class, what takes the place of their values (None: they
-    # stay), and the class that refuses to be used (None: it may be, outside of its block).
-    leaving: list[tuple[nn.Parameter, type, Tensor | None, type | None]]
-
-
-class Chunks:
-    """Where every chunk's bytes are. What is not at hand on the accelerator is an Array, of whatever store the plan
-    says."""
-
+class Chunks(Homes):
     def __init__(
         self,
         profile: ModelProfile,
         placement: Placement,
         stores: Mapping[Tier, Store],
         parameters: Mapping[str, nn.Parameter],
+        own_shard: int = 0,
     ):
-        """Takes all the memory; `load` moves values in."""
-        plan = placement.plan
-        self.placed: tuple[ChunkPlace, ...] = placement.chunks  # by the number of the chunk
-        self.specs: tuple[ChunkSpec, ...] = plan.layout.chunks
-        gpu = stores[Tier.GPU]
+        """Takes all the memory; `load` moves values in. `own_shard`: of several ranks, the one that this one has."""
+        plan, gpu = placement.plan, stores[Tier.GPU]
         assert isinstance(gpu, Accelerator)
-        self.gpu = gpu
-        self.parameters = parameters
-
-        self.shapes = {spec.name: spec.shape for spec in profile.params}
+        self.gpu, self.parameters = gpu, parameters
         self.by_block = [tuple(place.chunk.index for place in places) for places in placement.by_block]
         self._params_of_block = [frozenset(block.params) for block in profile.blocks]
 
-        self.places = {entry.param: (spec.index, entry) for spec in self.specs for entry in spec.params}
-
-        self.param_slots = SlotTable(plan.num_slots, [place.num_slots for place in self.placed])
-        self.grad_slots = SlotTable(plan.num_grad_slots, [place.num_grad_slots for place in self.placed])
+        self.param_slots = SlotTable(plan.num_slots, [place.num_slots for place in placement.chunks])
+        self.grad_slots = SlotTable(plan.num_grad_slots, [place.num_grad_slots for place in placement.chunks])
         self.slot_bytes = placement.buffer_bytes[Buffer.SLOT]
         self.grad_slot_bytes = placement.buffer_bytes[Buffer.GRAD_SLOT]
         pool_bytes, grad_pool_bytes = plan.num_slots * self.slot_bytes, plan.num_grad_slots * self.grad_slot_bytes
         self._slots = gpu.allocate(pool_bytes, "slots") if pool_bytes else None
         self._slots_address = 0
         self._grad_slots = gpu.allocate(grad_pool_bytes, "gradient slots") if grad_pool_bytes else None
-
         self._leaving, self._arriving, self._rounding = (
             Staging(gpu, gpu.allocate(num_bytes, "gradient staging")) if num_bytes else None
             for num_bytes in (placement.buffer_bytes[buffer] for buffer in STAGING)
         )
 
-        host = stores[Tier.HOST]
-        assert isinstance(host, HostArena)
-        input_bytes = inputs_on_disk.buffer_bytes(profile, plan)
-        has_rings = placement.uses_disk or input_bytes > 0 or any(place.passes_ring for place in self.placed)
-        self.disk = DiskHomes(placement, host, input_bytes) if has_rings else None  # before all others on the host
-        self._host = host
-        self._persistent: list[Array | None] = []  # parameters that stay on the accelerator
-        self._homes: list[Array] = []
-        self._grads: list[Array | None] = []
-        self._parked: dict[int, Array] = {}  # gradients that wait for their update at no place of their own
-        self._sums: list[Array | None] = []  # gradients that stay on the accelerator from pass to pass
-        self._states: list[dict[StateSpec, Array]] = []
-        self.at_hand: dict[int, UpdateArrays] = {}  # of the chunk that is updated now, if it is not at home
-        for place in self.placed:
-            self._allocate(place, stores)
+        super().__init__(profile, placement, stores, own_shard)
         self.tables: dict[int, HostTable] = {}  # chunks that are looked up on the host
         for place in self.placed:
             if place.is_looked_up:
                 sizes = buffer_bytes(profile, plan, place.chunk.block)
                 self.tables[place.chunk.index] = self._table(place.chunk, stores, sizes)
+        self.at_hand: dict[int, UpdateArrays] = {}  # of the chunk that is updated now, if it is not at home
         self.param_copies = [Copy(f"param {spec.index} on gpu") for spec in self.specs]
         self.grad_copies = [Copy(f"gradient {spec.index} on gpu") for spec in self.specs]
         self.home_copies = [Copy(f"param {spec.index} at home", Residency.CLEAN) for spec in self.specs]
         self.stale = [False] * len(self.specs)  # persistent on the GPU, but updated on host since
-        dtypes = [{entry.param: parameters[entry.param].dtype for entry in spec.params} for spec in self.specs]
-        self._nans = Nans(dtypes, gpu.device)
-        self._absent = {name: nan.expand(parameters[name].shape) for name, nan in self._nans.everyone().items()}
-        self._has_other_copy = [spec.has_master or self._lives_elsewhere(spec.index) for spec in self.specs]
         self.taken: list[str] = []  # parameters whose values have moved in
-        self._versions: dict[str, int] = {}  # of parameters when they were last seen
-        self._version_means_nothing: set[str] = set()
-        self._ranges: dict[tuple[int, int | None], list[ParamRange]] = {}
-        self._made: dict[tuple[int, int | None, int | None], _Views] = {}
         self._made_grads: dict[tuple[int, int | None], dict[str, Tensor]] = {}
         self._in_slots: dict[tuple[int, ChunkKind, int], Array] = {}
-        self._classes: dict[str, type] = {name: type(param) for name, param in parameters.items()}
-        loose = {block.index for block in profile.blocks if block.loose}
-        self._loose = [spec.index for spec in self.specs if spec.block in loose]
-        self._hidden = self._hiding_classes(loose)
+        self._own_parts: dict[tuple[int, ChunkKind, int], Array] = {}
+        # Of several ranks: by all of them.
+        self.whole_value: Callable[[str], Tensor] = lambda key: self.value(key).get()
+        self.binding = Binding(self, {block.index for block in profile.blocks if block.loose})
 
     # -- places ---------------------------------------------------------------------------------------------------
 
-    def home(self, chunk: int) -> Array:
-        """The chunk's parameters where the update writes them."""
-        return self._homes[chunk]
-
-    def value(self, key: str) -> Array:
-        """One parameter, at home."""
-        chunk, entry = self.places[key]
-        return self.part(self._homes[chunk], entry)
-
     def grad(self, chunk: int) -> Array:
         """The chunk's gradient where the update reads it."""
-        home = self._grads[chunk] or self._parked.get(chunk)
-        if home is None and self.disk is not None:
-            home = self.disk.strays.get(chunk)
+        home = self.grad_home(chunk)
         return self._grad_in_slot(chunk) if home is None else home
-
-    def park(self, chunk: int) -> None:
-        """Takes the place at which the chunk's gradient waits for its update: not at the end of the host's memory where
-        block inputs are, so that each is a stack and neither leaves holes that the other cannot use."""
-        place = self.placed[chunk]
-        if chunk not in self._parked:
-            region = self._host.allocate_last(place.grad_bytes, "parked gradients")
-            self._parked[chunk] = Array(self._host, region, DTYPES[place.grad_dtype], (place.chunk.trainable_numel,))
-
-    def unpark(self, chunk: int) -> None:
-        """Its gradient is used up, or for nobody: the place that it had, on the plan or off it, is free."""
-        parked = self._parked.pop(chunk, None)
-        if parked is not None:
-            self._host.free(parked.region)
-        if self.disk is not None:
-            self.disk.close_stray(chunk)
-
-    @property
-    def parked(self) -> set[int]:
-        """Chunks whose gradients have such a place now."""
-        return {*self._parked} | ({*self.disk.strays} if self.disk is not None else set())
 
     def update_arrays(self, chunk: int) -> UpdateArrays:
         """What an update reads and writes: where it has been brought for it, or at home."""
         at_hand = self.at_hand.get(chunk)
-        return UpdateArrays(self._homes[chunk], self.grad(chunk), self._states[chunk]) if at_hand is None else at_hand
+        if at_hand is not None:
+            return at_hand
+        home, grad = self._homes[chunk], self.grad(chunk)
+        if self.is_cut(chunk):
+            if home is self._persistent[chunk]:
+                home = self._own_part(chunk, ChunkKind.PARAM, home)
+            if grad is not self.grad_home(chunk) or grad is self._sums[chunk]:
+                grad = self._own_part(chunk, ChunkKind.GRAD, grad)
+        return UpdateArrays(home, grad, self._states[chunk])
 
-    def states(self, chunk: int) -> dict[StateSpec, Array]:
-        """All that updates keep of a chunk."""
-        return self._states[chunk]
-
-    def state_of(self, key: str, state: StateSpec) -> Array:
-        """One array of what updates keep of a parameter that is optimised, in its shape in a state dict."""
-        chunk, entry = self.places[key]
-        start = entry.within(state.per_numel).start
-        return self._states[chunk][state].part(start, state.shape(self.shapes[key], entry.numel))
-
-    def states_of(self, key: str) -> list[Array]:
-        return [self.state_of(key, state) for state in self.specs[self.places[key][0]].states]
-
-    def part(self, array: Array, entry: ParamRange) -> Array:
-        """One parameter's elements of a chunk's array."""
-        return array.part(entry.offset_numel, self.shapes[entry.param])
-
-    def _lives_elsewhere(self, chunk: int) -> bool:
-        """Compute finds its parameters in a copy, which an update makes obsolete."""
-        return self._homes[chunk] is not self._persistent[chunk]
+    def _own_part(self, chunk: int, kind: ChunkKind, whole: Array) -> Array:
+        """The elements of a whole chunk that this rank updates. Made once."""
+        key = (chunk, kind, whole.offset_bytes)
+        if key not in self._own_parts:
+            optimised, *_ = self.own[chunk]
+            self._own_parts[key] = whole.part(optimised.start, (len(optimised),))
+        return self._own_parts[key]
 
     def param_on_gpu(self, chunk: int) -> Tensor:
         persistent = self._persistent[chunk]
@@ -225,9 +111,8 @@ class Chunks:
         spec, slots = self.specs[chunk], self._slots
         first = self.param_slots.first(chunk)
         assert first is not None and slots is not None, f"chunk {chunk} is not on the GPU"
-        return self._in_slot(
-            chunk, ChunkKind.PARAM, slots, first * self.slot_bytes, DTYPES[spec.dtype], spec.numel
-        ).view
+        start, dtype = first * self.slot_bytes, DTYPES[spec.dtype]
+        return self._in_slot(chunk, ChunkKind.PARAM, slots, start, dtype, spec.numel).view
 
     def grad_on_gpu(self, chunk: int) -> Tensor:
         own = self._sums[chunk]
@@ -282,35 +167,53 @@ class Chunks:
         """From home, or the buffer in which it waits, to where compute finds it, on the h2d lane. Returns the bytes
         moved."""
         home, target = self._homes[chunk] if buffer is None else buffer, self.param_on_gpu(chunk)
-        home.read(target).wait()
+        if not self.is_cut(chunk):
+            home.read(target).wait()
+        else:
+            for start, own in self.own_pieces(chunk):
+                home.read(target[own], start).wait()
         return home.nbytes
-
-    def grad_dtype(self, chunk: int) -> torch.dtype:
-        """Of a gradient at home. Its sum on the GPU is fp32."""
-        return DTYPES[self.placed[chunk].grad_dtype]
 
     def send_gradient(self, chunk: int, buffer: Array | None = None) -> int:
         """From its slot, or where it has stayed, home or into a buffer, on the d2h lane. Returns the bytes moved."""
         home, source = self.grad(chunk) if buffer is None else buffer, self.grad_on_gpu(chunk)
-        if self._leaving is not None and self.placed[chunk].is_narrow:
-            self._leaving.send(source, home)
-        else:
-            home.write(source).wait()
+        leaving = self._leaving if self.placed[chunk].is_narrow else None
+        for start, own in self.own_pieces(chunk, 2) if self.is_cut(chunk) else [(0, slice(None))]:
+            if leaving is not None:
+                leaving.send(source[own], home, start)
+            else:
+                home.write(source[own], start).wait()
         return home.nbytes
 
     def bring_gradient(self, chunk: int, buffer: Array | None = None) -> int:
-        """From home, or a buffer, into its slot, on the h2d lane. Returns the bytes moved."""
+        """From home, or a buffer, into its slot, on the h2d lane. Returns the bytes moved. See [Note: reducing
+        gradients] in planner/lower/move_gradients.py: a shard of a mean is put there so that it is in the next one."""
         home, target = self.grad(chunk) if buffer is None else buffer, self.grad_on_gpu(chunk)
-        if self._arriving is not None and self.placed[chunk].is_narrow:
-            self._arriving.bring(target, home)
-        else:
-            home.read(target).wait()
+        arriving = self._arriving if self.placed[chunk].is_narrow else None
+        is_cut = self.is_cut(chunk)
+        if is_cut:
+            target.zero_()
+        for start, own in self.own_pieces(chunk, 2) if is_cut else [(0, slice(None))]:
+            if arriving is not None:
+                arriving.bring(target[own], home, start)
+            else:
+                home.read(target[own], start).wait()
+            if is_cut:
+                target[own].mul_(self.num_shards)
         return home.nbytes
 
     def round_gradient(self, chunk: int) -> None:
-        """Where it is on the GPU, on the stream that computes."""
+        """Where it is on the GPU, on the stream that computes; of several ranks, on the one that reduces."""
         if self._rounding is not None and (dtype := self.rounding_dtype(chunk)) is not None:
-            self._rounding.round(self.grad_on_gpu(chunk), dtype)
+            for part in self.averaged(chunk):
+                self._rounding.round(part, dtype)
+
+    def averaged(self, chunk: int) -> list[Tensor]:
+        """Its gradient on the GPU: this rank's pieces, once it was reduced, or all of it."""
+        if self.placed[chunk].is_reduced_home:
+            return [self.grad(chunk).view]
+        flat = self.grad_on_gpu(chunk)
+        return [flat[own] for _, own in self.own_pieces(chunk, 2)] if self.is_cut(chunk) else [flat]
 
     def rounding_dtype(self, chunk: int) -> torch.dtype | None:
         """To which a finished gradient is rounded, if it is."""
@@ -336,90 +239,20 @@ class Chunks:
 
     def placements(self, chunk: int, block: int | None = None) -> list[ParamRange]:
         """The parameters of a chunk; with `block`, only those that this block uses."""
-        if (chunk, block) not in self._ranges:
-            self._ranges[chunk, block] = [
-                entry
-                for entry in self.specs[chunk].params
-                if block is None or entry.param in self._params_of_block[block]
-            ]
-        return self._ranges[chunk, block]
+        entries = self.specs[chunk].params
+        return [entry for entry in entries if block is None or entry.param in self._params_of_block[block]]
 
     def view_of(self, flat: Tensor, entry: ParamRange) -> Tensor:
         return flat[entry.within()].view(self.shapes[entry.param])
 
-    def bind(self, chunk: int, block: int | None = None) -> None:
-        if (written := self._nans.written(chunk)) is not None:
-            raise Refused(WRITTEN_WHILE_ABSENT.format(name=written))
-        elsewhere, versions = self._has_other_copy[chunk], self._versions
-        for key, param, shown, view, addresses in self._views(chunk, block).bound:
-            param.__class__ = shown
-            # Persistent parameters can be written in place, which is right only where nobody keeps another copy.
-            version = param._version
-            if versions.setdefault(key, version) != version and elsewhere and key not in self._version_means_nothing:
-                versions[key] = version
-                raise Refused(WRITTEN_WHILE_ABSENT.format(name=key))
-            if param.data_ptr() not in addresses:
-                self._refuse_other_data(key, view)
-            param.data = view
-
-    def _refuse_other_data(self, key: str, view: Tensor) -> None:
-        """Somebody gave the parameter other memory (`p.data = ...`), unless it is still in another slot of ours."""
-        if self.slot_offset(self.parameters[key].data) is None:
-            self.parameters[key].data = view
-            raise Refused(OTHER_DATA.format(name=key))
-
-    def check_loose(self) -> None:
-        """Parameters that nobody binds, because they are always there."""
-        for chunk in self._loose:
-            for bound in self._views(chunk, None).bound:
-                if bound.param.data_ptr() not in bound.addresses:
-                    self._refuse_other_data(bound.key, bound.view)
-
-    def loose_params(self) -> list[Tensor]:
-        """Of chunks that nobody binds."""
-        return [self.param_on_gpu(chunk) for chunk in self._loose]
-
-    def _views(self, chunk: int, block: int | None) -> _Views:
-        """The parameters of a chunk where it is now. A slot is always at the same place, so they are made once."""
-        place = (chunk, block, self.param_slots.first(chunk))
-        made = self._made.get(place)
-        if made is None:
-            with torch.inference_mode(False):  # they outlive it
-                made = self._made[place] = self._make_views(chunk, self.placements(chunk, block))
-        return made
-
-    def _make_views(self, chunk: int, entries: Sequence[ParamRange]) -> _Views:
-        flat, made = self.param_on_gpu(chunk), _Views([], [])
-        for entry in entries:
-            key, param, view, absent = entry.param, self.parameters[entry.param], self.view_of(flat, entry), None
-            addresses = {view.data_ptr(), self._absent[key].data_ptr()}
-            made.bound.append(_Bound(key, param, self._classes[key], view, addresses))
-            if self.placed[chunk].is_streamed:
-                absent = self._absent[key]
-            if absent is not None or key in self._hidden:
-                made.leaving.append((param, self._classes[key], absent, self._hidden.get(key)))
-        return made
-
-    def ignore_version(self, key: str) -> None:
-        """The code of its block makes the parameter's version grow without a write, which is not to be refused."""
-        self._version_means_nothing.add(key)
-
     def writes(self, keys: Iterable[str]) -> dict[str, int]:
         """A number of each parameter that grows when somebody writes to it in place, which is right where its only copy
         is on the GPU."""
-        return {key: self.parameters[key]._version for key in keys if key not in self._version_means_nothing}
-
-    def go_on(self, before: Chunks) -> None:
-        """With what is known of the parameters under the plan before."""
-        self._version_means_nothing = before._version_means_nothing
+        return {key: self.parameters[key]._version for key in keys if key not in self.binding.ignored_versions}
 
     def store(self, key: str, value: Tensor) -> None:
-        """New values for a parameter, wherever copies of it are; nothing may be under way with its chunk. A master copy
-        that rounds to these very values stays: it knows more than they do."""
-        master = self.master_of(key)
-        self.value(key).put(value)
-        if master is not None and not rounds_to(master, value):
-            self._set_master(key, value)
+        """New values for a parameter, wherever copies of it are; nothing may be under way with its chunk."""
+        self.put_value(key, value)
         self._show_new_value(key)
 
     def show_new_values(self) -> None:
@@ -428,124 +261,37 @@ class Chunks:
             self._show_new_value(key)
 
     def _show_new_value(self, key: str) -> None:
-        chunk, entry = self.places[key]
+        chunk, _ = self.places[key]
         self.stale[chunk] = self.placed[chunk].is_refreshed
-        self.show(key)
-        param = self.parameters[key]
-        param.data = (
-            self._absent[key] if self.placed[chunk].is_streamed else self.view_of(self.param_on_gpu(chunk), entry)
-        )
-        self._versions[key] = param._version
-        self._hide(key)
+        self.binding.show_new_value(key)
 
-    def unbind(self, chunk: int, block: int | None = None) -> None:
-        for param, shown, absent, hidden in self._views(chunk, block).leaving:
-            if absent is not None:
-                param.__class__ = shown  # after an exception in `bind` it may not have been bound at all
-                param.data = absent
-            if hidden is not None:
-                param.__class__ = hidden
-
-    def show(self, key: str) -> None:
-        """From now on the parameter is what it was before wrapping: somebody has bound it, or will."""
-        self.parameters[key].__class__ = self._classes[key]
-
-    def _hide(self, key: str) -> None:
-        if key in self._hidden:
-            self.parameters[key].__class__ = self._hidden[key]
-
-    def is_hidden(self, key: str) -> bool:
-        """Whether the parameter refuses to be used outside of its block."""
-        return key in self._hidden
-
-    def _hiding_classes(self, loose: set[int]) -> dict[str, type]:
-        """For parameters whose values are not always on the GPU, or not always the newest there. Loose ones are."""
-        names = {id(param): name for name, param in self.parameters.items()}
-        kinds = {kind: absent_class(kind, names) for kind in set(self._classes.values())}
-        hidden = [spec for spec in self.specs if self._lives_elsewhere(spec.index) and spec.block not in loose]
-        return {entry.param: kinds[self._classes[entry.param]] for spec in hidden for entry in spec.params}
-
-    def let_go(self) -> None:
-        """Of the parameters: from now on somebody else binds them."""
-        for key in self.parameters:
-            self.show(key)
-            self._make_absent(key)
+    def refresh(self, chunk: int) -> None:
+        """Persistent parameters get the values of their home; nothing may be under way. Where that has a shard of them
+        only, others have the rest: it happens when they are used."""
+        persistent = self._persistent[chunk]
+        if persistent is not None and self.lives_elsewhere(chunk):
+            if self.is_cut(chunk):
+                self.stale[chunk] = True
+                return
+            persistent.put(self._homes[chunk].peek())
+            self.stale[chunk] = False
 
     def take_hold(self) -> None:
         """Of the parameters, once the values are in their places. The GPU's memory may be another one than before."""
         if self._slots is not None:
             self._slots_address = self.gpu.view(self._slots, torch.uint8).data_ptr()
-        self._made.clear()  # its addresses may be others now
-        for spec in self.specs:
-            if not self.placed[spec.index].is_streamed:
-                self.bind(spec.index)
-        for key in self.parameters:
-            self._hide(key)
-
-    def refresh(self, chunk: int) -> None:
-        """Persistent parameters get the values of their home; nothing may be under way."""
-        persistent = self._persistent[chunk]
-        if persistent is not None and self._lives_elsewhere(chunk):
-            persistent.put(self._homes[chunk].peek())
-            self.stale[chunk] = False
+        self.binding.take_hold()
 
     def close(self) -> None:
-        """Lets go of the stores' memory, which an optimizer that is still around would otherwise hold through here."""
-        self._made.clear()
+        self.binding.forget_views()
         self._made_grads.clear()
         self._in_slots.clear()
+        self._own_parts.clear()
         for table in self.tables.values():
             table.forget_views()
-        if self.disk is not None:
-            self.disk.forget_views()
-        for array in (
-            *self._persistent,
-            *self._homes,
-            *self._grads,
-            *self._parked.values(),
-            *self._sums,
-            *chain.from_iterable(kept.values() for kept in self._states),
-        ):
-            if array is not None:
-                array.forget_view()
+        super().close()
 
     # -- set-up ---------------------------------------------------------------------------------------------------
-
-    def _allocate(self, place: ChunkPlace, stores: Mapping[Tier, Store]) -> None:
-        spec = place.chunk
-        regions = {
-            (kind, tier): stores[tier].allocate(num_bytes, _label(kind, tier))
-            for (kind, tier), num_bytes in place.copies.items()
-        }
-
-        def array(kind: ChunkKind, tier: Tier, dtype: torch.dtype, numel: int, offset_bytes: int = 0) -> Array:
-            return Array(stores[tier], regions[kind, tier], dtype, (numel,), offset_bytes)
-
-        home = array(ChunkKind.PARAM, place.home, DTYPES[spec.dtype], spec.numel)
-        self._homes.append(home)
-        if place.is_streamed or place.params is place.home:
-            self._persistent.append(None if place.is_streamed else home)
-        else:
-            self._persistent.append(array(ChunkKind.PARAM, place.params, DTYPES[spec.dtype], spec.numel))
-        grad = None
-        if place.grad is not None and not place.parks:
-            dtype = DTYPES[place.grad_dtype] if place.leaves or place.is_looked_up else GRAD_DTYPE
-            grad = array(ChunkKind.GRAD, place.grad, dtype, spec.trainable_numel)
-        self._grads.append(grad)
-        own = array(ChunkKind.GRAD, Tier.GPU, GRAD_DTYPE, spec.trainable_numel) if place.stays else None
-        self._sums.append(own)
-        offsets, numel = spec.state_offsets if spec.state_bytes else {}, spec.optimised_numel
-        states = {
-            state: array(ChunkKind.STATE, place.states, DTYPES[state.dtype], state.numel(numel), offset_bytes)
-            for state, offset_bytes in offsets.items()
-        }
-        self._states.append(states)
-        if self.disk is not None and (Tier.DISK in (place.home, place.states) or place.passes_ring):
-            found = {ChunkKind.PARAM: home, ChunkKind.GRAD: grad}
-            if states:
-                found[ChunkKind.STATE] = array(ChunkKind.STATE, place.states, torch.uint8, spec.state_bytes)
-            on_disk = {kind: one for kind, one in found.items() if one is not None and one.store.tier is Tier.DISK}
-            self.disk.take(place, home, on_disk)
 
     def _table(self, spec: ChunkSpec, stores: Mapping[Tier, Store], sizes: tuple[int, int]) -> HostTable:
         (entry,), home, grad = spec.params, self._homes[spec.index], self._grads[spec.index]
@@ -560,88 +306,49 @@ class Chunks:
         for number, spec in enumerate(self.specs):
             tell("moving values to their places", f"chunk {number + 1} of {len(self.specs)}")
             home = self._homes[spec.index]
-            _zero(home)
+            write_zeros(home)
             for entry in spec.params:
-                param, place = self.parameters[entry.param], self.part(home, entry)
-                if entry.param in origins:
-                    with place.opened(is_new=True) as target:
-                        origins[entry.param].fill(target)
+                param, origin = self.parameters[entry.param], origins.get(entry.param)
+                if isinstance(origin, SharedOrigin):
+                    origin.fill_home(self)
+                elif not self.has_whole_home(spec.index):
+                    self._take_own(entry.param, origin)
+                elif origin is not None:
+                    with self.part(home, entry).opened(is_new=True) as target:
+                        origin.fill(target)
                 elif not param.is_meta:
-                    place.put(param.data)
-                    freed_bytes += param.nbytes
-                self._make_absent(entry.param)
+                    self.part(home, entry).put(param.data)
+                freed_bytes += 0 if param.is_meta else param.nbytes
+                self.binding.make_absent(entry.param)
                 self.taken.append(entry.param)
                 if freed_bytes >= RETURN_BYTES:
                     return_freed_memory()
                     freed_bytes = 0
             states = self._states[spec.index]  # they begin as zero, and a master as the parameter: no remainder
             for state in states.values():
-                _zero(state)
+                write_zeros(state)
             if begins and MASTER in states:
-                states[MASTER].put(home.part(0, states[MASTER].shape).peek())
+                whole = home is self._persistent[spec.index]
+                first = self.own[spec.index][0].start if whole and self.is_cut(spec.index) else 0
+                states[MASTER].put(home.part(first, states[MASTER].shape).peek())
             self.refresh(spec.index)
             if not self.placed[spec.index].is_streamed:
                 self.param_copies[spec.index].move(Residency.CLEAN)
         return_freed_memory()
         self.take_hold()
 
-    def _make_absent(self, key: str) -> None:
-        """A meta parameter refuses other data. Its contents are swapped, so that it stays the object that the optimizer
-        knows."""
-        param = self.parameters[key]
-        if param.is_meta:
-            torch.utils.swap_tensors(param, nn.Parameter(self._absent[key], requires_grad=param.requires_grad))
-        else:
-            param.data = self._absent[key]
-
-    def master_of(self, key: str) -> Tensor | None:
-        """The fp32 master copy of one parameter, in its shape and to be read; None where the parameter is its own. One
-        in two parts is put together on the host: the GPU has no room for it."""
-        if not self.has_own_master(key):
-            return None
-        if self.specs[self.places[key][0]].has_remainder:
-            return join(self.value(key).peek().cpu(), self.state_of(key, REMAINDER).peek().cpu())
-        return self.state_of(key, MASTER).peek()
-
-    def has_own_master(self, key: str) -> bool:
-        return self.specs[self.places[key][0]].has_master and self.has_room(key)
-
-    def has_room(self, key: str) -> bool:
-        """For states: it was optimised when the model was wrapped."""
-        chunk, entry = self.places[key]
-        return entry.offset_numel < self.specs[chunk].optimised_numel
-
-    def _set_master(self, key: str, value: Tensor) -> None:
-        if self.specs[self.places[key][0]].has_remainder:
-            whole = value.to("cpu", torch.float32).contiguous()
-            parts = torch.empty_like(whole, dtype=torch.bfloat16), torch.empty_like(whole, dtype=torch.int16)
-            split(whole, *parts)
-            self.value(key).put(parts[0])
-            self.state_of(key, REMAINDER).put(parts[1])
-        else:
-            self.state_of(key, MASTER).put(value)
-
-    def restore_master(self, key: str, saved: Tensor) -> bool:
-        """Takes a saved master copy, if it is one of the parameter's present values."""
-        value = self.value(key).peek()
-        if not self.has_own_master(key) or saved.shape != value.shape or not rounds_to(saved, value):
-            return False
-        self._set_master(key, saved)
-        return True
-
-
-def rounds_to(master: Tensor, value: Tensor) -> bool:
-    """Whether these are the values of which `master` is the exact original."""
-    return torch.equal(master.to(value.dtype), value.to(master.device))  # on the master's: the GPU may have no room
-
-
-def _label(kind: ChunkKind, tier: Tier) -> str:
-    labels = {ChunkKind.PARAM: "parameters", ChunkKind.GRAD: "gradients", ChunkKind.STATE: "optimizer states"}
-    return "persistent chunks" if (kind, tier) == (ChunkKind.PARAM, Tier.GPU) else labels[kind]
-
-
-def _zero(fresh: Array) -> None:
-    """Zeros written over zeros would make memory real before it is needed."""
-    if not fresh.store.starts_zeroed:
-        with fresh.opened(is_new=True) as values:
-            values.zero_()
+    def _take_own(self, key: str, origin: Origin | None) -> None:
+        """Of a parameter's first values, those that have their home here; of a file no others are read."""
+        param, place = self.parameters[key], self.own_value(key)
+        if place is None:
+            return
+        if isinstance(origin, PartedOrigin):
+            with place.opened(is_new=True) as target:
+                origin.fill_part(target, self._own_entries[key].start_numel)
+            return
+        if origin is not None:
+            values = torch.empty(self.shapes[key], dtype=param.dtype)
+            origin.fill(values)
+            place.put(self.own_elements(key, values))
+        elif not param.is_meta:
+            place.put(self.own_elements(key, param.data))

@@ -77,7 +77,7 @@ class DiskHomes:
         """A gradient on its way to the disk, or to its update, in its buffer."""
         place = self._places[content.chunk]
         dtype = getattr(torch, place.grad_dtype)
-        return self.rings.down.array(content.buffer, dtype, place.chunk.trainable_numel)
+        return self.rings.down.array(content.buffer, dtype, place.shard.trainable_numel)
 
     def _parts(self, content: Content) -> dict[ChunkKind, Array]:
         """All that an update has from the disk, in its buffer."""
@@ -89,7 +89,7 @@ class DiskHomes:
 
     def at_hand(self, content: Content, gradient: Array | None) -> UpdateArrays:
         """What an update works on. `gradient`: where it is, if it does not come from the disk."""
-        parts, spec = self._parts(content), self._places[content.chunk].chunk
+        parts, spec = self._parts(content), self._places[content.chunk].shard
         grad = parts.get(ChunkKind.GRAD, gradient)
         assert grad is not None, f"chunk {content.chunk} has no gradient to be updated with"
         base = self._places[content.chunk].update_offsets.get(ChunkKind.STATE, 0)
@@ -130,7 +130,7 @@ class DiskHomes:
             place = self._places[chunk]
             region = self._host.allocate(place.grad_bytes, "gradients off the plan")
             dtype = getattr(torch, place.grad_dtype)
-            self.strays[chunk] = Array(self._host, region, dtype, (place.chunk.trainable_numel,))
+            self.strays[chunk] = Array(self._host, region, dtype, (place.shard.trainable_numel,))
 
     def close_stray(self, chunk: int) -> None:
         stray = self.strays.pop(chunk, None)

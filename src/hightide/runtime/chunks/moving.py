@@ -1,4 +1,4 @@
-"""A run's values on their way from one plan to another.
+"""A run goes over to another plan.
 
 [Note: moving] The GPU has no room for two plans, and the host may have none for two models. So what lies on the GPU is
 copied to host memory, where it waits; then the GPU's memory is given back, and that of the new plan is taken. All that
@@ -11,28 +11,135 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Tier
+from hightide.ir.units import format_bytes
+from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.placement import Placement
+from hightide.planner.solution import Solution
+from hightide.process.system import free_host_bytes
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.gradients.gradients import Gradients
+from hightide.runtime.gradients.ranked_gradients import RankedGradients
+from hightide.runtime.plan_stores import PlanStores
 from hightide.stores.array import Array
 from hightide.stores.host_arena import HostArena
-from hightide.stores.store import ALIGN_BYTES
+from hightide.stores.store import ALIGN_BYTES, OutOfMemory
+
+if TYPE_CHECKING:
+    from hightide.runtime.run import Run
 
 TILE_BYTES = 2**22  # as much exists twice
+LOST = (
+    "the model was being moved to another plan when that failed, and its values are lost; the run ends here, go on "
+    "from its last checkpoint"
+)
 
 
 def waiting_bytes(plan: Plan) -> int:
     """What will wait in host memory, at most."""
     places = Placement(plan).chunks
-    params = sum(place.chunk.param_bytes for place in places if place.home is Tier.GPU)
-    states = (place.chunk for place in places if place.states is Tier.GPU)
+    params = sum(place.copies[ChunkKind.PARAM, Tier.GPU] for place in places if place.home is Tier.GPU)
+    states = (place.shard for place in places if place.states is Tier.GPU)
     sums = sum(place.chunk.grad_bytes for place in places if place.stays)
     return params + sum(chunk.state_bytes + chunk.grad_bytes for chunk in states) + sums
+
+
+def check_room(plan: Plan) -> None:
+    """Before a run leaves this plan. Raises InfeasiblePlan."""
+    waiting, free = waiting_bytes(plan), free_host_bytes()
+    if waiting > free:
+        raise InfeasiblePlan(
+            f"moving the model to another plan takes {waiting} bytes ({format_bytes(waiting)}) of host memory for a "
+            f"while, and {free} bytes ({format_bytes(free)}) are free; wrap it again with a smaller Limits(gpu=...)"
+        )
+
+
+def go_over(run: Run, solution: Solution) -> None:
+    """Nothing is under way. Raises what Run.move_to raises."""
+    if run.gpu.device.type == "cuda":
+        torch.cuda.synchronize(run.gpu.device)  # what was enqueued reads and writes what moves now
+    carried = run.on_the_move()
+    run.chunks.binding.let_go()
+    run.gpu.vacate()
+    try:
+        stores, chunks = _allocated(run, solution)
+    except BaseException as error:
+        _stay(run, carried, error)
+        raise
+    try:
+        _carry_over(run, carried, solution, stores, chunks)
+    except BaseException as error:  # nothing that is known
+        run.lose_values(LOST, error)
+        raise RuntimeError(LOST) from error
+
+
+def _allocated(run: Run, solution: Solution) -> tuple[PlanStores, Chunks]:
+    """All memory that another plan needs, on all ranks, or none."""
+    stores: PlanStores | None = None
+    error: BaseException | None = None
+    try:
+        own_shard = run.divide(solution.plan.replicas)
+        stores = PlanStores(solution, run.gpu.device, run.disks)
+        for buffer in run.buffers:
+            stores.gpu.adopt(buffer, "buffers")
+        chunks = Chunks(solution.profile, solution.placement, stores.by_tier, run.parameters, own_shard)
+    except BaseException as raised:
+        error = raised
+    if run.any_rank("no memory for another plan", error is not None) and error is None:
+        error = MemoryError("another rank has no memory for this plan")
+    if error is not None:
+        if stores is not None:
+            stores.close()
+        raise error
+    assert stores is not None
+    return stores, chunks
+
+
+def _stay(run: Run, carried: StatesOnTheMove, error: BaseException) -> None:
+    """Under the old plan."""
+    run.divide(run.plan.replicas)
+    try:
+        carried.put_back()
+    except OutOfMemory as lost:
+        run.lose_values(LOST, lost)
+        raise RuntimeError(
+            f"the model was moved to another plan, for which there was not enough memory ({error}), and meanwhile "
+            "another process took GPU memory that the old plan had; the run ends here, go on from its last checkpoint"
+        ) from lost
+
+
+def _carry_over(run: Run, carried: StatesOnTheMove, solution: Solution, stores: PlanStores, chunks: Chunks) -> None:
+    old_stores, old_chunks, performer, executor = run.stores, run.chunks, run.performer, run.executor
+    run.profile, run.plan = solution.profile, solution.plan
+    run.stores, run.chunks = stores, chunks
+    for param in run.parameters.values():
+        increment_version(param)  # what graphs of plain autograd have saved of it is gone: their backward raises
+    old_stores.host.unpin()
+    chunks.binding.ignored_versions = old_chunks.binding.ignored_versions
+    run.meet()
+    chunks.load(carried.origins(), begins=False)
+    run.flight.forget()
+    run.gradients.move_to(chunks)
+    if run.between is not None:
+        assert isinstance(run.gradients, RankedGradients)
+        run.gradients.between = run.between
+    carried.unpack(chunks, run.gradients)
+    old_chunks.close()
+    old_stores.host.vacate()
+    old_stores.close()
+    if performer.updates is not None:
+        performer.updates.move_to(chunks)
+    run.make_executor(solution)
+    run.performer.go_on(performer)
+    run.executor.go_on(executor)
+    run.runners = {module: run.make_runner(runner.index, runner.original) for module, runner in run.runners.items()}
 
 
 class StatesOnTheMove:

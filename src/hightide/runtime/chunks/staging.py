@@ -27,14 +27,15 @@ class Staging:
     def __init__(self, gpu: Accelerator, region: Region) -> None:
         self._gpu, self._region = gpu, region
 
-    def send(self, source: Tensor, home: Array) -> None:
+    def send(self, source: Tensor, home: Array, at: int = 0) -> None:
+        """To the elements from `at` on."""
         for start, tile, buffer in self._tiles(source, home.dtype):
             buffer.copy_(tile)
-            home.write(buffer, start).wait()
+            home.write(buffer, at + start).wait()
 
-    def bring(self, target: Tensor, home: Array) -> None:
+    def bring(self, target: Tensor, home: Array, at: int = 0) -> None:
         for start, tile, buffer in self._tiles(target, home.dtype):
-            home.read(buffer, start).wait()
+            home.read(buffer, at + start).wait()
             tile.copy_(buffer)
 
     def round(self, values: Tensor, dtype: torch.dtype) -> None:

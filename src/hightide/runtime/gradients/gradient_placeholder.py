@@ -209,9 +209,13 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """What torch.amp.GradScaler does to all gradients: look for infinities, then multiply."""
     gradients, found_inf, inverse_scale = args
     for gradient in gradients:
-        is_finite = torch.isfinite(_norm_of(gradient, math.inf))
+        is_finite = gradient.owner.is_finite(gradient._key) if _whole(gradient) else _all_finite(gradient)
         found_inf.copy_(torch.maximum(found_inf, (~is_finite).to(found_inf)))
         gradient.mul_(inverse_scale.reshape(()))
+
+
+def _all_finite(gradient: Tensor) -> Tensor:
+    return torch.isfinite(_norm_of(gradient, math.inf))
 
 
 def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GradientPlaceholder:

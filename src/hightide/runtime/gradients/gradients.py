@@ -9,6 +9,7 @@ there is no gradient, whoever set it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -22,11 +23,12 @@ from hightide.ir.refusal import Refused
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import held
 from hightide.runtime.chunks.absent import Disabled
-from hightide.runtime.chunks.chunks import GRAD_DTYPE, Chunks
+from hightide.runtime.chunks.chunks import Chunks
+from hightide.runtime.chunks.homes import GRAD_DTYPE
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.chunks.row_sums import NewRows, RowsNorm
+from hightide.runtime.gradients.factors import Factor, HostNumber, scale
 from hightide.runtime.gradients.gradient_placeholder import GradientPlaceholder
-from hightide.runtime.lanes.lanes import EventFence
 from hightide.runtime.schedule.in_flight import Tickets
 from hightide.stores.array import Array
 
@@ -37,7 +39,13 @@ IN_BACKWARD_REFUSAL = (
 
 
 class Gradients:
-    def __init__(self, profile: ModelProfile, chunks: Chunks, update: Update, tickets: Tickets) -> None:
+    def __init__(
+        self,
+        profile: ModelProfile,
+        chunks: Chunks,
+        update: Update,
+        tickets: Tickets,
+    ) -> None:
         self._update = update
         self._birthplace = Birthplace()
         trainable = {spec.name for spec in profile.params if spec.trainable}
@@ -54,7 +62,9 @@ class Gradients:
         self._on_host: dict[int, HostNumber] = {}  # factors of this step, by the id of their tensor
         self._opened: set[int] = set()  # chunks whose gradient was opened in this pass
         self._unrounded: set[int] = set()  # whose sum is still to be rounded where it is
+        self.unreduced: set[int] = set()  # of several ranks: chunks whose gradient is this rank's own, so far
         self.are_used_up = False  # updates in backward have read them, or are about to
+        self.takes_norms = update is Update.DEFERRED  # else nobody asks, unless somebody sets it: see `total_norm`
         # Of the blocks that run backward now, by chunk: names, parameters, their gradients, and versions of these.
         self._bound: dict[int, list[tuple[str, Parameter, Tensor, int]]] = {}
         self._tickets = tickets
@@ -79,15 +89,12 @@ class Gradients:
     def any_valid(self) -> bool:
         """Whether gradients exist that a backward would add to. What the user did to `p.grad` is the truth."""
         known = self._valid | self._factor.keys() | self._norms.keys()
-        for key, gradient in self._found(self._placeholders).items():
+        with Disabled():  # an absent parameter would ask Python each time
+            found = {key: self._chunks.parameters[key].grad for key in self._placeholders}
+        for key, gradient in found.items():
             if gradient is not None or key in known:
                 self._look_at(key, gradient)
         return bool(self._valid)
-
-    def _found(self, keys: Iterable[str]) -> dict[str, Tensor | None]:
-        """What is at `p.grad` now. An absent parameter would ask Python each time."""
-        with Disabled():
-            return {key: self._chunks.parameters[key].grad for key in keys}
 
     def valid_unowned(self) -> str | None:
         """A parameter that has a gradient and is in no group of the optimizer."""
@@ -108,13 +115,16 @@ class Gradients:
         chunk = self._chunks.places[key][0]
         self._settle(chunk)
         with held:
-            place = self.place_of(key)
-            place.put(gradient.to(place.dtype))
+            self._put(key, gradient)
             self._is_written(chunk)
             self._forget(key)
             self._valid.add(key)
             self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE)
             self._chunks.parameters[key].grad = self._placeholders[key]
+
+    def _put(self, key: str, gradient: Tensor) -> None:
+        place = self.place_of(key)
+        place.put(gradient.to(place.dtype))
 
     def _is_written(self, chunk: int) -> None:
         """By the user, at its home."""
@@ -135,6 +145,10 @@ class Gradients:
 
     def has_gradient(self, chunk: int) -> bool:
         return any(entry.param in self._valid for entry in self._entries[chunk])
+
+    def is_summed(self, chunk: int) -> bool:
+        """Whether there is a sum at its home to which a backward adds."""
+        return self.has_gradient(chunk)
 
     def is_trainable(self, chunk: int) -> bool:
         return bool(self._entries[chunk])
@@ -173,7 +187,7 @@ class Gradients:
         if place.rounds_in_place:
             (self._unrounded.discard if is_final else self._unrounded.add)(chunk)
         norm = None
-        if self._update is Update.DEFERRED:
+        if self.takes_norms:
             norm = self._norms[key] = RowsNorm()
         with Disabled():
             self._chunks.parameters[key].grad = self._placeholders[key]
@@ -194,18 +208,23 @@ class Gradients:
                     valid.add(key)
                 if gradient is not None and key in valid:
                     received[key] = gradient
-        if is_final and self._chunks.rounding_dtype(chunk) == torch.float16:
-            self._chunks.round_gradient(chunk)
-        if received and self._update is Update.DEFERRED:
-            norms = torch._foreach_norm(list(received.values()))
-            self._norms.update(zip(received, norms, strict=True))
-        if self._chunks.placed[chunk].rounds_in_place:  # see [Note: rounded gradients] in chunks/staging.py
-            if is_final:
-                self._chunks.round_gradient(chunk)
+        self._summed(chunk, received, is_final)
+        if self._chunks.placed[chunk].rounds_in_place:
             (self._unrounded.discard if is_final else self._unrounded.add)(chunk)
         with Disabled():
             for key, param, _, _ in bound:
                 param.grad = self._placeholders[key] if key in valid else None
+
+    def _summed(self, chunk: int, received: dict[str, Tensor], is_final: bool) -> None:
+        """See [Note: rounded gradients] in chunks/staging.py."""
+        chunks = self._chunks
+        if is_final and chunks.rounding_dtype(chunk) == torch.float16:
+            chunks.round_gradient(chunk)
+        if received and self.takes_norms:
+            norms = torch._foreach_norm(list(received.values()))
+            self._norms.update(zip(received, norms, strict=True))
+        if is_final and chunks.placed[chunk].rounds_in_place:
+            chunks.round_gradient(chunk)
 
     def _used_by(self, chunk: int, block: int) -> list[tuple[str, Parameter]]:
         """Parameters of a chunk that have gradients and that this block uses."""
@@ -221,8 +240,11 @@ class Gradients:
             if entry.param not in self._valid:
                 self._chunks.view_of(flat, entry).zero_()
             elif entry.param in self._factor:
-                _scale(self._chunks.view_of(flat, entry), self._factor.pop(entry.param))
+                scale(self._chunks.view_of(flat, entry), self._factor.pop(entry.param))
         self._opened.add(chunk)
+
+    def has_loose(self, chunk: int) -> bool:
+        return bool(self._loose_in[chunk])
 
     def drop(self, keys: Iterable[str]) -> None:
         """As `zero_grad(set_to_none=True)`: the bytes stay for updates that still read them."""
@@ -250,6 +272,7 @@ class Gradients:
         self._entries: list[list[ParamRange]] = [
             [entry for entry in spec.params if entry.param in self._placeholders] for spec in chunks.specs
         ]
+        self._trained = [name for name in chunks.places if name in self._placeholders or name in self._loose]
         self._loose_in = [[entry.param for entry in spec.params if entry.param in self._loose] for spec in chunks.specs]
         self._used: dict[tuple[int, int], list[tuple[str, Parameter]]] = {}
         self._unrounded = {
@@ -257,7 +280,9 @@ class Gradients:
             for spec in chunks.specs
             if chunks.placed[spec.index].rounds_in_place and self.has_gradient(spec.index)
         }
-        self.of_parameters_here = [chunks.parameters[key] for key in self._placeholders if not chunks.is_hidden(key)]
+        self.of_parameters_here = [
+            chunks.parameters[key] for key in self._placeholders if not chunks.binding.is_hidden(key)
+        ]
         self.begin_pass()
 
     def of_use(self, chunk: int) -> list[str]:
@@ -349,9 +374,31 @@ class Gradients:
         chunk = self._chunks.places[key][0]
         overflows = self._is_unrounded(chunk) and self._chunks.rounding_dtype(chunk) == torch.float16
         if norm_type == 2.0 and key in self._norms and not overflows:
-            factor = self._factor.get(key, 1.0)
-            return self._norm_of(key) * (factor.abs() if isinstance(factor, Tensor) else abs(factor))
+            return self._norm_of(key) * self._factor_size(key)
         return torch.linalg.vector_norm(self.read(key), norm_type)
+
+    def _factor_size(self, key: str) -> float | Tensor:
+        factor = self._factor.get(key, 1.0)
+        return factor.abs() if isinstance(factor, Tensor) else abs(factor)
+
+    def is_finite(self, key: str) -> Tensor:
+        """Whether all elements of a gradient are."""
+        return torch.isfinite(self.norm(key, math.inf))
+
+    def total_norm(self) -> Tensor:
+        """The 2-norm of all gradients together, as each was when it was final: updates in backward have used them up
+        since. `takes_norms` was set before."""
+        assert self.takes_norms and self._update is Update.IN_BACKWARD
+        self._birthplace.check()
+        norms = [self._final_norm(key) for key in self._trained if key in self._valid]
+        grads = [self._chunks.parameters[key].grad for key in self._trained if key in self._loose]
+        norms += [torch.linalg.vector_norm(gradient) for gradient in grads if gradient is not None]
+        if not norms:
+            return torch.zeros((), device=self._chunks.gpu.device)
+        return torch.linalg.vector_norm(torch.stack([norm.to(GRAD_DTYPE) for norm in norms]))
+
+    def _final_norm(self, key: str) -> Tensor:
+        return self._norm_of(key)
 
     def _norm_of(self, key: str) -> Tensor:
         """That of a table's gradient is known when it is summed on the host. On the simulated accelerator it is that of
@@ -362,7 +409,8 @@ class Gradients:
         self._settle(chunk)
         gradient, device = self.place_of(key), self._chunks.gpu.device
         is_whole = gradient.dtype == GRAD_DTYPE and self._chunks.rounding_dtype(chunk) is None
-        if norm.value is None or (device.type == "cpu" and is_whole):
+        is_here = self._update is Update.DEFERRED  # else an update has used it up
+        if norm.value is None or (device.type == "cpu" and is_whole and is_here):
             norm.value = float(torch.linalg.vector_norm(gradient.view, dtype=GRAD_DTYPE))
         found = self._norms[key] = torch.full((), norm.value, dtype=GRAD_DTYPE, device=device)
         return found
@@ -382,7 +430,7 @@ class Gradients:
         if chunk in self._chunks.tables:
             self._is_written(chunk)
         with held, self.place_of(key).opened() as gradient:
-            _scale(gradient, self._factor.pop(key, 1.0))
+            scale(gradient, self._factor.pop(key, 1.0))
             gradient.add_(value.to(gradient.device))
             self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE).to(self._chunks.gpu.device)
 
@@ -395,37 +443,18 @@ class Gradients:
         chunk, _ = self._chunks.places[key]
         if chunk in self._tickets.exits:
             self._tickets.exits[chunk].settle()
-        value = self.place_of(key).peek().to(GRAD_DTYPE, copy=True)
+        value = self._at_rest(chunk, self.place_of(key))
+        scale(value, self._factor.get(key, 1.0))
+        return value.to(self._placeholders[key].dtype).to(self._chunks.gpu.device)
+
+    def _at_rest(self, chunk: int, place: Array) -> Tensor:
+        """A copy of a part of a chunk's gradient, as an update would see it but for its factor."""
+        value = place.peek().to(GRAD_DTYPE, copy=True)
         if self._is_unrounded(chunk):
             value = value.to(self._chunks.rounding_dtype(chunk)).to(GRAD_DTYPE)
-        _scale(value, self._factor.get(key, 1.0))
-        return value.to(self._placeholders[key].dtype).to(self._chunks.gpu.device)
+        return value
 
     def _refuse_in_backward(self, what: str, what_for: str) -> None:
         self._birthplace.check()
         if self._update is Update.IN_BACKWARD:
             raise Refused(IN_BACKWARD_REFUSAL.format(what=what, what_for=what_for))
-
-
-class HostNumber:
-    """A number on its way from the GPU. `float` waits until it is there."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._of = value  # its id is the key under which this is found: it must live as long
-        self._number = torch.empty((), dtype=value.dtype, pin_memory=True)
-        self._number.copy_(value, non_blocking=True)
-        self._arrived = EventFence(torch.cuda.current_stream(value.device))
-
-    def __float__(self) -> float:
-        self._arrived.synchronize()
-        return self._number.item()
-
-
-Factor = float | Tensor | HostNumber
-
-
-def _scale(value: Tensor, factor: float | Tensor) -> None:
-    if isinstance(factor, float) and factor == 0.0:
-        value.zero_()  # not a product: zero times infinity is NaN, and the user asked for zero
-    else:
-        value.mul_(factor)

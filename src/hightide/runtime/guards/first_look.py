@@ -73,7 +73,7 @@ class FirstLooks:
         """Why a call that would be split must not be; "": it may, or was compared before. See [Note: split against
         whole]."""
         block = call.runner.index
-        key = block, call.signature, tuple(tensor.shape for tensor in tensors), call.numbers
+        key = block, call.signature, tuple(tensor.shape for tensor in tensors), call.frame.numbers
         if not self._enabled or key in self._compared or self._num_shapes[block] >= MAX_SHAPES:
             return ""
         self._compared.add(key)

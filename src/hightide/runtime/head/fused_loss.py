@@ -184,8 +184,10 @@ class _FusedCrossEntropy(torch.autograd.Function):
         if not (needs_rows or accumulate):
             return None, None, None, None, None, None, None
         if early is not None:
+            # Of no label at all the gradient is zero, whatever the loss is divided by later: zero labels, say.
+            factor = torch.where((target != options.ignore_index).any(), grad_output, 0.0)
             with projection.head.backward_hold(accumulate):
-                return early.finish(grad_output, accumulate), None, None, None, None, None, None
+                return early.finish(factor, accumulate), None, None, None, None, None, None
         rows_grad = _empty_like(rows) if needs_rows else None
         with projection.head.backward_hold(accumulate), projection.autocast.restored():
             if total is not None:
@@ -212,11 +214,11 @@ class _Early:
     rows_grad: Tensor | None
     sums: Sums
 
-    def finish(self, grad_output: Tensor, accumulate: bool) -> Tensor | None:
+    def finish(self, factor: Tensor, accumulate: bool) -> Tensor | None:
         """In backward, once."""
         if accumulate:
-            add_scaled(self.module, self.sums, grad_output)
-        return None if self.rows_grad is None else self.rows_grad.mul_(grad_output)
+            add_scaled(self.module, self.sums, factor)
+        return None if self.rows_grad is None else self.rows_grad.mul_(factor)
 
 
 @dataclass(frozen=True)

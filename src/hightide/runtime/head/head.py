@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hightide.ir.action import Op
 from hightide.planner.loss_tiles import loss_scratch_bytes
-from hightide.runtime.blocks.block_function import BlockRunner
+from hightide.runtime.blocks.block_runner import BlockRunner
 from hightide.runtime.chunks.absent import Disabled
 
 
@@ -61,21 +61,21 @@ class HeadCall:
     def forward_hold(self) -> Iterator[None]:
         run, block = self._runner.run, self._runner.index
         self._runner.check_parameters()
-        run.ensure_pass(block)
-        with run.tick(Op.FORWARD, block) as tick:
+        run.passes.ensure(block)
+        with run.passes.tick(Op.FORWARD, block) as tick:
             self._call = tick.call
             yield
 
     def backward_hold(self, accumulate: bool) -> AbstractContextManager[Any]:
         """Inside, weights are leaves whose `.grad` autograd adds to; without `accumulate` nobody asks for those."""
-        self._runner.run.queue_end_of_backward()
-        return self._runner.run.tick(Op.BACKWARD, self._runner.index, self._call, accumulate)
+        self._runner.run.passes.queue_end_of_backward()
+        return self._runner.run.passes.tick(Op.BACKWARD, self._runner.index, self._call, accumulate)
 
     def will_accumulate(self) -> bool:
         return self._runner.will_accumulate()
 
     def materialise(self, hidden: Tensor) -> Tensor:
         """All logits at once, by the ordinary execution of a block, with autograd."""
-        self._runner.run.ensure_pass(self._runner.index)
+        self._runner.run.passes.ensure(self._runner.index)
         result: Tensor = self._runner.with_grad(self._module, (hidden,), {})
         return result

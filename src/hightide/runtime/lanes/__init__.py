@@ -1,1 +1,1 @@
-"""All threads and streams, queues, threads that share updates."""
+"""All threads and streams of the runtime, queues, threads that share updates."""

@@ -26,7 +26,8 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -49,6 +50,10 @@ WORKERS: dict[Lane, str] = {
     Lane.CPU: "hightide-cpu",  # updates chunks on the host while the accelerator computes and both copies run
     Lane.DISK_READ: "hightide-disk-read",  # fills buffers ahead of fetches and updates; idle without a disk
     Lane.DISK_WRITE: "hightide-disk-write",  # empties them behind updates and write-backs; idle without a disk
+}
+BETWEEN_RANKS: dict[Lane, str] = {  # only where there are several
+    Lane.GATHER: "hightide-gather",  # brings the rest of a chunk from the other ranks while blocks compute
+    Lane.REDUCE: "hightide-reduce",  # averages finished gradients over all ranks meanwhile
 }
 WATCHER = (
     "hightide-fences"  # one for each lane that works on the host: waits for copies, so that it takes finished ones
@@ -95,7 +100,7 @@ class Streams:
     """The CUDA streams, one for each copying lane. Compute runs on the stream that is current in the user's thread, and
     on which everything is allocated. Without a GPU there are none: work is through when it returns."""
 
-    def __init__(self, device: torch.device | None) -> None:
+    def __init__(self, device: torch.device | None, several_ranks: bool = False) -> None:
         self.recording = False  # see mark(); what the GPU holds is asked for, too
         self.timing = False  # see mark()
         self._device = device
@@ -105,6 +110,9 @@ class Streams:
             # them.
             self._streams[Lane.H2D] = torch.cuda.Stream(device, priority=-1)  # chunks and inputs arrive
             self._streams[Lane.D2H] = torch.cuda.Stream(device, priority=-1)  # gradients and inputs leave meanwhile
+            if several_ranks:
+                self._streams[Lane.GATHER] = torch.cuda.Stream(device, priority=-1)  # chunks come together, and
+                self._streams[Lane.REDUCE] = torch.cuda.Stream(device, priority=-1)  # gradients are averaged meanwhile
 
     def fence(self) -> EventFence | None:
         """This moment in the caller's stream."""
@@ -126,23 +134,25 @@ class Streams:
 
 
 class Lanes:
-    """One worker thread for each lane of WORKERS, and those that share the CPU lane's updates. COMPUTE is the caller's
-    own thread."""
+    """One worker thread for each lane of WORKERS, with several ranks for each of BETWEEN_RANKS too, and those that
+    share the CPU lane's updates. COMPUTE is the caller's own thread."""
 
     def __init__(
         self,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         device: torch.device | None = None,
         update_threads: int | None = None,
+        several_ranks: bool = False,
     ) -> None:
         self.timeout_s = timeout_s
-        self.streams = Streams(device)
+        self.streams = Streams(device, several_ranks)
+        workers = WORKERS | BETWEEN_RANKS if several_ranks else WORKERS
         begun = threading.Semaphore(0)
         num_sharing = default_update_threads() if update_threads is None else update_threads
         self.sharers = UpdateThreads(num_sharing, timeout_s)
         self._state = State()
-        self._queues = {lane: queue_for(lane, self._state, timeout_s) for lane in WORKERS}
-        watchers = {lane: Watcher(self._state) for lane in WORKERS if lane.on_host}
+        self._queues = {lane: queue_for(lane, self._state, timeout_s) for lane in workers}
+        watchers = {lane: Watcher(self._state) for lane in workers if lane.on_host}
         for lane, watcher in watchers.items():
             self._queues[lane].watcher = watcher
         # Threads hold the queues and never this object, so that forgotten lanes are collected and their threads end.
@@ -150,7 +160,7 @@ class Lanes:
             threading.Thread(
                 target=_work, args=(self._queues[lane], lane, timeout_s, self.streams, begun), name=name, daemon=True
             )
-            for lane, name in WORKERS.items()
+            for lane, name in workers.items()
         ]
         self._threads += [
             threading.Thread(target=_watch, args=(watcher, begun), name=f"{WATCHER}-{lane}", daemon=True)
@@ -163,7 +173,9 @@ class Lanes:
             for number in range(1, num_sharing)
         ]
         # At exit too, and joined: a thread that Python ends in the middle of a torch operation aborts the process.
-        ends = (self._state, self.sharers.desk, self._threads)
+        together = [(lane, queue) for lane, queue in self._queues.items() if lane in BETWEEN_RANKS]
+        self._finish = partial(_finish, together, self._state)
+        ends = (self._state, self.sharers.desk, self._threads, self._finish)
         self._finalizer = weakref.finalize(self, _end, *ends, JOIN_TIMEOUT_S)
         start_threads(self._threads, begun)  # see [Note: threads of torch]
 
@@ -253,7 +265,7 @@ class Lanes:
 
     def drain(self) -> None:
         """Waits until the copying lanes have done what they were given."""
-        for lane in (lane for lane in WORKERS if not lane.on_host):
+        for lane in (lane for lane in self._queues if not lane.on_host):
             self.wait(self.submit("drain", lane, 0, [], lambda: None), lane)
 
     def fail(self, error: BaseException) -> None:
@@ -296,37 +308,46 @@ class Lanes:
             return list(self._state.records.get(pass_index, ()))
 
     def close(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-        """Ends the threads. What runs is finished; what is queued fails. Wait for what matters before closing."""
-        _end(self._state, self.sharers.desk, self._threads, timeout_s)
+        """Ends the threads. What runs is finished, and what other ranks wait for; what else is queued fails. Wait for
+        what matters before closing."""
+        _end(self._state, self.sharers.desk, self._threads, self._finish, timeout_s)
         stuck = [thread.name for thread in self._threads if thread.is_alive()]
         if stuck:
             warnings.warn(f"{', '.join(stuck)} still busy {timeout_s:g} s after close()", RuntimeWarning, stacklevel=2)
+
+    @property
+    def owes_others(self) -> bool:
+        """Something that other ranks take part in is still to begin."""
+        with self._state.lock:
+            return any(len(queue) > 0 for lane, queue in self._queues.items() if lane in BETWEEN_RANKS)
 
     def _describe(self) -> str:
         with self._state.lock:
             return "queued: " + ", ".join(f"{lane} {len(queue)}" for lane, queue in self._queues.items())
 
 
-def background(name: str, work: Callable[[], object]) -> threading.Thread:
-    """A thread beside the lanes that runs torch single-threaded, for work of which nobody waits for the parts. An
-    exception of it is the business of `work`."""
-    begun = threading.Semaphore(0)
-
-    def live() -> None:
-        torch.set_num_threads(1)
-        begun.release()
-        with torch.no_grad():
-            work()
-
-    thread = threading.Thread(target=live, name=name, daemon=True)
-    start_threads([thread], begun)
-    return thread
+def _finish(queues: list[tuple[Lane, Queue]], state: State, timeout_s: float) -> None:
+    """Until what was issued together with other ranks is done: they have issued it too, or will learn that this one has
+    ended."""
+    for lane, queue in queues:
+        last = Task("the end", lane, 0, next(state.orders), state.pass_index, Ticket("the end"), lambda: None)
+        if state.failure is None and not state.closing:
+            queue.add(last, ())
+            with suppress(BaseException):
+                last.ticket.wait(timeout_s)
 
 
-def _end(state: State, desk: TileQueue, threads: list[threading.Thread], timeout_s: float) -> None:
+def _end(
+    state: State,
+    desk: TileQueue,
+    threads: list[threading.Thread],
+    finish: Callable[[float], None],
+    timeout_s: float,
+) -> None:
     """An update that runs is finished by all who share it. A fork has none of the threads, and perhaps their locks."""
     if not state.birthplace.is_here:
         return
+    finish(timeout_s)
     state.stop()
     desk.close()
     deadline_s = time.monotonic() + timeout_s

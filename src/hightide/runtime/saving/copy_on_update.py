@@ -19,8 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
 
 import torch
@@ -31,49 +29,14 @@ from hightide.process.forks import Birthplace
 from hightide.process.interrupts import safe_point
 from hightide.runtime.chunks.disk_homes import UpdateArrays
 from hightide.runtime.lanes.lanes import Lanes
+from hightide.runtime.saving.copy_buffers import CopyBuffers
+from hightide.runtime.saving.kept import Buffer, Kept, Stage
 from hightide.runtime.saving.saved_tensor import SaveCost
 from hightide.runtime.saving.tiles import Tile
 from hightide.stores.host_arena import HostArena
-from hightide.stores.store import Region
 from hightide.stores.ticket import LOOK_S, Ticket
 
-NUM_STAGED = 2  # buffers for what is read from elsewhere: one with the reader, one that is filled meanwhile
 Share = Callable[[Callable[[int], object], int], object]  # runs work in several threads
-
-
-class Stage(Enum):
-    HOME = auto()  # nobody has read it
-    ASIDE = auto()  # in a buffer, when its ticket is done
-    HANDED = auto()  # the reader has it, where it lies
-    READ = auto()
-
-
-@dataclass(eq=False, slots=True)
-class Buffer:
-    memory: Tensor  # bytes on the host
-    region: Region | None  # None: it is not of the arena
-    is_staged: bool = False
-    is_pinned: bool = False
-
-    def of(self, tile: Tile) -> Tensor:
-        return self.memory[: tile.num_bytes].view(tile.array.dtype)
-
-
-@dataclass(eq=False, slots=True)
-class Kept:
-    """A tile, and where its values are."""
-
-    tile: Tile
-    number: int
-    runs_ahead: bool  # an update on the GPU changes it
-    stage: Stage = Stage.HOME
-    buffer: Buffer | None = None
-    ticket: Ticket | None = None
-    is_through: bool = False  # it has left the GPU
-
-    @property
-    def tier(self) -> Tier:
-        return self.tile.array.store.tier if self.tile.numel else Tier.HOST
 
 
 class CopyOnUpdate:
@@ -97,22 +60,22 @@ class CopyOnUpdate:
         for one in self._kept:
             self._by_chunk.setdefault(one.tile.chunk, []).append(one)
         self._owed = {chunk: list(tickets) for chunk, tickets in owed.items() if tickets}
-        self._lanes, self._host, self._moment, self._written = lanes, host, list(moment), written
+        self._lanes, self._moment, self._written = lanes, list(moment), written
+        self._buffers = CopyBuffers(host)
         self._changed = threading.Condition()
-        self._elsewhere = deque(one for one in self._kept if one.tier is not Tier.HOST)  # what is to be brought
-        self._ahead = deque(one for one in self._kept if one.runs_ahead)
-        self._staged: list[Buffer] = []
+        filled = [one for one in self._kept if one.tile.numel]
+        self._elsewhere = deque(one for one in filled if one.tier is not Tier.HOST)  # what is to be brought
+        self._ahead = deque(one for one in filled if one.runs_ahead)
         self._birthplace = Birthplace()
         self._at = 0  # the tile that the reader asks for next
         self._is_leaving = False  # a tile that runs ahead is on the link
-        self._is_pinning = False  # then none does so into memory that is not pinned yet
         self._progress_s = time.monotonic()
         self._error: BaseException | None = None
         self._waited_s, self._copied_bytes = 0.0, 0
         self._num_waiting, self._waiting_since_s = 0, 0.0
         self.is_over = not self._kept
         if not host.is_pinned:
-            self._stage()
+            self._buffers.stage(self._most_bytes)
 
     @property
     def cost(self) -> SaveCost:
@@ -132,10 +95,10 @@ class CopyOnUpdate:
             ticket.settle()
         with self._changed:
             self._check()
-            if one.stage is Stage.HOME and one.tier is Tier.HOST:
+            if one.stage is Stage.HOME and (one.tier is Tier.HOST or not one.tile.numel):
                 one.stage = Stage.HANDED
             elif one.stage is Stage.HOME:
-                self._bring(one, self._staged.pop())
+                self._bring(one, self._buffers.take_staged())
             self._bring_next()
             is_handed, copied, buffer = one.stage is Stage.HANDED, one.ticket, one.buffer
         if is_handed:
@@ -155,7 +118,7 @@ class CopyOnUpdate:
             one = self._kept[number]
             buffer, one.buffer, one.ticket = one.buffer, None, None
             if buffer is not None:
-                self._give_back(buffer)
+                self._buffers.give_back(buffer)
             one.stage, self._at, self._progress_s = Stage.READ, number + 1, time.monotonic()
             self._changed.notify_all()
         self._run_ahead()
@@ -164,27 +127,22 @@ class CopyOnUpdate:
         """The reader is there. What leaves the GPU does so at full speed into memory that is pinned: that takes a
         while, the first time."""
         leaving_bytes = sum(one.tile.num_bytes for one in self._ahead)
-        self._is_pinning = True
-        while not self.is_over and self._host.pin_spare(leaving_bytes + NUM_STAGED * self._most_bytes):
+        while not self.is_over and self._buffers.pin_more(leaving_bytes, self._most_bytes):
             self._run_ahead()
+            with self._changed:
+                self._changed.notify_all()
         with self._changed:
-            self._is_pinning = False
+            self._buffers.pinning_is_over()
+            self._changed.notify_all()
             self._progress_s = time.monotonic()
-            if not self.is_over and not self._staged:
-                self._stage()
+            if not self.is_over:
+                self._buffers.stage(self._most_bytes)
         self._run_ahead()
 
     @property
     def _most_bytes(self) -> int:
         """Of a tile that is to be brought."""
         return max((one.tile.num_bytes for one in self._elsewhere), default=0)
-
-    def _stage(self) -> None:
-        """Beside the limit only if all that the plan leaves free is in use."""
-        num_bytes = self._most_bytes
-        self._staged = [self._lent(num_bytes) or _plain(num_bytes) for _ in range(NUM_STAGED if num_bytes else 0)]
-        for buffer in self._staged:
-            buffer.is_staged = True
 
     # -- for whoever changes values -------------------------------------------------------------------------------
 
@@ -235,7 +193,7 @@ class CopyOnUpdate:
         return []
 
     def _set_aside(self, one: Kept) -> bool:
-        buffer = self._lent(one.tile.num_bytes)
+        buffer = self._buffers.lent_for(one)
         if buffer is None:
             return False
         if one.tier is Tier.GPU:
@@ -309,13 +267,7 @@ class CopyOnUpdate:
             )
         safe_point()
 
-    # -- buffers, under the lock ----------------------------------------------------------------------------------
-
-    def _lent(self, num_bytes: int) -> Buffer | None:
-        region = self._host.lend(num_bytes)
-        if region is None:
-            return None
-        return Buffer(self._host.view(region, torch.uint8), region, is_pinned=self._host.is_pinned_at(region))
+    # -- copies, under the lock -----------------------------------------------------------------------------------
 
     def _put(self, one: Kept, buffer: Buffer, ticket: Ticket) -> None:
         one.stage, one.buffer, one.ticket = Stage.ASIDE, buffer, ticket
@@ -353,10 +305,10 @@ class CopyOnUpdate:
     def _bring_next(self) -> None:
         """Of tiles that are not on the host the one that the reader asks for next, if it is not aside already."""
         one = self._first(self._elsewhere, self._at + 1)
-        if one is None or one.stage is not Stage.HOME or not self._staged:
+        if one is None or one.stage is not Stage.HOME or not self._buffers.has_staged:
             return
         if all(ticket.done for ticket in self._owed.get(one.tile.chunk, ())):
-            self._bring(one, self._staged.pop())
+            self._bring(one, self._buffers.take_staged())
 
     def _first(self, waiting: deque[Kept], number: int) -> Kept | None:
         """From this tile on."""
@@ -378,10 +330,7 @@ class CopyOnUpdate:
                 one = self._first(self._ahead, self._at)
                 while one is not None and one.stage is not Stage.HOME:
                     one = self._first(self._ahead, one.number + 1)
-                buffer = None if one is None else self._lent(one.tile.num_bytes)
-                if buffer is not None and self._is_pinning and not buffer.is_pinned:
-                    self._give_back(buffer)
-                    buffer = None
+                buffer = None if one is None else self._buffers.lent_for(one)
                 if one is None or buffer is None:
                     return
                 self._bring(one, buffer)
@@ -390,12 +339,6 @@ class CopyOnUpdate:
             self._lanes.when_through(ticket, self._has_left)
         except BaseException as error:
             self.fail(error)
-
-    def _give_back(self, buffer: Buffer) -> None:
-        if buffer.is_staged:
-            self._staged.append(buffer)
-        elif buffer.region is not None:
-            self._host.free(buffer.region)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -421,7 +364,7 @@ class CopyOnUpdate:
             return
         with self._changed:
             self._end(None)
-            kept, self._kept, staged, self._staged = self._kept, [], self._staged, []
+            kept, self._kept = self._kept, []
             self._by_chunk, self._owed, self._written = {}, {}, _nothing_written
             self._elsewhere.clear()
             self._ahead.clear()
@@ -431,17 +374,9 @@ class CopyOnUpdate:
             with suppress(Exception):
                 one.ticket.settle()
             if one.ticket.done:  # else somebody may still write there
-                staged.append(one.buffer)
-        for buffer in staged:
-            if buffer.region is not None:
-                self._host.free(buffer.region)
-        if kept:
-            self._host.return_spare()
+                self._buffers.release(one.buffer)
+        self._buffers.close()
 
 
 def _nothing_written(_: int) -> None:
     """Of a snapshot that has let go of its chunks."""
-
-
-def _plain(num_bytes: int) -> Buffer:
-    return Buffer(torch.empty(num_bytes, dtype=torch.uint8), None)

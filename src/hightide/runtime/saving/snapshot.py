@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
@@ -18,10 +18,9 @@ from hightide.runtime.saving.tiles import Tile
 class Snapshot:
     """Once it is forgotten it is closed: nobody waits for a reader that will never come."""
 
-    def __init__(self, tiles: list[Tile], kept: CopyOnUpdate, lanes: Lanes) -> None:
+    def __init__(self, tensors: Iterable[SavedTensor], tiles: list[Tile], kept: CopyOnUpdate, lanes: Lanes) -> None:
         self._tiles, self._copies, self._lanes = tiles, kept, lanes
-        parts = (part.tensor for tile in tiles for part in tile.parts)
-        self.tensors: tuple[SavedTensor, ...] = tuple(dict.fromkeys(parts))  # in the order of `values`
+        self.tensors = tuple(tensors)  # in the order of `values`; of several ranks all, also those of others
         weakref.finalize(self, kept.fail, RuntimeError("nobody reads this snapshot any more")).atexit = False
 
     @property
@@ -33,9 +32,13 @@ class Snapshot:
         return self._copies.cost
 
     def values(self) -> Iterator[tuple[SavedTensor, Tensor]]:
-        """(tensor, flat elements of it on the host), each valid until the next are asked for; a large tensor comes in
-        several parts, one after the other. For one reader, once, in any thread. However it ends, the snapshot is
-        closed. Raises if somebody else has closed it, or values could not be had."""
+        """As `parts`, without the numbers: of one rank all elements come, in their order."""
+        return ((tensor, part) for tensor, _, part in self.parts())
+
+    def parts(self) -> Iterator[tuple[SavedTensor, int, Tensor]]:
+        """(tensor, number of the first element, flat elements on the host), each valid until the next are asked for; a
+        large tensor comes in several parts, one after the other. For one reader, once, in any thread. However it ends,
+        the snapshot is closed. Raises if somebody else has closed it, or values could not be had."""
         try:
             self._copies.start()
             chunk, began_s, num_bytes = -1, 0.0, 0
@@ -44,8 +47,8 @@ class Snapshot:
                     self._record(chunk, began_s, num_bytes)
                     chunk, began_s, num_bytes = tile.chunk, time.perf_counter(), 0
                 values = self._copies.take(number)
-                for tensor, start, numel in tile.parts:
-                    yield tensor, values[start : start + numel]
+                for tensor, start, numel, first in tile.parts:
+                    yield tensor, first, values[start : start + numel]
                     num_bytes += numel * values.dtype.itemsize
                 self._copies.passed(number)
             self._record(chunk, began_s, num_bytes)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hightide.ir.chunk import ALIGN_NUMEL, ChunkSpec
+from hightide.ir.chunk import ALIGN_NUMEL, ParamRange
 from hightide.ir.state_spec import MASTER, REMAINDER, StateSpec
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.disk_homes import UpdateArrays
@@ -24,6 +24,7 @@ class Part(NamedTuple):
     tensor: SavedTensor
     start: int
     numel: int
+    first: int  # the number of its first element, in the tensor
 
 
 @dataclass(eq=False, slots=True)
@@ -55,38 +56,66 @@ def tiles_of(
     chunks: Chunks, order: Iterable[int], has_states: Callable[[str], bool], wanted: Wanted, tile_bytes: int
 ) -> Iterator[Tile]:
     """In this order of chunks; of each its parameters, then state by state. `has_states`: whether a parameter has been
-    updated; a master or its remainder is there from the beginning."""
+    updated; a master or its remainder is there from the beginning. Of several ranks, what this one hands out."""
+    for chunk, state in _arrays(chunks, order):
+        array = chunks.home(chunk) if state is None else chunks.states(chunk)[state]
+        is_whole = chunks.has_whole_home(chunk) if state is None else not chunks.is_cut(chunk)
+        entries = chunks.saved_entries(chunk, is_whole)
+        found = _ranges(chunks, chunk, entries, state, has_states, wanted)
+        yield from _cut(chunk, state, array, found, max(1, tile_bytes // array.dtype.itemsize))
+
+
+def saved_tensors(
+    chunks: Chunks, order: Iterable[int], has_states: Callable[[str], bool], wanted: Wanted
+) -> list[SavedTensor]:
+    """All, in the order of the tiles: the same on all ranks."""
+    found = []
+    for chunk, state in _arrays(chunks, order):
+        entries = chunks.specs[chunk].params
+        found += [tensor for tensor, _, _ in _ranges(chunks, chunk, entries, state, has_states, wanted)]
+    return found
+
+
+def _arrays(chunks: Chunks, order: Iterable[int]) -> Iterator[tuple[int, StateSpec | None]]:
     for chunk in order:
         spec = chunks.specs[chunk]
         for state in (None, *(spec.states if spec.state_bytes else ())):
-            array = chunks.home(chunk) if state is None else chunks.states(chunk)[state]
-            found = _ranges(chunks, spec, state, has_states, wanted)
-            yield from _cut(chunk, state, array, found, max(1, tile_bytes // array.dtype.itemsize))
+            yield chunk, state
 
 
 def _ranges(
-    chunks: Chunks, spec: ChunkSpec, state: StateSpec | None, has_states: Callable[[str], bool], wanted: Wanted
-) -> Iterator[tuple[SavedTensor, slice]]:
-    for entry in spec.params:
+    chunks: Chunks,
+    chunk: int,
+    entries: Iterable[ParamRange],
+    state: StateSpec | None,
+    has_states: Callable[[str], bool],
+    wanted: Wanted,
+) -> Iterator[tuple[SavedTensor, slice, int]]:
+    """Each with its place in the array, and the number of its first element there."""
+    for entry in entries:
         key = entry.param
         if state is None:
-            tensor = SavedTensor(key, PARAM, chunks.home(spec.index).dtype, tuple(chunks.shapes[key]))
+            tensor = SavedTensor(key, PARAM, chunks.home(chunk).dtype, tuple(chunks.shapes[key]))
             per_numel = 1
-        elif entry.offset_numel < spec.optimised_numel and (state in (MASTER, REMAINDER) or has_states(key)):
+        elif chunks.has_room(key) and (state in (MASTER, REMAINDER) or has_states(key)):
             place = chunks.state_of(key, state)
             tensor, per_numel = SavedTensor(key, state.name, place.dtype, place.shape), state.per_numel
         else:
             continue
         if wanted(key, tensor.kind):
-            yield tensor, entry.within(per_numel)
+            yield tensor, entry.within(per_numel), entry.start_numel // per_numel
 
 
 def _cut(
-    chunk: int, state: StateSpec | None, array: Array, found: Iterable[tuple[SavedTensor, slice]], tile_numel: int
+    chunk: int,
+    state: StateSpec | None,
+    array: Array,
+    found: Iterable[tuple[SavedTensor, slice, int]],
+    tile_numel: int,
 ) -> Iterator[Tile]:
     """Neighbours share a tile: between them are only the few elements that their alignment leaves."""
     tile: Tile | None = None
-    for tensor, place in found:
+    for tensor, place, first in found:
         begin = place.start
         while True:
             if tile is None or begin - (tile.start + tile.numel) >= ALIGN_NUMEL or begin - tile.start >= tile_numel:
@@ -95,7 +124,7 @@ def _cut(
                 tile = Tile(chunk, state, array, begin)
             start = begin - tile.start
             numel = min(place.stop - begin, tile_numel - start)
-            tile.parts.append(Part(tensor, start, numel))
+            tile.parts.append(Part(tensor, start, numel, first + begin - place.start))
             tile.numel = start + numel
             begin += numel
             if begin >= place.stop:

@@ -38,7 +38,7 @@ class DiskPerformer:
         content = ring.fill(buffer, chunk, action.kind)
 
         def work() -> int:
-            if content.kind is ChunkKind.GRAD and not self._gradients.has_gradient(chunk):
+            if content.kind is ChunkKind.GRAD and not self._gradients.is_summed(chunk):
                 return 0
             return self._count(Lane.DISK_READ, self._disk.read(content))
 

@@ -12,12 +12,13 @@ from typing import Protocol
 from torch import Tensor
 
 from hightide.ir.action import Action, Op
-from hightide.ir.tier import ChunkKind, Lane
+from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.runtime.blocks.activations import Stashes
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.residency import Residency
 from hightide.runtime.chunks.row_sums import Share
 from hightide.runtime.gradients.gradients import Gradients
+from hightide.runtime.gradients.ranked_gradients import RankedGradients
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
 from hightide.runtime.schedule.disk_performer import DiskPerformer, LaneWork
 from hightide.stores.array import Array
@@ -32,6 +33,10 @@ class Updates(Protocol):
     @property
     def kernel(self) -> str:
         """What computes updates on the host: "c" or "torch"."""
+
+    @property
+    def moment(self) -> tuple[int, bool]:
+        """Number of steps so far, and whether updates of one were issued that has not ended."""
 
     def prepare(self, chunk: int) -> LaneWork | None:
         """Called in the user's thread when the update is issued: copies hyper-parameters by value. None: nothing to
@@ -48,21 +53,17 @@ class Updates(Protocol):
         """Lets go of the stores' memory: the optimizer may be around for longer."""
 
 
-def alone(work: Callable[[int], object], num_threads: int) -> None:
-    """Work that nobody shares."""
-    work(0)
-
-
 class Performer:
     def __init__(
         self,
         chunks: Chunks,
         gradients: Gradients,
         stashes: Stashes,
-        fence: Callable[[], Fence | None] = lambda: None,
-        share: Share = alone,
+        fence: Callable[[], Fence | None],
+        share: Share,
     ) -> None:
         """`fence`: this moment in the caller's stream; `share`: runs work of the cpu lane in several threads."""
+        self.ranked = gradients if isinstance(gradients, RankedGradients) else None  # of several ranks
         self._fence, self._share = fence, share
         self._left: dict[int, Fence] = {}  # when the latest gradient of each chunk has reached home
         self.chunks = chunks
@@ -81,12 +82,15 @@ class Performer:
             Op.WRITE_BACK: self._write_back,
             Op.STASH: self._stash,
             Op.UNSTASH: self._unstash,
+            Op.READ: self._read,
+            Op.WRITE: self._write,
             Op.UPDATE: self._update,
+            Op.GATHER: self._gather,
+            Op.REDUCE: self._reduce,
         }
         self._disk: DiskPerformer | None = None
         if chunks.disk is not None:
             self._disk = DiskPerformer(chunks, chunks.disk, gradients, self._count, fence)
-            self._prepare |= {Op.READ: self._read, Op.WRITE: self._write}
 
     def go_on(self, before: Performer) -> None:
         """With the counters of the plan before, and its updates."""
@@ -111,23 +115,31 @@ class Performer:
     def fetch_param(self, chunk: int, slot: int, buffer: Filled | None = None) -> LaneWork:
         """Reserves the slots now; nothing to do if the chunk is there already or the slots are in use (off the plan).
         `buffer`: where its values wait; None: they come from its home."""
+        if not self._reserve(chunk, slot):
+            return nothing
+        copy, is_gathered = self.chunks.param_copies[chunk], self.chunks.placed[chunk].is_gathered
+
+        def work() -> int:
+            num_bytes = self._copy_home_to_gpu(chunk, buffer)
+            if not is_gathered:
+                copy.move(Residency.CLEAN)
+            return num_bytes
+
+        return work
+
+    def _reserve(self, chunk: int, slot: int) -> bool:
+        """Slots for what arrives, unless it is there already or they are in use."""
         copy, table = self.chunks.param_copies[chunk], self.chunks.param_slots
         if copy.state is not Residency.ABSENT or not table.fits(slot, chunk):
-            return nothing
+            return False
         others = table.occupants(slot, chunk)
         if any(self.chunks.param_copies[other].state is not Residency.CLEAN for other in others):
-            return nothing
+            return False
         for other in others:
             self.evict(other)
         table.take(slot, chunk)
         copy.move(Residency.ARRIVING)
-
-        def work() -> int:
-            num_bytes = self._copy_home_to_gpu(chunk, buffer)
-            copy.move(Residency.CLEAN)
-            return num_bytes
-
-        return work
+        return True
 
     def refresh(self, chunk: int) -> LaneWork:
         """A persistent chunk whose update runs on host gets its new values."""
@@ -137,8 +149,34 @@ class Performer:
                 return 0
             self.chunks.param_copies[chunk].move(Residency.ARRIVING)
             num_bytes = self._copy_home_to_gpu(chunk)
-            self.chunks.param_copies[chunk].move(Residency.CLEAN)
-            self.chunks.stale[chunk] = False
+            if not self.chunks.placed[chunk].is_gathered:
+                self.chunks.param_copies[chunk].move(Residency.CLEAN)
+                self.chunks.stale[chunk] = False
+            return num_bytes
+
+        return work
+
+    def _gather(self, action: Action) -> LaneWork:
+        assert action.chunk is not None and action.target is not None
+        return self.gather(action.chunk, action.target.slot)
+
+    def gather(self, chunk: int, slot: int | None) -> LaneWork:
+        """The rest of a chunk of which this rank's shard was fetched, or is on the GPU. `slot` None: to where all of it
+        stays: after a fetch, or an update of the shard there."""
+        assert self.ranked is not None
+        between, copy, place = self.ranked.between, self.chunks.param_copies[chunk], self.chunks.placed[chunk]
+        if slot is not None and place.home is Tier.GPU and not self._reserve(chunk, slot):
+            return nothing
+        if slot is not None and copy.state is not Residency.ARRIVING:
+            return nothing
+
+        def work() -> int:
+            if place.is_refreshed and copy.state is not Residency.ARRIVING:  # there was nothing new to fetch
+                return 0
+            num_bytes = self._count(Lane.GATHER, between.gather(chunk))
+            if copy.state is Residency.ARRIVING:
+                copy.move(Residency.CLEAN)
+                self.chunks.stale[chunk] = False
             return num_bytes
 
         return work
@@ -166,17 +204,22 @@ class Performer:
 
     def _clear(self, action: Action) -> LaneWork:
         assert action.chunk is not None and action.target is not None
-        chunk, slot = action.chunk, action.target.slot
-        return lambda: self.clear(chunk, slot)
+        return partial(self._open_at_zero, action.chunk, action.target.slot)
 
-    def clear(self, chunk: int, slot: int | None) -> None:
+    def _open_at_zero(self, chunk: int, slot: int | None) -> None:
         """Opens a gradient at zero: at its own place on the GPU, or in a slot. Not if a call that the plan did not
         foresee has added to it in this pass already: then the block's hold brings that sum back."""
-        if self.gradients.is_open(chunk):
+        is_reduced_home = self.chunks.placed[chunk].is_reduced_home
+        if self.gradients.is_open(chunk) and not is_reduced_home:
             return
+        if is_reduced_home:
+            assert self.ranked is not None
+            self.ranked.freshen_home(chunk)
         copy = self.chunks.grad_copies[chunk]
         if slot is None and chunk in self._left:  # it may still be on its way home from there
             self._left.pop(chunk).join()
+        if slot is None and self.ranked is not None:  # or be averaged there: nobody has asked for it
+            self.ranked.wait_for(chunk)
         if slot is not None and not self._take_gradient_slot(chunk, slot):
             return
         try:
@@ -198,7 +241,7 @@ class Performer:
         if chunk in self._left:
             self._left[chunk].join()
         num_bytes = 0
-        if self.gradients.has_gradient(chunk):
+        if self.gradients.is_summed(chunk) and not self.chunks.placed[chunk].is_reduced_home:
             waiting = None if buffer is None else buffer()
             num_bytes = self._count(Lane.H2D, self.chunks.bring_gradient(chunk, waiting))
         else:
@@ -225,6 +268,7 @@ class Performer:
         copy = self.chunks.grad_copies[chunk]
         if copy.state is Residency.CLEAN:  # opened, then its block was skipped
             self.drop_gradient(chunk)
+        assert chunk not in self.gradients.unreduced, f"the gradient of chunk {chunk} leaves before it is averaged"
         if copy.state is not Residency.DIRTY:
             return nothing
         copy.move(Residency.LEAVING)
@@ -246,6 +290,36 @@ class Performer:
                 self.chunks.grad_slots.used_until(chunk, fence)
             copy.move(Residency.ABSENT)
             self.chunks.grad_slots.drop(chunk)
+            return num_bytes
+
+        return work
+
+    def _reduce(self, action: Action) -> LaneWork:
+        assert action.chunk is not None
+        return self.reduce(action.chunk)
+
+    def reduce(self, chunk: int) -> LaneWork:
+        """Averages a gradient over all ranks. Also one to which this rank has added nothing: others have."""
+        assert self.ranked is not None
+        gradients, copy = self.ranked, self.chunks.grad_copies[chunk]
+        place = self.chunks.placed[chunk]
+        if place.in_grad_slot and self.chunks.grad_slots.first(chunk) is None:  # it has left off the plan
+            return nothing
+        gradients.will_be_averaged(chunk)
+        if copy.state is Residency.CLEAN and (place.in_grad_slot or place.leaves):
+            copy.move(Residency.HELD)
+            copy.move(Residency.DIRTY)
+        if place.is_reduced_home:
+            copy.move(Residency.LEAVING)
+        is_finished = gradients.is_finished(chunk)
+
+        def work() -> int:
+            num_bytes = self._count(Lane.REDUCE, gradients.between.reduce(chunk))
+            gradients.averaged(chunk, is_finished)
+            self.chunks.grad_slots.used_until(chunk, self._fence())
+            if place.is_reduced_home:
+                copy.move(Residency.ABSENT)
+                self.chunks.grad_slots.drop(chunk)
             return num_bytes
 
         return work

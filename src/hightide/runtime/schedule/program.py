@@ -1,15 +1,20 @@
-"""A schedule, indexed for interpretation. Built once per schedule; a pass only walks it."""
+"""A schedule, indexed for interpretation, and where a pass over it stands."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import defaultdict, deque
 
-from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
+from hightide.ir.action import TICK_OPS, Action, ActionKey, Mode, Op, Place, Schedule
 from hightide.ir.tier import Lane
+from hightide.runtime.blocks.activations import Stash
+from hightide.runtime.schedule.disk_performer import LaneWork
+from hightide.stores.ticket import Ticket
 
 
 class Program:
+    """Built once per schedule; a pass only walks it."""
+
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.mode: Mode = schedule.mode
@@ -65,3 +70,42 @@ class Program:
             if position < len(ticks):
                 soonest = min(soonest, ticks[position])
         return soonest
+
+
+class Pass:
+    def __init__(self, program: Program, first_due: int = 0) -> None:
+        """`first_due`: ticks of all passes before it. So what one of them has left over for this one, and what this one
+        asks for, can be compared."""
+        self.first_due = first_due
+        self.cursor = 0  # the tick that the plan expects next
+        self.tickets: dict[ActionKey, Ticket] = {}
+        self.buffers: dict[ActionKey, Place | None] = {}  # of READs that were issued: which they fill
+        self.works: dict[ActionKey, LaneWork] = {}  # of tables on the host: what a block has left to be done
+        self.stashes: dict[ActionKey, Stash] = {}  # on their way to host, by the action that takes them there
+        self.summed: set[int] = set()  # chunks to whose gradients it has added
+        self.is_going_back = False  # a block has begun its backward, whether it adds to gradients or not
+        self.backward_begun = False
+        self.backward_ended = False
+        self.is_agreed = False  # of several ranks: which parameters have gradients, those of plain autograd too
+        self.load(program)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Its backward has ended with an exception, between two ticks, or added to no gradients."""
+        return (self.is_going_back or self.backward_begun) and not self.backward_ended
+
+    def load(self, program: Program) -> None:
+        """Starts, or goes on after forward, with a program; what was issued already stays issued. But what was read
+        ahead from disk into a buffer that is now for something else is read again."""
+        self.program = program
+        for action in program.by_lane[Lane.DISK_READ]:
+            if self.buffers.get(action.id, action.target) != action.target:
+                del self.tickets[action.id]
+        self.pending = [
+            deque(action for action in actions if action.id not in self.tickets)
+            for actions in program.by_lane.values()
+            if actions
+        ]
+
+    def has_issued(self, names: tuple[ActionKey, ...]) -> bool:
+        return all([name in self.tickets for name in names])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -47,6 +49,21 @@ def test_each_piece_is_read_once(path: Path, monkeypatch: pytest.MonkeyPatch) ->
         for start in range(0, size, 333):
             file.read_into(start, memoryview(bytearray(min(333, size - start))))
     assert total[0] == size
+
+
+def test_threads_and_advice_that_are_not_to_be_had(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    def unknown(*_: object) -> NoReturn:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(checked, "background", refused)
+    monkeypatch.setattr(checked.os, "posix_fadvise", unknown)
+    memory = bytearray((path / NAME).stat().st_size)
+    with CheckedFile(path, manifest_of(path), NAME) as file:
+        file.read_into(0, memoryview(memory))
+    assert memory == (path / NAME).read_bytes()
 
 
 def test_a_damaged_piece_is_told_and_the_others_are_read(path: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+import threading
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +19,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hightide.checkpoint.files import filesystem, manifest, writer
+from hightide.checkpoint.files.blocks import NUM_BLOCKS, NUM_WRITERS, THREAD
 from hightide.checkpoint.files.folder import latest, verify
 from hightide.checkpoint.files.tensor_layout import Entry
 from hightide.checkpoint.files.writer import CheckpointWriter
+from hightide.stores.threads import background
 from small_checkpoints import content, values, write
 
 CALLS = ("make_folder", "create", "write", "set_aside", "sync", "await_written", "rename", "unlink", "remove_folder")
@@ -28,7 +33,7 @@ CALLS = ("make_folder", "create", "write", "set_aside", "sync", "await_written",
 def pieces(monkeypatch: pytest.MonkeyPatch) -> int:
     """Small ones."""
     monkeypatch.setattr(manifest, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(writer, "WRITE_BYTES", 1000)
+    monkeypatch.setattr(writer, "BLOCK_BYTES", 1024)
     return 4096
 
 
@@ -248,8 +253,9 @@ def test_an_error_of_any_call_is_told_and_leaves_nothing(
     call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = content(write(tmp_path, 1))
-    monkeypatch.setattr(writer, "DIRTY_BYTES", 1000)
+    monkeypatch.setattr(writer, "BLOCK_BYTES", 250)
     monkeypatch.setattr(manifest, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(filesystem, "past_cache", lambda _: False)
     real, calls = getattr(filesystem, call), []
 
     def fail(*args: Any) -> Any:
@@ -283,33 +289,148 @@ def test_a_parent_that_cannot_be_synced_is_told_and_the_checkpoint_stays(
     assert {"step-1", "step-2"} <= set(os.listdir(tmp_path)) and latest(tmp_path, verify=True) == tmp_path / "step-2"
 
 
-def test_pages_that_wait_for_the_disk_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(writer, "DIRTY_BYTES", 4 * 4096)
-    dirty, peak, kept = 0, 0, set()
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of a sector each, four to a piece."""
+    monkeypatch.setattr(manifest, "PIECE_BYTES", 4 * 4096)
+    monkeypatch.setattr(writer, "BLOCK_BYTES", 4096)
+    return 4096
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_blocks_that_wait_for_the_disk_are_bounded(
+    is_direct: bool, tmp_path: Path, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the disk stands still, so many are filled; and nothing stays in the cache that is not waited for."""
+    monkeypatch.setattr(filesystem, "past_cache", lambda _: is_direct)
+    goes_on, waited, gone = threading.Event(), set(), set()
     real_write, real_await, real_let_go = filesystem.write, filesystem.await_written, filesystem.let_go
 
     def write_(file: int, memory: memoryview, offset: int) -> int:
-        nonlocal dirty, peak
-        dirty += len(memory)
-        peak = max(peak, dirty)
+        if len(memory) == blocks:
+            assert goes_on.wait(60)
         return real_write(file, memory, offset)
 
     def await_written(file: int, offset: int, num_bytes: int) -> None:
-        nonlocal dirty
-        dirty -= num_bytes
-        kept.add((file, offset))
+        waited.add((file, offset))
         real_await(file, offset, num_bytes)
 
     def let_go(file: int, offset: int, num_bytes: int) -> None:
-        kept.discard((file, offset))
+        gone.add((file, offset))
         real_let_go(file, offset, num_bytes)
 
     monkeypatch.setattr(filesystem, "write", write_)
     monkeypatch.setattr(filesystem, "await_written", await_written)
     monkeypatch.setattr(filesystem, "let_go", let_go)
-    write(tmp_path, 1, numel=20_000)
-    assert 4 * 4096 <= peak <= 6 * 4096 and not kept  # of two files, each at most a piece more
+    put: list[int] = []
+
+    def save() -> None:
+        with CheckpointWriter(tmp_path, 1) as checkpoint:
+            file = checkpoint.tensors("model.safetensors", [Entry("a", torch.uint8, (100 * blocks,))])
+            for number in range(100):
+                file.put(torch.full((blocks,), number, dtype=torch.uint8))
+                put.append(number)
+            checkpoint.commit({})
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    deadline_s = time.monotonic() + 60
+    while len(put) < NUM_BLOCKS - 1 and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert NUM_BLOCKS - 1 <= len(put) <= NUM_BLOCKS
+    goes_on.set()
+    thread.join(60)
+    assert verify(tmp_path / "step-1") and len(put) == 100
+    assert len(waited) == (0 if is_direct else 101) and waited <= gone
+
+
+def test_a_manifest_of_several_blocks_is_written_before_it_is_synced(
+    tmp_path: Path, blocks: int, monkeypatch: pytest.MonkeyPatch, log: list[tuple[str, str]]
+) -> None:
+    real_write = filesystem.write
+
+    def slowly(file: int, memory: memoryview, offset: int) -> int:
+        time.sleep(0.02)
+        return real_write(file, memory, offset)
+
+    monkeypatch.setattr(filesystem, "write", slowly)
+    with CheckpointWriter(tmp_path, 1) as checkpoint:
+        path = checkpoint.commit({"notes": "x" * 3 * blocks})
+    assert verify(path)
+    calls = [call for call, about in log if about == "manifest.json"]
+    assert calls.index("sync") > 3 and "write" not in calls[calls.index("sync") :]
+
+
+def test_blocks_end_in_any_order(tmp_path: Path, blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for one that was sent after it, as far as threads allow."""
+    real_write, offsets, lock = filesystem.write, [], threading.Condition()
+
+    def write_(file: int, memory: memoryview, offset: int) -> int:
+        with lock:
+            if len(memory) == blocks and offset % (2 * blocks) == 0:
+                lock.wait_for(lambda: offset + blocks in offsets, timeout=0.1)
+            count = real_write(file, memory, offset)
+            offsets.append(offset)
+            lock.notify_all()
+        return count
+
+    monkeypatch.setattr(filesystem, "write", write_)
+    value = torch.randint(256, (40 * blocks,), dtype=torch.uint8)
+    with CheckpointWriter(tmp_path, 1) as checkpoint:
+        file = checkpoint.tensors("model.safetensors", [Entry("a", torch.uint8, (40 * blocks,))])
+        for part in value.split(5000):
+            file.put(part)
+        checkpoint.commit({})
+    assert offsets != sorted(offsets)
+    assert verify(tmp_path / "step-1") and torch.equal(load_file(tmp_path / "step-1" / "model.safetensors")["a"], value)
+
+
+def test_a_file_system_that_refuses_direct_writes_gets_others(
+    tmp_path: Path, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some do so at the first write only."""
+    real_write, refused = filesystem.write, []
+
+    def write_(file: int, memory: memoryview, offset: int) -> int:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_write(file, memory, offset)
+
+    monkeypatch.setattr(filesystem, "write", write_)
+    path = write(tmp_path, 1, numel=20_000)
+    assert verify(path)
+    if not refused:
+        pytest.skip("this file system has none anyway")
+
+
+def test_the_writers_threads_end_with_it(tmp_path: Path, blocks: int) -> None:
+    def living() -> int:
+        return sum(thread.name.startswith(THREAD) for thread in threading.enumerate())
+
+    with CheckpointWriter(tmp_path, 1) as checkpoint:
+        file = checkpoint.tensors("model.safetensors", [Entry("a", torch.uint8, (20 * blocks,))])
+        file.put(torch.ones(18 * blocks, dtype=torch.uint8))
+        assert 0 < living() <= NUM_WRITERS
+    assert living() == 0 and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_where_no_threads_are_to_be_had(
+    num_threads: int, tmp_path: Path, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system may limit them, and a process that ends starts none."""
+    started: list[str] = []
+
+    def limited(name: str, work: Callable[[], object]) -> threading.Thread:
+        if len(started) == num_threads:
+            raise RuntimeError("can't start new thread")
+        started.append(name)
+        return background(name, work)
+
+    monkeypatch.setattr("hightide.checkpoint.files.blocks.background", limited)
+    assert verify(write(tmp_path, 1, numel=20_000)) and len(started) == num_threads
 
 
 def test_nothing_is_synced_while_values_are_put(tmp_path: Path, log: list[tuple[str, str]]) -> None:

@@ -92,9 +92,9 @@ def bytes_per_token(call: CallSpec, length: int) -> tuple[float, float, float]:
         (GPU, torch.bfloat16, {}),
         (GPU, torch.float16, {"dropout": 0.1}),
         (GPU, torch.float32, {"key_heads": HEADS}),
-        (GPU, torch.float32, {"key_heads": HEADS, "dropout": 0.1}),
+        pytest.param(GPU, torch.float32, {"key_heads": HEADS, "dropout": 0.1}, marks=pytest.mark.long),
         (CPU, torch.float32, {}),
-        (CPU, torch.bfloat16, {}),
+        pytest.param(CPU, torch.bfloat16, {}, marks=pytest.mark.long),
     ],
 )
 def test_bytes_are_linear_in_the_length_where_no_square_exists(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import hightide
 import models
+from each_value import each_value
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
@@ -328,8 +329,7 @@ def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) ->
 LOOPS = (accumulated, evaluated, left_out, in_a_thread, failing, scaled)
 
 
-@pytest.mark.parametrize("activation", HELD)
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("loop", "activation"), each_value(LOOPS, list(HELD)))
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_loops_do_not_depend_on_where_things_wait(loop: Callable[..., list[float]], activation: Activation) -> None:
     results = []

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutput
 
 import hightide
-from hightide.runtime import run as runtime_run
+from hightide.runtime import model_passes
 from hightide.runtime.blocks.batch import CpuCopies, map_tensors
 from hightide.runtime.surgery import run_of
 
@@ -130,9 +130,9 @@ def test_the_batch_goes_before_any_parameter(monkeypatch: pytest.MonkeyPatch) ->
     run = run_of(model)
     assert run is not None
     order: list[str] = []
-    submit, move = run.lanes.submit, runtime_run.copy_to
+    submit, move = run.lanes.submit, model_passes.copy_to
     monkeypatch.setattr(run.lanes, "submit", lambda id, *rest: (order.append(id), submit(id, *rest))[1])
-    monkeypatch.setattr(runtime_run, "copy_to", lambda *rest: (order.append("batch"), move(*rest))[1])
+    monkeypatch.setattr(model_passes, "copy_to", lambda *rest: (order.append("batch"), move(*rest))[1])
     model(batch).sum().backward()
     assert order[0] == "batch" and order[1].startswith("fetch"), order[:4]
     hightide.unwrap(model)

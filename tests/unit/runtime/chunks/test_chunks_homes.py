@@ -81,9 +81,9 @@ def test_parameters_go_into_a_file_and_come_back(subject: Subject) -> None:
         assert not chunks.value(key).is_memory
         chunks.param_slots.take(0, chunk)
         assert chunks.bring_param(chunk) == chunks.specs[chunk].param_bytes
-        chunks.bind(chunk)
+        chunks.binding.bind(chunk)
         assert torch.equal(chunks.parameters[key].data, plain[key])
-        chunks.unbind(chunk)
+        chunks.binding.unbind(chunk)
         chunks.param_slots.drop(chunk)
 
 
@@ -96,7 +96,8 @@ def test_new_values_and_masters_are_stored_in_a_file(subject: Subject) -> None:
         chunks.store(key, value)
         assert torch.equal(chunks.value(key).get(), value)
         has_master = value.dtype != torch.float32
-        assert chunks.restore_master(key, exact) == has_master
+        assert chunks.fits_master(key, exact) == has_master
+        chunks.restore_master(key, exact)
         master = chunks.master_of(key)
         assert torch.equal(master, exact) if master is not None else not has_master
         chunks.store(key, value)
@@ -112,7 +113,7 @@ def test_gradients_wait_in_a_file(subject: Subject) -> None:
     chunk, entry = chunks.places[key]
     chunks.grad_slots.take(0, chunk)
     summed = chunks.grad_on_gpu(chunk).normal_()
-    rounded = summed.to(chunks.grad_dtype(chunk)).float()
+    rounded = summed.to(chunks.grad(chunk).dtype).float()
     chunks.send_gradient(chunk)
     summed.zero_()
     chunks.bring_gradient(chunk)
@@ -120,7 +121,7 @@ def test_gradients_wait_in_a_file(subject: Subject) -> None:
     assert torch.equal(gradients.read(key).float(), chunks.view_of(rounded, entry))
     gradients.scale(key, 0.5)
     gradients.add(key, torch.ones(chunks.shapes[key]))
-    expected = (chunks.view_of(rounded, entry) * 0.5).to(chunks.grad_dtype(chunk)).add(1.0)
+    expected = (chunks.view_of(rounded, entry) * 0.5).to(chunks.grad(chunk).dtype).add(1.0)
     assert torch.equal(gradients.read(key), expected.to(gradients.read(key).dtype))
     chunks.parameters[key].grad = torch.full(chunks.shapes[key], 0.25, dtype=chunks.parameters[key].dtype)
     assert gradients.any_valid()
@@ -139,7 +140,7 @@ def test_values_and_states_move_from_and_to_a_file(subject: Subject, before: Tie
             state.put(torch.randint(-100, 100, state.shape))
         states[key] = [state.get() for state in old.states_of(key)]
     carried = StatesOnTheMove(subject.plan, old, gradients)
-    old.let_go()
+    old.binding.let_go()
     new = subject.chunks(after)
     new.load(carried.origins(), begins=False)
     gradients.move_to(new)

@@ -12,6 +12,7 @@ import torch
 
 import hightide
 import models
+from each_value import each_value
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
@@ -315,18 +316,20 @@ def fail_to_move(run: Run, plan: Plan, planted: Planted) -> None:
     assert used_bytes == (run.gpu.used_bytes, run.host.used_bytes)
 
 
-@pytest.mark.parametrize("planted", FAILURES, ids=lambda planted: planted.__name__)
 @pytest.mark.parametrize(
-    ("before", "after", "dtype"),
-    [
-        ("resident", "streamed", torch.bfloat16),
-        ("streamed", "resident", torch.float32),
-        ("updated on host", "resident", torch.float16),
-    ],
+    ("way", "planted"),
+    each_value(
+        (
+            ("resident", "streamed", torch.bfloat16),
+            ("streamed", "resident", torch.float32),
+            ("updated on host", "resident", torch.float16),
+        ),
+        FAILURES,
+    ),
+    ids=lambda value: value.__name__ if callable(value) else " ".join(map(str, value)),
 )
-def test_after_a_move_that_fails_training_goes_on(
-    before: str, after: str, dtype: torch.dtype, planted: Planted
-) -> None:
+def test_after_a_move_that_fails_training_goes_on(way: tuple[str, str, torch.dtype], planted: Planted) -> None:
+    before, after, dtype = way
     outcomes = []
     for fails in (False, True):
         pair = with_buffer(*models.hand_written(num_layers=3))

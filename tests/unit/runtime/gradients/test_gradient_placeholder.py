@@ -23,6 +23,9 @@ class Owner:
     def norm(self, key: str, norm_type: float) -> Tensor:
         return torch.linalg.vector_norm(self.gradients[key].float(), norm_type)
 
+    def is_finite(self, key: str) -> Tensor:
+        return self.gradients[key].isfinite().all()
+
     def scale(self, key: str, factor: float | Tensor) -> None:
         self.gradients[key].mul_(factor)
 

@@ -98,6 +98,20 @@ def test_it_adds_to_sums_that_exist() -> None:
     pair.assert_same_gradients()
 
 
+@pytest.mark.parametrize("options", [{"reduction": "sum"}, {"reduction": "sum", "label_smoothing": 0.1}, {}], ids=str)
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_without_a_label_there_is_no_gradient_whatever_the_loss_is_divided_by(
+    in_forward: bool, options: dict[str, Any]
+) -> None:
+    """By the number of labels, which is zero."""
+    pair = early()
+    pair.head.in_forward = in_forward
+    pair.labels.fill_(-100)
+    both(pair, scale=float("inf"), **options)
+    assert pair.plain_hidden.grad is not None and not pair.plain_hidden.grad.any()
+    pair.assert_same_gradients()
+
+
 def test_operations_on_logits_are_gone_through() -> None:
     pair = early()
     plain, lazy = (30 * torch.tanh(logits.float() / 30) for logits in pair.logits())

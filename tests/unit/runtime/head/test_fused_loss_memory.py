@@ -12,6 +12,7 @@ from torch import nn
 
 import hightide
 import models
+from each_value import each_value
 from hightide.ir.action import Mode
 from hightide.ir.plan import Plan
 from hightide.planner.infeasible import InfeasiblePlan
@@ -64,15 +65,17 @@ def forecast_and_peak(
     return forecast - others, peak["activations"]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("tile_tokens", "kept_tokens"), [(NUM_ROWS, 0), (64, 0), (64, 64), (64, 130), (64, NUM_ROWS), (NUM_ROWS, NUM_ROWS)]
+    ("tokens", "dtype"),
+    each_value(
+        ((NUM_ROWS, 0), (64, 0), (64, 64), (64, 130), (64, NUM_ROWS), (NUM_ROWS, NUM_ROWS)),
+        (torch.float32, torch.bfloat16),
+    ),
 )
-def test_the_forecast_bounds_the_peak_of_the_loss_within_a_tenth(
-    dtype: torch.dtype, tile_tokens: int, kept_tokens: int
-) -> None:
+def test_the_forecast_bounds_the_peak_of_the_loss_within_a_tenth(tokens: tuple[int, int], dtype: torch.dtype) -> None:
+    """`tokens`: in a tile, and kept."""
     model, batch = language_model(dtype)
-    forecast, peak = forecast_and_peak(model, batch, tile_tokens, kept_tokens)
+    forecast, peak = forecast_and_peak(model, batch, *tokens)
     assert peak <= forecast <= 1.1 * peak
 
 

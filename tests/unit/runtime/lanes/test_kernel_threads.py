@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from forked import run_script
 from hightide.optim import build
 from hightide.optim.c_kernel import numbers_type
 from hightide.runtime.lanes.kernel_threads import WorkInC
@@ -148,14 +146,10 @@ def test_work_that_comes_after_the_end_is_done_by_who_brings_it() -> None:
 @pytest.mark.parametrize(
     "end",
     [
-        "",
+        pytest.param("", marks=pytest.mark.long),
         "del lanes, update",
         "child = os.fork()\nif child: assert os.waitpid(child, 0)[1] == 0\nelse: lanes.close(0.1)",
     ],
 )
 def test_a_process_ends_while_they_wait(end: str) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", EXITS + end]
-    started_s = time.monotonic()
-    done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert time.monotonic() - started_s < 60
+    assert run_script(EXITS + end, [], timeout_s=60).status == 0

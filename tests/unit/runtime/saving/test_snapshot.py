@@ -14,6 +14,7 @@ from readers import Case, Reader, Values, assert_same_bits, with_spare
 
 import disk_plans
 import models
+from each_value import each_value
 from hightide.ir.tier import Lane, Tier
 from hightide.runtime import run as run_module
 from hightide.runtime.lanes import lanes
@@ -53,7 +54,7 @@ def expected(homes: str, update: str, accumulate: int = 1) -> tuple[Values, Valu
     return found
 
 
-CASES = [(homes, update, PLENTY) for homes in disk_plans.HOMES for update in ("deferred", "in_backward")]
+CASES = each_value(list(disk_plans.HOMES), ("deferred", "in_backward"), (PLENTY,))
 CASES += [("gpu", "deferred", NONE), ("gpu", "in_backward", LITTLE), ("host", "in_backward", NONE)]
 CASES += [("host", "deferred", LITTLE), ("all on disk", "in_backward", NONE), ("states on disk", "deferred", LITTLE)]
 CASES += [("every tier", "deferred", NONE), ("every tier", "in_backward", LITTLE)]

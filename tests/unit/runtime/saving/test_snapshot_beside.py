@@ -375,7 +375,8 @@ def test_one_tile_at_a_time_runs_ahead_on_the_link() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_a_chunk_without_elements_changes_nothing() -> None:
+@pytest.mark.parametrize("homes", ["host", "gpu"])
+def test_a_chunk_without_elements_changes_nothing(homes: str) -> None:
     class Empty(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -388,7 +389,7 @@ def test_a_chunk_without_elements_changes_nothing() -> None:
             return {"loss": x.square().mean() + self.none(x[:, :0]).sum()}
 
     def placed(plan: Plan) -> Plan:
-        return with_spare(disk_plans.placed(plan, "host"), PLENTY)
+        return with_spare(disk_plans.placed(plan, homes), PLENTY)
 
     training = Case(lambda: (Empty(), {"x": torch.ones(4, 8)}), placed).begin()
     training.steps(1)

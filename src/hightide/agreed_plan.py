@@ -1,0 +1,54 @@
+"""One plan for all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+from hightide.ir import codec
+from hightide.ir.block import ModelProfile
+from hightide.ir.costs import Costs
+from hightide.ir.machine import Machine
+from hightide.ir.plan import Plan
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.slowest import slowest_problem
+from hightide.planner.solution import Searched
+from hightide.shard.agreement import from_first, least
+from hightide.shard.collectives import Collectives
+
+
+def plan_of_all(
+    collectives: Collectives,
+    profile: ModelProfile,
+    terms: Terms,
+    posed: Callable[[Terms], Problem],
+    planned: Callable[[Problem], Searched],
+) -> Searched:
+    """The first rank makes it, for the least that any of them may have, and the slowest that any of
+    them has measured."""
+    own = {"gpu_bytes": terms.gpu_bytes, "host_bytes": terms.host_bytes, "disk_bytes": terms.disk_bytes}
+    found = {name: int(value or 0) for name, value in least(collectives, own).items()}
+    of_all = replace(
+        terms,
+        gpu_bytes=found["gpu_bytes"],
+        host_bytes=found["host_bytes"],
+        disk_bytes=found["disk_bytes"],
+        ranks=collectives.ranks.world,
+    )
+    problem = posed(of_all)
+    own_facts = json.dumps([codec.to_json(problem.costs), codec.to_json(problem.machine)]).encode()
+    facts = [json.loads(row) for row in collectives.exchange("costs and machines", own_facts)]
+    measured = [(codec.from_json(Costs, costs), codec.from_json(Machine, machine)) for costs, machine in facts]
+    problem = slowest_problem(problem, profile, measured)
+
+    def made() -> str:
+        searched = planned(problem)
+        return json.dumps([codec.to_json(searched.plan), codec.to_json(searched.problem.costs)])
+
+    plan_text, costs_text = json.loads(from_first(collectives, "a plan", made))
+    plan = codec.from_json(Plan, plan_text)
+    problem = replace(problem, profile=plan.profile or problem.profile, costs=codec.from_json(Costs, costs_text))
+    solution = Searched.elsewhere(problem, plan)
+    solution.verify()
+    return solution

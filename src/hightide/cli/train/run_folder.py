@@ -1,0 +1,104 @@
+"""The folder of a run: settings, plan, one line of metrics per step, a summary, checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hightide.cli.train.config import TrainConfig
+from hightide.cli.train.folder_lock import FolderLock
+from hightide.cli.train.metrics_file import MetricsFile, cut
+from hightide.process import files
+
+PLAN, TIMELINE, METRICS, SUMMARY = "plan.json", "timeline.json", "metrics.jsonl", "summary.json"
+SETTINGS, CHECKPOINTS, EVALUATIONS = "config.yaml", "checkpoints", "evaluations.jsonl"
+MODEL, ADAPTER = "model", "adapter"  # what was trained, for other libraries
+
+
+class RunFolder:
+    """<out>/<name>-NNN with config.yaml, plan.json, metrics.jsonl, summary.json, the trained model in model/ or
+    adapter/ and, if recorded, timeline.json. One that saves has checkpoints/step-N too, and a lock: it may be resumed,
+    by one process at a time."""
+
+    def __init__(self, config: TrainConfig, resumed: Path | None = None, num_steps: int = 0) -> None:
+        """`resumed`: the folder of a run that goes on after `num_steps`, which its caller has locked."""
+        self.path = _new_folder(Path(config.out), config.name) if resumed is None else resumed
+        self._lock: FolderLock | None = None
+        self.checkpoints = self.path / CHECKPOINTS
+        if resumed is None and config.save.every is not None:
+            self._lock = FolderLock(self.path)
+            self.checkpoints.mkdir()
+        for name in (SETTINGS, PLAN, METRICS, SUMMARY, TIMELINE, EVALUATIONS, MODEL, ADAPTER):
+            if (self.path / name).is_symlink():
+                raise ValueError(f"{self.path / name} is a link, which a run does not write through; remove it")
+        self.num_lost = num_steps - cut(self.path / METRICS, num_steps)  # lines that should be there
+        cut(self.path / EVALUATIONS, num_steps)
+        if resumed is not None:
+            (self.path / SUMMARY).unlink(missing_ok=True)
+        files.write_text(self.path / SETTINGS, config.to_yaml())
+        self.plan_path, self.timeline_path = self.path / PLAN, self.path / TIMELINE
+        self.model_path = self.path / (MODEL if config.lora is None else ADAPTER)
+        self._metrics = MetricsFile(self.path / METRICS)
+        self.metrics_path = self._metrics.path
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        self._metrics.log(metrics)
+
+    def log_evaluation(self, numbers: dict[str, Any]) -> None:
+        """A few in a run: the file is opened for each."""
+        file = MetricsFile(self.path / EVALUATIONS)
+        file.log(numbers)
+        file.close()
+
+    def sync(self) -> None:
+        self._metrics.sync()
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        files.write_text(self.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._metrics.close()
+        if self._lock is not None:
+            self._lock.close()
+
+
+def newest_saved(out: Path, name: str) -> Path | None:
+    """The run folder of this name with the highest number, of those that have checkpoints, whatever lies there under
+    that name."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        numbered = sorted((_number(path, name), path) for path in out.iterdir())
+        for number, path in reversed(numbered):
+            if number and path.is_dir() and os.path.lexists(path / CHECKPOINTS):
+                return path
+    return None
+
+
+def _new_folder(out: Path, name: str) -> Path:
+    """The first number that is free. mkdir decides, so two runs that start at once get two folders."""
+    path = out
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1 + max((_number(path, name) for path in out.iterdir()), default=0)):
+            path = out / f"{name}-{number:03d}"
+            with suppress(FileExistsError):
+                path.mkdir()
+                return path
+    except FileExistsError:  # of `out`
+        what = "is a link to nothing" if out.is_symlink() else "is no folder"
+        raise ValueError(f"cannot create the run folder in {out}: it {what}; choose another --out") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in it
+        problem = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"cannot create the run folder {str(path)!r}: {problem}; choose another --out") from error
+    raise AssertionError("numbers do not end")
+
+
+def _number(path: Path, name: str) -> int:
+    digits = path.name.removeprefix(f"{name}-")
+    return int(digits) if digits != path.name and digits.isdecimal() else 0

@@ -1,0 +1,228 @@
+"""`hightide train`: from settings to a trained model. Reads top to bottom."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from signal import SIGINT, Signals
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import hightide
+from hightide.cli.train.company import Company
+from hightide.cli.train.config import OptimizerConfig, TrainConfig
+from hightide.cli.train.model_source import ModelSource, find_model
+from hightide.cli.train.resume import Resumed, beside_first, find_checkpoint
+from hightide.cli.train.run_folder import RunFolder
+from hightide.cli.train.run_state import deciding, placing
+from hightide.cli.train.saves import SaveFailed
+from hightide.cli.train.training_data import TrainingData, read_data
+from hightide.cli.train.training_run import TrainingRun
+from hightide.integrations.folder import import_transformers
+from hightide.ir.tier import Tier
+from hightide.planner.advice.helpful import limit_option, size_option
+from hightide.planner.infeasible import InfeasiblePlan
+
+
+def train(config: TrainConfig, console: Console, record: bool = False) -> Signals | None:
+    """Runs the whole command. `record`: what the last step did is written into the run folder. Returns the signal that
+    ended it early, if one did."""
+    with ExitStack() as stack:
+        stack.enter_context(_without_advice())
+        company = Company.find(config.device)
+        stack.callback(company.close)
+        if not company.is_first:
+            console = Console(file=io.StringIO())
+        if company.world > 1 and config.device == "cuda":  # each has its own
+            config = replace(config, device=None)
+        _check_company(config, company, record)
+        source = find_model(config, console)
+        config = source.settled(config)
+        data = read_data(config, source, console)
+        config = data.settled(config)
+        decides = deciding(config, {"model": source.checksum, "data": data.checksum})
+        resumed = _found_by_first(config, decides, console, company)
+        assert config.steps is not None
+        if resumed is not None:
+            if resumed.lock is not None:
+                stack.callback(resumed.lock.close)
+            if resumed.is_finished(config.steps):
+                console.print(resumed.finished_text(config.steps), markup=False, soft_wrap=True)
+                return None
+        num_left = config.steps - (0 if resumed is None else resumed.step)
+        if record and num_left < 2:
+            what = f"steps is {config.steps}" if resumed is None else f"{num_left} of {config.steps} steps are left"
+            raise ValueError(f"--record shows a step that follows another, but {what}; do at least 2")
+        run = prepare(config, console, source, data, company, decides, resumed)
+        run.introduce()
+        made: list[RunFolder] = []
+
+        def make() -> str:
+            made.append(RunFolder(config, None if resumed is None else resumed.folder, num_steps=len(run.losses)))
+            return str(made[0].checkpoints)
+
+        run.checkpoints = Path(company.from_first("the run folder", make))
+        return _train_in(stack.enter_context(made[0]), run, record) if company.is_first else _train_beside(run)
+
+
+def _found_by_first(config: TrainConfig, decides: dict[str, Any], console: Console, company: Company) -> Resumed | None:
+    """The first rank looks, and has the lock; all go on from what it finds."""
+    found: list[Resumed | None] = []
+
+    def find() -> str:
+        found.append(find_checkpoint(config, decides, console))
+        return "" if found[0] is None else found[0].to_text()
+
+    text = company.from_first("a checkpoint", find)
+    return found[0] if company.is_first else beside_first(text, decides, console)
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Of transformers, which is about loops that are not ours."""
+    import_transformers()  # it sets the level itself
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def _check_company(config: TrainConfig, company: Company, record: bool) -> None:
+    if company.world == 1:
+        return
+    if config.data.sequences % company.world:
+        raise ValueError(
+            f"{config.data.sequences} rows per step cannot be divided among {company.world} ranks; give --sequences "
+            f"{-(-config.data.sequences // company.world) * company.world}"
+        )
+    if record:
+        raise ValueError(f"--record shows the steps of one rank, and there are {company.world}; leave it out")
+
+
+def _train_beside(run: TrainingRun) -> Signals | None:
+    """On every rank but the first, which alone has a run folder."""
+    stopped = run.steps(None)
+    if stopped is None:
+        run.conclude(None)
+    return stopped
+
+
+def _train_in(folder: RunFolder, run: TrainingRun, record: bool) -> Signals | None:
+    console = run.console
+    if folder.num_lost:
+        what = f"metrics.jsonl lacks {folder.num_lost} of the first {len(run.losses)} steps"
+        console.print(f"warning: {what}", style="yellow")
+    hightide.stats(run.model).plan.save(folder.plan_path)
+    try:
+        stopped = run.recorded_steps(folder) if record else run.steps(folder)
+        if stopped is None:
+            run.conclude(folder)
+    except KeyboardInterrupt:
+        stopped = SIGINT
+    if stopped is not None:
+        console.print(f"interrupted after step {len(run.losses)} of {run.num_steps}")
+        if record and not folder.timeline_path.exists():
+            console.print("no recording: the run ended before there was one")
+        if run.newest_saved:
+            how = "the same command" if run.config.resume is not False else "the same command without --no-resume"
+            console.print(f"step {run.newest_saved} is saved: {how} goes on from there")
+    names = ["metrics.jsonl", "plan.json", "config.yaml"]
+    names += [path.name for path in (folder.model_path, folder.timeline_path, folder.checkpoints) if path.exists()]
+    console.print(f"run folder: {folder.path}  ({', '.join(names)})", markup=False, soft_wrap=True)
+    if stopped is None and run.config.save.every is not None and run.newest_saved < len(run.losses):
+        raise SaveFailed(
+            f"step {len(run.losses)}, the last one, is not saved; the same command does again what is lost"
+        )
+    return stopped
+
+
+def prepare(
+    config: TrainConfig,
+    console: Console,
+    source: ModelSource,
+    data: TrainingData,
+    company: Company | None = None,
+    decides: dict[str, Any] | None = None,
+    resumed: Resumed | None = None,
+) -> TrainingRun:
+    """The wrapped model with all that belongs to it; at a checkpoint, if there is one."""
+    company = company or Company()
+    decides = decides or deciding(config, {"model": source.checksum, "data": data.checksum})
+    model = source.build(config)
+    num_params = sum(param.numel() for param in model.parameters())
+    optimizer = _build_optimizer(model, config.optimizer)
+    model, optimizer = _wrapped(config, console, data, company, model, optimizer, resumed)
+    calls = hightide.stats(model).plan.accumulate
+    run = TrainingRun(config, console, source, data, company, decides, model, optimizer, num_params, calls)
+    run.begin(resumed)
+    return run
+
+
+def _wrapped(
+    config: TrainConfig,
+    console: Console,
+    data: TrainingData,
+    company: Company,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    resumed: Resumed | None,
+) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """With the plan of the checkpoint, if what it was made for is as it was: then values are the same to the bit."""
+    limits, num_rows = config.limits.resolve(), config.data.sequences // company.world
+    wrap = partial(hightide.wrap, model, optimizer, compile=config.compile, device=config.device)
+    if resumed is not None and resumed.plan is not None and resumed.state.placing == placing(config, company.world):
+        plan = resumed.plan
+        try:
+            return wrap(data.train.example(num_rows // plan.accumulate), limits=_disks(limits), plan=plan)
+        except ValueError as error:  # it has less memory, say
+            console.print(f"the plan of the checkpoint cannot be used, another is made: {error}", markup=False)
+    calls = _calls(config, num_rows)
+    try:
+        return wrap(
+            data.train.example(num_rows // (calls or 1)),
+            limits=limits,
+            micro_batch=config.micro_batch,
+            update=config.update.value,
+            gradients=config.gradients.value,
+            accumulate=calls or "auto",
+        )
+    except InfeasiblePlan as error:
+        if not error.enough:
+            raise
+        raise ValueError(f"{error}; as options: {', or '.join(map(_as_options, error.enough))}") from error
+
+
+def _as_options(sizes: Mapping[Tier, int]) -> str:
+    return " ".join(limit_option(tier, size_option(size)) for tier, size in sizes.items())
+
+
+def _disks(limits: hightide.Limits) -> hightide.Limits:
+    return hightide.Limits(disk=limits.disk)
+
+
+def _calls(config: TrainConfig, num_rows: int) -> int | None:
+    """Per step, as the settings have it; with a micro-batch that is given, one. None: the planner chooses."""
+    if config.calls is None:
+        return 1 if config.micro_batch is not None or num_rows == 1 else None
+    if num_rows % config.calls:
+        raise ValueError(f"--calls {config.calls} does not divide the {num_rows} rows of a rank")
+    return config.calls
+
+
+def _build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    first, second = config.betas
+    trained = [param for param in model.parameters() if param.requires_grad]
+    assert config.lr is not None
+    return torch.optim.AdamW(
+        trained, lr=config.lr, betas=(first, second), eps=config.eps, weight_decay=config.weight_decay
+    )

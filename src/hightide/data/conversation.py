@@ -1,0 +1,119 @@
+"""Conversations as tokens, by the tokenizer's own chat template, and which of them the assistant says.
+
+[Note: what the assistant says] A template may mark it itself ({% generation %}), and then it is asked. Most do not:
+then the conversation is written up to each of the assistant's turns, with the words that begin one, and up to its end.
+Where both are beginnings of the whole, what lies between them is the turn. Templates that write earlier turns in
+another way later (without their thoughts, say) are found out by that, and refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from hightide.ir.foreign import KEPT, quoted, shown
+
+ASSISTANT = "assistant"
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class Conversations:
+    def __init__(self, tokenizer: Any, completions_only: bool) -> None:
+        self._tokenizer, self._completions_only = tokenizer, completions_only
+        template = getattr(tokenizer, "chat_template", None)
+        self._has_template = template is not None
+        self._is_marked = isinstance(template, str) and _MARKED.search(template) is not None
+
+    def tokens(self, messages: object, where: str) -> tuple[list[int], list[bool]]:
+        """With what is learned of them. `where`: the row, for messages."""
+        if not self._has_template:
+            raise ValueError(
+                f"{where}: it has messages, and the model's tokenizer has no chat template; take the instruct variant "
+                "of the model, put a chat_template.jinja into its folder, or give rows with prompt and completion"
+            )
+        turns = _checked(messages, where)
+        if self._completions_only and self._is_marked:
+            return self._as_marked(turns, where)
+        text = self._written(turns, where)
+        if not self._completions_only:
+            ids = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+            return ids, [True] * len(ids)
+        return self._between(text, self._spans(turns, text, where), where)
+
+    def _written(self, turns: Sequence[dict[str, Any]], where: str, begins_turn: bool = False) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=begins_turn)
+        except Exception as error:  # of the template, which raises what it likes
+            raise ValueError(
+                f"{where}: the chat template does not take these messages: {shown(error, KEPT)}; roles are "
+                f"{', '.join(str(turn['role']) for turn in turns[:8]) or 'none'}"
+            ) from error
+        check_characters(text, where)
+        return text
+
+    def _as_marked(self, turns: list[dict[str, Any]], where: str) -> tuple[list[int], list[bool]]:
+        try:
+            made = self._tokenizer.apply_chat_template(
+                turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+        except Exception as error:
+            raise ValueError(f"{where}: the chat template does not take it: {shown(error, KEPT)}") from error
+        return list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
+
+    def _spans(self, turns: list[dict[str, Any]], text: str, where: str) -> list[tuple[int, int]]:
+        """Characters of the text. See [Note: what the assistant says]."""
+        spans = []
+        for index, turn in enumerate(turns):
+            if turn["role"] != ASSISTANT:
+                continue
+            before = self._written(turns[:index], where, begins_turn=True) if index else ""
+            behind = self._written(turns[: index + 1], where) if index + 1 < len(turns) else text
+            if not behind.startswith(before) or not text.startswith(behind):
+                raise ValueError(
+                    f"{where}: the chat template writes turn {index + 1} in another way when more follow, so what the "
+                    "assistant says cannot be told; leave --completions-only out, mark it in the template "
+                    "({% generation %}), or give rows with prompt and completion"
+                )
+            spans.append((len(before), len(behind)))
+        return spans
+
+    def _between(self, text: str, spans: list[tuple[int, int]], where: str) -> tuple[list[int], list[bool]]:
+        if not getattr(self._tokenizer, "is_fast", False):
+            raise ValueError(
+                f"{where}: --completions-only needs a tokenizer that tells which characters a token is; this is a "
+                f"{type(self._tokenizer).__name__} without a tokenizer.json: save it as a fast one, or leave it out"
+            )
+        made = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        is_learned, current = [], 0
+        for begin, end in made["offset_mapping"]:
+            while current < len(spans) and spans[current][1] <= begin:
+                current += 1
+            is_learned.append(current < len(spans) and spans[current][0] <= begin and end > begin)
+        return made["input_ids"], is_learned
+
+
+def check_characters(text: str, where: str) -> None:
+    """JSON can write halves of characters, which are none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise ValueError(
+            f"{where}: its text has {half}, half of a character, at {error.start + 1}; correct it"
+        ) from None
+
+
+def _checked(messages: object, where: str) -> list[dict[str, Any]]:
+    """CSV has them as JSON."""
+    if isinstance(messages, str):
+        try:
+            messages = json.loads(messages)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{where}: messages are {quoted(messages)}, which is no JSON list of turns") from error
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f'{where}: messages are {quoted(messages)}; they must be a list of {{"role", "content"}}')
+    for turn in messages:
+        if not isinstance(turn, dict) or not isinstance(turn.get("role"), str) or "content" not in turn:
+            raise ValueError(f"{where}: a message is {quoted(turn)}; each has a role and a content")
+    return messages

@@ -1,0 +1,269 @@
+"""Files of training data as rows, one after the other: nothing is held but the row that is read.
+
+Text files are one document each, in pieces that end with a line, so that a large one need not be in memory. JSON lines,
+JSON and CSV are read by the standard library; Parquet and folders of `datasets` by that library. What cannot be read is
+a ValueError with the file and the line, or the row."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hightide.ir.foreign import open_regular, quoted, shown
+
+TEXT_FILES = (".txt", ".py", ".md")
+KNOWN = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
+SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}  # of a folder of text files
+PIECE_BYTES = 1 << 20  # of a text file, about
+CHARACTER_BYTES = 4  # of UTF-8, at most
+MAX_ROW_BYTES = 1 << 28  # of a line
+ROWS_AT_ONCE = 1000
+
+Progress = Callable[[float], None]  # the share that is read
+
+
+@dataclass(frozen=True)
+class Row:
+    where: str  # for messages: the file and the line
+    fields: Mapping[str, Any]
+    goes_on: bool = False  # the next row is more of this document
+
+
+def read_rows(path: Path, progress: Progress, most_bytes: int | None = None) -> Iterator[Row]:
+    """`most_bytes`: of text files, at most so much is read."""
+    if path.is_dir():
+        if any((path / name).is_file() for name in SAVED_BY_DATASETS):
+            return _saved_by_datasets(path, progress)
+        return _text_files(_texts_in(path), progress, most_bytes)
+    if not path.exists():
+        raise ValueError(f"there is no data at {shown(path)}; name a file ({', '.join(KNOWN)}) or a folder")
+    kind = path.suffix.lower()
+    if kind in (".jsonl", ".ndjson"):
+        return _json_lines(path, progress)
+    if kind == ".json":
+        return _json(path, progress)
+    if kind == ".csv":
+        return _csv(path, progress)
+    if kind == ".parquet":
+        return _parquet(path, progress)
+    if kind in TEXT_FILES:
+        return _text_files([path], progress, most_bytes)
+    raise ValueError(
+        f"{shown(path)} is of no known format; data are {', '.join(KNOWN)} files or a folder that "
+        "datasets.Dataset.save_to_disk wrote: rename or convert it"
+    )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[io.BufferedReader]:
+    with open_regular(path, "data file") as raw, open(raw.fileno(), "rb", closefd=False) as file:
+        yield file
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+
+def _texts_in(folder: Path) -> list[Path]:
+    """Sorted, so that a seed means the same run everywhere."""
+    files = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in TEXT_FILES and path.is_file() and not SKIPPED.intersection(path.relative_to(folder).parts)
+    ]
+    if not files:
+        raise ValueError(
+            f"{shown(folder)} has no text files ({', '.join(TEXT_FILES)}) and was not written by "
+            "datasets.Dataset.save_to_disk; name the file with the data itself"
+        )
+    return files
+
+
+def _text_files(files: list[Path], progress: Progress, most_bytes: int | None) -> Iterator[Row]:
+    total = max(1, sum(file.stat().st_size for file in files))
+    total = total if most_bytes is None else min(total, most_bytes)
+    num_read = 0
+    for path in files:
+        if most_bytes is not None and num_read >= most_bytes:
+            return
+        for piece, size, is_last in _pieces(path, None if most_bytes is None else most_bytes - num_read):
+            num_read += size
+            progress(min(1.0, num_read / total))
+            if piece or is_last:
+                yield Row(shown(path), {"text": piece}, goes_on=not is_last)
+
+
+def _pieces(path: Path, most_bytes: int | None) -> Iterator[tuple[str, int, bool]]:
+    """Whole lines of about PIECE_BYTES, the bytes that they are, and whether the file ends there."""
+    with _opened(path) as file:
+        left, line = most_bytes, 1
+        piece = _some_lines(file, left)
+        while True:
+            left = None if left is None else left - len(piece)
+            later = _some_lines(file, left) if left is None or left > 0 else b""
+            text = _decoded(piece, path, line, is_cut=left == 0)
+            line += piece.count(b"\n")
+            yield text, len(piece), not later
+            if not later:
+                return
+            piece = later
+
+
+def _some_lines(file: io.BufferedReader, most_bytes: int | None) -> bytes:
+    size = PIECE_BYTES if most_bytes is None else min(PIECE_BYTES, most_bytes)
+    piece = file.read(size)
+    if len(piece) == PIECE_BYTES:
+        rest = PIECE_BYTES if most_bytes is None else min(PIECE_BYTES, most_bytes - len(piece))
+        piece += file.readline(rest)
+        for _ in range(CHARACTER_BYTES - 1):  # of a line without end, which was cut in the middle of a character
+            if len(piece) == most_bytes or not _is_inside_character(file.peek(1)[:1]):
+                break
+            piece += file.read(1)
+    return piece
+
+
+def _is_inside_character(byte: bytes) -> bool:
+    return bool(byte) and byte[0] & 0xC0 == 0x80
+
+
+def _decoded(data: bytes, path: Path, line: int, is_cut: bool = False) -> str:
+    try:
+        return data.decode("utf-8-sig" if line == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        if is_cut and error.end >= len(data) - 3:  # a limit in the middle of a character
+            return data[: error.start].decode()
+        line += data.count(b"\n", 0, error.start)
+        raise ValueError(
+            f"{shown(path)}, line {line}: it is not UTF-8 text ({error.reason}); convert the file, as with iconv"
+        ) from error
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _json_lines(path: Path, progress: Progress) -> Iterator[Row]:
+    with _opened(path) as file:
+        total, num_read, number = max(1, os.fstat(file.fileno()).st_size), 0, 0
+        while line := file.readline(MAX_ROW_BYTES):
+            number += 1
+            num_read += len(line)
+            progress(num_read / total)
+            text = _decoded(line, path, number)
+            if text.strip():
+                yield _row(_parsed(text, f"{shown(path)}, line {number}"), f"{shown(path)}, line {number}")
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text.rstrip())  # behind the end of a line characters would be counted anew
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: it is not JSON ({error.msg} at character {error.colno}); correct it") from error
+    except RecursionError:
+        raise ValueError(f"{where}: it is nested too deeply; correct it") from None
+
+
+def _row(data: object, where: str) -> Row:
+    if not isinstance(data, dict):
+        raise ValueError(f'{where}: a row is a mapping, such as {{"text": "..."}}, not {quoted(data)}')
+    return Row(where, data)
+
+
+def _json(path: Path, progress: Progress) -> Iterator[Row]:
+    """A list of rows; or rows one per line, which is often called .json too."""
+    with _opened(path) as file:
+        start = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    if start == b"{":
+        yield from _json_lines(path, progress)
+        return
+    with _opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
+        try:
+            rows = json.load(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{shown(path)}, line {error.lineno}: it is not JSON ({error.msg}); correct it") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{shown(path)} is not UTF-8 text ({error.reason}); convert it") from error
+        except RecursionError:
+            raise ValueError(f"{shown(path)} is nested too deeply; it holds no rows") from None
+    if not isinstance(rows, list):
+        raise ValueError(f"{shown(path)} holds {quoted(rows)}; it must be a list of rows, or one row per line")
+    for number, data in enumerate(rows, 1):
+        progress(number / len(rows))
+        yield _row(data, f"{shown(path)}, row {number}")
+
+
+def _csv(path: Path, progress: Progress) -> Iterator[Row]:
+    csv.field_size_limit(MAX_ROW_BYTES)
+    total = max(1, path.stat().st_size)
+    with _opened(path) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        begins = 2  # lines: the first has the names
+        try:
+            if twice := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
+                raise ValueError(f"{shown(path)}, line 1: it names {quoted(twice[0])} twice; rename one of the columns")
+            for values in reader:
+                where = f"{shown(path)}, line {begins}"
+                begins = reader.line_num + 1
+                if None in values or None in values.values():
+                    given = sum(value is not None for value in values.values())
+                    raise ValueError(
+                        f"{where}: it has {given} values, and the first line names {len(reader.fieldnames or ())} "
+                        "columns; put quotes around values with commas"
+                    )
+                progress(min(1.0, raw.tell() / total))
+                yield Row(where, values)
+        except csv.Error as error:
+            raise ValueError(f"{shown(path)}, line {begins}: it is not CSV ({error}); correct it") from error
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{shown(path)}, line {begins}: it is not UTF-8 text ({error.reason})") from error
+
+
+# -- what needs `datasets` -------------------------------------------------------------------------------------------
+
+MISSING = "needs `datasets`: pip install datasets, or convert the data to .jsonl"
+
+
+def _parquet(path: Path, progress: Progress) -> Iterator[Row]:
+    try:
+        from pyarrow import ArrowInvalid, parquet  # of `datasets`
+    except ImportError as error:
+        raise ValueError(f"{shown(path)} {MISSING}") from error
+    try:
+        file = parquet.ParquetFile(path)
+    except (ArrowInvalid, OSError) as error:
+        raise ValueError(f"{shown(path)} is no Parquet file: {shown(error)}; get it again") from error
+    with file:
+        total, number = max(1, file.metadata.num_rows), 0
+        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
+            for values in batch.to_pylist():
+                number += 1
+                yield Row(f"{shown(path)}, row {number}", values)
+            progress(number / total)
+
+
+def _saved_by_datasets(folder: Path, progress: Progress) -> Iterator[Row]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"the folder {shown(folder)} {MISSING}") from error
+    try:
+        data = datasets.load_from_disk(str(folder))
+    except Exception as error:
+        raise ValueError(f"datasets cannot read {shown(folder)}: {shown(error)}; save it again") from error
+    if isinstance(data, datasets.DatasetDict):
+        names = ", ".join(data)
+        first = next(iter(data), "train")
+        raise ValueError(f"{shown(folder)} has several parts ({names}); name one of them: {shown(folder / first)}")
+    for start in range(0, len(data), ROWS_AT_ONCE):
+        columns = data[start : start + ROWS_AT_ONCE]
+        for index in range(len(next(iter(columns.values()), []))):
+            values = {name: column[index] for name, column in columns.items()}
+            yield Row(f"{shown(folder)}, row {start + index + 1}", values)
+        progress(min(1.0, (start + ROWS_AT_ONCE) / len(data)))

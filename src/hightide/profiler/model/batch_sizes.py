@@ -1,0 +1,66 @@
+"""How large a batch is: the sizes of its tensors by name, and what else it is passed with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hightide.profiler.model.call_tree import Arguments, call_arguments, named_leaves
+from hightide.profiler.model.samples import Samples, num_samples, sample_dim
+
+SAMPLES = 0  # in the place of their number
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    num_samples: int
+    tensors: Mapping[str, tuple[int, ...]]  # by name; SAMPLES where the samples are
+    flags: frozenset[str]  # whatever else may change what a model computes
+    objects: frozenset[str] = frozenset()  # neither tensor nor number or text: a cache that the model fills, as a rule
+
+    @classmethod
+    def of(cls, batch: Any, samples: Samples) -> BatchSizes:
+        args, kwargs = call_arguments(batch)
+        count = num_samples(Arguments(args, kwargs), samples)
+        tensors, flags, objects = {}, set(), set()
+        for name, leaf in named_leaves(args, kwargs):
+            if isinstance(leaf, torch.Tensor):
+                dim = sample_dim(leaf, samples, count)
+                tensors[name] = tuple(SAMPLES if at == dim else size for at, size in enumerate(leaf.shape))
+            elif isinstance(leaf, str) or leaf is True:  # None and False are as good as nothing
+                flags.add(f"{name}={leaf!r}")
+            elif not isinstance(leaf, int | float | None):
+                objects.add(f"{name}: {type(leaf).__qualname__}")
+        return cls(count, tensors, frozenset(flags), frozenset(objects))
+
+    @staticmethod
+    def objects_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        return any(
+            not isinstance(leaf, torch.Tensor | int | float | str | None) for _, leaf in named_leaves(args, kwargs)
+        )
+
+    def with_samples(self, count: int) -> BatchSizes:
+        return replace(self, num_samples=count)
+
+    def holds(self, other: BatchSizes) -> bool:
+        """Whether the other is larger nowhere: it has no more samples, and no tensor that is not here at its size."""
+        return (
+            other.num_samples <= self.num_samples
+            and other.flags <= self.flags
+            and other.objects <= self.objects
+            and all(_fits(sizes, self.tensors.get(name)) for name, sizes in other.tensors.items())
+        )
+
+    def __str__(self) -> str:
+        sizes = (
+            f"{name} {'x'.join(str(self.num_samples if size == SAMPLES else size) for size in sizes) or 'a number'}"
+            for name, sizes in self.tensors.items()
+        )
+        return ", ".join(sizes)
+
+
+def _fits(sizes: tuple[int, ...], room: tuple[int, ...] | None) -> bool:
+    return room is not None and len(sizes) == len(room) and all(a <= b for a, b in zip(sizes, room, strict=True))

@@ -1,0 +1,91 @@
+"""Ranks of one model begin with the same values, as with DDP: those of the first. What a node has they share."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from hightide.process.system import usable_cores
+from hightide.runtime.lanes.lanes import CORES_FOR_OTHERS, Lanes
+from hightide.shard.collectives import Collectives
+from hightide.shard.ranks import AT_LAST_S, Ranks
+
+TILE_BYTES = 2**20  # that travel at once
+
+
+def begin_alike(collectives: Collectives, model: nn.Module, from_files: Collection[str]) -> None:
+    """Parameters and buffers that have values get those of the first rank. Mostly they have them already: sums tell.
+    What comes from files is not looked at: all ranks read the same ones."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    found = {name: value.data for name, value in named if not value.is_meta and name not in from_files}
+    _make_alike(collectives, found)
+
+
+def keep_alike(collectives: Collectives, model: nn.Module) -> None:
+    """Buffers of the model's state (statistics of batch normalisation) are those of the first rank again. DDP does it
+    before each forward; here it is the end of a backward, where all ranks meet: an evaluation need not be all ranks'.
+    Versions stay: a graph that is alive may have saved such a buffer."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        for name, value in module._buffers.items():
+            if value is not None and name not in module._non_persistent_buffers_set:
+                found[f"{path}.{name}"] = value.data
+    if found:
+        _make_alike(collectives, found)
+
+
+def _make_alike(collectives: Collectives, found: Mapping[str, Tensor]) -> None:
+    own = b"".join(_sum(value).to_bytes(4, "little") for value in found.values())
+    sums = collectives.exchange("sums of values", own)
+    if any(len(other) != len(own) for other in sums):
+        raise ValueError(
+            f"ranks have models of different numbers of tensors: {', '.join(str(len(s) // 4) for s in sums)}"
+        )
+    for index, (name, value) in enumerate(found.items()):
+        if len({other[4 * index : 4 * index + 4] for other in sums}) > 1:
+            _take_first(collectives, name, value)
+
+
+def _bytes(value: Tensor) -> Tensor:
+    return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _sum(value: Tensor) -> int:
+    return zlib.crc32(_bytes(value).numpy().data) if value.numel() else 0
+
+
+def _take_first(collectives: Collectives, name: str, value: Tensor) -> None:
+    content = _bytes(value).clone()
+    for start in range(0, content.numel(), TILE_BYTES):
+        tile = content[start : start + TILE_BYTES]
+        sent = tile.numpy().tobytes() if collectives.ranks.rank == 0 else None
+        received = collectives.broadcast_bytes(f"values of {name} from byte {start} on", sent)
+        tile.copy_(torch.frombuffer(bytearray(received), dtype=torch.uint8))
+    with torch.no_grad():
+        value.copy_(content.view(value.dtype).view(value.shape))
+
+
+@contextmanager
+def drawing_alike(collectives: Collectives) -> Iterator[None]:
+    """Inside, all ranks draw the random numbers that the first one draws. Afterwards each goes on with its own."""
+    own = torch.get_rng_state()
+    is_first = collectives.ranks.rank == 0
+    drawn = collectives.broadcast_bytes("random numbers", own.numpy().tobytes() if is_first else None)
+    torch.set_rng_state(torch.frombuffer(bytearray(drawn), dtype=torch.uint8))
+    try:
+        yield
+    finally:
+        if not is_first:
+            torch.set_rng_state(own)
+
+
+def lanes_of(ranks: Ranks, gpu: torch.device | None) -> Lanes:
+    """A rank may wait as long for the others as the watchman lets it, and has its share of the node's cores."""
+    assert ranks.watchman is not None
+    threads = max(1, usable_cores() // len(ranks.ranks_of_node) - CORES_FOR_OTHERS)
+    timeout_s = ranks.watchman.patience.timeout_s + AT_LAST_S
+    return Lanes(timeout_s=timeout_s, device=gpu, update_threads=threads, several_ranks=True)

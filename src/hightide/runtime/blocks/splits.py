@@ -1,0 +1,83 @@
+"""How each way of calling a block divides into micro-batches. One that was never probed is probed when it is met."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from hightide.ir.refusal import Refused
+from hightide.ir.split import Split
+from hightide.profiler.model.call_tree import Arguments
+from hightide.profiler.model.probe import ProbeResult, probe
+from hightide.runtime.blocks.batch import map_tensors
+
+if TYPE_CHECKING:
+    from hightide.runtime.run import Run
+
+
+class Splits:
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.is_probing = False  # meanwhile the model and its blocks are what they were before
+        self.known: dict[tuple[int, str], Split] = {}  # by block and signature
+        self._told: set[str] = set()
+
+    def of(self, block: int, signature: str) -> Split:
+        key, run = (block, signature), self._run
+        if key not in self.known:
+            split, batch = run.probed.split(block, signature), run.passes.batch
+            if not split.inputs and batch is not None and not run.probed.failure:
+                again = self._probed_again(batch)
+                split = again.split(block, signature)
+                if (reason := again.refusals.get(block)) is not None:
+                    raise Refused(f"the block {run.profile.blocks[block].name!r} {reason}")
+                if not again.failure:
+                    run.probed = again.after(run.probed)
+            if not split.inputs and batch is None:
+                return split  # called without the whole model: there is no batch to probe with; ask again next time
+            self.known[key] = split
+            self._tell(block, split.note)
+        return self.known[key]
+
+    def never(self, block: int, signature: str, reason: str) -> Split:
+        """From now on it runs the whole batch at once."""
+        split = self.known[block, signature] = Split(signature, (), (), note=reason)
+        self._tell(block, reason)
+        return split
+
+    def _tell(self, block: int, reason: str) -> None:
+        """If it does, and nobody knew."""
+        known = {call.note for call in self._run.profile.calls if call.block == block}
+        if reason and reason not in known and reason not in self._told:
+            self._told.add(reason)
+            name = self._run.profile.blocks[block].name
+            warnings.warn(f"block {name!r} runs the whole batch at once: {reason}", stacklevel=2)
+
+    def _probed_again(self, batch: Arguments) -> ProbeResult:
+        model, probed, gpu = self._run.model, self._run.probed, self._run.gpu
+        with self.probing():
+            return probe(
+                model, probed.blocks, on_cpu(batch), taps=probed.taps, device=gpu.device, samples=probed.samples
+            )
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """Inside, the model may be run without values, and nothing is metered: that is done in host memory."""
+        model = self._run.model
+        self.is_probing = True
+        # A forward that somebody has put on the model has run already, with these arguments as its result. Accelerate's
+        # enters autocast, and cannot be entered twice: autocast would stay on for ever.
+        patched = vars(model).pop("forward", None)
+        try:
+            with self._run.gpu.unmetered():
+                yield
+        finally:
+            self.is_probing = False
+            if patched is not None:
+                vars(model)["forward"] = patched
+
+
+def on_cpu(batch: Arguments) -> Arguments:
+    return Arguments(*map_tensors((batch.args, batch.kwargs), lambda tensor: tensor.cpu()))

@@ -1,0 +1,33 @@
+"""What gradients still have to be multiplied by when they are used: a number, or one on its way from the GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hightide.runtime.lanes.lanes import EventFence
+
+
+class HostNumber:
+    """A number on its way from the GPU. `float` waits until it is there."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._of = value  # its id is the key under which this is found: it must live as long
+        self._number = torch.empty((), dtype=value.dtype, pin_memory=True)
+        self._number.copy_(value, non_blocking=True)
+        self._arrived = EventFence(torch.cuda.current_stream(value.device))
+
+    def __float__(self) -> float:
+        self._arrived.synchronize()
+        return self._number.item()
+
+
+Factor = float | Tensor | HostNumber
+
+
+def scale(value: Tensor, factor: float | Tensor) -> None:
+    """In place."""
+    if isinstance(factor, float) and factor == 0.0:
+        value.zero_()  # not a product: zero times infinity is NaN, and the user asked for zero
+    else:
+        value.mul_(factor)

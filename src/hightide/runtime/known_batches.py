@@ -1,0 +1,48 @@
+"""Batches of which it is known that the plan holds them, and who is asked about others.
+
+[Note: larger batches] A plan is made for one batch, the example. It holds every batch that is larger nowhere: no more
+samples, no size of any tensor above that of the same tensor, no tensor that the example did not have. Any other batch
+is profiled before its pass begins, which takes no memory of the GPU, and the plan is held against it. If it does not
+hold, the run is planned again for all batches so far, and moved; or the batch is refused, while nothing has happened
+yet. See observe/larger_batches.py.
+
+An evaluation is not forecast: its outputs are the user's affair. Where it runs out of memory it is begun again under a
+plan that leaves more of it free."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hightide.profiler.model.batch_sizes import BatchSizes
+from hightide.profiler.model.call_tree import Arguments
+from hightide.stores.store import OutOfMemory
+
+
+class Admission(Protocol):
+    def admit(self, batch: Arguments, sizes: BatchSizes) -> None:
+        """Before a training pass with a batch that is not known. Raises Refused if the run cannot hold it."""
+
+    def make_room(self, error: OutOfMemory, sizes: BatchSizes) -> None:
+        """An evaluation ran out of GPU memory, and will be begun again. Raises Refused if that is of no use."""
+
+
+class KnownBatches:
+    def __init__(self, example: BatchSizes) -> None:
+        self._largest = [example]  # none of them holds another
+
+    def hold(self, sizes: BatchSizes) -> bool:
+        return any(known.holds(sizes) for known in self._largest)
+
+    def add(self, sizes: BatchSizes) -> None:
+        if self.hold(sizes):
+            return
+        self._largest = [known for known in self._largest if not sizes.holds(known)] + [sizes]
+
+    def raise_samples(self, count: int) -> None:
+        """All of them are held with so many samples."""
+        before, self._largest = self._largest, []
+        for sizes in before:
+            self.add(sizes.with_samples(max(count, sizes.num_samples)))
+
+    def __str__(self) -> str:
+        return "; or ".join(map(str, self._largest))

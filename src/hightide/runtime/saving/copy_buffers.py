@@ -1,0 +1,84 @@
+"""Host memory for copies of tiles: what the plan leaves free, and two buffers for what comes from elsewhere.
+
+Not thread-safe by itself: whoever keeps the tiles has a lock."""
+
+from __future__ import annotations
+
+import torch
+
+from hightide.ir.tier import Tier
+from hightide.runtime.saving.kept import Buffer, Kept
+from hightide.stores.host_arena import HostArena
+
+NUM_STAGED = 2  # buffers for what is read from elsewhere: one with the reader, one that is filled meanwhile
+
+
+class CopyBuffers:
+    def __init__(self, host: HostArena) -> None:
+        self._host = host
+        self._staged: list[Buffer] = []
+        # Until that is done nothing leaves the GPU for memory that is not pinned: it would take longer than pinning.
+        self._is_pinning = host.is_pinned
+
+    def lent_for(self, one: Kept) -> Buffer | None:
+        """None: there is no room, or none yet."""
+        buffer = self._lent(one.tile.num_bytes)
+        if buffer is not None and one.tier is Tier.GPU and self._is_pinning and not buffer.is_pinned:
+            self.give_back(buffer)
+            return None
+        return buffer
+
+    def _lent(self, num_bytes: int) -> Buffer | None:
+        region = self._host.lend(num_bytes)
+        if region is None:
+            return None
+        return Buffer(self._host.view(region, torch.uint8), region, is_pinned=self._host.is_pinned_at(region))
+
+    def give_back(self, buffer: Buffer) -> None:
+        if buffer.is_staged:
+            self._staged.append(buffer)
+        elif buffer.region is not None:
+            self._host.free(buffer.region)
+
+    # ---- for what the reader brings
+
+    def stage(self, num_bytes: int) -> None:
+        """Beside the limit only if all that the plan leaves free is in use."""
+        if self._staged or not num_bytes:
+            return
+        self._staged = [self._lent(num_bytes) or _plain(num_bytes) for _ in range(NUM_STAGED)]
+        for buffer in self._staged:
+            buffer.is_staged = True
+
+    @property
+    def has_staged(self) -> bool:
+        return bool(self._staged)
+
+    def take_staged(self) -> Buffer:
+        return self._staged.pop()
+
+    # ---- pinning
+
+    def pin_more(self, leaving_bytes: int, staged_bytes: int) -> bool:
+        """A part of what leaves the GPU, and of the staged buffers: whether there is now more of it. Takes a while, the
+        first time, and needs no lock."""
+        return self._host.pin_spare(leaving_bytes + NUM_STAGED * staged_bytes)
+
+    def pinning_is_over(self) -> None:
+        self._is_pinning = False
+
+    # ---- the end
+
+    def close(self) -> None:
+        staged, self._staged = self._staged, []
+        for buffer in staged:
+            self.release(buffer)
+
+    def release(self, buffer: Buffer) -> None:
+        """Whatever it was for."""
+        if buffer.region is not None:
+            self._host.free(buffer.region)
+
+
+def _plain(num_bytes: int) -> Buffer:
+    return Buffer(torch.empty(num_bytes, dtype=torch.uint8), None)

@@ -1,0 +1,1 @@
+"""transformers' Trainer: wraps its model by itself, follows the plan, and saves as hightide does."""

@@ -1,0 +1,361 @@
+"""`class MyTrainer(hightide.TrainerMixin, Trainer)`: a Trainer of transformers whose model is bigger than the GPU.
+
+[Note: a Trainer around a wrapped model] The Trainer goes its own way; what it would do to a model that fits the GPU is
+replaced where it does it:
+
+- It moves no model to the GPU, and Accelerate wraps none in DDP or torch.compile: the model is wrapped when the
+  optimizer exists, and Accelerate adds autocast alone.
+- A step's batches are collected and given to the model in the calls of the plan, with the last of them: callbacks,
+  counters and logs see the user's batches. See [Note: whose cut].
+- A checkpoint is written beside training. `checkpoint-N` is there when all of it is; who looks at it in `on_save`, or
+  uploads it, waits for it. Old ones are removed once it is there.
+- What it loads into the model and the optimizer when it resumes comes after wrapping: nothing exists twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from accelerate.utils import TorchDynamoPlugin
+from torch import Tensor, nn
+from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer_callback import TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
+
+from hightide import api, asked
+from hightide.checkpoint.files.names import trainer_name
+from hightide.checkpoint.load import load
+from hightide.checkpoint.save import save_for_trainer
+from hightide.checkpoint.saving import Saving
+from hightide.checkpoint.training import read_training
+from hightide.data.buckets import INPUT_IDS, PadToBucket, bucket_lengths
+from hightide.integrations.model_files import is_pretrained
+from hightide.ir.limits import Limits
+from hightide.ir.plan import Plan, Update
+from hightide.profiler.model.block_finder import BlockChoice
+from hightide.runtime.run import Run
+from hightide.runtime.surgery import run_of
+from hightide.trainer import arguments, recut
+from hightide.trainer.first_batches import first_batches, first_call, kept_generators, replayed
+from hightide.trainer.trainer_files import files_of, is_ours
+
+Base: Any = transformers.Trainer if TYPE_CHECKING else object
+
+
+class TrainerMixin(Base):
+    """Options beside those of the Trainer: `limits` (Limits, a dict of its arguments, or how much of the GPU as
+    "24GiB"), `plan`, `micro_batch`, `update`, `gradients`, `compile`, `device` and `blocks` as of hightide.wrap;
+    `lengths`, to which batches of training are padded: a list, or the longest of four."""
+
+    model: Any
+    optimizer: Any
+    args: Any
+    accelerator: Any
+    state: Any
+    train_dataset: Any
+    data_collator: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        limits: Limits | Mapping[str, Any] | str | None = None,
+        plan: Plan | None = None,
+        micro_batch: int | None = None,
+        update: str = "deferred",
+        gradients: str = "float32",
+        compile: bool = False,
+        device: str | torch.device | None = None,
+        blocks: BlockChoice | None = None,
+        lengths: int | Sequence[int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._wrap_options: dict[str, Any] = {
+            "limits": arguments.as_limits(limits),
+            "plan": plan,
+            "micro_batch": micro_batch,
+            "update": update,
+            "gradients": gradients,
+            "compile": compile,
+            "blocks": blocks,
+        }
+        self._device = device
+        self._lengths = bucket_lengths(lengths) if isinstance(lengths, int) else lengths
+        self._calls: int | None = None  # of a step, where the plan decides; None: the user's cut stays
+        self._collected: list[Any] = []  # batches of the present step
+        self._num_batches = 0  # that it will have
+        self._is_owed = False  # a model whose values are loaded after wrapping
+        self._saving: tuple[Saving, str] | None = None  # under way, and the folder in which old ones are removed
+        super().__init__(*args, **kwargs)
+
+    # -- what the Trainer sets up ---------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        update = self._wrap_options["plan"].update if self._wrap_options["plan"] else self._wrap_options["update"]
+        arguments.check_arguments(self.args, update)
+        self._wrap_options["compile"] |= bool(self.args.torch_compile)
+        arguments.settle_arguments(self.args)
+        if self._device is not None and asked.chosen_device(self._device).type != self.args.device.type:
+            raise ValueError(
+                f"device={str(self._device)!r}, but the Trainer puts batches on {self.args.device}; leave device out, "
+                f"and set TrainingArguments(use_cpu={self.args.device.type != 'cpu'})"
+            )
+        super().create_accelerator_and_postprocess()
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Blocks are compiled, not the model."""
+        return {**super()._build_accelerator_args(**kwargs), "dynamo_plugin": TorchDynamoPlugin(backend="no")}
+
+    def _validate_args(self) -> None:
+        super()._validate_args()
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            arguments.check_optimizer_name(self.args)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The plan says what is where."""
+
+    def get_train_dataloader(self) -> Any:
+        self.train_dataset = replayed(self.train_dataset, self.args.dataloader_num_workers)
+        if self._lengths is None:
+            return super().get_train_dataloader()
+        if recut.follows_length(self.model):
+            raise ValueError(
+                "lengths= pads batches, and this model's rotary embeddings follow the length of a call with its "
+                "padding (dynamic or longrope): results would change; leave lengths out"
+            )
+        collator, values = self.data_collator, {**recut.PADDED, INPUT_IDS: self._pad_id()}
+        # On the right, whatever side the tokenizer pads: the positions of tokens and of labels stay as they are.
+        self.data_collator = PadToBucket(collator, self._lengths, pad_values=values)
+        try:
+            return super().get_train_dataloader()
+        finally:
+            self.data_collator = collator
+
+    def _pad_id(self) -> int:
+        """What models look for that take the last token of a sample for a class; to others it is all the same."""
+        for of in (getattr(self, "processing_class", None), getattr(self.model, "config", None)):
+            pad = getattr(of, "pad_token_id", None)
+            if isinstance(pad, int):
+                return pad
+        if is_pretrained(self._base_model()) and not recut.is_sum_over_samples(self._base_model()):
+            raise ValueError(
+                "lengths= pads batches, and neither the tokenizer nor model.config has a pad_token_id; set one, or "
+                "leave lengths out"
+            )
+        return 0
+
+    def _base_model(self) -> Any:
+        """Without adapters."""
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+    # -- wrapping -------------------------------------------------------------------------------------------------
+
+    @property
+    def _run(self) -> Run | None:
+        return run_of(self.model)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self._run is None:
+            self._wrap(self._plain_optimizer(model))
+        elif self.optimizer is None:
+            raise ValueError("the model is wrapped already; pass its optimizer too: optimizers=(optimizer, None)")
+        return self.optimizer
+
+    def _plain_optimizer(self, model: Any) -> Any:
+        """Without a kernel of its own, for which parameters would have to be somewhere."""
+        name = self.args.optim
+        if name == "adamw_torch_fused":
+            self.args.optim = type(name)("adamw_torch") if not isinstance(name, str) else "adamw_torch"
+        try:
+            return super().create_optimizer(model)
+        finally:
+            self.args.optim = name
+
+    def _wrap(self, optimizer: Any) -> None:
+        options, plan = dict(self._wrap_options), self._wrap_options["plan"]
+        batches = [dict(batch) for batch in first_batches(self, self.args.gradient_accumulation_steps)]
+        self.model.train()
+        is_free = self._cut_is_free(batches)
+        example = recut.joined(batches) if is_free else max(batches, key=_numel)
+        if plan is not None and is_free:
+            example = {name: value[: plan.num_samples] for name, value in example.items()}
+        if plan is None:
+            options["accumulate"] = "auto" if is_free else self.args.gradient_accumulation_steps
+        if recut.num_samples(example) is not None:
+            example = recut.lengthened(example, self._longest(example))
+        example = first_call(self, example)
+        device = "cpu" if self.args.device.type == "cpu" else self.args.device  # Accelerate numbers CPUs
+        _, self.optimizer = api.wrap(self.model, optimizer, example, device=device, **options)
+        run = self._run
+        assert run is not None
+        self._calls = run.plan.accumulate if is_free else None
+
+    def _longest(self, example: Mapping[str, Any]) -> int:
+        """Tokens that the plan must hold: of the longest bucket, else of the longest example of any rank."""
+        if self._lengths is not None:
+            return max(self._lengths)
+        length = example[INPUT_IDS].shape[1] if INPUT_IDS in example else 0
+        lengths = [length] * self.args.world_size
+        if self.args.world_size > 1:
+            torch.distributed.all_gather_object(lengths, length)
+        return max(lengths)
+
+    def _cut_is_free(self, batches: Sequence[Any]) -> bool:
+        """See [Note: whose cut]."""
+        base = self._base_model()
+        is_plain = (
+            super().training_step.__func__ is transformers.Trainer.training_step
+            and type(self).compute_loss is transformers.Trainer.compute_loss
+            and self.compute_loss_func is None
+            and self.args.neftune_noise_alpha is None  # its noise follows from the length of a call
+        )
+        return (
+            is_plain
+            and self.model_accepts_loss_kwargs
+            and is_pretrained(base)
+            and recut.is_sum_over_samples(base)
+            and all("labels" in batch and recut.num_samples(batch) is not None for batch in batches)
+            and recut.can_join(batches)
+        )
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        run = self._run
+        if run is None:
+            return super()._wrap_model(model, training, dataloader)
+        run.gradients.takes_norms = True
+        return self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """A model that will train is wrapped by now: it need not fit the GPU."""
+        if self._run is None and self.train_dataset is not None:
+            self.create_optimizer()
+        return super().evaluation_loop(*args, **kwargs)
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self._collected, self._num_batches = [], len(batches)
+        return batches, num_items
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if self._calls is None or num_items_in_batch is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self._collected.append(inputs)
+        if len(self._collected) < self._num_batches:
+            return torch.zeros((), device=self.args.device)
+        batches, self._collected = self._collected, []
+        one = super().training_step
+        losses = [one(model, call, num_items_in_batch) for call in self._cut(batches)]
+        return torch.stack(losses).sum()
+
+    def _cut(self, batches: Sequence[Any]) -> list[dict[str, Any]]:
+        """A step's batches, into the calls of the plan."""
+        run = self._run
+        assert run is not None
+        most = run.plan.num_samples
+        if not recut.can_join(batches):
+            return recut.cut_apart(batches, most)
+        if self.args.world_size > 1:  # as many on all ranks, whatever a last batch has
+            return recut.cut(batches, -(-len(batches) * self.args.per_device_train_batch_size // most))
+        return recut.cut(batches, -(-sum(recut.num_samples(batch) or 0 for batch in batches) // most))
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        run = self._run
+        if run is not None and run.plan.update is Update.IN_BACKWARD:
+            return run.gradients.total_norm()
+        return super()._get_grad_norm(model, grad_norm=grad_norm)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        if self._run is None:
+            return super()._save_checkpoint(model, trial)
+        self.finish_saving()
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        folder, step = self._get_output_dir(trial=trial), self.state.global_step
+        best = self.state.best_global_step
+        if best and (best == step or os.path.exists(os.path.join(folder, trainer_name(best)))):
+            self.state.best_model_checkpoint = os.path.join(folder, trainer_name(best))
+        optimizer = None if self.args.save_only_model else _inner(self.optimizer)
+        saving = save_for_trainer(self.model, optimizer, folder, step, files_of(self), wait=False)
+        self._saving = saving, folder
+        if self.args.push_to_hub or any(map(_looks_at_checkpoints, self.callback_handler.callbacks)):
+            self.finish_saving()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(saving.path))
+
+    def finish_saving(self) -> None:
+        """Waits until the checkpoint that was begun last is on the disk; raises if it could not be written."""
+        if self._saving is None:
+            return
+        (saving, folder), self._saving = self._saving, None
+        saving.wait()
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=folder,
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self._run is None or self.args.world_size == 1:
+            super().save_model(output_dir, _internal_call)
+            return
+        values = self.model.state_dict()  # of all ranks, who all come here
+        if self.args.should_save:
+            self._save(output_dir, state_dict=values)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.finish_saving()
+        return super()._finalize_training(*args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """After wrapping, where it is ours, or the model has no values so far."""
+        has_values = not any(param.is_meta for param in self.model.parameters())
+        self._is_owed = not is_ours(resume_from_checkpoint) and self._run is None and not has_values
+        if not is_ours(resume_from_checkpoint) and not self._is_owed:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if not is_ours(checkpoint):
+            if self._is_owed:
+                self._load_from_checkpoint(checkpoint)
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        has_states = read_training(checkpoint).optimizer is not None
+        with kept_generators():  # the Trainer has its own moment for them
+            load(self.model, _inner(self.optimizer) if has_states else None, checkpoint)
+        scheduler = os.path.join(checkpoint, SCHEDULER_NAME)
+        if has_states and os.path.isfile(scheduler):
+            self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if not is_ours(best):
+            super()._load_best_model()
+            return
+        with kept_generators():
+            load(self.model, None, best)
+
+
+def _inner(optimizer: Any) -> Any:
+    """Accelerate has put its own around it."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _looks_at_checkpoints(callback: Any) -> bool:
+    return type(callback).on_save is not TrainerCallback.on_save
+
+
+def _numel(batch: Mapping[str, Any]) -> int:
+    return sum(value.numel() for value in batch.values() if isinstance(value, Tensor))

@@ -1,0 +1,39 @@
+"""`hightide train` as a rank of several: see started_ranks.py."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers  # noqa: F401  # once, before ranks are forked
+from rich.console import Console
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
+
+import hightide.checkpoint.save
+import hightide.rehearsal.rehearse  # noqa: F401
+from hightide.cli.train.options import TrainOptions, load_config
+from hightide.cli.train.train_command import train
+from hightide.cli.train.training_run import TrainingRun
+
+torch.set_num_threads(1)
+warnings.simplefilter("ignore")
+
+
+def trained(rank: int, world: int, settings: str, signalled: int = -1, at_step: int = 0, **options: Any) -> dict:
+    """What this rank has printed, and the signal that ended it. `signalled`: that rank gets SIGTERM in a step."""
+    step = TrainingRun.step
+
+    def watched(self: TrainingRun, number: int, *rest: Any) -> None:
+        if (rank, number) == (signalled, at_step):
+            os.kill(os.getpid(), signal.SIGTERM)
+        step(self, number, *rest)
+
+    TrainingRun.step = watched  # type: ignore[method-assign]
+    output = io.StringIO()
+    stopped = train(load_config(Path(settings), TrainOptions(**options)), Console(file=output, width=80))
+    return {"output": output.getvalue(), "stopped": None if stopped is None else int(stopped)}

@@ -1,0 +1,123 @@
+"""What else a model does that several ranks train: it is planned, loaded, read, evaluated; and ranks that fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hightide.runtime.lanes.lanes import CORES_FOR_OTHERS
+from hightide.shard.gloo_lane import STAGING_BYTES
+from started_ranks import StartedRanks
+
+WITHIN_S = 100.0
+
+
+def test_the_first_rank_plans_for_all(training: StartedRanks) -> None:
+    """Host memory is a node's: each of its ranks has a half of it. No rank has more than that."""
+    first, second = (r.result for r in training.run("plan_and_train", 2, WITHIN_S, gpu="400KiB", host="64MiB"))
+    assert first["ranks"] == second["ranks"] == 2
+    assert first["limits"] == second["limits"] == [400 * 1024, 32 * 1024**2]
+    assert first["norms"] == second["norms"] and first["losses"] != second["losses"]
+    for found in (first, second):
+        assert all(0 < peak <= limit for peak, limit in zip(found["peaks"], found["limits"], strict=True))
+
+
+@pytest.mark.parametrize("where", ["mixed", pytest.param("whole parameters", marks=pytest.mark.long)])
+def test_values_are_those_of_the_first_rank_and_can_be_loaded_and_read(training: StartedRanks, where: str) -> None:
+    first, second = (rank.result for rank in training.run("values", 2, within_s=WITHIN_S, where=where))
+    assert first["before"] and first["loaded"]
+    assert first["evaluated"] == second["evaluated"] and first["after"] == second["after"]
+    assert first["after"] == pytest.approx(first["unwrapped"], rel=1e-6)
+    assert first["digest"] == second["digest"]
+
+
+def test_a_rank_that_raises_in_a_block_ends_the_others(training: StartedRanks) -> None:
+    first, second = training.run("raises", 2, within_s=WITHIN_S, where="streamed", at="block")
+    assert not first.timed_out and not second.timed_out and first.status == second.status == 1
+    assert "shapes cannot be multiplied" in second.error
+    assert "RankFailure: rank 0, at forward of block" in first.error
+    assert "rank 1 raised RuntimeError: mat1 and mat2" in first.error and "gather of chunk" in first.error
+
+
+def test_a_rank_that_raises_between_steps_ends_the_others(training: StartedRanks) -> None:
+    first, second = training.run("raises", 2, within_s=WITHIN_S, where="mixed", at="step")
+    assert not first.timed_out and not second.timed_out and first.status == second.status == 1
+    assert "ValueError: enough" in second.error
+    assert "RankFailure: rank 0" in first.error and "it has ended with ValueError: enough" in first.error
+
+
+ROUTE = [("mixed", 1, 1), ("streamed", 3, 1), ("sharded on the gpu", 2, 1), ("replicated", 1, 1), ("mixed", 3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("world", "subject", "dtype"),
+    [
+        (2, "hand_written", "bfloat16"),
+        pytest.param(3, "llama", "float32", marks=pytest.mark.long),
+        pytest.param(2, "llama", "float32", marks=pytest.mark.long),
+    ],
+)
+def test_moves_to_other_plans_change_no_bit(training: StartedRanks, world: int, subject: str, dtype: str) -> None:
+    """Nor does one that fails on a rank: then it does on all."""
+    results = training.run("moves", world, within_s=WITHIN_S, route=ROUTE, subject=subject, dtype=dtype)
+    for rank, found in enumerate(one.result for one in results):
+        assert found["stays"] == ("nothing left" if rank == 1 else "another rank has no memory for this plan")
+        assert found["moved"]["digest"] == found["stayed"]["digest"] or rank > 0
+        assert found["moved"]["losses"] == found["stayed"]["losses"]
+
+
+@pytest.mark.long
+def test_moves_into_groups_and_back(training: StartedRanks) -> None:
+    route = [("mixed", 1, 2), ("streamed", 2, 1), ("mixed", 1, 4), ("mixed", 2, 2)]
+    for rank in training.run("moves", 4, within_s=WITHIN_S, route=route, subject="hand_written", dtype="float32"):
+        found = rank.result
+        assert found["moved"]["losses"] == pytest.approx(found["stayed"]["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("what", ["gradient", pytest.param("norm", marks=pytest.mark.long)])
+def test_a_rank_that_reads_alone_is_told(training: StartedRanks, what: str) -> None:
+    """Soon: long before a timeout."""
+    for rank in training.run("read_alone", 2, within_s=40.0, what=what):
+        assert rank.status == 1 and not rank.timed_out
+        assert "rank 0 came to " in rank.error and "and rank 1 has gone on without it, to gather of chunk" in rank.error
+
+
+def test_what_is_not_there_is_refused(training: StartedRanks) -> None:
+    for rank in training.run("refuse", 2, within_s=WITHIN_S):
+        said = rank.result
+        assert "it is that of 2 ranks" in said["a larger batch"] and "largest batch" in said["a larger batch"]
+        assert "optimizer.state of a model that several ranks train is not built yet" in said["states"]
+        assert "without torchrun" in said["verify"]
+
+
+@pytest.mark.parametrize("seen", ["memory", pytest.param("time", marks=pytest.mark.long)])
+def test_what_one_rank_sees_in_its_first_steps_moves_all(training: StartedRanks, seen: str) -> None:
+    """To one plan, before the same pass, without a bit's difference. Costs are those of the slowest."""
+    first, second = (rank.result for rank in training.run("watched", 2, within_s=WITHIN_S, seen=seen))
+    assert first["plans"] == second["plans"] and len(set(first["plans"])) == 2
+    assert len(first["told"]) == 1 and "Planned again, once" in first["told"][0] and not second["told"]
+    assert first["glue_s"] == second["glue_s"] == pytest.approx(2e-6)
+    for found in (first, second):
+        assert found["losses"] == found["same"] and not found["is_watched"]
+    assert first["digest"] == first["same digest"]
+
+
+def test_the_host_holds_everything_once_and_cores_are_divided(training: StartedRanks) -> None:
+    """32 MiB of parameters, and as much for each of gradients and two moments. torchrun says OMP_NUM_THREADS=1, and
+    updates have their share of 16 cores all the same: 8, less those that are left to others."""
+    gpu_bytes, host_bytes = 24 << 20, 144 << 20
+    ranks = training.run("in_memory", 2, within_s=WITHIN_S, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    found = [rank.result for rank in ranks]
+    assert [one["sharers"] for one in found] == [8 - CORES_FOR_OTHERS] * 2 and found[0]["torch"] == 1
+    most_bytes = host_bytes + 2 * (gpu_bytes + 2 * 2 * STAGING_BYTES)  # what two lanes send and receive
+    assert sum(one["bytes"] for one in found) <= most_bytes < 2 * (4 * (32 << 20) + gpu_bytes)
+
+
+@pytest.mark.long
+def test_checkpoints_go_from_groups_to_none_and_back(training: StartedRanks, tmp_path: Path) -> None:
+    for number, rank in enumerate(training.run("saves", 4, within_s=WITHIN_S, folder=str(tmp_path))):
+        for found in rank.result.values():
+            assert found["same"] and (found["moments"] > 20 if number == 0 else found["moments"] == 0)
+            went_on, loaded = found["losses"]
+            assert loaded == pytest.approx(went_on, rel=1e-2)

@@ -1,0 +1,90 @@
+"""Conversations are written by the tokenizer's own template; of them the assistant's turns are learned, and no more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hightide.data.conversation import Conversations
+from tiny_folders import tiny_folder
+
+transformers = pytest.importorskip("transformers")
+
+TURNS = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "a tide?"},
+    {"role": "assistant", "content": "yes: é"},
+    {"role": "user", "content": "in the affairs?"},
+    {"role": "assistant", "content": "of men"},
+]
+MARKED = (
+    "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' %}{% generation %}"
+    "{{ message.content }}!{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+FORGETFUL = (  # earlier turns are written in another way when more follow, as thoughts are
+    "{% for message in messages %}<{{ message.role }}>{% if loop.last %}thought {% endif %}{{ message.content }}"
+    "{% endfor %}"
+)
+STRICT = "{% for message in messages %}{{ raise_exception('only users may speak') }}{% endfor %}"
+
+
+def tokenizer(template: str | None = "own") -> Any:
+    made = transformers.AutoTokenizer.from_pretrained(tiny_folder())
+    if template != "own":
+        made.chat_template = template
+    return made
+
+
+def said(made: Any, ids: list[int], flags: list[bool]) -> list[str]:
+    """The runs of tokens that are learned."""
+    runs: list[list[int]] = []
+    for index, (token, flag) in enumerate(zip(ids, flags, strict=True)):
+        if flag and (index == 0 or not flags[index - 1]):
+            runs.append([])
+        if flag:
+            runs[-1].append(token)
+    return [made.decode(run) for run in runs]
+
+
+def test_everything_is_learned_where_nothing_else_is_asked() -> None:
+    made = tokenizer()
+    ids, flags = Conversations(made, completions_only=False).tokens(TURNS, "here")
+    assert made.decode(ids) == made.apply_chat_template(TURNS, tokenize=False) and all(flags)
+
+
+def test_the_assistants_turns_are_learned_with_their_ends() -> None:
+    made = tokenizer()
+    ids, flags = Conversations(made, completions_only=True).tokens(TURNS, "here")
+    assert made.decode(ids) == made.apply_chat_template(TURNS, tokenize=False)
+    assert said(made, ids, flags) == ["yes: é<|im_end|>\n", "of men<|im_end|>\n"]
+
+
+def test_a_template_that_marks_them_is_asked() -> None:
+    made = tokenizer(MARKED)
+    ids, flags = Conversations(made, completions_only=True).tokens(TURNS, "here")
+    assert said(made, ids, flags) == ["yes: é!", "of men!"]
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "message"),
+    [
+        (None, TURNS, r"line 7: it has messages, and the model's tokenizer has no chat template; take the instruct"),
+        (FORGETFUL, TURNS, r"line 7: the chat template writes turn 3 in another way.*leave --completions-only out"),
+        (STRICT, TURNS, r"line 7: the chat template does not take these messages: only users may speak"),
+        ("own", [{"role": "user", "content": "\ud83d"}], r"line 7: its text has \\ud83d, half of a character"),
+        ("own", "hello", r"line 7: messages are 'hello', which is no JSON list"),
+        ("own", [], r"line 7: messages are \[\]; they must be a list"),
+        ("own", [{"role": "user"}], r"line 7: a message is \{'role': 'user'\}; each has a role and a content"),
+    ],
+)
+def test_what_cannot_be_written_is_named_with_its_line(template: str | None, turns: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Conversations(tokenizer(template), completions_only=True).tokens(turns, "line 7")
+
+
+def test_messages_may_be_json_as_csv_has_them() -> None:
+    made = tokenizer()
+    text = '[{"role": "user", "content": "a"}]'
+    ids, _ = Conversations(made, completions_only=False).tokens(text, "here")
+    assert made.decode(ids) == "<|im_start|>user\na<|im_end|>\n"

@@ -1,0 +1,63 @@
+"""Which batch is larger than another: by the sizes of all of its tensors, whatever they are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hightide.profiler.model.batch_sizes import BatchSizes
+from hightide.profiler.model.samples import Samples
+from hightide.runtime.known_batches import KnownBatches
+
+
+def sizes(**shapes: Any) -> BatchSizes:
+    batch = {name: torch.zeros(shape) if isinstance(shape, tuple) else shape for name, shape in shapes.items()}
+    return BatchSizes.of(batch, Samples.FIRST)
+
+
+EXAMPLE = {"x": (4, 10), "y": (4, 3, 5), "flag": True, "number": 7}
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_held"),
+    [
+        ({}, True),
+        ({"x": (4, 9)}, True),
+        ({"x": (3, 10), "y": (3, 3, 5)}, True),
+        ({"number": 99, "flag": False}, True),
+        ({"x": (4, 11)}, False),
+        ({"x": (1, 11), "y": (1, 3, 5)}, False),
+        ({"y": (4, 3, 6)}, False),
+        ({"x": (5, 1), "y": (5, 1, 1)}, False),
+        ({"x": (4, 10, 1)}, False),
+        ({"z": (4,)}, False),
+        ({"other": True}, False),
+        ({"way": "text"}, False),
+        ({"thing": 1j}, False),
+    ],
+    ids=str,
+)
+def test_what_holds_what(changes: dict[str, Any], is_held: bool) -> None:
+    known = KnownBatches(sizes(**EXAMPLE))
+    assert known.hold(sizes(**{**EXAMPLE, **changes})) is is_held
+
+
+def test_fewer_tensors_are_held() -> None:
+    assert sizes(**EXAMPLE).holds(sizes(x=(4, 10)))
+
+
+def test_time_first() -> None:
+    batch = torch.zeros(10, 4, 8)
+    found = BatchSizes.of(batch, Samples.SECOND)
+    assert found.num_samples == 4 and str(found) == "argument 0 10x4x8"
+    assert not found.holds(BatchSizes.of(torch.zeros(11, 4, 8), Samples.SECOND))
+
+
+def test_the_largest_are_remembered() -> None:
+    known = KnownBatches(sizes(x=(4, 10)))
+    known.add(sizes(x=(2, 20)))
+    assert not known.hold(sizes(x=(4, 20))) and str(known) == "x 4x10; or x 2x20"
+    known.raise_samples(4)
+    assert known.hold(sizes(x=(4, 20))) and str(known) == "x 4x20"

@@ -1,0 +1,80 @@
+"""What is asked of a Trainer: refused with a remedy, or left to the plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import hightide
+from hightide.trainer.arguments import as_limits, check_arguments, check_optimizer_name, settle_arguments
+from trainers import arguments, data, full
+
+
+def test_limits_by_any_name() -> None:
+    expected = hightide.Limits(gpu="24GiB", host="96GiB")
+    assert as_limits(expected) is expected and as_limits({"gpu": "24GiB", "host": "96GiB"}) == expected
+    assert as_limits("24GiB") == hightide.Limits(gpu="24GiB") and as_limits(None) is None
+    with pytest.raises(ValueError, match="gpu, host and disk"):
+        as_limits({"vram": "24GiB"})
+    with pytest.raises(ValueError, match="limits is a int"):
+        as_limits(24)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("deepspeed", {"zero_optimization": {"stage": 3}}, "give limits="),
+        ("fsdp", "full_shard", "torchrun"),
+        ("auto_find_batch_size", True, "micro-batches"),
+        ("bf16_full_eval", True, "bf16=True"),
+        ("enable_jit_checkpoint", True, "save_steps"),
+    ],
+)
+def test_what_is_refused(name: str, value: Any, remedy: str, tmp_path: Path) -> None:
+    settings = arguments(tmp_path)
+    setattr(settings, name, value)
+    with pytest.raises(ValueError, match=rf"{name}=.*{remedy}"):
+        check_arguments(settings, "deferred")
+
+
+def test_promises_that_the_trainer_could_not_keep(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"in_backward.*max_grad_norm=1.*max_grad_norm=0"):
+        check_arguments(arguments(tmp_path), "in_backward")
+    with pytest.raises(ValueError, match=r"in_backward.*fp16=True.*bf16"):
+        check_arguments(arguments(tmp_path, max_grad_norm=0.0, fp16=True), "in_backward")
+    check_arguments(arguments(tmp_path, max_grad_norm=0.0), "in_backward")
+
+
+def test_optimizers(tmp_path: Path) -> None:
+    for name in ("adamw_torch", "adamw_torch_fused", "sgd"):
+        check_optimizer_name(arguments(tmp_path, optim=name))
+    with pytest.raises(ValueError, match=r"optim='adafactor'.*'sgd'.*optimizers="):
+        hightide.Trainer(full(), arguments(tmp_path, optim="adafactor"), **data())
+    with pytest.raises(ValueError, match="use_cpu=True"):
+        hightide.Trainer(full(), _on_meta(arguments(tmp_path)), device="cpu", **data())
+
+
+def _on_meta(settings: transformers.TrainingArguments) -> Any:
+    """A device that no machine lacks."""
+
+    class Elsewhere(type(settings)):  # type: ignore[misc]
+        device = property(lambda self: torch.device("meta"))
+
+    settings.__class__ = Elsewhere
+    return settings
+
+
+def test_what_the_plan_decides_and_what_would_wait(tmp_path: Path) -> None:
+    settings = arguments(tmp_path, gradient_checkpointing=True)
+    settings.max_grad_norm = None
+    settings.dataloader_pin_memory = True  # as where there is a GPU
+    with pytest.warns(UserWarning, match="gradient_checkpointing=True is left off") as told:
+        settle_arguments(settings)
+        settle_arguments(settings)
+    assert len(told) == 1
+    assert not settings.gradient_checkpointing and not settings.logging_nan_inf_filter
+    assert settings.accelerator_config.non_blocking and settings.max_grad_norm == 0.0
