@@ -44,8 +44,9 @@ from typer.testing import CliRunner
 
 import hightide
 from hightide.cli import plan_command
-from hightide.cli.config import TrainConfig, TrainOptions, load_config
 from hightide.cli.main import app
+from hightide.cli.train.config import TrainConfig
+from hightide.cli.train.options import TrainOptions, load_config
 from hightide.doctor.known import load_machine
 from hightide.integrations.folder import INDEX, SINGLE
 from hightide.ir.codec import to_json

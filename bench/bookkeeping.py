@@ -163,12 +163,12 @@ def _placed(plan: Plan, variant: Variant) -> Plan:
 def one_pass(run: Run, optimizer: WrappedOptimizer) -> None:
     """What a training step does around the computation."""
     calls = run.profile.calls
-    run.begin_pass(Mode.TRAIN)
+    run.passes.begin(Mode.TRAIN)
     for call in calls:
-        with run.tick(Op.FORWARD, call.block):
+        with run.passes.tick(Op.FORWARD, call.block):
             pass
     for index in reversed(range(len(calls))):
-        with run.tick(Op.BACKWARD, calls[index].block, index, accumulate=True):
+        with run.passes.tick(Op.BACKWARD, calls[index].block, index, accumulate=True):
             for key in run.profile.blocks[calls[index].block].params:
                 run.parameters[key].grad.zero_()  # counts as received: its version changes
     run.executor.finish_backward()

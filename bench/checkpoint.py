@@ -3,11 +3,14 @@
     python bench/checkpoint.py --model llama-3.2-1b --every 20 --steps 60 --folder /scratch/checkpoints
     python bench/checkpoint.py --model llama-3.2-3b --gpu 24GiB --update in_backward --every 20 --steps 20 --folder ...
 
-The first process trains `--steps` steps without saving, as many with a save every `--every` steps, and as many without
-again: `overhead` is what the ones in the middle took longer than the mean of the others, and includes what a save does
-to the steps after it; the last save is awaited outside. Then it stops, writes the same states with a blocking
-torch.save, if it may, begins another save and kills itself. The second process builds the model again, loads the newest
-whole checkpoint under its plan and makes a step.
+The first process trains `--steps` steps without saving, `--every` with one save, for which memory comes from the system
+and is pinned where values leave the GPU (`first_s` is what it cost), then `--steps` with a save every `--every` steps,
+and as many without again: `overhead` is what those with saves took longer than the mean of those without, and includes
+what a save does to the steps after it; the last save is awaited outside. Then it stops, writes the same states with a
+blocking torch.save, if it may, begins another save and kills itself. The second process builds the model again, loads
+the newest whole checkpoint under its plan and makes a step. Where the disk holds no two checkpoints
+(`--one-at-a-time`), each is removed before the next thing is written, and the process kills itself after the blocking
+save.
 
 `bench/throughput.py` has the other options: what it calls a system is trained here.
 """
@@ -22,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +47,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add("--folder", required=True, help="where checkpoints go; what is in it is removed")
     add("--every", type=int, default=20, help="steps between two saves")
     add("--torch-save", action=argparse.BooleanOptionalAction, default=True, help="it copies all states to the host")
+    add("--one-at-a-time", action="store_true", help="for a disk that holds no two of them")
     add("--phase", choices=PHASES, help=argparse.SUPPRESS)
     return parser.parse_known_args(argv)
 
@@ -50,6 +55,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main(argv: list[str]) -> int:
     own, others = parse(argv)
     options = throughput.parse(others)
+    if own.one_at_a_time and own.every < options.steps:
+        sys.exit("--one-at-a-time: one save only, so --every must be at least --steps")
     if own.phase is not None:
         print(json.dumps({"train": train, "resume": resume}[own.phase](own, options)), flush=True)
         if own.phase == "train":
@@ -84,6 +91,7 @@ def train(own: argparse.Namespace, options: argparse.Namespace) -> dict[str, Any
     data = batches(system.model, options.sequences, options.length)
     savings: list[hightide.Saving] = []
     calls_s: list[float] = []
+    ends_s: list[float] = []  # of steps, as the loop sees them
     num_steps = 0
 
     def steps(count: int, every: int = 0) -> None:
@@ -91,6 +99,7 @@ def train(own: argparse.Namespace, options: argparse.Namespace) -> dict[str, Any
         for number in range(count):
             system.step(data[num_steps % len(data)])
             num_steps += 1
+            ends_s.append(time.perf_counter())
             if every and number % every == 0:
                 called_s = time.perf_counter()
                 savings.append(hightide.save(system.model, system.optimizer, own.folder, step=num_steps, keep=2))
@@ -102,7 +111,14 @@ def train(own: argparse.Namespace, options: argparse.Namespace) -> dict[str, Any
     timed(options.warmup)
     without_s = [timed(options.steps)]
     peak_before = _peaks(system.model)
+    first_s = timed(own.every, own.every) - own.every * without_s[0] / options.steps
+    savings.pop().wait()
+    calls_s.clear()
+    first_steps_s = [end - begin for begin, end in pairwise(ends_s[-own.every :])]
+    if own.one_at_a_time:
+        _empty(own.folder)
     with_s = timed(options.steps, own.every)
+    steps_s = [end - begin for begin, end in pairwise(ends_s[-options.steps :])]
     last_s = throughput._timed(lambda: savings[-1].wait(), system)
     peak_after = _peaks(system.model)
     without_s.append(timed(options.steps))
@@ -115,6 +131,9 @@ def train(own: argparse.Namespace, options: argparse.Namespace) -> dict[str, Any
         "step_s": mean_s / options.steps,
         "spread": abs(without_s[0] - without_s[1]) / mean_s,
         "overhead": with_s / mean_s - 1,
+        "first_s": first_s,
+        "first_steps_s": first_steps_s,
+        "steps_s": steps_s,
         "call_s": throughput.summary(calls_s),  # that save() itself took
         "save_s": throughput.summary([saving.seconds for saving in savings]),
         "last_wait_s": last_s,
@@ -132,13 +151,23 @@ def train(own: argparse.Namespace, options: argparse.Namespace) -> dict[str, Any
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
     }
+    if own.torch_save:
+        if own.one_at_a_time:
+            _empty(own.folder)
+        result |= _torch_save(system, Path(own.folder) / "torch-save.pt")
+    if own.one_at_a_time:
+        _empty(own.folder)
     blocking = hightide.save(system.model, system.optimizer, own.folder, step=num_steps + 1, keep=2, wait=True)
     result["blocking_s"] = blocking.seconds
-    if own.torch_save:
-        result |= _torch_save(system, Path(own.folder) / "torch-save.pt")
-    hightide.save(system.model, system.optimizer, own.folder, step=num_steps + 2)
-    steps(1)
+    if not own.one_at_a_time:
+        hightide.save(system.model, system.optimizer, own.folder, step=num_steps + 2)
+        steps(1)
     return result
+
+
+def _empty(folder: str) -> None:
+    shutil.rmtree(folder)
+    os.mkdir(folder)
 
 
 def _torch_save(system: throughput.System, file: Path) -> dict[str, Any]:
@@ -167,11 +196,11 @@ def resume(own: argparse.Namespace, options: argparse.Namespace) -> dict[str, An
     system = _make(options)
     wrapped_s = time.time()
     loaded = hightide.load(system.model, system.optimizer, newest)
-    throughput._synchronize()
+    throughput.synchronize()
     loaded_s = time.time()
     system.step(batches(system.model, options.sequences, options.length, count=1)[0])
     system.drain()
-    throughput._synchronize()
+    throughput.synchronize()
     return {
         "phase": "resume",
         "step": loaded.step,
@@ -207,7 +236,7 @@ def print_table(results: dict[str, dict[str, Any]]) -> None:
         if told := trained["told_save"]:
             print(
                 f"told: {told['num_bytes'] / 1e9:.1f} GB in {told['written_s']:.1f} s ({told['speed_source']} disk), "
-                f"updates held up {told['held_s']:.2f} s"
+                f"updates held up {told['held_s']:.2f} s, copies of {format_bytes(told['aside_bytes'])}"
             )
         peaks = [
             f"{tier} {format_bytes(trained['peak_with'][tier])}, "
@@ -216,6 +245,7 @@ def print_table(results: dict[str, dict[str, Any]]) -> None:
             for tier in ("gpu", "host")
         ]
         print(f"peaks: {'; '.join(peaks)}")
+        print(f"the first save, which gets and pins memory: {trained['first_s']:+.2f} s over {trained['every']} steps")
         print(f"blocking: hightide.save {trained['blocking_s']:.1f} s", end="")
         if "torch_save_s" in trained:
             print(

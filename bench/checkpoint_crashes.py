@@ -55,7 +55,7 @@ WORDS, WIDTH, SAMPLES, LENGTH = 24, 8, 4, 5
 NUM_LOSSES = 160  # known of training that nothing happens to
 RESUMED = 2  # steps that are compared
 WAIT_S = 60.0  # a save that is not done by then hangs
-SMALL = {"WRITE_BYTES": 1024, "DIRTY_BYTES": 8192}  # so that there are many calls, of every kind
+SMALL = {"BLOCK_BYTES": 1024}  # so that there are many calls, of every kind
 PIECE_BYTES = 4096
 FOREIGN = {
     "notes.txt": b"mine",

@@ -204,7 +204,7 @@ def finish_in_backward(subject: Subject) -> None:
     """With updates in backward: the step has happened, whatever came, and has to be told."""
     run = run_of(subject.model)
     assert run is not None
-    if run.executor._owes_step:
+    if run.executor.promises.owes_step:
         subject.optimizer.step()
         train(subject.plain, subject.plain_optimizer, subject.x)
 

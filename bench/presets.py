@@ -16,10 +16,12 @@ from pathlib import Path
 from hightide.ir.machine import (
     UPDATE_BYTES,
     UPDATE_TRAFFIC_BYTES,
+    CollectiveRates,
     Disk,
     Estimate,
     Gpu,
     Host,
+    Links,
     Machine,
     MatmulRates,
     SmallRequests,
@@ -81,6 +83,21 @@ class Spec:
     disk_read: float
     disk_write: float
     disk_keeps: float = 1.0  # share of the speed when its cache is full
+    linked: Linked | None = None
+
+
+@dataclass(frozen=True)
+class Linked:
+    """GPUs of one node, or of several."""
+
+    gpus: int
+    nodes: int
+    inside: float  # bytes/s of one GPU, one direction, by specification
+    inside_text: str
+    reached: float  # of that, by collectives: assumed
+    over_pcie: bool  # they take it from copies between host and GPU, and these from them
+    network: float | None = None  # of one GPU
+    network_text: str = ""
 
 
 SERVER_DISK = ("a data centre SSD (Samsung PM9A3)", 6.8 * GB, 4.0 * GB)
@@ -111,6 +128,36 @@ SPECS = {
         None, "measured", "a virtual disk, measured", 3.5 * GB, 3.1 * GB,
     ),
 }  # fmt: skip
+
+
+SERVER_DISKS = ("4 data centre SSDs (Samsung PM9A3) as one", 4 * 6.8 * GB, 4 * 4.0 * GB)
+NVLINK_SHARE, STAGED_SHARE, NETWORK_SHARE = 0.78, 0.4, 0.9
+INFINIBAND = (50 * GB, "one port of 400 Gb/s InfiniBand for each GPU")
+H100_NODE = replace(
+    SPECS["h100"], processor="2 Xeons of 56 cores with AVX-512", num_cores=112, host_gib=2048, dram=614.4 * GB,
+    dram_text="16 channels of DDR5-4800", disk_text=SERVER_DISKS[0], disk_read=SERVER_DISKS[1],
+    disk_write=SERVER_DISKS[2], linked=Linked(8, 1, 450 * GB, "NVLink 4", NVLINK_SHARE, over_pcie=False),
+)  # fmt: skip
+NODES = {
+    "4x-rtx-4090": replace(
+        SPECS["rtx-4090"], processor="32 cores of a workstation's Threadripper", num_cores=32, host_gib=512,
+        dram=307.2 * GB, dram_text="8 channels of DDR5-4800",
+        linked=Linked(4, 1, PCIE[4], "PCIe 4.0 ×16 without peer access, through host memory", STAGED_SHARE,
+                      over_pcie=True),
+    ),
+    "8x-a100-80g": replace(
+        SPECS["a100-80g"], processor="2 EPYCs of 64 cores", num_cores=128, host_gib=1024, dram=409.6 * GB,
+        dram_text="16 channels of DDR4-3200", disk_text=SERVER_DISKS[0], disk_read=SERVER_DISKS[1],
+        disk_write=SERVER_DISKS[2], linked=Linked(8, 1, 300 * GB, "NVLink 3", NVLINK_SHARE, over_pcie=False),
+    ),
+    "8x-h100": H100_NODE,
+    "4-nodes-8x-h100": replace(
+        H100_NODE,
+        linked=Linked(8, 4, 450 * GB, "NVLink 4", NVLINK_SHARE, False, *INFINIBAND),
+    ),
+}  # fmt: skip
+COLLECTIVE_LATENCY_S, NETWORK_LATENCY_S = 30e-6, 60e-6
+PCIE_SHARE = 0.5  # of each, while copies and collectives are on the same PCIe link, or two collectives at once
 
 
 def estimate(spec: Spec) -> Machine:
@@ -145,6 +192,39 @@ def estimate(spec: Spec) -> Machine:
         ),
         disk=_disk(spec),
         estimates=_sources(spec),
+        links=None if spec.linked is None else _links(spec.linked),
+    )
+
+
+def _links(linked: Linked) -> Links:
+    beside = PCIE_SHARE if linked.over_pcie else 1.0
+    return Links(
+        gpus_per_node=linked.gpus,
+        num_nodes=linked.nodes,
+        inside=CollectiveRates(*[_rounded(linked.reached * linked.inside)] * 3),
+        across=None if linked.network is None else CollectiveRates(*[_rounded(NETWORK_SHARE * linked.network)] * 3),
+        latency_s=COLLECTIVE_LATENCY_S,
+        across_latency_s=NETWORK_LATENCY_S,
+        beside_copies=beside,
+        copies_beside=beside,
+        together=PCIE_SHARE,
+    )
+
+
+def _links_source(linked: Linked) -> str:
+    network = (
+        f"; between nodes {linked.network_text}, {linked.network / GB:g} GB/s × {NETWORK_SHARE} (assumed)"
+        if linked.network is not None
+        else ""
+    )
+    shared = (
+        f"copies and collectives on one PCIe link have {PCIE_SHARE:g} of it each"
+        if linked.over_pcie
+        else "copies between host and GPU are on other links"
+    )
+    return (
+        f"{linked.inside_text}, {linked.inside / GB:g} GB/s one way × {linked.reached:g} (assumed){network}; "
+        f"latencies assumed; {shared}, two collectives at once {PCIE_SHARE:g} (assumed)"
     )
 
 
@@ -229,6 +309,7 @@ def _sources(spec: Spec) -> tuple[Estimate, ...]:
             f"{ASSUMED_DISK} (assumed); when its cache is full × {spec.disk_keeps:g} (assumed); both at once in "
             "proportion to the H200 machine's disk; small ones assumed",
         ),
+        *([] if spec.linked is None else [Estimate("links", _links_source(spec.linked))]),
     )
 
 
@@ -238,7 +319,7 @@ def _rounded(value: float) -> float:
 
 
 def presets() -> dict[str, Machine]:
-    return {name: replace(estimate(spec), name=name) for name, spec in SPECS.items()}
+    return {name: replace(estimate(spec), name=name) for name, spec in (SPECS | NODES).items()}
 
 
 def main() -> None:

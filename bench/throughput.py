@@ -210,7 +210,7 @@ def make_resident(options: argparse.Namespace, compile: bool) -> System:
 def make_deepspeed(options: argparse.Namespace, compile: bool) -> System:
     """ZeRO-3 with all but the present block on the host; with --disk, states in the folder of the first."""
     if options.gpu:
-        _limit_gpu(options.gpu)
+        limit_gpu(options.gpu)
     options.micro_batch = options.micro_batch or min(4, options.sequences)
     disk = parse_disks(options.disk, "--disk")[0].path if options.disk else None
     peer = DeepSpeed(options.micro_batch, options.sequences // options.micro_batch, LR, options.clip, disk)
@@ -218,14 +218,14 @@ def make_deepspeed(options: argparse.Namespace, compile: bool) -> System:
     return System(peer.step_of(model), lambda: None, model, wrapped=False)
 
 
-def _limit_gpu(limit: str) -> None:
+def limit_gpu(limit: str) -> None:
     total_bytes = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, parse_bytes(limit, "--gpu") / total_bytes))
 
 
 def make_hightide(options: argparse.Namespace, compile: bool) -> System:
     if options.gpu and options.device != "cpu":
-        _limit_gpu(options.gpu)
+        limit_gpu(options.gpu)
     model = build(options.model, options.length, getattr(torch, options.dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     if options.sequences % options.calls:
@@ -304,7 +304,7 @@ def _timed(work: Callable[[], None], system: System) -> float:
     started_s = time.perf_counter()
     work()
     system.drain()
-    _synchronize()
+    synchronize()
     return time.perf_counter() - started_s
 
 
@@ -312,14 +312,14 @@ def _synced(steps: Callable[..., None], count: int) -> list[float]:
     ends_s = [time.perf_counter()]
 
     def end() -> None:
-        _synchronize()
+        synchronize()
         ends_s.append(time.perf_counter())
 
     steps(count, end)
     return [second - first for first, second in pairwise(ends_s)]
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -1,8 +1,8 @@
 """Fine-tunes a Hugging Face model with an ordinary PyTorch loop. Two lines are hightide's; they are marked.
 
 python examples/finetune.py                              # a tiny model, made on the spot: nothing to download
-python examples/finetune.py path/to/model --text my.txt  # your own: a folder with weights and a tokenizer
-python examples/finetune.py path/to/model --gpu 24GiB    # on less of the GPU than there is
+python examples/finetune.py path/to/model --data my.txt  # your own: a folder with weights and a tokenizer
+python examples/finetune.py path/to/model --data chat.jsonl --completions-only --gpu 24GiB
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 
 import torch
-from tiny import batches, make_tiny_model, read_tokens
-from transformers import AutoModelForCausalLM
+from tiny import make_tiny_folder, read_batches
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hightide  # the first line
 
@@ -19,20 +19,21 @@ import hightide  # the first line
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a Hugging Face folder; left out: a tiny model is made")
-    parser.add_argument("--text", help="a text file to learn; left out: source code of Python's standard library")
+    parser.add_argument("--data", help="what to learn: txt, jsonl, csv ...; left out: some of Python's own source")
+    parser.add_argument("--completions-only", action="store_true", help="the loss counts what the assistant says only")
     parser.add_argument("--out", default="runs/finetuned", help="where the model is saved")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=8, help="samples per step")
-    parser.add_argument("--length", type=int, default=128, help="tokens per sample")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step")
+    parser.add_argument("--length", type=int, default=128, help="tokens per sequence")
+    parser.add_argument("--lr", type=float, help="default: 1e-5, and 2e-3 for the tiny model")
     parser.add_argument("--gpu", help="how much of the GPU to use, as 24GiB; left out: all that is free")
     args = parser.parse_args()
 
     torch.manual_seed(0)
-    folder = args.model or make_tiny_model()
+    folder = args.model or make_tiny_folder()
     model = AutoModelForCausalLM.from_pretrained(folder)  # hightide.from_pretrained(folder) needs less memory
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    data = batches(read_tokens(folder, args.text), args.batch, args.length)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr or (1e-5 if args.model else 2e-3))
+    data = read_batches(folder, args.data, args.batch, args.length, args.completions_only)
 
     limits = hightide.Limits(gpu=args.gpu)
     model, optimizer = hightide.wrap(model, optimizer, next(data), limits=limits)  # the second line
@@ -48,6 +49,7 @@ def main() -> None:
         print(f"step {step}: loss {loss.item():.4f}")
 
     model.save_pretrained(args.out)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(args.out)
     print(f"saved to {args.out}; AutoModelForCausalLM.from_pretrained({args.out!r}) loads it")
 
 

@@ -1,4 +1,4 @@
-"""What the examples need that is not about training: a tiny model to start from, and text as batches of tokens."""
+"""What the examples need that is not about training: a tiny model to start from, and data as batches of tokens."""
 
 from __future__ import annotations
 
@@ -11,39 +11,41 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
+
+from hightide.cli.train.config import ModelConfig
+from hightide.cli.train.tiny_model import make_tiny_model
+from hightide.data.batches import Batches, Steps
+from hightide.data.packing import one_each
+from hightide.data.readers import read_rows
+from hightide.data.tokens import tokenize
 
 STANDARD = (argparse, ast, inspect)  # modules of the standard library whose source is learned by default
 
 
-def make_tiny_model() -> str:
-    """A Llama of 0.4 million parameters whose tokens are bytes, saved as a Hugging Face folder. Its path."""
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        max_position_embeddings=1024,
-    )
-    folder = tempfile.mkdtemp(prefix="tiny-llama-")
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
+def make_tiny_folder() -> str:
+    """A Llama of 0.5 million parameters with random weights and a tokenizer of its own, saved as a Hugging Face folder.
+    Its path."""
+    folder = Path(tempfile.mkdtemp(prefix="tiny-llama-"))
+    shape = ModelConfig(hidden=96, layers=4, heads=4, feed_forward=256, vocabulary=512)
+    make_tiny_model(folder, shape, 0, read_rows(Path(inspect.__file__), lambda share: None))
+    return str(folder)
 
 
-def read_tokens(folder: str, text_file: str | None) -> torch.Tensor:
-    """The text as one row of token ids: by the folder's tokenizer, or byte by byte if it has none."""
+def read_batches(folder: str, data: str | None, num_rows: int, length: int, only: bool) -> Iterator[dict[str, Any]]:
+    """Rows of a file (txt, jsonl, csv ...: text, prompt and completion, or chat messages through the folder's own
+    template) as batches, without end. `only`: the loss counts completions and what the assistant says."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    paths = [Path(data)] if data else [Path(module.__file__) for module in STANDARD]
+    rows = (row for path in paths for row in read_rows(path, lambda share: None))
+    sequences = tokenize(rows, tokenizer, length, completions_only=only)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    batches = Batches(sequences, one_each(sequences), length, pad, one_shape=True)
+    print(f"{len(sequences)} sequences of up to {length} tokens")
+    return (calls[0].batch for calls in Steps(batches, num_rows, seed=0))
+
+
+def read_tokens(tokenizer: Any, text_file: str | None) -> torch.Tensor:
+    """A text as one row of token ids."""
     text = Path(text_file).read_text(encoding="utf-8") if text_file else "\n".join(map(inspect.getsource, STANDARD))
-    if any(Path(folder).glob("tokenizer*")):
-        return AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids[0]
-    return torch.tensor(list(text.encode()))
-
-
-def batches(tokens: torch.Tensor, num_samples: int, length: int) -> Iterator[dict[str, Any]]:
-    """Random pieces of the text, without end."""
-    if len(tokens) <= length:
-        raise SystemExit(f"the text has {len(tokens)} tokens; it must have more than --length {length}")
-    while True:
-        starts = torch.randint(len(tokens) - length, (num_samples,)).tolist()
-        pieces = torch.stack([tokens[start : start + length] for start in starts])
-        yield {"input_ids": pieces, "labels": pieces}
+    return torch.tensor(tokenizer(text, verbose=False)["input_ids"])
