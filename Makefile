@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-JOBS ?= 2
+# On two cores: tests also wait, for disks, children and lanes.
+JOBS ?= 3
 SHARD ?= 1/1
 
 .DEFAULT_GOAL := help
