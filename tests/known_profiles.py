@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hightide.profiler.model import token_tiles
 from hightide.profiler.model.block_finder import FoundBlock
 from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_call
 from hightide.profiler.model.probe import ProbeResult
@@ -97,6 +98,7 @@ def key_of(model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Bat
 
 def _facts(model: nn.Module, optimizer: Any, batch: Batch, chosen: Any) -> Iterator[Hashable]:
     yield torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
+    yield token_tiles.LONG, token_tiles.TILE
     yield _text(chosen)
     first: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):

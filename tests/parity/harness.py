@@ -18,6 +18,7 @@ import models
 from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.profiler.model import token_tiles
 
 EPS = 1e-4  # with AdamW's default of 1e-8, biases whose true gradient is zero random-walk on rounding
 HOST = "64MiB"
@@ -136,7 +137,8 @@ def _case(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, opti
         (name, value.shape, int(value.sum())) if isinstance(value, Tensor) else (name, value)
         for name, value in arguments
     )
-    return type(model).__qualname__, str(getattr(model, "order", "")), params, groups, shapes, tuple(options.items())
+    how = token_tiles.LONG, token_tiles.TILE, *options.items()
+    return type(model).__qualname__, str(getattr(model, "order", "")), params, groups, shapes, how
 
 
 def make_step(clip: str | None = None, accumulate: int = 1, zero_grad: str = "after", max_norm: float = 0.5) -> Step:

@@ -72,7 +72,7 @@ def _wider_call(one: CallSpec, two: CallSpec, above: Lines) -> CallSpec:
     if one.selective is not None and two.selective is not None:  # the rule is that of the batch that came last
         kept, again = above(one.selective.kept, two.selective.kept), (one.selective.recompute, two.selective.recompute)
         selective = Selective(kept, work(*again), two.selective.flop_per_byte, two.selective.num_held)
-    same = {"block", "needs_backward", "splittable", "note", "num_saved", "num_kept", "kind", "selective"}
+    same = {"block", "needs_backward", "splittable", "note", "num_saved", "num_kept", "kind", "selective", "tiled"}
     combine = {Affine: above, Work: work, Glue: glue}
     pairs = {
         field.name: (getattr(one, field.name), getattr(two, field.name))
@@ -86,5 +86,6 @@ def _wider_call(one: CallSpec, two: CallSpec, above: Lines) -> CallSpec:
         num_saved=max(one.num_saved, two.num_saved),
         num_kept=max(one.num_kept, two.num_kept),
         selective=selective,
+        tiled=tuple(dict.fromkeys((*one.tiled, *two.tiled))),
         **{name: combine[type(first)](first, second) for name, (first, second) in pairs.items()},  # type: ignore[operator]
     )

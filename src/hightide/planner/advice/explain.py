@@ -107,6 +107,10 @@ def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
     for note, count in unsplit.items():
         text = f"  {count} call{'s' if count > 1 else ''} unsplit: {note}"
         lines += textwrap.wrap(text, WIDTH, subsequent_indent="    ")
+    tiled = Counter(", ".join(call.tiled) or profile.blocks[call.block].name for call in profile.calls if call.tiled)
+    for parts, count in tiled.items():
+        text = f"  {count} call{'s' if count > 1 else ''} with tiles of tokens, for the length of a sample: {parts}"
+        lines += textwrap.wrap(text, WIDTH, subsequent_indent="    ")
     if profile.vocabulary:
         kept = f", those of {plan.loss_kept_tokens} kept" if plan.loss_kept_tokens else ""
         kept = ", its gradients made in forward" if plan.loss_in_forward else kept

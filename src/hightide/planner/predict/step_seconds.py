@@ -110,7 +110,7 @@ def with_peaks(profile: ModelProfile, costs: Costs) -> ModelProfile:
                 forward_peak=_line(measured.forward_bytes),
                 kept=_line(measured.kept_bytes),
                 backward_peak=_line(measured.backward_bytes),
-                holes=Affine() if costs.is_compiled else call.holes,
+                holes=Affine() if costs.is_compiled and not call.tiled else call.holes,
             )
             if call.selective is not None and measured.selective_bytes.points:
                 call = replace(call, selective=replace(call.selective, kept=_line(measured.selective_bytes)))

@@ -22,9 +22,11 @@ from hightide.process.interrupts import in_a_line, safe_point
 from hightide.profiler.model.attention import workspace_bytes
 from hightide.profiler.model.caching_allocator import holes_of
 from hightide.profiler.model.call_tree import flatten, leaves_key, narrow, tensors, unflatten
+from hightide.profiler.model.hooks import num_hooks
 from hightide.profiler.model.kinds import build_of
 from hightide.profiler.model.probe_record import CallRecord
 from hightide.profiler.model.taps import Tap, tapping
+from hightide.profiler.model.token_tiles import TokenParts, is_long, tiling
 from hightide.profiler.model.values import Values
 from hightide.profiler.model.work import Counted, Result, WorkMeter
 from hightide.stores.meter import AllocationMeter, Event
@@ -64,6 +66,7 @@ class CallNeeds:
     selective: Selective | None = None
     num_kept: int = 16
     holes: Affine = NO_BYTES
+    tiled: tuple[str, ...] = ()
 
     def wider(self, other: CallNeeds) -> CallNeeds:
         """Enough for two equal calls of equal blocks that ask for values, and take different bytes."""
@@ -92,9 +95,9 @@ def _widest(one: Affine, two: Affine) -> Affine:
 class CallMeter:
     """Measures calls; equal calls of equal blocks once. With `values` all of them: see [Note: a pass on values]."""
 
-    def __init__(self, values: Values | None = None) -> None:
+    def __init__(self, values: Values | None = None, parts: TokenParts | None = None) -> None:
         self._measured: dict[Any, CallNeeds] = {}
-        self._values = values
+        self._values, self._parts = values, parts
         if values is not None:
             _use_library(values.device)
         self.failure = ""  # why a call could not be measured: it asks for values, or there is no fake operation
@@ -110,7 +113,8 @@ class CallMeter:
     ) -> int:
         """`one` and `two` are the same call with num_samples and with one more. To be called with fake parameters.
         Returns the kind of the call."""
-        key = (build_of(module), repr(module), split, num_samples, leaves_key(one.leaves), two is None, tuple(taps))
+        key: tuple[Any, ...] = (build_of(module), repr(module), split, num_samples, leaves_key(one.leaves), two is None)
+        key += (tuple(taps), is_long(one, num_samples) and num_hooks(list(module.modules())[1:]) > 0)
         known = self._measured.get(key)
         if known is not None and self._values is None:
             return known.kind
@@ -119,10 +123,14 @@ class CallMeter:
         try:
             if self._values is not None:
                 needs = self._measure_on_values(self._values, kind, module, one, num_samples, taps)
-            elif split.splittable and two is not None:
-                needs = _measure_split(kind, module, split, two, num_samples, taps)
             else:
-                needs = _measure_whole(kind, module, one, two, num_samples, taps)
+                tiled = () if self._parts is None or taps else self._parts.of(module, one, num_samples)
+                with tiling(module, tiled):
+                    if split.splittable and two is not None:
+                        needs = _measure_split(kind, module, split, two, num_samples, taps)
+                    else:
+                        needs = _measure_whole(kind, module, one, two, num_samples, taps)
+                needs = replace(needs, tiled=tiled)
         except Exception as error:
             failure = in_a_line(error)
             self.failure = self.failure or failure

@@ -17,11 +17,12 @@ from hightide.profiler.model.call_tree import Batch
 from hightide.profiler.model.fake import Originals
 from hightide.profiler.model.glue import GlueNeeds, measure_glue
 from hightide.profiler.model.kinds import is_plain_linear
-from hightide.profiler.model.needs import CallMeter, CallNeeds
+from hightide.profiler.model.needs import CallMeter, CallNeeds, meter_call
 from hightide.profiler.model.probe import CPU, ProbeResult, compare, examined, give_back, pair_records, record_runs
 from hightide.profiler.model.probe_record import ProbeRecord
 from hightide.profiler.model.samples import Samples, possible_samples
 from hightide.profiler.model.tap_search import Taps
+from hightide.profiler.model.token_tiles import TokenParts
 from hightide.profiler.model.values import Source, Values
 from hightide.profiler.trial.independence import examine
 from hightide.profiler.trial.repeated_call import TriedCall
@@ -136,7 +137,10 @@ class Surveying:
         return found, _reordered(probed, order), runs
 
     def _metered(self, found: FoundBlocks, probed: ProbeResult, runs: Runs, values: Values | None = None) -> Survey:
-        meter = CallMeter(values)
+        parts = TokenParts(
+            self.originals, self.device or CPU, lambda part, call: meter_call(part, call.leaves, call).kept
+        )
+        meter = CallMeter(values, parts)
         kinds = [
             meter.measure(
                 probed.blocks[call.block].module,

@@ -70,6 +70,7 @@ class Finding:
     keeps: tuple[str, ...] = ()  # what a forward changes of what the block keeps
     refusal: str = ""  # why it cannot be recomputed
     replays_whole: bool = False  # a recomputation must not end with the last tensor that is saved: see _try_again
+    draws: bool = False  # random numbers, on the device
 
 
 class _Mixed(Exception):
@@ -183,7 +184,7 @@ class _Trial:
                 return Finding(self._split.note, keeps, refusal=str(reason))
             except _Mixed as reason:
                 return Finding(str(reason), keeps, replays_whole=replays_whole)
-            return Finding("", keeps, replays_whole=replays_whole)
+            return Finding("", keeps, replays_whole=replays_whole, draws=draws)
         finally:
             self._call.reset()
 

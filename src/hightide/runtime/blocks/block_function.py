@@ -34,6 +34,7 @@ from hightide.ir.tier import Tier
 from hightide.process.interrupts import deferred, safe_point
 from hightide.profiler.model.call_tree import mode_of, narrow
 from hightide.profiler.model.taps import hand_out, tapping
+from hightide.profiler.model.token_tiles import BLOCK, by_tiles, tiling
 from hightide.profiler.trial.state import Snapshot
 from hightide.runtime.blocks.activations import FREED
 from hightide.runtime.blocks.call_frame import CallFrame
@@ -239,6 +240,8 @@ class BlockCall:
         """None: eager. A smaller last micro-batch is not worth a compilation of its own."""
         if num_samples != self.bounds[0][1] or self.runner.run.looks.keeps(self.runner.index):
             return None
+        if self.runner.tiled_parts(self.call):
+            return None
         shapes = tuple(tensor.shape for tensor in inputs)
         return self.runner.run.compiled.forward_of(self.runner.original, self._activation, shapes)
 
@@ -265,8 +268,14 @@ class BlockCall:
     def run(self, inputs: Sequence[Tensor], forward: Callable[..., Any] | None = None) -> list[Tensor]:
         """Runs the block on one micro-batch; returns the tensors of its result."""
         args, kwargs = self.frame.arguments(inputs)
-        with self._hooks_counted(forward is not None), tapping(self.module, self.runner.taps) as tapped:
-            forward = partial(forward or self.runner.original, self.module)
+        tiled = self.runner.tiled_parts(self.call)
+        with (
+            self._hooks_counted(forward is not None),
+            nullcontext() if BLOCK in tiled else tiling(self.module, tiled),
+            tapping(self.module, self.runner.taps) as tapped,
+        ):
+            whole = forward or self.runner.original
+            forward = by_tiles(self.module, whole) if BLOCK in tiled else partial(whole, self.module)
             result = self.runner.run.caches.call(self.module, forward, *args, **kwargs)
         if (
             self._is_looked_at

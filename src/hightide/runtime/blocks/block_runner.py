@@ -38,6 +38,10 @@ class BlockRunner:
             return None
         return self.run.profile.calls[call].selective
 
+    def tiled_parts(self, call: int | None) -> tuple[str, ...]:
+        """Modules inside that run tile by tile: see [Note: token tiles]."""
+        return () if call is None else self.run.profile.calls[call].tiled
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.run.splits.is_probing:
             return self.original(module, *args, **kwargs)

@@ -13,15 +13,8 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hightide.cli.workload import load_workload
-from hightide.doctor.known import load_machine
 from hightide.ir.block import CallSpec
-from hightide.ir.plan import Update
-from hightide.ir.units import parse_bytes
-from hightide.planner.predict.estimate import estimate
-from hightide.planner.problem import Problem, Terms
-from hightide.planner.search.search import search
-from hightide.profiler.model import attention
+from hightide.profiler.model import attention, token_tiles
 from hightide.profiler.model.attention import AttentionCall, kernel_by_rule
 from hightide.profiler.model.model_profile import profile_model
 from hightide.profiler.trial import independence, repeated_call
@@ -84,6 +77,12 @@ def layer_call(
 def bytes_per_token(call: CallSpec, length: int) -> tuple[float, float, float]:
     peaks = call.forward_peak, call.kept, call.backward_peak
     return tuple(peak.at(1) / length for peak in peaks)  # type: ignore[return-value]
+
+
+@pytest.fixture(autouse=True)
+def untiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of attention are what is asked for, and are the same for each token however long a sample is."""
+    monkeypatch.setattr(token_tiles, "LONG", 1 << 40)
 
 
 @pytest.mark.parametrize(
@@ -241,12 +240,3 @@ def test_mixing_is_found_in_long_sequences_too(asks: int) -> None:
     model = nn.Sequential(Mixing(asks), nn.Linear(8, 8))
     profile, _ = profile_model(model, None, torch.zeros(2, 5000, 8))
     assert [call.splittable for call in profile.calls] == [False, True]
-
-
-def test_a_step_of_one_very_long_sequence_is_planned() -> None:
-    profile = load_workload("llama-3.2-3b", 1, 131072, None, None).profile()
-    machine = load_machine("h200")
-    terms = Terms(parse_bytes("32GiB", "gpu"), parse_bytes("112GiB", "host"), Update.DEFERRED)
-    forecast = search(Problem(profile, estimate(profile, machine), machine, terms)).plan.forecast
-    assert 20 * 2**30 < forecast.gpu_bytes <= terms.gpu_bytes
-    assert profile.tokens_per_sample == 131072
