@@ -204,7 +204,10 @@ def test_a_part_of_ones_own_is_tiled_and_equal() -> None:
         return loss
 
     batches = [mixer("")[1] for _ in range(NUM_STEPS)]
-    compare(partial(mixer, ""), lambda: batches, wrap={"micro_batch": 2, "room": 1.3}, step=step)
+    model, batch = mixer("")
+    plan = hightide.plan(model, make_optimizer(model), batch, limits=NO_LIMIT, micro_batch=2)
+    given = {"plan": streamed(plan, Activation.RECOMPUTE, Tier.HOST)}
+    compare(partial(mixer, ""), lambda: batches, wrap=given, step=step)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
