@@ -19,7 +19,7 @@ from torch import nn
 
 from hightide.profiler.model.block_finder import FoundBlock
 from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_call
-from hightide.profiler.model.probe import ProbeResult
+from hightide.profiler.probe.probe_result import ProbeResult
 
 _INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 

@@ -21,7 +21,7 @@ from hightide.planner.solution import Searched, Solution
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import deferred, held, safe_point
 from hightide.process.progress import tell
-from hightide.profiler.model.probe import ProbeResult
+from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.profiler.switches.caches import Caches
 from hightide.runtime.alike import begin_alike, drawing_alike, keep_alike, lanes_of
 from hightide.runtime.before import Before, move_buffers

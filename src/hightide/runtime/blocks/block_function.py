@@ -33,7 +33,7 @@ from hightide.ir.refusal import Refused
 from hightide.ir.tier import Tier
 from hightide.process.interrupts import deferred, safe_point
 from hightide.profiler.model.call_tree import mode_of, narrow
-from hightide.profiler.model.taps import hand_out, tapping
+from hightide.profiler.probe.taps import hand_out, tapping
 from hightide.profiler.trial.state import Snapshot
 from hightide.runtime.blocks.activations import FREED
 from hightide.runtime.blocks.call_frame import CallFrame

@@ -17,10 +17,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hightide.profiler.model.attention import DeviceKernels
-from hightide.profiler.model.exchange import exchange
-from hightide.profiler.model.known_results import result_of
-from hightide.profiler.model.recurrent import WORKSPACE, onednn_workspace_bytes
+from hightide.profiler.fake.attention import DeviceKernels
+from hightide.profiler.fake.exchange import exchange
+from hightide.profiler.fake.known_results import result_of
+from hightide.profiler.fake.recurrent import WORKSPACE, onednn_workspace_bytes
 from hightide.profiler.trial.state import Snapshot
 from hightide.stores.meter import device_asked
 

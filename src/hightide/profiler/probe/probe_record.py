@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hightide.ir.refusal import Refused
 from hightide.process.interrupts import in_a_line, safe_point
+from hightide.profiler.fake.values import Values, stands_for
 from hightide.profiler.model.block_finder import FoundBlock
 from hightide.profiler.model.call_tree import (
     Tree,
@@ -26,9 +27,8 @@ from hightide.profiler.model.call_tree import (
     way_of,
 )
 from hightide.profiler.model.hooks import HookWatch
-from hightide.profiler.model.tap_search import Opening, Taps, TapSearch
-from hightide.profiler.model.taps import Taken, Tapped, hand_out, tapping
-from hightide.profiler.model.values import Values, stands_for
+from hightide.profiler.probe.tap_search import Opening, Taps, TapSearch
+from hightide.profiler.probe.taps import Taken, Tapped, hand_out, tapping
 from hightide.stores.meter import device_asked
 
 Forward = Callable[..., object]  # called like the model

@@ -21,8 +21,8 @@ from hightide.ir.units import parse_bytes
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.search import search
-from hightide.profiler.model import attention
-from hightide.profiler.model.attention import AttentionCall, kernel_by_rule
+from hightide.profiler.fake import attention
+from hightide.profiler.fake.attention import AttentionCall, kernel_by_rule
 from hightide.profiler.model.model_profile import profile_model
 from hightide.profiler.trial import independence, repeated_call
 

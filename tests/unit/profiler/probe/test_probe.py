@@ -12,7 +12,8 @@ import models
 from hightide.ir.block import Affine
 from hightide.ir.split import BatchDim
 from hightide.profiler.model.block_finder import find_blocks
-from hightide.profiler.model.probe import NOT_PROBED, ProbedCall, ProbeResult, probe
+from hightide.profiler.probe.probe import probe
+from hightide.profiler.probe.probe_result import NOT_PROBED, ProbedCall, ProbeResult
 
 FIRST = BatchDim(0)
 

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hightide.profiler.model.recurrent import GATES, is_unreal, recur
+from hightide.profiler.fake.recurrent import GATES, is_unreal, recur
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)

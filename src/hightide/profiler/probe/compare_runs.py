@@ -1,4 +1,4 @@
-"""Two runs of a model without values, with B and B + 1 samples: the calls of its blocks, and how each divides.
+"""Two runs of a model, with B and B + 1 samples, held against each other: which dimensions carry the batch.
 
 [Note: what the two runs tell] A dimension of size rows * B in the first run and rows * (B + 1) in the second carries
 the batch; one that stays does not. The samples are the user's own, so that paths which depend on data (a mask for
@@ -9,210 +9,25 @@ watches for parameters used while no block that holds them is running: these mus
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
 
 from hightide.ir.block import Affine
 from hightide.ir.split import BatchDim, Split
-from hightide.process.system import return_freed_memory
 from hightide.profiler.model.block_finder import FoundBlock
-from hightide.profiler.model.call_tree import Batch, leaves_key, num_bytes, tensors
-from hightide.profiler.model.fake import Originals, fake_parameters
-from hightide.profiler.model.kinds import are_alike, is_plain_linear, kinds_of
-from hightide.profiler.model.probe_record import CallRecord, Forward, ProbeRecord, Recorder, storage_of
-from hightide.profiler.model.samples import Samples, num_samples, resized
-from hightide.profiler.model.tap_search import Taps, merged
-from hightide.profiler.model.values import Values
-from hightide.profiler.switches.caches import Caches
-from hightide.profiler.trial.independence import Finding, examine
-from hightide.profiler.trial.repeated_call import TriedCall
-from hightide.profiler.trial.state import GlobalRandom
+from hightide.profiler.model.call_tree import num_bytes, tensors
+from hightide.profiler.model.samples import Samples
+from hightide.profiler.probe.probe_record import CallRecord, ProbeRecord, storage_of
+from hightide.profiler.probe.probe_result import FAILED, ProbedCall, ProbeResult
+from hightide.profiler.probe.tap_search import merged
 
 MUTATES_INPUT = "it changes an input in place"
-NOT_PROBED = "this way of calling the block was not probed"
 NO_SAMPLES = "the tensors of the batch share no dimension that could be its samples"
 HOOKED = "a hook inside of it changes what it computes"
-FAILED = "the probe of the model failed ({})"
-T = TypeVar("T")
-CPU = torch.device("cpu")
-LARGE = 2**20  # parameters of a block; finding what holds itself takes a moment
-
-
-@dataclass(frozen=True)
-class ProbedCall:
-    """One call of a block in one forward. Bytes are those of the whole batch; shapes are those of the example batch."""
-
-    block: int  # index into ProbeResult.blocks
-    split: Split
-    needs_backward: bool
-    input_shapes: tuple[tuple[int, ...], ...]  # per tensor leaf, as in `split`
-    output_shapes: tuple[tuple[int, ...], ...]
-    new_inputs: Affine
-    saved_inputs: Affine
-    outputs: Affine  # of its result
-    tapped: Affine  # what its taps take out, which lives until backward
-    num_saved: int = 1
-
-
-@dataclass(frozen=True)
-class ProbeResult:
-    num_samples: int
-    blocks: tuple[FoundBlock, ...]
-    calls: tuple[ProbedCall, ...]  # in execution order; only the part before the failure, if there was one
-    uses: Mapping[int, tuple[str, ...]]  # per block: keys of the parameters that its calls used, in order of first use
-    loose: frozenset[str]  # keys of parameters used outside of the calls of their blocks
-    failure: str  # why the model could not be probed to its end; "" if it could
-    on_values: bool = False  # then it was run on values, and all is known: see [Note: a pass on values]
-    captured: frozenset[str] = frozenset()  # blocks out of whose middle the model took a tensor in a way that is no tap
-    taps: Taps = field(default_factory=dict)  # per block, in this probe
-    more_taps: Taps = field(default_factory=dict)  # that it found: probe again with them
-    written: frozenset[str] = frozenset()  # keys of parameters that a forward has given other values
-    keeps: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # per block: what of it a forward changes
-    refusals: Mapping[int, str] = field(default_factory=dict)  # per block: why it cannot be trained like this
-    returned: Mapping[int, int | str] = field(default_factory=dict)  # per block: the argument that it fills and returns
-    samples: Samples = Samples.FIRST  # where they are in the batch
-    shapes: frozenset[tuple[int, ...]] = frozenset()  # of the batch's tensors, whatever the number of samples
-    replays_whole: frozenset[int] = frozenset()  # blocks that are recomputed to their end: see Finding
-
-    @property
-    def all_taps(self) -> Taps:
-        return merged(self.taps, self.more_taps)
-
-    def split(self, block: int, signature: str) -> Split:
-        """How a call divides. A block that was not called this way learns from one that is built the same."""
-        found = [call for call in self.calls if call.split.signature == signature]
-        for call in sorted(found, key=lambda call: call.block != block):
-            if call.block == block or are_alike(self.blocks[call.block], self.blocks[block]):
-                return call.split
-        return Split(signature, (), (), note=FAILED.format(self.failure) if self.failure else NOT_PROBED)
-
-    def after(self, earlier: ProbeResult) -> ProbeResult:
-        """With what an earlier probe has found of the blocks, in other ways of calling them."""
-        return replace(
-            self,
-            keeps={**earlier.keeps, **self.keeps},
-            returned={**earlier.returned, **self.returned},
-            replays_whole=earlier.replays_whole | self.replays_whole,
-            shapes=earlier.shapes,  # of the batch that the profile is of
-        )
-
-
-def probe(
-    model: nn.Module,
-    blocks: Sequence[FoundBlock],
-    batch: Batch,
-    *,
-    forward: Forward | None = None,
-    taps: Taps | None = None,
-    device: torch.device = CPU,
-    samples: Samples = Samples.FIRST,
-) -> ProbeResult:
-    """Runs the model twice without values and tells what its blocks do. Leaves the model as it was, whatever happens.
-
-    `forward` is called in the model's place (a wrapped model passes its plain forward). Blocks are tried on `device`.
-    """
-    with fake_parameters(model) as originals:
-        runs = record_runs(model, blocks, batch, forward, taps, samples)
-        return examined(compare(blocks, *runs, samples), runs, originals, device)
-
-
-def examined(
-    probed: ProbeResult, runs: tuple[ProbeRecord, ProbeRecord], originals: Originals, device: torch.device
-) -> ProbeResult:
-    """With every split tried on values, one of each kind: see [Note: trying a block alone]. To be called with fake
-    parameters."""
-    kinds = kinds_of(probed.blocks)
-    found: dict[Any, Finding] = {}
-    calls, keeps, refusals, replays_whole = list(probed.calls), {}, dict(probed.refusals), set()
-    originals.forget_attributes()
-    for at, (call, (record, larger)) in enumerate(zip(probed.calls, pair_records(*runs), strict=False)):
-        block = probed.blocks[call.block]
-        if is_plain_linear(block.module) or (not call.split.splittable and _is_of_torch(block.module)):
-            continue
-        taps = tuple(probed.taps.get(call.block, ()))
-        numbers = tuple(leaf for leaf in record.leaves if isinstance(leaf, int | float))
-        key = kinds[call.block], call.split, taps, leaves_key(record.leaves), numbers
-        if key not in found:
-            sized = (record, probed.num_samples) if larger is None else (larger, probed.num_samples + 1)
-            found[key] = examine(TriedCall(block.module, *sized, call.split, taps), originals, device)
-        finding = found[key]
-        if finding.refusal:
-            refusals[call.block] = finding.refusal
-        if finding.keeps:
-            keeps[call.block] = finding.keeps
-        if finding.replays_whole:
-            replays_whole.add(call.block)
-        # Replays begin from what was there, and end with what is there by then.
-        kept_bytes = 2 * num_bytes(list(block.module.buffers())) if finding.keeps else 0
-        calls[at] = replace(
-            call,
-            split=replace(call.split, note=finding.note),
-            tapped=replace(call.tapped, fixed=call.tapped.fixed + kept_bytes),
-        )
-    give_back(probed, device)
-    return replace(probed, calls=_agreed(calls), keeps=keeps, refusals=refusals, replays_whole=frozenset(replays_whole))
-
-
-def give_back(probed: ProbeResult, device: torch.device) -> None:
-    """The memory of the trials: else the model's values come on top of it, and what is left of it in torch's cache is
-    room beyond a limit. Small ones are not worth the time."""
-    if max((sum(param.numel() for param in block.module.parameters()) for block in probed.blocks), default=0) > LARGE:
-        gc.collect()
-        return_freed_memory()
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.empty_cache()
-
-
-def _is_of_torch(module: nn.Module) -> bool:
-    """One of torch's own layers, without parts: it keeps nothing that nobody sees."""
-    return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
-
-
-def record_runs(
-    model: nn.Module,
-    blocks: Sequence[FoundBlock],
-    batch: Batch,
-    forward: Forward | None = None,
-    taps: Taps | None = None,
-    samples: Samples = Samples.FIRST,
-    values: Values | None = None,
-) -> tuple[ProbeRecord, ProbeRecord]:
-    """The two runs. To be called with fake parameters. On `values` there is one: the second has no calls."""
-    size = num_samples(batch, samples)
-
-    def record(extra: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ProbeRecord:
-        return Recorder(model, blocks, size + extra, taps or {}, values).run(forward or model, args, kwargs)
-
-    if values is None:
-        first, second = in_sizes((0, 1), model, batch, record, samples)
-        return first, second
-    (only,) = in_sizes((0,), model, batch, record, samples)
-    return only, replace(only, num_samples=size + 1, records=[])
-
-
-def in_sizes(
-    extras: Sequence[int],
-    model: nn.Module,
-    batch: Batch,
-    run: Callable[[int, tuple[Any, ...], dict[str, Any]], T],
-    samples: Samples = Samples.FIRST,
-) -> list[T]:
-    """Calls `run` with each of `extras`, for so many samples more, and the arguments of the model's call."""
-    with random_kept() as rewind, Caches(model).in_every_call(model), torch.enable_grad():
-        results = []
-        for extra in extras:
-            rewind()
-            args, kwargs = resized(batch, samples, extra)
-            results.append(run(extra, args, kwargs))
-    return results
 
 
 def compare(
@@ -251,7 +66,7 @@ def compare(
     return ProbeResult(
         first.num_samples,
         tuple(blocks),
-        _agreed(calls),
+        agreed(calls),
         first.uses,
         loose,
         failure,
@@ -365,7 +180,7 @@ def _depends_on(result: torch.Tensor, sources: list[torch.Tensor]) -> bool:
     return False
 
 
-def _agreed(calls: list[ProbedCall]) -> tuple[ProbedCall, ...]:
+def agreed(calls: list[ProbedCall]) -> tuple[ProbedCall, ...]:
     """Calls of one block with one signature must divide in one way: at run time nothing else tells them apart."""
     splits: dict[tuple[int, str], set[Split]] = {}
     for call in calls:
@@ -420,13 +235,3 @@ def _grad_bytes(inputs: list[torch.Tensor]) -> int:
 
 def _shapes(values: list[torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(value.shape) for value in values)
-
-
-@contextmanager
-def random_kept() -> Iterator[Callable[[], None]]:
-    """Keeps the state of random numbers; yields a function that goes back to it, so that both runs draw the same."""
-    before = GlobalRandom()
-    try:
-        yield before.restore
-    finally:
-        before.restore()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hightide.profiler.model.call_tree import flatten, tensors
-from hightide.profiler.model.taps import Tap
+from hightide.profiler.probe.taps import Tap
 from hightide.profiler.trial.state import INTERNAL
 
 Taps = Mapping[int, tuple[Tap, ...]]  # per block

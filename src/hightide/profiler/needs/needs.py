@@ -19,14 +19,14 @@ from torch.autograd.graph import get_gradient_edge
 from hightide.ir.block import Affine, Selective, Work
 from hightide.ir.split import Split
 from hightide.process.interrupts import in_a_line, safe_point
-from hightide.profiler.model.attention import workspace_bytes
-from hightide.profiler.model.caching_allocator import holes_of
+from hightide.profiler.fake.attention import workspace_bytes
+from hightide.profiler.fake.values import Values
 from hightide.profiler.model.call_tree import flatten, leaves_key, narrow, tensors, unflatten
 from hightide.profiler.model.kinds import build_of
-from hightide.profiler.model.probe_record import CallRecord
-from hightide.profiler.model.taps import Tap, tapping
-from hightide.profiler.model.values import Values
-from hightide.profiler.model.work import Counted, Result, WorkMeter
+from hightide.profiler.needs.caching_allocator import holes_of
+from hightide.profiler.needs.work import Counted, Result, WorkMeter
+from hightide.profiler.probe.probe_record import CallRecord
+from hightide.profiler.probe.taps import Tap, tapping
 from hightide.stores.meter import AllocationMeter, Event
 
 NOTHING = Counted()

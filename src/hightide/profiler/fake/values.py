@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from hightide.profiler.fake.exchange import exchange
+from hightide.profiler.fake.fake import Originals
 from hightide.profiler.model.block_finder import first_names
-from hightide.profiler.model.exchange import exchange
-from hightide.profiler.model.fake import Originals
 from hightide.profiler.trial.state import GlobalRandom
 
 CPU = torch.device("cpu")

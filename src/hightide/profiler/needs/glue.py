@@ -24,9 +24,11 @@ from torch.utils.hooks import RemovableHandle
 from hightide.ir.block import Affine, Glue
 from hightide.process.interrupts import safe_point
 from hightide.profiler.model.call_tree import Batch, flatten, flatten_call, tensors, unflatten
-from hightide.profiler.model.probe import ProbeResult, in_sizes, pair_records
-from hightide.profiler.model.probe_record import CallRecord, ProbeRecord
-from hightide.profiler.model.taps import hand_out
+from hightide.profiler.probe.compare_runs import pair_records
+from hightide.profiler.probe.probe import in_sizes
+from hightide.profiler.probe.probe_record import CallRecord, ProbeRecord
+from hightide.profiler.probe.probe_result import ProbeResult
+from hightide.profiler.probe.taps import hand_out
 from hightide.stores.meter import AllocationMeter
 
 

@@ -10,8 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import models
-from hightide.profiler.model import fake, known_results
-from hightide.profiler.model.known_results import result_of
+from hightide.profiler.fake import fake, known_results
+from hightide.profiler.fake.known_results import result_of
 from hightide.profiler.model.model_profile import profile_calls
 
 aten = torch.ops.aten

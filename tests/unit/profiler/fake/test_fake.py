@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import models
-from hightide.profiler.model.fake import fake_parameters
+from hightide.profiler.fake.fake import fake_parameters
 
 
 def everything(model: nn.Module) -> list[tuple[str, int]]:

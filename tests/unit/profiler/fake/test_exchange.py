@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hightide.profiler.model.exchange import exchange
+from hightide.profiler.fake.exchange import exchange
 
 
 class Tied(nn.Module):

@@ -14,8 +14,8 @@ from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 from hightide.planner.lower import lower
 from hightide.planner.predict.peaks import WORKSPACE_BYTES, reserved_bytes
-from hightide.profiler.model import caching_allocator
-from hightide.profiler.model.caching_allocator import PAGE_BYTES, SMALL_PAGE_BYTES, CachingAllocator
+from hightide.profiler.needs import caching_allocator
+from hightide.profiler.needs.caching_allocator import PAGE_BYTES, SMALL_PAGE_BYTES, CachingAllocator
 from hightide.runtime.surgery import run_of
 from hightide.stores.meter import Event
 

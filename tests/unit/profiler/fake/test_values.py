@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import models
 from hightide.ir.block import CallSpec, ModelProfile
+from hightide.profiler.fake.fake import fake_parameters
+from hightide.profiler.fake.values import Values, made_up, stands_for
 from hightide.profiler.model.block_finder import find_blocks
-from hightide.profiler.model.fake import fake_parameters
 from hightide.profiler.model.model_profile import profile_model
-from hightide.profiler.model.probe import ProbeResult
-from hightide.profiler.model.values import Values, made_up, stands_for
+from hightide.profiler.probe.probe_result import ProbeResult
 
 WIDTH = 8
 ROUNDED = models.NUM_SAMPLES  # bytes: of one size they are taken for proportional, and rounded up
