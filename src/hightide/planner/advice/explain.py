@@ -44,12 +44,8 @@ def explain(
 
 def _memory(placement: Placement, peak: Peaks) -> list[str]:
     plan, forecast = placement.plan, placement.plan.forecast
-    rows = [
-        (Tier.GPU, forecast.gpu_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
-        (Tier.HOST, forecast.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),
-    ]
-    if plan.disk_limit_bytes or forecast.disk_peak_bytes:
-        rows.append((Tier.DISK, forecast.disk_peak_bytes, plan.disk_limit_bytes, ""))
+    rows = [(tier, used, plan.limits[tier], peak.by_tier[tier][1]) for tier, used in forecast.by_tier.items()]
+    rows = [row for row in rows if row[0] is not Tier.DISK or row[1] or row[2]]
     fits = all(used <= limit for _, used, limit, _ in rows)
     head = "fits the limits" if fits else "DOES NOT FIT the limits"
     lines = [head + (": everything stays on the GPU" if fits and placement.is_resident else "")]

@@ -25,6 +25,10 @@ class Needs:
     host_bytes: int
     disk_bytes: int
 
+    @property
+    def by_tier(self) -> dict[Tier, int]:
+        return {Tier.GPU: self.gpu_bytes, Tier.HOST: self.host_bytes, Tier.DISK: self.disk_bytes}
+
 
 @dataclass(frozen=True)
 class Standing(Needs):

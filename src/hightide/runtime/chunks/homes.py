@@ -273,12 +273,9 @@ class Homes:
 
     def _state_of_own(self, key: str, state: StateSpec) -> Array:
         """Their states."""
-        chunk, _ = self.places[key]
-        if not self.is_cut(chunk):
-            return self.state_of(key, state)
-        own = self._own_entries[key]
-        at = own.within(state.per_numel)
-        return self._states[chunk][state].part(at.start, (at.stop - at.start,))
+        found = self.own_state(key, state) if self.is_cut(self.places[key][0]) else self.state_of(key, state)
+        assert found is not None
+        return found
 
     def own_elements(self, key: str, value: Tensor) -> Tensor:
         """Of a whole parameter, those that this rank updates."""
