@@ -10,15 +10,17 @@ from itertools import groupby, takewhile
 from hightide.ir.action import Op, Schedule
 from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
+from hightide.ir.chunk import region_bytes
 from hightide.ir.passes import Passes
 from hightide.ir.plan import BlockPlan, Plan, Sharing, Update
 from hightide.ir.state_spec import summary
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
+from hightide.planner.chunk_places import Buffer
 from hightide.planner.inputs_on_disk import buffer_bytes as input_buffer_bytes
 from hightide.planner.inputs_on_disk import stored_bytes
 from hightide.planner.lookup import buffer_bytes
-from hightide.planner.placement import Buffer, Placement, region_bytes
+from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import Peaks
 from hightide.planner.predict.saving import SaveForecast
 from hightide.planner.waiting import away, held_bytes

@@ -11,10 +11,11 @@ from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.tier import Tier
+from hightide.planner.chunk_places import RING_COUNTS
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.inputs_on_disk import passing_calls
 from hightide.planner.lower import lower_step
-from hightide.planner.placement import RING_COUNTS, Placement
+from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import bytes_forecast, step_peaks
 from hightide.planner.predict.step_seconds import forecast
 from hightide.planner.solution import Searched

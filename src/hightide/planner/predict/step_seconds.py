@@ -23,10 +23,11 @@ from hightide.ir.passes import Passes
 from hightide.ir.plan import Plan, Update
 from hightide.ir.split import micro_batches
 from hightide.ir.tier import COLLECTIVES, Lane, Tier
+from hightide.planner.chunk_places import ChunkPlace
 from hightide.planner.lookup import is_looked_up, rows_bytes
 from hightide.planner.loss_tiles import early_gradient_bytes, num_rows
 from hightide.planner.mechanism import Mechanism, Mechanisms
-from hightide.planner.placement import ChunkPlace, Placement
+from hightide.planner.placement import Placement
 from hightide.planner.predict.between_ranks import collective_s, links_of
 from hightide.planner.predict.simulator import Simulated, simulate, simulated_step_s
 from hightide.planner.problem import Problem

@@ -9,10 +9,10 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 
-from hightide.ir.chunk import ChunkSpec, Layout
+from hightide.ir.chunk import ChunkSpec, Layout, region_bytes
 from hightide.ir.tier import Tier
+from hightide.planner.chunk_places import RINGS, STAGING, Buffer, ChunkPlace, Home
 from hightide.planner.lookup import standing_bytes
-from hightide.planner.placement import RINGS, STAGING, Buffer, ChunkPlace, Home, region_bytes
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space
 

@@ -55,13 +55,13 @@ def verify(profile: ModelProfile, placement: Placement, schedule: Schedule, last
     disk = DiskReplay(placement, schedule, precedence)
     disk.run()
     if not schedule.mode.trains:
-        return Verified(replay.standing, disk)
+        return Verified(replay.params.standing, disk)
     peak = peaks(schedule, precedence, last)
     for tier, (peak_bytes, moment) in peak.by_tier.items():
         if peak_bytes > plan.limits[tier]:
             change = remedy(profile, placement, schedule, tier, peak_bytes, moment)
             raise _too_many(tier, peak_bytes, plan.limits[tier], moment, change)
-    return Verified(replay.standing, disk)
+    return Verified(replay.params.standing, disk)
 
 
 def _too_many(tier: Tier, peak_bytes: int, limit_bytes: int, moment: str, change: str) -> InfeasiblePlan:

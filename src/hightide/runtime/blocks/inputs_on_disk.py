@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from hightide.ir.block import ModelProfile
+from hightide.ir.chunk import on_disk_bytes
 from hightide.ir.plan import Plan
 from hightide.planner.inputs_on_disk import buffer_bytes, stored_bytes
-from hightide.planner.placement import on_disk_bytes
 from hightide.runtime.chunks.rings import Ring
 from hightide.stores.array import Array
 from hightide.stores.store import Store

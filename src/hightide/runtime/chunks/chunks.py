@@ -11,8 +11,9 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ChunkSpec, ParamRange
 from hightide.ir.state_spec import MASTER
 from hightide.ir.tier import ChunkKind, Tier
+from hightide.planner.chunk_places import STAGING, Buffer
 from hightide.planner.lookup import buffer_bytes
-from hightide.planner.placement import STAGING, Buffer, Placement
+from hightide.planner.placement import Placement
 from hightide.planner.predict.moving_in import RETURN_BYTES
 from hightide.process.progress import tell
 from hightide.process.system import return_freed_memory

@@ -15,7 +15,8 @@ from hightide.ir.chunk import ChunkSpec, ParamRange
 from hightide.ir.state_spec import MASTER, REMAINDER, STATE_DTYPE_BYTES, StateSpec
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner import inputs_on_disk
-from hightide.planner.placement import ChunkPlace, Placement
+from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.placement import Placement
 from hightide.runtime.chunks.disk_homes import DiskHomes
 from hightide.runtime.chunks.remainder import join, split
 from hightide.stores.array import Array
@@ -39,7 +40,7 @@ class Homes:
         self._own_shard, self.num_shards = own_shard, (num_shards := placement.plan.num_shards)
         self.answers = True  # of groups of ranks with a copy each, the first does
         cut = [place.shard is not place.chunk for place in self.placed]
-        # What this rank has of each chunk, see [Note: shards] in planner/placement.py: often the chunk itself.
+        # What this rank has of each chunk, see [Note: shards] in planner/chunk_places.py: often the chunk itself.
         self.shards = tuple(
             spec.shard(own_shard, num_shards) if is_cut else spec for spec, is_cut in zip(self.specs, cut, strict=True)
         )
