@@ -60,17 +60,17 @@ TRAPS = {
     "a double backward": (HERE, "test_trap_save_for_backward_double_backward_raises"),
     "an input changed in place": (HERE, "test_trap_save_for_backward_a_changed_block_input_raises"),
     "an inner graph that leaks": (
-        "unit/runtime/blocks/test_activations.py",
+        "unit/runtime/waiting/test_activations.py",
         "test_graphs_that_are_dropped_leave_nothing_behind",
     ),
     "a kept graph after its backward": (
-        "unit/runtime/blocks/test_activations.py",
+        "unit/runtime/waiting/test_activations.py",
         "test_a_kept_graph_is_gone_after_its_backward",
     ),
     "non-batch inputs and outputs": (HERE, "test_trap_non_batch_inputs_are_summed_and_non_batch_outputs_count_once"),
     "T5's position bias": (HERE, "test_trap_non_batch_inputs_position_bias_of_t5"),
     "inputs shared by blocks": (
-        "unit/runtime/blocks/test_activations.py",
+        "unit/runtime/waiting/test_activations.py",
         "test_a_shared_input_is_whole_for_each_of_its_readers_over_a_slow_link",
     ),
     "splitting breaks the cache of generate": (
@@ -123,11 +123,11 @@ TRAPS = {
         "test_a_regulariser_over_absent_parameters_is_refused_and_names_weight_decay",
     ),
     "graphs that save views of a slot": (
-        "unit/runtime/blocks/test_activations.py",
+        "unit/runtime/waiting/test_activations.py",
         "test_a_kept_graph_finds_its_weights_in_another_slot",
     ),
     "slots that are read after release": (
-        "unit/runtime/blocks/test_activations.py",
+        "unit/runtime/waiting/test_activations.py",
         "test_slots_poisoned_on_release_change_nothing",
     ),
     "recompilation": ("parity/test_compiled.py", "test_steps_equal_plain_pytorch_with_one_compilation"),

@@ -25,12 +25,9 @@ from hightide.profiler.switches.caches import Caches
 from hightide.runtime.alike import begin_alike, drawing_alike, keep_alike, lanes_of
 from hightide.runtime.before import Before, move_buffers
 from hightide.runtime.blocks import rng
-from hightide.runtime.blocks.activations import Stashes
 from hightide.runtime.blocks.autocast import Autocast
 from hightide.runtime.blocks.block_runner import BlockRunner
 from hightide.runtime.blocks.compiled import CompiledForwards
-from hightide.runtime.blocks.host_embedding import HostEmbedding
-from hightide.runtime.blocks.inputs_on_disk import InputsOnDisk
 from hightide.runtime.blocks.splits import Splits
 from hightide.runtime.chunks.between_ranks import BetweenRanks
 from hightide.runtime.chunks.chunks import Chunks
@@ -53,6 +50,9 @@ from hightide.runtime.schedule.executor import Executor
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
 from hightide.runtime.step_work import StepWork
+from hightide.runtime.tables.host_embedding import HostEmbedding
+from hightide.runtime.waiting.activations import Stashes
+from hightide.runtime.waiting.inputs_on_disk import InputsOnDisk
 from hightide.shard.collectives import Collectives
 from hightide.shard.watchman import Watchman
 from hightide.stores.disk import DiskStore

@@ -20,11 +20,11 @@ from hightide.process.system import return_freed_memory
 from hightide.runtime.chunks.binding import Binding
 from hightide.runtime.chunks.disk_homes import UpdateArrays
 from hightide.runtime.chunks.homes import DTYPES, GRAD_DTYPE, Homes, write_zeros
-from hightide.runtime.chunks.host_table import HostTable
 from hightide.runtime.chunks.origin import Origin, PartedOrigin, SharedOrigin
 from hightide.runtime.chunks.residency import Copy, Residency
 from hightide.runtime.chunks.slot_table import SlotTable
 from hightide.runtime.chunks.staging import Staging
+from hightide.runtime.tables.host_table import HostTable
 from hightide.stores.array import Array
 from hightide.stores.store import Accelerator, Region, Store
 

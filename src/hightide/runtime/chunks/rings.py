@@ -115,7 +115,7 @@ class Rings:
         counts, sizes = placement.num_buffers, placement.buffer_bytes
         rings = {buffer: Ring(host, counts[buffer], sizes[buffer]) for buffer in RINGS}
         self.up, self.down, self.state = (rings[one] for one in (Buffer.READ, Buffer.WRITTEN, Buffer.UPDATED))
-        self.inputs = Ring(host, placement.plan.num_input_buffers, input_bytes)  # see blocks/inputs_on_disk.py
+        self.inputs = Ring(host, placement.plan.num_input_buffers, input_bytes)  # see waiting/inputs_on_disk.py
         self._all = (*rings.values(), self.inputs)
 
     def spots(self, action: Action) -> list[Spot]:

@@ -15,9 +15,9 @@ from hightide.process.interrupts import held
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.homes import GRAD_DTYPE
 from hightide.runtime.chunks.residency import Residency
-from hightide.runtime.chunks.row_sums import RowsNorm
 from hightide.runtime.gradients.factors import scale
 from hightide.runtime.schedule.in_flight import Tickets
+from hightide.runtime.tables.row_sums import RowsNorm
 from hightide.stores.array import Array
 
 IN_BACKWARD_REFUSAL = (

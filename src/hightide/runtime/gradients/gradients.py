@@ -23,11 +23,11 @@ from hightide.process.interrupts import held
 from hightide.runtime.chunks.absent import Disabled
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.homes import GRAD_DTYPE
-from hightide.runtime.chunks.row_sums import NewRows, RowsNorm
 from hightide.runtime.gradients.factors import Factor, HostNumber, scale
 from hightide.runtime.gradients.gradient_placeholder import GradientPlaceholder
 from hightide.runtime.gradients.gradient_values import GradientValues
 from hightide.runtime.schedule.in_flight import Tickets
+from hightide.runtime.tables.row_sums import NewRows, RowsNorm
 
 
 class Gradients(GradientValues):

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from hightide.ir.action import Action, Op
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.runtime.blocks.activations import Stashes
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.residency import Residency
-from hightide.runtime.chunks.row_sums import Share
 from hightide.runtime.gradients.gradients import Gradients
 from hightide.runtime.gradients.ranked_gradients import RankedGradients
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
 from hightide.runtime.schedule.disk_performer import DiskPerformer, LaneWork
 from hightide.runtime.schedule.updates import Updates
+from hightide.runtime.tables.row_sums import Share
+from hightide.runtime.waiting.activations import Stashes
 from hightide.stores.array import Array
 from hightide.stores.ticket import Fence
 

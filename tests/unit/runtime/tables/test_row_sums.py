@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hightide.ir.tier import Tier
-from hightide.runtime.chunks import row_sums
-from hightide.runtime.chunks.row_sums import NewRows, RowsNorm, RowSums, Share
+from hightide.runtime.tables import row_sums
+from hightide.runtime.tables.row_sums import NewRows, RowsNorm, RowSums, Share
 from hightide.stores.array import Array
 from hightide.stores.host_arena import HostArena
 

@@ -18,7 +18,7 @@ from hightide.ir.activation import Activation
 from hightide.ir.block import Affine, Selective, Work
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
-from hightide.runtime.blocks.selective import HeldResults
+from hightide.runtime.waiting.selective import HeldResults
 from unit.runtime.steps import train_step, twins
 
 aten = torch.ops.aten

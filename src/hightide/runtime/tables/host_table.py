@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hightide.runtime.chunks.row_sums import RowSums
+from hightide.runtime.tables.row_sums import RowSums
 from hightide.stores.array import Array
 from hightide.stores.store import Accelerator, Store
 from hightide.stores.ticket import Fence

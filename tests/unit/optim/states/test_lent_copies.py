@@ -9,8 +9,8 @@ import torch
 
 from file_store import FileStore
 from hightide.ir.refusal import Refused
-from hightide.optim import lent_copies
-from hightide.optim.lent_copies import LentCopies
+from hightide.optim.states import lent_copies
+from hightide.optim.states.lent_copies import LentCopies
 from hightide.stores.array import Array
 
 settled = set[str]().add  # notes for whom it was asked

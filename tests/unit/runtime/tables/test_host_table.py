@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hightide.runtime.chunks.host_table import HostTable
+from hightide.runtime.tables.host_table import HostTable
 from hightide.stores.array import Array
 from hightide.stores.host_arena import HostArena
 from hightide.stores.simulated import SimulatedAccelerator

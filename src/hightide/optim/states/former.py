@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hightide.optim.state_mapping import StateOf, States
+from hightide.optim.states.state_mapping import StateOf, States
 
 
 class FormerStates:

@@ -24,7 +24,7 @@ from hightide.ir.refusal import Refused
 from hightide.runtime.chunks.chunks import Chunks
 
 if TYPE_CHECKING:
-    from hightide.runtime.blocks.activations import Entry
+    from hightide.runtime.waiting.activations import Entry
 
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a block's input "

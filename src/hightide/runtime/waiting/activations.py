@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hightide.ir.refusal import Refused
-from hightide.runtime.blocks.held import MODIFIED, Held, address_of, range_of
-from hightide.runtime.blocks.inputs_on_disk import InputsOnDisk, Parcel
+from hightide.runtime.waiting.held import MODIFIED, Held, address_of, range_of
+from hightide.runtime.waiting.inputs_on_disk import InputsOnDisk, Parcel
 from hightide.stores.store import Accelerator, Region, Store
 from hightide.stores.ticket import Ticket
 

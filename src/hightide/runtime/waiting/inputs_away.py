@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hightide.runtime.blocks.activations import Stash, Stashes
-from hightide.runtime.blocks.held import Held
+from hightide.runtime.waiting.activations import Stash, Stashes
+from hightide.runtime.waiting.held import Held
 
 
 class InputsAway:

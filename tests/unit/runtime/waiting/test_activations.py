@@ -16,9 +16,9 @@ from hightide.ir.action import Mode, Op
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.runtime.blocks.activations import Stashes
 from hightide.runtime.chunks.slot_table import SlotTable
 from hightide.runtime.schedule.program import Program
+from hightide.runtime.waiting.activations import Stashes
 from hightide.stores.host_arena import HostArena
 from hightide.stores.simulated import SimulatedAccelerator
 from hightide.stores.ticket import Ticket

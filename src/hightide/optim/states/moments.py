@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hightide.ir.refusal import Refused
-from hightide.optim.lent_copies import LentCopies
 from hightide.optim.rule import Rule
+from hightide.optim.states.lent_copies import LentCopies
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.stores.array import Array
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from hightide.ir.block import Selective
 from hightide.profiler.needs.work import flop_per_byte, is_counted, may_hold
-from hightide.runtime.blocks.held import Held
+from hightide.runtime.waiting.held import Held
 
 Key = tuple[Any, int]  # an operation, and how often it ran before
 

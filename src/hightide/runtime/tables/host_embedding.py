@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from hightide.ir.action import Op
 from hightide.ir.refusal import Refused
 from hightide.process.interrupts import deferred
-from hightide.runtime.blocks.activations import FREED
 from hightide.runtime.blocks.block_runner import BlockRunner
 from hightide.runtime.guards.transforms import once
+from hightide.runtime.waiting.activations import FREED
 
 if TYPE_CHECKING:
     from hightide.runtime.run import Run
