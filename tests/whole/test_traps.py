@@ -90,12 +90,12 @@ TRAPS = {
     "dropout depends on the plan": ("parity/test_invariance.py", "test_every_plan_gives_the_same_bits"),
     "draws repeat": ("parity/test_invariance.py", "test_dropout_draws_differ_between_steps_blocks_and_micro_batches"),
     "a block that mutates its input": (
-        "unit/profiler/model/test_probe.py",
+        "unit/profiler/probe/test_probe.py",
         "test_a_block_that_changes_its_input_is_not_split",
     ),
-    "BatchNorm": ("unit/profiler/model/test_probe.py", "test_batch_normalisation_is_not_split_in_training"),
+    "BatchNorm": ("unit/profiler/probe/test_probe.py", "test_batch_normalisation_is_not_split_in_training"),
     "tensors captured inside a block": (
-        "unit/profiler/model/test_probe.py",
+        "unit/profiler/probe/test_probe.py",
         "test_an_auxiliary_loss_keeps_a_block_whole",
     ),
     "when a gradient is final: repeated blocks": ("parity/test_layer_drop.py", "test_a_block_twice_in_some_steps"),
@@ -106,10 +106,10 @@ TRAPS = {
     "backward on another thread": (HERE, "test_trap_backward_in_another_thread_as_on_cuda"),
     # the batch dimension
     "rows per sample": (
-        "unit/profiler/model/test_probe.py",
+        "unit/profiler/probe/test_probe.py",
         "test_rows_per_sample_and_another_batch_dimension_are_found",
     ),
-    "masks depend on data": ("unit/profiler/model/test_probe.py", "test_a_mask_is_an_input_of_padded_batches_only"),
+    "masks depend on data": ("unit/profiler/probe/test_probe.py", "test_a_mask_is_an_input_of_padded_batches_only"),
     "a path that was never probed": ("parity/test_batches.py", "test_padded_batches_after_unpadded_ones"),
     "a probe that fails": (
         "unit/profiler/model/test_model_profile.py",
@@ -140,7 +140,7 @@ TRAPS = {
         "test_bf16_training_equals_plain_pytorch_with_fp32_masters",
     ),
     "the embedding's dense gradient": (
-        "unit/profiler/model/test_needs.py",
+        "unit/profiler/needs/test_needs.py",
         "test_an_unsplit_embedding_counts_its_dense_gradient",
     ),
     # head and loss
