@@ -10,8 +10,9 @@ import hightide
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
+from hightide.planner.chunk_places import RING_COUNTS
 from hightide.planner.inputs_on_disk import passing_calls
-from hightide.planner.placement import RING_COUNTS, Placement
+from hightide.planner.placement import Placement
 
 G, H, D = Tier.GPU, Tier.HOST, Tier.DISK
 Homes = Callable[[int], tuple[Tier, Tier]]  # number of a block -> where its parameters and its states are

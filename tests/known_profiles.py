@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hightide.profiler.model import token_tiles
 from hightide.profiler.model.block_finder import FoundBlock
 from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_call
-from hightide.profiler.model.probe import ProbeResult
+from hightide.profiler.needs import token_tiles
+from hightide.profiler.probe.probe_result import ProbeResult
 
 _INTERNAL = frozenset(nn.Module().__dict__) - {"training"}
 

@@ -61,14 +61,14 @@ from hightide.posing import (
 from hightide.process.interrupts import deferred, held
 from hightide.process.progress import shown, tell
 from hightide.process.system import resident_bytes
+from hightide.profiler.fake.values import made_up
 from hightide.profiler.model.batch_sizes import BatchSizes
 from hightide.profiler.model.block_finder import BlockChoice
 from hightide.profiler.model.call_tree import Batch
 from hightide.profiler.model.model_profile import profile_calls
-from hightide.profiler.model.probe import ProbeResult
-from hightide.profiler.model.probe_record import CallRecord
 from hightide.profiler.model.samples import Samples, possible_samples, samples_along_first
-from hightide.profiler.model.values import made_up
+from hightide.profiler.probe.probe_record import CallRecord
+from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.profiler.switches import checkpointing
 from hightide.runtime.known_batches import KnownBatches
 from hightide.runtime.run import Run

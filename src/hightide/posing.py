@@ -48,8 +48,8 @@ from hightide.planner.search.search import search
 from hightide.planner.solution import Searched
 from hightide.process.interrupts import is_interrupt
 from hightide.process.progress import tell
-from hightide.profiler.model.probe import ProbeResult
-from hightide.profiler.model.probe_record import CallRecord
+from hightide.profiler.probe.probe_record import CallRecord
+from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.rehearsal.rehearse import let_go, measure_costs, measure_selective
 from hightide.stores import device_limit
 

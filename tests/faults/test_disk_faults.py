@@ -6,7 +6,6 @@ import errno
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -207,8 +206,9 @@ def test_a_killed_process_leaves_nothing_and_its_space_is_back(faults: Any, tmp_
     with faults.mounted(tmp_path / "mount", "size=64m") as is_mounted:
         folder = tmp_path / "mount"
         free_bytes = os.statvfs(folder).f_bavail
-        program = textwrap.dedent(HEAD) + textwrap.dedent("""
-            print("begin", flush=True)
+        program = """
+            import signal, threading
+            threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.SIGKILL)).start()
             while True:
                 store = make()
                 region, memory = store.allocate(8 << 20, "data"), torch.ones(2 << 20)
@@ -216,14 +216,10 @@ def test_a_killed_process_leaves_nothing_and_its_space_is_back(faults: Any, tmp_
                     store.write(region, memory)
                     store.read(region, torch.empty(2 << 20)).wait(60)
                 store.close()
-        """)
+        """
         for delay_s in (0.0, 0.2):
-            command = [sys.executable, "-W", "ignore", "-c", program, str(folder)]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-                assert process.stdout is not None and process.stdout.readline() == "begin\n"
-                time.sleep(delay_s)
-                process.send_signal(signal.SIGKILL)
-                assert process.wait(WAIT_S) == -signal.SIGKILL
+            ended = python(program, folder, delay_s, timeout_s=WAIT_S)
+            assert ended.status == -signal.SIGKILL, ended
             assert list(folder.iterdir()) == []
         if is_mounted:
             deadline_s = time.monotonic() + WAIT_S

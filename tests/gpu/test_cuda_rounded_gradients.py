@@ -12,7 +12,7 @@ import hightide
 import models
 from hightide.ir.activation import Activation
 from hightide.ir.tier import Lane, Tier
-from hightide.planner import placement
+from hightide.planner import chunk_places
 from hightide.runtime.surgery import run_of
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +59,7 @@ def train(params: Tier, states: Tier, update: str, accumulate: int, gradients: s
 def test_streamed_and_resident_parameters_give_the_same_bits(
     update: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "STAGING_NUMEL", 256)  # several tiles through each buffer
+    monkeypatch.setattr(chunk_places, "STAGING_NUMEL", 256)  # several tiles through each buffer
     streamed = train(Tier.HOST, Tier.HOST, update, accumulate, "param")
     resident = train(Tier.GPU, Tier.HOST, update, accumulate, "param")
     assert streamed[0] == resident[0]

@@ -15,7 +15,7 @@ import disk_plans
 import models
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
-from hightide.runtime import run as run_module
+from hightide.runtime import run_values as run_module
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
 from hightide.runtime.saving.kept import Buffer, Stage
 from hightide.stores.pinned import PinnedArena

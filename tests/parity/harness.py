@@ -18,7 +18,7 @@ import models
 from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.profiler.model import token_tiles
+from hightide.profiler.needs import token_tiles
 
 EPS = 1e-4  # with AdamW's default of 1e-8, biases whose true gradient is zero random-walk on rounding
 HOST = "64MiB"

@@ -19,7 +19,7 @@ from hightide.ir.action import Mode
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
-from hightide.planner import placement
+from hightide.planner import chunk_places
 from hightide.planner.layout import pack
 from hightide.planner.placement import Placement
 from hightide.planner.solution import Solution
@@ -199,7 +199,7 @@ def test_in_backward_a_step_may_come_early_and_a_backward_too_many_is_refused() 
 @pytest.mark.parametrize(("where", "dtype"), placed(torch.bfloat16, torch.float16))
 def test_sums_are_rounded_once(where: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a sum in fp32 of the gradients of all passes, each of which the model itself computes."""
-    monkeypatch.setattr(placement, "STAGING_NUMEL", 640)  # several tiles
+    monkeypatch.setattr(chunk_places, "STAGING_NUMEL", 640)  # several tiles
     pair, run = wrapped("llama_tied", where, dtype, gradients="param", accumulate=3)
     alone, apart = wrapped("llama_tied", "sums at home", dtype, gradients="float32")
     for batch in SUBJECTS["llama_tied"].batches(3, num_samples=NUM_SAMPLES):

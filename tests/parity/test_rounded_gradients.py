@@ -21,7 +21,7 @@ from each_value import each_value
 from hightide.ir.activation import Activation
 from hightide.ir.plan import BlockPlan, GradientDtype, Plan
 from hightide.ir.tier import Lane, Tier
-from hightide.planner import placement
+from hightide.planner import chunk_places
 from hightide.planner.placement import Placement
 from hightide.planner.solution import Solution
 from hightide.profiler.model.model_profile import profile_model
@@ -44,7 +44,7 @@ PLACES: dict[str, Callable[[int], tuple[Tier, Tier]]] = {
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every larger gradient passes through the staging in several tiles, and a tail."""
-    monkeypatch.setattr(placement, "STAGING_NUMEL", 640)
+    monkeypatch.setattr(chunk_places, "STAGING_NUMEL", 640)
 
 
 def long(*values: Any) -> Any:

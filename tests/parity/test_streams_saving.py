@@ -17,7 +17,7 @@ import models
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
-from hightide.runtime import run as run_module
+from hightide.runtime import run_values as run_module
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
 from hightide.runtime.saving.kept import Kept, Stage
 from hightide.runtime.saving.snapshot import Snapshot

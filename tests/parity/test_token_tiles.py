@@ -27,8 +27,8 @@ import models
 from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.profiler.model import token_tiles
 from hightide.profiler.model.model_profile import profile_model
+from hightide.profiler.needs import token_tiles
 
 NUM_STEPS = 6
 LAYER = ("input_layernorm", "post_attention_layernorm", "mlp")

@@ -60,17 +60,17 @@ TRAPS = {
     "a double backward": (HERE, "test_trap_save_for_backward_double_backward_raises"),
     "an input changed in place": (HERE, "test_trap_save_for_backward_a_changed_block_input_raises"),
     "an inner graph that leaks": (
-        "unit/runtime/blocks/test_activations.py",
+        "unit/runtime/waiting/test_activations.py",
         "test_graphs_that_are_dropped_leave_nothing_behind",
     ),
     "a kept graph after its backward": (
-        "unit/runtime/blocks/test_activations.py",
+        "unit/runtime/waiting/test_activations.py",
         "test_a_kept_graph_is_gone_after_its_backward",
     ),
     "non-batch inputs and outputs": (HERE, "test_trap_non_batch_inputs_are_summed_and_non_batch_outputs_count_once"),
     "T5's position bias": (HERE, "test_trap_non_batch_inputs_position_bias_of_t5"),
     "inputs shared by blocks": (
-        "unit/runtime/blocks/test_activations.py",
+        "unit/runtime/waiting/test_activations.py",
         "test_a_shared_input_is_whole_for_each_of_its_readers_over_a_slow_link",
     ),
     "splitting breaks the cache of generate": (
@@ -90,12 +90,12 @@ TRAPS = {
     "dropout depends on the plan": ("parity/test_invariance.py", "test_every_plan_gives_the_same_bits"),
     "draws repeat": ("parity/test_invariance.py", "test_dropout_draws_differ_between_steps_blocks_and_micro_batches"),
     "a block that mutates its input": (
-        "unit/profiler/model/test_probe.py",
+        "unit/profiler/probe/test_probe.py",
         "test_a_block_that_changes_its_input_is_not_split",
     ),
-    "BatchNorm": ("unit/profiler/model/test_probe.py", "test_batch_normalisation_is_not_split_in_training"),
+    "BatchNorm": ("unit/profiler/probe/test_probe.py", "test_batch_normalisation_is_not_split_in_training"),
     "tensors captured inside a block": (
-        "unit/profiler/model/test_probe.py",
+        "unit/profiler/probe/test_probe.py",
         "test_an_auxiliary_loss_keeps_a_block_whole",
     ),
     "when a gradient is final: repeated blocks": ("parity/test_layer_drop.py", "test_a_block_twice_in_some_steps"),
@@ -106,10 +106,10 @@ TRAPS = {
     "backward on another thread": (HERE, "test_trap_backward_in_another_thread_as_on_cuda"),
     # the batch dimension
     "rows per sample": (
-        "unit/profiler/model/test_probe.py",
+        "unit/profiler/probe/test_probe.py",
         "test_rows_per_sample_and_another_batch_dimension_are_found",
     ),
-    "masks depend on data": ("unit/profiler/model/test_probe.py", "test_a_mask_is_an_input_of_padded_batches_only"),
+    "masks depend on data": ("unit/profiler/probe/test_probe.py", "test_a_mask_is_an_input_of_padded_batches_only"),
     "a path that was never probed": ("parity/test_batches.py", "test_padded_batches_after_unpadded_ones"),
     "a probe that fails": (
         "unit/profiler/model/test_model_profile.py",
@@ -123,11 +123,11 @@ TRAPS = {
         "test_a_regulariser_over_absent_parameters_is_refused_and_names_weight_decay",
     ),
     "graphs that save views of a slot": (
-        "unit/runtime/blocks/test_activations.py",
+        "unit/runtime/waiting/test_activations.py",
         "test_a_kept_graph_finds_its_weights_in_another_slot",
     ),
     "slots that are read after release": (
-        "unit/runtime/blocks/test_activations.py",
+        "unit/runtime/waiting/test_activations.py",
         "test_slots_poisoned_on_release_change_nothing",
     ),
     "recompilation": ("parity/test_compiled.py", "test_steps_equal_plain_pytorch_with_one_compilation"),
@@ -140,7 +140,7 @@ TRAPS = {
         "test_bf16_training_equals_plain_pytorch_with_fp32_masters",
     ),
     "the embedding's dense gradient": (
-        "unit/profiler/model/test_needs.py",
+        "unit/profiler/needs/test_needs.py",
         "test_an_unsplit_embedding_counts_its_dense_gradient",
     ),
     # head and loss

@@ -17,7 +17,7 @@ from hightide.ir.limits import Limits
 from hightide.ir.plan import GradientDtype, Update
 from hightide.profiler.model.call_tree import Batch
 from hightide.profiler.model.repeated import FEW_LAYERS
-from hightide.verification.verify_training import OWN_ERROR
+from hightide.verification.side_by_side import OWN_ERROR
 from hightide.verification.verify_training import verify as verify_model
 
 SEQUENCES, LENGTH = 6, 32  # where the command does not say

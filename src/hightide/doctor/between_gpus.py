@@ -14,18 +14,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from hightide.doctor.links import NUM_BUFFERS, Link
-from hightide.doctor.measure import Tell
+from hightide.doctor.measure import Tell, stores_of
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.ir.machine import CollectiveRates, Links, Machine
 from hightide.ir.tier import Lane
 from hightide.runtime.alike import lanes_of
 from hightide.runtime.lanes.lanes import Lanes
 from hightide.shard.collectives import Collectives, Section
-from hightide.stores.cuda import CudaAccelerator
-from hightide.stores.host_arena import HostArena
-from hightide.stores.pinned import PinnedArena
-from hightide.stores.simulated import SimulatedAccelerator
-from hightide.stores.store import ALIGN_BYTES, Accelerator
+from hightide.stores.store import ALIGN_BYTES
 
 LATENCIES = 20
 
@@ -92,7 +88,8 @@ class _Measured:
         gpu = ranks.device if ranks.device.type == "cuda" else None
         self._lanes: Lanes = lanes_of(ranks, gpu)
         copied_bytes = effort.chunk_bytes // ALIGN_BYTES * ALIGN_BYTES
-        self._host, self._gpu = _stores(ranks.device, copied_bytes)
+        host_bytes, gpu_bytes = NUM_BUFFERS * copied_bytes + 8 * ALIGN_BYTES, copied_bytes + ALIGN_BYTES
+        self._host, self._gpu = stores_of(ranks.device, host_bytes, gpu_bytes)
         self._host.pin()
         self._link = Link(Lane.H2D, self._host, self._gpu, self._lanes.streams, copied_bytes)
 
@@ -205,10 +202,3 @@ class _Measured:
 
 def _share(value: float) -> float:
     return min(1.0, max(0.01, value))
-
-
-def _stores(device: torch.device, copied_bytes: int) -> tuple[HostArena, Accelerator]:
-    host_bytes, gpu_bytes = NUM_BUFFERS * copied_bytes + 8 * ALIGN_BYTES, copied_bytes + ALIGN_BYTES
-    if device.type == "cuda":
-        return PinnedArena(host_bytes), CudaAccelerator(gpu_bytes, device, gpu_bytes)
-    return HostArena(host_bytes), SimulatedAccelerator(gpu_bytes)

@@ -95,7 +95,9 @@ def _measure(device: torch.device, effort: Effort, tell: Tell) -> tuple[Machine,
     is_cuda = device.type == "cuda"
     others_bytes = _others_bytes(device) if is_cuda else 0
     tell("arrays in host memory")
-    host, gpu = _stores(device, effort)
+    buffers_bytes = 2 * NUM_BUFFERS * effort.buffer_bytes
+    arrays_bytes = buffers_bytes + UPDATE_BYTES * effort.update_numel + 16 * ALIGN_BYTES
+    host, gpu = stores_of(device, arrays_bytes, 2 * effort.buffer_bytes + 2 * ALIGN_BYTES)
     lanes = Lanes(device=device if is_cuda else None)
     try:
         links = {lane: Link(lane, host, gpu, lanes.streams, effort.buffer_bytes) for lane in (Lane.H2D, Lane.D2H)}
@@ -159,14 +161,11 @@ def _measure(device: torch.device, effort: Effort, tell: Tell) -> tuple[Machine,
     return machine, now
 
 
-def _stores(device: torch.device, effort: Effort) -> tuple[HostArena, Accelerator]:
+def stores_of(device: torch.device, host_bytes: int, gpu_bytes: int) -> tuple[HostArena, Accelerator]:
     """As a run has them."""
-    buffers_bytes = 2 * NUM_BUFFERS * effort.buffer_bytes
-    total_bytes = buffers_bytes + UPDATE_BYTES * effort.update_numel + 16 * ALIGN_BYTES
-    on_gpu_bytes = 2 * effort.buffer_bytes + 2 * ALIGN_BYTES
     if device.type == "cuda":
-        return PinnedArena(total_bytes), CudaAccelerator(on_gpu_bytes, device, on_gpu_bytes)
-    return HostArena(total_bytes), SimulatedAccelerator(on_gpu_bytes)
+        return PinnedArena(host_bytes), CudaAccelerator(gpu_bytes, device, gpu_bytes)
+    return HostArena(host_bytes), SimulatedAccelerator(gpu_bytes)
 
 
 def _pin(host: HostArena) -> str | None:

@@ -49,7 +49,6 @@ class ModelFiles:
     written: tuple[Written, ...]
     left_out: tuple[str, ...] = ()  # parameters that are not written: the frozen ones of a model with adapters
     small: Mapping[str, bytes] = field(default_factory=dict)  # the other files
-    is_hugging_face: bool = False  # transformers knows how to read its tensors
     num_parameters: int = 0
 
 
@@ -110,7 +109,7 @@ def _of_transformers(model: Any, tensors: Mapping[str, Tensor]) -> ModelFiles:
     with without_bars():
         small = _small_files(model, state_dict={})
     written = tuple(_reverted(model, {name: tensors[name] for name in kept}, names))
-    return ModelFiles(written, (), small, is_hugging_face=True, num_parameters=model.num_parameters())
+    return ModelFiles(written, (), small, num_parameters=model.num_parameters())
 
 
 def _reverted(model: Any, kept: Mapping[str, Tensor], names: Mapping[int, str]) -> Iterator[Written]:

@@ -132,7 +132,7 @@ class CallSpec:
     glue: Glue = Glue()
     glue_backward: Glue = Glue()
     selective: Selective | None = None  # None: nothing in it is worth more than the rest
-    tiled: tuple[str, ...] = ()  # modules inside that run tile by tile: profiler/model/token_tiles.py
+    tiled: tuple[str, ...] = ()  # modules inside that run tile by tile: profiler/needs/token_tiles.py
 
     def held(self, activation: Activation) -> Affine:
         """Bytes that one micro-batch holds from forward to backward beyond inputs."""

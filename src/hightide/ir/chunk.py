@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from hightide.ir.block import DTYPE_BYTES
 from hightide.ir.state_spec import MASTER, REMAINDER, StateSpec, StateSpecs
+from hightide.ir.tier import Tier
 
 ALIGN_NUMEL = 128  # every parameter starts at a multiple of this many elements: 256 bytes in bf16, 512 in fp32
 GRAD_BYTES = 4  # gradients are summed in fp32
@@ -24,6 +25,18 @@ STATE_ALIGN_BYTES = 256  # in a chunk's states each array starts at a multiple o
 def aligned(numel: int) -> int:
     """An empty parameter takes room too: no chunk is empty, and no two parameters lie at the same place."""
     return max(1, -(-numel // ALIGN_NUMEL)) * ALIGN_NUMEL
+
+
+def region_bytes(num_bytes: int, tier: Tier | None = None) -> int:
+    """What a store sets aside for so many bytes. The tier is asked for because a disk sets aside in larger units."""
+    unit_bytes = DISK_REGION_BYTES if tier is Tier.DISK else REGION_BYTES
+    return -(-num_bytes // unit_bytes) * unit_bytes
+
+
+def on_disk_bytes(num_bytes: int) -> int:
+    """The same on a disk, and in the buffers that its bytes pass through: both begin and end where direct transfers
+    may."""
+    return region_bytes(num_bytes, Tier.DISK)
 
 
 @dataclass(frozen=True)

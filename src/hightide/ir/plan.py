@@ -87,6 +87,10 @@ class Forecast:
         """What the limit of the GPU is held against: what is reserved where that is known, else what tensors take."""
         return self.gpu_peak_bytes if self.gpu_reserved_bytes is None else self.gpu_reserved_bytes
 
+    @property
+    def by_tier(self) -> dict[Tier, int]:
+        return {Tier.GPU: self.gpu_bytes, Tier.HOST: self.host_peak_bytes, Tier.DISK: self.disk_peak_bytes}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -125,6 +129,10 @@ class Plan:
     def decisions(self) -> Plan:
         """What it decides, without what is said about it."""
         return replace(self, forecast=Forecast(0, 0), explanation="", profile=None, described="")
+
+    @property
+    def limits(self) -> dict[Tier, int]:
+        return {Tier.GPU: self.gpu_limit_bytes, Tier.HOST: self.host_limit_bytes, Tier.DISK: self.disk_limit_bytes}
 
     @property
     def num_shards(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hightide.ir.plan import Forecast, Plan
-from hightide.ir.tier import Lane
+from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
 from hightide.observe.light import light_s_of
 from hightide.planner.predict.wear import Wear, in_words, wear
@@ -65,19 +65,9 @@ class Stats:
         last = f", the last took {self.step_s:.3f} s" if self.step_s else ""
         if self.light_share is not None:
             last += f": {self.light_share:.0%} of the speed of light"
-        forecast = {
-            "gpu": self.forecast.gpu_bytes,
-            "host": self.forecast.host_peak_bytes,
-            "disk": self.forecast.disk_peak_bytes,
-        }
-        limits = {
-            "gpu": self.plan.gpu_limit_bytes,
-            "host": self.plan.host_limit_bytes,
-            "disk": self.plan.disk_limit_bytes,
-        }
         sizes = [
-            (tier, limits[tier], forecast[tier], peak_bytes, self.used_bytes[tier])
-            for tier, peak_bytes in self.peak_bytes.items()
+            (tier, self.plan.limits[tier], self.forecast.by_tier[tier], self.peak_bytes[tier], self.used_bytes[tier])
+            for tier in map(Tier, self.peak_bytes)
         ]
         lanes = [lane for lane in self.stall_s | self.moved_bytes if self.stall_s.get(lane) or lane in self.moved_bytes]
         lines = [
@@ -117,21 +107,14 @@ def _row(name: str, *cells: str) -> str:
 
 
 def read_stats(run: Run) -> Stats:
+    others = {tier: store for tier, store in run.stores.by_tier.items() if tier is not Tier.GPU}
     return Stats(
         plan=run.plan,
         forecast=run.forecast,
         num_steps=run.num_steps,
         step_s=run.step_s,
-        peak_bytes={
-            "gpu": run.gpu.device_peak_bytes,
-            "host": run.host.peak_bytes,
-            **({} if run.disk is None else {"disk": run.disk.peak_bytes}),
-        },
-        used_bytes={
-            "gpu": run.gpu.device_used_bytes,
-            "host": run.host.used_bytes,
-            **({} if run.disk is None else {"disk": run.disk.used_bytes}),
-        },
+        peak_bytes={"gpu": run.gpu.device_peak_bytes, **{str(tier): one.peak_bytes for tier, one in others.items()}},
+        used_bytes={"gpu": run.gpu.device_used_bytes, **{str(tier): one.used_bytes for tier, one in others.items()}},
         moved_bytes={str(lane): num_bytes for lane, num_bytes in run.performer.moved_bytes.items()},
         stall_s={str(lane): seconds for lane, seconds in run.flight.stall_s.items()},
         evictions=run.performer.num_evictions,

@@ -1,1 +1,1 @@
-"""Update rules on chunks, their states, timing and clipping; kernels in C."""
+"""Update rules on chunks and kernels in C; the optimizer that `wrap` returns."""

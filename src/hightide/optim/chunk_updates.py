@@ -13,9 +13,9 @@ from hightide.ir.refusal import Refused
 from hightide.ir.state_spec import MASTER, REMAINDER, StateSpec
 from hightide.optim.groups import Groups
 from hightide.optim.host_update import HostUpdate
-from hightide.optim.moments import Moments
 from hightide.optim.operands import Operands
 from hightide.optim.rule import Rule
+from hightide.optim.states.moments import Moments
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.disk_homes import UpdateArrays
 from hightide.runtime.gradients.factors import Factor, HostNumber

@@ -16,12 +16,12 @@ from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.optim.accelerate import asks_to_place, is_nothing_to_place, nothing_to_place
 from hightide.optim.chunk_updates import ChunkUpdates
-from hightide.optim.former import FormerStates
 from hightide.optim.groups import Groups
-from hightide.optim.masters import add_masters, take_masters
 from hightide.optim.registry import rule_for
 from hightide.optim.rule import Rule
-from hightide.optim.state_mapping import States
+from hightide.optim.states.former import FormerStates
+from hightide.optim.states.masters import add_masters, take_masters
+from hightide.optim.states.state_mapping import States
 from hightide.process.interrupts import deferred, held
 from hightide.process.system import return_freed_memory
 from hightide.runtime.run import Run

@@ -9,10 +9,9 @@ transfer may begin, in a buffer and on disk, where each call has a place of its 
 from __future__ import annotations
 
 from hightide.ir.block import CallSpec, ModelProfile
-from hightide.ir.chunk import DISK_REGION_BYTES
+from hightide.ir.chunk import DISK_REGION_BYTES, on_disk_bytes
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
-from hightide.planner.placement import on_disk_bytes
 
 
 def goes_to_disk(plan: Plan, call: CallSpec) -> bool:

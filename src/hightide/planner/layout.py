@@ -86,10 +86,6 @@ def adapters(profile: ModelProfile) -> frozenset[str]:
     return frozenset(found)
 
 
-def slot_cost(profile: ModelProfile, slot_numel: int) -> int:
-    return _cost(_fetches(profile), slot_numel)
-
-
 Sizes = tuple[tuple[int, int], ...]  # of parameters: the section of the chunk, and the elements that it takes
 
 
@@ -106,7 +102,7 @@ def _fetches(profile: ModelProfile) -> Counter[Sizes]:
     return found
 
 
-def _cost(fetches: Counter[Sizes], slot_numel: int, num_shards: int = 1) -> int:
+def _cost(fetches: Counter[Sizes], slot_numel: int, num_shards: int) -> int:
     cost = 0
     for sizes, count in fetches.items():
         numels = [_padded(sizes[part], num_shards) for part in _cut(sizes, slot_numel, num_shards)]

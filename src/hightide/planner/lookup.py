@@ -10,10 +10,9 @@ whole run: so nothing has to outlive a copy that is under way. What is larger (a
 from __future__ import annotations
 
 from hightide.ir.block import DTYPE_BYTES, CallSpec, ModelProfile
-from hightide.ir.chunk import GRAD_BYTES
+from hightide.ir.chunk import GRAD_BYTES, region_bytes
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
-from hightide.planner.placement import region_bytes
 
 SUM_PASSES = 5  # over what a SUM touches: on one core it does 3.5 GB/s, where an update does 18
 

@@ -22,8 +22,8 @@ from hightide.profiler.model.block_finder import BlockChoice
 from hightide.profiler.model.call_tree import Batch
 from hightide.profiler.model.hooks import no_global_hooks
 from hightide.profiler.model.model_profile import profile_calls
-from hightide.profiler.model.probe import ProbeResult
-from hightide.profiler.model.probe_record import CallRecord
+from hightide.profiler.probe.probe_record import CallRecord
+from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.rehearsal.device import memory_rate, update_rate
 from hightide.rehearsal.stage import RehearsedCall, Stage, Tile
 from hightide.rehearsal.stopwatch import Lap, MemoryReading, load_factor, time_laps

@@ -28,13 +28,13 @@ from hightide.planner.problem import Terms
 from hightide.planner.search.by_hand import plan_by_hand
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.solution import Solution
+from hightide.profiler.fake.exchange import exchange
 from hightide.profiler.model.block_finder import FoundBlock
 from hightide.profiler.model.call_tree import flatten, narrow, tensors, unflatten
-from hightide.profiler.model.exchange import exchange
 from hightide.profiler.model.hooks import HOOKS, is_part_of_computation
-from hightide.profiler.model.probe import ProbedCall, ProbeResult
-from hightide.profiler.model.probe_record import CallRecord
-from hightide.profiler.model.taps import Tap
+from hightide.profiler.probe.probe_record import CallRecord
+from hightide.profiler.probe.probe_result import ProbedCall, ProbeResult
+from hightide.profiler.probe.taps import Tap
 from hightide.runtime.chunks.origin import FirstValues
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import unwrap_modules, wrap_modules

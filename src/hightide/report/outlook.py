@@ -234,14 +234,10 @@ def _in_words(moment: str, profile: ModelProfile) -> str:
 
 
 def _tiers(found: Searched) -> tuple[TierUse, ...]:
-    plan, peak, forecast = found.plan, found.peaks, found.plan.forecast
-    host, disk = forecast.host_peak_bytes, forecast.disk_peak_bytes
+    forecast, limits, peaks = found.plan.forecast, found.plan.limits, found.peaks.by_tier
+    tensors = {**forecast.by_tier, Tier.GPU: forecast.gpu_peak_bytes}
     return tuple(
-        TierUse(tier, used, tensors, limit, limit - used, moment)
-        for tier, used, tensors, limit, moment in (
-            (Tier.GPU, forecast.gpu_bytes, forecast.gpu_peak_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
-            (Tier.HOST, host, host, plan.host_limit_bytes, peak.host_peak_at),
-            (Tier.DISK, disk, disk, plan.disk_limit_bytes, ""),
-        )
-        if tier is not Tier.DISK or limit
+        TierUse(tier, used, tensors[tier], limits[tier], limits[tier] - used, peaks[tier][1])
+        for tier, used in forecast.by_tier.items()
+        if tier is not Tier.DISK or limits[tier]
     )

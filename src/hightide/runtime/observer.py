@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import gc
-import random
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-
 from hightide.ir.action import Mode, Op
 from hightide.ir.tier import Tier
+from hightide.profiler.trial.state import GlobalRandom
 from hightide.stores.store import OutOfMemory
 
 if TYPE_CHECKING:
@@ -82,12 +79,7 @@ class Start:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._device = run.gpu.device
-        self._on_cpu = torch.get_rng_state()
-        self._on_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        self._of_python = random.getstate()
-        numpy_random: Any = sys.modules.get("numpy.random")  # None: nobody has drawn from it
-        self._of_numpy = None if numpy_random is None else numpy_random.get_state()
+        self._random = GlobalRandom(run.gpu.device)
         self._buffers = [(buffer, buffer._version) for buffer in run.buffers]
 
     @property
@@ -98,12 +90,7 @@ class Start:
         return lanes_are_well and all(buffer._version == version for buffer, version in self._buffers)
 
     def restore(self) -> None:
-        torch.set_rng_state(self._on_cpu)
-        if self._on_gpu is not None:
-            torch.cuda.set_rng_state(self._on_gpu, self._device)
-        random.setstate(self._of_python)
-        if self._of_numpy is not None:
-            sys.modules["numpy.random"].set_state(self._of_numpy)
+        self._random.restore()
 
 
 def is_short(error: BaseException) -> bool:

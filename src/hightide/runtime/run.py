@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,23 +18,19 @@ from hightide.ir.refusal import Refused
 from hightide.ir.tier import Tier
 from hightide.planner.solution import Searched, Solution
 from hightide.process.forks import Birthplace
-from hightide.process.interrupts import deferred, held, safe_point
+from hightide.process.interrupts import deferred, held
 from hightide.process.progress import tell
-from hightide.profiler.model.probe import ProbeResult
+from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.profiler.switches.caches import Caches
 from hightide.runtime.alike import begin_alike, drawing_alike, keep_alike, lanes_of
 from hightide.runtime.before import Before, move_buffers
 from hightide.runtime.blocks import rng
-from hightide.runtime.blocks.activations import Stashes
 from hightide.runtime.blocks.autocast import Autocast
 from hightide.runtime.blocks.block_runner import BlockRunner
 from hightide.runtime.blocks.compiled import CompiledForwards
-from hightide.runtime.blocks.host_embedding import HostEmbedding
-from hightide.runtime.blocks.inputs_on_disk import InputsOnDisk
 from hightide.runtime.blocks.splits import Splits
 from hightide.runtime.chunks.between_ranks import BetweenRanks
 from hightide.runtime.chunks.chunks import Chunks
-from hightide.runtime.chunks.disk_homes import mapped
 from hightide.runtime.chunks.moving import StatesOnTheMove, go_over
 from hightide.runtime.chunks.moving_shards import ShardsOnTheMove
 from hightide.runtime.chunks.origin import FirstValues
@@ -50,28 +45,22 @@ from hightide.runtime.lanes.lanes import Lanes
 from hightide.runtime.model_passes import AroundCall, ModelPasses
 from hightide.runtime.observer import Observer
 from hightide.runtime.plan_stores import PlanStores, forecast_on
-from hightide.runtime.saving.copy_buffers import NUM_STAGED
-from hightide.runtime.saving.copy_on_update import CopyOnUpdate
-from hightide.runtime.saving.snapshot import Snapshot
-from hightide.runtime.saving.tiles import SMALL_TILE_BYTES, TILE_BYTES, Wanted, saved_tensors, tiles_of
-from hightide.runtime.saving.written import Written
+from hightide.runtime.run_values import RunValues
 from hightide.runtime.schedule.executor import Executor
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
 from hightide.runtime.step_work import StepWork
+from hightide.runtime.tables.host_embedding import HostEmbedding
+from hightide.runtime.waiting.activations import Stashes
+from hightide.runtime.waiting.inputs_on_disk import InputsOnDisk
 from hightide.shard.collectives import Collectives
 from hightide.shard.watchman import Watchman
 from hightide.stores.disk import DiskStore
 from hightide.stores.host_arena import HostArena
 from hightide.stores.store import Accelerator
 
-HALF_LOADED = (
-    "a checkpoint was being loaded when that failed, and some values are of before it, some of the checkpoint; load a "
-    "whole one (hightide.load) to go on"
-)
 
-
-class Run:
+class Run(RunValues):
     def __init__(
         self,
         model: nn.Module,
@@ -88,6 +77,7 @@ class Run:
     ) -> None:
         """`learns` False: a rehearsal, which looks at no block (see first_look.py). `disks`: for plans that use any.
         `collectives`: of a plan for several ranks."""
+        super().__init__()
         self._collectives = collectives
         self.model, self.profile = model, solution.profile
         self.disks = tuple(disks)
@@ -115,16 +105,13 @@ class Run:
         self.batches: KnownBatches | None = None  # see [Note: larger batches]; None: any batch is let in
         self.admission: Admission | None = None
         self.anchor = Anchor(device)
-        self.lends = False  # see borrowed()
         self.between_passes: Callable[[], None] | None = None  # called before each pass, while a recording is on
-        self.loaded_masters: dict[str, Tensor] = {}  # since the last step: their parameters may be loaded after them
         self.work = StepWork()
         self.products: MatmulRates | None = None  # how fast the GPU multiplies; None: nobody has measured it
         self.num_passes = 0
         self.num_steps = 0
         self.step_s = 0.0
         self._stepped_at_s: float | None = None
-        self._lost = ""  # why; see check_values()
         self.save_pretrained: Callable[..., object] | None = None  # of several ranks: takes a module and a folder
         self.tells_all = False  # state dicts of several ranks are whole on each of them
         self.save_under_way: Callable[[], object] = lambda: None  # of several ranks: waits for its end
@@ -303,123 +290,6 @@ class Run:
         if self.observer is not None:
             self.observer.end_step()
 
-    def check_values(self) -> None:
-        """Raises if they are lost, or are not of this process: what lies there must not become somebody's
-        checkpoint."""
-        self.birthplace.check()
-        if self._lost:
-            raise RuntimeError(self._lost)
-
-    def lose_values(self, why: str, error: BaseException) -> None:
-        self._lost = why
-        self.lanes.fail(error)
-
-    def value_of(self, key: str, borrow: bool = False) -> Tensor:
-        """A copy of a parameter's present value. With `borrow` it is the very memory where it lies in RAM, to be read
-        at once; it looks as if it had a storage of its own, or writers of files would take all parameters for one. From
-        disk it comes in pages of a file, which need not stay in memory."""
-        self.check_values()
-        safe_point()
-        self.executor.wait_for_update(self.chunks.places[key][0])
-        if self.between is not None:
-            return self.between.whole_value(key)
-        place = self.chunks.value(key)
-        if borrow and not place.is_memory and place.nbytes > 0:
-            return mapped(place, self.disks[0].path)
-        lies_in_ram = place.is_memory and place.view.device.type == "cpu" and place.nbytes > 0
-        return alone(place.view) if borrow and lies_in_ram else place.get()
-
-    @contextmanager
-    def borrowed(self) -> Iterator[None]:
-        """Inside, state dicts have the memory of the chunks itself. Nothing may train meanwhile."""
-        before, self.lends = self.lends, True
-        try:
-            yield
-        finally:
-            self.lends = before
-
-    def store(self, key: str, value: Tensor) -> None:
-        """New values for a parameter, from a state dict."""
-        self.birthplace.check()
-        chunk = self.chunks.places[key][0]
-        self.executor.open_home(chunk)
-        self.secure(key)
-        self.chunks.store(key, value)
-        if (master := self.loaded_masters.get(key)) is not None and not self.misfits({key: master}):
-            self.chunks.restore_master(key, master)
-
-    def misfits(self, masters: Mapping[str, Tensor]) -> set[str]:
-        """Which of these master copies are not of their parameters' present values, on this or another rank."""
-        found = {key for key, master in masters.items() if not self.chunks.fits_master(key, master)}
-        return found if self.between is None else self.between.any_of("obsolete masters", list(masters), found)
-
-    def master_of(self, key: str) -> Tensor | None:
-        """As a whole, of all ranks; None where the parameter is its own."""
-        return self.chunks.master_of(key) if self.between is None else self.between.whole_master(key)
-
-    @contextmanager
-    def rewriting(self) -> Iterator[Chunks]:
-        """Inside, the caller writes the values of all parameters, and their states, straight to their places. If that
-        does not come to its end, the model neither trains nor is saved until another one has."""
-        self.birthplace.check()
-        self.lanes.check()
-        if self._lost != HALF_LOADED:
-            self.check_values()
-        self._finish_saving()
-        for chunk in range(len(self.chunks.specs)):
-            self.executor.open_home(chunk)
-        self._lost = HALF_LOADED
-        yield self.chunks
-        with held:
-            self.chunks.show_new_values()
-            self.loaded_masters.clear()
-            self._lost = ""
-
-    def settle_states(self, key: str, changes: bool = True) -> None:
-        """Until nothing is under way with a parameter's states; `changes`: whoever asks writes to them."""
-        self.executor.settle_home(self.chunks.places[key][0])
-        if changes:
-            self.secure(key)
-
-    # -- values for a checkpoint ----------------------------------------------------------------------------------
-
-    def snapshot(self, wanted: Wanted | None = None) -> Snapshot:
-        """The values after the latest step(), to be read beside training, of all parameters and their states or of
-        those that are `wanted`. Updates that are still under way belong to it. One at a time."""
-        self.check_values()
-        self.lanes.check()
-        if self.performer.saving is not None:
-            raise Refused("a checkpoint of this model is still being read; wait for it, or close it, before the next")
-        with held:
-            updates, flight = self.performer.updates, self.flight
-            has_states = (lambda key: False) if updates is None else updates.begin_saving()
-            tile_bytes = TILE_BYTES if self.host.spare_bytes >= NUM_STAGED * TILE_BYTES else SMALL_TILE_BYTES
-            order = self.executor.update_order()
-            wanted = wanted or (lambda key, kind: True)
-            tiles = list(tiles_of(self.chunks, order, has_states, wanted, tile_bytes))
-            tensors = saved_tensors(self.chunks, order, has_states, wanted)
-            owed = {chunk: flight.changes(chunk) for chunk in order}
-            on_gpu = [place.is_updated_on_gpu and place.chunk.optimised_numel > 0 for place in self.chunks.placed]
-            written = Written(self.chunks)
-            kept = CopyOnUpdate(tiles, owed, self.lanes, self.host, flight.moment(), on_gpu.__getitem__, written)
-            self.performer.saving = kept
-            return Snapshot(tensors, tiles, kept, self.lanes)
-
-    def secure(self, key: str | None = None) -> None:
-        """Before somebody changes the values of a parameter, or of all: those that a snapshot still needs are copied,
-        or it is waited for."""
-        saving = self.performer.saving
-        if saving is not None:
-            saving.settle(None if key is None else self.chunks.places[key][0])
-
-    def _finish_saving(self) -> None:
-        """Before values leave their places."""
-        saving = self.performer.saving
-        if saving is not None:
-            with deferred:
-                saving.wait()
-                saving.close()
-
     # -- the end --------------------------------------------------------------------------------------------------
 
     def close(self, is_plain: Callable[[], object] = lambda: None) -> None:
@@ -455,10 +325,3 @@ class Run:
 def _owes_others(lanes: weakref.ref[Lanes]) -> Callable[[], bool]:
     """For the watchman, whose threads must not keep a run alive."""
     return lambda: (found := lanes()) is None or found.owes_others
-
-
-def alone(value: Tensor) -> Tensor:
-    """The same memory under a storage that begins and ends with this tensor. Nothing keeps the memory alive."""
-    assert value.is_contiguous()
-    memory = (ctypes.c_uint8 * value.nbytes).from_address(value.data_ptr())
-    return torch.frombuffer(memory, dtype=value.dtype).view(value.shape)

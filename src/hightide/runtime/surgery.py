@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from hightide.ir.block import ModelProfile
 from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.process.interrupts import deferred, held
-from hightide.profiler.model.probe import MUTATES_INPUT, ProbeResult
+from hightide.profiler.probe.compare_runs import MUTATES_INPUT
+from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.runtime.blocks.block_runner import BlockRunner
 from hightide.runtime.chunks.absent import Disabled
 from hightide.runtime.guards.inner_hooks import InnerHooks

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hightide.loading.initial import forget_initialised, initialised_modules, lacks_values, reset_of
 from hightide.loading.unloaded import Unloaded
-from hightide.profiler.model.exchange import exchange
+from hightide.profiler.fake.exchange import exchange
 from hightide.profiler.trial.quiet import float32_precision
 from hightide.profiler.trial.state import GlobalRandom
 

@@ -6,10 +6,6 @@ import errno
 import fcntl
 import mmap
 import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from forked import run_script
 from hightide.doctor import disk_speed as disk
 from hightide.doctor import scratch_file
 from hightide.doctor.disk_speed import MIN_FILE_BYTES, DiskTest, filesystem_of, measure_disk
@@ -113,21 +110,22 @@ def test_a_disk_that_returns_something_else_is_noticed(tmp_path: Path, monkeypat
 
 def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
     """In the middle of writing, in a process of its own."""
-    program = (
-        "from pathlib import Path; from hightide.doctor.disk_speed import DiskTest, measure_disk; import signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # shells start background jobs without it
-        "measure_disk(DiskTest(Path(sys.argv[1]), 1 << 28, phase_s=60.0), lambda stage: print(stage, flush=True))"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        while process.stdout.readline() != "disk: reading\n":
-            assert process.poll() is None
-        time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) not in (0, None)
-    assert list(tmp_path.iterdir()) == []
+    program = """
+        import os, signal, sys, threading
+        from pathlib import Path
+        from hightide.doctor.disk_speed import DiskTest, measure_disk
+
+        def tell(stage):
+            print(stage, flush=True)
+            if stage == "disk: reading":
+                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without it
+        measure_disk(DiskTest(Path(sys.argv[1]), 1 << 28, phase_s=60.0), tell)
+    """
+    ended = run_script(program, [str(tmp_path)], timeout_s=60.0)
+    assert ended.status != 0 and "KeyboardInterrupt" in ended.stderr, ended
+    assert ended.stdout.endswith("disk: reading\n") and list(tmp_path.iterdir()) == []
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:

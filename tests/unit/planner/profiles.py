@@ -14,11 +14,12 @@ from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
 from hightide.ir.plan import PLAN_VERSION, BlockPlan, Forecast, GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
+from hightide.planner.chunk_places import RING_COUNTS
 from hightide.planner.inputs_on_disk import passing_calls
 from hightide.planner.layout import pack, slot_sizes
 from hightide.planner.loss_tiles import loss_tile_tokens
 from hightide.planner.lower import lower
-from hightide.planner.placement import RING_COUNTS, Placement
+from hightide.planner.placement import Placement
 from hightide.planner.predict.step_seconds import StepForecast, forecast
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.verify.verify_schedule import verify

@@ -14,10 +14,11 @@ from hightide.ir.action import Mode, Op, Place, Schedule
 from hightide.ir.machine import Disk
 from hightide.ir.plan import BlockPlan, Plan, Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.planner.chunk_places import RING_COUNTS
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.inputs_on_disk import passing_calls
 from hightide.planner.lower import lower, lower_step
-from hightide.planner.placement import RING_COUNTS, Placement
+from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import peaks, step_peaks
 from hightide.planner.predict.simulator import Simulated, simulate, simulated_step_s
 from hightide.planner.verify.check_plan import check_plan

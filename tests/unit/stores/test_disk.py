@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from forked import run_script
+from hightide.ir.chunk import region_bytes
 from hightide.ir.limits import DiskLimit
 from hightide.ir.tier import Tier
-from hightide.planner.placement import region_bytes
 from hightide.stores import disk_file
 from hightide.stores.disk import DiskStore
 from hightide.stores.disk_file import Buffer
@@ -297,7 +297,7 @@ FORKING = """
 import os, sys, torch
 from hightide.ir.limits import DiskLimit
 from hightide.ir.tier import Tier
-from hightide.planner.placement import region_bytes
+from hightide.ir.chunk import region_bytes
 from hightide.stores.disk import DiskStore
 
 store = DiskStore([DiskLimit(sys.argv[1], 1 << 20)])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import hightide
 import models
 from hightide.runtime.surgery import WrappedBlock
-from hightide.verification import verify_training as verifying
+from hightide.verification import side_by_side as verifying
 from waiting import OwnThreads
 
 

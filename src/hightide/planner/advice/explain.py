@@ -10,15 +10,17 @@ from itertools import groupby, takewhile
 from hightide.ir.action import Op, Schedule
 from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
+from hightide.ir.chunk import region_bytes
 from hightide.ir.passes import Passes
 from hightide.ir.plan import BlockPlan, Plan, Sharing, Update
 from hightide.ir.state_spec import summary
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
+from hightide.planner.chunk_places import Buffer
 from hightide.planner.inputs_on_disk import buffer_bytes as input_buffer_bytes
 from hightide.planner.inputs_on_disk import stored_bytes
 from hightide.planner.lookup import buffer_bytes
-from hightide.planner.placement import Buffer, Placement, region_bytes
+from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import Peaks
 from hightide.planner.predict.saving import SaveForecast
 from hightide.planner.waiting import away, held_bytes
@@ -44,12 +46,8 @@ def explain(
 
 def _memory(placement: Placement, peak: Peaks) -> list[str]:
     plan, forecast = placement.plan, placement.plan.forecast
-    rows = [
-        (Tier.GPU, forecast.gpu_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
-        (Tier.HOST, forecast.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),
-    ]
-    if plan.disk_limit_bytes or forecast.disk_peak_bytes:
-        rows.append((Tier.DISK, forecast.disk_peak_bytes, plan.disk_limit_bytes, ""))
+    rows = [(tier, used, plan.limits[tier], peak.by_tier[tier][1]) for tier, used in forecast.by_tier.items()]
+    rows = [row for row in rows if row[0] is not Tier.DISK or row[1] or row[2]]
     fits = all(used <= limit for _, used, limit, _ in rows)
     head = "fits the limits" if fits else "DOES NOT FIT the limits"
     lines = [head + (": everything stays on the GPU" if fits and placement.is_resident else "")]

@@ -8,7 +8,6 @@ from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.infeasible import InfeasiblePlan, growth
 from hightide.planner.search.candidate import Candidate
-from hightide.planner.search.standing_bytes import Needs
 from hightide.planner.search.trials import Trials
 
 
@@ -17,9 +16,7 @@ def refusal(trials: Trials, leanest: Iterable[Candidate]) -> InfeasiblePlan:
     where several lack, how much more of each. What it names is enough: these candidates were lowered, and not only
     added up."""
     limits = trials.problem.terms.limits
-    needs = {
-        candidate: _by_tier(trials.guess(candidate)) for candidate in leanest if not trials.is_forbidden(candidate)
-    }
+    needs = {one: trials.guess(one).by_tier for one in leanest if not trials.is_forbidden(one)}
     exact: set[Candidate] = set()
     while True:
         found = _least(needs, limits)
@@ -27,13 +24,13 @@ def refusal(trials: Trials, leanest: Iterable[Candidate]) -> InfeasiblePlan:
         if not guessed:
             break
         for candidate in guessed:  # a search asks for both, what was added up and what is exact
-            lowered = _by_tier(trials.needs(candidate))
+            lowered = trials.needs(candidate).by_tier
             needs[candidate] = {tier: max(size, lowered[tier]) for tier, size in needs[candidate].items()}
         exact.update(guessed)
     needed, candidate = found[0]
     assert needed, f"this fits, and the search has not found it: {candidate}"
     tier = next(iter(needed))
-    moment = _moment(trials, candidate, tier)
+    moment = trials.peaks(candidate).by_tier[tier][1]  # at which the tier needs most
     missing = " and ".join(f"{_bytes(size - limits[one])} are missing on the {one}" for one, size in needed.items())
     others = "".join(f", or {_limits(other)}" for other, _ in found[1:])
     return InfeasiblePlan(
@@ -70,16 +67,6 @@ def _least(
 def _does_with_less(one: Mapping[Tier, int], other: Mapping[Tier, int]) -> bool:
     """One raises only limits that the other raises too, and none further."""
     return one != other and all(size <= other.get(tier, -1) for tier, size in one.items())
-
-
-def _moment(trials: Trials, candidate: Candidate, tier: Tier) -> str:
-    """At which the tier needs most."""
-    peak = trials.peaks(candidate)
-    return {Tier.GPU: peak.gpu_peak_at, Tier.HOST: peak.host_peak_at, Tier.DISK: ""}[tier]
-
-
-def _by_tier(needs: Needs) -> dict[Tier, int]:
-    return {Tier.GPU: needs.gpu_bytes, Tier.HOST: needs.host_bytes, Tier.DISK: needs.disk_bytes}
 
 
 def _given(limits: dict[Tier, int]) -> str:

@@ -11,10 +11,11 @@ from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.tier import Tier
+from hightide.planner.chunk_places import RING_COUNTS
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.inputs_on_disk import passing_calls
 from hightide.planner.lower import lower_step
-from hightide.planner.placement import RING_COUNTS, Placement
+from hightide.planner.placement import Placement
 from hightide.planner.predict.peaks import bytes_forecast, step_peaks
 from hightide.planner.predict.step_seconds import forecast
 from hightide.planner.solution import Searched
@@ -70,8 +71,6 @@ def why(solution: Searched, block: str) -> Reasons:
         passes = lower_step(profile, changed, changed_placement)
         other_s = forecast(problem, changed_placement, passes).step_s
         then = bytes_forecast(passes, step_peaks(passes), problem.machine)
-        gpu, host, disk = then.gpu_bytes, then.host_peak_bytes, then.disk_peak_bytes
-        above = gpu - plan.gpu_limit_bytes, host - plan.host_limit_bytes, disk - plan.disk_limit_bytes
         if then == now and abs(other_s - step_s) <= NOISE * step_s:  # it is the same in other words
             continue
         alternatives.append(
@@ -79,9 +78,9 @@ def why(solution: Searched, block: str) -> Reasons:
                 text=text,
                 step_s=other_s,
                 step_difference_s=other_s - step_s,
-                gpu_difference_bytes=gpu - now.gpu_bytes,
-                host_difference_bytes=host - now.host_peak_bytes,
-                too_many_bytes=max(0, *above),
+                gpu_difference_bytes=then.gpu_bytes - now.gpu_bytes,
+                host_difference_bytes=then.host_peak_bytes - now.host_peak_bytes,
+                too_many_bytes=max(0, *(size - plan.limits[tier] for tier, size in then.by_tier.items())),
             )
         )
     places = _places(planned) if owner is not None else "no parameters"

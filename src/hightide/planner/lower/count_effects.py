@@ -14,12 +14,12 @@ from collections import defaultdict
 
 from hightide.ir.action import Action, ActionKey, Op
 from hightide.ir.block import Affine, CallSpec, Glue, ModelProfile
-from hightide.ir.chunk import GRAD_BYTES, REGION_BYTES, UPDATE_TILE_NUMEL
+from hightide.ir.chunk import GRAD_BYTES, REGION_BYTES, UPDATE_TILE_NUMEL, region_bytes
 from hightide.ir.tier import Lane, Tier
 from hightide.planner import inputs_on_disk, lookup
 from hightide.planner import loss_tiles as loss
 from hightide.planner.lower.draft import Draft
-from hightide.planner.placement import Placement, region_bytes
+from hightide.planner.placement import Placement
 from hightide.planner.waiting import away, held_by, held_bytes, micro_batch_of, num_away
 
 Effect = defaultdict[str, int]  # by fields of an action; and "least_transient" of a tick, until it is known

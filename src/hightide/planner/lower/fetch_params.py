@@ -9,9 +9,9 @@ from bisect import bisect_left
 from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.planner.chunk_places import ChunkPlace
 from hightide.planner.lower.draft import Draft
 from hightide.planner.lower.lay_ticks import lay_ticks
-from hightide.planner.placement import ChunkPlace
 from hightide.planner.slot_choice import Use, choose_windows
 
 Slots = list[int | None]  # by slot, the chunk in it
@@ -122,26 +122,18 @@ def _await_gather(draft: Draft, tick: Action, chunk: int) -> None:
 
 
 def _bring(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None, evicts: list[Action]) -> None:
-    brought = _fetch(draft, place, tick, slot, evicts)
-    if place.home is Tier.GPU:
-        brought = brought.changed(
+    brought, is_here = _fetch(draft, place, tick, slot, evicts), place.home is Tier.GPU
+    if not is_here:
+        draft.actions.append(brought)
+    if place.is_gathered:
+        gather = brought.changed(
             id=ActionKey(Op.GATHER, place.chunk.index, at=tick.id),
             op=Op.GATHER,
             lane=Lane.GATHER,
-            source=Place(Tier.GPU),
+            source=Place(Tier.GPU) if is_here else brought.target,
             num_bytes=place.gathered_bytes,
         )
-    draft.actions.append(brought)
-    if place.is_gathered and place.home is not Tier.GPU:
-        brought = brought.changed(
-            id=ActionKey(Op.GATHER, place.chunk.index, at=tick.id),
-            op=Op.GATHER,
-            lane=Lane.GATHER,
-            source=brought.target,
-            num_bytes=place.gathered_bytes,
-            after=(brought.id,),
-            after_prev=(),
-        )
+        brought = gather if is_here else gather.changed(after=(brought.id,), after_prev=())
         draft.actions.append(brought)
     draft.awaited[tick.tick].append(brought.id)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.planner.chunk_places import ChunkPlace
 from hightide.planner.lookup import is_looked_up, rows_bytes, sum_bytes
 from hightide.planner.lower.draft import Draft
-from hightide.planner.placement import ChunkPlace
 
 
 def look_up_rows(draft: Draft) -> None:

@@ -60,17 +60,14 @@ def move_inputs(draft: Draft) -> None:
             num_bytes=num_bytes,
             after=(draft.ticks[forward].id,),
         )
-        unstash = Action(
+        unstash = stash.changed(
             id=ActionKey(Op.UNSTASH, index),
             op=Op.UNSTASH,
             lane=Lane.H2D,
             tick=backward,
             opens=opens,
-            block=call.block,
-            call=index,
-            source=Place(Tier.HOST),
-            target=Place(Tier.GPU),
-            num_bytes=num_bytes,
+            source=stash.target,
+            target=stash.source,
             after=(stash.id,),
         )
         draft.actions += [stash, unstash]

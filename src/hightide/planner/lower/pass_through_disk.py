@@ -27,6 +27,7 @@ planner/search/ladders.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.plan import Update
@@ -71,21 +72,12 @@ class _Inputs:
         call, ring = action.call, self.ring
         if action.op is not Op.STASH or call not in self._passing:
             return []
-        buffer = Place(Tier.HOST, ring.buffer)
-        before = () if ring.before is None else (ring.before.id,)
-        entry = action.changed(target=buffer, after=(*action.after, *before))
+        buffer, before = _next(ring)
+        entry = action.changed(target=buffer, after=(*action.after, *(one.id for one in before)))
         if call not in self._stored:
             self._buffers[call] = ring.fill(entry)
             return [entry]
-        write = self._writes[call] = action.changed(
-            id=ActionKey(Op.WRITE, call),
-            op=Op.WRITE,
-            lane=Lane.DISK_WRITE,
-            source=buffer,
-            target=Place(Tier.DISK),
-            after=(action.id,),
-            after_prev=(),
-        )
+        write = self._writes[call] = _write(action, ActionKey(Op.WRITE, call), buffer)
         ring.pass_through(entry, write)
         return [entry, write]
 
@@ -98,17 +90,8 @@ class _Inputs:
             exit = action.changed(source=Place(Tier.HOST, buffer))
             return [self._leaves(buffer, exit)]
         (buffer, before), write = self._left.pop(0), self._writes[call]
-        read = action.changed(
-            id=ActionKey(Op.READ, call),
-            op=Op.READ,
-            lane=Lane.DISK_READ,
-            opens=max(before.opens, write.opens),
-            source=Place(Tier.DISK),
-            target=Place(Tier.HOST, buffer),
-            after=(write.id, before.id),
-            after_prev=(),
-        )
-        exit = action.changed(source=Place(Tier.HOST, buffer), after=(*action.after, read.id))
+        read = _read(action, ActionKey(Op.READ, call), Place(Tier.HOST, buffer), [write, before])
+        exit = action.changed(source=read.target, after=(*action.after, read.id))
         return [read, self._leaves(buffer, exit)]
 
     def _leaves(self, buffer: int, exit: Action) -> Action:
@@ -128,21 +111,13 @@ def _away(
 ) -> list[Action]:
     if action.op is not Op.WRITE_BACK or not (place := draft.place_of(action)).passes_ring:
         return [action]
-    buffer, before = Place(Tier.HOST, ring.buffer), ring.before
-    entry = action.changed(target=buffer, after=(*action.after, *([before.id] if before else [])))
+    buffer, before = _next(ring)
+    entry = action.changed(target=buffer, after=(*action.after, *(one.id for one in before)))
     if place.grad is None:
         ring.pass_through(entry, updated[action.chunk])
         return [entry]
-    exit = action.changed(
-        id=ActionKey(Op.WRITE, place.chunk.index, ChunkKind.GRAD, action.id.at),
-        op=Op.WRITE,
-        lane=Lane.DISK_WRITE,
-        source=buffer,
-        target=Place(Tier.DISK),
-        after=(action.id,),
-        after_prev=(),
-    )
-    written[action.id] = exit
+    key = ActionKey(Op.WRITE, place.chunk.index, ChunkKind.GRAD, action.id.at)
+    exit = written[action.id] = _write(action, key, buffer)
     ring.pass_through(entry, exit)
     return [entry, exit]
 
@@ -155,23 +130,15 @@ def _towards(draft: Draft, ring: Ring, action: Action, written: Written) -> list
     if place.tier_of(action.kind) is not Tier.DISK:
         return [action]
     chunk, is_param = place.chunk, action.kind is ChunkKind.PARAM
-    buffer, after = Place(Tier.HOST, ring.buffer), [ring.before] if ring.before else []
+    buffer, after = _next(ring)
     stored = ActionKey(Op.WRITE, chunk.index, ChunkKind.STATE)
     earlier: tuple[ActionKey, ...] = (stored,) if is_param and chunk.optimised_numel else ()
     if not is_param:
         after += [written[name] for name in action.after if name in written and written[name].chunk == chunk.index]
         sums = [written[name] for name in action.after_prev if name in written]
         earlier = tuple(dict.fromkeys(one.id for one in sums if one.chunk == chunk.index))
-    read = action.changed(
-        id=ActionKey(Op.READ, chunk.index, action.kind, action.id.at),
-        op=Op.READ,
-        lane=Lane.DISK_READ,
-        opens=max((one.opens for one in after), default=-1),
-        source=Place(Tier.DISK),
-        target=buffer,
-        after=tuple(dict.fromkeys(one.id for one in after)),
-        after_prev=earlier,
-    )
+    key = ActionKey(Op.READ, chunk.index, action.kind, action.id.at)
+    read = _read(action, key, buffer, after, after_prev=earlier)
     fetch = action.changed(source=buffer, after=(*action.after, read.id))
     ring.pass_through(read, fetch)
     return [read, fetch]
@@ -182,29 +149,45 @@ def _around(draft: Draft, ring: Ring, action: Action, written: Written) -> list[
     place = draft.place_of(action)
     if place.states is not Tier.DISK:
         return [action]
-    buffer, after = Place(Tier.HOST, ring.buffer), [ring.before] if ring.before else []
+    buffer, after = _next(ring)
     after += [one for one in written.values() if one.chunk == action.chunk]
     begin = draft.ticks[-1].tick if draft.plan.update is Update.DEFERRED else len(draft.profile.calls) - 1
-    read = action.changed(
-        id=ActionKey(Op.READ, place.chunk.index, ChunkKind.STATE),
+    stored = ActionKey(Op.WRITE, place.chunk.index, ChunkKind.STATE)
+    key, prev = ActionKey(Op.READ, place.chunk.index, ChunkKind.STATE), (stored,)
+    read = _read(action, key, buffer, after, begin, num_bytes=place.read_bytes, after_prev=prev)
+    update = action.changed(opens=max(action.opens, read.opens), after=(*action.after, read.id))
+    write = _write(update, stored, buffer, num_bytes=place.written_bytes, after_prev=update.after_prev)
+    ring.pass_through(read, write)
+    return [read, update, write]
+
+
+def _next(ring: Ring) -> tuple[Place, list[Action]]:
+    """The buffer that is next, and who empties it before, if anybody has filled it."""
+    return Place(Tier.HOST, ring.buffer), [] if ring.before is None else [ring.before]
+
+
+def _read(action: Action, key: ActionKey, buffer: Place, after: list[Action], begin: int = -1, **more: Any) -> Action:
+    """Ahead of an action, into a buffer, when others are done with it and `begin` is left."""
+    return action.changed(
+        id=key,
         op=Op.READ,
         lane=Lane.DISK_READ,
         opens=max([begin, *(one.opens for one in after)]),
         source=Place(Tier.DISK),
         target=buffer,
-        num_bytes=place.read_bytes,
-        after=tuple(one.id for one in after),
-        after_prev=(ActionKey(Op.WRITE, place.chunk.index, ChunkKind.STATE),),
+        after=tuple(dict.fromkeys(one.id for one in after)),
+        **{"after_prev": (), **more},
     )
-    update = action.changed(opens=max(action.opens, read.opens), after=(*action.after, read.id))
-    write = update.changed(
-        id=ActionKey(Op.WRITE, place.chunk.index, ChunkKind.STATE),
+
+
+def _write(action: Action, key: ActionKey, buffer: Place, **more: Any) -> Action:
+    """Behind an action, out of a buffer."""
+    return action.changed(
+        id=key,
         op=Op.WRITE,
         lane=Lane.DISK_WRITE,
         source=buffer,
         target=Place(Tier.DISK),
-        num_bytes=place.written_bytes,
         after=(action.id,),
+        **{"after_prev": (), **more},
     )
-    ring.pass_through(read, write)
-    return [read, update, write]

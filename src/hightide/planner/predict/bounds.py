@@ -18,11 +18,12 @@ from hightide.ir.action import Mode, Op
 from hightide.ir.machine import Links, Machine
 from hightide.ir.plan import Update
 from hightide.ir.tier import Lane, Tier
+from hightide.planner.chunk_places import Buffer, ChunkPlace
 from hightide.planner.inputs_on_disk import stored_bytes
 from hightide.planner.lookup import is_looked_up, rows_bytes
 from hightide.planner.lower.draft import Draft
 from hightide.planner.lower.lay_ticks import lay_ticks
-from hightide.planner.placement import Buffer, ChunkPlace, Placement
+from hightide.planner.placement import Placement
 from hightide.planner.predict.between_ranks import collective_s, links_of
 from hightide.planner.predict.step_seconds import seconds_of
 from hightide.planner.problem import Problem
@@ -66,10 +67,7 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
             moved[Lane.DISK_WRITE] += place.grad_bytes + between
             moved[Lane.DISK_READ] += between
         if chunk.optimised_numel:
-            moved[Lane.CPU] += place.update_bytes
-            if place.states is Tier.DISK:
-                moved[Lane.DISK_WRITE] += place.written_bytes
-                moved[Lane.DISK_READ] += place.read_bytes
+            _add_update(moved, place)
     stored = stored_bytes(profile, plan)
     for index, call in enumerate(profile.calls):
         num_bytes = plan.accumulate * away(plan, call).num_bytes
@@ -89,6 +87,14 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
     turn_s = _turn_s(draft, machine, ticks_s) if uses_disk else 0.0
     together_s = (0.0, 0.0) if links is None else _collectives_s(draft, links)
     return max(compute_s, on_disk_s, turn_s, *together_s, *lanes_alone(moved, machine.best_speed).values())
+
+
+def _add_update(moved: Counter[Lane], place: ChunkPlace) -> None:
+    """On the host, and what it reads and writes of a disk."""
+    moved[Lane.CPU] += place.update_bytes
+    if place.states is Tier.DISK:
+        moved[Lane.DISK_WRITE] += place.written_bytes
+        moved[Lane.DISK_READ] += place.read_bytes
 
 
 def _collectives_s(draft: Draft, links: Links) -> tuple[float, float]:
@@ -114,10 +120,7 @@ def _turn_s(draft: Draft, machine: Machine, ticks_s: list[float]) -> float:
     last, longest_s = math.inf, 0.0
     for first, place in sorted(_updated_away(draft), key=lambda one: one[0]):
         last = min(last, len(ticks_s) - 1 if at_step else draft.backward_uses[place.chunk.index][-1])
-        moved[Lane.CPU] += place.update_bytes
-        if place.states is Tier.DISK:
-            moved[Lane.DISK_WRITE] += place.written_bytes
-            moved[Lane.DISK_READ] += place.read_bytes
+        _add_update(moved, place)
         if place.home is Tier.DISK:
             moved[Lane.DISK_READ] += place.shard.param_bytes
             again[first] += place.shard.param_bytes if place.is_streamed and not at_step else 0

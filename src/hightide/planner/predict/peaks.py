@@ -20,7 +20,7 @@ from hightide.ir.action import TICK_OPS, Action, Op, Schedule
 from hightide.ir.machine import Machine
 from hightide.ir.passes import Passes
 from hightide.ir.plan import Forecast
-from hightide.ir.tier import Lane
+from hightide.ir.tier import Lane, Tier
 from hightide.planner.verify.precedence import Precedence
 
 WORKSPACE_BYTES = 2 * 32 * 1024**2  # of cuBLAS, as torch sizes it on Hopper; 8 MiB each elsewhere
@@ -37,6 +37,12 @@ class Peaks:
     host_peak_bytes: int
     host_peak_at: str
     disk_peak_bytes: int = 0
+
+    @property
+    def by_tier(self) -> dict[Tier, tuple[int, str]]:
+        """With the action at which it is."""
+        gpu, host = (self.gpu_peak_bytes, self.gpu_peak_at), (self.host_peak_bytes, self.host_peak_at)
+        return {Tier.GPU: gpu, Tier.HOST: host, Tier.DISK: (self.disk_peak_bytes, "")}
 
 
 def peaks(schedule: Schedule, precedence: Precedence | None = None, last: Schedule | None = None) -> Peaks:

@@ -23,10 +23,11 @@ from hightide.ir.passes import Passes
 from hightide.ir.plan import Plan, Update
 from hightide.ir.split import micro_batches
 from hightide.ir.tier import COLLECTIVES, Lane, Tier
+from hightide.planner.chunk_places import ChunkPlace
 from hightide.planner.lookup import is_looked_up, rows_bytes
 from hightide.planner.loss_tiles import early_gradient_bytes, num_rows
 from hightide.planner.mechanism import Mechanism, Mechanisms
-from hightide.planner.placement import ChunkPlace, Placement
+from hightide.planner.placement import Placement
 from hightide.planner.predict.between_ranks import collective_s, links_of
 from hightide.planner.predict.simulator import Simulated, simulate, simulated_step_s
 from hightide.planner.problem import Problem
@@ -52,19 +53,20 @@ class StepForecast:
 
 def forecast(problem: Problem, placement: Placement, schedule: Schedule | Passes) -> StepForecast:
     """The steady state of training steps under a plan, which was lowered to this."""
-    profile, costs, plan = problem.profile, problem.costs, placement.plan
-    seconds = seconds_of(profile, plan, costs, placement, links_of(problem.machine, plan))
-    limited = _restricted(schedule, problem.terms.without)
-    return StepForecast(simulate(limited, seconds, problem.machine), _issue_s(profile, plan, costs))
+    simulated = simulate(_restricted(schedule, problem.terms.without), _seconds(problem, placement), problem.machine)
+    return StepForecast(simulated, _issue_s(problem.profile, placement.plan, problem.costs))
 
 
 def forecast_step_s(problem: Problem, placement: Placement, schedule: Schedule | Passes, num_steps: int) -> float:
     """As `forecast`, for those who compare plans."""
-    profile, costs, plan = problem.profile, problem.costs, placement.plan
     limited = _restricted(schedule, problem.terms.without)
-    seconds = seconds_of(profile, plan, costs, placement, links_of(problem.machine, plan))
-    step_s = simulated_step_s(limited, seconds, problem.machine, num_steps)
-    return max(step_s, _issue_s(profile, plan, costs))
+    step_s = simulated_step_s(limited, _seconds(problem, placement), problem.machine, num_steps)
+    return max(step_s, _issue_s(problem.profile, placement.plan, problem.costs))
+
+
+def _seconds(problem: Problem, placement: Placement) -> Callable[[Action], float]:
+    plan = placement.plan
+    return seconds_of(problem.profile, plan, problem.costs, placement, links_of(problem.machine, plan))
 
 
 def _restricted(step: Schedule | Passes, without: Mechanisms) -> Passes:
@@ -166,32 +168,24 @@ class _Seconds:
             return collective_s(self._links, self._plan, action.op, self._placement.chunks[action.chunk])
         assert action.lane is Lane.COMPUTE, f"{action.id} is of the lane {action.lane}"
         if action.op is Op.FORWARD:
-            return self._forward(self._call(action))
+            return self._of_call(action, self._forward)
         if action.op is Op.BACKWARD:
-            return self._backward(self._call(action)) + self._finish_gradients(action)
+            return self._of_call(action, self._backward) + self._finish_gradients(action)
         if action.op is Op.UPDATE:
             return action.num_bytes / self._costs.update_bytes_per_s
         if action.op is Op.CLEAR:
             return self._touch(action.num_bytes)
         return self._costs.glue_s if action.op is Op.STEP else 0.0
 
-    def _call(self, action: Action) -> CallSpec:
+    def _of_call(self, action: Action, seconds: Callable[[CallSpec], float]) -> float:
         assert action.call is not None
-        return self._profile.calls[action.call]
+        call = self._profile.calls[action.call]
+        key = (action.op, call.kind, self._activation(call), is_looked_up(self._plan, call))
+        if key not in self._known:
+            self._known[key] = self._costs.load_factor * seconds(call)
+        return self._known[key]
 
     def _forward(self, call: CallSpec) -> float:
-        key = (Op.FORWARD, call.kind, self._activation(call), is_looked_up(self._plan, call))
-        if key not in self._known:
-            self._known[key] = self._costs.load_factor * self._forward_of(call)
-        return self._known[key]
-
-    def _backward(self, call: CallSpec) -> float:
-        key = (Op.BACKWARD, call.kind, self._activation(call), is_looked_up(self._plan, call))
-        if key not in self._known:
-            self._known[key] = self._costs.load_factor * self._backward_of(call)
-        return self._known[key]
-
-    def _forward_of(self, call: CallSpec) -> float:
         if is_looked_up(self._plan, call):  # before its rows can go
             return 2 * rows_bytes(self._plan, call) / GATHER_BYTES_PER_S
         if self._is_fused(call):
@@ -200,7 +194,7 @@ class _Seconds:
         curve = cost.forward(self._activation(call))
         return sum(curve.at(size) for size in sizes) + self._gather(call.outputs.at(sum(sizes)), sizes)
 
-    def _backward_of(self, call: CallSpec) -> float:
+    def _backward(self, call: CallSpec) -> float:
         if is_looked_up(self._plan, call):
             return self._touch(2 * rows_bytes(self._plan, call))
         if self._is_fused(call):

@@ -16,8 +16,9 @@ from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import Bar, LaneTime, Level, MemoryPart, Timeline
+from hightide.planner.chunk_places import Buffer
 from hightide.planner.lookup import standing_bytes
-from hightide.planner.placement import Buffer, Placement
+from hightide.planner.placement import Placement
 from hightide.planner.predict.light import light_s
 from hightide.planner.predict.peaks import bytes_forecast
 from hightide.planner.predict.simulator import Simulated, Span

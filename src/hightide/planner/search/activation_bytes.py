@@ -18,12 +18,11 @@ from typing import NamedTuple
 from hightide.ir.action import TICK_OPS, Action, Mode, Op, Schedule
 from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
-from hightide.ir.chunk import REGION_BYTES
+from hightide.ir.chunk import REGION_BYTES, region_bytes
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.lower import lower, lower_ticks
 from hightide.planner.lower.move_inputs import away_between
-from hightide.planner.placement import region_bytes
 from hightide.planner.predict.peaks import stash_holes
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space

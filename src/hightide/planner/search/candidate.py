@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from hightide.ir.activation import Activation
 from hightide.ir.tier import Tier
 from hightide.planner.mechanism import Mechanism, Mechanisms
+
+NO_BLOCKS: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -17,32 +19,28 @@ class Candidate:
     micro_batch: int
     inputs: Tier = Tier.GPU
     spare_slots: int = 1
-    whole: frozenset[int] = field(default_factory=frozenset)  # blocks with params and states on the GPU
-    params: frozenset[int] = field(default_factory=frozenset)  # blocks with params only
-    copied: frozenset[int] = field(
-        default_factory=frozenset
-    )  # of `whole`, those with whole params on each of the ranks
-    keep: frozenset[int] = field(default_factory=frozenset)
-    selective: frozenset[int] = field(default_factory=frozenset)  # no block is in two of these three
-    swapped: frozenset[int] = field(default_factory=frozenset)  # selective, and what they hold waits on the host
-    sums: frozenset[int] = field(default_factory=frozenset)  # blocks whose sums stay on the GPU from pass to pass
-    trained: frozenset[int] = field(default_factory=frozenset)  # blocks whose adapters stay while the rest streams
-    looked_up: frozenset[int] = field(
-        default_factory=frozenset
-    )  # embeddings on the host, whatever else is said of them
+    whole: frozenset[int] = NO_BLOCKS  # blocks with params and states on the GPU
+    params: frozenset[int] = NO_BLOCKS  # blocks with params only
+    copied: frozenset[int] = NO_BLOCKS  # of `whole`, those with whole params on each of the ranks
+    keep: frozenset[int] = NO_BLOCKS
+    selective: frozenset[int] = NO_BLOCKS  # no block is in two of these three
+    swapped: frozenset[int] = NO_BLOCKS  # selective, and what they hold waits on the host
+    sums: frozenset[int] = NO_BLOCKS  # blocks whose sums stay on the GPU from pass to pass
+    trained: frozenset[int] = NO_BLOCKS  # blocks whose adapters stay while the rest streams
+    looked_up: frozenset[int] = NO_BLOCKS  # embeddings on the host, whatever else is said of them
     loss_kept_tokens: int = 0
-    near: frozenset[int] = field(default_factory=frozenset)  # blocks whose inputs stay on the GPU, whatever `inputs` is
+    near: frozenset[int] = NO_BLOCKS  # blocks whose inputs stay on the GPU, whatever `inputs` is
     spare_grad_slots: int | None = None  # None: as many as spare_slots
     slot_numel: int | None = None  # None: the size that wastes least
     loss_tile_tokens: int | None = None  # None: large tiles, which are fastest
     disk: bool = False  # what is neither on the GPU nor in the next two lives on disk
-    host_params: frozenset[int] = field(default_factory=frozenset)
-    host_states: frozenset[int] = field(default_factory=frozenset)  # some of host_params: params are read twice a step
-    host_sums: frozenset[int] = field(default_factory=frozenset)  # whose sums wait there between passes, states or not
+    host_params: frozenset[int] = NO_BLOCKS
+    host_states: frozenset[int] = NO_BLOCKS  # some of host_params: params are read twice a step
+    host_sums: frozenset[int] = NO_BLOCKS  # whose sums wait there between passes, states or not
     state_buffers: int = 0  # on the host; one more than it takes lets the disk go on while another is in use
     read_buffers: int = 0
     grad_buffers: int = 0  # 0: gradients of updates in backward park; else those that can go through so many buffers
-    far: frozenset[int] = field(default_factory=frozenset)  # blocks whose inputs wait on disk, not on the host
+    far: frozenset[int] = NO_BLOCKS  # blocks whose inputs wait on disk, not on the host
     input_buffers: int = 0  # through which these pass
     late: int = 0  # so many twelfths of the blocks on disk are updated late, and their gradients park
 

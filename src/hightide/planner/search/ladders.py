@@ -38,7 +38,16 @@ class Kind(StrEnum):
     HOST_STATES = "host_states"
 
 
-LEVELS = (Kind.KEEP, Kind.SELECTIVE, Kind.SWAPPED)  # a block has one of them at most
+# What a block has of one kind, it does not have of these; and only with some has it those.
+_INSTEAD_OF = {
+    Kind.WHOLE: (Kind.PARAMS, Kind.TRAINED, Kind.SUMS),
+    Kind.PARAMS: (Kind.WHOLE, Kind.COPIED),
+    Kind.KEEP: (Kind.SELECTIVE, Kind.SWAPPED, Kind.NEAR),
+    Kind.SELECTIVE: (Kind.KEEP, Kind.SWAPPED),
+    Kind.SWAPPED: (Kind.KEEP, Kind.SELECTIVE),
+    Kind.NEAR: (Kind.KEEP,),
+}
+_PART_OF = {Kind.WHOLE: Kind.COPIED, Kind.HOST_PARAMS: Kind.HOST_STATES}
 
 Order = tuple[Kind, ...]
 
@@ -138,26 +147,14 @@ class Ladders:
         if kind is Kind.LOGITS:
             return candidate.changed(loss_kept_tokens=max(units, default=0))
         chosen = frozenset(units)
-        if kind is Kind.WHOLE:
-            parts = {part: getattr(candidate, part) - chosen for part in (Kind.PARAMS, Kind.TRAINED, Kind.SUMS)}
-            return candidate.changed(whole=chosen, copied=candidate.copied & chosen, **parts)
-        if kind is Kind.PARAMS:
-            return candidate.changed(params=chosen, whole=candidate.whole - chosen, copied=candidate.copied - chosen)
         if kind is Kind.COPIED:
             return candidate.changed(copied=chosen & candidate.whole)
-        if kind in LEVELS:
-            levels = {level: getattr(candidate, level) - chosen for level in LEVELS}
-            near = candidate.near - chosen if kind is Kind.KEEP else candidate.near
-            return candidate.changed(near=near, **{**levels, kind: chosen})
-        if kind is Kind.NEAR:
-            return candidate.changed(near=chosen, keep=candidate.keep - chosen)
-        if kind is Kind.HOST_PARAMS:
-            return candidate.changed(host_params=chosen, host_states=candidate.host_states & chosen)
-        if kind is Kind.HOST_STATES:
-            return candidate.changed(host_states=chosen, host_params=candidate.host_params | chosen)
-        if kind is Kind.HOST_SUMS:
-            return candidate.changed(host_sums=chosen)
-        return candidate.changed(sums=chosen) if kind is Kind.SUMS else candidate.changed(trained=chosen)
+        changes = {other.value: getattr(candidate, other) - chosen for other in _INSTEAD_OF.get(kind, ())}
+        if (part := _PART_OF.get(kind)) is not None:
+            changes[part.value] = getattr(candidate, part) & chosen
+        elif kind is Kind.HOST_STATES:
+            changes["host_params"] = candidate.host_params | chosen
+        return candidate.changed(**changes, **{kind.value: chosen})
 
     def _gains(self, candidate: Candidate, kind: Kind, unit: int) -> bool:
         """Whether there is anything left to gain by it."""
@@ -179,29 +176,28 @@ class Ladders:
         return not (kind in parts and unit in candidate.whole)
 
     def ladder(self, kind: Kind) -> tuple[int, ...]:
-        space = self.space
-        if kind is Kind.COPIED and not space.is_cut:
-            return ()
-        if kind is Kind.TRAINED:
-            return space.adapted
-        if kind is Kind.LOGITS:
-            return space.keepable_tokens
-        if kind in (Kind.KEEP, Kind.SELECTIVE):
-            return space.keepable if kind is Kind.KEEP else space.selectable
-        if kind is Kind.SWAPPED:
-            return space.selectable[::-1]
-        if kind in (Kind.HOST_PARAMS, Kind.HOST_STATES):
-            return self._from_disk if space.terms.disk_bytes else ()
-        if kind is Kind.HOST_SUMS and not space.terms.disk_bytes:
-            return ()
-        if kind in (Kind.SUMS, Kind.HOST_SUMS):
-            return self.space.summed
-        return self.backwards if kind is Kind.NEAR else space.movable
+        return self._ladders[kind]
 
     @cached_property
-    def _from_disk(self) -> tuple[int, ...]:
-        """Every buffer of a ring is as wide as the widest block that goes through it: those come to the host first."""
-        return tuple(sorted(self.space.movable, key=lambda block: block not in self.space.wide))
+    def _ladders(self) -> dict[Kind, tuple[int, ...]]:
+        space, has_disk = self.space, self.space.terms.disk_bytes > 0
+        # Every buffer of a ring is as wide as the widest block that goes through it: those come to the host first.
+        from_disk = tuple(sorted(space.movable, key=lambda block: block not in space.wide)) if has_disk else ()
+        return {
+            Kind.TRAINED: space.adapted,
+            Kind.WHOLE: space.movable,
+            Kind.PARAMS: space.movable,
+            Kind.SUMS: space.summed,
+            Kind.LOGITS: space.keepable_tokens,
+            Kind.SELECTIVE: space.selectable,
+            Kind.KEEP: space.keepable,
+            Kind.NEAR: self.backwards,
+            Kind.SWAPPED: space.selectable[::-1],
+            Kind.COPIED: space.movable if space.is_cut else (),
+            Kind.HOST_PARAMS: from_disk,
+            Kind.HOST_SUMS: space.summed if has_disk else (),
+            Kind.HOST_STATES: from_disk,
+        }
 
     @cached_property
     def _whole_from_back(self) -> tuple[int, ...]:

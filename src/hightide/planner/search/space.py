@@ -11,6 +11,7 @@ from hightide.ir.block import BlockSpec, ModelProfile
 from hightide.ir.chunk import Layout
 from hightide.ir.plan import PLAN_VERSION, BlockPlan, Forecast, GradientDtype, Plan, Sharing, Update
 from hightide.ir.tier import Tier
+from hightide.planner.chunk_places import Buffer, ChunkPlaces, Home
 from hightide.planner.inputs_on_disk import passing_calls, place_bytes
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss_tiles import (
@@ -22,7 +23,7 @@ from hightide.planner.loss_tiles import (
     smaller_tiles,
 )
 from hightide.planner.mechanism import Mechanism
-from hightide.planner.placement import Buffer, ChunkPlaces, Home, Placement
+from hightide.planner.placement import Placement
 from hightide.planner.problem import Terms
 from hightide.planner.search.candidate import Candidate
 

@@ -9,10 +9,10 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 
-from hightide.ir.chunk import ChunkSpec, Layout
+from hightide.ir.chunk import ChunkSpec, Layout, region_bytes
 from hightide.ir.tier import Tier
+from hightide.planner.chunk_places import RINGS, STAGING, Buffer, ChunkPlace, Home
 from hightide.planner.lookup import standing_bytes
-from hightide.planner.placement import RINGS, STAGING, Buffer, ChunkPlace, Home, region_bytes
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space
 
@@ -24,6 +24,10 @@ class Needs:
     gpu_bytes: int
     host_bytes: int
     disk_bytes: int
+
+    @property
+    def by_tier(self) -> dict[Tier, int]:
+        return {Tier.GPU: self.gpu_bytes, Tier.HOST: self.host_bytes, Tier.DISK: self.disk_bytes}
 
 
 @dataclass(frozen=True)

@@ -50,16 +50,17 @@ class Trials:
         """The GPU and the host. The more is filled in there, the less is left for the disk: it is checked last."""
         if self.is_forbidden(candidate):
             return False
-        needs, terms = self.guess(candidate), self.problem.terms
-        return needs.gpu_bytes <= terms.gpu_bytes and needs.host_bytes <= terms.host_bytes
+        return self._memory_fits(self.guess(candidate))
 
     def host_fits(self, candidate: Candidate) -> bool:
         return self.guess(candidate).host_bytes <= self.problem.terms.host_bytes
 
     def within(self, needs: Needs) -> bool:
+        return self._memory_fits(needs) and needs.disk_bytes <= self.problem.terms.disk_bytes
+
+    def _memory_fits(self, needs: Needs) -> bool:
         terms = self.problem.terms
-        memory = needs.gpu_bytes <= terms.gpu_bytes and needs.host_bytes <= terms.host_bytes
-        return memory and needs.disk_bytes <= terms.disk_bytes
+        return needs.gpu_bytes <= terms.gpu_bytes and needs.host_bytes <= terms.host_bytes
 
     def guess(self, candidate: Candidate) -> Needs:
         """What the candidate needs, but for small differences in what is on its way."""
@@ -95,7 +96,7 @@ class Trials:
         safe_point()
         plan = self.space.build(candidate)
         placement = self.space.placement(plan)
-        if self._bound_s(candidate, placement) >= below_s:
+        if self.least_s(candidate, placement) >= below_s:
             return math.inf
         passes = lower_step(self.problem.profile, plan, placement, self.problem.terms.without)
         step_s = math.inf
@@ -104,14 +105,10 @@ class Trials:
         self._step_s[candidate] = step_s
         return step_s
 
-    def least_s(self, candidate: Candidate) -> float:
-        """That its step takes, if it fits."""
+    def least_s(self, candidate: Candidate, placement: Placement | None = None) -> float:
+        """That its step takes, if it fits. `placement`: its own, if that is known already."""
         if candidate not in self._least_s:
-            self._bound_s(candidate, self.space.placement(self.space.build(candidate)))
-        return self._least_s[candidate]
-
-    def _bound_s(self, candidate: Candidate, placement: Placement) -> float:
-        if candidate not in self._least_s:
+            placement = placement or self.space.placement(self.space.build(candidate))
             self._least_s[candidate] = least_step_s(self.problem, placement)
         return self._least_s[candidate]
 

@@ -12,11 +12,12 @@ from hightide.ir.foreign import MAX_COUNT, quoted, shown
 from hightide.ir.plan import PLAN_VERSION, BlockPlan, Plan, Sharing
 from hightide.ir.state_spec import StateSpecs
 from hightide.ir.tier import Tier
+from hightide.planner.chunk_places import RING_COUNTS
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.inputs_on_disk import buffer_bytes
 from hightide.planner.layout import made_again
 from hightide.planner.loss_tiles import may_run_in_forward
-from hightide.planner.placement import RING_COUNTS, Placement
+from hightide.planner.placement import Placement
 
 MAX_BLOCKS, MAX_CHUNKS, MAX_CALLS = 20_000, 100_000, 100_000  # a hundred times those of the largest models
 MAX_SLOTS, MAX_MICRO_BATCHES, MAX_SAMPLES = 4096, 65_536, 2**31

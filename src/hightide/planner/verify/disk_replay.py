@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hightide.ir.action import Action, ActionKey, Op, Place, Schedule
+from hightide.ir.chunk import region_bytes
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.placement import Placement, region_bytes
+from hightide.planner.placement import Placement
 from hightide.planner.verify.action_form import is_of_inputs
 from hightide.planner.verify.ordered_replay import OrderedReplay, Places
 from hightide.planner.verify.precedence import Precedence

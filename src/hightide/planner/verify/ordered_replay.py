@@ -7,8 +7,9 @@ from typing import NoReturn
 
 from hightide.ir.action import Action, ActionKey, Schedule
 from hightide.ir.tier import ChunkKind
+from hightide.planner.chunk_places import ChunkPlace
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.placement import ChunkPlace, Placement
+from hightide.planner.placement import Placement
 from hightide.planner.verify.precedence import Precedence
 
 
@@ -68,6 +69,23 @@ class OrderedReplay:
                 self.after(action, last_exit, message)
             room.entries[place] = action
             room.firsts[place] = room.firsts[place] or action
+
+    def enter_window(self, slots: Places, action: Action, width: int) -> None:
+        start = None if action.target is None else action.target.slot
+        if start is None or start < 0 or start + width > len(slots.entries):
+            self.fail(action, f"goes to {action.target}, {width} slots wide; there are {len(slots.entries)} slots")
+        assert action.kind is not None
+        if slots.holding(action.chunk, action.kind):
+            self.fail(action, f"brings in chunk {action.chunk}, which is in a slot already")
+        self.enter(slots, action, range(start, start + width))
+
+    def leave_window(self, slots: Places, action: Action) -> None:
+        assert action.kind is not None
+        window = slots.holding(action.chunk, action.kind)
+        start = window[0] if window else None
+        if action.source is None or action.source.slot != start:
+            self.fail(action, f"leaves {action.source}, but chunk {action.chunk} stands in slot {start}")
+        slots.leave(action, window)
 
     def check_next_pass(self, room: Places, before: Sequence[Places] = ()) -> None:
         """What comes first in each place waits until the last has left it: in one of the passes `before`, the latest

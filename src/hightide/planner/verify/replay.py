@@ -2,7 +2,8 @@
 
 That one action is listed after another proves nothing when lanes overlap, so each rule is checked against `Precedence`:
 the order must be enforced by a dependency, a lane or a tick. The memory that actions give and take is checked for
-balance; how much a block needs inside is a fact of the profile, which only measuring can check."""
+balance; how much a block needs inside is a fact of the profile, which only measuring can check. Here are ticks,
+gradients and updates; parameters are in param_replay.py, what passes through the disk in disk_replay.py."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ from hightide.ir.action import TICK_OPS, Action, ActionKey, Op, Place, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
+from hightide.planner.chunk_places import ChunkPlace
 from hightide.planner.infeasible import InfeasiblePlan
-from hightide.planner.placement import ChunkPlace, Placement
+from hightide.planner.placement import Placement
 from hightide.planner.verify.action_form import objection
 from hightide.planner.verify.ordered_replay import OrderedReplay, Places
+from hightide.planner.verify.param_replay import ParamReplay
 from hightide.planner.verify.precedence import Precedence
 from hightide.planner.waiting import away
 
@@ -24,72 +27,37 @@ class Replay(OrderedReplay):
     def __init__(self, profile: ModelProfile, placement: Placement, schedule: Schedule, precedence: Precedence) -> None:
         super().__init__(placement, schedule, precedence)
         self.profile = profile
-        self.slots = Places("slot", placement.plan.num_slots)
+        self.updates: dict[int, Action] = {}  # by chunk
+        self.params = ParamReplay(placement, schedule, precedence, self.updates)
         self.grad_slots = Places("slot", placement.plan.num_grad_slots)
-        self.refreshed: dict[int, Action] = {}  # persistent chunk -> the fetch of its new values
         self.cleared: set[int] = set()  # gradients that live on the GPU
         self.dirty: dict[int, Action] = {}  # gradient in a grad slot that is not at home -> the tick that added last
         self.continued: dict[int, Action] = {}  # chunk -> the fetch of its gradient from the pass before
         self.summed: set[int] = set()  # chunks with a gradient from this pass
         self.write_backs: dict[int, list[Action]] = {}
-        self.updated: set[int] = set()
         self.stashed: dict[tuple[Op, int | None], Action] = {}
-        self.looked_up: dict[int | None, Action] = {}  # by call
         self.first_rows: dict[int, Action] = {}  # table on the host -> the first tick that adds to its gradient
         self.left: dict[int, Action] = {}  # table on the host -> the latest copy of its rows' gradients
         self.rows: dict[int, Action] = {}  # and that which is not summed yet
-        self.whole: dict[int, Action] = {}  # chunk -> who made it whole, where the tick finds it
-        self.gathers: dict[int, list[Action]] = {}  # of its shards, in slots or after a fetch
-        self.used: set[int] = set()
-        self.regathered: set[int] = set()  # chunks that were gathered after their update
         self.unreduced: dict[int, Action] = {}  # chunk whose gradient is this rank's own -> the tick that added last
         self.reduced: dict[int, Action] = {}  # chunk -> the latest reduction of its gradient
         self.means: set[int] = set()  # chunks of which a grad slot holds the mean over ranks
-        self.update_of: dict[int, Action] = {}
-        self._standing: set[str] = set()  # ids of who let in what is in slots from the pass before
-        for chunk, slot in schedule.standing:
-            self._let_stand(chunk, slot)
-
-    def _let_stand(self, chunk: int, slot: int) -> None:
-        """In a slot from the pass before, which nothing has made stale."""
-        key = ActionKey(Op.FETCH, chunk, ChunkKind.PARAM)
-        entry = Action(key, Op.FETCH, Lane.H2D, tick=0, chunk=chunk, kind=ChunkKind.PARAM)
-        width = self.placement.chunks[chunk].num_slots if 0 <= chunk < len(self.placement.chunks) else 0
-        window = self.slots.entries[slot : slot + width]
-        if not self.schedule.mode.continues_step or not width or len(window) < width or any(window):
-            self.fail(entry, f"cannot stand in slot {slot} when the pass begins")
-        self.slots.entries[slot : slot + width] = [entry] * width
-        self.whole[chunk] = entry
-        self._standing.add(key)
-
-    def after(self, action: Action, earlier: Action | None, message: str) -> None:
-        if earlier is None or earlier.id not in self._standing:
-            super().after(action, earlier, message)
-
-    @property
-    def standing(self) -> tuple[tuple[int, int], ...]:
-        """What is in slots at the end."""
-        found: dict[int, int] = {}
-        for slot, entry in enumerate(self.slots.entries):
-            if entry is not None and entry.chunk is not None:
-                found.setdefault(entry.chunk, slot)
-        return tuple(found.items())
 
     def run(self) -> None:
         self._check_ticks()
         verbs: dict[Op, Callable[[Action], None]] = {
-            Op.FORWARD: self._forward,
+            Op.FORWARD: self.params.use,
             Op.BACKWARD: self._backward,
             Op.FETCH: self._fetch,
-            Op.EVICT: self._evict,
+            Op.EVICT: self.params.evict,
             Op.CLEAR: self._clear,
             Op.WRITE_BACK: self._write_back,
             Op.STASH: self._stash,
             Op.UNSTASH: self._stash,
             Op.UPDATE: self._update,
-            Op.LOOK_UP: self._look_up,
+            Op.LOOK_UP: self.params.look_up,
             Op.SUM: self._sum_rows,
-            Op.GATHER: self._gather,
+            Op.GATHER: self.params.gather,
             Op.REDUCE: self._reduce,
         }  # READ and WRITE: DiskReplay
         left = -1  # the last tick so far
@@ -129,33 +97,8 @@ class Replay(OrderedReplay):
             if tick.tick != place or (tick.call is not None and calls[tick.call].block != tick.block):
                 self.fail(tick, f"is tick {place} but says tick={tick.tick} block={tick.block}")
 
-    def _forward(self, tick: Action) -> None:
-        assert tick.block is not None
-        for place in self.placement.by_block[tick.block]:
-            index = place.chunk.index
-            if place.is_looked_up:
-                if tick.op is Op.FORWARD:
-                    rows = self.looked_up.get(tick.call)
-                    self.after(tick, rows, f"uses rows of chunk {index} that are not on the GPU then")
-            elif place.is_streamed:
-                entry = self.slots.entry(index, ChunkKind.PARAM)
-                self.after(tick, entry, f"uses chunk {index}, which is not in a slot then")
-            elif place.is_refreshed and not self.schedule.mode.continues_step:
-                self.after(tick, self.refreshed.get(index), f"uses chunk {index} before its new values are fetched")
-            self._is_whole(tick, place)
-            self.used.add(index)
-
-    def _is_whole(self, tick: Action, place: ChunkPlace) -> None:
-        """All shards of what it uses are there."""
-        index = place.chunk.index
-        if place.is_gathered_after_update:
-            if index not in self.used:
-                self.follows(tick, ActionKey(Op.GATHER, index), f"uses chunk {index} before it is gathered")
-        elif place.is_gathered and (place.is_streamed or not self.schedule.mode.continues_step):
-            self.after(tick, self.whole.get(index), f"uses chunk {index} before it is gathered")
-
     def _backward(self, tick: Action) -> None:
-        self._forward(tick)
+        self.params.use(tick)
         assert tick.block is not None and tick.call is not None
         for place in self.placement.by_block[tick.block]:
             if place.chunk.trainable_numel:
@@ -166,7 +109,7 @@ class Replay(OrderedReplay):
 
     def _sum(self, tick: Action, place: ChunkPlace) -> None:
         chunk = place.chunk
-        if chunk.index in self.updated:
+        if chunk.index in self.updates:
             self.fail(tick, f"adds to the gradient of chunk {chunk.index} after its update")
         if chunk.index in self.means:
             self.fail(tick, f"adds to the gradient of chunk {chunk.index}, which is the mean over ranks by now")
@@ -190,35 +133,6 @@ class Replay(OrderedReplay):
         if self.schedule.mode.starts_sums and chunk.index not in self.cleared and not loose:
             self.fail(tick, f"adds to the gradient of chunk {chunk.index}, which was not cleared")
 
-    def _gather(self, action: Action) -> None:
-        place = self.place(action)
-        chunk = place.chunk
-        if not place.is_gathered:
-            self.fail(action, f"gathers chunk {chunk.index}, of which each rank has all that it needs")
-        if place.is_gathered_after_update:
-            self.after(action, self.update_of.get(chunk.index), f"gathers chunk {chunk.index} before its update")
-            if chunk.index in self.regathered or action.target != Place(Tier.GPU):
-                self.fail(action, f"gathers chunk {chunk.index} again, or elsewhere than where it stays")
-            self.regathered.add(chunk.index)
-            return
-        if chunk.index in self.updated:
-            self.fail(action, f"gathers chunk {chunk.index} in the pass that has updated it")
-        if place.home is Tier.GPU:
-            if chunk.optimised_numel:
-                key = ActionKey(Op.UPDATE, chunk.index)
-                self.follows(action, key, f"gathers chunk {chunk.index} before it is updated")
-            self._enter(self.slots, action, place.num_slots)
-        else:
-            entry = self.slots.entry(chunk.index, ChunkKind.PARAM)
-            shard = entry if place.is_streamed else self.refreshed.get(chunk.index)
-            self.after(action, shard, f"gathers chunk {chunk.index} before its shard is there")
-            if chunk.index in self.whole or shard is None or action.target != shard.target:
-                self.fail(action, f"gathers chunk {chunk.index} again, or elsewhere than where its shard is")
-        if action.source != (Place(Tier.GPU) if place.home is Tier.GPU else action.target):
-            self.fail(action, f"gathers chunk {chunk.index} from {action.source}, where its shard is not")
-        self.whole[chunk.index] = action
-        self.gathers.setdefault(chunk.index, []).append(action)
-
     def _reduce(self, action: Action) -> None:
         place = self.place(action)
         chunk = place.chunk
@@ -238,7 +152,7 @@ class Replay(OrderedReplay):
         if place.is_reduced_home:
             if chunk.optimised_numel:
                 self.follows(action, ActionKey(Op.UPDATE, chunk.index), "overwrites a gradient that may still be read")
-            self._leave(self.grad_slots, action)
+            self.leave_window(self.grad_slots, action)
         elif place.in_grad_slot:
             window = self.grad_slots.holding(chunk.index, ChunkKind.GRAD)
             if action.source is None or not window or action.source.slot != window[0]:
@@ -259,14 +173,6 @@ class Replay(OrderedReplay):
             self.fail(action, f"reads the gradient of chunk {index}, which is not reduced")
         self.after(action, self.reduced.get(index), f"reads the gradient of chunk {index} before it is reduced")
         self.means.discard(index)
-
-    def _look_up(self, action: Action) -> None:
-        chunk = self.place(action).chunk
-        if chunk.optimised_numel:
-            self.follows(action, ActionKey(Op.UPDATE, chunk.index), f"reads chunk {chunk.index} before it is updated")
-        if action.call in self.looked_up or chunk.index in self.updated:
-            self.fail(action, f"looks up rows of call {action.call} again, or after the update")
-        self.looked_up[action.call] = action
 
     def _sum_rows(self, action: Action) -> None:
         chunk = self.place(action).chunk
@@ -289,53 +195,15 @@ class Replay(OrderedReplay):
             self.fail(action, f"fetches chunk {chunk.index}, whose rows are looked up on the host")
         if place.tier_of(action.kind or ChunkKind.PARAM) is Tier.GPU:
             self.fail(action, f"fetches the {action.kind} of chunk {chunk.index}, which lives on the GPU")
-        if action.kind is ChunkKind.GRAD:
-            if self.schedule.mode.starts_sums and chunk.index not in self.write_backs:
-                self.fail(action, f"fetches a gradient of chunk {chunk.index} that no earlier action has made")
-            for write_back in self.write_backs.get(chunk.index, []):
-                self.after(action, write_back, "fetches a gradient before it is at home")
-            if not self.schedule.mode.starts_sums and chunk.index not in self.continued:
-                self.continued[chunk.index] = action
-            self._enter(self.grad_slots, action, place.num_grad_slots)
-            return
-        if chunk.index in self.updated:
-            self.fail(action, f"fetches chunk {chunk.index} in the pass that has updated it")
-        if chunk.optimised_numel:
-            self.follows(action, ActionKey(Op.UPDATE, chunk.index), f"fetches chunk {chunk.index} before it is updated")
-        if not place.is_streamed:
-            if chunk.index in self.refreshed:
-                self.fail(action, f"fetches the new values of chunk {chunk.index} again")
-            self.refreshed[chunk.index] = action
-        else:
-            self._enter(self.slots, action, place.num_slots)
-
-    def _enter(self, slots: Places, action: Action, width: int) -> None:
-        start = None if action.target is None else action.target.slot
-        if start is None or start < 0 or start + width > len(slots.entries):
-            self.fail(action, f"goes to {action.target}, {width} slots wide; there are {len(slots.entries)} slots")
-        assert action.kind is not None
-        if slots.holding(action.chunk, action.kind):
-            self.fail(action, f"brings in chunk {action.chunk}, which is in a slot already")
-        self.enter(slots, action, range(start, start + width))
-
-    def _leave(self, slots: Places, action: Action) -> None:
-        assert action.kind is not None
-        window = slots.holding(action.chunk, action.kind)
-        start = window[0] if window else None
-        if action.source is None or action.source.slot != start:
-            self.fail(action, f"leaves {action.source}, but chunk {action.chunk} stands in slot {start}")
-        slots.leave(action, window)
-
-    def _evict(self, action: Action) -> None:
-        chunk = self.place(action).chunk
-        self.after(
-            action,
-            self.slots.entry(chunk.index, ChunkKind.PARAM),
-            f"drops chunk {chunk.index}, which is not in a slot then",
-        )
-        if self.place(action).is_gathered:
-            self.after(action, self.whole.pop(chunk.index, None), f"drops chunk {chunk.index} while it is gathered")
-        self._leave(self.slots, action)
+        if action.kind is ChunkKind.PARAM:
+            return self.params.fetch(action)
+        if self.schedule.mode.starts_sums and chunk.index not in self.write_backs:
+            self.fail(action, f"fetches a gradient of chunk {chunk.index} that no earlier action has made")
+        for write_back in self.write_backs.get(chunk.index, []):
+            self.after(action, write_back, "fetches a gradient before it is at home")
+        if not self.schedule.mode.starts_sums and chunk.index not in self.continued:
+            self.continued[chunk.index] = action
+        self.enter_window(self.grad_slots, action, place.num_grad_slots)
 
     def _clear(self, action: Action) -> None:
         place = self.place(action)
@@ -355,7 +223,7 @@ class Replay(OrderedReplay):
                 self.follows(action, self._last_of(Op.REDUCE, place), "clears a gradient that may still be reduced")
             self.cleared.add(chunk.index)
         else:
-            self._enter(self.grad_slots, action, place.num_grad_slots)
+            self.enter_window(self.grad_slots, action, place.num_grad_slots)
 
     def _last_of(self, op: Op, place: ChunkPlace) -> ActionKey:
         """The write-back, or reduction, of a sum that has stayed on the GPU, in the last pass of a step."""
@@ -379,7 +247,7 @@ class Replay(OrderedReplay):
         if place.stays and action.source != Place(Tier.GPU):
             self.fail(action, f"leaves {action.source}, but the gradient of chunk {chunk.index} has its own place")
         if not place.stays:
-            self._leave(self.grad_slots, action)
+            self.leave_window(self.grad_slots, action)
         self.write_backs.setdefault(chunk.index, []).append(action)
 
     def _stash(self, action: Action) -> None:
@@ -400,18 +268,17 @@ class Replay(OrderedReplay):
             self.after(action, last_sum, f"uses up the gradient of chunk {chunk.index} before it is summed")
             self.grad_slots.leave(action, self.grad_slots.holding(chunk.index, ChunkKind.GRAD))
         self._is_mean(action, place)
-        for gather in self.gathers.get(chunk.index, []):
+        for gather in self.params.gathers.get(chunk.index, []):
             self.after(action, gather, f"updates chunk {chunk.index} while it is gathered")
         if chunk.index in self.dirty or chunk.index in self.rows:
             self.fail(action, f"reads the gradient of chunk {chunk.index}, which is not written back")
-        if chunk.index in self.updated:
+        if chunk.index in self.updates:
             self.fail(action, f"updates chunk {chunk.index} again")
         for write_back in self.write_backs.get(chunk.index, []):
             self.after(action, write_back, f"reads the gradient of chunk {chunk.index} before it is at home")
         if self.plan.update is Update.DEFERRED:
             self._check_step(action)
-        self.updated.add(chunk.index)
-        self.update_of[chunk.index] = action
+        self.updates[chunk.index] = action
 
     def _check_step(self, update: Action) -> None:
         """On the host after the step, on the GPU as its first part."""
@@ -443,13 +310,13 @@ class Replay(OrderedReplay):
         optimised = [chunk for chunk in self.plan.layout.chunks if chunk.optimised_numel]
         loose = {chunk.index for chunk in optimised if self.profile.blocks[chunk.block].loose}
         due = loose | {chunk.index for chunk in optimised if chunk.index in self.summed}
-        if due - self.updated:
-            raise InfeasiblePlan(f"the chunks {sorted(due - self.updated)} have a gradient and are never updated")
+        if due - self.updates.keys():
+            raise InfeasiblePlan(
+                f"the chunks {sorted(due - self.updates.keys())} have a gradient and are never updated"
+            )
         if self.unreduced:
             raise InfeasiblePlan(f"the gradients of chunks {sorted(self.unreduced)} are never reduced")
-        scattered = {index for index in self.updated if places[index].is_gathered_after_update} - self.regathered
-        if scattered:
-            raise InfeasiblePlan(f"the chunks {sorted(scattered)} are updated and never gathered")
+        self.params.check_gathered()
 
     def _check_balance(self) -> None:
         """What a step takes it gives back, or the next one would begin with less."""

@@ -55,18 +55,13 @@ def verify(profile: ModelProfile, placement: Placement, schedule: Schedule, last
     disk = DiskReplay(placement, schedule, precedence)
     disk.run()
     if not schedule.mode.trains:
-        return Verified(replay.standing, disk)
+        return Verified(replay.params.standing, disk)
     peak = peaks(schedule, precedence, last)
-    limits = {
-        Tier.GPU: (peak.gpu_peak_bytes, plan.gpu_limit_bytes, peak.gpu_peak_at),
-        Tier.HOST: (peak.host_peak_bytes, plan.host_limit_bytes, peak.host_peak_at),
-        Tier.DISK: (peak.disk_peak_bytes, plan.disk_limit_bytes, ""),
-    }
-    for tier, (peak_bytes, limit_bytes, moment) in limits.items():
-        if peak_bytes > limit_bytes:
+    for tier, (peak_bytes, moment) in peak.by_tier.items():
+        if peak_bytes > plan.limits[tier]:
             change = remedy(profile, placement, schedule, tier, peak_bytes, moment)
-            raise _too_many(tier, peak_bytes, limit_bytes, moment, change)
-    return Verified(replay.standing, disk)
+            raise _too_many(tier, peak_bytes, plan.limits[tier], moment, change)
+    return Verified(replay.params.standing, disk)
 
 
 def _too_many(tier: Tier, peak_bytes: int, limit_bytes: int, moment: str, change: str) -> InfeasiblePlan:

@@ -14,16 +14,17 @@ import torch
 from torch import nn
 
 from hightide.ir.block import DTYPE_BYTES, Affine, BlockSpec, CallSpec, ModelProfile, ParamSpec
+from hightide.profiler.fake.fake import fake_parameters
+from hightide.profiler.fake.values import Source, made_up
 from hightide.profiler.model.block_finder import BlockChoice, FoundBlock, FoundBlocks, first_names
 from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_call, num_bytes, tensors
-from hightide.profiler.model.fake import fake_parameters
 from hightide.profiler.model.kinds import is_plain_embedding, is_plain_linear
-from hightide.profiler.model.needs import CallNeeds
-from hightide.profiler.model.probe import CPU, ProbedCall, ProbeResult, random_kept
-from hightide.profiler.model.probe_record import CallRecord
 from hightide.profiler.model.samples import shapes
 from hightide.profiler.model.survey import Survey, Surveying
-from hightide.profiler.model.values import Source, made_up
+from hightide.profiler.needs.needs import CallNeeds
+from hightide.profiler.probe.probe import CPU, random_kept
+from hightide.profiler.probe.probe_record import CallRecord
+from hightide.profiler.probe.probe_result import ProbedCall, ProbeResult
 from hightide.profiler.switches.caches import Caches
 
 

@@ -12,18 +12,20 @@ from torch import nn
 from hightide.ir.split import BatchDim, Split
 from hightide.process.interrupts import in_a_line
 from hightide.process.progress import tell
+from hightide.profiler.fake.fake import Originals
+from hightide.profiler.fake.values import Source, Values
 from hightide.profiler.model.block_finder import BlockChoice, FoundBlocks, find_blocks
 from hightide.profiler.model.call_tree import Batch
-from hightide.profiler.model.fake import Originals
-from hightide.profiler.model.glue import GlueNeeds, measure_glue
 from hightide.profiler.model.kinds import is_plain_linear
-from hightide.profiler.model.needs import CallMeter, CallNeeds, meter_call
-from hightide.profiler.model.probe import CPU, ProbeResult, compare, examined, give_back, pair_records, record_runs
-from hightide.profiler.model.probe_record import ProbeRecord
 from hightide.profiler.model.samples import Samples, possible_samples
-from hightide.profiler.model.tap_search import Taps
-from hightide.profiler.model.token_tiles import TokenParts
-from hightide.profiler.model.values import Source, Values
+from hightide.profiler.needs.glue import GlueNeeds, measure_glue
+from hightide.profiler.needs.needs import CallMeter, CallNeeds, meter_call
+from hightide.profiler.needs.token_tiles import TokenParts
+from hightide.profiler.probe.compare_runs import compare, pair_records
+from hightide.profiler.probe.probe import CPU, examined, give_back, record_runs
+from hightide.profiler.probe.probe_record import ProbeRecord
+from hightide.profiler.probe.probe_result import ProbeResult
+from hightide.profiler.probe.tap_search import Taps
 from hightide.profiler.trial.independence import examine
 from hightide.profiler.trial.repeated_call import TriedCall
 

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hightide.profiler.model.exchange import exchange
-from hightide.profiler.model.fake import Originals
+from hightide.profiler.fake.exchange import exchange
+from hightide.profiler.fake.fake import Originals
+from hightide.profiler.fake.values import random_values
 from hightide.profiler.model.hooks import users_hooks_aside
-from hightide.profiler.model.values import random_values
 from hightide.profiler.trial.quiet import float32_precision
 
 

@@ -34,8 +34,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from hightide.ir.split import BatchDim
 from hightide.process.interrupts import in_a_line, is_interrupt
+from hightide.profiler.fake.fake import Originals
 from hightide.profiler.model.call_tree import narrow
-from hightide.profiler.model.fake import Originals
 from hightide.profiler.trial.alone import alone
 from hightide.profiler.trial.quiet import Quiet
 from hightide.profiler.trial.repeated_call import (

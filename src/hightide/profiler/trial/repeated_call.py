@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from hightide.ir.split import Split
 from hightide.process.interrupts import safe_point
 from hightide.profiler.model.call_tree import flatten, narrow, unflatten
-from hightide.profiler.model.probe_record import CallRecord
-from hightide.profiler.model.taps import Tap, tapping
+from hightide.profiler.probe.probe_record import CallRecord
+from hightide.profiler.probe.taps import Tap, tapping
 from hightide.profiler.trial.quiet import Quiet
 from hightide.profiler.trial.state import GlobalRandom, Snapshot
 

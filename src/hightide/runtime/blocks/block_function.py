@@ -33,18 +33,18 @@ from hightide.ir.refusal import Refused
 from hightide.ir.tier import Tier
 from hightide.process.interrupts import deferred, safe_point
 from hightide.profiler.model.call_tree import mode_of, narrow
-from hightide.profiler.model.taps import hand_out, tapping
-from hightide.profiler.model.token_tiles import BLOCK, by_tiles, tiling
+from hightide.profiler.needs.token_tiles import BLOCK, by_tiles, tiling
+from hightide.profiler.probe.taps import hand_out, tapping
 from hightide.profiler.trial.state import Snapshot
-from hightide.runtime.blocks.activations import FREED
 from hightide.runtime.blocks.call_frame import CallFrame
 from hightide.runtime.blocks.compiled import NotCompiled
-from hightide.runtime.blocks.held import Held, Holding, outlive_slots
-from hightide.runtime.blocks.inputs_away import InputsAway
 from hightide.runtime.blocks.micro_batches import Gathered, Graph, InputGradient, divided, sliced_grads
 from hightide.runtime.blocks.recomputation import Recomputed
-from hightide.runtime.blocks.selective import HeldResults
 from hightide.runtime.guards.transforms import once
+from hightide.runtime.waiting.activations import FREED
+from hightide.runtime.waiting.held import Held, Holding, outlive_slots
+from hightide.runtime.waiting.inputs_away import InputsAway
+from hightide.runtime.waiting.selective import HeldResults
 
 if TYPE_CHECKING:
     from hightide.runtime.blocks.block_runner import BlockRunner

@@ -14,7 +14,7 @@ from hightide.ir.block import Selective
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
 from hightide.process.interrupts import deferred
-from hightide.profiler.model.taps import Tap
+from hightide.profiler.probe.taps import Tap
 from hightide.runtime.blocks.block_function import BlockCall, BlockFunction
 
 if TYPE_CHECKING:

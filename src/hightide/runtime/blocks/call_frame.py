@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from hightide.profiler.model.call_tree import flatten, flatten_call, signature_of, unflatten
-from hightide.profiler.model.probe_record import is_changed
+from hightide.profiler.probe.probe_record import is_changed
 
 
 class CallFrame:

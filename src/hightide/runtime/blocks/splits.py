@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from hightide.ir.refusal import Refused
 from hightide.ir.split import Split
 from hightide.profiler.model.call_tree import Arguments
-from hightide.profiler.model.probe import ProbeResult, probe
+from hightide.profiler.probe.probe import probe
+from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.runtime.blocks.batch import map_tensors
 
 if TYPE_CHECKING:

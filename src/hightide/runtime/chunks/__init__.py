@@ -1,1 +1,1 @@
-"""Bytes of chunks, their state machine, slots, moving to another plan."""
+"""Bytes of chunks, their state machine, slots, moving to another plan, and between ranks."""

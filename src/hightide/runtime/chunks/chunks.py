@@ -11,19 +11,20 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ChunkSpec, ParamRange
 from hightide.ir.state_spec import MASTER
 from hightide.ir.tier import ChunkKind, Tier
+from hightide.planner.chunk_places import STAGING, Buffer
 from hightide.planner.lookup import buffer_bytes
-from hightide.planner.placement import STAGING, Buffer, Placement
+from hightide.planner.placement import Placement
 from hightide.planner.predict.moving_in import RETURN_BYTES
 from hightide.process.progress import tell
 from hightide.process.system import return_freed_memory
 from hightide.runtime.chunks.binding import Binding
 from hightide.runtime.chunks.disk_homes import UpdateArrays
 from hightide.runtime.chunks.homes import DTYPES, GRAD_DTYPE, Homes, write_zeros
-from hightide.runtime.chunks.host_table import HostTable
 from hightide.runtime.chunks.origin import Origin, PartedOrigin, SharedOrigin
 from hightide.runtime.chunks.residency import Copy, Residency
 from hightide.runtime.chunks.slot_table import SlotTable
 from hightide.runtime.chunks.staging import Staging
+from hightide.runtime.tables.host_table import HostTable
 from hightide.stores.array import Array
 from hightide.stores.store import Accelerator, Region, Store
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hightide.ir.state_spec import StateSpec
 from hightide.ir.tier import ChunkKind, Tier
-from hightide.planner.placement import ChunkPlace, Placement
+from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.placement import Placement
 from hightide.runtime.chunks.rings import Content, Rings
 from hightide.stores.array import Array
 from hightide.stores.store import MemoryStore

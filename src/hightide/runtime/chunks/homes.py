@@ -15,7 +15,8 @@ from hightide.ir.chunk import ChunkSpec, ParamRange
 from hightide.ir.state_spec import MASTER, REMAINDER, STATE_DTYPE_BYTES, StateSpec
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner import inputs_on_disk
-from hightide.planner.placement import ChunkPlace, Placement
+from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.placement import Placement
 from hightide.runtime.chunks.disk_homes import DiskHomes
 from hightide.runtime.chunks.remainder import join, split
 from hightide.stores.array import Array
@@ -39,7 +40,7 @@ class Homes:
         self._own_shard, self.num_shards = own_shard, (num_shards := placement.plan.num_shards)
         self.answers = True  # of groups of ranks with a copy each, the first does
         cut = [place.shard is not place.chunk for place in self.placed]
-        # What this rank has of each chunk, see [Note: shards] in planner/placement.py: often the chunk itself.
+        # What this rank has of each chunk, see [Note: shards] in planner/chunk_places.py: often the chunk itself.
         self.shards = tuple(
             spec.shard(own_shard, num_shards) if is_cut else spec for spec, is_cut in zip(self.specs, cut, strict=True)
         )
@@ -273,12 +274,9 @@ class Homes:
 
     def _state_of_own(self, key: str, state: StateSpec) -> Array:
         """Their states."""
-        chunk, _ = self.places[key]
-        if not self.is_cut(chunk):
-            return self.state_of(key, state)
-        own = self._own_entries[key]
-        at = own.within(state.per_numel)
-        return self._states[chunk][state].part(at.start, (at.stop - at.start,))
+        found = self.own_state(key, state) if self.is_cut(self.places[key][0]) else self.state_of(key, state)
+        assert found is not None
+        return found
 
     def own_elements(self, key: str, value: Tensor) -> Tensor:
         """Of a whole parameter, those that this rank updates."""

@@ -19,7 +19,8 @@ import torch
 from hightide.ir.action import Action, Op
 from hightide.ir.chunk import DISK_REGION_BYTES
 from hightide.ir.tier import ChunkKind
-from hightide.planner.placement import RINGS, Buffer, Placement
+from hightide.planner.chunk_places import RINGS, Buffer
+from hightide.planner.placement import Placement
 from hightide.stores.array import Array
 from hightide.stores.store import MemoryStore
 from hightide.stores.ticket import Ticket
@@ -114,7 +115,7 @@ class Rings:
         counts, sizes = placement.num_buffers, placement.buffer_bytes
         rings = {buffer: Ring(host, counts[buffer], sizes[buffer]) for buffer in RINGS}
         self.up, self.down, self.state = (rings[one] for one in (Buffer.READ, Buffer.WRITTEN, Buffer.UPDATED))
-        self.inputs = Ring(host, placement.plan.num_input_buffers, input_bytes)  # see blocks/inputs_on_disk.py
+        self.inputs = Ring(host, placement.plan.num_input_buffers, input_bytes)  # see waiting/inputs_on_disk.py
         self._all = (*rings.values(), self.inputs)
 
     def spots(self, action: Action) -> list[Spot]:

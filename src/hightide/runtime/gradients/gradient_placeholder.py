@@ -17,16 +17,14 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
 from hightide.ir.refusal import Refused
-
-if TYPE_CHECKING:
-    from hightide.runtime.gradients.gradients import Gradients
+from hightide.runtime.gradients.gradient_values import GradientValues
 
 aten = torch.ops.aten
 
@@ -34,24 +32,24 @@ aten = torch.ops.aten
 class GradientPlaceholder(Tensor):
     """`GradientPlaceholder(param_like, owner, key)`: see [Note: gradient placeholder]."""
 
-    _home: weakref.ref[Gradients]  # [Note: who holds a placeholder]
+    _home: weakref.ref[GradientValues]  # [Note: who holds a placeholder]
     _key: str
     _views: tuple[Callable[[Tensor], Tensor], ...]  # from the whole gradient to this view of it
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, param_like: Tensor, owner: Gradients, key: str) -> GradientPlaceholder:
+    def __new__(cls, param_like: Tensor, owner: GradientValues, key: str) -> GradientPlaceholder:
         # An absent parameter is an expanded scalar, so its strides are no example: the gradient is contiguous. And a
         # GradScaler refuses gradients in fp16, which would overflow when summed; ours are sums in fp32.
         dtype = torch.float32 if param_like.dtype == torch.float16 else param_like.dtype
         return _placeholder(torch.empty(param_like.shape, dtype=dtype, device="meta"), param_like.device, owner, key)
 
-    def __init__(self, param_like: Tensor, owner: Gradients, key: str) -> None:
+    def __init__(self, param_like: Tensor, owner: GradientValues, key: str) -> None:
         """Everything happens in __new__."""
 
     @property
-    def owner(self) -> Gradients:
+    def owner(self) -> GradientValues:
         owner = self._home()
         if owner is None:
             raise Refused(
@@ -106,7 +104,7 @@ class GradientPlaceholder(Tensor):
 def _placeholder(
     like: Tensor,
     device: torch.device,
-    owner: Gradients,
+    owner: GradientValues,
     key: str,
     views: tuple[Callable[[Tensor], Tensor], ...] = (),
 ) -> GradientPlaceholder:

@@ -26,7 +26,7 @@ from torch import Tensor
 from hightide.ir.split import BatchDim
 from hightide.profiler.model.call_tree import narrow
 from hightide.profiler.model.hooks import HookWatch, num_hooks, users_hooks_aside
-from hightide.profiler.model.probe import HOOKED
+from hightide.profiler.probe.compare_runs import HOOKED
 from hightide.profiler.trial.quiet import Quiet
 from hightide.profiler.trial.state import GlobalRandom, Snapshot, contents, same_contents
 from hightide.stores.store import OutOfMemory
@@ -140,7 +140,7 @@ class Look:
 
     def __init__(self, looks: FirstLooks, key: tuple[int, str, int], call: BlockCall) -> None:
         self._looks, self._key, self._call, self._gpu = looks, key, call, call.runner.run.gpu
-        with self._gpu.unmetered():  # it is in the plan: see examined() in profiler/model/probe.py
+        with self._gpu.unmetered():  # it is in the plan: see examined() in profiler/probe/probe.py
             self.before = Snapshot(call.module, shared_random=True, hooks=key[2] > 0)
         self._hooks = HookWatch(call.module) if key[2] else None
         if self._hooks is not None:

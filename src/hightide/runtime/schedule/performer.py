@@ -7,50 +7,24 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
 from hightide.ir.action import Action, Op
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.runtime.blocks.activations import Stashes
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.residency import Residency
-from hightide.runtime.chunks.row_sums import Share
 from hightide.runtime.gradients.gradients import Gradients
 from hightide.runtime.gradients.ranked_gradients import RankedGradients
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
 from hightide.runtime.schedule.disk_performer import DiskPerformer, LaneWork
+from hightide.runtime.schedule.updates import Updates
+from hightide.runtime.tables.row_sums import Share
+from hightide.runtime.waiting.activations import Stashes
 from hightide.stores.array import Array
 from hightide.stores.ticket import Fence
 
 Filled = Callable[[], Array]  # a buffer with its content, for the lane that empties it
-
-
-class Updates(Protocol):
-    """The optimizer's side of an UPDATE."""
-
-    @property
-    def kernel(self) -> str:
-        """What computes updates on the host: "c" or "torch"."""
-
-    @property
-    def moment(self) -> tuple[int, bool]:
-        """Number of steps so far, and whether updates of one were issued that has not ended."""
-
-    def prepare(self, chunk: int) -> LaneWork | None:
-        """Called in the user's thread when the update is issued: copies hyper-parameters by value. None: nothing to
-        do."""
-
-    def begin_saving(self) -> Callable[[str], bool]:
-        """What users have written to copies of states goes to its place. Returns what tells whether a parameter has
-        states. Refuses where a part of a step's updates has run."""
-
-    def move_to(self, chunks: Chunks) -> None:
-        """Where the states are now."""
-
-    def close(self) -> None:
-        """Lets go of the stores' memory: the optimizer may be around for longer."""
 
 
 class Performer:

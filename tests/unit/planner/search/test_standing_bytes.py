@@ -7,9 +7,10 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hightide.ir.chunk import region_bytes
 from hightide.ir.plan import GradientDtype, Update
 from hightide.planner.lower.count_effects import base_bytes
-from hightide.planner.placement import Placement, region_bytes
+from hightide.planner.placement import Placement
 from hightide.planner.problem import Terms
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space

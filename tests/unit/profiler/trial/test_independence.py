@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hightide.profiler.model.block_finder import find_blocks
-from hightide.profiler.model.probe import ProbeResult, probe
+from hightide.profiler.probe.probe import probe
+from hightide.profiler.probe.probe_result import ProbeResult
 
 
 class Layer(nn.Module):

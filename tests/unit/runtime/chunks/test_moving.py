@@ -16,7 +16,8 @@ from each_value import each_value
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
-from hightide.planner.placement import ChunkPlace, Placement
+from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.placement import Placement
 from hightide.planner.solution import Solution
 from hightide.runtime.chunks import moving
 from hightide.runtime.chunks.chunks import Chunks

@@ -16,7 +16,7 @@ import disk_plans
 import models
 from each_value import each_value
 from hightide.ir.tier import Lane, Tier
-from hightide.runtime import run as run_module
+from hightide.runtime import run_values as run_module
 from hightide.runtime.lanes import lanes
 from hightide.runtime.saving.saved_tensor import PARAM
 

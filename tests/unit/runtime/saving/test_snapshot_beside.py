@@ -24,7 +24,7 @@ from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane, Tier
 from hightide.planner.solution import Solution
 from hightide.report.page import timeline_html
-from hightide.runtime import run as run_module
+from hightide.runtime import run_values as run_module
 from hightide.runtime.saving.saved_tensor import PARAM
 from hightide.runtime.saving.snapshot import Snapshot
 from hightide.stores.ticket import Ticket

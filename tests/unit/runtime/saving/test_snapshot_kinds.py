@@ -17,7 +17,7 @@ import disk_plans
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
 from hightide.planner.placement import Placement
-from hightide.runtime import run as run_module
+from hightide.runtime import run_values as run_module
 
 WIDTH, WORDS = 16, 40
 

@@ -16,7 +16,7 @@ from hightide.ir.action import ActionKey, Op
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane
 from hightide.planner.predict.saving import SavedChunk, held_up, saved_bytes
-from hightide.runtime import run as run_module
+from hightide.runtime import run_values as run_module
 from hightide.runtime.lanes import lanes
 from hightide.runtime.saving.snapshot import Snapshot
 

@@ -1,0 +1,200 @@
+"""What one call of a block has computed and holds for its backward, tensor by tensor.
+
+[Note: kept graphs and slots] A graph that is kept saves views of the slot that its weights were in, and the slot holds
+another block's weights by the time backward comes: wrong numbers, with no version error. So a saved tensor that lies
+in a slot is packed as (chunk, offset, shape, stride) and unpacked from whatever slot holds the chunk in backward.
+Hooks switch off autograd's own version check; ours replaces it.
+
+[Note: what leaves] A tensor that is held leaves with its bytes as they lie in memory, so that views, strides and types
+are as they were, and two views of one storage leave once. What belongs to somebody else stays where it is: parameters,
+buffers, and inputs, which go their own way. In backward, a tensor's memory is free when its last reader is done.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from hightide.ir.refusal import Refused
+from hightide.runtime.chunks.chunks import Chunks
+
+if TYPE_CHECKING:
+    from hightide.runtime.waiting.activations import Entry
+
+MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a block's input "
+    "or saved tensor of shape {shape} changed after the block's forward"
+)
+
+
+class _Form(NamedTuple):
+    """How a tensor reads memory. Bits that say that it reads it conjugated, or negated, are in no byte."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    is_conj: bool
+    is_neg: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Form:
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+
+    def on(self, memory: Tensor, offset_bytes: int) -> Tensor:
+        """`offset_bytes`: from the first byte of `memory`."""
+        start_bytes = int(memory.storage_offset()) * memory.element_size() + offset_bytes
+        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
+        tensor = empty.set_(memory.untyped_storage(), start_bytes // self.dtype.itemsize, self.shape, self.stride)
+        tensor = tensor.conj() if self.is_conj else tensor
+        return torch._neg_view(tensor) if self.is_neg else tensor
+
+
+class _InSlot(NamedTuple):
+    chunk: int
+    offset_bytes: int
+    form: _Form
+
+
+class _InInput(NamedTuple):
+    number: int  # of the inputs that wait on host
+    offset_bytes: int  # from the input's first byte
+    form: _Form
+
+
+def range_of(tensor: Tensor) -> tuple[int, int]:
+    """The first byte that it reads of its storage, and the one behind the last."""
+    first = int(tensor.storage_offset()) * tensor.element_size()
+    if not tensor.numel():
+        return first, first
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first, first + (1 + reach) * tensor.element_size()
+
+
+def address_of(tensor: Tensor) -> int | None:
+    """Of its storage. None: it has none of its own (sparse tensors, and those that wrap others)."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+class Held:
+    """One tensor that backward will read, perhaps more than once. On the GPU, unless it has left. It lives as long as
+    the graph needs it."""
+
+    __slots__ = ("__weakref__", "_away", "_is_changed", "_version", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Of a graph the tensor must not be part: an output that its own node holds would never die."""
+        self.tensor: Tensor | None = tensor
+        self._version = tensor._version
+        self._is_changed = False
+        self._away: tuple[Entry, _Form, int] | None = None  # where it is found, and its place there, in bytes
+
+    def leave(self, entry: Entry, offset_bytes: int) -> None:
+        assert self.tensor is not None
+        self._away = entry, _Form.of(self.tensor), offset_bytes
+
+    def forget(self) -> None:
+        """What has left is gone from here."""
+        self._note_change()
+        self.tensor = None
+
+    @property
+    def is_changed(self) -> bool:
+        """Somebody has written to it."""
+        self._note_change()
+        return self._is_changed
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if self._away is not None:
+            return tuple(self._away[1].shape)
+        assert self.tensor is not None
+        return tuple(self.tensor.shape)
+
+    def get(self) -> Tensor | None:
+        """None: somebody has written to it since."""
+        if self.is_changed:
+            return None
+        if self._away is not None:
+            entry, form, offset_bytes = self._away
+            self._away = None
+            memory = entry.read()
+            if self.tensor is None:
+                self.tensor = form.on(memory, offset_bytes)
+                self._version = self.tensor._version
+        return self.tensor
+
+    def _note_change(self) -> None:
+        self._is_changed |= self.tensor is not None and self.tensor._version != self._version
+
+
+class Holding:
+    """Takes what one call holds. `staying`: tensors whose storages stay where they are."""
+
+    def __init__(self, device: torch.device | None = None, staying: Iterable[Tensor] = ()) -> None:
+        """`device`: where that is which may leave; None: nothing leaves."""
+        self._device = device
+        self._staying = {address_of(tensor) for tensor in staying}
+        self._leaving: list[weakref.ref[Held]] = []  # a graph that dies takes what it holds with it
+
+    def __call__(self, tensor: Tensor) -> Held:
+        held = Held(tensor)
+        if self._may_leave(tensor):
+            self._leaving.append(weakref.ref(held))
+        return held
+
+    def leaving(self) -> list[Held]:
+        """What graphs still need, and nobody has written to."""
+        found = (one() for one in self._leaving)
+        return [held for held in found if held is not None and not held.is_changed]
+
+    def _may_leave(self, tensor: Tensor) -> bool:
+        if tensor.device != self._device or type(tensor) is not Tensor or tensor.numel() <= 1:
+            return False
+        address = address_of(tensor)
+        return address is not None and address not in self._staying
+
+
+def outlive_slots(
+    chunks: Chunks,
+    hold: Callable[[Tensor], Held],
+    away: Sequence[Tensor] = (),
+    back: Callable[[], Callable[[], Sequence[Tensor]]] = lambda: tuple,
+) -> saved_tensors_hooks:
+    """Saved-tensor hooks for a graph that outlives the slots it was made in, and those of its inputs that wait on host
+    (`away`, without gaps in memory). `back` gives what gives these again, in backward, and raises where backward is not
+    the graph's own."""
+    places = [(address_of(tensor), *range_of(tensor)) for tensor in away]
+
+    def pack(tensor: Tensor) -> _InSlot | _InInput | Held:
+        if (address := address_of(tensor)) is None:
+            return hold(tensor.detach())
+        place = chunks.slot_offset(tensor)
+        if place is not None:
+            return _InSlot(*place, _Form.of(tensor))
+        for index, (storage, begin, end) in enumerate(places):
+            if address == storage:
+                first, last = range_of(tensor)
+                if begin <= first and last <= end:
+                    return _InInput(index, first - begin, _Form.of(tensor))
+        return hold(tensor.detach())
+
+    def unpack(packed: _InSlot | _InInput | Held) -> Tensor:
+        inputs = back()
+        if isinstance(packed, _InSlot):
+            return packed.form.on(chunks.param_on_gpu(packed.chunk), packed.offset_bytes)
+        if isinstance(packed, _InInput):
+            return packed.form.on(inputs()[packed.number].detach(), packed.offset_bytes)
+        tensor = packed.get()
+        if tensor is None:
+            raise Refused(MODIFIED.format(shape=packed.shape))
+        return tensor
+
+    return saved_tensors_hooks(pack, unpack)
