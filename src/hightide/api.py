@@ -75,7 +75,7 @@ from hightide.runtime.run import Run
 from hightide.runtime.surgery import check_modules, run_of, unwrap_modules, wrap_modules
 from hightide.shard.agreement import check_same
 from hightide.shard.collectives import Collectives
-from hightide.shard.ranks import Ranks, are_several
+from hightide.shard.ranks import EVEN_ALONE_SWITCH, Ranks, are_several, talks_even_alone
 from hightide.shard.watchman import Patience
 
 S = TypeVar("S", bound=Solution)
@@ -120,7 +120,7 @@ def wrap(
     """
     place = chosen_device(device)
     is_any = device is None or torch.device(device) == torch.device("cuda")  # on several ranks a GPU for each
-    ranks = Ranks.find(group, place.type if is_any else place, Patience(timeout_s=timeout_s))
+    ranks = Ranks.find(group, place.type if is_any else place, Patience(timeout_s=timeout_s), talks_even_alone())
     place, collectives = (place, None) if ranks.is_alone else (ranks.device, Collectives(ranks))
     how = (limits, plan, micro_batch, update, gradients, compile, place, blocks, accumulate, collectives)
     try:
@@ -195,6 +195,11 @@ def _wrapped(
         raise ValueError(
             f"the plan is for {plan.ranks} ranks, and there are {world}; leave plan= out: wrap makes one for these, "
             "which hightide.stats(model).plan has"
+        )
+    if plan is not None and plan.even_alone != (collectives is not None and world == 1):
+        raise ValueError(
+            f"the plan has even_alone={plan.even_alone}, which goes with {EVEN_ALONE_SWITCH}={int(plan.even_alone)} in "
+            "the environment; set it, or make another plan"
         )
     check_limits(limits)
     if plan is not None and (sets_memory(limits) or micro_batch is not None):
