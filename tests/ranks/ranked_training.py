@@ -526,8 +526,8 @@ def gradients(rank: int, world: int, where: str, replicas: int = 1) -> dict[str,
     return found
 
 
-def read_alone(rank: int, world: int, what: str) -> dict[str, Any]:
-    """The first rank reads what all ranks would have to."""
+def read_alone(rank: int, world: int, what: str, evaluates: bool) -> dict[str, Any]:
+    """The first rank reads what all ranks would have to, and the others go on: with the next step, or `evaluates`."""
     torch.set_num_threads(1)
     model, example = built("hand_written")
     optimizer = optimizer_of(model)
@@ -539,6 +539,9 @@ def read_alone(rank: int, world: int, what: str) -> dict[str, Any]:
             dict(wrapped.named_parameters())["first.weight"].grad.clone()
         elif rank == 0:
             torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0, norm_type=1.0)
+        elif evaluates:
+            with torch.no_grad():
+                models.loss_of(wrapped, batch)
         stepping.step()
         stepping.zero_grad()
     return {}
