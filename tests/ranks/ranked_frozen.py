@@ -1,4 +1,4 @@
-"""What each rank does in the tests of a frozen model beside one that several ranks train: DPO, each with its batches."""
+"""What each rank does in the tests of a frozen model beside one that several ranks train: DPO on its own batches."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 the beginning of every training forward whether it has a batch that is larger than all before: one byte, in the user's
 thread, over the lane of control. Nothing else could tell it in time: what ranks exchange at the end of a backward is
 before the next batch is known, and once the others have begun their forward, they wait for this rank's gathers under
-the old plan. It took 0.2 ms with two ranks on a busy machine of two cores, as much as the exchange at the end of each
-backward, and the GPU does not wait for it: the user's thread is ahead of it.
+the old plan. It took 0.2 to 0.3 ms with two ranks on two busy cores (bench/exchange.py), as much as the exchange at the
+end of each backward, and the GPU does not wait for it: the user's thread is ahead of it.
 
 Where somebody has one, all come here. Those that have one profile it, and tell the profile; the first rank plans for
 all of them, or finds that the plan holds them or that nothing does; and all do the same: each verifies the plan and
@@ -117,7 +117,9 @@ class RankedLargerBatches(LargerBatches):
     def _kept_from_moving(self) -> str:
         why = super()._kept_from_moving()
         if not why and self._run.has_gradients:
-            why = "ranks have gradients in shards: pass the larger batch in the first call of a step"
+            why = (
+                "gradients in shards do not move: pass the larger batch in the first call of a step, after zero_grad()"
+            )
         return why
 
     def _decided(self, larger: list[_Larger], told: str, why_not: str) -> Searched | None:
