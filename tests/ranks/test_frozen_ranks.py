@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from hightide.shard.gloo_lane import STAGING_BYTES
@@ -14,17 +11,10 @@ WITHIN_S = 100.0
 POLICY, REFERENCE = 500 * 1024, 120 * 1024
 
 
-@pytest.fixture(scope="module")
-def frozen() -> Iterator[StartedRanks]:
-    ranks = StartedRanks("ranked_frozen", Path(__file__).parent)
-    yield ranks
-    ranks.close()
-
-
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_dpo_equals_ddp_and_ranks_have_one_copy(frozen: StartedRanks, world: int) -> None:
+def test_dpo_equals_ddp_and_ranks_have_one_copy(training: StartedRanks, world: int) -> None:
     options = {"gpu": POLICY, "gpu_frozen": REFERENCE, "host_frozen": 2**20}
-    found = [one.result for one in frozen.run("beside", world, within_s=WITHIN_S, **options)]
+    found = [one.result for one in training.run("ranked_frozen.beside", world, within_s=WITHIN_S, **options)]
     for of_rank in found:
         for ours, theirs in of_rank["losses"]:
             assert ours == pytest.approx(theirs, rel=1e-5)
@@ -38,17 +28,20 @@ def test_dpo_equals_ddp_and_ranks_have_one_copy(frozen: StartedRanks, world: int
     )
 
 
-def test_the_host_holds_it_once(frozen: StartedRanks) -> None:
+def test_the_host_holds_it_once(training: StartedRanks) -> None:
     """64 MiB of parameters, of which the accelerators hold little."""
     gpu_bytes, host_bytes = 12 << 20, 66 << 20
-    found = [one.result for one in frozen.run("in_memory", 2, WITHIN_S, gpu_bytes=gpu_bytes, host_bytes=host_bytes)]
+    found = [
+        one.result
+        for one in training.run("ranked_frozen.in_memory", 2, WITHIN_S, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
+    ]
     assert all(24 << 20 < one["host"] <= host_bytes // 2 for one in found)
     most_bytes = host_bytes + 2 * (gpu_bytes + 2 * STAGING_BYTES)  # what a lane sends and receives
     assert sum(one["bytes"] for one in found) <= most_bytes < 2 * ((64 << 20) + gpu_bytes)
 
 
 @pytest.mark.long
-def test_a_rank_that_evaluates_alone_ends(frozen: StartedRanks) -> None:
-    first, second = frozen.run("evaluates_alone", 2, within_s=WITHIN_S, gpu_frozen=REFERENCE)
+def test_a_rank_that_evaluates_alone_ends(training: StartedRanks) -> None:
+    first, second = training.run("ranked_frozen.evaluates_alone", 2, within_s=WITHIN_S, gpu_frozen=REFERENCE)
     assert second.status == 0 and first.status == 1 and not first.timed_out
     assert "rank 1 is no longer there: it has ended" in first.error

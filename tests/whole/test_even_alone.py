@@ -34,7 +34,10 @@ def test_the_same_plan_with_collectives(where: str, update: str) -> None:
     assert not dist.is_initialized() and threads.end()
 
 
-@pytest.mark.parametrize("where", LIMITS)
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param("lean", marks=pytest.mark.long), pytest.param("half", marks=pytest.mark.long), "everything fits"],
+)
 def test_a_searched_plan_with_collectives(where: str) -> None:
     limits = hightide.Limits(gpu=LIMITS[where], host="64MiB")
     plain = train("cpu", plan=planned(where, "deferred"), clip=0.5)

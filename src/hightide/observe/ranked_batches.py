@@ -5,7 +5,7 @@ the beginning of every training forward whether it has a batch that is larger th
 thread, over the lane of control. Nothing else could tell it in time: what ranks exchange at the end of a backward is
 before the next batch is known, and once the others have begun their forward, they wait for this rank's gathers under
 the old plan. It took 0.2 to 0.3 ms with two ranks on two busy cores (bench/exchange.py), as much as the exchange at the
-end of each backward, and the GPU does not wait for it: the user's thread is ahead of it.
+end of each backward; and the thread that waits is ahead of a GPU, as a rule.
 
 Where somebody has one, all come here. Those that have one profile it, and tell the profile; the first rank plans for
 all of them, or finds that the plan holds them or that nothing does; and all do the same: each verifies the plan and
@@ -178,7 +178,7 @@ class RankedLargerBatches(LargerBatches):
     def _say(self, text: str) -> None:
         """Once for all ranks."""
         if self._is_first:
-            warnings.warn(text, stacklevel=6)
+            warnings.warn(text, stacklevel=5)
 
 
 def _plain(sizes: BatchSizes) -> list[Any]:
