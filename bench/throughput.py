@@ -8,6 +8,10 @@ those outside. The first run is the reference of the ratios.
 `--floors` adds what links and host update need alone. The step's floor is the largest of these and of compute alone,
 which is the same run with everything on the GPU.
 
+What ranks cost beside the bytes that they exchange, which is at most 2% of a step:
+
+    python bench/throughput.py --gpu 24GiB --update in_backward --gradients param --run="" --run=--collectives
+
 `step_s` is the time of all steps, started without waiting in between and finished to the last update, divided by their
 number. `event_s` are the same steps one by one, by GPU events; `synced_s` are other steps with a wait for the GPU after
 each one, which hides less.
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -44,6 +49,7 @@ from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
 from hightide.runtime.surgery import run_of
+from hightide.shard.ranks import EVEN_ALONE_SWITCH
 
 LR = 1e-5
 
@@ -88,6 +94,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--steps", type=int, default=12)
     add("--synced-steps", type=int, help="as many as --steps unless given")
     add("--warmup", type=int, default=3)
+    add(
+        "--collectives",
+        action="store_true",
+        help="hightide: one rank gathers and reduces as each of several does, in a process group of its own",
+    )
     add("--trace", help="write a Chrome trace of two more steps")
     add("--record", help="hightide: write the second of two more steps as a timeline, for `hightide simulate`")
     add("--floors", action="store_true", help="hightide: measure each lane alone too, after the steps")
@@ -241,6 +252,8 @@ def make_hightide(options: argparse.Namespace, compile: bool) -> System:
         wanted["limits"] = hightide.Limits(gpu=options.gpu, host=options.host, disk=options.disk)
         wanted["gradients"] = options.gradients
         wanted["micro_batch"] = options.micro_batch
+    if options.collectives:
+        os.environ[EVEN_ALONE_SWITCH] = "1"
     model, optimizer = hightide.wrap(
         model, optimizer, {"input_ids": example, "labels": example}, device=options.device, **wanted
     )
@@ -375,6 +388,7 @@ def _hightide_part(before: hightide.Stats, after: hightide.Stats, result: dict[s
 
     return {
         "update": str(plan.update),
+        "collectives": plan.has_collectives,
         "micro_batch": plan.micro_batch,
         "stall_s_per_step": per_step(after.stall_s, before.stall_s),
         "moved_bytes_per_step": per_step(after.moved_bytes, before.moved_bytes),

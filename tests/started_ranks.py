@@ -1,6 +1,7 @@
 """Processes that are ranks of one another, as torchrun starts them. One process imports torch, and each rank of each
 case is a fork of it: the import takes longer than most cases do. What a rank does is a function `(rank, world,
-**arguments)` of a module that the caller names; it ends as any program does, by an exception too."""
+**arguments)` of a module that the caller names, or that the program's name begins with; it ends as any program does, by
+an exception too."""
 
 from __future__ import annotations
 
@@ -121,6 +122,12 @@ def _wait(children: dict[int, int], timeout_s: float, stopped: int | None) -> di
     return ended
 
 
+def _function(module: object, program: str) -> Callable[..., object]:
+    """Of that module, or "another.one": it is imported in the fork, which has most of it in place."""
+    name, _, function = program.rpartition(".")
+    return getattr(importlib.import_module(name) if name else module, function)
+
+
 def _start_each_case(module: object) -> Callable[[], object] | None:
     """What a rank is to do, in a fork; None in the first process, when there is no more to do."""
     for line in sys.stdin:
@@ -130,7 +137,7 @@ def _start_each_case(module: object) -> Callable[[], object] | None:
             child = os.fork()
             if child == 0:
                 _become(rank, world, port, folder)
-                return lambda rank=rank: getattr(module, program)(rank, world, **arguments)
+                return lambda rank=rank: _function(module, program)(rank, world, **arguments)
             children[rank] = child
         ended = _wait(children, timeout_s, stopped)
         texts = [[Path(folder, f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(world)]

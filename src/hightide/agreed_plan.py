@@ -35,6 +35,7 @@ def plan_of_all(
         host_bytes=found["host_bytes"],
         disk_bytes=found["disk_bytes"],
         ranks=collectives.ranks.world,
+        even_alone=collectives.ranks.world == 1,
     )
     problem = posed(of_all)
     own_facts = json.dumps([codec.to_json(problem.costs), codec.to_json(problem.machine)]).encode()

@@ -37,6 +37,7 @@ from hightide.ir.tier import Tier
 from hightide.loading.unloaded import forget, origins_in, seem_unloaded
 from hightide.loading.values import first_values
 from hightide.observe.larger_batches import LargerBatches
+from hightide.observe.ranked_batches import RankedLargerBatches
 from hightide.observe.ranked_watch import RankedWatch
 from hightide.observe.recorder import Recording
 from hightide.observe.recorder import record as record_run
@@ -75,7 +76,7 @@ from hightide.runtime.run import Run
 from hightide.runtime.surgery import check_modules, run_of, unwrap_modules, wrap_modules
 from hightide.shard.agreement import check_same
 from hightide.shard.collectives import Collectives
-from hightide.shard.ranks import Ranks, are_several
+from hightide.shard.ranks import EVEN_ALONE_SWITCH, Ranks, talks_even_alone
 from hightide.shard.watchman import Patience
 
 S = TypeVar("S", bound=Solution)
@@ -120,7 +121,7 @@ def wrap(
     """
     place = chosen_device(device)
     is_any = device is None or torch.device(device) == torch.device("cuda")  # on several ranks a GPU for each
-    ranks = Ranks.find(group, place.type if is_any else place, Patience(timeout_s=timeout_s))
+    ranks = Ranks.find(group, place.type if is_any else place, Patience(timeout_s=timeout_s), talks_even_alone())
     place, collectives = (place, None) if ranks.is_alone else (ranks.device, Collectives(ranks))
     how = (limits, plan, micro_batch, update, gradients, compile, place, blocks, accumulate, collectives)
     try:
@@ -139,12 +140,15 @@ def wrap_frozen(
     limits: Limits | None = None,
     device: str | torch.device | None = None,
     blocks: BlockChoice | None = None,
+    group: ProcessGroup | None = None,
+    timeout_s: float = Patience.timeout_s,
 ) -> nn.Module:
     """Makes a model that is only evaluated run within limits, beside one that trains (the reference model of DPO, a
     teacher, a reward model): it has no gradients and no states, and what the GPU does not hold streams through it. Each
     of the models keeps to its own limits, so that together they keep to the sum. Returns the same model.
 
-    All of its parameters must be frozen: `model.requires_grad_(False)`."""
+    All of its parameters must be frozen: `model.requires_grad_(False)`. Of several ranks each evaluates its own batches
+    and has a shard of the model, as with `wrap`: together they have one copy, and all of them must call it."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     trainable = [name for name, param in model.named_parameters() if param.requires_grad]
@@ -153,8 +157,6 @@ def wrap_frozen(
             f"{len(trainable)} parameters require gradients ({', '.join(trainable[:3])}), and a model without an "
             "optimizer is only evaluated; freeze it with model.requires_grad_(False), or use hightide.wrap"
         )
-    if are_several():
-        raise ValueError("a frozen model beside one that several ranks train is not built yet; use one rank")
     first = next(model.parameters(), None)
     if first is None:
         raise ValueError("the model has 0 parameters; there is nothing to move")
@@ -168,6 +170,8 @@ def wrap_frozen(
         micro_batch=whole,
         device=device,
         blocks=blocks,
+        group=group,
+        timeout_s=timeout_s,
     )
     return wrapped
 
@@ -195,6 +199,11 @@ def _wrapped(
         raise ValueError(
             f"the plan is for {plan.ranks} ranks, and there are {world}; leave plan= out: wrap makes one for these, "
             "which hightide.stats(model).plan has"
+        )
+    if plan is not None and plan.even_alone != (collectives is not None and world == 1):
+        raise ValueError(
+            f"the plan has even_alone={plan.even_alone}, which goes with {EVEN_ALONE_SWITCH}={int(plan.even_alone)} in "
+            "the environment; set it, or make another plan"
         )
     check_limits(limits)
     if plan is not None and (sets_memory(limits) or micro_batch is not None):
@@ -281,7 +290,11 @@ def _wrapped(
             run.settle()
             wrap_modules(run)
             run.batches = KnownBatches(BatchSizes.of(batch, probed.samples).with_samples(run.plan.num_samples))
-            run.admission = LargerBatches(run, solution, _fixed(plan, collectives))
+            fixed = "" if plan is None else "it was given by plan=, and is never changed"
+            if collectives is None:
+                run.admission = LargerBatches(run, solution, fixed)
+            else:
+                run.admission = RankedLargerBatches(run, solution, collectives, fixed)
             if isinstance(solution, Searched):
                 run.observer = Watch(run, solution) if collectives is None else RankedWatch(run, solution, collectives)
             else:  # a plan that the user brings is never changed
@@ -291,13 +304,6 @@ def _wrapped(
         with held:
             _undo(model, run, wrapped)
         raise
-
-
-def _fixed(plan: Plan | None, collectives: Collectives | None) -> str:
-    """Why a run's plan is never exchanged. "": it may be."""
-    if collectives is not None:
-        return f"it is that of {collectives.ranks.world} ranks"
-    return "" if plan is None else "it was given by plan=, and is never changed"
 
 
 def _undo(model: nn.Module, run: Run | None, wrapped: WrappedOptimizer | None) -> None:

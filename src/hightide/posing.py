@@ -237,7 +237,7 @@ def _of_rank(machine: Machine, nodes: Sequence[int]) -> Machine:
         told = Estimate("links", f"taken for those of {like.name}")
         machine = replace(machine, links=links, estimates=(*machine.estimates, told))
     own = machine_of_rank(machine, gpus, num_nodes)
-    if len(set(counts.values())) > 1:
+    if len(set(counts.values())) > 1 or len(nodes) == 1:
         return replace(own, links=replace(links, gpus_per_node=1, num_nodes=len(nodes)))
     return own
 

@@ -1,12 +1,15 @@
-"""Ranks on a GPU: alone over NCCL, where one is made to talk, and two on one GPU over gloo."""
+"""Ranks on a GPU: alone over NCCL, where one is made to talk, and two on one GPU over gloo. A whole run of one alone is
+in test_cuda_even_alone.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ranks.test_ddp_parity import check
 from started_ranks import StartedRanks
 
 pytestmark = pytest.mark.gpu
@@ -17,6 +20,13 @@ PROGRAMS = Path(__file__).resolve().parents[1] / "ranks"
 @pytest.fixture(scope="module")
 def on_gpu() -> Iterator[StartedRanks]:
     ranks = StartedRanks("rank_programs", PROGRAMS)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="module")
+def training_on_gpu() -> Iterator[StartedRanks]:
+    ranks = StartedRanks("ranked_training", PROGRAMS)
     yield ranks
     ranks.close()
 
@@ -61,3 +71,17 @@ def test_gradients_of_a_gpu_over_gloo(on_gpu: StartedRanks) -> None:
 def test_numbers_of_a_gpu_over_gloo(on_gpu: StartedRanks) -> None:
     first, second = (rank.result for rank in on_gpu.run("numbers", 2, within_s=60.0, device="cuda:0"))
     assert first == second and first["fp64"] == pytest.approx(0.3, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"places": ["streamed", "mixed"], "clip": 0.5},
+        {"places": ["mixed"], "update": "in_backward"},
+        {"places": ["mixed"], "accumulate": 3, "sums": "gpu"},
+    ],
+    ids=str,
+)
+def test_two_ranks_on_one_gpu_train_as_ddp(training_on_gpu: StartedRanks, options: dict[str, Any]) -> None:
+    """Over gloo, in shards; products of fp32 are rounded in another order than in DDP."""
+    check(training_on_gpu, 2, subject="llama", device="cuda:0", rel=1e-4, most=1e-4, **options)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranked_plans import Plans
+from ranked_plans import ON_GPU, Plans
 from ranked_training import NUM_SAMPLES, digest, steps
 from torch import Tensor, nn
 
@@ -60,7 +60,7 @@ def made(
     optimizer = torch.optim.AdamW(
         [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0}], lr=3e-3, eps=EPS
     )
-    plan = Plans(model, optimizer, example).of(world, where)
+    plan = Plans(model, optimizer, example, gpu="32MiB" if device is None else ON_GPU).of(world, where)
     limits = hightide.Limits(disk=f"{tempfile.gettempdir()}:64MiB") if plan.disk_limit_bytes else None
     return hightide.wrap(model, optimizer, example, plan=plan, limits=limits, device=device)
 

@@ -18,6 +18,7 @@ from hightide.planner.placement import Placement
 from hightide.profiler.model.model_profile import profile_model
 
 NUM_SAMPLES = 4
+ON_GPU = "2GiB"  # of which libraries take 100 MiB or more
 G, H, D = Tier.GPU, Tier.HOST, Tier.DISK
 SHARDED, WHOLE_PARAMS, REPLICATED = Sharing
 Way = tuple[Tier, Tier, Sharing]  # of a block: params, states, sharing
@@ -39,11 +40,15 @@ class Plans:
         optimizer: torch.optim.Optimizer,
         batch: Any,
         num_micro_batches: int = 2,
+        gpu: str = "32MiB",
         **options: Any,
     ) -> None:
-        limits = hightide.Limits(gpu="32MiB", host="64MiB")  # more than enough
+        """Made without a GPU, also for one: its driver does not outlive a fork. `gpu`: its limit,
+        which is more than enough."""
+        limits = hightide.Limits(gpu=gpu, host="64MiB")
         size = NUM_SAMPLES // num_micro_batches
-        self._base = hightide.plan(model, optimizer, batch, limits=limits, micro_batch=size, **options)
+        on_cpu = {"limits": limits, "micro_batch": size, "device": "cpu"}
+        self._base = hightide.plan(model, optimizer, batch, **on_cpu, **options)
         self._profile, _ = profile_model(model, optimizer, batch, options.get("blocks"))
 
     def of(self, ranks: int, where: str, sums: str = "host", replicas: int = 1, slot_part: int = 1) -> Plan:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranked_plans import NUM_SAMPLES, Plans
+from ranked_plans import NUM_SAMPLES, ON_GPU, Plans
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -108,8 +108,14 @@ class WithMasters:
             param.grad = None
 
 
+def moved(value: Any, device: str) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
 def digest(weights: dict[str, Tensor]) -> str:
-    content = b"".join(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for value in weights.values())
+    content = b"".join(
+        value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for value in weights.values()
+    )
     return hashlib.sha256(content).hexdigest()
 
 
@@ -149,6 +155,7 @@ def train(
     dtype: str = "float32",
     gradients: str = "float32",
     replicas: int = 1,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """`replicas`: groups of ranks, each on what it takes for a node of its own, that have a copy of everything; the
     same plans are run without them too. `planned`: whether the plan knows how often the loop accumulates. `ignored`:
@@ -163,7 +170,8 @@ def train(
     weights: dict[str, dict[str, Tensor]] = {}
     model, example = built(subject, frozen, dtype)
     passes = accumulate if planned else 1
-    plans = Plans(model, optimizer_of(model), example, update=update, accumulate=passes, gradients=gradients)
+    gpu = "32MiB" if device == "cpu" else ON_GPU
+    plans = Plans(model, optimizer_of(model), example, gpu=gpu, update=update, accumulate=passes, gradients=gradients)
     if replicas > 1:
         pretend_nodes(rank, world, replicas)
         places = [f"{where} in {groups}" for where in places for groups in (replicas, 1)]
@@ -173,18 +181,20 @@ def train(
         way, _, groups = where.partition(" in ")
         plan = plans.of(world, way, sums, int(groups or 1))
         limits = hightide.Limits(disk=f"{tempfile.gettempdir()}:64MiB") if plan.disk_limit_bytes else None
-        wrapped, stepping = hightide.wrap(model, optimizer, example, plan=plan, limits=limits)
+        wrapped, stepping = hightide.wrap(model, optimizer, example, plan=plan, limits=limits, device=device)
         found[where] = steps(wrapped, stepping, batches, clip, accumulate)
-        weights[where] = wrapped.state_dict()
+        weights[where] = {name: value.cpu() for name, value in wrapped.state_dict().items()}
         found[where]["digest"] = digest(weights[where])
         found[where]["deviations"] = hightide.stats(wrapped).deviations
         hightide.unwrap(wrapped)
         found[where]["unwrapped"] = digest(model.state_dict())
     model, _ = built(subject, frozen, dtype)
+    model.to(device)
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = optimizer_of(model) if dtype == "float32" else WithMasters(model)
-    found["plain"] = steps(ddp, optimizer, batches, clip, accumulate)
-    plain = model.state_dict()
+    there = [{name: moved(value, device) for name, value in batch.items()} for batch in batches]
+    found["plain"] = steps(ddp, optimizer, there, clip, accumulate)
+    plain = {name: value.cpu() for name, value in model.state_dict().items()}
     del ddp  # before the group: its reducer, as the last to hold it, would wait for a thread that waits for the GIL
     for where in places if rank == 0 else ():
         found[where]["difference"] = max(float((weights[where][name] - plain[name]).abs().max()) for name in plain)
@@ -516,8 +526,8 @@ def gradients(rank: int, world: int, where: str, replicas: int = 1) -> dict[str,
     return found
 
 
-def read_alone(rank: int, world: int, what: str) -> dict[str, Any]:
-    """The first rank reads what all ranks would have to."""
+def read_alone(rank: int, world: int, what: str, evaluates: bool) -> dict[str, Any]:
+    """The first rank reads what all ranks would have to, and the others go on: with the next step, or `evaluates`."""
     torch.set_num_threads(1)
     model, example = built("hand_written")
     optimizer = optimizer_of(model)
@@ -529,6 +539,9 @@ def read_alone(rank: int, world: int, what: str) -> dict[str, Any]:
             dict(wrapped.named_parameters())["first.weight"].grad.clone()
         elif rank == 0:
             torch.nn.utils.clip_grad_norm_(wrapped.parameters(), 1.0, norm_type=1.0)
+        elif evaluates:
+            with torch.no_grad():
+                models.loss_of(wrapped, batch)
         stepping.step()
         stepping.zero_grad()
     return {}

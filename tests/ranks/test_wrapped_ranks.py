@@ -77,16 +77,24 @@ def test_moves_into_groups_and_back(training: StartedRanks) -> None:
 
 @pytest.mark.parametrize("what", ["gradient", pytest.param("norm", marks=pytest.mark.long)])
 def test_a_rank_that_reads_alone_is_told(training: StartedRanks, what: str) -> None:
-    """Soon: long before a timeout."""
-    for rank in training.run("read_alone", 2, within_s=40.0, what=what):
+    """Soon: long before a timeout. Those that go on wait for its gathers."""
+    for rank in training.run("read_alone", 2, within_s=40.0, what=what, evaluates=True):
         assert rank.status == 1 and not rank.timed_out
         assert "rank 0 came to " in rank.error and "and rank 1 has gone on without it, to gather of chunk" in rank.error
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["gradient", "norm"])
+def test_a_rank_that_reads_alone_is_told_at_the_next_forward(training: StartedRanks, what: str) -> None:
+    for rank in training.run("read_alone", 2, within_s=40.0, what=what, evaluates=False):
+        assert rank.status == 1 and not rank.timed_out
+        assert "bytes on rank 0, the beginning of a forward, " in rank.error and "reading p.grad" in rank.error
 
 
 def test_what_is_not_there_is_refused(training: StartedRanks) -> None:
     for rank in training.run("refuse", 2, within_s=WITHIN_S):
         said = rank.result
-        assert "it is that of 2 ranks" in said["a larger batch"] and "largest batch" in said["a larger batch"]
+        assert "it was given by plan=" in said["a larger batch"] and "largest batch" in said["a larger batch"]
         assert "optimizer.state of a model that several ranks train is not built yet" in said["states"]
         assert "without torchrun" in said["verify"]
 

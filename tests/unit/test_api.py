@@ -23,7 +23,7 @@ class Asked(Exception):
 def test_any_gpu_is_one_for_each_rank(device: str | None, asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
 
-    def find(group: Any, device: Any, patience: Any) -> None:
+    def find(group: Any, device: Any, *_: Any) -> None:
         found.append(device)
         raise Asked
 

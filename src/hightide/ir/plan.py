@@ -121,6 +121,8 @@ class Plan:
     ranks: int = 1  # processes, with a GPU and a batch each; the plan is the same for all, within the limits of one
     # Groups of ranks, one or several nodes each, that have a copy of everything: shards are of one group. 1: of all
     replicas: int = 1
+    # One rank does what each of several does, and talks to itself: so its cost is measured. See shard/ranks.py
+    even_alone: bool = False
     # The facts that it was made from. No decision depends on this copy: with it the file alone can be simulated.
     profile: ModelProfile | None = None
     described: str = ""  # a digest of the decisions that forecast and explanation are about; "": of these
@@ -137,6 +139,15 @@ class Plan:
     @property
     def num_shards(self) -> int:
         return self.ranks // self.replicas
+
+    @property
+    def has_collectives(self) -> bool:
+        return self.ranks > 1 or self.even_alone
+
+    @property
+    def is_cut(self) -> bool:
+        """Chunks are in shards."""
+        return self.num_shards > 1 or self.even_alone
 
     @property
     def uses_disk(self) -> bool:

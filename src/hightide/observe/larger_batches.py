@@ -68,21 +68,18 @@ class LargerBatches:
             if profile is None:
                 self._let_in_unknown(sizes)
                 return
+            told = f"a batch of {sizes}, where batches had up to {before}"
             is_held = self._is_held([profile])
             if not is_held:
-                self._move_to(self._found(profile, sizes), sizes)
+                self._move_to(self._found(profile, told, self._kept_from_moving()), told)
             self._remember(profile, sizes)
-        took, told = (
-            format_seconds(time.perf_counter() - began_s),
-            f"a batch of {sizes}, where batches had up to {before}",
-        )
+        took = format_seconds(time.perf_counter() - began_s)
         if is_held:
             LOG.info("%s: the plan holds it, which took %s to find out", told, took)
             return
-        warnings.warn(
+        self._say(
             f"{told}. Planned again, and the model moved to the new plan, in {took}; results are the same. To do it "
-            f"once and for all, {LARGEST}",
-            stacklevel=4,
+            f"once and for all, {LARGEST}"
         )
 
     def _catch_up(self) -> None:
@@ -114,10 +111,9 @@ class LargerBatches:
         assert run.batches is not None
         if not self._is_told_unknown:
             self._is_told_unknown = True
-            warnings.warn(
+            self._say(
                 f"a batch of {sizes}, where batches had up to {run.batches}. What it takes cannot be known without its "
-                f"values, so it may run out of memory: {LARGEST}",
-                stacklevel=5,
+                f"values, so it may run out of memory: {LARGEST}"
             )
         run.batches.add(sizes)
 
@@ -165,9 +161,12 @@ class LargerBatches:
         """What is kept free counts as always there."""
         return replace(profile, buffer_bytes=self._buffer_bytes + self._kept_bytes + more_bytes)
 
-    def _found(self, profile: ModelProfile, sizes: BatchSizes) -> Searched:
-        """A plan that holds this one and all before."""
-        self._check_may_move(sizes)
+    def _found(self, profile: ModelProfile, told: str, why_not: str) -> Searched:
+        """A plan that holds this one and all before. `told`: what it is about. `why_not`: it cannot be exchanged."""
+        if why_not:
+            raise RefusedArgument(
+                f"{told}: the plan does not hold it, and cannot be exchanged now ({why_not}). Or {LARGEST}"
+            )
         tell("searching for a plan")
         try:
             found = self._searched(profile)
@@ -175,8 +174,7 @@ class LargerBatches:
             return found
         except InfeasiblePlan as refusal:
             raise RefusedArgument(
-                f"a batch of {sizes}, where batches had up to {self._run.batches}: planned again, it does not fit. "
-                f"{refusal}. {self._that_fits(profile, refusal)}"
+                f"{told}: planned again, it does not fit. {refusal}. {self._that_fits(profile, refusal)}"
             ) from refusal
 
     def _searched(self, profile: ModelProfile, quick: bool = False) -> Searched:
@@ -220,17 +218,15 @@ class LargerBatches:
         costs = estimate(profile, problem.machine)
         return replace(problem, profile=profile, costs=costs, terms=terms, quick=problem.quick or quick)
 
-    def _check_may_move(self, sizes: BatchSizes) -> None:
-        why = self._fixed
-        if not why and self._run.between_passes is not None:
-            why = "a recording is of one plan: end it first"
-        if not why and self._run.passes.awaits_backward:
-            why = "a forward before it still waits for its backward: call that first, or pass the larger batch first"
-        if why:
-            raise RefusedArgument(
-                f"a batch of {sizes}, where batches had up to {self._run.batches}: the plan does not hold it, and "
-                f"cannot be exchanged now ({why}). Or {LARGEST}"
-            )
+    def _kept_from_moving(self) -> str:
+        """Why the plan cannot be exchanged now. "": it can."""
+        if self._fixed:
+            return self._fixed
+        if self._run.between_passes is not None:
+            return "a recording is of one plan: end it first"
+        if self._run.passes.awaits_backward:
+            return "a forward before it still waits for its backward: call that first, or pass the larger batch first"
+        return ""
 
     def _that_fits(self, profile: ModelProfile, refusal: InfeasiblePlan) -> str:
         """Tried, and not only promised: with as many samples as memory says, half of them, and one."""
@@ -246,20 +242,25 @@ class LargerBatches:
                     return f"Of batches like this one, {count} of {whole} samples fit: step after several of them"
         return f"Not one sample of it fits; cut it to the sizes of before, {self._run.batches}"
 
-    def _move_to(self, found: Searched, sizes: BatchSizes) -> None:
+    def _move_to(self, found: Searched, told: str) -> None:
         run, size = self._run, self._run.plan.micro_batch
         try:
             run.move_to(found)
         except (torch.OutOfMemoryError, MemoryError) as error:  # the old plan is as it was
             raise Refused(
-                f"a batch of {sizes} needs another plan, and the model could not be moved to it ({in_a_line(error)}); "
-                f"{LARGEST}"
+                f"{told}: it needs another plan, and the model could not be moved to it ({in_a_line(error)}); {LARGEST}"
             ) from error
         self._solution, self._problem = found, found.problem
         if run.plan.micro_batch != size:
             run.compiled.forget()
         if run.observer is not None:
-            run.observer = Watch(run, found)
+            run.observer = self._watch(found)
+
+    def _watch(self, found: Searched) -> Watch:
+        return Watch(self._run, found)
+
+    def _say(self, text: str) -> None:
+        warnings.warn(text, stacklevel=5)
 
     def _remember(self, profile: ModelProfile, sizes: BatchSizes) -> None:
         batches, together = self._run.batches, self._together(profile)
@@ -286,22 +287,27 @@ class LargerBatches:
             f"an evaluation of {sizes} needs {_bytes(wanted_bytes)} of the GPU at least, beside {_bytes(base_bytes)} "
             f"that the plan always has there, of {_bytes(run.plan.gpu_limit_bytes)}"
         )
-        found = None if self._problem is None or self._fixed else self._leaner(wanted_bytes)
+        fixed = self._kept_from_making_room()
+        found = None if self._problem is None or fixed else self._leaner(wanted_bytes)
         if found is None or run.between_passes is not None or run.passes.awaits_backward:
-            why = "the plan cannot be exchanged now" if found else self._fixed or "no plan leaves so much free"
+            why = "the plan cannot be exchanged now" if found else fixed or "no plan leaves so much free"
             fewer_than = sizes.num_samples * (run.plan.gpu_limit_bytes - base_bytes) // wanted_bytes + 1
             error.add_note(
                 f"{reason}; {why}. Pass smaller batches: fewer than {fewer_than} of {sizes.num_samples} samples"
             )
             raise error
         with shown("hightide makes room for an evaluation"):
-            self._move_to(found, sizes)
+            self._move_to(found, f"an evaluation of {sizes}")
         warnings.warn(
             f"{reason}. Planned again, with so much left free, and the model moved to the new plan in "
             f"{format_seconds(time.perf_counter() - began_s)}. Training is {_slower(run.plan)}; smaller batches in "
             "evaluation avoid it",
             stacklevel=5,
         )
+
+    def _kept_from_making_room(self) -> str:
+        """Why the plan stays, whatever an evaluation needs."""
+        return self._fixed
 
     def _leaner(self, wanted_bytes: int) -> Searched | None:
         """A plan for training that leaves so much of the GPU free between passes; None: there is none. The more is kept

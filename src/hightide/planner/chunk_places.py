@@ -92,6 +92,8 @@ class ChunkPlace:
     replicas: int = 1  # groups of them that have a copy of everything
     # Into a slot before each use, or where it stays after each update or fetch
     is_gathered: bool = False
+    is_averaged: bool = False  # what is trained of it, over several ranks
+    is_cut: bool = False  # a rank has a shard of it, which of one rank that talks to itself is all of it
 
     @property
     def is_streamed(self) -> bool:
@@ -111,7 +113,7 @@ class ChunkPlace:
     @property
     def is_reduced(self) -> bool:
         """Its gradient is averaged over several ranks."""
-        return self.ranks > 1 and self.chunk.trainable_numel > 0
+        return self.is_averaged and self.chunk.trainable_numel > 0
 
     @property
     def is_reduced_home(self) -> bool:
@@ -137,7 +139,7 @@ class ChunkPlace:
     @property
     def is_averaged_whole(self) -> bool:
         """All ranks keep all of the mean."""
-        return self.is_reduced and self.shard is self.chunk
+        return self.is_reduced and not self.is_cut
 
     @property
     def in_grad_slot(self) -> bool:
@@ -202,9 +204,12 @@ class ChunkPlaces:
         accumulate: int = 1,
         ranks: int = 1,
         replicas: int = 1,
+        even_alone: bool = False,
     ) -> None:
         self.layout, self._update, self._gradients, self._accumulate = layout, update, gradients, accumulate
         self._ranks, self._replicas, self._num_shards = ranks, replicas, ranks // replicas
+        self._is_averaged = ranks > 1 or even_alone
+        self._cuts = self._num_shards > 1 or even_alone
         self._made: dict[tuple[int, Home], ChunkPlace] = {}
 
     def at(self, chunk: ChunkSpec, home: Home) -> ChunkPlace:
@@ -232,7 +237,7 @@ class ChunkPlaces:
         # See [Note: shards]. `shard`: what a rank has of parameters at home, of states and of a gradient at home.
         is_whole = sharing is Sharing.REPLICATED and params is Tier.GPU
         shard = chunk if is_whole else chunk.shard(0, self._num_shards)
-        is_cut = shard is not chunk
+        is_cut = self._cuts and not is_whole
         has_whole_params = params is Tier.GPU and not (is_cut and sharing is Sharing.SHARDED)
         # Parameters that stay whole and change nowhere, or not by this run, are never gathered.
         is_gathered = is_cut and not (has_whole_params and not chunk.optimised_numel)
@@ -314,6 +319,8 @@ class ChunkPlaces:
             ranks=self._ranks,
             replicas=self._replicas,
             is_gathered=is_gathered,
+            is_averaged=self._is_averaged,
+            is_cut=is_cut,
         )
 
 

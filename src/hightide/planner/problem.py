@@ -29,6 +29,7 @@ class Terms:
     without: Mechanisms = NONE  # that a plan must do without, to see what they are worth
     ranks: int = 1  # of which each has a GPU, a batch like the profile's, and these limits for itself
     replicas: int = 1  # groups of ranks that have a copy of everything
+    even_alone: bool = False  # one rank does what each of several does
 
     @classmethod
     def of(cls, plan: Plan) -> Terms:
@@ -37,11 +38,20 @@ class Terms:
         states = next((chunk.rule_states for chunk in plan.layout.chunks if chunk.optimised_numel), ())
         disk_bytes, accumulate = plan.disk_limit_bytes, plan.accumulate
         terms = cls(*limits, plan.update, plan.micro_batch, states, plan.gradients, disk_bytes, accumulate)
-        return replace(terms, ranks=plan.ranks, replicas=plan.replicas)
+        return replace(terms, ranks=plan.ranks, replicas=plan.replicas, even_alone=plan.even_alone)
 
     @property
     def num_shards(self) -> int:
         return self.ranks // self.replicas
+
+    @property
+    def has_collectives(self) -> bool:
+        return self.ranks > 1 or self.even_alone
+
+    @property
+    def is_cut(self) -> bool:
+        """Chunks are in shards."""
+        return self.num_shards > 1 or self.even_alone
 
     @property
     def limits(self) -> dict[Tier, int]:

@@ -4,7 +4,7 @@
 samples, no size of any tensor above that of the same tensor, no tensor that the example did not have. Any other batch
 is profiled before its pass begins, which takes no memory of the GPU, and the plan is held against it. If it does not
 hold, the run is planned again for all batches so far, and moved; or the batch is refused, while nothing has happened
-yet. See observe/larger_batches.py.
+yet. See observe/larger_batches.py; of several ranks all ask, and all do the same: observe/ranked_batches.py.
 
 An evaluation is not forecast: its outputs are the user's affair. Where it runs out of memory it is begun again under a
 plan that leaves more of it free."""
@@ -20,7 +20,8 @@ from hightide.stores.store import OutOfMemory
 
 class Admission(Protocol):
     def admit(self, batch: Arguments, sizes: BatchSizes) -> None:
-        """Before a training pass with a batch that is not known. Raises Refused if the run cannot hold it."""
+        """Before a training pass with a batch that is not known, or that another rank does not know. Raises Refused if
+        the run cannot hold it."""
 
     def make_room(self, error: OutOfMemory, sizes: BatchSizes) -> None:
         """An evaluation ran out of GPU memory, and will be begun again. Raises Refused if that is of no use."""

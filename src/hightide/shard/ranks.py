@@ -10,6 +10,11 @@ host.
 shards: mostly the ranks of one node. Then `gather` and `reduce` are of one group, and `across` is of those ranks of all
 groups that have the same shard: a mean is summed inside a group first, then across. Each rank still issues the same
 collectives in the same order as all others, so logs of different groups can be compared.
+
+[Note: one rank that talks to itself] One rank exchanges nothing. With HIGHTIDE_COLLECTIVES_ALONE=1 in the environment
+it does all that each of several ranks does: its plan gathers and reduces (`Plan.even_alone`), on the same lanes and
+streams, over NCCL or gloo, in a process group of one that it makes for itself. Its shards are whole chunks, and its
+means are of one, so results are what they were: what is left is what collectives cost beside the bytes.
 """
 
 from __future__ import annotations
@@ -46,6 +51,7 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that torch
 SETTING_UP_S = 60.0  # for a communicator, when all ranks are known to be there
 AT_LAST_S = 300.0  # after the watchman's patience: torch's own timeout, if all else fails
 LOOK_S = 0.02
+EVEN_ALONE_SWITCH = "HIGHTIDE_COLLECTIVES_ALONE"  # "1": see [Note: one rank that talks to itself]
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _BREAK_OFF_TAG = 4242
 
@@ -239,6 +245,11 @@ class Ranks:
             lambda: _close(watchman, groups, is_ours, birthplace),
             members,
         )
+
+
+def talks_even_alone() -> bool:
+    """See [Note: one rank that talks to itself]."""
+    return os.environ.get(EVEN_ALONE_SWITCH, "0") == "1"
 
 
 def are_several() -> bool:

@@ -7,7 +7,7 @@ the last signs, and where no wait can end well it declares the fault, tells the 
 They are two, because the store hangs too when the process that hosts it is stopped.
 
 [Note: two lanes] Ranks that wait for each other on different lanes would do so until the timeout: one reads a gradient,
-which the others do not, and they wait for it in their next forward. What a rank exchanges in the thread that runs the
+which the others do not, and they wait for it in an evaluation. What a rank exchanges in the thread that runs the
 model (`callers_lane`) stands still with that thread. Once nothing is left to begin on its other lanes (`owes_others`),
 what it has issued there is all that comes before, but for lanes that are `apart`: a checkpoint is written beside. A
 rank that has issued more, and has not come to the exchange, does something else. Work that has left its queue and is
@@ -38,6 +38,10 @@ SIGNS, CLOCK = "hightide-signs", "hightide-clock"  # the threads
 TOLD_WITHIN_S = 5.0  # so long, at most, one waits until others have been told
 LOOK_S = 0.02
 LAST_BEATS = 1.5  # after which all have heard that the host of the store ends
+TOGETHER = (
+    "What ranks exchange all of them must call, in the same order: the model and its blocks, reading p.grad, norms of "
+    "other types than 2, state_dict(), saving and loading"
+)
 BEATS_OF_DOUBT = 5  # a rank whose connection is closed, and that gave no sign for so many, is dead
 
 
@@ -378,9 +382,7 @@ class Watchman:
         at = f"{position.names[-1]} (number {position.number} of lane {lane})" if position.names else f"lane {lane}"
         return Fault(
             None,
-            f"rank {self.rank} came to {_what(waited)}, and rank {rank} has gone on without it, to {at}. What ranks "
-            "exchange all of them must call, in the same order: reading p.grad, norms of other types than 2, "
-            "state_dict(), saving and loading",
+            f"rank {self.rank} came to {_what(waited)}, and rank {rank} has gone on without it, to {at}. {TOGETHER}",
         )
 
     def _lost(
@@ -442,10 +444,7 @@ def difference(lane: str, number: int, names: Sequence[str], ranks: Sequence[int
     for rank, name in zip(ranks, names, strict=True):
         by_name.setdefault(name, []).append(rank)
     issued = ", ".join(f"{name} on {_ranks(who)}" for name, who in by_name.items())
-    return (
-        f"ranks issued different collectives as number {number} of lane {lane}: {issued}. All ranks must call the same "
-        "blocks in the same order"
-    )
+    return f"ranks issued different collectives as number {number} of lane {lane}: {issued}. {TOGETHER}"
 
 
 def _number(sign: Sign, lane: str) -> int:

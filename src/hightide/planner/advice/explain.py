@@ -77,8 +77,10 @@ def _source(profile: ModelProfile) -> list[str]:
 
 
 def _ranks(plan: Plan) -> list[str]:
-    if plan.ranks == 1:
+    if not plan.has_collectives:
         return []
+    if plan.ranks == 1:
+        return ["ranks: 1, which gathers and reduces as each of several does"]
     groups = f" in {plan.replicas} groups with a copy each" if plan.replicas > 1 else ""
     lines = [f"ranks: {plan.ranks}{groups}; the numbers here are of one"]
     owners = {chunk.block for chunk in plan.layout.chunks}

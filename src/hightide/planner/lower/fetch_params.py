@@ -70,7 +70,7 @@ def _fill(draft: Draft, slots: Slots, reuses_slots: bool = True) -> None:
             place = draft.placement.chunks[index]
             window = range(start, start + needed[index])
             left = [e for s, e in gone.items() if s in window or e.chunk == index]
-            if draft.plan.num_shards > 1:  # what enters on one lane does not follow what has entered on the other
+            if draft.plan.is_cut:  # what enters on one lane does not follow what has entered on the other
                 left += [e for s, e in freed.items() if s in window]
             _bring(draft, place, tick, start, left)
             for slot in window:

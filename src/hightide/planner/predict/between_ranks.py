@@ -26,8 +26,8 @@ _ALL_REDUCE: Rate = attrgetter("all_reduce_bytes_per_s")
 
 
 def links_of(machine: Machine, plan: Plan) -> Links | None:
-    """Between the ranks of a plan. None: it has one."""
-    if plan.ranks == 1:
+    """Between the ranks of a plan. None: it has one, which exchanges nothing."""
+    if not plan.has_collectives:
         return None
     links = machine.links
     if links is None or links.gpus_per_node * links.num_nodes != plan.ranks:

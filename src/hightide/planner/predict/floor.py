@@ -49,7 +49,7 @@ def _collectives(solution: Searched) -> dict[Lane, float]:
 def _compute(profile: ModelProfile, plan: Plan, costs: Costs) -> float:
     there: dict[str, Any] = dict.fromkeys(("params", "states", "inputs", "held", "compute"), Tier.GPU)
     blocks = tuple(replace(block, activation=Activation.KEEP, **there) for block in plan.blocks)
-    if plan.num_shards > 1:  # parameters are whole, so that no slots are needed
+    if plan.is_cut:  # parameters are whole, so that no slots are needed
         cut = {Sharing.SHARDED: Sharing.PARAMS_REPLICATED}
         blocks = tuple(replace(block, sharing=cut.get(block.sharing, block.sharing)) for block in blocks)
     kept = num_rows(profile) if all(block.plain_linear for block in profile.blocks if block.lazy_head) else 0

@@ -62,6 +62,7 @@ class Space:
             disk_limit_bytes=self.terms.disk_bytes,
             ranks=self.terms.ranks,
             replicas=self.terms.replicas,
+            even_alone=self.terms.even_alone,
             profile=self.profile,
         )
         placement = self.placement(plan)
@@ -92,9 +93,9 @@ class Space:
         return self.terms.update is Update.IN_BACKWARD
 
     @property
-    def _kinds_of_gradients(self) -> tuple[Update, GradientDtype, int, int, int]:
+    def _kinds_of_gradients(self) -> tuple[Update, GradientDtype, int, int, int, bool]:
         terms = self.terms
-        return terms.update, terms.gradients, terms.accumulate, terms.ranks, terms.replicas
+        return terms.update, terms.gradients, terms.accumulate, terms.ranks, terms.replicas, terms.even_alone
 
     def homes(self, candidate: Candidate) -> list[Home]:
         """Of all blocks. All buffers of a ring are as large as the largest: what is far wider than others parks. So
@@ -121,7 +122,7 @@ class Space:
     @property
     def is_cut(self) -> bool:
         """Chunks are cut into shards."""
-        return self.terms.num_shards > 1
+        return self.terms.is_cut
 
     def _sharing(self, block: BlockSpec, candidate: Candidate) -> Sharing:
         """What is tiny is not worth more than one collective a step: adapters, norms."""
@@ -255,7 +256,7 @@ class Space:
     def tables(self) -> tuple[int, ...]:
         """Embeddings that can be looked up on the host: called ones that are not tied. Of tiny ones, or from a disk, it
         is not worth it; of several ranks none has the whole table."""
-        if self.terms.ranks > 1:
+        if self.terms.has_collectives:
             return ()
         tiny = tiny_blocks(self.profile)
         shared = {user for chunk in self.layout().chunks if len(chunk.users) > 1 for user in chunk.users}

@@ -112,6 +112,8 @@ def _check_ranks(plan: Plan) -> None:
             f"the plan is for {plan.ranks} ranks in {plan.replicas} groups; there must be from 1 to {MAX_RANKS} ranks, "
             "in groups of equal size: make a new plan"
         )
+    if plan.even_alone and plan.ranks > 1:
+        raise InfeasiblePlan(f"the plan has even_alone=true and {plan.ranks} ranks; it is for one: use false")
 
 
 def check_states(plan: Plan, states: StateSpecs) -> None:
@@ -194,7 +196,7 @@ def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
             )
         if block.compute is not Tier.GPU:
             _check_lookup(spec, block, plan, where)
-        if plan.num_shards > 1:
+        if plan.is_cut:
             _check_sharing(spec, block, plan, where)
         if spec.loose and (block.params, block.states) != (Tier.GPU, Tier.GPU):
             raise InfeasiblePlan(f"{where} (parameters used outside of blocks) must have params and states on the gpu")
@@ -232,7 +234,7 @@ def _check_loss_in_forward(profile: ModelProfile, plan: Plan) -> None:
 
 def _check_lookup(spec: BlockSpec, block: BlockPlan, plan: Plan, where: str) -> None:
     """Of an embedding on the host."""
-    if plan.ranks > 1:
+    if plan.has_collectives:
         raise InfeasiblePlan(
             f"{where} has compute on the host, where each of {plan.ranks} ranks has a part of its table only; use "
             "compute=gpu"

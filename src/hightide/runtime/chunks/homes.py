@@ -39,10 +39,9 @@ class Homes:
         self.places = {entry.param: (spec.index, entry) for spec in self.specs for entry in spec.params}
         self._own_shard, self.num_shards = own_shard, (num_shards := placement.plan.num_shards)
         self.answers = True  # of groups of ranks with a copy each, the first does
-        cut = [place.shard is not place.chunk for place in self.placed]
         # What this rank has of each chunk, see [Note: shards] in planner/chunk_places.py: often the chunk itself.
         self.shards = tuple(
-            spec.shard(own_shard, num_shards) if is_cut else spec for spec, is_cut in zip(self.specs, cut, strict=True)
+            place.chunk.shard(own_shard, num_shards) if place.is_cut else place.chunk for place in self.placed
         )
         # Which elements of the chunk these are; of one that is whole on all ranks those that it answers for.
         self.own = tuple(spec.own_ranges(own_shard, num_shards) for spec in self.specs)
@@ -111,7 +110,7 @@ class Homes:
 
     def is_cut(self, chunk: int) -> bool:
         """Of several ranks each updates a shard of it."""
-        return self.shards[chunk] is not self.specs[chunk]
+        return self.placed[chunk].is_cut
 
     def has_whole_home(self, chunk: int) -> bool:
         """All its parameters are at home here."""

@@ -26,7 +26,7 @@ class Issuer:
         self._rings = None if self._chunks.disk is None else self._chunks.disk.rings
         # Of several ranks: chunks whose gradients plain autograd makes, and is through with at the end of backward.
         self._loose = {chunk for chunk in range(len(self._chunks.specs)) if performer.gradients.has_loose(chunk)}
-        self._is_alone = not any(place.ranks > 1 for place in self._chunks.placed)
+        self._is_alone = not any(place.is_averaged for place in self._chunks.placed)
         self._moment: list[Ticket] | None = None  # what compute had enqueued when issuing began
 
     def run_before(self, current: Pass, index: int, accumulate: bool, without: Op | None = None) -> None:

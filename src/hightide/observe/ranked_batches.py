@@ -1,0 +1,191 @@
+"""A batch of one of several ranks that no plan was made for: all ranks keep their plan, move to another, or refuse.
+
+[Note: larger batches of ranks] Ranks have batches of different shapes in the same step, and one plan. So each tells at
+the beginning of every training forward whether it has a batch that is larger than all before: one byte, in the user's
+thread, over the lane of control. Nothing else could tell it in time: what ranks exchange at the end of a backward is
+before the next batch is known, and once the others have begun their forward, they wait for this rank's gathers under
+the old plan. It took 0.2 to 0.3 ms with two ranks on two busy cores (bench/exchange.py), as much as the exchange at the
+end of each backward; and the thread that waits is ahead of a GPU, as a rule.
+
+Where somebody has one, all come here. Those that have one profile it, and tell the profile; the first rank plans for
+all of them, or finds that the plan holds them or that nothing does; and all do the same: each verifies the plan and
+goes over to it, or raises the same refusal before anything has begun. What any rank raises meanwhile ends all of
+them. What they know of batches is the same on all ranks, so the next question is too."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from hightide.ir import codec
+from hightide.ir.block import ModelProfile
+from hightide.ir.plan import Plan
+from hightide.ir.refusal import RefusedArgument
+from hightide.ir.units import format_seconds
+from hightide.observe.larger_batches import LARGEST, LargerBatches
+from hightide.observe.ranked_watch import RankedWatch
+from hightide.observe.watch import Watch
+from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.predict.estimate import estimate
+from hightide.planner.solution import Searched, Solution
+from hightide.process.progress import LOG, shown
+from hightide.profiler.model.batch_sizes import BatchSizes
+from hightide.profiler.model.call_tree import Arguments
+from hightide.runtime.chunks.moving import check_room
+from hightide.runtime.run import Run
+from hightide.shard.agreement import from_first, of_each
+from hightide.shard.collectives import Collectives
+
+
+class _Larger(NamedTuple):
+    """What a rank has that is larger than all before."""
+
+    rank: int
+    sizes: BatchSizes
+    profile: ModelProfile | None  # None: without values nothing can be known of it
+
+    def __str__(self) -> str:
+        return f"a batch of {self.sizes} on rank {self.rank}"
+
+
+class RankedLargerBatches(LargerBatches):
+    """An Admission. All ranks call `admit`, whoever has the batch."""
+
+    def __init__(self, run: Run, solution: Solution, collectives: Collectives, fixed: str = "") -> None:
+        super().__init__(run, solution, fixed)
+        self._collectives = collectives
+        self._is_first = collectives.ranks.rank == 0
+
+    def admit(self, batch: Arguments, sizes: BatchSizes) -> None:
+        began_s, run = time.perf_counter(), self._run
+        assert run.batches is not None
+        self._catch_up()
+        before = str(run.batches)
+        with shown("hightide plans for a larger batch"):
+            found, why_not = self._of_all(batch, sizes)
+            known = [one for one in found if one.profile is not None]
+            told = f"{'; '.join(map(str, found))}, where batches had up to {before}"
+            for one in found:
+                if one.profile is None:
+                    self._let_in_unknown(one.sizes)
+            if not known:
+                return
+            following = self._decided(known, told, why_not)
+            if following is not None:
+                self._check_room(told)
+                self._move_to(following, told)
+            for one in known:
+                assert one.profile is not None
+                self._remember(one.profile, one.sizes)
+        took = format_seconds(time.perf_counter() - began_s)
+        if following is None:
+            LOG.info("%s: the plan holds it, which took %s to find out", told, took)
+            return
+        self._say(
+            f"{told}. Planned again, and all ranks moved to the new plan, in {took}; results are the same. To do it "
+            f"once and for all, {LARGEST}"
+        )
+
+    def _of_all(self, batch: Arguments, sizes: BatchSizes) -> tuple[list[_Larger], str]:
+        """By rank; and why the plan cannot be exchanged now, on any of them."""
+        watchman = self._collectives.ranks.watchman
+        assert watchman is not None and self._run.batches is not None
+        is_larger = not self._run.batches.hold(sizes)
+
+        def own() -> bytes:
+            profile = self._profiled(batch) if is_larger else None
+            told = {
+                "sizes": _plain(sizes) if is_larger else None,
+                "profile": profile and codec.to_json(profile),
+                "why": self._kept_from_moving(),
+            }
+            return json.dumps(told).encode()
+
+        before, watchman.doing = watchman.doing, "profiling a larger batch"
+        rows = [json.loads(row) for row in of_each(self._collectives, "profiles of larger batches", own)]
+        watchman.doing = before
+        found = [
+            _Larger(rank, _sizes(row["sizes"]), row["profile"] and codec.from_json(ModelProfile, row["profile"]))
+            for rank, row in enumerate(rows)
+            if row["sizes"] is not None
+        ]
+        return found, next((row["why"] for row in rows if row["why"]), "")
+
+    def _kept_from_moving(self) -> str:
+        why = super()._kept_from_moving()
+        if not why and self._run.has_gradients:
+            why = (
+                "gradients in shards do not move: pass the larger batch in the first call of a step, after zero_grad()"
+            )
+        return why
+
+    def _decided(self, larger: list[_Larger], told: str, why_not: str) -> Searched | None:
+        """By the first rank, for all. None: the plan holds them."""
+        found: Searched | None = None
+        profiles = [one.profile for one in larger if one.profile is not None]
+
+        def decide() -> str:
+            nonlocal found
+            if self._is_held(profiles):
+                return json.dumps({})
+            before, self._profiles = self._profiles, [*profiles[1:], *self._profiles]
+            try:
+                found = self._found(profiles[0], told, why_not)
+            except RefusedArgument as refusal:
+                return json.dumps({"refusal": str(refusal)})
+            finally:
+                self._profiles = before
+            return json.dumps({"plan": codec.to_json(found.plan), "host": found.peaks.host_peak_bytes})
+
+        decided = json.loads(from_first(self._collectives, "a plan for a larger batch", decide))
+        if "refusal" in decided:
+            raise RefusedArgument(decided["refusal"])
+        if "plan" in decided and found is None:
+            found = self._elsewhere(codec.from_json(Plan, decided["plan"]), decided["host"])
+        return found
+
+    def _elsewhere(self, plan: Plan, host_peak_bytes: int) -> Searched:
+        """What the first rank has found."""
+        problem = self._problem
+        assert problem is not None and plan.profile is not None
+        terms = problem.terms
+        if terms.micro_batch is not None:
+            terms = replace(terms, micro_batch=min(terms.micro_batch, plan.num_samples))
+        costs = estimate(plan.profile, problem.machine)
+        found = Searched.elsewhere(replace(problem, profile=plan.profile, costs=costs, terms=terms), plan)
+        found.verify()
+        return replace(found, peaks=replace(found.peaks, host_peak_bytes=host_peak_bytes))
+
+    def _check_room(self, told: str) -> None:
+        """Of the host, while values move: on all ranks, or nobody moves."""
+        problem = ""
+        try:
+            check_room(self._run.plan)
+        except InfeasiblePlan as refusal:
+            problem = str(refusal)
+        if self._run.any_rank("no room to move to another plan", bool(problem)):
+            raise RefusedArgument(f"{told}: {problem or 'another rank has no memory for a move'}. Or {LARGEST}")
+
+    def _watch(self, found: Searched) -> Watch:
+        return RankedWatch(self._run, found, self._collectives)
+
+    def _kept_from_making_room(self) -> str:
+        return f"the plan is that of {self._collectives.ranks.world} ranks, of which the others are in their passes"
+
+    def _say(self, text: str) -> None:
+        """Once for all ranks."""
+        if self._is_first:
+            warnings.warn(text, stacklevel=5)
+
+
+def _plain(sizes: BatchSizes) -> list[Any]:
+    return [sizes.num_samples, dict(sizes.tensors), sorted(sizes.flags), sorted(sizes.objects)]
+
+
+def _sizes(plain: list[Any]) -> BatchSizes:
+    count, tensors, flags, objects = plain
+    by_name = {name: tuple(size) for name, size in tensors.items()}
+    return BatchSizes(count, by_name, frozenset(flags), frozenset(objects))
