@@ -39,7 +39,7 @@ SLOW_S, TIMEOUT_S = 30.0, 6.0
 WIDTH = 32
 LOST = ("killed", "stopped", "raises", "bad batch", "slow", "ends early", "reads alone")  # the run cannot go on
 UNEVEN = (  # nor can it here: a rank calls something more or less often than others
-    *("one backward more", "one step less", "one step more", "one block more", "accumulates more"),
+    *("one backward more", "one step less", "one step more", "one block more", "accumulates more", "steps early"),
     *("leaves early to save", "evaluates alone", "generates alone"),
 )
 IN_BARRIER = ("leaves early to a barrier", "evaluates alone before a barrier")  # of torch.distributed
@@ -47,7 +47,8 @@ GOES_ON = ("nan", "skips a block", "late", "steps in vain")  # it can
 EITHER = ("other order",)
 KINDS = (*LOST, *UNEVEN, *IN_BARRIER, *GOES_ON, *EITHER)
 ENDS_WELL = ("one step less", "leaves early to save")  # where nobody needs anybody
-DEFERRED = ("reads alone", "one backward more", "one step more", "accumulates more")  # else refused, or not possible
+ACCUMULATE = {"accumulates more": 2, "steps early": 2}  # backwards before each step, as all ranks promise
+DEFERRED = ("reads alone", "one backward more", "one step more", *ACCUMULATE)  # else it is refused
 
 
 class Layers(nn.Module):
@@ -79,10 +80,9 @@ def trains(rank: int, world: int, kind: str, victim: int, seed: int, quick: bool
         gpu = "40KiB"  # what fits each GPU needs nobody else
     limits = hightide.Limits(gpu=gpu, host="16MiB")
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    timeout_s = TIMEOUT_S if kind == "slow" else 600.0
-    wrapped, optimizer = hightide.wrap(
-        model, optimizer, torch.zeros(4, WIDTH), limits=limits, update=update, blocks=["layers.*"], timeout_s=timeout_s
-    )
+    timeout_s, num_passes = TIMEOUT_S if kind == "slow" else 600.0, ACCUMULATE.get(kind, 1)
+    options = {"update": update, "blocks": ["layers.*"], "timeout_s": timeout_s, "accumulate": num_passes}
+    wrapped, optimizer = hightide.wrap(model, optimizer, torch.zeros(4, WIDTH), limits=limits, **options)
     finite = []
     for step in range(NUM_STEPS):
         batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
@@ -93,7 +93,9 @@ def trains(rank: int, world: int, kind: str, victim: int, seed: int, quick: bool
             continue
         if is_struck and kind.startswith("leaves early"):
             break
-        for _ in range(1 + (is_struck and kind in ("one backward more", "accumulates more"))):
+        for number in range(num_passes + (is_struck and kind in ("one backward more", "accumulates more"))):
+            if number and is_struck and kind == "steps early":
+                optimizer.step()
             loss = wrapped(batch)
             loss.backward()
         if is_struck and kind == "reads alone":

@@ -7,15 +7,16 @@ from collections.abc import Callable
 
 from hightide.ir.tier import Lane
 from hightide.runtime.schedule.in_flight import InFlight
+from hightide.shard.own_rank import Standing
 from hightide.shard.ranks import ACROSS, GATHER, REDUCE, STEP
-from hightide.shard.watchman import Standing, Watchman
+from hightide.shard.watchman import Watchman
 
 ISSUED_ON = {Lane.GATHER: (GATHER,), Lane.REDUCE: (REDUCE, ACROSS, STEP)}  # by a lane's thread
 
 
 def is_watched_by(watchman: Watchman, flight: InFlight) -> None:
-    watchman.owes_others = _owes_others(weakref.ref(flight))
-    watchman.standing = _standing(weakref.ref(flight))
+    watchman.own.owes_others = _owes_others(weakref.ref(flight))
+    watchman.own.standing = _standing(weakref.ref(flight))
 
 
 def _owes_others(flight: weakref.ref[InFlight]) -> Callable[[], bool]:

@@ -139,7 +139,7 @@ class Ranks:
         """See [Note: groups with a copy each]. All ranks call it, while no collective is under way."""
         self._circles.clear()
         if self.watchman is not None:
-            self.watchman.circles = {}
+            self.watchman.own.circles = {}
         if replicas == 1 or self.is_alone:
             return
         assert self.watchman is not None
@@ -153,7 +153,7 @@ class Ranks:
                 made = _make_group(members, self.backend, name, self.watchman.patience, len(self._members))
                 if made is not None:
                     self._groups[name], self._circles[lane] = made, Circle(circle, made)
-                    self.watchman.circles[lane] = circle
+                    self.watchman.own.circles[lane] = circle
 
     def close(self) -> None:
         """The others are told; nothing that was made here stays."""

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from hightide.shard.issued import SHOWN, LaneLog
 
+ENDED = "it has ended"  # a program, without an exception
 OUTSIDE = "torch.distributed"  # in the place of a lane: a collective that is not ours
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from hightide.shard.issued import Issued, LaneLog
-from hightide.shard.signs import OUTSIDE, Fault, Sign, Wait
+from hightide.shard.signs import ENDED, OUTSIDE, Fault, Sign, Wait
 
 SHOWN_RANKS = 4  # of those that wait for each other, in a message
 EQUALLY = (
@@ -168,7 +168,7 @@ def lost(
     """Somebody without whom no wait ends."""
     for rank, sign in signs.items():
         if sign.ended is not None and any(sign.number(issued.lane) < issued.number for issued in waits):
-            remedy = "" if "with" in sign.ended else f". {EQUALLY}"
+            remedy = f". {EQUALLY}" if sign.ended == ENDED else ""
             return Fault(rank, f"rank {rank} is no longer there: {sign.ended} (at {sign.at}){remedy}")
         if sign.ended is None and silent_s[rank] > patience_s:
             return Fault(rank, f"rank {rank} has given no sign of life for {silent_s[rank]:.0f} s (at {sign.at})")

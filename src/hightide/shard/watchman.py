@@ -18,17 +18,16 @@ import sys
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import safe_point
-from hightide.shard.issued import Issued, LaneLog
-from hightide.shard.signs import OUTSIDE, Fault, Position, Sign, Standstill, Wait
-from hightide.shard.users_thread import Outside, frame_of, line_of, outside
+from hightide.shard.issued import Issued
+from hightide.shard.own_rank import OwnRank
+from hightide.shard.signs import ENDED, OUTSIDE, Fault, Sign
 from hightide.shard.verdicts import behind, compare, deadlock, gone_on, in_a_line, in_full, in_words, lost, stuck
 from hightide.stores.threads import background
 
@@ -69,16 +68,6 @@ class Store(Protocol):
 
     def set(self, key: str, value: str, /) -> None: ...
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
-
-
-class Standing(NamedTuple):
-    """What the lanes of this rank do, and the thread that runs the model."""
-
-    waits: bool  # that thread does, for a lane
-    is_idle: bool  # lanes do, but for those that wait for other ranks
-    at_others: tuple[tuple[str, ...], ...]  # of each of these that is at work, the names of lanes that it issues on
-    num_done: int  # another number as soon as one of them does something
-    on_gpu: bool = False
 
 
 class Lasting:
@@ -122,29 +111,15 @@ class Watchman:
         apart: Sequence[str] = (),
         members: Sequence[int] | None = None,
     ) -> None:
-        """`callers_lane`, and lanes that are `apart` from the thread that runs the model: see [Note: two lanes] in
-        verdicts.py. `members`: what torch.distributed calls the ranks."""
+        """`lanes` and what follows of them: see OwnRank."""
         self.rank, self.world, self.patience = rank, world, patience
-        self.doing = "the start"  # for messages; whoever does something says so
-        self.calls: Counter[str] = Counter()  # of the model, backward and step()
-        self.is_evaluating = False
+        self.own = OwnRank(rank, world, lanes, callers_lane, apart, members)
         self.break_off: Callable[[], object] = lambda: None
-        self.owes_others: Callable[[], bool] = lambda: True  # see [Note: two lanes] in verdicts.py
-        self.standing: Callable[[], Standing | None] = lambda: None  # see [Note: standstill] there; None: nobody knows
-        self.circles: dict[str, tuple[int, ...]] = {}  # by lane, who takes part, where it is not all
-        self._callers_lane, self._apart = callers_lane, apart
-        self._members = tuple(range(world)) if members is None else tuple(members)
-        self._users_thread = threading.get_ident()
-        self._outside: Outside | None = None  # a collective of the user's own that is under way
-        self._num_outside = 0  # so many were seen
         self._left_alone, self._stuck = Lasting(), Lasting()
         self._first_beats: dict[int, int] = {}  # of those that are stuck, when it was first seen
-        self._own: Sign | None = None  # the last one
         self._store, self._host, self._host_rank = store, host, host_rank  # who hosts the store; None: no rank
-        self._logs = {lane: LaneLog(lane) for lane in lanes}
         self._others: dict[int, _Other] = {}
         self._lock = threading.Lock()
-        self._beat = 0
         self._fault: Fault | None = None
         self._failure: RankFailure | None = None
         self._ended: str | None = None
@@ -156,6 +131,14 @@ class Watchman:
         self._over, self._broken_off = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
         self._birthplace = Birthplace()
+
+    @property
+    def doing(self) -> str:
+        return self.own.doing
+
+    @doing.setter
+    def doing(self, what: str) -> None:
+        self.own.doing = what
 
     # ---- begin and end
 
@@ -169,7 +152,7 @@ class Watchman:
         self._threads = [background(SIGNS, self._give_signs), background(CLOCK, self._watch)]
         atexit.register(self._at_exit)
 
-    def end(self, why: str = "it has ended") -> None:
+    def end(self, why: str = ENDED) -> None:
         """The others are told, so that none takes this rank for dead."""
         if self._ended is not None or not self._birthplace.is_here:
             return
@@ -188,7 +171,7 @@ class Watchman:
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # what has ended the program
-        self.end("it has ended" if error is None else f"it has ended with {in_a_line(error)}")
+        self.end(ENDED if error is None else f"{ENDED} with {in_a_line(error)}")
 
     def _all_have_ended(self) -> bool:
         with self._lock:
@@ -206,23 +189,14 @@ class Watchman:
 
     # ---- collectives
 
-    @property
-    def moment(self) -> str:
-        """Which parameters a rank means, in the name of a collective: ranks that have called step() unequally often
-        differ, and ranks of which one evaluates."""
-        steps = self.calls["step()"]
-        return f"{', of an evaluation,' if self.is_evaluating else ''} after {steps} step{'' if steps == 1 else 's'}"
-
     def issue(self, lane: str, name: str, is_through: Callable[[], bool] = lambda: False) -> Issued:
         """Before a collective. The caller waits for it, and then calls `through`; or it is put on a stream, and is
         asked whether it is through."""
         self.check()
-        with self._lock:
-            return self._logs[lane].add(name, time.monotonic(), is_through)
+        return self.own.issue(lane, name, is_through)
 
     def through(self, issued: Issued) -> None:
-        with self._lock:
-            self._logs[issued.lane].through()
+        self.own.through(issued)
 
     def check(self) -> None:
         """RankFailure when a fault is known."""
@@ -279,20 +253,13 @@ class Watchman:
     # ---- faults
 
     def _declare(self, fault: Fault) -> None:
+        waited = self.own.in_words()
         with self._lock:
             if self._fault is None:
                 self._fault = fault
-                self._failure = RankFailure(f"rank {self.rank}{self._waiting()} cannot go on: {fault.text}")
+                self._failure = RankFailure(f"rank {self.rank}{waited} cannot go on: {fault.text}")
+        self._give.set()
         self._look.set()  # the clock's thread breaks off
-
-    def _waiting(self) -> str:
-        now_s = time.monotonic()
-        waits = [
-            f"{now_s - oldest.since_s:.1f} s for {in_full(oldest)}"
-            for log in self._logs.values()
-            if (oldest := log.oldest()) is not None
-        ]
-        return f", at {self.doing}, waited {', '.join(waits)}, and" if waits else f", at {self.doing},"
 
     def _tell(self) -> None:
         """At once, if the store answers."""
@@ -313,45 +280,9 @@ class Watchman:
         return f"sign/{rank}"
 
     def _sign(self) -> Sign:
-        frame = frame_of(self._users_thread)
-        self._look_outside(outside(frame))
-        where, lanes = line_of(frame), self.standing()
-        del frame  # and all that it holds
         with self._lock:
-            self._beat += 1
-            positions = {lane: Position.of(log) for lane, log in self._logs.items() if log.number}
-            still = None if lanes is None else self._standstill(lanes)
-            self._own = Sign(
-                self._beat, self.doing, positions, self._fault, self._ended, where, dict(self.calls), still
-            )
-            return self._own
-
-    def _look_outside(self, found: Outside | None) -> None:
-        if found is not None and (self._outside is None or found.frame is not self._outside.frame):
-            self._num_outside += 1
-        self._outside = found
-
-    def _standstill(self, lanes: Standing) -> Standstill | None:
-        """None: something is done here. See [Note: standstill] in verdicts.py."""
-        under_way = {
-            lane: oldest
-            for lane, log in self._logs.items()
-            if lane not in self._apart and (oldest := log.oldest()) is not None
-        }
-        is_stopped = lanes.waits or self._callers_lane in under_way or self._outside is not None
-        if not (is_stopped and lanes.is_idle and all(not under_way.keys().isdisjoint(at) for at in lanes.at_others)):
-            return None
-        everyone = tuple(range(self.world))
-        waits = [
-            Wait(lane, oldest.number, oldest.name, self.circles.get(lane, everyone))
-            for lane, oldest in under_way.items()
-        ]
-        if self._outside is not None:
-            members = tuple(self._members.index(one) for one in self._outside.members if one in self._members)
-            waits.append(Wait(OUTSIDE, 0, self._outside.name, members))
-        counted = (log.number + log.num_through for log in self._logs.values())
-        moment = lanes.num_done + self._num_outside + sum(counted)
-        return Standstill(moment, tuple(waits)) if waits else None
+            fault, ended = self._fault, self._ended
+        return self.own.sign(fault, ended)
 
     def _give_signs(self) -> None:
         try:
@@ -400,24 +331,27 @@ class Watchman:
                 fault = Fault(self.rank, f"rank {self.rank} raised {in_a_line(error)} (at {self.doing})")
             if fault is not None:
                 self._declare(fault)
-                self._give.set()
             if self._fault is not None:
                 try:
+                    self._tell_outside()
                     self.break_off()
                 finally:
                     self._broken_off.set()
-                self._tell_outside()
                 return
             self._look.wait(self.patience.beat_s)
             self._look.clear()
 
     def _tell_outside(self) -> None:
         """A rank that waits in a collective of the user's own, which is not broken off: it ends when the others do, and
-        its exception will not say why."""
-        waiting, failure = outside(frame_of(self._users_thread)), self._failure
+        its exception will not say why. So they wait until it has said so."""
+        waiting, failure = self.own.waiting_outside(), self._failure
         if waiting is not None and failure is not None:
             with suppress(Warning):
-                warnings.warn(f"{OUTSIDE}.{waiting.name}() waits for ranks that do not come: {failure}", stacklevel=2)
+                warnings.warn(f"{waiting} waits for ranks that do not come: {failure}", stacklevel=2)
+        with self._lock:
+            signs = [other.sign for other in self._others.values()]
+        if any(wait.lane == OUTSIDE for sign in signs if sign.standstill for wait in sign.standstill.waits):
+            self._until(self._all_know, BEATS_OF_DOUBT * self.patience.beat_s)
 
     def _forgive(self, now_s: float) -> None:
         with self._lock:
@@ -429,13 +363,12 @@ class Watchman:
         with self._lock:
             signs = {rank: other.sign for rank, other in self._others.items()}
             silent_s = {rank: self._heard_s - other.heard_s for rank, other in self._others.items()}
-            waits = [oldest for log in self._logs.values() if (oldest := log.oldest()) is not None]
-            found = (compare(self.rank, self._logs, rank, sign) for rank, sign in signs.items())
+        with self.own.lock:
+            found = (compare(self.rank, self.own.logs, rank, sign) for rank, sign in signs.items())
             fault = next((one for one in found if one is not None), None)
-        if fault is not None:
+        waits = self.own.waits()
+        if fault is not None or not waits:
             return fault
-        if not waits:
-            return None
         oldest = min(waits, key=lambda issued: issued.since_s)
         fault = lost(waits, signs, silent_s, self.patience.silent_s) or self._deaf(now_s)
         fault = fault or self._gone_on(signs, now_s) or self._deadlock(signs, now_s)
@@ -450,27 +383,25 @@ class Watchman:
         return None
 
     def _gone_on(self, signs: Mapping[int, Sign], now_s: float) -> Fault | None:
-        fault, waited = None, None
-        if self._callers_lane in self._logs and not self.owes_others():
-            with self._lock:
-                waited = self._logs[self._callers_lane].oldest()
-                numbers = {lane: log.number for lane, log in self._logs.items()}
-            if waited is not None:
-                fault = gone_on(self.rank, waited, numbers, signs, self._apart)
+        fault, waited = None, self.own.callers_wait()
+        if waited is not None:
+            with self.own.lock:
+                numbers = {lane: log.number for lane, log in self.own.logs.items()}
+            fault = gone_on(self.rank, waited, numbers, signs, self.own.apart)
         lasts_s = self._left_alone.for_s(None if fault is None or waited is None else waited.number, now_s)
         return fault if lasts_s >= BEATS_OF_DOUBT * self.patience.beat_s else None
 
     def _deadlock(self, signs: Mapping[int, Sign], now_s: float) -> Fault | None:
-        if self._own is None:
+        if (own := self.own.last) is None:
             return None
-        signs = {**signs, self.rank: self._own}
+        signs = {**signs, self.rank: own}
         ranks = stuck(signs)
         moments = tuple((rank, still.moment) for rank in ranks if (still := signs[rank].standstill) is not None)
         lasts_s = self._stuck.for_s(moments or None, now_s)
         if not lasts_s:
             self._first_beats = {rank: signs[rank].beat for rank in ranks}
-        lanes = self.standing()
-        beats = BEATS_OF_GPU if lanes is not None and lanes.on_gpu else BEATS_OF_DOUBT
+        standing = self.own.standing()
+        beats = BEATS_OF_GPU if standing is not None and standing.on_gpu else BEATS_OF_DOUBT
         came_again = all(signs[rank].beat >= self._first_beats[rank] + SIGNS_AGAIN for rank in ranks)
         return deadlock(ranks, signs) if ranks and came_again and lasts_s >= beats * self.patience.beat_s else None
 

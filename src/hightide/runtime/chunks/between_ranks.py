@@ -48,9 +48,9 @@ class BetweenRanks:
 
     @property
     def moment(self) -> str:
-        """Which parameters these are, of those that there were; see Watchman."""
+        """Which parameters these are, of those that there were; see OwnRank."""
         watchman = self.collectives.ranks.watchman
-        return "" if watchman is None else watchman.moment
+        return "" if watchman is None else watchman.own.moment
 
     def gather(self, chunk: int, when: str) -> int:
         """Into the slot or the place where all of the chunk is on the GPU. This rank's shard is there, or at home on

@@ -159,8 +159,8 @@ class Executor:
         if current is None:
             raise Refused("a block ran outside of a pass; call the model that hightide.wrap returned")
         if self._watchman is not None:
-            self._watchman.is_evaluating = not current.program.mode.trains
-            evaluated = ", of an evaluation" if self._watchman.is_evaluating else ""
+            self._watchman.own.is_evaluating = not current.program.mode.trains
+            evaluated = ", of an evaluation" if self._watchman.own.is_evaluating else ""
             self._watchman.doing = f"{op} of block {self._names[block]!r}{evaluated}"
         if accumulate and not current.backward_begun:
             self._begin_backward(current)
@@ -354,8 +354,8 @@ class Executor:
 
     def _count(self, what: str, is_evaluating: bool = False) -> None:
         if self._watchman is not None:
-            self._watchman.calls[what] += 1
-            self._watchman.is_evaluating = is_evaluating
+            self._watchman.own.calls[what] += 1
+            self._watchman.own.is_evaluating = is_evaluating
 
     def _leftovers(self) -> list[int]:
         """Chunks with a gradient that no update has used."""
@@ -414,6 +414,7 @@ class Executor:
     def open_home(self, chunk: int) -> None:
         """The same, and no copy of them is on the GPU, or on its way there: there will be new values at home."""
         if chunk in self._flight.fetches:
+            self._flight.wait(self._flight.fetches[chunk], Lane.H2D)  # other ranks may take long
             self._flight.fetches[chunk].settle()
         self.settle_home(chunk)
         if self._chunks.placed[chunk].is_streamed and self._chunks.param_copies[chunk].state is Residency.CLEAN:
