@@ -108,7 +108,7 @@ class OwnRank:
             return self.last
 
     def _look_outside(self, found: Outside | None) -> None:
-        if found is not None and (self._outside is None or found.frame is not self._outside.frame):
+        if found is not None and (self._outside is None or found.call != self._outside.call):
             self._num_outside += 1
         self._outside = found
 

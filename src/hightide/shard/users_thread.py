@@ -32,7 +32,7 @@ _INSTALLED = tuple({_OURS, *(sysconfig.get_paths()[name] for name in ("stdlib", 
 class Outside(NamedTuple):
     """A collective of the user's own that is under way."""
 
-    frame: FrameType  # of the call: another one is another call
+    call: int  # another number is another call; to keep its frame would keep all that the user's functions hold
     name: str
     members: tuple[int, ...]  # what torch.distributed calls them
 
@@ -63,6 +63,6 @@ def outside(frame: FrameType | None) -> Outside | None:
     group = frame.f_locals.get("group") or dist.group.WORLD
     try:
         members = tuple(dist.get_process_group_ranks(group))
-    except (RuntimeError, ValueError, KeyError, AttributeError):  # it is being destroyed
+    except (RuntimeError, ValueError, KeyError, AttributeError, TypeError):  # it is being destroyed
         return None
-    return Outside(frame, frame.f_code.co_name, members)
+    return Outside(id(frame), frame.f_code.co_name, members)

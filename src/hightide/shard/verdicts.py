@@ -28,6 +28,10 @@ EQUALLY = (
     "All ranks must call the same blocks in the same order, and the model, backward and step() equally often. A rank "
     "whose batches end earlier must not leave the loop alone: give all ranks equally many (drop_last=True)"
 )
+EXCHANGED = (
+    "What ranks exchange all of them must call, in the same order: reading p.grad, norms of other types than 2, "
+    "state_dict(), saving and loading, the model"
+)
 EVALUATE = (
     "The model is in shards on all ranks, so all of them must call it, also to evaluate or generate: each on a part of "
     "the data, or all on the same, of which one rank uses the result"
@@ -100,22 +104,24 @@ def _is_outside(sign: Sign, wait: Wait) -> bool:
     return any((one.lane, one.name, one.members) == (OUTSIDE, wait.name, wait.members) for one in waits)
 
 
-def deadlock(ranks: Sequence[int], signs: Mapping[int, Sign]) -> Fault:
-    """Of ranks that are `stuck`."""
-    told = []
+def deadlock(ranks: Sequence[int], signs: Mapping[int, Sign], callers_lane: str) -> Fault:
+    """Of ranks that are `stuck`. `callers_lane`: of what is exchanged in the user's thread."""
+    told, remedy = [], EQUALLY
     for rank in ranks[:SHOWN_RANKS]:
         still = signs[rank].standstill
         assert still is not None
         wait = next((one for one in still.waits if one.lane == OUTSIDE), still.waits[0])
         whom = missing(wait, signs)
         has = "has" if len(whom) == 1 else "have"
+        if wait.lane == callers_lane:
+            remedy = f"{EXCHANGED}. {EQUALLY}"
         told.append(
             f"rank {rank} (at {signs[rank].at}) waits for {in_full(wait)}, to which {in_words(whom)} {has} not come"
         )
     if len(ranks) > SHOWN_RANKS:
         told.append(f"and {len(ranks) - SHOWN_RANKS} more ranks wait")
     calls = _unequal({rank: signs[rank].calls for rank in ranks})
-    remedy = EVALUATE if "evaluation" in calls else EQUALLY
+    remedy = EVALUATE if "evaluation" in calls else remedy
     return Fault(None, f"ranks wait for each other: {'; '.join(told)}. {_in_calls(calls)}{remedy}")
 
 
@@ -152,9 +158,8 @@ def gone_on(
             at = f"{position.names[-1]} (number {position.number} of lane {lane})" if position.names else f"lane {lane}"
             return Fault(
                 None,
-                f"rank {rank} came to {in_full(waited)}, and rank {other} has gone on without it, to {at}. What ranks "
-                "exchange all of them must call, in the same order: reading p.grad, norms of other types than 2, "
-                f"state_dict(), saving and loading, the model. {EQUALLY}",
+                f"rank {rank} came to {in_full(waited)}, and rank {other} has gone on without it, to {at}. "
+                f"{EXCHANGED}. {EQUALLY}",
             )
     return None
 

@@ -403,7 +403,11 @@ class Watchman:
         standing = self.own.standing()
         beats = BEATS_OF_GPU if standing is not None and standing.on_gpu else BEATS_OF_DOUBT
         came_again = all(signs[rank].beat >= self._first_beats[rank] + SIGNS_AGAIN for rank in ranks)
-        return deadlock(ranks, signs) if ranks and came_again and lasts_s >= beats * self.patience.beat_s else None
+        return (
+            deadlock(ranks, signs, self.own.callers_lane)
+            if ranks and came_again and lasts_s >= beats * self.patience.beat_s
+            else None
+        )
 
     def _late(self, oldest: Issued, signs: Mapping[int, Sign], waited_s: float) -> Fault | None:
         """Somebody who lives, and does something else."""

@@ -8,7 +8,7 @@ import pytest
 
 from hightide.shard.issued import Issued
 from hightide.shard.signs import OUTSIDE, Position, Sign, Standstill, Wait
-from hightide.shard.verdicts import EQUALLY, EVALUATE, deadlock, difference, gone_on, missing, stuck
+from hightide.shard.verdicts import EQUALLY, EVALUATE, EXCHANGED, deadlock, difference, gone_on, missing, stuck
 
 EVERYONE = (0, 1, 2)
 
@@ -120,17 +120,17 @@ def test_a_deadlock_is_told_with_ranks_ticks_waits_and_calls() -> None:
         1: sign(wait("reduce", 9), gather=4, reduce=9, calls={"backward": 4, "step()": 3}),
         2: sign(wait("control", 1), gather=4, reduce=8, control=1, calls=calls),
     }
-    text = deadlock([0, 1, 2], signs).text
+    text = deadlock([0, 1, 2], signs, "control").text
     at = "(at tick 4, train.py:5) waits for"
     assert f"rank 0 {at} gather 5 (number 5 of lane gather), to which ranks 1, 2 have not come" in text
     assert f"rank 1 {at} reduce 9 (number 9 of lane reduce), to which ranks 0, 2 have not come" in text
-    assert "Calls so far: backward: 3 on ranks 0, 2, 4 on rank 1. " in text and text.endswith(EQUALLY)
+    assert "Calls so far: backward: 3 on ranks 0, 2, 4 on rank 1. " in text and text.endswith(f"{EXCHANGED}. {EQUALLY}")
 
 
 def test_a_deadlock_of_an_evaluation_says_who_must_evaluate() -> None:
     barrier = wait(OUTSIDE, members=(0, 1), name="barrier")
     signs = {0: sign(wait("gather", 5, (0, 1)), gather=5, calls={"evaluation": 1}), 1: sign(barrier, gather=4)}
-    text = deadlock([0, 1], signs).text
+    text = deadlock([0, 1], signs, "control").text
     assert "rank 1 (at tick 4, train.py:5) waits for torch.distributed.barrier(), to which rank 0 has not come" in text
     assert "evaluation: 1 on rank 0, 0 on rank 1" in text and text.endswith(EVALUATE)
 
@@ -139,7 +139,7 @@ def test_of_many_ranks_a_few_are_told() -> None:
     signs = {rank: sign(wait("gather", 5, tuple(range(9))), gather=5) for rank in range(8)}
     signs[8] = sign(wait("control", 1, tuple(range(9))), gather=4, control=1)
     assert stuck(signs) == list(range(9))
-    text = deadlock(list(range(9)), signs).text
+    text = deadlock(list(range(9)), signs, "control").text
     assert text.count("waits for") == 4 and "and 5 more ranks wait" in text
 
 
