@@ -42,7 +42,7 @@ UNEVEN = (  # nor can it here: a rank calls something more or less often than ot
     *("one backward more", "one step less", "one step more", "one block more", "accumulates more", "steps early"),
     *("leaves early to save", "evaluates alone", "generates alone"),
 )
-IN_BARRIER = ("leaves early to a barrier", "evaluates alone before a barrier")  # of torch.distributed
+IN_BARRIER = ("leaves early to a barrier", "evaluates alone before a barrier", "saves alone before a barrier")
 GOES_ON = ("nan", "skips a block", "late", "steps in vain")  # it can
 EITHER = ("other order",)
 KINDS = (*LOST, *UNEVEN, *IN_BARRIER, *GOES_ON, *EITHER)
@@ -109,7 +109,9 @@ def trains(rank: int, world: int, kind: str, victim: int, seed: int, quick: bool
         if is_struck and kind == "ends early":
             raise SystemExit(0)
         if step == at_step and "alone before" in kind:
-            _evaluates(wrapped, batch, rank == victim)
+            if rank == victim:
+                _alone(wrapped, batch, evaluates=kind.startswith("evaluates"))
+            torch.distributed.barrier()
     if kind == "leaves early to save":
         wrapped.state_dict()
     elif kind == "leaves early to a barrier":
@@ -117,13 +119,14 @@ def trains(rank: int, world: int, kind: str, victim: int, seed: int, quick: bool
     return {"finite": finite, "at": at_step, "update": update}
 
 
-def _evaluates(wrapped: nn.Module, batch: Tensor, is_victim: bool) -> None:
-    if is_victim:
-        wrapped.eval()
-        with torch.no_grad():
-            wrapped(batch)
-        wrapped.train()
-    torch.distributed.barrier()
+def _alone(wrapped: nn.Module, batch: Tensor, evaluates: bool) -> None:
+    if not evaluates:
+        wrapped.state_dict()
+        return
+    wrapped.eval()
+    with torch.no_grad():
+        wrapped(batch)
+    wrapped.train()
 
 
 def _strikes(kind: str, chance: random.Random, wrapped: nn.Module, model: Layers, batch: Tensor) -> Tensor:

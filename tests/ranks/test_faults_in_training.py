@@ -17,7 +17,7 @@ KINDS = (
     *("stopped", "raises", "bad batch", "slow", "ends early", "reads alone", "nan", "skips a block", "late"),
     *("one backward more", "one step less", "one step more", "one block more", "accumulates more", "steps early"),
     *("leaves early to save", "evaluates alone", "generates alone", "steps in vain"),
-    *("leaves early to a barrier", "evaluates alone before a barrier"),
+    *("leaves early to a barrier", "evaluates alone before a barrier", "saves alone before a barrier"),
 )
 
 
