@@ -2,8 +2,9 @@
 
 [Note: the user's own collectives] A rank that waits in `torch.distributed.barrier()` while another one waits for it in
 a block looks like one that works. The frames of its thread tell: the innermost one is that function of torch, and its
-argument the group. Only functions that end nowhere before all members have come to them are looked for. What is begun
-with `async_op=True`, or waited for on a GPU, is not seen: such a rank works, as far as anybody knows.
+argument the group. Looked for are functions that end nowhere before all members have come to them, and those that wait
+for one rank, whose source is another argument. What is begun with `async_op=True`, or waited for on a GPU, is not seen:
+such a rank works, as far as anybody knows. So does the source.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ TOGETHER = frozenset(  # of torch.distributed: no member leaves it before all ha
         *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
     )
 )
+FROM_ONE = frozenset(("broadcast", "scatter"))  # no member leaves it before the source has come
 _OF_TORCH = dist.distributed_c10d.__file__ if dist.is_available() else ""
 _OURS, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 _INSTALLED = tuple({_OURS, *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))})
@@ -34,7 +36,7 @@ class Outside(NamedTuple):
 
     call: int  # another number is another call; to keep its frame would keep all that the user's functions hold
     name: str
-    members: tuple[int, ...]  # what torch.distributed calls them
+    members: tuple[int, ...]  # who must come; what torch.distributed calls them
 
 
 def frame_of(thread: int) -> FrameType | None:
@@ -53,7 +55,7 @@ def line_of(frame: FrameType | None) -> str:
 
 def outside(frame: FrameType | None) -> Outside | None:
     """None: the thread is not in one, or it is hightide's."""
-    if frame is None or frame.f_code.co_filename != _OF_TORCH or frame.f_code.co_name not in TOGETHER:
+    if frame is None or frame.f_code.co_filename != _OF_TORCH or frame.f_code.co_name not in TOGETHER | FROM_ONE:
         return None
     caller = frame.f_back
     while caller is not None and caller.f_code.co_filename.startswith(_TORCH):
@@ -65,4 +67,9 @@ def outside(frame: FrameType | None) -> Outside | None:
         members = tuple(dist.get_process_group_ranks(group))
     except (RuntimeError, ValueError, KeyError, AttributeError, TypeError):  # it is being destroyed
         return None
+    if frame.f_code.co_name in FROM_ONE:
+        source, own = frame.f_locals.get("group_src"), dist.get_rank()
+        if not isinstance(source, int) or not 0 <= source < len(members) or members[source] == own:
+            return None
+        members = (members[source], own)
     return Outside(id(frame), frame.f_code.co_name, members)

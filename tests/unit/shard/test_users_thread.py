@@ -27,11 +27,11 @@ def one_rank() -> Iterator[None]:
 class Waiting:
     """A thread in a function of that name and file, which waits as a collective does: in C."""
 
-    def __init__(self, name: str, file: str, caller: str = __file__) -> None:
+    def __init__(self, name: str, file: str, caller: str = __file__, source: int | None = None) -> None:
         self._goes_on = threading.Lock()
         self._goes_on.acquire()
         namespace: dict[str, Callable[[], None]] = {"wait": self._goes_on.acquire}
-        exec(compile(f"def {name}(group=None):\n    wait()", file, "exec"), namespace)
+        exec(compile(f"def {name}(group=None, group_src={source}):\n    wait()", file, "exec"), namespace)
         exec(compile(f"def user():\n    {name}()", caller, "exec"), namespace)
         self._thread = threading.Thread(target=namespace["user"])
         self._thread.start()
@@ -56,11 +56,20 @@ def test_a_collective_of_the_users_is_found_with_its_group(one_rank: None, name:
         assert line_of(frame_of(thread)) == f"{Path(__file__).name}:2"
 
 
+def test_who_waits_for_one_rank_waits_for_no_other(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 0, 7])
+    with Waiting("broadcast", OF_TORCH, source=2) as thread:
+        found = outside(frame_of(thread))
+        assert found is not None and (found.name, found.members) == ("broadcast", (7, 0))
+    with Waiting("broadcast", OF_TORCH, source=1) as thread:  # it is the source
+        assert outside(frame_of(thread)) is None
+
+
 @pytest.mark.parametrize(
     ("name", "file", "caller"),
     [
         ("recv", OF_TORCH, __file__),  # it waits for one rank, and not for all
-        ("broadcast", OF_TORCH, __file__),
+        ("broadcast", OF_TORCH, __file__),  # nobody knows from whom
         ("barrier", __file__, __file__),  # a function of the user's that is called so
         ("all_to_all_single", OF_TORCH, users_thread.__file__),  # hightide's own
     ],

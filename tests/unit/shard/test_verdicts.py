@@ -103,6 +103,18 @@ def test_a_barrier_without_the_rank_that_waits_ends() -> None:
     assert stuck(signs) == [0, 1, 2]
 
 
+def test_a_broadcast_waits_for_its_source_only() -> None:
+    """Rank 2 waits for rank 1, which works; when that waits for rank 0, and rank 0 for it, all of them are stuck."""
+    signs = {
+        0: sign(wait("gather", 5), gather=5),
+        1: sign(gather=4),
+        2: sign(wait(OUTSIDE, members=(1, 2), name="broadcast"), gather=4),
+    }
+    assert stuck(signs) == []
+    signs[1] = sign(wait(OUTSIDE, members=(0, 1), name="broadcast"), gather=4)
+    assert stuck(signs) == [0, 1, 2]
+
+
 def test_groups_wait_for_their_own_ranks_only() -> None:
     """Rank 2 is of another group; that it has not come does not matter."""
     signs = {
