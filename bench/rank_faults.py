@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,17 @@ NUM_STEPS, STRUCK_BEFORE = 40, 10  # a signal comes up to 0.05 s later: there mu
 SLOW_S, TIMEOUT_S = 30.0, 6.0
 WIDTH = 32
 LOST = ("killed", "stopped", "raises", "bad batch", "slow", "ends early", "reads alone")  # the run cannot go on
-GOES_ON = ("nan", "skips a block", "late")  # it can
+UNEVEN = (  # nor can it here: a rank calls something more or less often than others
+    *("one backward more", "one step less", "one step more", "one block more", "accumulates more", "steps early"),
+    *("leaves early to save", "evaluates alone", "generates alone"),
+)
+IN_BARRIER = ("leaves early to a barrier", "evaluates alone before a barrier", "saves alone before a barrier")
+GOES_ON = ("nan", "skips a block", "late", "steps in vain")  # it can
 EITHER = ("other order",)
-KINDS = (*LOST, *GOES_ON, *EITHER)
+KINDS = (*LOST, *UNEVEN, *IN_BARRIER, *GOES_ON, *EITHER)
+ENDS_WELL = ("one step less", "leaves early to save")  # where nobody needs anybody
+ACCUMULATE = {"accumulates more": 2, "steps early": 2}  # backwards before each step, as all ranks promise
+DEFERRED = ("reads alone", "one backward more", "one step more", *ACCUMULATE)  # else it is refused
 
 
 class Layers(nn.Module):
@@ -66,27 +75,58 @@ def trains(rank: int, world: int, kind: str, victim: int, seed: int, quick: bool
     chance = random.Random(seed)
     at_step, update = chance.randrange(1, STRUCK_BEFORE), chance.choice(["deferred", "in_backward"])
     model = Layers()
-    limits = hightide.Limits(gpu=chance.choice(["40KiB", "1MiB"]), host="16MiB")
+    gpu = chance.choice(["40KiB", "1MiB"])
+    if "alone" in kind:
+        gpu = "40KiB"  # what fits each GPU needs nobody else
+    limits = hightide.Limits(gpu=gpu, host="16MiB")
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    timeout_s = TIMEOUT_S if kind == "slow" else 600.0
-    wrapped, optimizer = hightide.wrap(
-        model, optimizer, torch.zeros(4, WIDTH), limits=limits, update=update, blocks=["layers.*"], timeout_s=timeout_s
-    )
+    timeout_s, num_passes = TIMEOUT_S if kind == "slow" else 600.0, ACCUMULATE.get(kind, 1)
+    options = {"update": update, "blocks": ["layers.*"], "timeout_s": timeout_s, "accumulate": num_passes}
+    wrapped, optimizer = hightide.wrap(model, optimizer, torch.zeros(4, WIDTH), limits=limits, **options)
     finite = []
     for step in range(NUM_STEPS):
         batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
-        if rank == victim and step == at_step:
+        is_struck = rank == victim and step == at_step
+        if is_struck:
             batch = _strikes(kind, chance, wrapped, model, batch)
-        loss = wrapped(batch)
-        loss.backward()
-        if rank == victim and step == at_step and kind == "reads alone" and update == "deferred":
+        if is_struck and kind == "one step less":
+            continue
+        if is_struck and kind.startswith("leaves early"):
+            break
+        for number in range(num_passes + (is_struck and kind in ("one backward more", "accumulates more"))):
+            if number and is_struck and kind == "steps early":
+                optimizer.step()
+            loss = wrapped(batch)
+            loss.backward()
+        if is_struck and kind == "reads alone":
             model.layers[0][0].weight.grad.clone()
         finite.append(bool(torch.isfinite(loss)))
-        optimizer.step()
+        for _ in range(1 + (is_struck and kind == "one step more")):
+            optimizer.step()
         optimizer.zero_grad()
-        if rank == victim and step == at_step and kind == "ends early":
+        if is_struck and kind == "steps in vain":
+            optimizer.step()
+        if is_struck and kind == "ends early":
             raise SystemExit(0)
+        if step == at_step and "alone before" in kind:
+            if rank == victim:
+                _alone(wrapped, batch, evaluates=kind.startswith("evaluates"))
+            torch.distributed.barrier()
+    if kind == "leaves early to save":
+        wrapped.state_dict()
+    elif kind == "leaves early to a barrier":
+        torch.distributed.barrier()
     return {"finite": finite, "at": at_step, "update": update}
+
+
+def _alone(wrapped: nn.Module, batch: Tensor, evaluates: bool) -> None:
+    if not evaluates:
+        wrapped.state_dict()
+        return
+    wrapped.eval()
+    with torch.no_grad():
+        wrapped(batch)
+    wrapped.train()
 
 
 def _strikes(kind: str, chance: random.Random, wrapped: nn.Module, model: Layers, batch: Tensor) -> Tensor:
@@ -106,25 +146,41 @@ def _strikes(kind: str, chance: random.Random, wrapped: nn.Module, model: Layers
         model.order = [index for index in model.order if index != chance.randrange(5)]
     elif kind == "other order":
         chance.shuffle(model.order)
+    elif kind == "one block more":
+        model.order = [*model.order, chance.randrange(5)]
+    elif kind in ("evaluates alone", "generates alone"):
+        with torch.no_grad():
+            for _ in range(1 if kind == "evaluates alone" else 5):
+                wrapped(batch)
     return batch
 
 
 # ---- one round
 
 
+def struck_s_of(victim: EndedRank) -> float | None:
+    told = victim.stdout.splitlines()[:1]
+    return float(told[0]) if told and re.fullmatch(r"[0-9.]+", told[0]) else None
+
+
+def checked(kind: str, victim: int, ranks: list[EndedRank]) -> dict[int, EndedRank]:
+    """Those that must end as they should; the victim may end somehow, unless it is as well as the others."""
+    is_well = kind in ("nan", *UNEVEN, *IN_BARRIER) and kind not in ENDS_WELL
+    return {number: rank for number, rank in enumerate(ranks) if number != victim or is_well}
+
+
 def problems_of(kind: str, victim: int, ranks: list[EndedRank]) -> list[str]:
-    told = ranks[victim].stdout.splitlines()[:1]
-    if not told or not re.fullmatch(r"[0-9.]+", told[0]):
+    struck_s, found = struck_s_of(ranks[victim]), []
+    if struck_s is None:
         return [f"the fault did not happen: {ranks[victim].stderr[-500:]}"]
-    struck_s, found = float(told[0]), []
-    for number, rank in enumerate(ranks):
-        if number == victim and kind != "nan":
-            continue
-        if rank.timed_out or rank.ended_s - struck_s > WITHIN_S + (SLOW_S if kind == "slow" else 0.0):
+    for number, rank in checked(kind, victim, ranks).items():
+        if rank.timed_out or rank.ended_s - struck_s > WITHIN_S:
             found.append(f"rank {number} hung")
         elif kind in GOES_ON and rank.status != 0:
             found.append(f"rank {number} ended: {rank.error}")
-        elif kind in LOST and (rank.status != 1 or not is_told(rank, number, victim)):
+        elif kind in IN_BARRIER and (rank.status != 1 or not is_told_outside(rank, number, victim)):
+            found.append(f"rank {number} ended with {rank.status}, and said {rank.stderr[-900:]!r}")
+        elif kind in (*LOST, *UNEVEN) and (rank.status != 1 or not is_told(rank, number, victim)):
             found.append(f"rank {number} ended with {rank.status}, and said {rank.error!r}")
         elif kind in EITHER and rank.status not in (0, 1):
             found.append(f"rank {number} ended with {rank.status}: {rank.error}")
@@ -142,13 +198,27 @@ def is_told(rank: EndedRank, number: int, victim: int) -> bool:
     )
 
 
-def round_of(started: StartedRanks, kind: str, world: int, seed: int, quick: bool) -> list[str]:
+def is_told_outside(rank: EndedRank, number: int, victim: int) -> bool:
+    """Whoever waits in a barrier is told beside the exception that ends it."""
+    told = [line for line in rank.stderr.splitlines() if f"rank {number}, at " in line]
+    return any(
+        f"rank {victim} (at " in line and "torch.distributed.barrier()" in line and "has not come" in line
+        for line in told
+    )
+
+
+def round_of(
+    started: StartedRanks, kind: str, world: int, seed: int, quick: bool, took: Callable[[float], object] = str
+) -> list[str]:
+    """What was wrong. `took` gets the seconds until the last of those that were checked had ended."""
     victim = random.Random(seed + 1).randrange(world)
-    if kind == "reads alone":
+    if kind in DEFERRED:
         seed = next(one for one in range(seed, seed + 1000) if _update_of(one) == "deferred")
     within_s = WITHIN_S + SLOW_S + 60.0  # to begin with
     stopped = victim if kind == "stopped" else None
     ranks = started.run("trains", world, within_s, stopped, kind=kind, victim=victim, seed=seed, quick=quick)
+    if (struck_s := struck_s_of(ranks[victim])) is not None:
+        took(max(rank.ended_s for rank in checked(kind, victim, ranks).values()) - struck_s)
     return [f"{kind}, {world} ranks, rank {victim}, seed {seed}: {one}" for one in problems_of(kind, victim, ranks)]
 
 
@@ -166,18 +236,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args(arguments)
-    started, rounds, bad = StartedRanks("rank_faults", HERE), Counter[str](), Counter[str]()
+    started, bad = StartedRanks("rank_faults", HERE), Counter[tuple[str, int]]()
+    took_s: dict[tuple[str, int], list[float]] = {}
     for number in range(options.count):
         kind = options.kinds[number % len(options.kinds)]
         world = options.worlds[number // len(options.kinds) % len(options.worlds)]
-        problems = round_of(started, kind, world, options.seed + number, options.quick)
-        rounds[kind] += 1
-        bad[kind] += bool(problems)
+        seconds = took_s.setdefault((kind, world), [])
+        problems = round_of(started, kind, world, options.seed + number, options.quick, seconds.append)
+        bad[kind, world] += bool(problems)
         for problem in problems:
             print(problem, flush=True)
+        print(f"round {number}: {kind}, {world} ranks, {seconds[-1] if seconds else -1:.1f} s", flush=True)
     started.close()
-    for kind in rounds:
-        print(f"{kind:14} {rounds[kind]:4} rounds, {bad[kind]} with problems")
+    for (kind, world), seconds in took_s.items():
+        problems = f"{bad[kind, world]} with problems; all had ended after {max(seconds, default=0.0):.1f} s at most"
+        print(f"{kind:32} {world} ranks: {len(seconds):3} rounds, {problems}")
     return 1 if sum(bad.values()) else 0
 
 

@@ -207,7 +207,7 @@ def nccl_lanes_over_gloo(rank: int, world: int) -> dict:
     reduce.reduce("a gradient", sums)
     total = torch.tensor([float(rank), 1.0])
     step.sum_all("squares", total)
-    logs = ranks.watchman._logs
+    logs = ranks.watchman.own.logs
     found = {
         "whole": whole.view(world, -1).tolist(),
         "part": sums.view(world, -1)[rank].tolist(),

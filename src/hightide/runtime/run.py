@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -49,6 +48,7 @@ from hightide.runtime.run_values import RunValues
 from hightide.runtime.schedule.executor import Executor
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.schedule.performer import Performer
+from hightide.runtime.standing import is_watched_by
 from hightide.runtime.step_work import StepWork
 from hightide.runtime.tables.host_embedding import HostEmbedding
 from hightide.runtime.waiting.activations import Stashes
@@ -133,9 +133,9 @@ class Run(RunValues):
         self.adopt(self.buffers, "buffers")
         gpu = device if device.type == "cuda" else None
         self.lanes = Lanes(device=gpu) if collectives is None else lanes_of(collectives.ranks, gpu)
-        if collectives is not None and collectives.ranks.watchman is not None:
-            collectives.ranks.watchman.owes_others = _owes_others(weakref.ref(self.lanes))
         self.flight = InFlight(self.lanes)
+        if self.watchman is not None:
+            is_watched_by(self.watchman, self.flight)
         known = (self.profile, self.chunks, plan.update, self.flight)
         self.gradients = Gradients(*known) if self.between is None else RankedGradients(*known, self.between)
         self.make_executor(solution)
@@ -320,8 +320,3 @@ class Run(RunValues):
         self.stores.close()
         if self._collectives is not None:
             self._collectives.ranks.close()
-
-
-def _owes_others(lanes: weakref.ref[Lanes]) -> Callable[[], bool]:
-    """For the watchman, whose threads must not keep a run alive."""
-    return lambda: (found := lanes()) is None or found.owes_others

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from hightide.process.interrupts import safe_point
 from hightide.shard.issued import Issued
 from hightide.shard.ranks import Ranks
-from hightide.shard.watchman import RankFailure, Watchman, difference
+from hightide.shard.verdicts import difference
+from hightide.shard.watchman import RankFailure, Watchman
 
 FRAME_BYTES = 16 * 1024  # to each rank, first
 HEAD_BYTES = 256  # of them

@@ -30,6 +30,7 @@ class LaneLog:
         self.lane = lane
         self.number = 0
         self.digest = ""
+        self.num_through = 0
         self._recent: deque[Issued] = deque(maxlen=REMEMBERED)
         self._under_way: deque[tuple[Issued, Callable[[], bool]]] = deque()
 
@@ -44,11 +45,12 @@ class LaneLog:
     def through(self) -> None:
         """The oldest is, as whoever waited for it says."""
         self._under_way.popleft()
+        self.num_through += 1
 
     def oldest(self) -> Issued | None:
         """The first that is not through."""
         while self._under_way and self._under_way[0][1]():
-            self._under_way.popleft()
+            self.through()
         return self._under_way[0][0] if self._under_way else None
 
     def at(self, number: int) -> Issued | None:

@@ -144,6 +144,8 @@ class Ranks:
     def divide(self, replicas: int) -> None:
         """See [Note: groups with a copy each]. All ranks call it, while no collective is under way."""
         self._circles.clear()
+        if self.watchman is not None:
+            self.watchman.own.circles = {}
         if replicas == 1 or self.is_alone:
             return
         assert self.watchman is not None
@@ -157,6 +159,7 @@ class Ranks:
                 made = _make_group(members, self.backend, name, self.watchman.patience, len(self._members))
                 if made is not None:
                     self._groups[name], self._circles[lane] = made, Circle(circle, made)
+                    self.watchman.own.circles[lane] = circle
 
     def close(self) -> None:
         """The others are told; nothing that was made here stays."""
@@ -216,7 +219,7 @@ class Ranks:
         store = dist.PrefixStore(prefix, shared.clone())  # type: ignore[attr-defined]  # a connection of our own
         own = Facts(socket.gethostname(), _boot_id(), _backend(group, device), _gpu(device))
         watchman = Watchman(
-            store, rank, len(members), (*LANES, ACROSS), patience, *_host(shared, members), CONTROL, (SAVE,)
+            store, rank, len(members), (*LANES, ACROSS), patience, *_host(shared, members), CONTROL, (SAVE,), members
         )
         watchman.give_first_sign()
         store.set(f"facts/{rank}", json.dumps(asdict(own)))

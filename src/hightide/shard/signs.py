@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, field
 
 from hightide.shard.issued import SHOWN, LaneLog
 
+ENDED = "it has ended"  # a program, without an exception
+OUTSIDE = "torch.distributed"  # in the place of a lane: a collective that is not ours
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -37,6 +40,24 @@ class Position:
 
 
 @dataclass(frozen=True)
+class Wait:
+    """For the others that take part in a collective."""
+
+    lane: str  # or OUTSIDE
+    number: int  # on its lane; outside there are none
+    name: str
+    members: tuple[int, ...]  # ranks, itself too
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """A rank that does nothing at all until one of its waits ends."""
+
+    moment: int  # another one as soon as something was done
+    waits: tuple[Wait, ...]
+
+
+@dataclass(frozen=True)
 class Sign:
     """A rank, at one moment."""
 
@@ -45,6 +66,16 @@ class Sign:
     lanes: Mapping[str, Position] = field(default_factory=dict)
     fault: Fault | None = None  # that it knows of
     ended: str | None = None  # it gives no more signs, and why
+    where: str = ""  # in the user's program
+    calls: Mapping[str, int] = field(default_factory=dict)  # of the model, of backward, of step(): how often
+    standstill: Standstill | None = None
+
+    @property
+    def at(self) -> str:
+        return f"{self.doing}, {self.where}" if self.where else self.doing
+
+    def number(self, lane: str) -> int:
+        return self.lanes[lane].number if lane in self.lanes else 0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -52,9 +83,12 @@ class Sign:
     @classmethod
     def from_json(cls, text: str) -> Sign:
         data = json.loads(text)
-        lanes = {
+        data["lanes"] = {
             lane: Position(position["number"], position["digest"], tuple(position["names"]))
             for lane, position in data["lanes"].items()
         }
-        fault = None if data["fault"] is None else Fault(**data["fault"])
-        return cls(data["beat"], data["doing"], lanes, fault, data["ended"])
+        data["fault"] = None if data["fault"] is None else Fault(**data["fault"])
+        if (still := data["standstill"]) is not None:
+            waits = tuple(Wait(**{**wait, "members": tuple(wait["members"])}) for wait in still["waits"])
+            data["standstill"] = Standstill(still["moment"], waits)
+        return cls(**data)

@@ -4,14 +4,8 @@
 torch.distributed and reads those of the others. The other has the clock: it looks at what this rank waits for and at
 the last signs, and where no wait can end well it declares the fault, tells the others, and breaks off all collectives
 (`break_off`), so that whoever waits for one gets an exception. So waits themselves need no deadline and cost nothing.
-They are two, because the store hangs too when the process that hosts it is stopped.
-
-[Note: two lanes] Ranks that wait for each other on different lanes would do so until the timeout: one reads a gradient,
-which the others do not, and they wait for it in an evaluation. What a rank exchanges in the thread that runs the
-model (`callers_lane`) stands still with that thread. Once nothing is left to begin on its other lanes (`owes_others`),
-what it has issued there is all that comes before, but for lanes that are `apart`: a checkpoint is written beside. A
-rank that has issued more, and has not come to the exchange, does something else. Work that has left its queue and is
-not issued yet is not seen, so this must last for a few beats.
+They are two, because the store hangs too when the process that hosts it is stopped. What the signs say is decided in
+verdicts.py.
 
 A rank that is lost matters only to those who wait for it: others may have ended their work, and go on with their own.
 A rank that has been stopped itself, and goes on, gives the others time to be heard again.
@@ -24,25 +18,26 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import safe_point
-from hightide.shard.issued import Issued, LaneLog
-from hightide.shard.signs import Fault, Position, Sign
+from hightide.shard.issued import Issued
+from hightide.shard.own_rank import OwnRank
+from hightide.shard.signs import ENDED, OUTSIDE, Fault, Sign
+from hightide.shard.verdicts import behind, compare, deadlock, gone_on, in_a_line, in_full, in_words, lost, stuck
 from hightide.stores.threads import background
 
 SIGNS, CLOCK = "hightide-signs", "hightide-clock"  # the threads
 TOLD_WITHIN_S = 5.0  # so long, at most, one waits until others have been told
 LOOK_S = 0.02
 LAST_BEATS = 1.5  # after which all have heard that the host of the store ends
-TOGETHER = (
-    "What ranks exchange all of them must call, in the same order: the model and its blocks, reading p.grad, norms of "
-    "other types than 2, state_dict(), saving and loading"
-)
 BEATS_OF_DOUBT = 5  # a rank whose connection is closed, and that gave no sign for so many, is dead
+BEATS_OF_GPU = 30  # so long a GPU may compute without anything seen of it
+SIGNS_AGAIN = 2  # of each rank, until a standstill is believed
 
 
 @dataclass(frozen=True)
@@ -75,6 +70,20 @@ class Store(Protocol):
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
 
+class Lasting:
+    """How long something has been the same."""
+
+    def __init__(self) -> None:
+        self._what: Hashable = None
+        self._since_s = 0.0
+
+    def for_s(self, what: Hashable, now_s: float) -> float:
+        """None: there is nothing."""
+        if what is None or what != self._what:
+            self._what, self._since_s = what, now_s
+        return now_s - self._since_s
+
+
 class _Other:
     """Another rank, as far as is known."""
 
@@ -100,19 +109,17 @@ class Watchman:
         host_rank: int | None,
         callers_lane: str = "",
         apart: Sequence[str] = (),
+        members: Sequence[int] | None = None,
     ) -> None:
-        """`callers_lane`, and lanes that are `apart` from the thread that runs the model: see [Note: two lanes]."""
+        """`lanes` and what follows of them: see OwnRank."""
         self.rank, self.world, self.patience = rank, world, patience
-        self.doing = "the start"  # for messages; whoever does something says so
+        self.own = OwnRank(rank, world, lanes, callers_lane, apart, members)
         self.break_off: Callable[[], object] = lambda: None
-        self.owes_others: Callable[[], bool] = lambda: True  # see [Note: two lanes]
-        self._callers_lane, self._apart = callers_lane, apart
-        self._left_alone: tuple[int, float] | None = None  # at which exchange, and since when
+        self._left_alone, self._stuck = Lasting(), Lasting()
+        self._first_beats: dict[int, int] = {}  # of those that are stuck, when it was first seen
         self._store, self._host, self._host_rank = store, host, host_rank  # who hosts the store; None: no rank
-        self._logs = {lane: LaneLog(lane) for lane in lanes}
         self._others: dict[int, _Other] = {}
         self._lock = threading.Lock()
-        self._beat = 0
         self._fault: Fault | None = None
         self._failure: RankFailure | None = None
         self._ended: str | None = None
@@ -124,6 +131,14 @@ class Watchman:
         self._over, self._broken_off = threading.Event(), threading.Event()
         self._threads: list[threading.Thread] = []
         self._birthplace = Birthplace()
+
+    @property
+    def doing(self) -> str:
+        return self.own.doing
+
+    @doing.setter
+    def doing(self, what: str) -> None:
+        self.own.doing = what
 
     # ---- begin and end
 
@@ -137,7 +152,7 @@ class Watchman:
         self._threads = [background(SIGNS, self._give_signs), background(CLOCK, self._watch)]
         atexit.register(self._at_exit)
 
-    def end(self, why: str = "it has ended") -> None:
+    def end(self, why: str = ENDED) -> None:
         """The others are told, so that none takes this rank for dead."""
         if self._ended is not None or not self._birthplace.is_here:
             return
@@ -156,7 +171,7 @@ class Watchman:
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # what has ended the program
-        self.end("it has ended" if error is None else f"it has ended with {_in_a_line(error)}")
+        self.end(ENDED if error is None else f"{ENDED} with {in_a_line(error)}")
 
     def _all_have_ended(self) -> bool:
         with self._lock:
@@ -178,12 +193,10 @@ class Watchman:
         """Before a collective. The caller waits for it, and then calls `through`; or it is put on a stream, and is
         asked whether it is through."""
         self.check()
-        with self._lock:
-            return self._logs[lane].add(name, time.monotonic(), is_through)
+        return self.own.issue(lane, name, is_through)
 
     def through(self, issued: Issued) -> None:
-        with self._lock:
-            self._logs[issued.lane].through()
+        self.own.through(issued)
 
     def check(self) -> None:
         """RankFailure when a fault is known."""
@@ -193,7 +206,7 @@ class Watchman:
     def fail(self, error: BaseException) -> None:
         """This rank cannot go on: the others are told, and all its collectives are broken off."""
         if not isinstance(error, RankFailure):
-            self._declare(Fault(self.rank, f"rank {self.rank} raised {_in_a_line(error)} (at {self.doing})"))
+            self._declare(Fault(self.rank, f"rank {self.rank} raised {in_a_line(error)} (at {self.doing})"))
             self._tell()
             self._broken_off.wait(TOLD_WITHIN_S)
 
@@ -225,9 +238,9 @@ class Watchman:
         if now_s - self._heard_s > doubt_s - self.patience.beat_s:
             return Fault(None, f"{self._who_hosts()} does not answer, and a connection is closed")
         if dead:
-            text = f"{_ranks(dead)} died: no sign of life for {doubt_s:.0f} s, and a connection is closed"
+            text = f"{in_words(dead)} died: no sign of life for {doubt_s:.0f} s, and a connection is closed"
             return Fault(dead[0], text)
-        return Fault(self.rank, f"rank {self.rank} could not do {_what(issued)}: {_in_a_line(error)}")
+        return Fault(self.rank, f"rank {self.rank} could not do {in_full(issued)}: {in_a_line(error)}")
 
     def _who_hosts(self) -> str:
         other = self._others.get(-1 if self._host_rank is None else self._host_rank)
@@ -240,20 +253,13 @@ class Watchman:
     # ---- faults
 
     def _declare(self, fault: Fault) -> None:
+        waited = self.own.in_words()
         with self._lock:
             if self._fault is None:
                 self._fault = fault
-                self._failure = RankFailure(f"rank {self.rank}{self._waiting()} cannot go on: {fault.text}")
+                self._failure = RankFailure(f"rank {self.rank}{waited} cannot go on: {fault.text}")
+        self._give.set()
         self._look.set()  # the clock's thread breaks off
-
-    def _waiting(self) -> str:
-        now_s = time.monotonic()
-        waits = [
-            f"{now_s - oldest.since_s:.1f} s for {_what(oldest)}"
-            for log in self._logs.values()
-            if (oldest := log.oldest()) is not None
-        ]
-        return f", at {self.doing}, waited {', '.join(waits)}, and" if waits else f", at {self.doing},"
 
     def _tell(self) -> None:
         """At once, if the store answers."""
@@ -275,9 +281,8 @@ class Watchman:
 
     def _sign(self) -> Sign:
         with self._lock:
-            self._beat += 1
-            lanes = {lane: Position.of(log) for lane, log in self._logs.items() if log.number}
-            return Sign(self._beat, self.doing, lanes, self._fault, self._ended)
+            fault, ended = self._fault, self._ended
+        return self.own.sign(fault, ended)
 
     def _give_signs(self) -> None:
         try:
@@ -293,7 +298,7 @@ class Watchman:
                     return  # no store any more
                 self._give.wait(self.patience.beat_s)
         except Exception as error:  # the store is gone
-            self._lost_store = _in_a_line(error)
+            self._lost_store = in_a_line(error)
             self._look.set()
 
     def _read(self, ranks: Sequence[int]) -> dict[int, Sign]:
@@ -323,18 +328,30 @@ class Watchman:
             try:
                 fault = self._find_fault(now_s) if self._fault is None else None
             except Exception as error:  # a warning, where those are errors: nobody would watch any more
-                fault = Fault(self.rank, f"rank {self.rank} raised {_in_a_line(error)} (at {self.doing})")
+                fault = Fault(self.rank, f"rank {self.rank} raised {in_a_line(error)} (at {self.doing})")
             if fault is not None:
                 self._declare(fault)
-                self._give.set()
             if self._fault is not None:
                 try:
+                    self._tell_outside()
                     self.break_off()
                 finally:
                     self._broken_off.set()
                 return
             self._look.wait(self.patience.beat_s)
             self._look.clear()
+
+    def _tell_outside(self) -> None:
+        """A rank that waits in a collective of the user's own, which is not broken off: it ends when the others do, and
+        its exception will not say why. So they wait until it has said so."""
+        waiting, failure = self.own.waiting_outside(), self._failure
+        if waiting is not None and failure is not None:
+            with suppress(Warning):
+                warnings.warn(f"{waiting} waits for ranks that do not come: {failure}", stacklevel=2)
+        with self._lock:
+            signs = [other.sign for other in self._others.values()]
+        if any(wait.lane == OUTSIDE for sign in signs if sign.standstill for wait in sign.standstill.waits):
+            self._until(self._all_know, BEATS_OF_DOUBT * self.patience.beat_s)
 
     def _forgive(self, now_s: float) -> None:
         with self._lock:
@@ -346,56 +363,18 @@ class Watchman:
         with self._lock:
             signs = {rank: other.sign for rank, other in self._others.items()}
             silent_s = {rank: self._heard_s - other.heard_s for rank, other in self._others.items()}
-            waits = [oldest for log in self._logs.values() if (oldest := log.oldest()) is not None]
-            faults = [fault for rank, sign in signs.items() if (fault := self._compare(rank, sign)) is not None]
-        if faults:
-            return faults[0]
-        if not waits:
-            return None
+        with self.own.lock:
+            found = (compare(self.rank, self.own.logs, rank, sign) for rank, sign in signs.items())
+            fault = next((one for one in found if one is not None), None)
+        waits = self.own.waits()
+        if fault is not None or not waits:
+            return fault
         oldest = min(waits, key=lambda issued: issued.since_s)
-        lost = self._lost(waits, signs, silent_s, now_s) or self._gone_on(signs, now_s)
-        return lost or self._late(oldest, signs, now_s - oldest.since_s)
+        fault = lost(waits, signs, silent_s, self.patience.silent_s) or self._deaf(now_s)
+        fault = fault or self._gone_on(signs, now_s) or self._deadlock(signs, now_s)
+        return fault or self._late(oldest, signs, now_s - oldest.since_s)
 
-    def _gone_on(self, signs: Mapping[int, Sign], now_s: float) -> Fault | None:
-        """Somebody without this rank, which waits for it: see [Note: two lanes]."""
-        if self._callers_lane not in self._logs or self.owes_others():
-            self._left_alone = None
-            return None
-        with self._lock:
-            waited = self._logs[self._callers_lane].oldest()
-            numbers = {lane: log.number for lane, log in self._logs.items()}
-        ahead = [
-            (rank, lane, position)
-            for rank, sign in signs.items()
-            for lane, position in sign.lanes.items()
-            if waited is not None and _number(sign, waited.lane) < waited.number
-            if lane not in (waited.lane, *self._apart) and position.number > numbers[lane]
-        ]
-        if waited is None or not ahead:
-            self._left_alone = None
-            return None
-        if self._left_alone is None or self._left_alone[0] != waited.number:
-            self._left_alone = waited.number, now_s
-        if now_s - self._left_alone[1] < BEATS_OF_DOUBT * self.patience.beat_s:
-            return None
-        rank, lane, position = ahead[0]
-        at = f"{position.names[-1]} (number {position.number} of lane {lane})" if position.names else f"lane {lane}"
-        return Fault(
-            None,
-            f"rank {self.rank} came to {_what(waited)}, and rank {rank} has gone on without it, to {at}. {TOGETHER}",
-        )
-
-    def _lost(
-        self, waits: Sequence[Issued], signs: Mapping[int, Sign], silent_s: Mapping[int, float], now_s: float
-    ) -> Fault | None:
-        """Somebody without whom no wait ends."""
-        for rank, sign in signs.items():
-            if sign.ended is not None and any(_number(sign, issued.lane) < issued.number for issued in waits):
-                return Fault(rank, f"rank {rank} is no longer there: {sign.ended} (at {sign.doing})")
-            if sign.ended is None and silent_s[rank] > self.patience.silent_s:
-                return Fault(
-                    rank, f"rank {rank} has given no sign of life for {silent_s[rank]:.0f} s (at {sign.doing})"
-                )
+    def _deaf(self, now_s: float) -> Fault | None:
         deaf_s = now_s - self._heard_s
         if self._lost_store is not None and deaf_s > BEATS_OF_DOUBT * self.patience.beat_s:
             return Fault(None, f"{self._who_hosts()} is gone ({self._lost_store})")
@@ -403,63 +382,46 @@ class Watchman:
             return Fault(None, f"{self._who_hosts()} has not answered for {deaf_s:.0f} s")
         return None
 
+    def _gone_on(self, signs: Mapping[int, Sign], now_s: float) -> Fault | None:
+        fault, waited = None, self.own.callers_wait()
+        if waited is not None:
+            with self.own.lock:
+                numbers = {lane: log.number for lane, log in self.own.logs.items()}
+            fault = gone_on(self.rank, waited, numbers, signs, self.own.apart)
+        lasts_s = self._left_alone.for_s(None if fault is None or waited is None else waited.number, now_s)
+        return fault if lasts_s >= BEATS_OF_DOUBT * self.patience.beat_s else None
+
+    def _deadlock(self, signs: Mapping[int, Sign], now_s: float) -> Fault | None:
+        if (own := self.own.last) is None:
+            return None
+        signs = {**signs, self.rank: own}
+        ranks = stuck(signs)
+        moments = tuple((rank, still.moment) for rank in ranks if (still := signs[rank].standstill) is not None)
+        lasts_s = self._stuck.for_s(moments or None, now_s)
+        if not lasts_s:
+            self._first_beats = {rank: signs[rank].beat for rank in ranks}
+        standing = self.own.standing()
+        beats = BEATS_OF_GPU if standing is not None and standing.on_gpu else BEATS_OF_DOUBT
+        came_again = all(signs[rank].beat >= self._first_beats[rank] + SIGNS_AGAIN for rank in ranks)
+        return (
+            deadlock(ranks, signs, self.own.callers_lane)
+            if ranks and came_again and lasts_s >= beats * self.patience.beat_s
+            else None
+        )
+
     def _late(self, oldest: Issued, signs: Mapping[int, Sign], waited_s: float) -> Fault | None:
         """Somebody who lives, and does something else."""
-        behind = [rank for rank, sign in signs.items() if _number(sign, oldest.lane) < oldest.number]
-        found = "; ".join(f"rank {rank} is at {signs[rank].doing}" for rank in behind) or "all ranks have come to it"
+        late = behind(oldest, signs)
+        found = "; ".join(f"rank {rank} is at {signs[rank].at}" for rank in late) or "all ranks have come to it"
         if waited_s > self.patience.timeout_s:
             remedy = f"A rank that may take longer needs a larger timeout_s than {self.patience.timeout_s:g}"
-            text = f"{_what(oldest)} was not through within {waited_s:.0f} s: {found}. {remedy}"
-            return Fault(behind[0] if len(behind) == 1 else None, text)
+            text = f"{in_full(oldest)} was not through within {waited_s:.0f} s: {found}. {remedy}"
+            return Fault(late[0] if len(late) == 1 else None, text)
         if waited_s > self.patience.warn_s and (oldest.lane, oldest.number) not in self._warned:
             self._warned.add((oldest.lane, oldest.number))
             warnings.warn(
-                f"rank {self.rank} has waited {waited_s:.0f} s for {_what(oldest)}: {found}. It gives up after "
+                f"rank {self.rank} has waited {waited_s:.0f} s for {in_full(oldest)}: {found}. It gives up after "
                 f"{self.patience.timeout_s:g} s (timeout_s)",
                 stacklevel=2,
             )
         return None
-
-    def _compare(self, rank: int, sign: Sign) -> Fault | None:
-        """Whether that rank has issued other collectives than this one. Whoever is ahead knows what it issued there."""
-        for lane, position in sign.lanes.items():
-            log = self._logs[lane]
-            mine = log.at(position.number)
-            if mine is None or mine.digest == position.digest:
-                continue
-            for number in range(position.number - len(position.names) + 1, position.number + 1):
-                own = log.at(number)
-                name = position.name_of(number)
-                if own is not None and name is not None and own.name != name:
-                    names = {self.rank: own.name, rank: name}
-                    return Fault(None, difference(lane, number, [names[one] for one in sorted(names)], sorted(names)))
-            both = _ranks(sorted((self.rank, rank)))
-            return Fault(None, f"{both} issued different collectives on lane {lane}, before number {position.number}")
-        return None
-
-
-def difference(lane: str, number: int, names: Sequence[str], ranks: Sequence[int]) -> str:
-    """In words, who issued what."""
-    by_name: dict[str, list[int]] = {}
-    for rank, name in zip(ranks, names, strict=True):
-        by_name.setdefault(name, []).append(rank)
-    issued = ", ".join(f"{name} on {_ranks(who)}" for name, who in by_name.items())
-    return f"ranks issued different collectives as number {number} of lane {lane}: {issued}. {TOGETHER}"
-
-
-def _number(sign: Sign, lane: str) -> int:
-    return sign.lanes[lane].number if lane in sign.lanes else 0
-
-
-def _what(issued: Issued) -> str:
-    return f"{issued.name} (number {issued.number} of lane {issued.lane})"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return ""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def _in_a_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from hightide.shard import watchman as watchman_module
 from hightide.shard.issued import SHOWN
-from hightide.shard.watchman import Patience, RankFailure, Watchman, difference
+from hightide.shard.own_rank import Standing
+from hightide.shard.verdicts import compare
+from hightide.shard.watchman import BEATS_OF_DOUBT, BEATS_OF_GPU, Patience, RankFailure, Watchman
 from waiting import LONG_S, OwnThreads, soon
 
 QUICK = Patience(timeout_s=60.0, warn_s=30.0, silent_s=1.2, beat_s=0.02)
@@ -148,7 +150,7 @@ def test_also_when_the_difference_is_long_ago() -> None:
         for number in range(3 * SHOWN):
             watchman.issue("gather", f"{number} {rank if number == 1 else 0}", lambda: True)
     for rank in range(2):
-        fault = ranks[rank]._compare(1 - rank, ranks[1 - rank]._sign())
+        fault = compare(rank, ranks[rank].own.logs, 1 - rank, ranks[1 - rank]._sign())
         assert fault is not None
         assert fault.text == f"ranks 0, 1 issued different collectives on lane gather, before number {3 * SHOWN}"
 
@@ -170,7 +172,7 @@ def test_a_silent_rank_is_lost_to_who_waits_for_it(watched: Callable[..., Watche
     assert soon(lambda: silent_s() > QUICK.silent_s)
     assert team.finds(0) is None  # nobody waits
     team.ranks[0].issue("gather", "a")
-    assert "rank 2 has given no sign of life for" in team.message(0) and "(at tick 2)" in team.message(0)
+    assert "rank 2 has given no sign of life for" in team.message(0) and "(at tick 2, " in team.message(0)
     assert "rank 2 has given no sign of life for" in team.message(1)  # it is told
 
 
@@ -249,7 +251,7 @@ def test_who_has_ended_is_waited_for_no_more(watched: Callable[..., Watched]) ->
     assert soon(lambda: team.ranks[0]._others[1].sign.ended is not None)
     assert team.finds(0, 10 * QUICK.silent_s) is None
     team.ranks[0].issue("gather", "b")
-    assert "rank 1 is no longer there: it has ended with KeyError: 3 (at tick 1)" in team.message(0)
+    assert "rank 1 is no longer there: it has ended with KeyError: 3 (at tick 1, " in team.message(0)
 
 
 def test_a_slow_rank_is_warned_of_once_and_has_a_timeout(watched: Callable[..., Watched]) -> None:
@@ -263,6 +265,72 @@ def test_a_slow_rank_is_warned_of_once_and_has_a_timeout(watched: Callable[..., 
     assert team.finds(1, 60.0) is None
     late = team.finds(1, 501.0)
     assert late is not None and "rank 0 is at tick 0" in late and "larger timeout_s than 500" in late
+
+
+def crossed(team: Watched) -> None:
+    """Both have come to one gather; then rank 0 to another one, and rank 1 to a reduction."""
+    for watchman in team.ranks:
+        watchman.issue("gather", "a", lambda: True)
+    team.ranks[0].issue("gather", "b")
+    team.ranks[1].issue("reduce", "c")
+
+
+STANDING = Patience(warn_s=1e4, timeout_s=1e4, silent_s=60.0, beat_s=0.05)
+
+
+def test_ranks_that_wait_for_each_other_on_two_lanes_are_told(watched: Callable[..., Watched]) -> None:
+    team = watched(2, STANDING)
+    for watchman in team.ranks:
+        watchman.own.standing = lambda: Standing(True, True, (), 0)
+    team.ranks[0].own.calls["backward"] += 1
+    crossed(team)
+    for rank in range(2):
+        message = team.message(rank)
+        assert f"rank {rank}, at tick {rank}, waited" in message and "ranks wait for each other: " in message
+        assert "rank 0 (at tick 0, " in message and "b (number 2 of lane gather)" in message
+        assert "rank 1 (at tick 1, " in message and "c (number 1 of lane reduce), to which rank 0 has not" in message
+        assert "backward: 1 on rank 0, 0 on rank 1" in message
+
+
+@pytest.mark.parametrize(
+    "works",
+    [
+        Standing(False, True, (), 0),  # the user's thread computes
+        Standing(True, False, (), 0),  # a lane copies
+        Standing(True, True, (("gather",),), 0),  # a lane between ranks is on its way to a gather
+    ],
+)
+def test_a_rank_that_works_is_waited_for(watched: Callable[..., Watched], works: Standing) -> None:
+    team = watched(2, STANDING)
+    team.ranks[0].own.standing = lambda: Standing(True, True, (), 0)
+    team.ranks[1].own.standing = lambda: works
+    crossed(team)
+    time.sleep(4 * BEATS_OF_DOUBT * STANDING.beat_s)
+    for rank in range(2):
+        assert team.finds(rank) is None
+        team.ranks[rank].check()
+    team.ranks[1].own.standing = lambda: Standing(True, True, (("reduce",),), 0)
+    assert "ranks wait for each other" in team.message(0)
+
+
+def test_a_rank_that_has_done_something_since_is_waited_for(watched: Callable[..., Watched]) -> None:
+    team, since_s = watched(2, STANDING), time.monotonic()
+    team.ranks[0].own.standing = lambda: Standing(True, True, (), 0)
+    team.ranks[1].own.standing = lambda: Standing(True, True, (), int((time.monotonic() - since_s) / 0.1))
+    crossed(team)
+    time.sleep(4 * BEATS_OF_DOUBT * STANDING.beat_s)
+    team.ranks[0].check()
+    team.ranks[1].check()
+
+
+def test_a_gpu_may_compute_for_longer(watched: Callable[..., Watched]) -> None:
+    team = watched(2, STANDING)
+    for watchman in team.ranks:
+        watchman.own.standing = lambda: Standing(True, True, (), 0, on_gpu=True)
+    crossed(team)
+    since_s = time.monotonic()
+    assert "ranks wait for each other" in team.message(0)
+    assert time.monotonic() - since_s >= BEATS_OF_GPU * STANDING.beat_s
 
 
 def test_a_warning_that_is_an_error_is_told_to_all(watched: Callable[..., Watched]) -> None:
@@ -295,8 +363,3 @@ def test_patience_that_takes_the_living_for_dead_is_refused() -> None:
         Patience(silent_s=3.0, beat_s=1.0)
     with pytest.raises(ValueError, match="timeout_s=0"):
         Patience(timeout_s=0.0)
-
-
-def test_who_issued_what_is_told_by_name() -> None:
-    told = difference("gather", 4, ["a", "b", "a"], [0, 1, 2])
-    assert "number 4 of lane gather: a on ranks 0, 2, b on rank 1" in told

@@ -46,12 +46,18 @@ class BetweenRanks:
 
     # -- on lanes -------------------------------------------------------------------------------------------------
 
-    def gather(self, chunk: int) -> int:
+    @property
+    def moment(self) -> str:
+        """Which parameters these are, of those that there were; see OwnRank."""
+        watchman = self.collectives.ranks.watchman
+        return "" if watchman is None else watchman.own.moment
+
+    def gather(self, chunk: int, when: str) -> int:
         """Into the slot or the place where all of the chunk is on the GPU. This rank's shard is there, or at home on
-        the GPU. Returns the bytes that come from others."""
+        the GPU. `when`: the `moment` of whoever has asked for it. Returns the bytes that come from others."""
         chunks, place = self._chunks, self._chunks.placed[chunk]
         home = chunks.home(chunk).view if place.is_streamed and place.home is Tier.GPU else None
-        self.collectives.gather(f"gather of chunk {chunk}", chunks.param_on_gpu(chunk), self._params[chunk], home)
+        self.collectives.gather(f"gather of chunk {chunk}{when}", chunks.param_on_gpu(chunk), self._params[chunk], home)
         return place.gathered_bytes
 
     def reduce(self, chunk: int) -> int:

@@ -4,7 +4,7 @@
 type 2 are summed for all parameters at the end of backward, so it does not matter who asks for one. Everything else is
 an exchange in the user's thread: values, and norms of other types. All ranks have to ask for the same, in the same
 order. A rank that asks alone is told at once: the watchman sees that others go on without it (see [Note: two lanes] in
-shard/watchman.py). Writing needs no exchange: of a tensor that all ranks put there each takes its own elements.
+shard/verdicts.py). Writing needs no exchange: of a tensor that all ranks put there each takes its own elements.
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ class RankedGradients(Gradients):
         if chunk in self._opened:
             return
         self._opened.add(chunk)
-        if (ticket := self._tickets.exits.get(chunk)) is not None:
-            ticket.join()
+        self.wait_for(chunk)
         flat, entries = self._chunks.grad(chunk).view, self._chunks.shards[chunk].params
         if not self.has_gradient(chunk):
             flat.zero_()
@@ -141,7 +140,7 @@ class RankedGradients(Gradients):
             return []
         with Disabled():
             loose = {key for key in self._loose if self._chunks.parameters[key].grad is not None}
-        found = self.between.any_of(what, keys, self._valid | loose | unreduced)
+        found = self.between.any_of(what + self.between.moment, keys, self._valid | loose | unreduced)
         left = sorted(marks[mark] for mark in found & marks.keys())
         found -= marks.keys()
         with Disabled():

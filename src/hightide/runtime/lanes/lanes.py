@@ -114,6 +114,10 @@ class Streams:
                 self._streams[Lane.GATHER] = torch.cuda.Stream(device, priority=-1)  # chunks come together, and
                 self._streams[Lane.REDUCE] = torch.cuda.Stream(device, priority=-1)  # gradients are averaged meanwhile
 
+    @property
+    def are_on_gpu(self) -> bool:
+        return self._device is not None
+
     def fence(self) -> EventFence | None:
         """This moment in the caller's stream."""
         return None if self._device is None else EventFence(torch.cuda.current_stream(self._device))
@@ -320,6 +324,15 @@ class Lanes:
         """Something that other ranks take part in is still to begin."""
         with self._state.lock:
             return any(len(queue) > 0 for lane, queue in self._queues.items() if lane in BETWEEN_RANKS)
+
+    def standing(self) -> tuple[bool, list[Lane], int]:
+        """Whether lanes are idle, but for those between ranks; which of these are at work; and how much all have begun
+        so far."""
+        with self._state.lock:
+            is_idle = all(queue.is_idle for lane, queue in self._queues.items() if lane not in BETWEEN_RANKS)
+            between = {lane: queue for lane, queue in self._queues.items() if lane in BETWEEN_RANKS}
+            is_idle = is_idle and all(queue.is_at_work or queue.is_idle for queue in between.values())
+            return is_idle, [lane for lane, queue in between.items() if queue.is_at_work], self._state.num_taken
 
     def _describe(self) -> str:
         with self._state.lock:

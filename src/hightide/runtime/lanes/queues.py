@@ -86,6 +86,7 @@ class State:
         self.kept_pass: int | None = None  # it and those shortly before it stay, whatever follows
         self.excused_s = -math.inf  # a monotonic time; see Lanes.excuse
         self.orders = itertools.count()
+        self.num_taken = 0  # tasks that lanes have begun
 
     def begin_pass(self) -> int:
         with self.lock:
@@ -165,6 +166,7 @@ class Queue:
         self.state = state
         self.timeout_s = timeout_s
         self.watcher: Watcher | None = None  # for a lane that works on the host
+        self.is_at_work = False  # the lane has taken a task, and not come back for the next
         self._bell = Bell()
         state.bells.append(self._bell)
 
@@ -217,9 +219,15 @@ class Queue:
         else:
             self.watcher.watch(ticket, lambda: self._dependency_done(task, ticket))
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is done, and nothing could be. Under the state's lock."""
+        return not self.is_at_work and not self._has_ready()
+
     def take(self) -> tuple[Task, BaseException | None] | None:
         """Blocks for the next task, and the error with which it must end instead of running. None: closed and empty."""
         waiting_since_s: float | None = None
+        self.is_at_work = False
         while True:
             with self.state.lock:
                 if not self._tasks:
@@ -232,6 +240,8 @@ class Queue:
                     task = self._pop_first()
                     return task, self.state.end(task)
                 elif (ready := self._pop_ready()) is not None:
+                    self.is_at_work = True
+                    self.state.num_taken += 1
                     return ready, None
                 else:
                     now_s = time.monotonic()

@@ -96,6 +96,7 @@ class Executor:
         self._settle_slots(() if self.promises.owes_step else program.schedule.standing)  # updates have made them stale
         self._lanes.begin_pass()
         self._pass = Pass(program, self._next_due)
+        self._count("forward" if mode.trains else "evaluation", is_evaluating=not mode.trains)
         self._next_due += len(program.ticks)
         if mode.trains:
             self._gradients.begin_pass()
@@ -133,7 +134,7 @@ class Executor:
         slots, copies = self._chunks.param_slots, self._chunks.param_copies
         for chunk in slots.everyone():
             if copies[chunk].state is Residency.ARRIVING:  # left over from an abandoned pass
-                self._lanes.wait(self._flight.fetches[chunk], Lane.H2D)
+                self._flight.wait(self._flight.fetches[chunk], Lane.H2D)
             if (chunk, slots.first(chunk)) in standing:
                 continue
             if copies[chunk].state is Residency.CLEAN:
@@ -143,7 +144,7 @@ class Executor:
         copies = self._chunks.grad_copies
         for chunk in self._chunks.grad_slots.everyone():  # a backward that ended with an exception
             if copies[chunk].state is Residency.ARRIVING:
-                self._lanes.wait(self._flight.gradient_fetches[chunk], Lane.H2D)
+                self._flight.wait(self._flight.gradient_fetches[chunk], Lane.H2D)
             if copies[chunk].state in (Residency.CLEAN, Residency.DIRTY):
                 self._demands.send_away(chunk)
 
@@ -152,13 +153,15 @@ class Executor:
     def enter(self, op: Op, block: int, call: int | None = None, accumulate: bool = False) -> Tick:
         """Makes a block ready to compute: its parameters bound and, for an accumulating backward, its gradients."""
         self._lanes.check()
-        if self._watchman is not None:
-            self._watchman.doing = f"{op} of block {self._names[block]!r}"
         if op is Op.BACKWARD and self._suspended is not None:
             self._pass, self._suspended = self._suspended, None
         current = self._pass
         if current is None:
             raise Refused("a block ran outside of a pass; call the model that hightide.wrap returned")
+        if self._watchman is not None:
+            self._watchman.own.is_evaluating = not current.program.mode.trains
+            evaluated = ", of an evaluation" if self._watchman.own.is_evaluating else ""
+            self._watchman.doing = f"{op} of block {self._names[block]!r}{evaluated}"
         if accumulate and not current.backward_begun:
             self._begin_backward(current)
         elif op is Op.BACKWARD and not current.is_going_back:
@@ -290,6 +293,7 @@ class Executor:
             self._skip_to(self._pass, step)
         self._send_away(self._chunks.grad_slots.everyone())
         if self._watchman is not None:
+            self._count("backward")
             self._average_the_rest(self._pass)
         self._gradients.end_backward()
         self._pass.backward_ended = True
@@ -330,6 +334,8 @@ class Executor:
         self._send_away(self._chunks.grad_slots.everyone())  # a backward that ended with an exception has left some
         if self._watchman is not None:
             self._watchman.doing = "step()"
+            if self._gradients.any_valid() if self._update is Update.DEFERRED else self.promises.owes_step:
+                self._count("step()")  # one that changes something, on all ranks: whoever has the gradients
             for chunk in sorted(self._gradients.unreduced):  # it comes earlier than was promised
                 self._demands.reduce(chunk)
         self._send_away(self._staying)  # it comes earlier than was promised, or its last pass left out a block
@@ -345,6 +351,11 @@ class Executor:
             self._demands.update(chunk)
         self.promises.end_step()
         self._performer.updated.clear()
+
+    def _count(self, what: str, is_evaluating: bool = False) -> None:
+        if self._watchman is not None:
+            self._watchman.own.calls[what] += 1
+            self._watchman.own.is_evaluating = is_evaluating
 
     def _leftovers(self) -> list[int]:
         """Chunks with a gradient that no update has used."""
@@ -403,6 +414,7 @@ class Executor:
     def open_home(self, chunk: int) -> None:
         """The same, and no copy of them is on the GPU, or on its way there: there will be new values at home."""
         if chunk in self._flight.fetches:
+            self._flight.wait(self._flight.fetches[chunk], Lane.H2D)  # other ranks may take long
             self._flight.fetches[chunk].settle()
         self.settle_home(chunk)
         if self._chunks.placed[chunk].is_streamed and self._chunks.param_copies[chunk].state is Residency.CLEAN:

@@ -48,11 +48,18 @@ class InFlight(Tickets):
         super().__init__()
         self.lanes = lanes
         self.stall_s: dict[Lane, float] = defaultdict(float)  # how long compute waited for each lane
+        self.num_waits = 0  # compute has begun so many
+        self.is_waiting = False  # now
 
     def wait(self, ticket: Ticket, lane: Lane) -> None:
         """A failure of any lane is raised here, however long ago this ticket was done."""
         if not ticket.done or ticket.fence is not None or ticket.error is not None or self.lanes.failure is not None:
-            self.stall_s[lane] += self.lanes.wait(ticket, lane)
+            self.num_waits += 1
+            self.is_waiting = True
+            try:
+                self.stall_s[lane] += self.lanes.wait(ticket, lane)
+            finally:
+                self.is_waiting = False
 
     def wait_for_gradients(self, chunks: list[int]) -> None:
         """A planned fetch takes its slot on its lane; off the plan the block may come before it."""

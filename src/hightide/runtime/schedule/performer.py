@@ -143,11 +143,12 @@ class Performer:
             return nothing
         if slot is not None and copy.state is not Residency.ARRIVING:
             return nothing
+        when = between.moment
 
         def work() -> int:
             if place.is_refreshed and copy.state is not Residency.ARRIVING:  # there was nothing new to fetch
                 return 0
-            num_bytes = self._count(Lane.GATHER, between.gather(chunk))
+            num_bytes = self._count(Lane.GATHER, between.gather(chunk, when))
             if copy.state is Residency.ARRIVING:
                 copy.move(Residency.CLEAN)
                 self.chunks.stale[chunk] = False
