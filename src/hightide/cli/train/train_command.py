@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from signal import SIGINT, Signals
@@ -43,16 +44,18 @@ def train(config: TrainConfig, console: Console, record: bool = False) -> Signal
         if company.world > 1 and config.device == "cuda":  # each has its own
             config = replace(config, device=None)
         _check_company(config, company, record)
+        resumed = _found_by_first(config, console, company)
+        if resumed is not None and resumed.lock is not None:
+            stack.callback(resumed.lock.close)
+        config = _dated(config, company, resumed)
         source = find_model(config, console)
         config = source.settled(config)
         data = read_data(config, source, console)
         config = data.settled(config)
         decides = deciding(config, {"model": source.checksum, "data": data.checksum})
-        resumed = _found_by_first(config, decides, console, company)
         assert config.steps is not None
         if resumed is not None:
-            if resumed.lock is not None:
-                stack.callback(resumed.lock.close)
+            resumed.check(decides)
             if resumed.is_finished(config.steps):
                 console.print(resumed.finished_text(config.steps), markup=False, soft_wrap=True)
                 return None
@@ -72,16 +75,25 @@ def train(config: TrainConfig, console: Console, record: bool = False) -> Signal
         return _train_in(stack.enter_context(made[0]), run, record) if company.is_first else _train_beside(run)
 
 
-def _found_by_first(config: TrainConfig, decides: dict[str, Any], console: Console, company: Company) -> Resumed | None:
+def _found_by_first(config: TrainConfig, console: Console, company: Company) -> Resumed | None:
     """The first rank looks, and has the lock; all go on from what it finds."""
     found: list[Resumed | None] = []
 
     def find() -> str:
-        found.append(find_checkpoint(config, decides, console))
+        found.append(find_checkpoint(config, console))
         return "" if found[0] is None else found[0].to_text()
 
     text = company.from_first("a checkpoint", find)
-    return found[0] if company.is_first else beside_first(text, decides, console)
+    return found[0] if company.is_first else beside_first(text, console)
+
+
+def _dated(config: TrainConfig, company: Company, resumed: Resumed | None) -> TrainConfig:
+    """A run keeps the date on which it began, for chat templates that write it: all ranks see the first one's."""
+    if config.data.date is not None:
+        return config
+    began = None if resumed is None else resumed.state.date
+    date = began or company.from_first("the date", lambda: datetime.now().date().isoformat())
+    return replace(config, data=replace(config.data, date=date))
 
 
 @contextmanager
@@ -220,9 +232,5 @@ def _calls(config: TrainConfig, num_rows: int) -> int | None:
 
 
 def _build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    first, second = config.betas
     trained = [param for param in model.parameters() if param.requires_grad]
-    assert config.lr is not None
-    return torch.optim.AdamW(
-        trained, lr=config.lr, betas=(first, second), eps=config.eps, weight_decay=config.weight_decay
-    )
+    return torch.optim.AdamW(trained, **config.options)

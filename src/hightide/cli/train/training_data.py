@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hightide.cli.train.config import TrainConfig
+from hightide.cli.train.config import TrainConfig, parse_date
 from hightide.cli.train.model_source import ModelSource
 from hightide.cli.train.tiny_model import STANDARD_BYTES, STANDARD_LIBRARY
 from hightide.data.batches import Batches
@@ -69,7 +69,7 @@ def _read(path: Path, config: TrainConfig, source: ModelSource, console: Console
     most = config.data.text_bytes
     if config.data.path is None and most is None:
         most = STANDARD_BYTES
-    assert config.data.length is not None
+    assert config.data.length is not None and config.data.date is not None
     with _bar(console, "reading data") as progress:
         return tokenize(
             read_rows(path, progress, most),
@@ -78,6 +78,7 @@ def _read(path: Path, config: TrainConfig, source: ModelSource, console: Console
             completions_only=config.data.completions_only,
             column=config.data.column,
             source=str(path),
+            date=parse_date(config.data.date, "data.date"),
         )
 
 

@@ -56,6 +56,7 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(
         ("steps: 0", r"steps=0 must be at least 1"),
         ("update: later", r"update is 'later'; it must be one of deferred, in_backward"),
         ("micro_batch: 0", r"micro_batch=0 must be at least 1"),
+        ("data: {date: 2026-02-30}", r"data.date='2026-02-30' is no date; write it as year-month-day"),
         ("model: 7", r"model must be a mapping"),
         ("model: {hidden: 100, heads: 6}", r"hidden=100 .*heads=6; the nearest below is 96"),
         ("optimizer: {betas: [0.9]}", r"betas has 1 values"),
