@@ -48,10 +48,7 @@ def train(config: TrainConfig, console: Console, record: bool = False) -> Signal
         if resumed is not None and resumed.lock is not None:
             stack.callback(resumed.lock.close)
         config = _dated(config, company, resumed)
-        source = find_model(config, console)
-        config = source.settled(config)
-        data = read_data(config, source, console)
-        config = data.settled(config)
+        source, data, config = company.all_or_none("reading model and data", partial(_read, config, console))
         decides = deciding(config, {"model": source.checksum, "data": data.checksum})
         assert config.steps is not None
         if resumed is not None:
@@ -85,6 +82,14 @@ def _found_by_first(config: TrainConfig, console: Console, company: Company) -> 
 
     text = company.from_first("a checkpoint", find)
     return found[0] if company.is_first else beside_first(text, console)
+
+
+def _read(config: TrainConfig, console: Console) -> tuple[ModelSource, TrainingData, TrainConfig]:
+    """With all settings that follow from the two."""
+    source = find_model(config, console)
+    config = source.settled(config)
+    data = read_data(config, source, console)
+    return source, data, data.settled(config)
 
 
 def _dated(config: TrainConfig, company: Company, resumed: Resumed | None) -> TrainConfig:
@@ -170,7 +175,7 @@ def prepare(
     """The wrapped model with all that belongs to it; at a checkpoint, if there is one."""
     company = company or Company()
     decides = decides or deciding(config, {"model": source.checksum, "data": data.checksum})
-    model = source.build(config)
+    model = company.all_or_none("building the model", partial(source.build, config))
     num_params = sum(param.numel() for param in model.parameters())
     optimizer = _build_optimizer(model, config.optimizer)
     model, optimizer = _wrapped(config, console, data, company, model, optimizer, resumed)
