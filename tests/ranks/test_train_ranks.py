@@ -117,7 +117,7 @@ def test_what_two_have_saved_one_goes_on_from(commanded: StartedRanks, settings:
     ("line", "message"),
     [
         (["--steps", "abc"], "Invalid value for '--steps'"),
-        (["--lr", "-1"], "error: optimizer.lr=-1.0 must be at least 0"),
+        (["--lr", "-1"], "error: --lr=-1.0 must be at least 0"),
         (["--data", "missing.jsonl"], "error: there is no data at missing.jsonl"),
         (["--data", "RANK.txt"], "error: there is no data at 1.txt"),
         (["--gpu", "1KiB"], "error: no plan fits 1024 bytes"),

@@ -196,7 +196,9 @@ class SaveConfig:
         if self.keep_every is not None:
             _at_least(1, self.keep_every, "save.keep_every")
             if self.every is None:
-                raise ValueError(f"save.keep_every={self.keep_every}, but nothing is saved; set save.every too")
+                raise ValueError(
+                    f"save.keep_every={self.keep_every}, but nothing is saved; set save.every too (--save-every)"
+                )
             if self.keep_every % self.every:
                 raise ValueError(
                     f"save.keep_every={self.keep_every} must be a multiple of save.every={self.every}: "

@@ -20,7 +20,7 @@ from hightide.data.packing import SEPARATED
 from hightide.integrations.folder import CONFIG, blaming, check_folder, import_transformers
 from hightide.integrations.lora import Lora, with_adapters
 from hightide.integrations.shapes import config_of_folder, max_length
-from hightide.ir.foreign import KEPT, quoted, shown
+from hightide.ir.foreign import KEPT, quoted, shown, with_article
 
 LENGTH, TINY_LENGTH = 2048, 128
 LR, LORA_LR, TINY_LR = 1e-5, 1e-4, 2e-3
@@ -125,8 +125,8 @@ def _check_causal(config: Any, folder: Path) -> None:
     names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
     if getattr(config, "is_encoder_decoder", False) or not str(names[0]).endswith(CAUSAL):
         raise ValueError(
-            f"{shown(folder)} is a {quoted(names[0])}; this command trains causal language models only. Train it in a "
-            "loop of your own, with hightide.wrap"
+            f"{shown(folder)} is {with_article(shown(names[0]))}; this command trains causal language models only. "
+            "Train it in a loop of your own, with hightide.wrap"
         )
 
 

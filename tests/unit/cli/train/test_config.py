@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,27 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(
     assert unknown in str(caught.value)
     assert nearest is None or f"did you mean '{nearest}'" in str(caught.value)
     assert "settings.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"steps": 0}, "--steps=0 must be at least 1"),
+        ({"lr": float("nan")}, "--lr is nan; it must be finite"),
+        ({"lr": -1.0}, "--lr=-1.0 must be at least 0"),
+        ({"gpu": "lots"}, "--gpu='lots' is not a size"),
+        ({"keep_every": 3}, "--keep-every=3, but nothing is saved; set save.every too (--save-every)"),
+        ({"steps": 3, "epochs": 2.0}, "--steps=3 and --epochs=2 are both given; choose one"),
+        ({"calls": 3}, "--calls=3 does not divide data.sequences=16; choose a divisor of it"),
+    ],
+)
+def test_options_of_the_line_are_told_as_they_were_written(
+    tmp_path: Path, given: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        load_config(None, TrainOptions(**given))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^steps=0 must be at least 1$"):
+        load(tmp_path, "steps: 0", lr=1e-3)  # of the file, as it is there
 
 
 @pytest.mark.parametrize(
