@@ -65,7 +65,7 @@ def test_numbers_are_of_one_rank_and_speed_is_of_all() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("8x-h100", "--gpus", "9"), "1 nodes of 9 GPUs: the machine '8x-h100' has 1 nodes of 8 GPUs"),
+        (("8x-h100", "--gpus", "9"), "1 node of 9 GPUs: the machine '8x-h100' has 1 node of 8 GPUs"),
         (("8x-h100", "--nodes", "2"), "2 nodes of 1 GPUs"),
         (("h200", "--gpus", "2"), "the machine 'h200' has 1 GPU"),
         (("8x-h100", "--gpus", "0"), "at least one GPU"),

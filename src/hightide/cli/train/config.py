@@ -45,6 +45,8 @@ class ModelConfig:
     vocabulary: int = 512
 
     def __post_init__(self) -> None:
+        if self.dtype is Dtype.FLOAT16:
+            raise ValueError("--dtype float16 needs its losses scaled, which this command does not do; use bfloat16")
         for name in ("hidden", "layers", "heads", "feed_forward", "vocabulary"):
             _at_least(1, getattr(self, name), f"model.{name}")
             _at_most(MAX_LAYERS if name == "layers" else MAX_SIZE, getattr(self, name), f"model.{name}")
@@ -247,6 +249,11 @@ class TrainConfig:
         if self.calls is not None and self.data.sequences % self.calls:
             raise ValueError(
                 f"calls={self.calls} does not divide data.sequences={self.data.sequences}; choose a divisor of it"
+            )
+        if self.micro_batch is not None and self.micro_batch > self.data.sequences:
+            raise ValueError(
+                f"micro_batch={self.micro_batch} is more than data.sequences={self.data.sequences}, the rows of a "
+                "step; choose fewer, or leave it out"
             )
         if self.lora is not None:
             Lora.parse(self.lora)

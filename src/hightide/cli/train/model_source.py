@@ -69,8 +69,6 @@ class ModelSource:
         if lr is None:
             lr = TINY_LR if is_tiny else LR if config.lora is None else LORA_LR
         dtype = config.model.dtype or (Dtype.FLOAT32 if is_tiny else Dtype.BFLOAT16)
-        if dtype is Dtype.FLOAT16:
-            raise ValueError("--dtype float16 needs its losses scaled, which this command does not do; use bfloat16")
         tokens = config.sample.tokens if config.sample.tokens is not None else TINY_SAMPLE if is_tiny else 0
         pack = self.keeps_packed_apart if config.data.pack is None else config.data.pack
         if pack and not self.keeps_packed_apart:

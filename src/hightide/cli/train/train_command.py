@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 import hightide
+from hightide.asked import check_disks
 from hightide.cli.train.company import Company
 from hightide.cli.train.config import OptimizerConfig, TrainConfig
 from hightide.cli.train.model_source import ModelSource, find_model
@@ -86,6 +87,7 @@ def _found_by_first(config: TrainConfig, console: Console, company: Company) -> 
 
 def _read(config: TrainConfig, console: Console) -> tuple[ModelSource, TrainingData, TrainConfig]:
     """With all settings that follow from the two."""
+    check_disks(config.limits.resolve().disks)
     source = find_model(config, console)
     config = source.settled(config)
     data = read_data(config, source, console)

@@ -69,7 +69,7 @@ def _read(path: Path, config: TrainConfig, source: ModelSource, console: Console
     most = config.data.text_bytes
     if config.data.path is None and most is None:
         most = STANDARD_BYTES
-    assert config.data.length is not None and config.data.date is not None
+    assert config.data.length is not None
     with _bar(console, "reading data") as progress:
         return tokenize(
             read_rows(path, progress, most),
@@ -78,7 +78,7 @@ def _read(path: Path, config: TrainConfig, source: ModelSource, console: Console
             completions_only=config.data.completions_only,
             column=config.data.column,
             source=str(path),
-            date=parse_date(config.data.date, "data.date"),
+            date=None if config.data.date is None else parse_date(config.data.date, "data.date"),
         )
 
 

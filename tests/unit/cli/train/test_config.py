@@ -9,6 +9,7 @@ import pytest
 
 from hightide.cli.train.config import LrSchedule, OnSaveError, SaveConfig, TrainConfig
 from hightide.cli.train.options import TrainOptions, load_config
+from hightide.cli.workload import Dtype
 from hightide.ir.limits import DiskLimit
 from hightide.ir.plan import Update
 
@@ -58,6 +59,8 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(
         ({"gpu": "lots"}, "--gpu='lots' is not a size"),
         ({"keep_every": 3}, "--keep-every=3, but nothing is saved; set save.every too (--save-every)"),
         ({"steps": 3, "epochs": 2.0}, "--steps=3 and --epochs=2 are both given; choose one"),
+        ({"micro_batch": 17}, "--micro-batch=17 is more than data.sequences=16, the rows of a step; choose fewer"),
+        ({"dtype": Dtype.FLOAT16}, "--dtype float16 needs its losses scaled"),
         ({"calls": 3}, "--calls=3 does not divide data.sequences=16; choose a divisor of it"),
     ],
 )
