@@ -95,7 +95,7 @@ def _ranks(plan: Plan) -> list[str]:
     if plan.ranks == 1:
         return []
     groups = f" in {plan.replicas} groups with a copy each" if plan.replicas > 1 else ""
-    lines = [f"ranks: {plan.ranks}{groups}; memory and traffic are told of one of them"]
+    lines = [f"ranks: {plan.ranks}{groups}; memory and traffic are of one rank"]
     owners = {chunk.block for chunk in plan.layout.chunks}
     persistent = [plan.blocks[index].sharing for index in owners if plan.blocks[index].params is Tier.GPU]
     counts = {way: persistent.count(way) for way in _SHARED if way in persistent}

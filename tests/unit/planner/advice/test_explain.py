@@ -230,7 +230,7 @@ def test_what_ranks_hold_of_blocks_is_told_in_words():
     blocks = tuple(replace(block, params=Tier.GPU, states=Tier.GPU) for block in plan.blocks)
     plan = ranked(profile, replace(plan, blocks=blocks), 2, Sharing.SHARDED, Sharing.PARAMS_REPLICATED)
     lines = text_of(profile, plan).splitlines()
-    at = lines.index("ranks: 2; memory and traffic are told of one of them")
+    at = lines.index("ranks: 2; memory and traffic are of one rank")
     num_blocks = len({chunk.block for chunk in plan.layout.chunks})
     assert lines[at + 1 : at + 4] == [
         "  of blocks whose parameters stay on GPUs, each rank holds:",
