@@ -112,6 +112,26 @@ def assert_same_logs(found: list[tuple[str, float]], expected: list[tuple[str, f
         assert abs(value - other) <= error * abs(other), (index, name, value, other)
 
 
+def shown_scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """That TensorBoard shows of a run: steps and values, by tag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (file,) = folder.rglob("events.out.tfevents.*")
+    read = EventAccumulator(str(file))
+    read.Reload()
+    return {tag: [(one.step, one.value) for one in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+
+
+def assert_same_scalars(found: dict[str, Any], expected: dict[str, Any], error: float = 1e-5) -> None:
+    """All tags at the same steps, and of those that follow from the training the values."""
+    assert {tag: [step for step, _ in values] for tag, values in found.items()} == {
+        tag: [step for step, _ in values] for tag, values in expected.items()
+    }
+    for tag in ("train/loss", "train/grad_norm", "train/learning_rate", "eval/loss"):
+        for (step, value), (_, other) in zip(found[tag], expected[tag], strict=True):
+            assert abs(value - other) <= error * abs(other), (tag, step, value, other)
+
+
 @contextmanager
 def fresh_accelerate() -> Iterator[None]:
     """It keeps the first Accelerator's settings for all that follow."""

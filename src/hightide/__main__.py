@@ -8,14 +8,14 @@ make_usable()
 check_working_folder()
 gc.disable()  # importing torch makes very many objects, and looking through them for garbage takes time
 
-from hightide.cli.main import app  # noqa: E402
+from hightide.cli.main import run  # noqa: E402
 
 gc.freeze()  # they stay to the end: nobody looks through them then either
 gc.enable()
 
 
 def main() -> None:
-    app(prog_name="hightide")
+    run()
 
 
 if __name__ == "__main__":

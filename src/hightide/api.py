@@ -31,6 +31,7 @@ from hightide.asked import (
 from hightide.checkpoint.pretrained_folder import save_pretrained
 from hightide.integrations import lora, transformers
 from hightide.ir.block import ModelProfile
+from hightide.ir.foreign import kind_of
 from hightide.ir.limits import DiskLimit, Limits
 from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.ir.tier import Tier
@@ -150,7 +151,7 @@ def wrap_frozen(
     All of its parameters must be frozen: `model.requires_grad_(False)`. Of several ranks each evaluates its own batches
     and has a shard of the model, as with `wrap`: together they have one copy, and all of them must call it."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+        raise ValueError(f"model is {kind_of(model)}; pass a torch.nn.Module")
     trainable = [name for name, param in model.named_parameters() if param.requires_grad]
     if trainable:
         raise ValueError(
@@ -194,7 +195,7 @@ def _wrapped(
     """`collectives`: of several ranks."""
     world, sharers = (1, 1) if collectives is None else (collectives.ranks.world, len(collectives.ranks.ranks_of_node))
     if plan is not None and not isinstance(plan, Plan):
-        raise ValueError(f"plan is a {type(plan).__name__}; pass a Plan, such as hightide.Plan.load('plan.json')")
+        raise ValueError(f"plan is {kind_of(plan)}; pass a Plan, such as hightide.Plan.load('plan.json')")
     if plan is not None and plan.ranks != world:
         raise ValueError(
             f"the plan is for {plan.ranks} ranks, and there are {world}; leave plan= out: wrap makes one for these, "

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from hightide.ir.foreign import kind_of
 from hightide.ir.limits import DiskLimit, Limits
 from hightide.ir.plan import Forecast, GradientDtype, Plan, Update
 from hightide.ir.units import format_bytes
@@ -23,9 +24,9 @@ GPU_HEADROOM = 0.95  # of the GPU's free memory: the allocator's fragments and l
 
 def check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+        raise ValueError(f"model is {kind_of(model)}; pass a torch.nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer")
+        raise ValueError(f"optimizer is {kind_of(optimizer)}; pass a torch.optim.Optimizer")
     if run_of(model) is not None or any(run_of(module) is not None for module in model.modules()):
         raise ValueError("this model is wrapped already; use it as it is, or call hightide.unwrap(model) first")
     if isinstance(optimizer, WrappedOptimizer):
@@ -37,7 +38,7 @@ def check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.opt
 
 def check_limits(limits: Limits | None) -> None:
     if limits is not None and not isinstance(limits, Limits):
-        raise ValueError(f"limits is a {type(limits).__name__}; pass hightide.Limits(gpu='24GiB', host='96GiB')")
+        raise ValueError(f"limits is {kind_of(limits)}; pass hightide.Limits(gpu='24GiB', host='96GiB')")
 
 
 def check_disks(disks: Sequence[DiskLimit]) -> None:

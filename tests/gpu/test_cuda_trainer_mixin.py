@@ -11,7 +11,17 @@ import torch
 import transformers
 
 import hightide
-from trainers import LENGTHS, assert_same_logs, data, fresh_accelerate, full, logs, lora
+from trainers import (
+    LENGTHS,
+    assert_same_logs,
+    assert_same_scalars,
+    data,
+    fresh_accelerate,
+    full,
+    logs,
+    lora,
+    shown_scalars,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +38,8 @@ def _fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def arguments(folder: Path, **options: Any) -> transformers.TrainingArguments:
     chosen = {"per_device_train_batch_size": 2, "max_steps": 6, "logging_steps": 1, "save_strategy": "no"}
     chosen |= {"eval_strategy": "steps", "eval_steps": 3, "learning_rate": 1e-3, "adam_epsilon": 1e-4}
-    return transformers.TrainingArguments(str(folder), report_to=[], disable_tqdm=True, **{**chosen, **options})
+    chosen |= {"report_to": [], "disable_tqdm": True}
+    return transformers.TrainingArguments(str(folder), **{**chosen, **options})
 
 
 @pytest.mark.parametrize(
@@ -46,6 +57,16 @@ def test_equal_to_the_plain_trainer(build: Any, given: Any, options: dict[str, A
     of = hightide.Trainer(build(), arguments(tmp_path / "wrapped", **options), limits=LIMITS, **given, **data(LENGTHS))
     of.train()
     assert_same_logs(logs(of), logs(plain), error=1e-4)
+    hightide.unwrap(of.model)
+
+
+def test_tensorboard_shows_what_it_shows_of_the_plain_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    options = {"report_to": "tensorboard", "gradient_accumulation_steps": 2}
+    transformers.Trainer(full(), arguments(tmp_path / "plain", **options), **data(LENGTHS)).train()
+    of = hightide.Trainer(full(), arguments(tmp_path / "wrapped", **options), limits=LIMITS, **data(LENGTHS))
+    of.train()
+    assert_same_scalars(shown_scalars(tmp_path / "wrapped"), shown_scalars(tmp_path / "plain"), error=1e-4)
     hightide.unwrap(of.model)
 
 

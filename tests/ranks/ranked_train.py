@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,20 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: F401
 
 import hightide.checkpoint.save
 import hightide.rehearsal.rehearse  # noqa: F401
+from hightide.__main__ import main
 from hightide.cli.train.options import TrainOptions, load_config
 from hightide.cli.train.train_command import train
 from hightide.cli.train.training_run import TrainingRun
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
+
+
+def commanded(rank: int, world: int, port: int, line: list[str]) -> None:
+    """The command, under a launcher that keeps its store at `port`."""
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port), "COLUMNS": "80"}
+    sys.argv = ["hightide", *(word.replace("RANK", str(rank)) for word in line)]
+    main()
 
 
 def trained(rank: int, world: int, settings: str, signalled: int = -1, at_step: int = 0, **options: Any) -> dict:

@@ -61,7 +61,7 @@ def test_one_plan_and_the_least_limits(started: StartedRanks, world: int) -> Non
         assert f"ranks differ in steps: 0 on rank 0; 1 on {others}" in found["differs"]
         assert f"ranks have different limits: disk, gpu on rank 0; gpu, host on {others}" in found["other names"]
         cause = "TypeError: no plan fits\nat all"
-        assert found["no plan"] == (cause if rank == 0 else f"ValueError: rank 0 could not make the plan: {cause}")
+        assert found["no plan"] == (cause if rank == 0 else f"FailedElsewhere: rank 0 could not make the plan: {cause}")
         assert found["after"] == "another"
 
 

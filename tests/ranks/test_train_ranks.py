@@ -8,6 +8,7 @@ from pathlib import Path
 from signal import SIGTERM
 
 import pytest
+import torch.distributed as dist
 
 from started_ranks import StartedRanks
 from tiny_folders import tiny_folder
@@ -110,6 +111,33 @@ def test_what_two_have_saved_one_goes_on_from(commanded: StartedRanks, settings:
     assert "goes on from step 3 of 6" in alone.result["output"]
     one, both = lines(runs / "ranks-001"), lines(runs / "whole-001")
     assert [line["loss"] for line in one] == pytest.approx([line["loss"] for line in both], rel=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--steps", "abc"], "Invalid value for '--steps'"),
+        (["--lr", "-1"], "error: --lr=-1.0 must be at least 0"),
+        (["--data", "missing.jsonl"], "error: there is no data at missing.jsonl"),
+        (["--data", "RANK.txt"], "error: there is no data at 1.txt"),
+        (["--gpu", "1KiB"], "error: no plan fits 1024 bytes"),
+    ],
+    ids=["line", "setting", "data", "data of one rank", "plan"],
+)
+def test_bad_input_is_told_once_and_ends_all_with_code_2(
+    commanded: StartedRanks, settings: Path, line: list[str], message: str
+) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    data = settings.parent / "0.txt"
+    data.write_text("high tide " * 500)
+    if "RANK.txt" in line:
+        line = ["--data", str(settings.parent / "RANK.txt")]
+        message = message.replace("1.txt", str(settings.parent / "1.txt"))
+    options = ["train", str(settings), "--whole-rows", *line]
+    ended = commanded.run("commanded", 2, within_s=90, port=store.port, line=options)
+    told = [rank.stderr for rank in ended if "rror" in rank.stderr]
+    assert len(told) == 1 and message in told[0], [rank.stderr for rank in ended]
+    assert "Traceback" not in told[0] and [rank.status for rank in ended] == [2, 2]
 
 
 @pytest.mark.parametrize(("sequences", "message"), [(3, "give --sequences 4")])

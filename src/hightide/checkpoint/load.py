@@ -28,7 +28,7 @@ from hightide.checkpoint.ranked_training import set_own_state
 from hightide.checkpoint.state_dicts import as_state_dict, chosen, load_torch_file, state_of
 from hightide.checkpoint.training import STEP, Group, OptimizerState, optimizer_state
 from hightide.integrations.model_files import ADAPTER, MODEL, TRAINED, tensors_of
-from hightide.ir.foreign import shown
+from hightide.ir.foreign import kind_of, shown
 from hightide.loading.tensor_file import StoredTensor
 from hightide.optim.optimizer import WrappedOptimizer
 from hightide.process.interrupts import deferred, safe_point
@@ -116,9 +116,9 @@ def _opened_by_all(
 def pair_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Run | None:
     """The run of a wrapped pair; None for a plain one. ValueError for anything else."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; pass a torch.nn.Module")
+        raise ValueError(f"model is {kind_of(model)}; pass a torch.nn.Module")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer is a {type(optimizer).__name__}; pass a torch.optim.Optimizer, or None")
+        raise ValueError(f"optimizer is {kind_of(optimizer)}; pass a torch.optim.Optimizer, or None")
     run = run_of(model)
     if run is not None and run.model is not model:
         raise ValueError("this is a part of a wrapped model; pass the model that hightide.wrap returned")

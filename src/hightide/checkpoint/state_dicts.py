@@ -17,7 +17,7 @@ from hightide.checkpoint.files.names import parse_name
 from hightide.checkpoint.files.verified import verified_tensors
 from hightide.checkpoint.fitting import OF_MASTERS, OPTIMIZER, Checkpoint, StateKey
 from hightide.checkpoint.training import STEP, Group, OptimizerState
-from hightide.ir.foreign import shown
+from hightide.ir.foreign import kind_of, shown
 
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict")
@@ -83,9 +83,7 @@ def load_torch_file(model: nn.Module, optimizer: torch.optim.Optimizer | None, p
     there. Nothing in it is run: only tensors and plain values are read."""
     found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     if not isinstance(found, dict):
-        raise ValueError(
-            f"{shown(path)} is a {type(found).__name__}; save state dicts: torch.save({{'model': ...}}, ...)"
-        )
+        raise ValueError(f"{shown(path)} is {kind_of(found)}; save state dicts: torch.save({{'model': ...}}, ...)")
     key = next((key for key in MODEL_KEYS if isinstance(found.get(key), dict)), None)
     states = next((found.pop(key) for key in OPTIMIZER_KEYS if isinstance(found.get(key), dict)), None)
     values, rest = (found, {}) if key is None else (found.pop(key), found)

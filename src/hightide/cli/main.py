@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from inspect import Parameter, Signature, signature
 from signal import SIGINT
 from traceback import print_exc
-from typing import Annotated, Any, TextIO, get_type_hints
+from typing import Annotated, Any, NoReturn, Protocol, TextIO, get_type_hints, runtime_checkable
 
 import torch
 import typer
@@ -26,6 +26,9 @@ from hightide.cli.train.saves import SaveFailed
 from hightide.cli.train.train_command import train
 from hightide.cli.verify_command import VerifyOptions, verify
 from hightide.ir.foreign import shown
+from hightide.shard.agreement import FailedElsewhere
+from hightide.shard.told import in_company, tell, told_elsewhere
+from hightide.shard.watchman import RankFailure
 from hightide.stores.store import OutOfMemory
 
 LONGEST = 4000  # characters of a message
@@ -138,6 +141,32 @@ def _simulate(options: SimulateOptions) -> int:
     return 0
 
 
+def run() -> NoReturn:
+    """The command of this process. What is wrong with its line is told by one of several ranks, too."""
+    if not in_company():
+        app(prog_name="hightide")
+        raise SystemExit
+    try:
+        code = app(prog_name="hightide", standalone_mode=False)
+    except typer.Abort:
+        code = EXIT_INTERRUPTED
+    except Exception as error:
+        if not isinstance(error, _WrongLine):
+            raise
+        code = tell(error.format_message(), error.exit_code, error.show)
+    raise SystemExit(code)
+
+
+@runtime_checkable
+class _WrongLine(Protocol):
+    """An error of typer's parser, which is click's or, in newer versions, its own copy of that."""
+
+    exit_code: int
+
+    def format_message(self) -> str: ...
+    def show(self) -> None: ...
+
+
 class _Output(Console):
     def on_broken_pipe(self) -> None:
         raise  # the error that is being handled: rich would exit with the code for "does not fit"
@@ -164,28 +193,37 @@ def _errors_as_exit_codes(traceback: bool) -> Iterator[None]:
     except BrokenPipeError:
         _discard(sys.stdout, sys.stderr)
         raise typer.Exit(EXIT_BROKEN_PIPE) from None
+    except (FailedElsewhere, RankFailure) as error:
+        code = told_elsewhere()
+        if code is None:
+            code = _say(errors, str(error), EXIT_BAD_INPUT if isinstance(error, ValueError) else EXIT_FAILED, traceback)
+        raise typer.Exit(code) from None
     except (ValueError, OutOfMemory) as error:
-        _say(errors, str(error), traceback)
-        raise typer.Exit(EXIT_OUT_OF_MEMORY if isinstance(error, OutOfMemory) else EXIT_BAD_INPUT) from None
+        code = EXIT_OUT_OF_MEMORY if isinstance(error, OutOfMemory) else EXIT_BAD_INPUT
+        raise typer.Exit(_say(errors, str(error), code, traceback)) from None
     except SaveFailed as error:
-        _say(errors, str(error), traceback)
-        raise typer.Exit(EXIT_FAILED) from None
+        raise typer.Exit(_say(errors, str(error), EXIT_FAILED, traceback)) from None
     except OSError as error:
         _discard(sys.stdout)
         what = error.filename if error.filename is not None else "the output"
-        _say(errors, f"{what} cannot be read or written: {error.strerror or error}", traceback)
-        raise typer.Exit(EXIT_FAILED) from None
+        message = f"{what} cannot be read or written: {error.strerror or error}"
+        raise typer.Exit(_say(errors, message, EXIT_FAILED, traceback)) from None
     except Exception as error:
         print_exc()
-        _say(errors, f"{type(error).__name__}, which is a fault of hightide; please report it, with the lines above")
-        raise typer.Exit(EXIT_FAILED) from None
+        message = f"{type(error).__name__}, which is a fault of hightide; please report it, with the lines above"
+        raise typer.Exit(_say(errors, message, EXIT_FAILED)) from None
 
 
-def _say(errors: Console, message: str, traceback: bool = False) -> None:
-    if traceback:
-        print_exc()
-    else:
-        errors.print(f"error: {shown(message, LONGEST)}", style="red", markup=False, soft_wrap=True)
+def _say(errors: Console, message: str, code: int, traceback: bool = False) -> int:
+    """Once, by one of several ranks. Returns the exit code."""
+
+    def say() -> None:
+        if traceback:
+            print_exc()
+        else:
+            errors.print(f"error: {shown(message, LONGEST)}", style="red", markup=False, soft_wrap=True)
+
+    return tell(message, code, say)
 
 
 def _discard(*streams: TextIO) -> None:

@@ -21,7 +21,18 @@ from hightide.cli.chosen_machine import MachineOption, chosen_machine
 from hightide.cli.plan_text import show
 from hightide.cli.target import check_target, writing
 from hightide.cli.tide_page import HtmlOption, save_page
-from hightide.cli.workload import CPU, GPU, LENGTH, SEQUENCES, Dtype, LoraOption, ModelArgument, Workload, load_workload
+from hightide.cli.workload import (
+    CPU,
+    GPU,
+    LENGTH,
+    SEQUENCES,
+    Dtype,
+    LoraOption,
+    ModelArgument,
+    Workload,
+    check_source,
+    load_workload,
+)
 from hightide.integrations.lora import Lora
 from hightide.ir.block import ModelProfile
 from hightide.ir.codec import to_json
@@ -114,6 +125,7 @@ def _uncollected() -> Iterator[None]:
 def plan(options: PlanOptions, device: torch.device, console: Console, notes: Console) -> bool:
     """Whether it fits. Results go to `console`, everything else to `notes`."""
     _check(options)
+    check_source(options.model)
     node = chosen_machine(options.machine, device, notes)
     machine = machine_of_rank(node, options.gpus, options.nodes)
     limits, disk_bytes = _limits(options, machine), _disk_bytes(options, machine)

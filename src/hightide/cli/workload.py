@@ -31,7 +31,7 @@ from hightide.integrations.shapes import (
     shaped_model,
 )
 from hightide.ir.block import ModelProfile
-from hightide.ir.foreign import KEPT, quoted, shown
+from hightide.ir.foreign import KEPT, kind_of, quoted, shown
 from hightide.profiler.model.call_tree import Batch
 from hightide.profiler.model.model_profile import profile_model
 from hightide.profiler.model.repeated import FEW_LAYERS, stack_of, with_layers
@@ -112,7 +112,25 @@ def load_workload(
     return replace(workload, name=f"{workload.name} with LoRA of rank {lora.rank}", model=adapted)
 
 
+def check_source(source: str) -> None:
+    """Whether there is such a model; without loading it, so that it can be told first."""
+    path, colon, _ = source.rpartition(":")
+    if colon and path.endswith(".py"):
+        _check_file(Path(path))
+    elif source not in SHAPES and not Path(source).is_dir():
+        raise ValueError(
+            f"there is no model {quoted(source)}: it is no folder with a config.json and no FILE.py:FUNCTION, and "
+            f"presets are {', '.join(SHAPES)}"
+        )
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; MODEL may be FILE.py:FUNCTION")
+
+
 def _load(source: str, sequences: int | None, length: int | None, dtype: Dtype | None) -> Workload:
+    check_source(source)
     if source in SHAPES:
         num_layers = num_layers_of(source)
         config = config_of(source, length or 1, min(num_layers, FEW_LAYERS))
@@ -126,10 +144,7 @@ def _load(source: str, sequences: int | None, length: int | None, dtype: Dtype |
         _check_decoder(config, folder)
         chosen = dtype.torch if dtype is not None else config.dtype or torch.bfloat16
         return _of_config(folder.absolute().name, config, sequences, length, chosen, folder / CONFIG)
-    raise ValueError(
-        f"there is no model {quoted(source)}: it is no folder with a config.json and no FILE.py:FUNCTION, and presets "
-        f"are {', '.join(SHAPES)}"
-    )
+    raise AssertionError("checked before")
 
 
 def _check_decoder(config: Any, folder: Path) -> None:
@@ -158,9 +173,7 @@ def _of_config(
 def _of_function(name: str, made: Any, sequences: int | None, length: int | None, dtype: Dtype | None) -> Workload:
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"{name} returned a {type(made).__name__}; it must return a torch.nn.Module or (module, batch)"
-        )
+        raise ValueError(f"{name} returned {kind_of(made)}; it must return a torch.nn.Module or (module, batch)")
     if dtype is not None:
         model.to(dtype.torch)
     if batch is None:
@@ -182,8 +195,7 @@ def made_by_function(source: str, device: torch.device | None = None) -> tuple[s
 
 
 def _find_function(path: Path, function: str) -> Callable[[], object]:
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}; MODEL may be FILE.py:FUNCTION")
+    _check_file(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None, "the file is one of Python"
     module = importlib.util.module_from_spec(spec)

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from hightide.ir.foreign import kind_of
+
 INPUT_IDS = "input_ids"
 MASK = "attention_mask"
 POSITIONS = "position_ids"
@@ -61,9 +63,7 @@ class PadToBucket:
     def __call__(self, examples: Sequence[Any]) -> Batch:
         batch = self.collate(examples)
         if not isinstance(batch, MutableMapping):
-            raise ValueError(
-                f"{type(self.collate).__name__} gave a {type(batch).__name__}: a dict of tensors is padded"
-            )
+            raise ValueError(f"{type(self.collate).__name__} gave {kind_of(batch)}: a dict of tensors is padded")
         targets = self._targets(batch)
         if all(length == target for length, target in targets.items()):
             return batch

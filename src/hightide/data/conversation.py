@@ -10,18 +10,25 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from datetime import date
 from typing import Any
 
 from hightide.ir.foreign import KEPT, quoted, shown
 
 ASSISTANT = "assistant"
+_ASKS_DATE = "strftime_now"  # what transformers lets templates call
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Conversations:
-    def __init__(self, tokenizer: Any, completions_only: bool) -> None:
+    def __init__(self, tokenizer: Any, completions_only: bool, today: date | None = None) -> None:
+        """`today`: for a template that asks for the date (`strftime_now`), so that a run which goes on tomorrow has the
+        same data. None: the clock says."""
         self._tokenizer, self._completions_only = tokenizer, completions_only
         template = getattr(tokenizer, "chat_template", None)
+        self._given: dict[str, Any] = {}  # beside the messages; what a template is given goes before its globals
+        if today is not None and _ASKS_DATE in str(template):
+            self._given[_ASKS_DATE] = today.strftime
         self._has_template = template is not None
         self._is_marked = isinstance(template, str) and _MARKED.search(template) is not None
 
@@ -43,7 +50,9 @@ class Conversations:
 
     def _written(self, turns: Sequence[dict[str, Any]], where: str, begins_turn: bool = False) -> str:
         try:
-            text: str = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=begins_turn)
+            text: str = self._tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=begins_turn, **self._given
+            )
         except Exception as error:  # of the template, which raises what it likes
             raise ValueError(
                 f"{where}: the chat template does not take these messages: {shown(error, KEPT)}; roles are "
@@ -55,7 +64,7 @@ class Conversations:
     def _as_marked(self, turns: list[dict[str, Any]], where: str) -> tuple[list[int], list[bool]]:
         try:
             made = self._tokenizer.apply_chat_template(
-                turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+                turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **self._given
             )
         except Exception as error:
             raise ValueError(f"{where}: the chat template does not take it: {shown(error, KEPT)}") from error

@@ -9,6 +9,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -110,9 +111,11 @@ def tokenize(
     completions_only: bool = False,
     column: str | None = None,
     source: str = "the data",
+    date: date | None = None,
 ) -> Sequences:
     """Sequences of at most `length` tokens. `tokenizer`: of transformers. `completions_only`: the loss counts what
-    follows a prompt, or what the assistant says, and nothing else. `column`: where plain text is, if not in `text`."""
+    follows a prompt, or what the assistant says, and nothing else. `column`: where plain text is, if not in `text`.
+    `date`: what a chat template takes for today; None: today."""
     collected = _Collected()
     rest = iter(rows)
     first = next(rest, None)
@@ -124,7 +127,7 @@ def tokenize(
             f"{first.where}: plain text has no completions; leave --completions-only out, or give rows with "
             f"{PROMPT} and {COMPLETION}, or with {MESSAGES}"
         )
-    make = _maker(kind, tokenizer, completions_only)
+    make = _maker(kind, tokenizer, completions_only, date)
     num_rows = num_cut = num_dropped = lost_tokens = 0
     for row in _chained(first, rest):
         if _kind_of(row, column) is not kind:
@@ -247,9 +250,9 @@ def _end_text(collected: _Collected, length: int) -> None:
             collected.is_learned[start] = False
 
 
-def _maker(kind: RowKind, tokenizer: Any, completions_only: bool) -> Callable[[Row], Learned]:
+def _maker(kind: RowKind, tokenizer: Any, completions_only: bool, today: date | None) -> Callable[[Row], Learned]:
     if kind is RowKind.CHAT:
-        conversations = Conversations(tokenizer, completions_only)
+        conversations = Conversations(tokenizer, completions_only, today)
         return lambda row: Learned(*conversations.tokens(row.fields[MESSAGES], row.where))
     begin, end = first_ids(tokenizer), last_ids(tokenizer)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from hightide.ir.foreign import KEPT, quoted, read_json, shown
+from hightide.ir.foreign import KEPT, kind_of, quoted, read_json, shown
 from hightide.loading.tensor_file import StoredTensor, read_header
 
 CONFIG = "config.json"
@@ -151,7 +151,7 @@ def class_of(config: Any, asked: Any) -> Any:
         if mapping is None:
             return asked
         if type(config) not in mapping:
-            raise ValueError(f"{asked.__name__} has no model for a {type(config).__name__}; pass another model_class")
+            raise ValueError(f"{asked.__name__} has no model for {kind_of(config)}; pass another model_class")
         return mapping[type(config)]
     names = getattr(config, "architectures", None)
     if not names:
@@ -165,7 +165,7 @@ def class_of(config: Any, asked: Any) -> Any:
         raise ValueError(f"transformers has no model class {quoted(name)}, which the config names; pass model_class=")
     if not isinstance(config, getattr(found, "config_class", None) or ()):
         raise ValueError(
-            f"the config names {found.__name__} and is a {type(config).__name__}, which is not what that class takes; "
+            f"the config names {found.__name__} and is {kind_of(config)}, which is not what that class takes; "
             "pass model_class="
         )
     return found

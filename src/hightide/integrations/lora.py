@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hightide.ir.foreign import kind_of
+
 ALL = "all-linear"
 
 
@@ -51,11 +53,11 @@ def with_adapters(model: nn.Module, lora: Lora, *, have_values: bool = False) ->
         names = ", ".join(linear) or "none"
         if lora.targets:
             raise ValueError(
-                f"PEFT cannot adapt {', '.join(lora.targets)} of a {type(model).__name__}: {error} Its linear modules "
+                f"PEFT cannot adapt {', '.join(lora.targets)} of {kind_of(model)}: {error} Its linear modules "
                 f"end in {names}; name some of these, or {ALL}"
             ) from error
         raise ValueError(
-            f"PEFT does not know which modules of a {type(model).__name__} to adapt; name them by the ends of their "
+            f"PEFT does not know which modules of {kind_of(model)} to adapt; name them by the ends of their "
             f"names: --lora {lora.rank}:NAMES, such as {lora.rank}:{','.join(list(linear)[:2]) or ALL}"
         ) from error
     return adapted.train(training)

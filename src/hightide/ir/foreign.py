@@ -47,6 +47,17 @@ def shown(text: object, most: int = QUOTED) -> str:
     return "".join(map(_visible, _cut(str(text), most)))
 
 
+def kind_of(value: object) -> str:
+    """In a sentence: "an int", "a Linear", "None"."""
+    return "None" if value is None else with_article(type(value).__name__)
+
+
+def with_article(name: str) -> str:
+    """By how a name is said: an Embedding, an LSTM, a UNet, a Linear."""
+    is_spelled = name[:2].isupper()
+    return f"{'an' if name[:1].lower() in ('aefhilmnorsx' if is_spelled else 'aeio') else 'a'} {name}"
+
+
 def has_controls(text: str) -> bool:
     """Characters that are for terminals, not for people, or that no file can hold; lines and tabs are text."""
     return not text.isprintable() and any(_visible(char) != char for char in text)

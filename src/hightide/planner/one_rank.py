@@ -22,9 +22,9 @@ def machine_of_rank(machine: Machine, gpus: int, nodes: int = 1) -> Machine:
         return machine
     links = machine.links
     if links is None or not 1 <= gpus <= links.gpus_per_node or not 1 <= nodes <= links.num_nodes:
-        known = "1 GPU" if links is None else f"{links.num_nodes} nodes of {links.gpus_per_node} GPUs"
+        known = "1 GPU" if links is None else _counted(links.num_nodes, links.gpus_per_node)
         raise ValueError(
-            f"{nodes} nodes of {gpus} GPUs: the machine {machine.name!r} has {known}; name one that has them, such as "
+            f"{_counted(nodes, gpus)}: the machine {machine.name!r} has {known}; name one that has them, such as "
             "--machine 8x-h100 or 4-nodes-8x-h100, or ask for fewer"
         )
     return replace(
@@ -34,6 +34,10 @@ def machine_of_rank(machine: Machine, gpus: int, nodes: int = 1) -> Machine:
         disk=None if machine.disk is None else _disk(machine.disk, gpus),
         links=replace(links, gpus_per_node=gpus, num_nodes=nodes),
     )
+
+
+def _counted(nodes: int, gpus: int) -> str:
+    return f"{nodes} node{'' if nodes == 1 else 's'} of {gpus} GPU{'' if gpus == 1 else 's'}"
 
 
 def machine_of_plan(machine: Machine, plan: Plan) -> Machine:

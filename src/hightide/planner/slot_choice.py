@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
+from hightide.planner.infeasible import InfeasiblePlan
+
 Occupants = Sequence[int | None]  # per slot the chunk in it; a wide chunk stands in several consecutive slots
 Use = Callable[[int], float]  # chunk -> tick
 
@@ -55,7 +57,7 @@ def choose_windows(occupants: Occupants, needed: Mapping[int, int], next_use: Us
 
 def _pack(needed: Mapping[int, int], num_slots: int) -> dict[int, int]:
     if sum(needed.values()) > num_slots:
-        raise ValueError(
+        raise InfeasiblePlan(
             f"one block needs {sum(needed.values())} slots at once for its chunks {sorted(needed)}, the plan has "
             f"{num_slots}; raise num_slots or num_grad_slots in the plan"
         )

@@ -7,7 +7,7 @@ pages and explanations read it."""
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Self
 
@@ -37,6 +37,7 @@ class Solution:
     placement: Placement
     passes: Passes  # of the training step
     peaks: Peaks  # of these
+    on_simulated: bool = field(default=False, kw_only=True)  # for a machine without a GPU
 
     @classmethod
     def of(cls, profile: ModelProfile, plan: Plan) -> Solution:
@@ -70,7 +71,7 @@ class Solution:
     def described(self, machine: Machine | None = None) -> Solution:
         """With a forecast and an explanation of its own: of a plan that a person has made. Nobody has simulated it."""
         sizes = bytes_forecast(self.passes, self.peaks, machine)
-        return self._told(sizes)
+        return replace(self, on_simulated=machine is not None and machine.is_simulated)._told(sizes)
 
     def moving_in(self, on_host: Collection[str], waiting_bytes: int, process_bytes: int) -> Self:
         """With what the host needs while a model's values move in, see planner/predict/moving_in.py, and what the
@@ -79,7 +80,7 @@ class Solution:
         return self._told(replace(self.plan.forecast, moving_host_bytes=needed, process_bytes=process_bytes))
 
     def _told(self, sizes: Forecast) -> Self:
-        return replace(self, placement=_explained(self.profile, self.placement, sizes, self.passes, self.peaks))
+        return replace(self, placement=_explained(self, sizes))
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,11 @@ class Searched(Solution):
         peak, step = step_peaks(passes), forecast(problem, placement, passes)
         sizes = replace(bytes_forecast(passes, peak, problem.machine), step_s=step.step_s)
         save = save_forecast(problem, placement, passes, peak, step)
-        explained = _explained(profile, placement, sizes, passes, peak, save)
-        return cls(profile, explained, passes, peak, problem, candidate, step, num_simulated, save)
+        is_simulated = problem.machine.is_simulated
+        found = cls(
+            profile, placement, passes, peak, problem, candidate, step, num_simulated, save, on_simulated=is_simulated
+        )
+        return found._told(sizes)
 
     @classmethod
     def elsewhere(cls, problem: Problem, plan: Plan) -> Searched:
@@ -107,24 +111,18 @@ class Searched(Solution):
         passes = lower_step(problem.profile, plan, placement, problem.terms.without)
         peak, step = step_peaks(passes), forecast(problem, placement, passes)
         save = save_forecast(problem, placement, passes, peak, step)
-        return cls(problem.profile, placement, passes, peak, problem, None, step, 0, save)
+        is_simulated = problem.machine.is_simulated
+        return cls(problem.profile, placement, passes, peak, problem, None, step, 0, save, on_simulated=is_simulated)
 
     def _told(self, sizes: Forecast) -> Self:
-        explained = _explained(self.profile, self.placement, sizes, self.passes, self.peaks, self.save)
-        return replace(self, placement=explained)
+        return replace(self, placement=_explained(self, sizes, self.save))
 
     @property
     def without(self) -> Mechanisms:
         return self.problem.terms.without
 
 
-def _explained(
-    profile: ModelProfile,
-    placement: Placement,
-    sizes: Forecast,
-    passes: Passes,
-    peak: Peaks,
-    save: SaveForecast | None = None,
-) -> Placement:
-    told = placement.of(replace(placement.plan, forecast=sizes))
-    return told.of(told.plan.explained(explain(profile, told, passes, peak, save)))
+def _explained(solution: Solution, sizes: Forecast, save: SaveForecast | None = None) -> Placement:
+    told = solution.placement.of(replace(solution.plan, forecast=sizes))
+    text = explain(solution.profile, told, solution.passes, solution.peaks, save, solution.on_simulated)
+    return told.of(told.plan.explained(text))

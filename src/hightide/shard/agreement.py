@@ -15,6 +15,10 @@ LONG = 200  # characters of a value in a message
 Value = TypeVar("Value")
 
 
+class FailedElsewhere(ValueError):
+    """Another rank has raised, and knows more about it."""
+
+
 def from_first(collectives: Collectives, what: str, make: Callable[[], str]) -> str:
     """Rank 0 makes it (a plan, as text), and all get it. What it raises there is a ValueError on the others."""
     ranks = collectives.ranks
@@ -35,7 +39,7 @@ def from_first(collectives: Collectives, what: str, make: Callable[[], str]) -> 
     if error is not None:
         raise error
     if content[:1] == b"0":
-        raise ValueError(f"rank 0 could not make {what}: {content[1:].decode()}")
+        raise FailedElsewhere(f"rank 0 could not make {what}: {content[1:].decode()}")
     check_same(collectives, {f"digest of {what}": hashlib.sha256(content).hexdigest()[:16]})
     return content[1:].decode()
 
@@ -57,7 +61,7 @@ def of_each(collectives: Collectives, what: str, make: Callable[[], bytes], lane
         raise error
     for rank, told in enumerate(found):
         if told[:1] == b"0":
-            raise ValueError(f"{what} failed on rank {rank}: {told[1:].decode()}")
+            raise FailedElsewhere(f"{what} failed on rank {rank}: {told[1:].decode()}")
     return [told[1:] for told in found]
 
 

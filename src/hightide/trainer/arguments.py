@@ -7,6 +7,9 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from hightide.ir.foreign import kind_of
 from hightide.ir.limits import Limits
 from hightide.ir.plan import Update
 
@@ -36,7 +39,7 @@ def as_limits(limits: Limits | Mapping[str, Any] | str | None) -> Limits | None:
             raise ValueError(f"limits={dict(limits)!r}; it may have gpu, host and disk") from None
     if limits is None or isinstance(limits, Limits):
         return limits
-    raise ValueError(f"limits is a {type(limits).__name__}; pass hightide.Limits(gpu='24GiB', host='96GiB')")
+    raise ValueError(f"limits is {kind_of(limits)}; pass hightide.Limits(gpu='24GiB', host='96GiB')")
 
 
 def check_arguments(args: Any, update: str) -> None:
@@ -81,6 +84,8 @@ def settle_arguments(args: Any) -> None:
             "logging_nan_inf_filter is off: it waits for the GPU after every call. A loss that is not finite is logged "
             "as it is; to have the filter, set trainer.args.logging_nan_inf_filter = True"
         )
+    if not torch.accelerator.is_available():  # torch would warn in every epoch that it pins nothing
+        args.dataloader_pin_memory = False
     if args.dataloader_pin_memory:
         args.accelerator_config.non_blocking = True
     if args.n_gpu > 1:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hightide.ir.foreign import kind_of
 from hightide.ir.plan import Update
 from hightide.profiler.model.call_tree import Arguments
 from hightide.profiler.trial.state import INTERNAL, GlobalRandom
@@ -256,7 +257,7 @@ def usual_loss(result: Any) -> Tensor:
     if isinstance(found, Tensor) and found.numel() == 1:
         return found.reshape(())
     raise ValueError(
-        f"the model returned a {type(result).__name__} in which there is no loss; pass loss=, a function of what the "
+        f"the model returned {kind_of(result)} in which there is no loss; pass loss=, a function of what the "
         "model returns, such as loss=lambda result: result.square().mean()"
     )
 

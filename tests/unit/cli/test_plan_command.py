@@ -297,7 +297,7 @@ def test_a_function_brings_its_own_batch(source: Path, monkeypatch: pytest.Monke
         (["{folder}/empty"], "has no config.json"),
         (["{folder}/none.py:make"], "there is no file"),
         (["{folder}/mine.py:made"], "with_batch, alone, nothing"),
-        (["{folder}/mine.py:nothing"], "returned a int; it must return"),
+        (["{folder}/mine.py:nothing"], "returned an int; it must return"),
         (["{folder}/mine.py:boom"], "mine.py:boom raised RuntimeError: boom"),
         (["{folder}/mine.py:wants"], "mine.py:wants raised TypeError: wants() missing 1 required"),
         (["{folder}/neighbour.py:make"], "has no function 'make'"),
@@ -509,6 +509,21 @@ def test_a_machine_without_a_known_disk_prices_none(tmp_path: Path, monkeypatch:
     machine = replace(load_machine("h200"), disk=None)
     monkeypatch.setattr(machine_module, "known_machine", lambda device: Known(machine))
     assert "doctor --disk" in plan(*TINY, "--disk", f"{tmp_path}:60GiB", exit_code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("llama-9", "there is no model 'llama-9': .*presets are .*llama-3.1-8b"),
+        ("no.py:make", "there is no file no.py"),
+    ],
+)
+def test_a_wrong_model_is_told_before_a_machine_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, model: str, message: str
+) -> None:
+    monkeypatch.setattr(machine_module, "known_machine", lambda device: Known(None, "nothing was measured"))
+    assert re.search(message, plan(model, exit_code=2).stderr)
+    assert "nothing was measured" in plan("llama-3.1-8b", exit_code=2).stderr
 
 
 def test_a_plan_that_is_refused_for_another_reason_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_what_several_gpus_do_in_80_columns(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["simulate", str(path), "--machine", "4-nodes-8x-h100"])
     assert shown.exit_code == 0 and "reduce busy" in shown.output, shown.output
     refused = CliRunner().invoke(app, ["simulate", str(path), "--machine", "8x-h100"])
-    assert refused.exit_code == 2 and "4 nodes of 8 GPUs: the machine '8x-h100' has 1 nodes" in refused.output
+    assert refused.exit_code == 2 and "4 nodes of 8 GPUs: the machine '8x-h100' has 1 node of 8" in refused.output
 
 
 def test_numbers_are_of_one_rank_and_speed_is_of_all() -> None:
@@ -65,8 +65,8 @@ def test_numbers_are_of_one_rank_and_speed_is_of_all() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("8x-h100", "--gpus", "9"), "1 nodes of 9 GPUs: the machine '8x-h100' has 1 nodes of 8 GPUs"),
-        (("8x-h100", "--nodes", "2"), "2 nodes of 1 GPUs"),
+        (("8x-h100", "--gpus", "9"), "1 node of 9 GPUs: the machine '8x-h100' has 1 node of 8 GPUs"),
+        (("8x-h100", "--nodes", "2"), "2 nodes of 1 GPU:"),
         (("h200", "--gpus", "2"), "the machine 'h200' has 1 GPU"),
         (("8x-h100", "--gpus", "0"), "at least one GPU"),
     ],

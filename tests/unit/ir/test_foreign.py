@@ -13,7 +13,7 @@ import pytest
 from hightide.doctor.known import load_machine
 from hightide.ir import foreign
 from hightide.ir.codec import build, from_json
-from hightide.ir.foreign import quoted, read_json, read_text, shown
+from hightide.ir.foreign import kind_of, quoted, read_json, read_text, shown, with_article
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.units import parse_bytes
@@ -128,3 +128,10 @@ def test_no_file_stays_open(tmp_path: Path) -> None:
         num_open = len(os.listdir("/proc/self/fd"))
         assert foreign.read_text(tmp_path / "file", "text") == "text"
         assert len(os.listdir("/proc/self/fd")) == num_open
+
+
+def test_articles_follow_how_a_name_is_said() -> None:
+    assert [kind_of(value) for value in (7, "x", None, [], {})] == ["an int", "a str", "None", "a list", "a dict"]
+    names = ["Embedding", "LSTM", "UNet", "Linear", "MLP", "OrderedDict", "T5Model", "GPT2LMHeadModel"]
+    articles = [with_article(name).split(" ")[0] for name in names]
+    assert articles == ["an", "an", "a", "a", "an", "an", "a", "a"]

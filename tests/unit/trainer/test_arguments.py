@@ -20,7 +20,7 @@ def test_limits_by_any_name() -> None:
     assert as_limits("24GiB") == hightide.Limits(gpu="24GiB") and as_limits(None) is None
     with pytest.raises(ValueError, match="gpu, host and disk"):
         as_limits({"vram": "24GiB"})
-    with pytest.raises(ValueError, match="limits is a int"):
+    with pytest.raises(ValueError, match="limits is an int"):
         as_limits(24)  # type: ignore[arg-type]
 
 
@@ -39,6 +39,16 @@ def test_what_is_refused(name: str, value: Any, remedy: str, tmp_path: Path) -> 
     setattr(settings, name, value)
     with pytest.raises(ValueError, match=rf"{name}=.*{remedy}"):
         check_arguments(settings, "deferred")
+
+
+def test_nothing_is_pinned_where_no_gpu_would_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for is_there in (True, False):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda is_there=is_there: is_there)
+        settings = arguments(tmp_path)
+        settings.dataloader_pin_memory = True
+        settle_arguments(settings)
+        assert settings.dataloader_pin_memory is is_there
+        assert bool(settings.accelerator_config.non_blocking) is is_there
 
 
 def test_promises_that_the_trainer_could_not_keep(tmp_path: Path) -> None:
@@ -68,7 +78,8 @@ def _on_meta(settings: transformers.TrainingArguments) -> Any:
     return settings
 
 
-def test_what_the_plan_decides_and_what_would_wait(tmp_path: Path) -> None:
+def test_what_the_plan_decides_and_what_would_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     settings = arguments(tmp_path, gradient_checkpointing=True)
     settings.max_grad_norm = None
     settings.dataloader_pin_memory = True  # as where there is a GPU

@@ -6,11 +6,14 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable
+from typing import TypeVar
 
 from hightide.asked import chosen_device
-from hightide.shard.agreement import from_first
+from hightide.shard.agreement import from_first, of_each
 from hightide.shard.collectives import Collectives
 from hightide.shard.ranks import Ranks
+
+Made = TypeVar("Made")
 
 
 class Company:
@@ -32,6 +35,19 @@ class Company:
     def from_first(self, what: str, make: Callable[[], str]) -> str:
         """What the first makes, for all; a ValueError of it is one for all."""
         return make() if self._collectives is None else from_first(self._collectives, what, make)
+
+    def all_or_none(self, what: str, make: Callable[[], Made]) -> Made:
+        """What each makes for itself. An error of one is one for all: nobody waits for who has ended."""
+        if self._collectives is None:
+            return make()
+        made: list[Made] = []
+
+        def content() -> bytes:
+            made.append(make())
+            return b""
+
+        of_each(self._collectives, what, content)
+        return made[0]
 
     def sums(self, what: str, *numbers: float) -> list[float]:
         """Over all ranks. All call this in the same order."""

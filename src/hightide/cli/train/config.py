@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from datetime import date
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ class ModelConfig:
     vocabulary: int = 512
 
     def __post_init__(self) -> None:
+        if self.dtype is Dtype.FLOAT16:
+            raise ValueError("--dtype float16 needs its losses scaled, which this command does not do; use bfloat16")
         for name in ("hidden", "layers", "heads", "feed_forward", "vocabulary"):
             _at_least(1, getattr(self, name), f"model.{name}")
             _at_most(MAX_LAYERS if name == "layers" else MAX_SIZE, getattr(self, name), f"model.{name}")
@@ -66,6 +69,7 @@ class DataConfig:
     pack: bool | None = None  # several sequences in a row; None: where the model keeps them apart
     sequences: int = 16
     length: int | None = None  # tokens; None: 2048, or what the model takes; 128 for the tiny one
+    date: str | None = None  # of chat templates that write today's, such as 2026-11-18; None: when the run began
 
     def __post_init__(self) -> None:
         _at_least(1, self.sequences, "data.sequences")
@@ -75,6 +79,8 @@ class DataConfig:
         if self.text_bytes is not None:
             _at_least(1, self.text_bytes, "data.text_bytes")
             _at_most(MAX_TEXT_BYTES, self.text_bytes, "data.text_bytes")
+        if self.date is not None:
+            parse_date(self.date, "data.date")
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,11 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.betas={list(self.betas)} must be from 0 to below 1, such as [0.9, 0.95]")
         if self.warmup_steps is not None:
             _at_least(0, self.warmup_steps, "optimizer.warmup_steps")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of AdamW."""
+        return {"lr": self.lr, "betas": tuple(self.betas), "eps": self.eps, "weight_decay": self.weight_decay}
 
 
 @dataclass(frozen=True)
@@ -187,7 +198,9 @@ class SaveConfig:
         if self.keep_every is not None:
             _at_least(1, self.keep_every, "save.keep_every")
             if self.every is None:
-                raise ValueError(f"save.keep_every={self.keep_every}, but nothing is saved; set save.every too")
+                raise ValueError(
+                    f"save.keep_every={self.keep_every}, but nothing is saved; set save.every too (--save-every)"
+                )
             if self.keep_every % self.every:
                 raise ValueError(
                     f"save.keep_every={self.keep_every} must be a multiple of save.every={self.every}: "
@@ -237,6 +250,11 @@ class TrainConfig:
             raise ValueError(
                 f"calls={self.calls} does not divide data.sequences={self.data.sequences}; choose a divisor of it"
             )
+        if self.micro_batch is not None and self.micro_batch > self.data.sequences:
+            raise ValueError(
+                f"micro_batch={self.micro_batch} is more than data.sequences={self.data.sequences}, the rows of a "
+                "step; choose fewer, or leave it out"
+            )
         if self.lora is not None:
             Lora.parse(self.lora)
         if self.device is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
@@ -258,6 +276,13 @@ class TrainConfig:
         return yaml.safe_dump(json.loads(to_json(self)), sort_keys=False)
 
 
+def parse_date(text: str, name: str) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise ValueError(f"{name}={quoted(text)} is no date; write it as year-month-day, such as 2026-11-18") from None
+
+
 def _at_least(least: float, value: float, name: str) -> None:
     if value < least:
         raise ValueError(f"{name}={value} must be at least {least}")
@@ -273,8 +298,13 @@ class _BadSettings(ValueError):
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML as people expect it: 1e-3 is a number, a key given twice is an error, and so is an alias, which can stand
-    for much more than it says."""
+    """YAML as people expect it: 1e-3 is a number, 2026-11-18 is text, a key given twice is an error, and so is an
+    alias, which can stand for much more than it says."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 -- as PyYAML has it
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):

@@ -20,7 +20,7 @@ from hightide.data.packing import SEPARATED
 from hightide.integrations.folder import CONFIG, blaming, check_folder, import_transformers
 from hightide.integrations.lora import Lora, with_adapters
 from hightide.integrations.shapes import config_of_folder, max_length
-from hightide.ir.foreign import KEPT, quoted, shown
+from hightide.ir.foreign import KEPT, quoted, shown, with_article
 
 LENGTH, TINY_LENGTH = 2048, 128
 LR, LORA_LR, TINY_LR = 1e-5, 1e-4, 2e-3
@@ -69,8 +69,6 @@ class ModelSource:
         if lr is None:
             lr = TINY_LR if is_tiny else LR if config.lora is None else LORA_LR
         dtype = config.model.dtype or (Dtype.FLOAT32 if is_tiny else Dtype.BFLOAT16)
-        if dtype is Dtype.FLOAT16:
-            raise ValueError("--dtype float16 needs its losses scaled, which this command does not do; use bfloat16")
         tokens = config.sample.tokens if config.sample.tokens is not None else TINY_SAMPLE if is_tiny else 0
         pack = self.keeps_packed_apart if config.data.pack is None else config.data.pack
         if pack and not self.keeps_packed_apart:
@@ -125,8 +123,8 @@ def _check_causal(config: Any, folder: Path) -> None:
     names = getattr(config, "architectures", None) or ["AutoModelForCausalLM"]
     if getattr(config, "is_encoder_decoder", False) or not str(names[0]).endswith(CAUSAL):
         raise ValueError(
-            f"{shown(folder)} is a {quoted(names[0])}; this command trains causal language models only. Train it in a "
-            "loop of your own, with hightide.wrap"
+            f"{shown(folder)} is {with_article(shown(names[0]))}; this command trains causal language models only. "
+            "Train it in a loop of your own, with hightide.wrap"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -203,8 +204,26 @@ def load_config(path: Path | None, options: TrainOptions) -> TrainConfig:
         data.pop("epochs", None)  # what the line says is meant
     if options.epochs is not None and options.steps is None:
         data.pop("steps", None)
-    config: TrainConfig = build(TrainConfig, data, where)
+    try:
+        config: TrainConfig = build(TrainConfig, data, where)
+    except ValueError as error:
+        raise ValueError(_as_given(str(error), where, options)) from error
     return config
+
+
+def _as_given(message: str, where: str, options: TrainOptions) -> str:
+    """With the names of settings as the line has them, where it has given them."""
+    for name, (section, key) in {**_PLACES, "disk": ("limits", "disk")}.items():
+        if getattr(options, name) is None:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if not section:
+            message = message.replace(f"{where}: {key} is ", f"{option} is ")
+            message = re.sub(rf"(?<![\w.-]){key}=", f"{option}=", message)
+            continue
+        for written in (f"{where}: {section}: {key} is ", f"{section}.{key}", f"Limits({key})"):
+            message = message.replace(written, f"{option} is " if written.endswith(" is ") else option)
+    return message
 
 
 def _override(data: dict[str, Any], where: str, section: str, key: str, value: object) -> None:

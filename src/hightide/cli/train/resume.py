@@ -14,7 +14,7 @@ from hightide.checkpoint.training import read_plan, read_training
 from hightide.cli.train.config import TrainConfig
 from hightide.cli.train.folder_lock import FolderLock
 from hightide.cli.train.run_folder import CHECKPOINTS, SUMMARY, newest_saved
-from hightide.cli.train.run_state import RunState, difference
+from hightide.cli.train.run_state import RunState, changes, difference
 from hightide.ir.foreign import shown
 from hightide.ir.plan import Plan
 
@@ -31,7 +31,6 @@ class Resumed:
     step: int
     plan: Plan | None
     state: RunState
-    now: dict[str, object]  # settings that decide, of the run that goes on
     console: Console
 
     @property
@@ -49,23 +48,32 @@ class Resumed:
             "go on with more --steps, or begin anew with --no-resume"
         )
 
+    def check(self, now: dict[str, object]) -> None:
+        """`now`: the settings of the run that is to go on. What may not have changed is refused, what may is told."""
+        other = difference(self.state.deciding, now)
+        if other is not None:
+            raise ValueError(f"{self.path} is of another run: {other}; go on with what it was, or {_ANEW}")
+        changed = changes(self.state.deciding, now)
+        if changed:
+            text = f"goes on with other settings: {', '.join(changed)}"
+            self.console.print(text, style="yellow", markup=False, soft_wrap=True)
+
     def to_text(self) -> str:
         """For other ranks."""
         return json.dumps([str(self.folder), [str(path) for path in self.checkpoints]])
 
     def older(self, error: DamagedCheckpoint) -> Resumed:
         """The one before this one, which is damaged."""
-        return _passed_over(self.folder, self.lock, self.checkpoints, self.now, self.console, error)
+        return _passed_over(self.folder, self.lock, self.checkpoints, self.console, error)
 
 
-def find_checkpoint(config: TrainConfig, now: dict[str, object], console: Console) -> Resumed | None:
-    """None: the run begins at its first step. `now`: the settings that decide about its values. A checkpoint of another
-    run is refused, and so is one that is damaged and has no whole one before it: who began anew by himself would do
-    again what may have taken days."""
+def find_checkpoint(config: TrainConfig, console: Console) -> Resumed | None:
+    """None: the run begins at its first step. One that is damaged and has no whole one before it is refused: who began
+    anew by himself would do again what may have taken days. Whether it is of this run, `check` tells."""
     if not (config.save.every is not None if config.resume is None else config.resume):
         return None
     folder = newest_saved(Path(config.out), config.name)
-    resumed = None if folder is None else _in_folder(folder, now, console)
+    resumed = None if folder is None else _in_folder(folder, console)
     if resumed is None and config.resume:
         raise ValueError(
             f"nothing to resume: {config.out} has no checkpoint of a run named {config.name}; leave --resume out to "
@@ -74,22 +82,22 @@ def find_checkpoint(config: TrainConfig, now: dict[str, object], console: Consol
     return resumed
 
 
-def beside_first(text: str, now: dict[str, object], console: Console) -> Resumed | None:
+def beside_first(text: str, console: Console) -> Resumed | None:
     """What the first rank has found, on another one."""
     if not text:
         return None
     folder, checkpoints = json.loads(text)
-    return _read(Path(folder), None, tuple(map(Path, checkpoints)), now, console)
+    return _read(Path(folder), None, tuple(map(Path, checkpoints)), console)
 
 
-def _in_folder(folder: Path, now: dict[str, object], console: Console) -> Resumed | None:
+def _in_folder(folder: Path, console: Console) -> Resumed | None:
     lock = FolderLock(folder)
     try:
         if not lock.is_held:
             _warn(console, f"{folder} cannot be locked; start one run in it at a time")
         checkpoints = _whole_ones(folder, console)
         if checkpoints:
-            return _read(folder, lock, checkpoints, now, console)
+            return _read(folder, lock, checkpoints, console)
     except BaseException:
         lock.close()
         raise
@@ -117,36 +125,30 @@ def _damaged_text(one: Found) -> str:
     return f"{shown(one.path)} is damaged: {shown(one.problem)}"
 
 
-def _read(
-    folder: Path, lock: FolderLock | None, checkpoints: tuple[Path, ...], now: dict[str, object], console: Console
-) -> Resumed:
+def _read(folder: Path, lock: FolderLock | None, checkpoints: tuple[Path, ...], console: Console) -> Resumed:
     path = checkpoints[0]
     try:
         training, plan = read_training(path), read_plan(path)
     except DamagedCheckpoint as error:
-        return _passed_over(folder, lock, checkpoints, now, console, error)
+        return _passed_over(folder, lock, checkpoints, console, error)
     try:
         state = RunState.from_extra(training.extra, training.step)
     except ValueError as error:
         raise ValueError(f"cannot resume from {path}: {error}; {_ANEW}") from error
-    changed = difference(state.deciding, now)
-    if changed is not None:
-        raise ValueError(f"{path} is of another run: {changed}; go on with what it was, or {_ANEW}")
-    return Resumed(folder, lock, checkpoints, training.step, plan, state, now, console)
+    return Resumed(folder, lock, checkpoints, training.step, plan, state, console)
 
 
 def _passed_over(
     folder: Path,
     lock: FolderLock | None,
     checkpoints: tuple[Path, ...],
-    now: dict[str, object],
     console: Console,
     error: DamagedCheckpoint,
 ) -> Resumed:
     if len(checkpoints) == 1:
         raise error
     _warn(console, str(error))
-    return _read(folder, lock, checkpoints[1:], now, console)
+    return _read(folder, lock, checkpoints[1:], console)
 
 
 def _warn(console: Console, what: str) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +15,18 @@ from torch import Tensor
 
 from hightide.cli.train.config import TrainConfig
 from hightide.ir.codec import to_json
-from hightide.ir.foreign import quoted
+from hightide.ir.foreign import quoted, shown
 
 # The number of steps is not among them: the learning rate then goes on along the curve of the run's new length.
 _DECIDING = ("seed", "model", "data", "optimizer", "lora")
-# Told by what they are (checksums), not by where.
-_PATHS = ("model.path", "data.path", "data.text_bytes", "data.column")
+# Of these, what a run may go on with otherwise, which is told.
+_CHANGEABLE = "optimizer."
+# Where model and data come from. They are compared by what they are (checksums); these say why one differs.
+_SOURCES = {"model": ("path",), "data": ("path", "text_bytes", "column", "date")}
+_OTHER = {"model": "another model", "data": "other data"}
+_SHARE = "eval.share"  # which is taken out of the data
+_DATE = "data.date"
+_SUM = "checksum of the "
 # The same plan can be used again if all these are as they were.
 _PLACING = ("device", "limits", "calls", "micro_batch", "update", "gradients", "compile")
 
@@ -54,11 +61,21 @@ class RunState:
             raise ValueError(f"its train_s is {quoted(state.train_s)}")
         return state
 
+    @property
+    def date(self) -> str | None:
+        """On which the run began; None: older checkpoints do not have it."""
+        found = self.deciding.get(_DATE) if isinstance(self.deciding, dict) else None
+        return found if isinstance(found, str) else None
+
 
 def deciding(config: TrainConfig, checksums: Mapping[str, int]) -> dict[str, Any]:
     """Settings that decide about the values of a run, by name. `checksums`: of the model and the data."""
-    settings = {name: value for name, value in _settings(config, _DECIDING) if name not in _PATHS}
-    return settings | {f"checksum of the {name}": value for name, value in checksums.items()}
+    settings = dict(_settings(config, _DECIDING))
+    settings |= {_SHARE: config.eval.share}
+    for name in ("model.path", "data.path"):
+        if settings[name] is not None and Path(settings[name]).exists():  # and no name of a hub
+            settings[name] = str(Path(settings[name]).absolute())
+    return settings | {_SUM + name: value for name, value in checksums.items()}
 
 
 def placing(config: TrainConfig, world: int = 1) -> dict[str, Any]:
@@ -67,15 +84,41 @@ def placing(config: TrainConfig, world: int = 1) -> dict[str, Any]:
 
 
 def difference(before: object, now: dict[str, Any]) -> str | None:
-    """In words, with the names of the settings; None where there is none."""
+    """That makes it another run, in words, with the names of the settings; None where there is none."""
     if not isinstance(before, dict):
         return f"its settings are {quoted(before)}"
-    names = [name for name in (*now, *before) if before.get(name, _ABSENT) != now.get(name, _ABSENT)]
+    sources = {_SHARE, *(f"{of}.{key}" for of, keys in _SOURCES.items() for key in keys)}
+    names = [name for name in _differing(before, now) if name not in sources and not name.startswith(_CHANGEABLE)]
     if not names:
         return None
-    name, *others = dict.fromkeys(names)
+    name, *others = names
     more = f" (and {len(others)} more: {', '.join(quoted(other) for other in others[:3])})" if others else ""
+    if name in (_SUM + of for of in _SOURCES):
+        return _other_source(before, now, name.removeprefix(_SUM)) + more
     return f"{name} was {_value(before, name)} and is {_value(now, name)}{more}"
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Of settings that a run may go on with otherwise, in words."""
+    names = [name for name in _differing(before, now) if name.startswith(_CHANGEABLE)]
+    return [f"{name} was {_value(before, name)} and is {_value(now, name)}" for name in names]
+
+
+def _differing(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [name for name in dict.fromkeys((*now, *before)) if before.get(name, _ABSENT) != now.get(name, _ABSENT)]
+
+
+def _other_source(before: dict[str, Any], now: dict[str, Any], of: str) -> str:
+    """Why the checksum of the model or the data is another one: its settings differ, or else what is there."""
+    names = [f"{of}.{key}" for key in _SOURCES[of]] + ([_SHARE] if of == "data" else [])
+    changed = [name for name in names if name in before and before[name] != now[name]]
+    if changed:
+        texts = [f"{name} was {_value(before, name)} and is {_value(now, name)}" for name in changed]
+        return f"{_OTHER[of]}: {', '.join(texts)}"
+    path = now[f"{of}.path"]
+    where = "" if path is None else f" in {shown(path)}"
+    tokenizer = " (or the model's tokenizer)" if of == "data" else ""
+    return f"the {of}{where}{tokenizer} changed since it was saved"
 
 
 _ABSENT = object()

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from signal import SIGINT, Signals
@@ -16,6 +17,7 @@ import torch
 from rich.console import Console
 
 import hightide
+from hightide.asked import check_disks
 from hightide.cli.train.company import Company
 from hightide.cli.train.config import OptimizerConfig, TrainConfig
 from hightide.cli.train.model_source import ModelSource, find_model
@@ -43,16 +45,15 @@ def train(config: TrainConfig, console: Console, record: bool = False) -> Signal
         if company.world > 1 and config.device == "cuda":  # each has its own
             config = replace(config, device=None)
         _check_company(config, company, record)
-        source = find_model(config, console)
-        config = source.settled(config)
-        data = read_data(config, source, console)
-        config = data.settled(config)
+        resumed = _found_by_first(config, console, company)
+        if resumed is not None and resumed.lock is not None:
+            stack.callback(resumed.lock.close)
+        config = _dated(config, company, resumed)
+        source, data, config = company.all_or_none("reading model and data", partial(_read, config, console))
         decides = deciding(config, {"model": source.checksum, "data": data.checksum})
-        resumed = _found_by_first(config, decides, console, company)
         assert config.steps is not None
         if resumed is not None:
-            if resumed.lock is not None:
-                stack.callback(resumed.lock.close)
+            resumed.check(decides)
             if resumed.is_finished(config.steps):
                 console.print(resumed.finished_text(config.steps), markup=False, soft_wrap=True)
                 return None
@@ -72,16 +73,34 @@ def train(config: TrainConfig, console: Console, record: bool = False) -> Signal
         return _train_in(stack.enter_context(made[0]), run, record) if company.is_first else _train_beside(run)
 
 
-def _found_by_first(config: TrainConfig, decides: dict[str, Any], console: Console, company: Company) -> Resumed | None:
+def _found_by_first(config: TrainConfig, console: Console, company: Company) -> Resumed | None:
     """The first rank looks, and has the lock; all go on from what it finds."""
     found: list[Resumed | None] = []
 
     def find() -> str:
-        found.append(find_checkpoint(config, decides, console))
+        found.append(find_checkpoint(config, console))
         return "" if found[0] is None else found[0].to_text()
 
     text = company.from_first("a checkpoint", find)
-    return found[0] if company.is_first else beside_first(text, decides, console)
+    return found[0] if company.is_first else beside_first(text, console)
+
+
+def _read(config: TrainConfig, console: Console) -> tuple[ModelSource, TrainingData, TrainConfig]:
+    """With all settings that follow from the two."""
+    check_disks(config.limits.resolve().disks)
+    source = find_model(config, console)
+    config = source.settled(config)
+    data = read_data(config, source, console)
+    return source, data, data.settled(config)
+
+
+def _dated(config: TrainConfig, company: Company, resumed: Resumed | None) -> TrainConfig:
+    """A run keeps the date on which it began, for chat templates that write it: all ranks see the first one's."""
+    if config.data.date is not None:
+        return config
+    began = None if resumed is None else resumed.state.date
+    date = began or company.from_first("the date", lambda: datetime.now().date().isoformat())
+    return replace(config, data=replace(config.data, date=date))
 
 
 @contextmanager
@@ -158,7 +177,7 @@ def prepare(
     """The wrapped model with all that belongs to it; at a checkpoint, if there is one."""
     company = company or Company()
     decides = decides or deciding(config, {"model": source.checksum, "data": data.checksum})
-    model = source.build(config)
+    model = company.all_or_none("building the model", partial(source.build, config))
     num_params = sum(param.numel() for param in model.parameters())
     optimizer = _build_optimizer(model, config.optimizer)
     model, optimizer = _wrapped(config, console, data, company, model, optimizer, resumed)
@@ -220,9 +239,5 @@ def _calls(config: TrainConfig, num_rows: int) -> int | None:
 
 
 def _build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    first, second = config.betas
     trained = [param for param in model.parameters() if param.requires_grad]
-    assert config.lr is not None
-    return torch.optim.AdamW(
-        trained, lr=config.lr, betas=(first, second), eps=config.eps, weight_decay=config.weight_decay
-    )
+    return torch.optim.AdamW(trained, **config.options)

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from hightide.cli.train.config import TrainConfig
+from hightide.cli.train.config import TrainConfig, parse_date
 from hightide.cli.train.model_source import ModelSource
 from hightide.cli.train.tiny_model import STANDARD_BYTES, STANDARD_LIBRARY
 from hightide.data.batches import Batches
@@ -78,6 +78,7 @@ def _read(path: Path, config: TrainConfig, source: ModelSource, console: Console
             completions_only=config.data.completions_only,
             column=config.data.column,
             source=str(path),
+            date=None if config.data.date is None else parse_date(config.data.date, "data.date"),
         )
 
 

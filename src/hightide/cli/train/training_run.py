@@ -78,8 +78,8 @@ class TrainingRun:
             self.batches.load_state_dict(resumed.state.data)
             self.losses, self.light_shares = resumed.state.losses.tolist(), resumed.state.light_shares.tolist()
             self.before_s, self.newest_saved, self.source_path = resumed.state.train_s, resumed.step, resumed.path
-            for group in self.optimizer.param_groups:
-                group["initial_lr"] = self.config.optimizer.lr
+            for group in self.optimizer.param_groups:  # they may have changed since
+                group |= self.config.optimizer.options | {"initial_lr": self.config.optimizer.lr}
         self.num_checked = len(self.losses)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer,
@@ -92,7 +92,9 @@ class TrainingRun:
         try:
             hightide.load(self.model, self.optimizer, resumed.path)
         except DamagedCheckpoint as error:
-            return self._load(resumed.older(error))
+            older = resumed.older(error)
+            older.check(self.deciding)
+            return self._load(older)
         return resumed
 
     def state(self) -> RunState:

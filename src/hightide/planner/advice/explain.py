@@ -26,15 +26,28 @@ from hightide.planner.predict.saving import SaveForecast
 from hightide.planner.waiting import away, held_bytes
 
 WIDTH = 80
+_SIMULATED = ['  no GPU here: "gpu" is the simulated accelerator, a bounded part of host memory']
 _COLUMNS = ("params", "states", "activations", "inputs")
 
 
 def explain(
-    profile: ModelProfile, placement: Placement, passes: Passes, peak: Peaks, save: SaveForecast | None = None
+    profile: ModelProfile,
+    placement: Placement,
+    passes: Passes,
+    peak: Peaks,
+    save: SaveForecast | None = None,
+    on_simulated: bool = False,
 ) -> str:
-    """The plan has its forecast by now. `passes`: of a training step. `save`: None if nobody has simulated it."""
+    """The plan has its forecast by now. `passes`: of a training step. `save`: None if nobody has simulated it.
+    `on_simulated`: it is for a machine without a GPU."""
     plan = placement.plan
-    parts = [_memory(placement, peak), _source(profile), _ranks(plan), _batch(profile, placement)]
+    parts = [
+        _memory(placement, peak),
+        _SIMULATED if on_simulated else [],
+        _source(profile),
+        _ranks(plan),
+        _batch(profile, placement),
+    ]
     parts += [_table(profile, placement)]
     parts += [_activations(profile, placement), _precision(profile, placement)]
     parts += [_timing(plan, passes.last), _traffic(profile, plan, passes)]
@@ -82,18 +95,21 @@ def _ranks(plan: Plan) -> list[str]:
     if plan.ranks == 1:
         return ["ranks: 1, which gathers and reduces as each of several does"]
     groups = f" in {plan.replicas} groups with a copy each" if plan.replicas > 1 else ""
-    lines = [f"ranks: {plan.ranks}{groups}; the numbers here are of one"]
+    lines = [f"ranks: {plan.ranks}{groups}; memory and traffic are of one rank"]
     owners = {chunk.block for chunk in plan.layout.chunks}
     persistent = [plan.blocks[index].sharing for index in owners if plan.blocks[index].params is Tier.GPU]
-    words = {
-        Sharing.SHARDED: "of which it has a shard",
-        Sharing.PARAMS_REPLICATED: "of which it has the whole parameters",
-        Sharing.REPLICATED: "which it has wholly",
-    }
-    counts = [f"{persistent.count(way)} {text}" for way, text in words.items() if way in persistent]
+    counts = {way: persistent.count(way) for way in _SHARED if way in persistent}
     if counts and plan.num_shards > 1:
-        lines += textwrap.wrap(f"  blocks on its GPU: {', '.join(counts)}", WIDTH, subsequent_indent="    ")
+        lines.append("  of blocks whose parameters stay on GPUs, each rank holds:")
+        lines += [f"    {count:>4} {_SHARED[way]}" for way, count in counts.items()]
     return lines
+
+
+_SHARED = {
+    Sharing.SHARDED: "in part: parameters and states are divided among the ranks",
+    Sharing.PARAMS_REPLICATED: "with all parameters; states are divided among the ranks",
+    Sharing.REPLICATED: "as a whole: parameters and states",
+}
 
 
 def _batch(profile: ModelProfile, placement: Placement) -> list[str]:

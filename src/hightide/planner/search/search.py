@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hightide.ir.tier import Tier
 from hightide.planner.advice.missing import refusal
@@ -46,8 +46,29 @@ def search(problem: Problem) -> Searched:
     sizes = equal_parts(num_samples) if pinned is None else (pinned,)
     may_fill = _with_room_left(trials) if problem.quick else trials.may_fit
     candidate = _Search(trials, Moves(trials.space, may_fill, sizes), problem.quick).run()
+    candidate = _with_uncalled(trials, candidate, may_fill)
     placement = trials.space.placement(trials.space.build(candidate))
     return Searched.made(problem, candidate, placement, trials.num_simulated)
+
+
+def _with_uncalled(trials: Trials, candidate: Candidate, may_fill: Callable[[Candidate], bool]) -> Candidate:
+    """Blocks that the example does not call, and that no slot could take, live on the GPU as far as there is room: an
+    evaluation may call them. Of several ranks' blocks there it would take slots too."""
+    space = trials.space
+    if space.terms.num_shards > 1:
+        return candidate
+    plan = space.build(candidate)
+    needed = [sum(place.num_slots for place in places) for places in space.placement(plan).by_block]
+    uncalled = [
+        block.index
+        for block in space.profile.blocks
+        if not block.loose and block.index not in space.called and needed[block.index] > plan.num_slots
+    ]
+    found = candidate
+    for block in sorted(uncalled, key=space.block_numel):
+        more = replace(found, whole=found.whole | {block})
+        found = more if may_fill(more) else found
+    return found if trials.step_s(found) < math.inf else candidate
 
 
 def _with_room_left(trials: Trials) -> Callable[[Candidate], bool]:

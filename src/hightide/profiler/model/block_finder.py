@@ -20,6 +20,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from hightide.ir.foreign import kind_of
+
 MAX_LISTED = 12
 BlockChoice = (
     str | type[nn.Module] | Collection[str | type[nn.Module]]
@@ -77,7 +79,7 @@ def _chosen(model: nn.Module, chosen: BlockChoice) -> frozenset[nn.Module]:
                 raise ValueError(f"blocks={entry!r} matches {names[module]!r}, which has 0 parameters: nothing to move")
             if _is_uncallable(module):
                 raise ValueError(
-                    f"blocks={entry!r} matches {names[module]!r}, a {type(module).__name__}, which is never called "
+                    f"blocks={entry!r} matches {names[module]!r}, {kind_of(module)}, which is never called "
                     f"itself; name what is in it: {names[module] + '.*'!r}"
                 )
             found.setdefault(module, entry)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hightide.ir.foreign import kind_of
 from hightide.ir.refusal import Refused
 from hightide.process.interrupts import in_a_line, safe_point
 from hightide.profiler.fake.values import Values, stands_for
@@ -218,7 +219,7 @@ def _problem(record: CallRecord, leaves_after: list[Any]) -> str:
     for leaf in before:
         if any(tensor.requires_grad for tensor in _tensors_inside(leaf)):
             return (
-                f"is called with a {type(leaf).__name__} that holds tensors with gradients, which hightide cannot "
+                f"is called with {kind_of(leaf)} that holds tensors with gradients, which hightide cannot "
                 "follow; pass the tensors themselves, or in a dict, a tuple or a dataclass"
             )
     return ""

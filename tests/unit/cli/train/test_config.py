@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from hightide.cli.train.config import LrSchedule, OnSaveError, SaveConfig, TrainConfig
 from hightide.cli.train.options import TrainOptions, load_config
+from hightide.cli.workload import Dtype
 from hightide.ir.limits import DiskLimit
 from hightide.ir.plan import Update
 
@@ -49,6 +51,29 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(
 
 
 @pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"steps": 0}, "--steps=0 must be at least 1"),
+        ({"lr": float("nan")}, "--lr is nan; it must be finite"),
+        ({"lr": -1.0}, "--lr=-1.0 must be at least 0"),
+        ({"gpu": "lots"}, "--gpu='lots' is not a size"),
+        ({"keep_every": 3}, "--keep-every=3, but nothing is saved; set save.every too (--save-every)"),
+        ({"steps": 3, "epochs": 2.0}, "--steps=3 and --epochs=2 are both given; choose one"),
+        ({"micro_batch": 17}, "--micro-batch=17 is more than data.sequences=16, the rows of a step; choose fewer"),
+        ({"dtype": Dtype.FLOAT16}, "--dtype float16 needs its losses scaled"),
+        ({"calls": 3}, "--calls=3 does not divide data.sequences=16; choose a divisor of it"),
+    ],
+)
+def test_options_of_the_line_are_told_as_they_were_written(
+    tmp_path: Path, given: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        load_config(None, TrainOptions(**given))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^steps=0 must be at least 1$"):
+        load(tmp_path, "steps: 0", lr=1e-3)  # of the file, as it is there
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("steps: many", r"steps is 'many'; it must be of type int"),
@@ -56,6 +81,7 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(
         ("steps: 0", r"steps=0 must be at least 1"),
         ("update: later", r"update is 'later'; it must be one of deferred, in_backward"),
         ("micro_batch: 0", r"micro_batch=0 must be at least 1"),
+        ("data: {date: 2026-02-30}", r"data.date='2026-02-30' is no date; write it as year-month-day"),
         ("model: 7", r"model must be a mapping"),
         ("model: {hidden: 100, heads: 6}", r"hidden=100 .*heads=6; the nearest below is 96"),
         ("optimizer: {betas: [0.9]}", r"betas has 1 values"),

@@ -287,11 +287,10 @@ def test_steps_behind_the_checkpoint_are_done_again_and_lines_that_are_lost_are_
     [
         ("steps: 9", "steps: 9\nseed: 1", "seed was 0 and is 1;"),
         ("dtype: float32", "dtype: bfloat16", "model.dtype was 'float32' and is 'bfloat16';"),
-        ("lr: 2e-3, warmup_steps: 3", "lr: 1e-2, warmup_steps: 4", "optimizer.lr was 0.002 and is 0.01 (and 1 more: "),
-        (f"path: {__file__}", "path: text.txt", "checksum of the data was "),
+        (f"path: {__file__}", "path: text.txt", f"other data: data.path was '{__file__}' and is '"),
         ("save: {every: 4}", "", "nothing to resume: "),
     ],
-    ids=["seed", "model", "optimizer", "text", "nothing there"],
+    ids=["seed", "model", "text", "nothing there"],
 )
 def test_what_decides_about_the_values_must_be_as_it_was(stopped: Tiny, before: str, after: str, message: str) -> None:
     (stopped.folder / "text.txt").write_bytes(b"other " * 10_000)
@@ -303,6 +302,34 @@ def test_what_decides_about_the_values_must_be_as_it_was(stopped: Tiny, before: 
     assert result.exit_code == 2 and message in result.stderr, result.output
     assert "--no-resume" in result.stderr or "leave --resume out" in result.stderr
     assert sorted(stopped.folder.rglob("*")) == held
+
+
+def test_another_learning_rate_is_told_and_goes_on_along_its_own_curve(stopped: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    other = Tiny(tmp_path / "other")
+    for one in (other, stopped):
+        one.change("lr: 2e-3, warmup_steps: 3", "lr: 1e-2, warmup_steps: 3, weight_decay: 0.5, schedule: linear")
+    groups: list[dict[str, Any]] = []
+    begin = TrainingRun.begin
+
+    def seen(self: TrainingRun, resumed: Any) -> None:
+        begin(self, resumed)
+        groups.extend(dict(group) for group in self.optimizer.param_groups)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TrainingRun, "begin", seen)
+        result = stopped.train()
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.output.splitlines() if line.startswith("goes on with other settings: ")]
+    assert lines == [
+        "goes on with other settings: optimizer.lr was 0.002 and is 0.01, optimizer.weight_decay was 0.01 and is 0.5, "
+        "optimizer.schedule was 'cosine' and is 'linear'"
+    ]
+    assert [group["weight_decay"] for group in groups] == [0.5] * len(groups) and groups
+    assert other.train().exit_code == 0
+    rates = [line["lr"] for line in stopped.metrics()]
+    assert rates[6:] == [line["lr"] for line in other.metrics()][6:]
+    assert max(rates[:6]) == 2e-3  # of the steps before
 
 
 def test_a_fresh_run_has_a_folder_of_its_own(stopped: Tiny, uninterrupted: list[list[Any]]) -> None:

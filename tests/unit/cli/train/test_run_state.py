@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from hightide.cli.train.config import DataConfig, LimitsConfig, ModelConfig, OptimizerConfig, SaveConfig, TrainConfig
-from hightide.cli.train.run_state import RunState, deciding, difference, placing
+from hightide.cli.train.config import (
+    DataConfig,
+    EvalConfig,
+    LimitsConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SaveConfig,
+    TrainConfig,
+)
+from hightide.cli.train.run_state import RunState, changes, deciding, difference, placing
 
 SUMS = {"model": 7, "data": 8}
 CONFIG = TrainConfig()
@@ -52,13 +60,14 @@ def test_extra_of_other_programs_is_refused(extra: object) -> None:
         RunState.from_extra(extra, 2)
 
 
-def test_model_data_optimizer_and_seed_decide_and_nothing_else_does() -> None:
+def test_model_data_and_seed_decide_and_nothing_else_does() -> None:
     now = deciding(CONFIG, SUMS)
     for other in (
         replace(CONFIG, steps=7, out="elsewhere", name="other", log_every=1, device="cpu", micro_batch=1, compile=True),
         replace(CONFIG, limits=LimitsConfig(gpu="1GiB"), save=SaveConfig(every=3), resume=True),
         replace(CONFIG, data=DataConfig(path="/elsewhere"), calls=2),
         replace(CONFIG, model=ModelConfig(path="/there"), data=DataConfig(path="/elsewhere")),
+        replace(CONFIG, data=DataConfig(date="2026-11-18"), optimizer=OptimizerConfig(lr=0.5, betas=(0.9, 0.99))),
     ):
         assert difference(deciding(other, SUMS), now) is None
     for other, message in (
@@ -67,14 +76,40 @@ def test_model_data_optimizer_and_seed_decide_and_nothing_else_does() -> None:
         (replace(CONFIG, lora="8"), "lora was '8' and is None"),
         (replace(CONFIG, data=DataConfig(completions_only=True)), "data.completions_only was True and is False"),
         (replace(CONFIG, data=DataConfig(sequences=3)), "data.sequences was 3 and is 16"),
-        (
-            replace(CONFIG, optimizer=OptimizerConfig(betas=(0.9, 0.99))),
-            r"optimizer.betas was [0.9, 0.99] and is [0.9, 0.95]",
-        ),
     ):
         assert difference(deciding(other, SUMS), now) == message
-    assert difference(deciding(CONFIG, {**SUMS, "data": 9}), now) == "checksum of the data was 9 and is 8"
-    assert "checksum of the model" in str(difference(deciding(CONFIG, {**SUMS, "model": 9}), now))
+
+
+def test_other_data_and_models_are_told_by_their_settings_or_by_where_they_are() -> None:
+    path = __file__
+    config = replace(CONFIG, model=ModelConfig(path="hub/name"), data=DataConfig(path=path, column="a"))
+    before = deciding(config, SUMS)
+    sums = {"model": 7, "data": 9}
+
+    def told(changed: TrainConfig, sums: dict[str, int] = sums, before: dict[str, Any] = before) -> str | None:
+        return difference(before, deciding(changed, sums))
+
+    assert told(config) == f"the data in {path} (or the model's tokenizer) changed since it was saved"
+    other = replace(config, data=DataConfig(path="/no/such", column="b"), eval=EvalConfig(share=0.5))
+    assert told(other) == (
+        f"other data: data.path was '{path}' and is '/no/such', data.column was 'a' and is 'b', eval.share was None "
+        "and is 0.5"
+    )
+    other = replace(config, model=ModelConfig(path="hub/other"))
+    assert told(other, {"model": 9, "data": 8}) == "another model: model.path was 'hub/name' and is 'hub/other'"
+    assert told(config, {"model": 9, "data": 8}) == "the model in hub/name changed since it was saved"
+    older = {name: value for name, value in before.items() if name not in ("data.path", "data.column", "eval.share")}
+    assert told(config, before=older) == told(config)  # of a time when paths were not noted
+    assert told(config, SUMS, older) is None
+
+
+def test_changed_optimizer_settings_are_told() -> None:
+    other = replace(CONFIG, optimizer=OptimizerConfig(lr=0.5, betas=(0.9, 0.99)), steps=3)
+    assert changes(deciding(CONFIG, SUMS), deciding(other, SUMS)) == [
+        "optimizer.lr was None and is 0.5",
+        "optimizer.betas was [0.9, 0.95] and is [0.9, 0.99]",
+    ]
+    assert changes(deciding(CONFIG, SUMS), deciding(CONFIG, SUMS)) == []
 
 
 @pytest.mark.parametrize("before", [None, [], "text", {}, {"seed": 0, "\x1b[2J": 1}])

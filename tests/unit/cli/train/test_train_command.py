@@ -176,13 +176,14 @@ def test_updates_in_backward_run_without_clipping(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--gpu", "24QiB"), "Limits(gpu)='24QiB' is not a size"),
+        (("--gpu", "24QiB"), "--gpu='24QiB' is not a size"),
         (("--gpu", "1KiB"), "1.0 KiB"),
         (("--gpu", "1KiB"), "; as options: --gpu "),
         (("--steps", "0"), "steps=0"),
         (("--device", "cuda"), "0 usable CUDA devices"),
         (("--device", "tpu"), "device='tpu' is not supported"),
         (("--config", "other.yaml"), "two settings files"),
+        (("--disk", "/no/such:1GiB", "--data", "/no/data"), "names '/no/such': there is no such folder"),  # first
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(tiny: Path, options: tuple[str, ...], message: str) -> None:

@@ -6,8 +6,9 @@ import pytest
 from hightide.ir.action import Mode
 from hightide.ir.activation import Activation
 from hightide.ir.block import Affine, Selective, Work
+from hightide.ir.machine import SIMULATED
 from hightide.ir.passes import Passes
-from hightide.ir.plan import GradientDtype, Plan, Update
+from hightide.ir.plan import GradientDtype, Plan, Sharing, Update
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.advice.explain import explain
@@ -17,6 +18,7 @@ from hightide.planner.predict.peaks import bytes_forecast, peaks, reserved_bytes
 from hightide.planner.solution import Solution
 from unit.planner.advice.test_why import GPU, REAL
 from unit.planner.profiles import plan_with, stack
+from unit.planner.ranked import ranked
 
 
 def text_of(profile, plan, machine=None):
@@ -220,3 +222,29 @@ def test_a_plan_that_was_edited_says_so_until_it_is_described_again(tmp_path):
     assert not again.is_edited and again.decisions == edited.decisions != plan.decisions
     assert again.forecast.gpu_peak_bytes > plan.forecast.gpu_peak_bytes and again.explain() != plan.explain()
     assert not replace(edited, described="").is_edited, "of a file from before: nobody knows"
+
+
+def test_what_ranks_hold_of_blocks_is_told_in_words():
+    profile = stack(6)
+    plan = plan_with(profile)
+    blocks = tuple(replace(block, params=Tier.GPU, states=Tier.GPU) for block in plan.blocks)
+    plan = ranked(profile, replace(plan, blocks=blocks), 2, Sharing.SHARDED, Sharing.PARAMS_REPLICATED)
+    lines = text_of(profile, plan).splitlines()
+    at = lines.index("ranks: 2; memory and traffic are of one rank")
+    num_blocks = len({chunk.block for chunk in plan.layout.chunks})
+    assert lines[at + 1 : at + 4] == [
+        "  of blocks whose parameters stay on GPUs, each rank holds:",
+        f"    {-(-num_blocks // 2):>4} in part: parameters and states are divided among the ranks",
+        f"    {num_blocks // 2:>4} with all parameters; states are divided among the ranks",
+    ]
+
+
+def test_a_simulated_accelerator_is_called_one():
+    profile = stack(3)
+    solution = Solution.of(profile, plan_with(profile))
+    simulated = replace(REAL, gpu=replace(REAL.gpu, name=SIMULATED))
+    note = '  no GPU here: "gpu" is the simulated accelerator, a bounded part of host memory'
+    told = solution.described(simulated)
+    assert note in told.plan.explain().splitlines()
+    assert note in told.moving_in((), 0, 0).plan.explain().splitlines()
+    assert note not in solution.described(REAL).plan.explain()

@@ -149,10 +149,14 @@ def test_inputs_go_to_the_host_when_they_do_not_fit() -> None:
     assert {block.inputs for block in quick(profile).blocks} == {Tier.GPU}
 
 
-def test_never_called_blocks_stay_on_the_host_and_loose_ones_on_the_gpu() -> None:
+def test_never_called_blocks_live_on_the_gpu_only_where_there_is_room_and_loose_ones_always() -> None:
     specs = [param("a", 900), param("u", 900), param("l", 9)]
     profile = build(specs, [Sketch("a", ["a"]), Sketch("u", ["u"]), Sketch("", ["l"], loose=True)], [call(0)])
-    assert [block.params for block in quick(profile).blocks] == [Tier.GPU, Tier.HOST, Tier.GPU]
+    roomy = quick(profile)
+    assert [block.params for block in roomy.blocks] == [Tier.GPU, Tier.GPU, Tier.GPU]
+    tight = quick(profile, roomy.forecast.gpu_peak_bytes - 1)
+    assert [block.params for block in tight.blocks] == [Tier.GPU, Tier.HOST, Tier.GPU]
+    assert tight.forecast.gpu_peak_bytes < roomy.forecast.gpu_peak_bytes
 
 
 def test_the_loss_tile_depends_on_model_and_batch_only() -> None:
