@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -34,7 +34,7 @@ class Values(Protocol):
     @property
     def cost(self) -> SaveCost: ...
 
-    def values(self) -> Iterable[tuple[SavedTensor, Tensor]]: ...
+    def tiles(self) -> Iterable[tuple[Sequence[tuple[SavedTensor, int, Tensor]], Callable[[], object]]]: ...
 
     def close(self) -> None: ...
 
@@ -82,15 +82,17 @@ class Content:
             model, optimizer = ModelShards(writer, self.files.written, order), Shards(writer, OPTIMIZER, states)
             for name, value in self.buffers.items():
                 model.put(name, value.view(-1))
-            for tensor, part in self.values.values():
+            for parts, passed in self.values.tiles():
                 safe_point()
                 if saving.is_abandoned:
                     raise Abandoned(f"{saving.path} was given up")
-                if tensor.kind == PARAM:
-                    model.put(tensor.key, part)
-                else:
-                    optimizer.put(str(StateKey(tensor.key, tensor.kind)), part)
-                saving.num_bytes += part.nbytes
+                with writer.copying(passed):
+                    for tensor, _, part in parts:
+                        if tensor.kind == PARAM:
+                            model.put(tensor.key, part)
+                        else:
+                            optimizer.put(str(StateKey(tensor.key, tensor.kind)), part)
+                        saving.num_bytes += part.nbytes
             for name, content in model.finish(self.files.num_parameters).items():
                 writer.bytes(name, content)
             optimizer.finish()

@@ -15,8 +15,8 @@ import ctypes
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,11 @@ class CheckpointWriter:
         if len(content) > MAX_FILE_BYTES:
             raise ValueError(f"{quoted(name)} would have {len(content)} bytes, it may have {MAX_FILE_BYTES}: save less")
         _FileWriter(self, name, len(content)).begin(content)
+
+    def copying(self, then: Callable[[], object]) -> AbstractContextManager[None]:
+        """Tensors that are put inside must stay as they are until `then` is called, in another thread, and no longer:
+        else what is put is copied before `put` returns."""
+        return self._blocks.copying(then)
 
     def reserve(self, name: str, num_bytes: int) -> None:
         """A file of this length, which several ranks write (`SharedFile`)."""
@@ -208,8 +213,7 @@ class CheckpointWriter:
         """Raises what went wrong with a block that was sent."""
         if (failure := self._blocks.failure) is not None:
             file, error = failure
-            assert isinstance(file, _FileWriter)
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and isinstance(file, _FileWriter):
                 raise file._refusal(error) from error
             raise error
 
@@ -260,7 +264,10 @@ class _FileWriter:
                 self._block = self._blocks.take(self, self.offset)
                 self._writer.check()
             num_bytes = min(left_bytes, self._blocks.block_bytes - self._block.num_bytes)
-            self._block.add(address, num_bytes)
+            if self._is_small:
+                self._block.add(address, num_bytes)
+            else:
+                self._blocks.put(self._block, value, address, num_bytes)
             address, left_bytes, self.offset = address + num_bytes, left_bytes - num_bytes, self.offset + num_bytes
             if self._block.num_bytes == self._blocks.block_bytes or self.offset == self.num_bytes:
                 self._end_block(self._block)
