@@ -16,6 +16,7 @@ PART_BYTES = 16 * 1024**2
 
 class PlainValues:
     cost = SaveCost()
+    lend = None  # no limit counts here
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, wanted: Wanted) -> None:
         names = names_of(model)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from hightide.checkpoint.files.blocks import Lend
 from hightide.checkpoint.files.keeping import keep_only
 from hightide.checkpoint.files.tensor_layout import Entry
 from hightide.checkpoint.files.writer import CheckpointWriter
@@ -33,6 +34,10 @@ class Values(Protocol):
 
     @property
     def cost(self) -> SaveCost: ...
+
+    @property
+    def lend(self) -> Lend | None:
+        """Of host memory, for as long as they are read. None: no limit counts."""
 
     def tiles(self) -> Iterable[tuple[Sequence[tuple[SavedTensor, int, Tensor]], Callable[[], object]]]: ...
 
@@ -77,7 +82,8 @@ class Content:
         order = [Named(name, value.dtype, tuple(value.shape)) for name, value in self.buffers.items()]
         order += [Named(one.key, one.dtype, one.shape) for one in tensors if one.kind == PARAM]
         expected_bytes = sum(Entry(*one).num_bytes for one in order) + sum(entry.num_bytes for entry in states)
-        with CheckpointWriter(saving.path.parent, saving.step, expected_bytes, saving.path.name) as writer:
+        folder, lend = saving.path.parent, self.values.lend
+        with CheckpointWriter(folder, saving.step, expected_bytes, saving.path.name, lend) as writer:
             self._write_small(writer)
             model, optimizer = ModelShards(writer, self.files.written, order), Shards(writer, OPTIMIZER, states)
             for name, value in self.buffers.items():

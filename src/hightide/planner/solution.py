@@ -109,6 +109,11 @@ class Searched(Solution):
         save = save_forecast(problem, placement, passes, peak, step)
         return cls(problem.profile, placement, passes, peak, problem, None, step, 0, save)
 
+    def save_at(self, write_bytes_per_s: float, source: str) -> SaveForecast:
+        """On a disk of this speed, as `source` says."""
+        told = (write_bytes_per_s, source)
+        return save_forecast(self.problem, self.placement, self.passes, self.peaks, self.step, told)
+
     def _told(self, sizes: Forecast) -> Self:
         explained = _explained(self.profile, self.placement, sizes, self.passes, self.peaks, self.save)
         return replace(self, placement=explained)

@@ -16,6 +16,7 @@ from hightide.ir.limits import DiskLimit
 from hightide.ir.machine import MatmulRates
 from hightide.ir.plan import Update
 from hightide.ir.refusal import Refused
+from hightide.ir.save_sizes import NUM_STAGED, SMALL_TILE_BYTES, TILE_BYTES
 from hightide.ir.tier import Tier
 from hightide.planner.solution import Searched, Solution
 from hightide.process.forks import Birthplace
@@ -50,10 +51,9 @@ from hightide.runtime.lanes.lanes import Lanes
 from hightide.runtime.model_passes import AroundCall, ModelPasses
 from hightide.runtime.observer import Observer
 from hightide.runtime.plan_stores import PlanStores, forecast_on
-from hightide.runtime.saving.copy_buffers import NUM_STAGED
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
 from hightide.runtime.saving.snapshot import Snapshot
-from hightide.runtime.saving.tiles import SMALL_TILE_BYTES, TILE_BYTES, Wanted, saved_tensors, tiles_of
+from hightide.runtime.saving.tiles import Wanted, saved_tensors, tiles_of
 from hightide.runtime.saving.written import Written
 from hightide.runtime.schedule.executor import Executor
 from hightide.runtime.schedule.in_flight import InFlight
@@ -128,6 +128,7 @@ class Run:
         self.save_pretrained: Callable[..., object] | None = None  # of several ranks: takes a module and a folder
         self.tells_all = False  # state dicts of several ranks are whole on each of them
         self.save_under_way: Callable[[], object] = lambda: None  # of several ranks: waits for its end
+        self.when_settled: Callable[[], object] = lambda: None  # called when memory of another plan is in place
 
     def _set_up(self, solution: Solution, device: torch.device, first_values: FirstValues) -> None:
         self.plan = plan = solution.plan
@@ -243,6 +244,7 @@ class Run:
             solution.schedules, self.flight, self.performer, update, names, accumulate, self.watchman
         )
         self.forecast = forecast_on(solution, self.gpu.device)
+        self.solution = solution
         self.save_forecast = solution.save if isinstance(solution, Searched) else None  # None: nobody simulated it
 
     def move_to(self, solution: Solution) -> None:
@@ -279,6 +281,7 @@ class Run:
         tell("pinning host memory")
         self.host.pin()
         self.gpu.enforce_limit()
+        self.when_settled()
 
     # -- what blocks call -----------------------------------------------------------------------------------------
 

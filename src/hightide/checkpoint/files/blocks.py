@@ -5,7 +5,8 @@ then are free. A block that is full is summed and written. All three are done by
 whoever waits for Python's lock, which training holds, does so a few times a block, and others work meanwhile. Who reads
 the values (one thread) only says what goes where, inside of `copying`; what is small it copies itself, and what is put
 outside of that too. Copies come before writes: updates may wait for them. So a checkpoint is written as fast as its
-disk, with the memory of NUM_BLOCKS blocks and one of each file that is open.
+disk, with the memory of NUM_BLOCKS blocks and one of each file that is open. It is lent by whoever has the values, so
+that it counts where theirs does; where there is no room for all of it, blocks are small, and of the system.
 
 [Note: past the page cache] Where a file system allows it, blocks go straight to the disk. Where not, each is waited for
 and its pages leave the cache: what waits there counts against the control group. Those of a file then go one after the
@@ -25,16 +26,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from hightide.checkpoint.files import filesystem
+from hightide.ir.save_sizes import NUM_BLOCKS, SMALL_BLOCK_BYTES, num_blocks
 from hightide.stores.disk_file import SECTOR_BYTES, Buffer
 from hightide.stores.threads import background
 
-BLOCK_BYTES = 16 * 1024**2
-NUM_BLOCKS = 12  # full ones
 NUM_WRITERS = 6
 SMALL_BYTES = 64 * 1024  # not worth another thread
 THREAD = "hightide-save-blocks"
@@ -59,7 +59,7 @@ class File(Protocol):
 class Block:
     """Bytes of one file, from `offset` on."""
 
-    def __init__(self, buffer: Buffer, file: File, offset: int) -> None:
+    def __init__(self, buffer: Memory, file: File, offset: int) -> None:
         self.buffer, self.file, self.offset = buffer, file, offset
         self.num_bytes = 0
         self.num_copies = 0  # that are still to be made
@@ -110,7 +110,31 @@ class Block:
             filesystem.let_go(self.file.descriptor, self.offset, self.num_bytes)
 
 
-def _new(num_bytes: int) -> Buffer:
+class Memory(Protocol):
+    """Of a block."""
+
+    @property
+    def memory(self) -> Any: ...
+
+    @property
+    def address(self) -> int: ...
+
+
+Lent = tuple[Tensor, Callable[[], object]]  # bytes, and what gives them back
+Lend = Callable[[int], Lent | None]  # so many, if there is room
+
+
+class _LentMemory:
+    """From a sector's begin on, as direct writes ask for."""
+
+    def __init__(self, lent: Tensor, num_bytes: int) -> None:
+        self._lent = lent
+        self.address = -(-lent.data_ptr() // SECTOR_BYTES) * SECTOR_BYTES
+        assert self.address + num_bytes <= lent.data_ptr() + lent.nbytes
+        self.memory = memoryview((ctypes.c_char * num_bytes).from_address(self.address)).cast("B")
+
+
+def _new(num_bytes: int) -> Memory:
     buffer = Buffer(num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
@@ -139,12 +163,16 @@ class _Copy:
 class Blocks:
     """Those of one checkpoint. One thread puts values."""
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, block_bytes: int, lend: Lend | None = None, expected_bytes: int = 0) -> None:
+        """`expected_bytes` of the checkpoint. None lends: no limit counts."""
+        self._give_back: list[Callable[[], object]] = []
+        self._free: list[Memory] = []
+        if lend is not None and not self._borrow(lend, block_bytes, num_blocks(expected_bytes, block_bytes)):
+            block_bytes = min(block_bytes, SMALL_BLOCK_BYTES)
         self.block_bytes = block_bytes
         self._lock = threading.Lock()
         self._wanted = threading.Condition(self._lock)  # there is work
         self._done = threading.Condition(self._lock)  # some was done
-        self._free: list[Buffer] = []
         self._copies: deque[_Copy] = deque()
         self._full: deque[Block] = deque()
         self._num_sent = 0  # blocks that are not written yet
@@ -183,13 +211,29 @@ class Blocks:
     def take(self, file: File, offset: int) -> Block:
         return Block(self.take_buffer(), file, offset)
 
-    def take_buffer(self) -> Buffer:
+    def take_buffer(self) -> Memory:
         """For a block; when too many are full, it is waited for."""
         with self._lock:
             while self._num_sent >= NUM_BLOCKS and self._error is None:
                 self._done.wait()
             buffer = self._free.pop() if self._free else None
         return buffer or _new(self.block_bytes)
+
+    def _borrow(self, lend: Lend, block_bytes: int, count: int) -> bool:
+        """All, or nothing."""
+        for _ in range(count):
+            lent = lend(block_bytes + SECTOR_BYTES)
+            if lent is None:
+                self._return()
+                return False
+            self._give_back.append(lent[1])
+            self._free.append(_LentMemory(lent[0], block_bytes))
+        return True
+
+    def _return(self) -> None:
+        self._free.clear()
+        while self._give_back:
+            self._give_back.pop()()
 
     def send(self, block: Block) -> None:
         """It is full. Others write it, meanwhile; where no thread is to be had, it is written here."""
@@ -237,7 +281,7 @@ class Blocks:
             self._wanted.notify_all()
         for thread in self._threads:
             thread.join()
-        self._free.clear()
+        self._return()
 
     # -- the threads ----------------------------------------------------------------------------------------------
 

@@ -130,6 +130,10 @@ class CopyOnUpdate:
             self._changed.notify_all()
         self._run_ahead()
 
+    def lend(self, num_bytes: int) -> tuple[Tensor, Callable[[], None]] | None:
+        """For the reader's own use; see Snapshot."""
+        return self._buffers.lent_bytes(num_bytes)
+
     def start(self) -> None:
         """The reader is there. What leaves the GPU does so at full speed into memory that is pinned: that takes a
         while, the first time."""

@@ -62,6 +62,11 @@ class Snapshot:
             yield parts, partial(self._copies.passed, number)
         self._record(chunk, began_s, num_bytes)
 
+    def lend(self, num_bytes: int) -> tuple[Tensor, Callable[[], None]] | None:
+        """Bytes of host memory that the plan leaves free, for whoever reads, and what gives them back. None: there is
+        no room."""
+        return self._copies.lend(num_bytes)
+
     def _record(self, chunk: int, began_s: float, num_bytes: int) -> None:
         """For recordings: when the reader had it."""
         if chunk >= 0:

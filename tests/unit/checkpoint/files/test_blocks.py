@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file
 
 from hightide.checkpoint.files import blocks, filesystem, manifest, writer
-from hightide.checkpoint.files.blocks import NUM_BLOCKS
 from hightide.checkpoint.files.folder import latest, verify
 from hightide.checkpoint.files.tensor_layout import Entry
 from hightide.checkpoint.files.writer import CheckpointWriter, TensorFileWriter
+from hightide.ir.save_sizes import NUM_BLOCKS
 from waiting import OwnThreads, soon
 
 SIZE = 4096
