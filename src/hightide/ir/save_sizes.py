@@ -29,4 +29,4 @@ def buffer_bytes(saved_bytes: int, largest_bytes: int, spare_bytes: int) -> tupl
     if staged_bytes + blocks_bytes <= spare_bytes:
         return staged_bytes + blocks_bytes, 0
     small_bytes = num_blocks(saved_bytes, SMALL_BLOCK_BYTES) * SMALL_BLOCK_BYTES
-    return (staged_bytes, small_bytes) if fits else (0, staged_bytes + small_bytes)
+    return (staged_bytes, small_bytes) if staged_bytes <= spare_bytes else (0, staged_bytes + small_bytes)

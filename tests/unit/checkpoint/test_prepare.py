@@ -46,7 +46,7 @@ def test_a_disk_is_as_fast_as_it_was_at_the_last_save(tmp_path: Path) -> None:
     told = hightide.prepare_saves(model, tmp_path)
     assert told is not None and told.write_bytes_per_s == pytest.approx(manifest.num_bytes / manifest.written_s)
     assert f"(as step-2 was written: {told.write_bytes_per_s / 1e9:.1f} GB/s)" in told.in_words
-    assert told.written_s >= told.num_bytes / told.write_bytes_per_s
+    assert told.written_s >= 0.999 * told.num_bytes / told.write_bytes_per_s
     assert hightide.save(model, optimizer, tmp_path, step=3).forecast is told
     hightide.unwrap(model)
 
