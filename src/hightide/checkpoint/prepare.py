@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -28,6 +29,7 @@ LEAST_BYTES = 2**24  # a checkpoint of less tells nothing about a disk, and need
 TRY_BYTES = 2**28  # that are written to try a disk,
 TRY_S = 0.5  # and no longer than that
 NUM_WRITERS = 4
+JOIN_TIMEOUT_S = 10.0
 
 _begun: weakref.WeakSet[HostArena] = weakref.WeakSet()
 
@@ -73,12 +75,18 @@ def _get_memory(run: Run, told: SaveForecast | None) -> None:
     pinned_bytes = leaves if told is None else told.pinned_bytes
     pinned_bytes += staged_bytes if leaves else 0
     num_bytes = host.spare_bytes if told is None else told.host_bytes
-    arena = weakref.ref(host)
+    over = threading.Event()
+    work = partial(make_ready, weakref.ref(host), pinned_bytes, num_bytes, over)
+    thread = background(THREAD, work)
+    # Joined: a thread that Python ends in the middle of a torch operation aborts the process.
+    weakref.finalize(host, over.set).atexit = False
+    atexit.register(_end, weakref.ref(thread), over)
 
-    def work() -> None:
-        make_ready(arena, pinned_bytes, num_bytes)
 
-    background(THREAD, work)
+def _end(known: weakref.ref[threading.Thread], over: threading.Event) -> None:
+    over.set()
+    if (thread := known()) is not None:
+        thread.join(JOIN_TIMEOUT_S)
 
 
 # -- the disk --------------------------------------------------------------------------------------------------------

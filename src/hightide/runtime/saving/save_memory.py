@@ -9,6 +9,7 @@ work queued for longer than that. A save that begins meanwhile finds what is the
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 
@@ -18,12 +19,12 @@ PIN_BYTES = 2**25  # at a time: two tiles
 MOST_PAUSE_S = 0.1
 
 
-def make_ready(arena: weakref.ref[HostArena], pinned_bytes: int, num_bytes: int) -> None:
-    """`pinned_bytes` of the `num_bytes` that a save takes. Returns early if memory is needed otherwise, or the run
-    ends."""
-    while (host := arena()) is not None:
+def make_ready(arena: weakref.ref[HostArena], pinned_bytes: int, num_bytes: int, over: threading.Event) -> None:
+    """`pinned_bytes` of the `num_bytes` that a save takes. Ends early if memory is needed otherwise, the run ends, or
+    it is `over`."""
+    while not over.is_set() and (host := arena()) is not None:
         began_s = time.monotonic()
         if not host.pin_spare(pinned_bytes, PIN_BYTES) and not host.make_ready(num_bytes):
             return
         del host  # nobody keeps it alive during a pause
-        time.sleep(min(MOST_PAUSE_S, time.monotonic() - began_s))
+        over.wait(min(MOST_PAUSE_S, time.monotonic() - began_s))

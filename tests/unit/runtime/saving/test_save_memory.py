@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from mmap import PAGESIZE
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +131,28 @@ def test_a_run_that_ends_meanwhile_registers_nothing_any_more(cuda: Registration
     cuda.goes_on.set()
     ends.join(60)
     assert own.end() and not cuda.registered
+
+
+def test_a_process_that_ends_waits_for_the_piece_and_no_longer(
+    cuda: Registration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python would end the thread in the middle of a torch operation, and that aborts the process."""
+    at_exit: list[Any] = []
+    monkeypatch.setattr(prepare.atexit, "register", lambda work, *args: at_exit.append(partial(work, *args)))
+    training = begun()
+    own, before = OwnThreads(prepare.THREAD), len(cuda.registered)
+    cuda.goes_on.clear()
+    hightide.prepare_saves(training.model)
+    assert soon(lambda: cuda.num_waiting == 1)
+    (end,) = at_exit
+    ends = threading.Thread(target=end)
+    ends.start()
+    ends.join(0.1)
+    assert ends.is_alive()
+    cuda.goes_on.set()
+    ends.join(60)
+    assert not own.alive() and len(cuda.registered) == before + 1
+    training.close()
 
 
 def test_memory_that_is_not_pinned_is_made_real(monkeypatch: pytest.MonkeyPatch) -> None:
