@@ -49,14 +49,15 @@ from hightide.checkpoint.files.folder import damages  # noqa: E402
 from hightide.checkpoint.files.names import parse_name  # noqa: E402
 
 writer = importlib.import_module("hightide.checkpoint.files.writer")
+blocks = importlib.import_module("hightide.checkpoint.files.blocks")
 
 TIERS = {"host": "host", "disk": "every tier"}  # and homes of blocks
 WORDS, WIDTH, SAMPLES, LENGTH = 24, 8, 4, 5
 NUM_LOSSES = 160  # known of training that nothing happens to
 RESUMED = 2  # steps that are compared
 WAIT_S = 60.0  # a save that is not done by then hangs
-SMALL = {"BLOCK_BYTES": 1024}  # so that there are many calls, of every kind
-PIECE_BYTES = 4096
+# So that there are many calls, of every kind, and values are copied by the threads that write.
+SMALL = ((writer, "BLOCK_BYTES", 1024), (blocks, "SMALL_BYTES", 16), (manifest, "PIECE_BYTES", 4096))
 FOREIGN = {
     "notes.txt": b"mine",
     "best": {"model.safetensors": b"mine"},
@@ -156,16 +157,14 @@ class Training:
 
 @contextmanager
 def small_pieces() -> Iterator[None]:
-    before = {name: getattr(writer, name) for name in SMALL}, manifest.PIECE_BYTES
-    for name, value in SMALL.items():
-        setattr(writer, name, value)
-    manifest.PIECE_BYTES = PIECE_BYTES
+    before = [(module, name, getattr(module, name)) for module, name, _ in SMALL]
+    for module, name, value in SMALL:
+        setattr(module, name, value)
     try:
         yield
     finally:
-        for name, value in before[0].items():
-            setattr(writer, name, value)
-        manifest.PIECE_BYTES = before[1]
+        for module, name, value in before:
+            setattr(module, name, value)
 
 
 @dataclass

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from hightide.api import on_all_ranks, plan, record, stats, unwrap, wrap, wrap_frozen
     from hightide.checkpoint.files.folder import latest
     from hightide.checkpoint.load import Loaded, load
+    from hightide.checkpoint.prepare import prepare_saves
     from hightide.checkpoint.save import save
     from hightide.checkpoint.saving import Saving
     from hightide.checkpoint.state_dicts import optimizer_state_dict
@@ -41,6 +42,7 @@ __all__ = [
     "on_all_ranks",
     "optimizer_state_dict",
     "plan",
+    "prepare_saves",
     "record",
     "save",
     "stats",
@@ -67,6 +69,7 @@ _HOMES = {
     "latest": "hightide.checkpoint.files.folder",
     "load": "hightide.checkpoint.load",
     "optimizer_state_dict": "hightide.checkpoint.state_dicts",
+    "prepare_saves": "hightide.checkpoint.prepare",
     "save": "hightide.checkpoint.save",
     "verify": "hightide.verification.verify_training",
     **dict.fromkeys(("on_all_ranks", "plan", "record", "stats", "unwrap", "wrap", "wrap_frozen"), "hightide.api"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hightide.checkpoint.files.blocks import NUM_BLOCKS
 from hightide.checkpoint.files.checked import NUM_AHEAD
 from hightide.checkpoint.files.verified import PART_BYTES
+from hightide.ir.save_sizes import NUM_BLOCKS
 from resident_memory import reported
 
 SLACK_BYTES = 32 * 2**20

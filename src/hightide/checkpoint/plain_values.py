@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ PART_BYTES = 16 * 1024**2
 
 class PlainValues:
     cost = SaveCost()
+    lend = None  # no limit counts here
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, wanted: Wanted) -> None:
         names = names_of(model)
@@ -34,11 +35,12 @@ class PlainValues:
         ]
         self.tensors = tuple(tensor for tensor, _ in self._found)
 
-    def values(self) -> Iterator[tuple[SavedTensor, Tensor]]:
+    def tiles(self) -> Iterator[tuple[Sequence[tuple[SavedTensor, int, Tensor]], Callable[[], object]]]:
         for tensor, value in self._found:
-            flat = value.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+            flat, first = value.detach().resolve_conj().resolve_neg().contiguous().view(-1), 0
             for part in flat.split(max(1, PART_BYTES // value.dtype.itemsize)) or (flat,):
-                yield tensor, part.cpu()
+                yield [(tensor, first, part.cpu())], lambda: None
+                first += len(part)
 
     def close(self) -> None:
         self._found = []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from hightide.checkpoint.files.blocks import Lend
 from hightide.checkpoint.files.keeping import keep_only
 from hightide.checkpoint.files.tensor_layout import Entry
 from hightide.checkpoint.files.writer import CheckpointWriter
@@ -34,7 +35,11 @@ class Values(Protocol):
     @property
     def cost(self) -> SaveCost: ...
 
-    def values(self) -> Iterable[tuple[SavedTensor, Tensor]]: ...
+    @property
+    def lend(self) -> Lend | None:
+        """Of host memory, for as long as they are read. None: no limit counts."""
+
+    def tiles(self) -> Iterable[tuple[Sequence[tuple[SavedTensor, int, Tensor]], Callable[[], object]]]: ...
 
     def close(self) -> None: ...
 
@@ -77,20 +82,23 @@ class Content:
         order = [Named(name, value.dtype, tuple(value.shape)) for name, value in self.buffers.items()]
         order += [Named(one.key, one.dtype, one.shape) for one in tensors if one.kind == PARAM]
         expected_bytes = sum(Entry(*one).num_bytes for one in order) + sum(entry.num_bytes for entry in states)
-        with CheckpointWriter(saving.path.parent, saving.step, expected_bytes, saving.path.name) as writer:
+        folder, lend = saving.path.parent, self.values.lend
+        with CheckpointWriter(folder, saving.step, expected_bytes, saving.path.name, lend) as writer:
             self._write_small(writer)
             model, optimizer = ModelShards(writer, self.files.written, order), Shards(writer, OPTIMIZER, states)
             for name, value in self.buffers.items():
                 model.put(name, value.view(-1))
-            for tensor, part in self.values.values():
+            for parts, passed in self.values.tiles():
                 safe_point()
                 if saving.is_abandoned:
                     raise Abandoned(f"{saving.path} was given up")
-                if tensor.kind == PARAM:
-                    model.put(tensor.key, part)
-                else:
-                    optimizer.put(str(StateKey(tensor.key, tensor.kind)), part)
-                saving.num_bytes += part.nbytes
+                with writer.copying(passed):
+                    for tensor, _, part in parts:
+                        if tensor.kind == PARAM:
+                            model.put(tensor.key, part)
+                        else:
+                            optimizer.put(str(StateKey(tensor.key, tensor.kind)), part)
+                        saving.num_bytes += part.nbytes
             for name, content in model.finish(self.files.num_parameters).items():
                 writer.bytes(name, content)
             optimizer.finish()

@@ -37,6 +37,10 @@ class Stats:
     # Calls of forward hooks on modules inside blocks that plain PyTorch would not have made: a block runs once per
     # micro-batch, and again where it is recomputed. Those of compiled blocks are not counted.
     extra_hook_calls: int = 0
+    # Of the host's peak, what checkpoints have taken at most: copies, and blocks on their way to the disk. What was
+    # told is beside the forecast of the plan itself; None: nobody has simulated it.
+    save_peak_bytes: int = 0
+    save_told_bytes: int | None = None
 
     @property
     def light_share(self) -> float | None:
@@ -82,6 +86,9 @@ class Stats:
             ),
             f"evictions {self.evictions}, deviations from the plan {self.deviations}",
         ]
+        if self.save_peak_bytes:
+            told = "" if self.save_told_bytes is None else f", forecast {format_bytes(self.save_told_bytes)}"
+            lines.append(f"host: {format_bytes(self.save_peak_bytes)} at most for checkpoints{told}")
         if "disk" in self.peak_bytes:
             lines.append(self.disk_text())
         if self.extra_hook_calls:
@@ -122,4 +129,6 @@ def read_stats(run: Run) -> Stats:
         update_kernel=run.performer.updates.kernel if run.performer.updates is not None else "",
         light_s=light_s_of(run, run.work.last_step),
         extra_hook_calls=sum(hooks.num_extra_calls for hooks in run.inner_hooks.values()),
+        save_peak_bytes=run.host.peak_lent_bytes,
+        save_told_bytes=None if run.save_forecast is None else run.save_forecast.host_bytes,
     )

@@ -114,6 +114,11 @@ class Searched(Solution):
         is_simulated = problem.machine.is_simulated
         return cls(problem.profile, placement, passes, peak, problem, None, step, 0, save, on_simulated=is_simulated)
 
+    def save_at(self, write_bytes_per_s: float, source: str) -> SaveForecast:
+        """On a disk of this speed, as `source` says."""
+        told = (write_bytes_per_s, source)
+        return save_forecast(self.problem, self.placement, self.passes, self.peaks, self.step, told)
+
     def _told(self, sizes: Forecast) -> Self:
         return replace(self, placement=_explained(self, sizes, self.save))
 

@@ -115,6 +115,7 @@ class Run(RunValues):
         self.save_pretrained: Callable[..., object] | None = None  # of several ranks: takes a module and a folder
         self.tells_all = False  # state dicts of several ranks are whole on each of them
         self.save_under_way: Callable[[], object] = lambda: None  # of several ranks: waits for its end
+        self.when_settled: Callable[[], object] = lambda: None  # called when memory of another plan is in place
 
     def _set_up(self, solution: Solution, device: torch.device, first_values: FirstValues) -> None:
         self.plan = plan = solution.plan
@@ -230,6 +231,7 @@ class Run(RunValues):
             solution.schedules, self.flight, self.performer, update, names, accumulate, self.watchman
         )
         self.forecast = forecast_on(solution, self.gpu.device)
+        self.solution = solution
         self.save_forecast = solution.save if isinstance(solution, Searched) else None  # None: nobody simulated it
 
     def move_to(self, solution: Solution) -> None:
@@ -266,6 +268,7 @@ class Run(RunValues):
         tell("pinning host memory")
         self.host.pin()
         self.gpu.enforce_limit()
+        self.when_settled()
 
     # -- what blocks call -----------------------------------------------------------------------------------------
 

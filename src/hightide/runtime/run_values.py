@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hightide.ir.limits import DiskLimit
 from hightide.ir.refusal import Refused
+from hightide.ir.save_sizes import NUM_STAGED, SMALL_TILE_BYTES, TILE_BYTES
 from hightide.process.forks import Birthplace
 from hightide.process.interrupts import deferred, held, safe_point
 from hightide.runtime.chunks.between_ranks import BetweenRanks
@@ -18,10 +19,9 @@ from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.disk_homes import mapped
 from hightide.runtime.lanes.lanes import Lanes
 from hightide.runtime.plan_stores import PlanStores
-from hightide.runtime.saving.copy_buffers import NUM_STAGED
 from hightide.runtime.saving.copy_on_update import CopyOnUpdate
 from hightide.runtime.saving.snapshot import Snapshot
-from hightide.runtime.saving.tiles import SMALL_TILE_BYTES, TILE_BYTES, Wanted, saved_tensors, tiles_of
+from hightide.runtime.saving.tiles import Wanted, saved_tensors, tiles_of
 from hightide.runtime.saving.written import Written
 from hightide.runtime.schedule.executor import Executor
 from hightide.runtime.schedule.in_flight import InFlight

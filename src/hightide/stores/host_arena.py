@@ -5,6 +5,10 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+import torch
 
 from hightide.ir.tier import Tier
 from hightide.stores.arena import ArenaStore
@@ -13,6 +17,8 @@ from hightide.stores.store import ALIGN_BYTES, OutOfMemory, Region
 from hightide.stores.ticket import DEFAULT_TIMEOUT_S
 
 LENT = "copies for a checkpoint"
+AHEAD = "memory that is made ready for them"
+READY_BYTES = 2**26  # so much spare memory is made real at a time
 
 
 class HostArena(ArenaStore):
@@ -28,6 +34,8 @@ class HostArena(ArenaStore):
         self._returned = threading.Condition(self._lock)
         self._num_recalls = 0  # who wait for what is lent
         self._has_lent = False
+        self._ready = self._end  # up to here pages were made real
+        self.peak_lent_bytes = 0
 
     def allocate_last(self, num_bytes: int, label: str) -> Region:
         """At the other end than `allocate`: what comes and goes at both ends leaves no holes in between. Anywhere, if
@@ -47,17 +55,54 @@ class HostArena(ArenaStore):
 
     # ---- what is lent
 
-    def lend(self, num_bytes: int) -> Region | None:
+    def lend(self, num_bytes: int, leaves_gpu: bool = True) -> Region | None:
         """Of what the plan does not need, to be given back by `free`. None: there is no room, or somebody waits for
-        it."""
+        it. What does not leave the GPU takes memory that is not pinned, while there is some."""
+        begins = [self._end] if leaves_gpu else [self._unpinned, self._end]
         with self._lock:
             if self._num_recalls:
                 return None
             self._begin_lending()
-            try:
-                return super()._allocated(num_bytes, LENT, lambda size: self._runs.take_from(size, self._end))
-            except OutOfMemory:
-                return None
+            for begin in begins:
+                with suppress(OutOfMemory):
+                    region = super()._allocated(num_bytes, LENT, partial(self._runs.take_from, begin=begin))
+                    self.peak_lent_bytes = max(self.peak_lent_bytes, self._by_label[LENT])
+                    return region
+            return None
+
+    @property
+    def _unpinned(self) -> int:
+        """From here on nothing is."""
+        return self._end
+
+    def make_ready(self, num_bytes: int) -> bool:
+        """Makes pages real of a part of the first `num_bytes` that can be lent: whether something was left to do. Their
+        first use is slow, and somebody would wait for it. For one thread at a time, beside whatever goes on."""
+        with self._lock:
+            begin = max(self._ready, self._unpinned)
+            end = min(self._end + num_bytes, self.capacity_bytes)
+            runs = () if self._closed or self._num_recalls else self._runs.free_from(begin)
+            first, size = next(((first, min(first + size, end) - first) for first, size in runs), (end, 0))
+            if size <= 0:
+                return False
+            size = min(size, READY_BYTES)
+            self._begin_lending()
+            region = super()._allocated(size, AHEAD, partial(self._runs.take_from, begin=first))
+            self._ready = first + size
+        try:
+            self._touch(first, size)
+        finally:
+            self.free(region)
+        return True
+
+    def _touch(self, offset: int, num_bytes: int) -> None:
+        """Of memory that is nobody's."""
+        storage = self._storage
+        if storage is not None:
+            pages = torch.empty(0, dtype=torch.uint8).set_(
+                storage, offset, (-(-num_bytes // mmap.PAGESIZE),), (mmap.PAGESIZE,)
+            )
+            pages.zero_()
 
     @property
     def spare_bytes(self) -> int:
@@ -84,7 +129,7 @@ class HostArena(ArenaStore):
                 try:
                     return super()._allocated(num_bytes, label, take)
                 except OutOfMemory:
-                    if not self._by_label.get(LENT) or not self._recalled():
+                    if not self._by_label.keys() & {LENT, AHEAD} or not self._recalled():
                         raise
 
     def _recalled(self) -> bool:
@@ -104,7 +149,7 @@ class HostArena(ArenaStore):
     def pin(self) -> None:
         """Called once the model's values are in their places. Without a GPU there is nobody to pin memory for."""
 
-    def pin_spare(self, num_bytes: int) -> bool:
+    def pin_spare(self, num_bytes: int, slice_bytes: int | None = None) -> bool:
         """Pins a part of what can be lent, unless so much of it is pinned already: whether there is now more."""
         return False
 

@@ -8,8 +8,10 @@ later step, when the originals are gone.
 from __future__ import annotations
 
 import mmap
+import threading
 import warnings
 import weakref
+from bisect import bisect_right
 from contextlib import suppress
 
 import torch
@@ -35,6 +37,7 @@ class PinnedArena(HostArena):
         self._pinned_spare: list[tuple[int, int]] = []  # (offset, bytes) of what is pinned beyond that
         self._unpin_spare: list[weakref.finalize] = []
         self._can_pin_more = True
+        self._pinning = threading.Lock()
 
     def _keep_apart(self) -> None:
         """CUDA refuses to copy a region of which only a part is registered: what lies between the parts is never
@@ -69,50 +72,60 @@ class PinnedArena(HostArena):
 
     # ---- what is lent
 
-    def pin_spare(self, num_bytes: int) -> bool:
+    def pin_spare(self, num_bytes: int, slice_bytes: int | None = None) -> bool:
         """Slice by slice, whole pages each, with some bytes before and after it that nobody gets: see _keep_apart. They
-        stay pinned: another time it is done already. For one thread; others may allocate meanwhile."""
-        with self._lock:
-            missing_bytes = num_bytes - sum(size for _, size in self._pinned_spare)
-            if missing_bytes <= 0 or self._closed or not self.is_pinned or not self._can_pin_more:
-                return False
-            begin = max((sum(known) for known in self._pinned_spare), default=self._end)
-            free_bytes = max((size for _, size in self._runs.free_from(begin)), default=0) - 2 * mmap.PAGESIZE
-            size = min(SLICE_BYTES, _pages(missing_bytes + mmap.PAGESIZE - 1), _pages(free_bytes))
-            offset = self._runs.take_from(size + 2 * mmap.PAGESIZE, begin) if size > 0 else None
-            if offset is None:
-                return False
-            start = _pages(offset + ALIGN_BYTES + mmap.PAGESIZE - 1)
-            self._begin_lending()
-        status = _register(self._base + start, size)
-        with self._lock:
-            if status:
-                _forget_error()
-                self._can_pin_more = False
-                self._runs.give(offset, size + 2 * mmap.PAGESIZE)
-                return False
-            self._pinned_spare.append((start, size))
-            unpin = weakref.finalize(self, _unregister, self._base + start, Birthplace())
-            unpin.atexit = False
-            self._unpin_spare.append(unpin)
-            self._runs.give(start, size)
-            return True
+        stay pinned: another time it is done already. Others may allocate meanwhile, and who else pins waits. While CUDA
+        registers memory, others may wait for CUDA: so pages are made real before."""
+        with self._pinning:
+            with self._lock:
+                missing_bytes = num_bytes - sum(size for _, size in self._pinned_spare)
+                if missing_bytes <= 0 or self._closed or not self.is_pinned or not self._can_pin_more:
+                    return False
+                begin = self._unpinned
+                free_bytes = max((size for _, size in self._runs.free_from(begin)), default=0) - 2 * mmap.PAGESIZE
+                wanted_bytes = min(slice_bytes or SLICE_BYTES, _pages(missing_bytes + mmap.PAGESIZE - 1))
+                size = min(wanted_bytes, _pages(free_bytes))
+                offset = self._runs.take_from(size + 2 * mmap.PAGESIZE, begin) if size > 0 else None
+                if offset is None:
+                    return False
+                start = _pages(offset + ALIGN_BYTES + mmap.PAGESIZE - 1)
+                self._begin_lending()
+            self._touch(start, size)
+            status = _register(self._base + start, size)
+            with self._lock:
+                if status:
+                    _forget_error()
+                    self._can_pin_more = False
+                    self._runs.give(offset, size + 2 * mmap.PAGESIZE)
+                    return False
+                self._pinned_spare.append((start, size))
+                unpin = weakref.finalize(self, _unregister, self._base + start, Birthplace())
+                unpin.atexit = False
+                self._unpin_spare.append(unpin)
+                self._runs.give(start, size)
+                return True
+
+    @property
+    def _unpinned(self) -> int:
+        return sum(self._pinned_spare[-1]) if self._pinned_spare else self._end
 
     def is_pinned_at(self, region: Region) -> bool:
         if region.offset + region.num_bytes <= self._pinned_bytes:
             return self.is_pinned
-        return any(start <= region.offset < start + size for start, size in self._pinned_spare)
+        index = bisect_right(self._pinned_spare, region.offset, key=lambda known: known[0]) - 1
+        return index >= 0 and region.offset < sum(self._pinned_spare[index])
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=self.is_pinned)
 
     def unpin(self) -> None:
-        while self._unpin_spare:
-            self._unpin_spare.pop()()
-        self._pinned_spare.clear()
-        if self._unpin is not None:
-            self._unpin()
-            self._unpin = None
+        with self._pinning:  # nothing is registered after that
+            while self._unpin_spare:
+                self._unpin_spare.pop()()
+            self._pinned_spare.clear()
+            if self._unpin is not None:
+                self._unpin()
+                self._unpin = None
 
     def close(self) -> None:
         self.unpin()

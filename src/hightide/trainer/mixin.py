@@ -29,6 +29,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from hightide import api, asked
 from hightide.checkpoint.files.names import trainer_name
 from hightide.checkpoint.load import load
+from hightide.checkpoint.prepare import prepare_saves
 from hightide.checkpoint.save import save_for_trainer
 from hightide.checkpoint.saving import Saving
 from hightide.checkpoint.training import read_training
@@ -192,6 +193,8 @@ class TrainerMixin(Base):
         run = self._run
         assert run is not None
         self._calls = run.plan.accumulate if is_free else None
+        if self.args.save_strategy != "no":
+            prepare_saves(self.model, self.args.output_dir)
 
     def _longest(self, example: Mapping[str, Any]) -> int:
         """Tokens that the plan must hold: of the longest bucket, else of the longest example of any rank."""

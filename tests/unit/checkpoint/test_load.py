@@ -252,6 +252,32 @@ def test_random_numbers_go_on(saved: Path) -> None:
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_options_of_groups_are_those_of_the_file(is_wrapped: bool, tmp_path: Path) -> None:
+    """As with torch's load_state_dict: whoever wants others sets them afterwards, and they count."""
+    model, optimizer = in_dtype(torch.float32, is_wrapped)
+    optimizer.param_groups[0].update(lr=3e-3, weight_decay=0.25)
+    train_in(torch.float32, model, optimizer, 1)
+    saved = hightide.save(model, optimizer, tmp_path, step=1, wait=True).path
+    state = hightide.optimizer_state_dict(saved)
+    resumed, its = in_dtype(torch.float32, is_wrapped, seed=5)
+    torchs = in_dtype(torch.float32, False, seed=5)[1]
+    for one in (its, torchs):
+        one.param_groups[0].update(lr=0.5, betas=(0.5, 0.6), mine="kept")
+    hightide.load(resumed, its, tmp_path)
+    torchs.load_state_dict(state)
+    expected = {name: value for name, value in torchs.param_groups[0].items() if name != "params"}
+    found = {name: its.param_groups[0][name] for name in expected}
+    assert (
+        found == expected and found["lr"] == 3e-3 and found["weight_decay"] == 0.25 and found["betas"] == (0.9, 0.999)
+    )
+    assert its.param_groups[0]["mine"] == "kept", "what the file does not know stays"
+    values = truths(resumed, its)
+    its.param_groups[0]["lr"] = 0.0
+    train_in(torch.float32, resumed, its, 2)
+    assert all(torch.equal(value, values[name]) for name, value in truths(resumed, its).items())
+
+
 # -- the forms of a value --------------------------------------------------------------------------------------------
 
 

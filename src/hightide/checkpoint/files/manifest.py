@@ -27,6 +27,7 @@ WHAT = "checkpoint's manifest"
 FORMAT, VERSION = "hightide checkpoint", 1
 PIECE_BYTES = 64 * 1024**2
 MAX_PIECE_BYTES = PIECE_BYTES  # a reader has one in memory
+WRITTEN_S = "written_s"  # among the facts
 MAX_NAME_CHARS = 255  # as file systems have it
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
 _KEYS = ("format", "version", "step", "time", "piece_bytes", "files", "facts", "crc32")
@@ -51,6 +52,12 @@ class Manifest:
     def num_bytes(self) -> int:
         """Without the manifest itself."""
         return sum(file.num_bytes for file in self.files)
+
+    @property
+    def written_s(self) -> float | None:
+        """In which it was written, if that is told; it may be a stranger's."""
+        found = self.facts.get(WRITTEN_S)
+        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) and found > 0 else None
 
     def file(self, name: str) -> FileSums:
         for file in self.files:

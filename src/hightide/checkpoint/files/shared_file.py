@@ -16,11 +16,11 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from hightide.checkpoint.files import filesystem, manifest
-from hightide.checkpoint.files.blocks import Block, Blocks
+from hightide.checkpoint.files.blocks import Block, Blocks, Memory
 from hightide.checkpoint.files.joined_sums import joined
 from hightide.checkpoint.files.manifest import FileSums, num_pieces
 from hightide.ir.foreign import quoted
-from hightide.stores.disk_file import SECTOR_BYTES, Buffer
+from hightide.stores.disk_file import SECTOR_BYTES
 
 Sum = tuple[int, int, int]  # offset, CRC-32 and number of bytes of a run; none goes beyond its piece
 
@@ -118,7 +118,7 @@ class _RunBlock(Block):
 
     file: SharedFile
 
-    def __init__(self, buffer: Buffer, file: SharedFile, offset: int) -> None:
+    def __init__(self, buffer: Memory, file: SharedFile, offset: int) -> None:
         super().__init__(buffer, file, offset)
         self._shift = offset % SECTOR_BYTES if len(buffer.memory) % SECTOR_BYTES == 0 else 0  # else nothing is direct
 

@@ -15,12 +15,13 @@ from pathlib import Path
 from torch import Tensor
 
 from hightide.checkpoint.files import filesystem, manifest
-from hightide.checkpoint.files.blocks import BLOCK_BYTES, Blocks
+from hightide.checkpoint.files.blocks import Blocks
 from hightide.checkpoint.files.filesystem import FULL
 from hightide.checkpoint.files.manifest import SHOWN
 from hightide.checkpoint.files.names import TMP
 from hightide.checkpoint.files.shared_file import SharedFile, Sum
 from hightide.ir.foreign import shown
+from hightide.ir.save_sizes import BLOCK_BYTES
 from hightide.ir.units import format_bytes
 
 VISIBLE_S = 15.0  # a network file system may show what another node has made so much later

@@ -15,21 +15,22 @@ import ctypes
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from hightide.checkpoint.files import filesystem, leftovers, manifest
-from hightide.checkpoint.files.blocks import BLOCK_BYTES, Block, Blocks
+from hightide.checkpoint.files.blocks import Block, Blocks, Lend
 from hightide.checkpoint.files.filesystem import FULL
 from hightide.checkpoint.files.joined_sums import joined
-from hightide.checkpoint.files.manifest import MARKER, SHOWN, FileSums, Manifest, check_name
+from hightide.checkpoint.files.manifest import MARKER, SHOWN, WRITTEN_S, FileSums, Manifest, check_name
 from hightide.checkpoint.files.names import OLD, TMP, check_step, step_name
 from hightide.checkpoint.files.tensor_layout import Entry, header
 from hightide.ir.foreign import MAX_FILE_BYTES, quoted, shown
+from hightide.ir.save_sizes import BLOCK_BYTES
 from hightide.ir.units import format_bytes
 from hightide.stores.disk_file import SECTOR_BYTES
 
@@ -42,15 +43,23 @@ class CheckpointWriter:
     """One checkpoint. Several files may be open at once; one thread at a time writes. Errors of the disk are
     ValueErrors that say what was needed; after any error, `abandon`. As a context it abandons what is not committed."""
 
-    def __init__(self, folder: str | Path, step: int, expected_bytes: int = 0, name: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        step: int,
+        expected_bytes: int = 0,
+        name: str | None = None,
+        lend: Lend | None = None,
+    ) -> None:
         """`expected_bytes` of all files together, if known: a disk that has less is refused before anything else.
-        `name`: `step-N`, if it is None."""
+        `name`: `step-N`, if it is None. `lend`: memory for blocks; None: it is the system's."""
         check_step(step)
         self.step, self.path = step, Path(folder) / (name or step_name(step))
         self.expected_bytes = expected_bytes
         self._files: list[_FileWriter] = []
         self._is_shown = False
-        self._blocks = Blocks(min(BLOCK_BYTES, manifest.PIECE_BYTES))
+        self._blocks = Blocks(min(BLOCK_BYTES, manifest.PIECE_BYTES), lend, expected_bytes)
+        self._began_s = time.monotonic()
         self._parent = self._folder = self._marker = -1
         try:
             self._begin(Path(folder))
@@ -79,6 +88,11 @@ class CheckpointWriter:
             raise ValueError(f"{quoted(name)} would have {len(content)} bytes, it may have {MAX_FILE_BYTES}: save less")
         _FileWriter(self, name, len(content)).begin(content)
 
+    def copying(self, then: Callable[[], object]) -> AbstractContextManager[None]:
+        """Tensors that are put inside must stay as they are until `then` is called, in another thread, and no longer:
+        else what is put is copied before `put` returns."""
+        return self._blocks.copying(then)
+
     def reserve(self, name: str, num_bytes: int) -> None:
         """A file of this length, which several ranks write (`SharedFile`)."""
         check_name(name)
@@ -102,13 +116,14 @@ class CheckpointWriter:
         self._is_shown = True
 
     def commit(self, facts: Mapping[str, Any], others: Sequence[FileSums] = ()) -> Path:
-        """The checkpoint is there, and on the disk. `facts` are plain data about it, for its manifest; `others` are
-        files that were reserved, and are synced."""
+        """The checkpoint is there, and on the disk. `facts` are plain data about it, for its manifest, which also tells
+        in how many seconds all was written and synced; `others` are files that were reserved, and are synced."""
         assert self._folder >= 0, "abandoned, or committed"
         for file in self._files:
             file.finish()
         sums = (*(FileSums(file.name, file.num_bytes, tuple(file.sums)) for file in self._files), *others)
-        content = Manifest(self.step, time.time(), sums, dict(facts), manifest.PIECE_BYTES).to_bytes()
+        told = {**facts, WRITTEN_S: time.monotonic() - self._began_s}
+        content = Manifest(self.step, time.time(), sums, told, manifest.PIECE_BYTES).to_bytes()
         try:
             if self._is_shown:
                 filesystem.unlink(SHOWN, self._folder)
@@ -208,8 +223,7 @@ class CheckpointWriter:
         """Raises what went wrong with a block that was sent."""
         if (failure := self._blocks.failure) is not None:
             file, error = failure
-            assert isinstance(file, _FileWriter)
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and isinstance(file, _FileWriter):
                 raise file._refusal(error) from error
             raise error
 
@@ -260,7 +274,10 @@ class _FileWriter:
                 self._block = self._blocks.take(self, self.offset)
                 self._writer.check()
             num_bytes = min(left_bytes, self._blocks.block_bytes - self._block.num_bytes)
-            self._block.add(address, num_bytes)
+            if self._is_small:
+                self._block.add(address, num_bytes)
+            else:
+                self._blocks.put(self._block, value, address, num_bytes)
             address, left_bytes, self.offset = address + num_bytes, left_bytes - num_bytes, self.offset + num_bytes
             if self._block.num_bytes == self._blocks.block_bytes or self.offset == self.num_bytes:
                 self._end_block(self._block)

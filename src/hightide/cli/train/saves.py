@@ -37,6 +37,11 @@ class Saves:
         self.newest = newest  # the step that is whole
         self.num_saved, self.waited_s = 0, 0.0
 
+    def prepare(self, model: Any) -> None:
+        """Before the first step, where some will be saved."""
+        if self._config.every is not None and (told := hightide.prepare_saves(model, self._checkpoints)) is not None:
+            self._console.print(told.in_words, markup=False)
+
     def is_due(self, step: int, is_last: bool) -> bool:
         every = self._config.every
         return every is not None and (is_last or step % every == 0)

@@ -150,6 +150,7 @@ class TrainingRun:
         first, last = len(self.losses) + 1, self.num_steps
         display = StepDisplay(self.console, last, self.config.log_every, first)
         saves = Saves(self.config.save, self.checkpoints, folder, self.console, self.newest_saved)
+        saves.prepare(self.model)
 
         def log(record: StepRecord) -> None:
             self.losses.append(record.loss)

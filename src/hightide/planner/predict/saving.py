@@ -22,6 +22,7 @@ from hightide.ir.block import DTYPE_BYTES
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.machine import UPDATE_BYTES, UPDATE_TRAFFIC_BYTES, Machine
 from hightide.ir.passes import Passes
+from hightide.ir.save_sizes import buffer_bytes
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.planner.placement import Placement
@@ -31,6 +32,7 @@ from hightide.planner.predict.step_seconds import StepForecast, forecast_step_s
 from hightide.planner.problem import Problem
 
 ASSUMED_WRITE_BYTES_PER_S = 1e9  # where nobody has said how fast the disk is
+FIRST_USE_BYTES_PER_S = 3.3e9  # of memory that comes from the system, and is pinned (an H200's host, see docs/log.md)
 LEAST_SHARE = 0.1  # of a disk's speed that training leaves, at the least
 AS_MUCH = 0.01  # that saving may cost
 
@@ -63,9 +65,23 @@ class SaveForecast:
     step_s: float
     spare_bytes: int  # of host memory
     write_bytes_per_s: float
-    speed_source: str  # "measured", "estimated" or "assumed"
+    speed_source: str  # "measured", "estimated", "assumed", or which earlier save tells it
     aside_bytes: int = 0  # of that, for copies, at most
-    pinned_bytes: int = 0  # of those, what leaves the GPU: the first save pins them
+    pinned_bytes: int = 0  # of those, what leaves the GPU: it is pinned, once
+    buffer_bytes: int = 0  # of it too: through which bytes pass on their way to the disk
+    beside_bytes: int = 0  # as that, but beside the limit, because the plan leaves too little free
+    is_ready: bool = False  # memory is there, or comes beside training: the first save costs no more than others
+
+    @property
+    def host_bytes(self) -> int:
+        """That it takes of the spare memory, at most. With the plan's own it is within the limit."""
+        return self.aside_bytes + self.buffer_bytes
+
+    @property
+    def first_s(self) -> float:
+        """That the first save of a process costs training more than others, at most: memory is used for the first time,
+        and pinned."""
+        return 0.0 if self.is_ready else self.aside_bytes / FIRST_USE_BYTES_PER_S
 
     def steps_between(self, share: float = AS_MUCH) -> int:
         """Two saves, so that they cost this share of the time, and one ends before the next begins."""
@@ -79,12 +95,13 @@ class SaveForecast:
         cost = self.held_s / (between * self.step_s) if self.step_s else 0.0
         costs = f"costs {AS_MUCH:.0%}" if cost > 0.9 * AS_MUCH else f"costs {cost:.1%}"
         held = f"holds it up {format_seconds(self.held_s)}" if self.held_s >= 5e-4 else "holds nothing up"
-        takes = (
-            f"takes up to {format_bytes(self.aside_bytes)} of free host memory"
-            if self.aside_bytes
-            else "copies nothing"
-        )
-        takes += f" (the first one pins {format_bytes(self.pinned_bytes)})" if self.pinned_bytes else ""
+        takes = f"copies up to {format_bytes(self.aside_bytes)}" if self.aside_bytes else "copies nothing"
+        host = f"takes {format_bytes(self.host_bytes)} of free host memory" if self.host_bytes else ""
+        beside = f"{format_bytes(self.beside_bytes)} beside the host's limit" if self.beside_bytes else ""
+        takes = ", ".join(text for text in (takes, host, beside) if text)
+        if self.first_s >= 0.05:
+            pins = f", {format_bytes(self.pinned_bytes)} of it pinned" if self.pinned_bytes else ""
+            takes += f" (the first one gets it from the system{pins}: about {format_seconds(self.first_s)} more)"
         disk = f"{self.speed_source} {self.write_bytes_per_s / 1e9:.1f} GB/s"
         return (
             f"a checkpoint: {format_bytes(self.num_bytes)} in {format_seconds(self.written_s)} beside training "
@@ -185,21 +202,29 @@ class _Reader:
 
 
 def save_forecast(
-    problem: Problem, placement: Placement, passes: Passes, peak: Peaks, step: StepForecast
+    problem: Problem,
+    placement: Placement,
+    passes: Passes,
+    peak: Peaks,
+    step: StepForecast,
+    speed: tuple[float, str] | None = None,
 ) -> SaveForecast:
-    """Of all values, under a plan that was simulated."""
+    """Of all values, under a plan that was simulated. `speed`: of the disk, in bytes per second, and who says so; None:
+    as far as the machine's file knows it."""
     plan, machine = placement.plan, problem.machine
-    write_bytes_per_s, source = write_speed(machine, step)
+    write_bytes_per_s, source = speed or write_speed(machine, step)
     spare_bytes = max(0, plan.host_limit_bytes - peak.host_peak_bytes)
     order = update_order(passes.last, len(placement.chunks))
     chunks = _saved_chunks(placement, order, step)
+    num_bytes = sum(chunk.num_bytes for chunk in chunks)
+    within_bytes, beside_bytes = buffer_bytes(num_bytes, _largest_elsewhere(placement), spare_bytes)
+    for_copies = spare_bytes - within_bytes
     d2h = machine.speeds_of({Lane.D2H})[Lane.D2H]
-    held = held_up(chunks, write_bytes_per_s, spare_bytes, d2h)
+    held = held_up(chunks, write_bytes_per_s, for_copies, d2h)
     copied = {order[number]: num_bytes for number, num_bytes in enumerate(held.copied_bytes) if num_bytes}
     copying_s = _copying_s(problem, placement, passes, copied)
-    num_bytes = sum(chunk.num_bytes for chunk in chunks)
     held_s = held.waited_s + copying_s
-    pinned_bytes = min(spare_bytes, sum(chunk.num_bytes for chunk in chunks if chunk.on_gpu))
+    pinned_bytes = min(for_copies, sum(chunk.num_bytes for chunk in chunks if chunk.on_gpu))
     return SaveForecast(
         num_bytes,
         held.written_s,
@@ -210,7 +235,15 @@ def save_forecast(
         source,
         held.aside_bytes,
         pinned_bytes,
+        within_bytes,
+        beside_bytes,
     )
+
+
+def _largest_elsewhere(placement: Placement) -> int:
+    """Bytes of a chunk that has something on the GPU or on a disk: none of its arrays is larger."""
+    elsewhere = [one for one in placement.chunks if one.home is not Tier.HOST or one.states is not Tier.HOST]
+    return max((saved_bytes(one.shard) for one in elsewhere), default=0)
 
 
 def write_speed(machine: Machine, step: StepForecast) -> tuple[float, str]:

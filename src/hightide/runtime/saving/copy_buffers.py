@@ -4,13 +4,16 @@ Not thread-safe by itself: whoever keeps the tiles has a lock."""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from functools import partial
 
+import torch
+from torch import Tensor
+
+from hightide.ir.save_sizes import NUM_STAGED
 from hightide.ir.tier import Tier
 from hightide.runtime.saving.kept import Buffer, Kept
 from hightide.stores.host_arena import HostArena
-
-NUM_STAGED = 2  # buffers for what is read from elsewhere: one with the reader, one that is filled meanwhile
 
 
 class CopyBuffers:
@@ -22,17 +25,22 @@ class CopyBuffers:
 
     def lent_for(self, one: Kept) -> Buffer | None:
         """None: there is no room, or none yet."""
-        buffer = self._lent(one.tile.num_bytes)
-        if buffer is not None and one.tier is Tier.GPU and self._is_pinning and not buffer.is_pinned:
+        leaves_gpu = one.tier is Tier.GPU
+        buffer = self._lent(one.tile.num_bytes, leaves_gpu)
+        if buffer is not None and leaves_gpu and self._is_pinning and not buffer.is_pinned:
             self.give_back(buffer)
             return None
         return buffer
 
-    def _lent(self, num_bytes: int) -> Buffer | None:
-        region = self._host.lend(num_bytes)
+    def _lent(self, num_bytes: int, leaves_gpu: bool) -> Buffer | None:
+        region = self._host.lend(num_bytes, leaves_gpu)
         if region is None:
             return None
         return Buffer(self._host.view(region, torch.uint8), region, is_pinned=self._host.is_pinned_at(region))
+
+    def lent_bytes(self, num_bytes: int) -> tuple[Tensor, Callable[[], None]] | None:
+        region = self._host.lend(num_bytes, leaves_gpu=False)
+        return None if region is None else (self._host.view(region, torch.uint8), partial(self._host.free, region))
 
     def give_back(self, buffer: Buffer) -> None:
         if buffer.is_staged:
@@ -46,7 +54,7 @@ class CopyBuffers:
         """Beside the limit only if all that the plan leaves free is in use."""
         if self._staged or not num_bytes:
             return
-        self._staged = [self._lent(num_bytes) or _plain(num_bytes) for _ in range(NUM_STAGED)]
+        self._staged = [self._lent(num_bytes, True) or _plain(num_bytes) for _ in range(NUM_STAGED)]
         for buffer in self._staged:
             buffer.is_staged = True
 

@@ -1,11 +1,11 @@
 """Values of one moment, kept for a reader while updates go on.
 
-[Note: copy on update] The reader takes tile after tile, in the order in which updates will come. A tile on the host is
-handed out where it lies. Whoever is about to change a chunk whose tiles were not read yet first copies them into host
-memory that the plan leaves free, and goes on; where there is none, it waits until the reader has come by. Tiles on the
-GPU leave on the d2h lane, one after the other and ahead of the reader while there is memory: the update on the GPU
-stands behind the copy by its fence, and the host does not wait. Tiles on disk are read into one of two buffers; an
-update of them copies from the buffer in which it works.
+[Note: copy on update] The reader takes tile after tile, in the order in which updates will come, and may have several
+at once, which it gives back in any order. A tile on the host is handed out where it lies. Whoever is about to change a
+chunk whose tiles were not read yet first copies them into host memory that the plan leaves free, and goes on; where
+there is none, it waits until the reader has come by. Tiles on the GPU leave on the d2h lane, one after the other and
+ahead of the reader while there is memory: the update on the GPU stands behind the copy by its fence, and the host does
+not wait. Tiles on disk are read into one of two buffers; an update of them copies from the buffer in which it works.
 
 Nobody waits for ever: a reader that takes nothing for as long as a lane may take is given up, one that fails or closes
 lets everybody go on. Meanwhile nobody else's time counts (`Lanes.excuse`). An update of the following step stands
@@ -68,6 +68,7 @@ class CopyOnUpdate:
         self._ahead = deque(one for one in filled if one.runs_ahead)
         self._birthplace = Birthplace()
         self._at = 0  # the tile that the reader asks for next
+        self._num_passed = 0
         self._is_leaving = False  # a tile that runs ahead is on the link
         self._progress_s = time.monotonic()
         self._error: BaseException | None = None
@@ -84,7 +85,7 @@ class CopyOnUpdate:
     # -- for the reader -------------------------------------------------------------------------------------------
 
     def take(self, number: int) -> Tensor:
-        """The values of the next tile, until `passed`."""
+        """The values of the next tile, until `passed`. One thread takes them all."""
         with self._changed:
             self._check()
             assert number == self._at, "one reader takes each tile once"
@@ -97,8 +98,13 @@ class CopyOnUpdate:
             self._check()
             if one.stage is Stage.HOME and (one.tier is Tier.HOST or not one.tile.numel):
                 one.stage = Stage.HANDED
-            elif one.stage is Stage.HOME:
-                self._bring(one, self._buffers.take_staged())
+            else:
+                while one.stage is Stage.HOME and not self._buffers.has_staged:
+                    self._changed.wait(LOOK_S)  # until the reader gives one back
+                    self._check()
+                if one.stage is Stage.HOME:
+                    self._bring(one, self._buffers.take_staged())
+            self._at = number + 1
             self._bring_next()
             is_handed, copied, buffer = one.stage is Stage.HANDED, one.ticket, one.buffer
         if is_handed:
@@ -112,16 +118,21 @@ class CopyOnUpdate:
         return buffer.of(one.tile)
 
     def passed(self, number: int) -> None:
-        """The reader is done with a tile."""
+        """The reader is done with a tile. In any thread."""
         with self._changed:
             self._check()
             one = self._kept[number]
             buffer, one.buffer, one.ticket = one.buffer, None, None
             if buffer is not None:
                 self._buffers.give_back(buffer)
-            one.stage, self._at, self._progress_s = Stage.READ, number + 1, time.monotonic()
+            one.stage, self._progress_s = Stage.READ, time.monotonic()
+            self._num_passed += 1
             self._changed.notify_all()
         self._run_ahead()
+
+    def lend(self, num_bytes: int) -> tuple[Tensor, Callable[[], None]] | None:
+        """For the reader's own use; see Snapshot."""
+        return self._buffers.lent_bytes(num_bytes)
 
     def start(self) -> None:
         """The reader is there. What leaves the GPU does so at full speed into memory that is pinned: that takes a
@@ -172,7 +183,7 @@ class CopyOnUpdate:
         """Until all was read, or the reader is gone."""
         since_s = time.monotonic()
         with self._changed:
-            while not self.is_over and self._at < len(self._kept):
+            while not self.is_over and self._num_passed < len(self._kept):
                 self._hold_up(since_s)
 
     def _claimed(self, kept: Sequence[Kept]) -> list[Kept]:
@@ -304,7 +315,7 @@ class CopyOnUpdate:
 
     def _bring_next(self) -> None:
         """Of tiles that are not on the host the one that the reader asks for next, if it is not aside already."""
-        one = self._first(self._elsewhere, self._at + 1)
+        one = self._first(self._elsewhere, self._at)
         if one is None or one.stage is not Stage.HOME or not self._buffers.has_staged:
             return
         if all(ticket.done for ticket in self._owed.get(one.tile.chunk, ())):

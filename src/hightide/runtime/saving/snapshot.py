@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from torch import Tensor
 
@@ -40,20 +41,31 @@ class Snapshot:
         large tensor comes in several parts, one after the other. For one reader, once, in any thread. However it ends,
         the snapshot is closed. Raises if somebody else has closed it, or values could not be had."""
         try:
-            self._copies.start()
-            chunk, began_s, num_bytes = -1, 0.0, 0
-            for number, tile in enumerate(self._tiles):
-                if tile.chunk != chunk:
-                    self._record(chunk, began_s, num_bytes)
-                    chunk, began_s, num_bytes = tile.chunk, time.perf_counter(), 0
-                values = self._copies.take(number)
-                for tensor, start, numel, first in tile.parts:
-                    yield tensor, first, values[start : start + numel]
-                    num_bytes += numel * values.dtype.itemsize
-                self._copies.passed(number)
-            self._record(chunk, began_s, num_bytes)
+            for parts, passed in self.tiles():
+                yield from parts
+                passed()
         finally:
             self.close()
+
+    def tiles(self) -> Iterator[tuple[list[tuple[SavedTensor, int, Tensor]], Callable[[], None]]]:
+        """As `parts`, for a reader that has several tiles at once: each is valid until what comes with it is called, in
+        any thread and any order. Who reads them all closes the snapshot."""
+        self._copies.start()
+        chunk, began_s, num_bytes = -1, 0.0, 0
+        for number, tile in enumerate(self._tiles):
+            if tile.chunk != chunk:
+                self._record(chunk, began_s, num_bytes)
+                chunk, began_s, num_bytes = tile.chunk, time.perf_counter(), 0
+            values = self._copies.take(number)
+            parts = [(tensor, first, values[start : start + numel]) for tensor, start, numel, first in tile.parts]
+            num_bytes += sum(part.nbytes for _, _, part in parts)
+            yield parts, partial(self._copies.passed, number)
+        self._record(chunk, began_s, num_bytes)
+
+    def lend(self, num_bytes: int) -> tuple[Tensor, Callable[[], None]] | None:
+        """Bytes of host memory that the plan leaves free, for whoever reads, and what gives them back. None: there is
+        no room."""
+        return self._copies.lend(num_bytes)
 
     def _record(self, chunk: int, began_s: float, num_bytes: int) -> None:
         """For recordings: when the reader had it."""

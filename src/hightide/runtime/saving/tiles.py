@@ -13,8 +13,6 @@ from hightide.runtime.chunks.disk_homes import UpdateArrays
 from hightide.runtime.saving.saved_tensor import PARAM, SavedTensor
 from hightide.stores.array import Array
 
-TILE_BYTES = 2**24  # as much is copied, and waited for, at once
-SMALL_TILE_BYTES = 2**20  # where the plan leaves no memory free: then buffers are beside its limit
 Wanted = Callable[[str, str], bool]  # of a parameter's key, and PARAM or the name of a state
 
 

@@ -19,10 +19,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hightide.checkpoint.files import filesystem, manifest, writer
-from hightide.checkpoint.files.blocks import NUM_BLOCKS, NUM_WRITERS, THREAD
+from hightide.checkpoint.files.blocks import NUM_WRITERS, THREAD
 from hightide.checkpoint.files.folder import latest, verify
 from hightide.checkpoint.files.tensor_layout import Entry
 from hightide.checkpoint.files.writer import CheckpointWriter
+from hightide.ir.save_sizes import NUM_BLOCKS
 from hightide.stores.threads import background
 from small_checkpoints import content, values, write
 
@@ -64,7 +65,8 @@ def test_what_is_put_is_there(tmp_path: Path, pieces: int) -> None:
         found = load_file(path / f"{name}.safetensors")
         assert all(torch.equal(found[key], value) for key, value in values(20).items())
     told = verify(path)
-    assert (told.step, told.facts, told.piece_bytes) == (20, {"loss": 10.0}, pieces)
+    assert told.written_s is not None and told.written_s > 0
+    assert (told.step, told.facts, told.piece_bytes) == (20, {"loss": 10.0, "written_s": told.written_s}, pieces)
     raw = (path / "model.safetensors").read_bytes()
     sums = [zlib.crc32(raw[start : start + pieces]) for start in range(0, len(raw), pieces)]
     assert list(told.file("model.safetensors").crc32) == sums and len(sums) > 2

@@ -4,12 +4,16 @@ training's own are what they would have been."""
 from __future__ import annotations
 
 import functools
+import random
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 from readers import Case, Reader, Values, assert_same_bits, with_spare
 
 import disk_plans
@@ -80,6 +84,56 @@ def test_training_goes_on_while_it_is_read(homes: str, update: str, spare: int) 
     assert cost.copied_bytes > 0 or (homes == "host" and spare == NONE)
     assert cost.waited_s > 0 or spare == PLENTY
     assert cost.waited_s == 0 or not stands_still
+    training.close()
+
+
+@pytest.mark.parametrize(
+    ("homes", "update", "spare"),
+    [("host", "deferred", NONE), ("gpu", "in_backward", LITTLE), ("every tier", "deferred", PLENTY)],
+)
+def test_a_reader_may_have_several_tiles_and_give_them_back_in_any_order(homes: str, update: str, spare: int) -> None:
+    """Each by a thread of its own, later. Nothing that it has changes; what waits for one of two buffers gets it."""
+    training = case(homes, update, spare).begin()
+    training.steps(STEPS_BEFORE)
+    snapshot = training.run.snapshot()
+    found: dict[tuple[str, str], dict[int, Any]] = {}
+    pauses = random.Random(0)
+    num_there, most, lock = 0, 0, threading.Lock()
+
+    def give_back(parts: Any, passed: Any, pause_s: float) -> None:
+        nonlocal num_there
+        time.sleep(pause_s)
+        for tensor, first, part in parts:
+            found.setdefault((tensor.key, tensor.kind), {})[first] = (tensor, part.clone())
+        with lock:
+            num_there -= 1
+        passed()
+
+    def read() -> None:
+        nonlocal num_there, most
+        with ThreadPoolExecutor(4) as others:
+            for parts, passed in snapshot.tiles():
+                with lock:
+                    num_there += 1
+                    most = max(most, num_there)
+                waiting.append(others.submit(give_back, parts, passed, pauses.random() / 200))
+
+    waiting: list[Any] = []
+    reader = threading.Thread(target=read)
+    reader.start()
+    training.steps(STEPS_BESIDE)
+    reader.join(60)
+    for one in waiting:
+        one.result(60)
+    snapshot.close()
+    saved, end = expected(homes, update)
+    assert most > 1, "else this shows nothing"
+    joined = {
+        name: torch.cat([parts[first][1] for first in sorted(parts)]).view(next(iter(parts.values()))[0].shape)
+        for name, parts in found.items()
+    }
+    assert_same_bits(joined, saved)
+    assert_same_bits(training.at_rest(), end)
     training.close()
 
 
