@@ -95,6 +95,12 @@ CASES: dict[str, Case] = {
         420,
         f"{TINY} --sequences 1 --length 128",
     ),
+    "long-64k": _once(  # should twice as many be refused
+        f"throughput.py {STEPS} --steps 3 --sequences 1 --length 65536 --gpu 24GiB --clip 1.0 --warmup 1",
+        120,
+        240,
+        f"{TINY} --sequences 1 --length 64",
+    ),
     # Checkpoints.
     "save-1b": Case(
         "checkpoint.py --model llama-3.2-1b --every 20 --steps 40 --warmup 3 --host 100GiB --gradients param"
@@ -259,10 +265,10 @@ def tokens_per_s(run: Result) -> float:
 
 
 def of_floor(floor: Result, run: Result) -> float:
-    """The seconds that the disk alone would need for the step's bytes, over those of the step."""
+    """The seconds that the disk alone would need for the step's bytes, over those of the step; nan: there are none."""
     moved = run["moved_bytes_per_step"]
     num_bytes = moved.get("disk_read", 0.0) + moved.get("disk_write", 0.0)
-    return num_bytes / (1e9 * float(floor["best_gb_per_s"])) / float(run["step_s"])
+    return num_bytes / (1e9 * float(floor["best_gb_per_s"])) / float(run["step_s"]) if num_bytes else nan
 
 
 def beside_plan(run: Result) -> float:
@@ -313,6 +319,7 @@ FIGURES: dict[str, Figure] = {
     "Qwen2.5-3B, 512 x 1024, tokens/s": Figure("28,500", 28_500, True, ("qwen-3b",), tokens_per_s, "qwen"),
     "Qwen2.5-7B, 512 x 1024, tokens/s": Figure("12,300", 12_300, True, ("qwen-7b",), tokens_per_s, "qwen7"),
     "3B, 131,072 tokens, 24 GiB, tokens/s": Figure("runs", 1, True, ("long",), tokens_per_s, "long"),
+    "3B, 65,536 tokens, 24 GiB, tokens/s": Figure("stated", 0, True, ("long-64k",), tokens_per_s, "long"),
     "Qwen3-4B, eager, 24 GiB, retries": Figure("0", 0, False, ("eager-4b",), value("gpu_alloc_retries"), "eager"),
     "8B, 4 x 2048, 24 GiB, tokens/s": Figure("stated", 0, True, ("8b-24",), tokens_per_s, "forecasts"),
     "gpt2-xl, 16 x 1024, 12 GiB, tokens/s": Figure("stated", 0, True, ("gpt2-xl-12",), tokens_per_s, "forecasts"),

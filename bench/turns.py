@@ -174,7 +174,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, help="a folder with src and bench of the old version")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--only", action="append", choices=[*WORKLOADS, *TINY], default=[])
+    parser.add_argument("--only", choices=[*WORKLOADS, *TINY], help="one workload instead of all")
     parser.add_argument("--bookkeeping", action="store_true")
     parser.add_argument("--blocks", type=int, default=64, help="of --bookkeeping")
     parser.add_argument("--passes", type=int, default=40, help="of --bookkeeping")
@@ -204,7 +204,7 @@ def main() -> None:
     }
     found: dict[str, dict[str, Any]] = {name: {} for name in versions}
     try:
-        for label in options.only or WORKLOADS:
+        for label in [options.only] if options.only else WORKLOADS:
             for name, row in compare(label, versions, options.turns).items():
                 found[name][label] = row
         print(json.dumps(found), flush=True)

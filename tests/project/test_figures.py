@@ -6,6 +6,7 @@ import importlib
 import json
 import shlex
 import sys
+from math import isnan
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ PRINTS = """
 import json, sys
 print("noise")
 print({"of": "a library"})
-print(json.dumps({"event_s": {"median": float(sys.argv[1])}}))
+number = float(sys.argv[1]) if sys.argv[1].isdigit() else float(len(sys.argv[1]))
+print(json.dumps({"event_s": {"median": number}}))
 """
 STARTS = """
 import os, sys, time
@@ -82,6 +84,15 @@ def test_what_hangs_is_ended_with_its_children(two: Figure, tmp_path: Path) -> N
     assert not status.exists() or "State:\tZ" in status.read_text()
 
 
+def test_what_a_case_leaves_behind_is_gone_before_the_next(two: Figure, tmp_path: Path) -> None:
+    left, lock = tmp_path / "figures-scratch" / "large", tmp_path / "figures-extensions" / "adam" / "lock"
+    for path in (left, lock):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    begun(tmp_path).run([of("fast")], 60)
+    assert not left.exists() and not lock.exists()
+
+
 def test_what_fails_says_why_and_runs_again(two: Figure, tmp_path: Path) -> None:
     results = begun(tmp_path)
     results.run([of("failing")], 5)
@@ -94,9 +105,9 @@ def test_what_does_not_fit_the_budget_or_lacks_something_is_not_begun(two: Figur
     results.run([two], 2)
     results.run([of("old")], 60)
     assert results.of == {}
-    with_old = begun(tmp_path, old="3")
+    with_old = begun(tmp_path, old=str(tmp_path))
     with_old.run([of("old")], 60)
-    assert with_old.of["old"]["event_s"] == {"median": 3.0}
+    assert with_old.of["old"]["event_s"] == {"median": float(len(str(tmp_path)))}
     assert with_old.of["old"]["printed"] == "noise\n{'of': 'a library'}"
 
 
@@ -118,6 +129,7 @@ def test_a_disk_is_held_against_its_floor_and_its_bytes() -> None:
     assert of_floor({"best_gb_per_s": 3.0}, run) == pytest.approx(0.8)
     assert beside_plan(run) == pytest.approx(0.01)
     assert above_limits(run) == 1
+    assert isnan(of_floor({"best_gb_per_s": 3.0}, {**run, "moved_bytes_per_step": {}}))
 
 
 def test_every_group_is_in_a_call_and_every_call_fits() -> None:
