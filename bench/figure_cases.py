@@ -213,14 +213,14 @@ CASES: dict[str, Case] = {
             f"largest.py --system {system} --between {between} --limit-s 240 {more}", 400, 560, tiny, needs
         )
         for name, system, between, more, tiny, needs in (
-            ("ours", "hightide", "25 28", "", "--device cpu --between 1 2 --gpu 64MiB --host 1GiB --length 16", ""),
+            ("ours", "hightide", "25 28", "", "--device cpu --between 1 1 --gpu 512MiB --host 2GiB --length 16", ""),
             ("zero3", "zero3", "19 22", "", None, "peers"),
             (
                 "ours-disk",
                 "hightide",
                 "29 32",
                 "--disk {disk}:40GiB",
-                "--device cpu --between 1 2 --gpu 64MiB --host 1GiB --length 16",
+                "--device cpu --between 1 1 --gpu 512MiB --host 2GiB --length 16",
                 "",
             ),
             ("infinity", "infinity", "21 24", "--disk {disk}:40GiB", None, "peers"),

@@ -283,12 +283,8 @@ def rehearse(options: argparse.Namespace, names: list[str]) -> int:
 def _is_taken(figure: Figure, results: dict[str, Result]) -> bool:
     if any(CASES[name].command.startswith(("pytest", "turns")) for name in figure.cases):
         return True  # collected only, or of another workload
-    try:
-        figure.found(*(results[case] for case in figure.cases))
-    except (KeyError, TypeError, IndexError, StopIteration) as error:
-        print(f"{figure.cases}: {error!r}")
-        return "gpu" in str(error)  # memory of a GPU is counted on one only
-    return True
+    found = taken(figure, results)
+    return isinstance(found, float) or "gpu" in found  # memory of a GPU is counted on one only
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -379,15 +375,23 @@ def _gib(count: float | None, width: int) -> str:
     return f"{'-':>{width}}" if count is None else f"{count / GIB:{width}.2f}"
 
 
+def taken(figure: Figure, results: dict[str, Result]) -> float | str:
+    """What is found, or what a case that ended well has not told: one such figure must not cost the others."""
+    try:
+        return float(figure.found(*(results[case] for case in figure.cases)))
+    except (KeyError, TypeError, IndexError, StopIteration, ZeroDivisionError) as error:
+        return repr(error)
+
+
 def print_figures(results: dict[str, Result], figures: dict[str, Figure]) -> None:
     print(f"\n{'figure':42} {'wanted':>8} {'found':>10}")
     for name, figure in figures.items():
         if not is_found(figure, results):
             print(f"{name:42} {figure.wanted:>8} {'-':>10}")
             continue
-        found = figure.found(*(results[case] for case in figure.cases))
-        if isnan(found):
-            print(f"{name:42} {figure.wanted:>8} {'none':>10}")
+        found = taken(figure, results)
+        if isinstance(found, str) or isnan(found):
+            print(f"{name:42} {figure.wanted:>8} {found if isinstance(found, str) else 'none':>10}")
             continue
         is_met = found >= figure.bound if figure.at_least else found <= figure.bound
         text = f"{found:,.0f}" if found >= 100 else f"{found:.3g}" if abs(found) < 0.01 else f"{found:.3f}"

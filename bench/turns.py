@@ -156,7 +156,8 @@ def bookkeeping(folders: dict[str, Path], options: argparse.Namespace) -> dict[s
                 check=True,
             )
             for row in json.loads(done.stdout)["rows"]:
-                found[name].setdefault(row["variant"], []).append(row)
+                variant = row.get("variant") or row["placement"]  # as it was called before
+                found[name].setdefault(variant, []).append(row)
     middle = {
         name: {
             variant: {key: statistics.median(row[key] for row in rows) for key in ("block_us", "wall_us", "wrap_s")}

@@ -111,6 +111,13 @@ def test_what_does_not_fit_the_budget_or_lacks_something_is_not_begun(two: Figur
     assert with_old.of["old"]["printed"] == "noise\n{'of': 'a library'}"
 
 
+def test_a_figure_that_cannot_be_taken_costs_no_other(two: Figure, capsys: pytest.CaptureFixture[str]) -> None:
+    results = {"slow": {"event_s": {"median": 4.0}, "call": "one"}, "fast": {"call": "one"}}
+    figures.print_figures(results, {"lacking": two, "there": of("slow")})
+    lacking, there = capsys.readouterr().out.splitlines()[-2:]
+    assert "KeyError('event_s')" in lacking and there.split()[-1] == "4.000"
+
+
 def test_counts_of_tests_are_read() -> None:
     text = "FAILED a.py::b - E\n2 failed, 10 passed, 1 skipped, 1 error in 3.21s (0:00:03)\n"
     assert figures.pytest_counts(text) == {"passed": 10, "failed": 3, "skipped": 1, "names": ["FAILED a.py::b - E"]}
