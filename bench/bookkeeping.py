@@ -252,7 +252,7 @@ def main() -> int:
     linear = all(value <= BOUND for value in ratios.values())
     if options.json:
         table = [asdict(row) for found in rows.values() for row in found]
-        print(json.dumps({"rows": table, "exponents": exponents, "ratios": ratios, "linear": linear}, indent=1))
+        print(json.dumps({"rows": table, "exponents": exponents, "ratios": ratios, "linear": linear}))
     else:
         _print(rows, exponents, ratios, linear)
     return 0 if linear else 1

@@ -1,4 +1,5 @@
-"""DeepSpeed as a peer of the benchmarks: ZeRO-3 with parameters and states on the host, or with states on a disk.
+"""DeepSpeed as a peer of the benchmarks: ZeRO-3 with parameters and states on the host, or with states on a disk;
+ZeRO-2 with states on the host.
 
 It is no dependency: whoever compares brings it along on PYTHONPATH, with what its asynchronous I/O is built from.
 """
@@ -22,7 +23,15 @@ AIO = {"block_size": 1 << 20, "queue_depth": 32, "thread_count": 1, "overlap_eve
 class DeepSpeed:
     """A model in DeepSpeed. `disk`: a folder; what DeepSpeed writes there is deleted with this object, and at exit."""
 
-    def __init__(self, micro_batch: int, calls: int, lr: float, clip: float | None = None, disk: str | None = None):
+    def __init__(
+        self,
+        micro_batch: int,
+        calls: int,
+        lr: float,
+        clip: float | None = None,
+        disk: str | None = None,
+        stage: int = 3,
+    ) -> None:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "29511")
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
@@ -38,9 +47,9 @@ class DeepSpeed:
             "gradient_clipping": clip or 0.0,
             "bf16": {"enabled": True},
             "zero_optimization": {
-                "stage": 3,
+                "stage": stage,
                 "offload_optimizer": {**states, "pin_memory": True},
-                "offload_param": {"device": "cpu", "pin_memory": True},
+                **({"offload_param": {"device": "cpu", "pin_memory": True}} if stage == 3 else {}),
             },
             "aio": AIO,
         }

@@ -2,13 +2,16 @@
 
 It shares no code with the store. Threads read one half of an unnamed file and write the other, past the page cache,
 with requests of three sizes, each for a while after a warm-up; the best row is what a step's bytes are held against.
+Ends with a line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import mmap
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -27,7 +30,7 @@ class Counted:
     is_over: bool = False
 
 
-def main() -> None:
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder")
     parser.add_argument("--file-gib", type=float, default=16.0, help="more than caches of the disk hold")
@@ -35,7 +38,11 @@ def main() -> None:
     parser.add_argument("--warmup", type=float, default=3.0, help="seconds before each size that do not count")
     parser.add_argument("--request-mib", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--depth", type=int, default=4, help="threads each way")
-    options = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
     whole = max(options.request_mib) * MIB * 2
     file_bytes = max(whole, int(options.file_gib * (1 << 30)) // whole * whole)
     with tempfile.NamedTemporaryFile(dir=options.folder) as file:
@@ -52,6 +59,7 @@ def main() -> None:
             best = max(best, read + written)
             print(f"{size:6} MiB {read:10.3f} {written:11.3f} {read + written:10.3f} {took_s:8.1f}", flush=True)
         print(f"best {best:.3f} GB/s")
+        print(json.dumps({"best_gb_per_s": best, "file_bytes": file_bytes}), flush=True)
     finally:
         os.close(descriptor)
 

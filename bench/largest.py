@@ -10,7 +10,8 @@ children ten times a second, and ends them when it is above the host's limit (`-
 themselves take); torch's allocator keeps the limit of the GPU for everybody. An attempt counts if both steps end and
 the loss is a number. Parameters begin as zeros: no values are made on the host first.
 
-`--plan-only` asks only the planner, on the preset `--machine`, and needs no GPU. One JSON line per system.
+`--plan-only` asks only the planner, on the preset `--machine`, and needs no GPU. One JSON line per system. `--between`
+spares the sizes that are known to fit or not to; if the largest of them fits, the line says so (`at_least`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from hightide.profiler.model.repeated import FEW_LAYERS
 SYSTEMS = ("hightide", "zero3", "infinity")
 FEWEST, MOST = 8, 96  # heads: 0.2 and 190 billion parameters
 HEAD_SIZE, VOCABULARY = 128, 128256
-POLL_S, LIMIT_S = 0.1, 1800.0
+POLL_S = 0.1
 LR = 1e-5
 
 
@@ -119,8 +120,9 @@ def disk_bytes(options: argparse.Namespace) -> int:
 
 def train(options: argparse.Namespace) -> None:
     """Prints the seconds of the second step."""
-    limit_bytes, total_bytes = parse_bytes(options.gpu, "--gpu"), torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes))
+    if options.device == "cuda":
+        limit_bytes, total_bytes = parse_bytes(options.gpu, "--gpu"), torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes))
     step = {"hightide": hightide_step, "zero3": deepspeed_step, "infinity": deepspeed_step}[options.one](options)
     generator = torch.Generator().manual_seed(1)
     seconds = 0.0
@@ -128,7 +130,8 @@ def train(options: argparse.Namespace) -> None:
         tokens = torch.randint(VOCABULARY, (options.sequences, options.length), generator=generator)
         begin_s = time.perf_counter()
         loss = step(tokens)
-        torch.cuda.synchronize()
+        if options.device == "cuda":
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - begin_s
         if not math.isfinite(loss):
             raise SystemExit(f"the loss is {loss}")
@@ -141,7 +144,8 @@ def hightide_step(options: argparse.Namespace) -> Callable[[torch.Tensor], float
     tokens = torch.zeros(options.sequences, options.length, dtype=torch.long)
     limits = hightide.Limits(gpu=options.gpu, host=options.host, **({"disk": options.disk} if options.disk else {}))
     wanted = {"update": options.update, "gradients": options.gradients, "limits": limits}
-    model, optimizer = hightide.wrap(model, optimizer, {"input_ids": tokens, "labels": tokens}, device="cuda", **wanted)
+    batch = {"input_ids": tokens, "labels": tokens}
+    model, optimizer = hightide.wrap(model, optimizer, batch, device=options.device, **wanted)
 
     def step(tokens: torch.Tensor) -> float:
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -182,8 +186,8 @@ def attempted(options: argparse.Namespace, system: str, heads: int) -> Attempt:
             peak_bytes = max(peak_bytes, used := resident_bytes(process.pid))
             if used > limit_bytes:
                 why_not = f"{used} bytes of host memory, above {limit_bytes}"
-            elif time.monotonic() - begin_s > LIMIT_S:
-                why_not = f"no two steps in {LIMIT_S:.0f} s"
+            elif time.monotonic() - begin_s > options.limit_s:
+                why_not = f"no two steps in {options.limit_s:.0f} s"
             if why_not:
                 break
             time.sleep(POLL_S)
@@ -217,7 +221,9 @@ def resident_bytes(pid: int) -> int:
 # -- bisection --------------------------------------------------------------------------------------------------------
 
 
-def largest(attempt: Callable[[int], Attempt]) -> tuple[Attempt | None, list[Attempt]]:
+def largest(
+    attempt: Callable[[int], Attempt], fewest: int = FEWEST, most: int = MOST
+) -> tuple[Attempt | None, list[Attempt]]:
     """The largest that fits, and all attempts. Fitting is taken to be monotone."""
     tried: list[Attempt] = []
 
@@ -228,7 +234,7 @@ def largest(attempt: Callable[[int], Attempt]) -> tuple[Attempt | None, list[Att
         print(f"{heads} heads, {one.num_params / 1e9:.2f}B: {verdict}", file=sys.stderr, flush=True)
         return one.fits
 
-    low, high = FEWEST - 1, MOST
+    low, high = fewest - 1, most
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
@@ -249,6 +255,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--update", default="in_backward", choices=[str(one) for one in Update])
     add("--gradients", default="param", choices=[str(one) for one in GradientDtype])
     add("--machine", default="h200", help="with --plan-only: a preset")
+    add("--device", default="cuda", help="cpu: the simulated accelerator")
+    add("--between", type=int, nargs=2, default=[FEWEST, MOST], metavar="HEADS", help="sizes that are looked at")
+    add("--limit-s", type=float, default=1800.0, help="seconds of one attempt")
     add("--one", choices=SYSTEMS, help=argparse.SUPPRESS)
     add("--heads", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -269,14 +278,15 @@ def main() -> None:
         if system == "infinity" and not options.disk:
             raise SystemExit("infinity needs --disk FOLDER:SIZE")
         if options.plan_only and system == "hightide":
-            found, tried = largest(lambda heads: planned(options, heads))
+            found, tried = largest(lambda heads: planned(options, heads), *options.between)
         else:
-            found, tried = largest(lambda heads, system=system: attempted(options, system, heads))
+            found, tried = largest(lambda heads, system=system: attempted(options, system, heads), *options.between)
         limits = {"gpu": options.gpu, "host": options.host, "disk": options.disk}
         row: dict[str, Any] = {"system": system, "plan_only": options.plan_only, **limits, "tried": len(tried)}
         if found is not None:
             sizes = [parse_bytes(options.gpu, "--gpu"), parse_bytes(options.host, "--host"), disk_bytes(options)]
             row |= asdict(found) | {"limit_bytes_per_param": sum(sizes) / found.num_params}
+            row["at_least"] = found.heads == options.between[1]
         print(json.dumps(row), flush=True)
 
 

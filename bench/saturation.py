@@ -5,7 +5,7 @@
 Each point is a run of bench/throughput.py in a process of its own. The roof of I/O is a line through the origin: a
 step's bytes take the same time however many tokens it has. That of compute is the same model and the largest batch with
 everything on the GPU. With --deepspeed the largest batch is also trained by ZeRO-Infinity, if that can be imported.
-Writes SAVE.json and, where matplotlib is, SAVE.png.
+Writes SAVE.json and, where matplotlib is, SAVE.png; prints the same JSON. `--draw SAVE.json` draws such a file again.
 """
 
 from __future__ import annotations
@@ -21,21 +21,32 @@ THROUGHPUT = Path(__file__).with_name("throughput.py")
 SATURATED = 0.9
 
 
-def main() -> None:
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", default="llama-3.2-1b")
     add("--length", type=int, default=2048)
     add("--sequences", type=int, nargs="+", default=[4, 8, 16, 32, 64, 128])
     add("--gpu", default="24GiB")
-    add("--disk", required=True, metavar="FOLDER:SIZE")
+    add("--disk", metavar="FOLDER:SIZE")
     add("--disk-gb-per-s", type=float, help="best mixed speed by bench/disk_floor.py, for the roof")
     add("--buffers", type=int, default=8)
     add("--steps", type=int, default=4)
     add("--device", help="cpu: the simulated accelerator")
     add("--deepspeed", action="store_true")
-    add("--save", required=True, help="without suffix")
-    options = parser.parse_args()
+    add("--save", help="without suffix")
+    add("--draw", metavar="FILE", help="a file that was saved; runs nothing")
+    options = parser.parse_args(argv)
+    if options.draw is None and (options.disk is None or options.save is None):
+        parser.error("--disk and --save are needed, or --draw")
+    return options
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
+    if options.draw:
+        draw(json.loads(Path(options.draw).read_text()), Path(options.draw).with_suffix(".png"))
+        return
     common = ["--model", options.model, "--length", str(options.length), "--gradients", "param"]
     common += ["--update", "in_backward", "--warmup", "2", "--synced-steps", "0"]
     if options.device:
@@ -70,7 +81,7 @@ def main() -> None:
         print(
             f"{one['tokens']:>8} tokens/step  {one['tokens_per_s']:>9.0f} tokens/s  {one['disk_bytes'] / 1e9:6.1f} GB"
         )
-    print(json.dumps({key: value for key, value in found.items() if key != "points"}), flush=True)
+    print(json.dumps(found), flush=True)
 
 
 def point(result: dict[str, Any]) -> dict[str, float]:

@@ -13,10 +13,21 @@ from hightide.integrations.shapes import config_of
 PIECE_NUMEL = 1 << 24  # elements that one generator fills: the values depend on it, so it is not a setting
 
 
-def build(name: str, length: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu", seed: int = 0) -> nn.Module:
-    """The model in training mode. On the meta device it has no values; elsewhere they depend on the seed only."""
+def build(
+    name: str,
+    length: int,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    seed: int = 0,
+    tied: bool | None = None,
+) -> nn.Module:
+    """The model in training mode. On the meta device it has no values; elsewhere they depend on the seed only.
+    `tied`: whether embedding and head are one, if not as the shape has it."""
+    config = config_of(name, length)
+    if tied is not None:
+        config.tie_word_embeddings = tied
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config_of(name, length), dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     model.train()
     if device == "meta":
         return model

@@ -39,6 +39,7 @@ import plans
 import torch
 from deepspeed_peer import DeepSpeed
 from resident import Resident
+from roundpipe_peer import RoundPipe
 from shapes import batches, build, num_params, step_flop
 from torch import Tensor, nn
 
@@ -52,6 +53,8 @@ from hightide.runtime.surgery import run_of
 from hightide.shard.ranks import EVEN_ALONE_SWITCH
 
 LR = 1e-5
+# deepspeed is ZeRO-3, with --disk ZeRO-Infinity; roundpipe-stale trains with gradients that are one step old
+SYSTEMS = ("hightide", "resident", "deepspeed", "zero2", "roundpipe", "roundpipe-stale")
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--run", action="append", default=[], metavar="OPTIONS", help="one more run, with these options on top")
-    add("--system", default="hightide", help="of hightide, resident, deepspeed; several with commas")
+    add("--system", default="hightide", help=f"of {', '.join(SYSTEMS)}; several with commas")
     add("--model", default="llama-3.2-3b", choices=SHAPES)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu: the simulated accelerator")
     add("--sequences", type=int, default=16, help="per step")
@@ -146,9 +149,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     bare_bytes = rss_bytes("VmRSS")
     compile = cuda if options.compile is None else options.compile
     started_s = time.perf_counter()
-    system = {"hightide": make_hightide, "resident": make_resident, "deepspeed": make_deepspeed}[options.system](
-        options, compile
-    )
+    system = make(options, compile)
     setup_s = time.perf_counter() - started_s
     data = batches(system.model, options.sequences, options.length)
     losses: list[Tensor] = []
@@ -204,6 +205,14 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def make(options: argparse.Namespace, compile: bool) -> System:
+    if options.system not in SYSTEMS:
+        raise SystemExit(f"--system {options.system}: there are {', '.join(SYSTEMS)}")
+    if options.system in ("hightide", "resident"):
+        return {"hightide": make_hightide, "resident": make_resident}[options.system](options, compile)
+    return make_roundpipe(options) if options.system.startswith("roundpipe") else make_deepspeed(options)
+
+
 def make_resident(options: argparse.Namespace, compile: bool) -> System:
     options.micro_batch = options.micro_batch or min(4, options.sequences)
     model = build(options.model, options.length, getattr(torch, options.dtype), options.device)
@@ -218,15 +227,27 @@ def make_resident(options: argparse.Namespace, compile: bool) -> System:
     return System(training.step, lambda: None, model, wrapped=False)
 
 
-def make_deepspeed(options: argparse.Namespace, compile: bool) -> System:
-    """ZeRO-3 with all but the present block on the host; with --disk, states in the folder of the first."""
+def make_deepspeed(options: argparse.Namespace) -> System:
+    """ZeRO-3 with all but the present block on the host; with --disk, states in the folder of the first. ZeRO-2 with
+    parameters on the GPU."""
     if options.gpu:
         limit_gpu(options.gpu)
     options.micro_batch = options.micro_batch or min(4, options.sequences)
     disk = parse_disks(options.disk, "--disk")[0].path if options.disk else None
-    peer = DeepSpeed(options.micro_batch, options.sequences // options.micro_batch, LR, options.clip, disk)
+    stage = 2 if options.system == "zero2" else 3
+    peer = DeepSpeed(options.micro_batch, options.sequences // options.micro_batch, LR, options.clip, disk, stage)
     model = build(options.model, options.length, getattr(torch, options.dtype))
     return System(peer.step_of(model), lambda: None, model, wrapped=False)
+
+
+def make_roundpipe(options: argparse.Namespace) -> System:
+    """With a head of its own: it knows no tied ones."""
+    if options.gpu:
+        limit_gpu(options.gpu)
+    options.micro_batch = options.micro_batch or min(4, options.sequences)
+    model = build(options.model, options.length, getattr(torch, options.dtype), tied=False)
+    peer = RoundPipe(model, options.sequences // options.micro_batch, LR, options.system == "roundpipe-stale")
+    return System(peer.step, peer.wait, model, wrapped=False)
 
 
 def limit_gpu(limit: str) -> None:
@@ -395,11 +416,18 @@ def _hightide_part(before: hightide.Stats, after: hightide.Stats, result: dict[s
         "evictions": after.evictions,
         "deviations": after.deviations,
         "tier_peak_bytes": after.peak_bytes,
+        "limit_bytes": limits_of(plan),
         "forecast": vars(after.forecast),
         "host_above_plan_bytes": result["host_rss_peak_bytes"]
         - (after.forecast.process_bytes or result["host_rss_bare_bytes"])
         - after.forecast.host_peak_bytes,
     }
+
+
+def limits_of(plan: hightide.Plan) -> dict[str, int]:
+    """By tier, of those that the plan uses."""
+    limits = {"gpu": plan.gpu_limit_bytes, "host": plan.host_limit_bytes, "disk": plan.disk_limit_bytes}
+    return {tier: limit for tier, limit in limits.items() if limit}
 
 
 def print_table(results: list[dict[str, Any]]) -> None:

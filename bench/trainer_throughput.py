@@ -48,10 +48,14 @@ class StepEnds(TrainerCallback):
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     cuda = torch.device(options.device).type == "cuda"
+    if cuda:
+        torch.zeros(1, device=options.device)
+    bare_bytes = throughput.rss_bytes("VmRSS")
     if cuda and options.gpu:
         throughput.limit_gpu(options.gpu)
     model = build(options.model, options.length, getattr(torch, options.dtype))
-    data = Sequences(torch.cat(batches(model, options.sequences, options.length)))
+    num_steps = options.warmup + options.steps
+    data = Sequences(torch.cat(batches(model, options.sequences, options.length, num_steps)))  # one epoch
     ends = StepEnds(options.warmup, cuda)
     with tempfile.TemporaryDirectory() as folder:
         trainer = hightide.Trainer(
@@ -59,7 +63,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             TrainingArguments(
                 folder,
                 per_device_train_batch_size=options.sequences,
-                max_steps=options.warmup + options.steps,
+                max_steps=num_steps,
                 learning_rate=throughput.LR,
                 max_grad_norm=options.clip or 0.0,
                 logging_strategy="no",
@@ -80,7 +84,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         throughput.synchronize()
     assert ends.marks is not None
     seconds = ends.marks.seconds()
-    stats = hightide.stats(trainer.model)
+    stats, memory = hightide.stats(trainer.model), throughput._memory(cuda, bare_bytes)
+    told_bytes = (stats.forecast.process_bytes or bare_bytes) + stats.forecast.host_peak_bytes
     return {
         "label": options.label or "trainer",
         **{key: getattr(options, key) for key in ("model", "sequences", "length", "gpu", "clip", "dtype", "update")},
@@ -89,6 +94,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_s": options.sequences * options.length * len(seconds) / sum(seconds),
         "forecast": vars(stats.forecast),
         "tier_peak_bytes": stats.peak_bytes,
+        **memory,
+        "host_above_plan_bytes": memory["host_rss_peak_bytes"] - told_bytes,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
     }

@@ -2,10 +2,12 @@
 
     git archive OLD_COMMIT src bench | tar -x -C OLD_FOLDER
     python bench/turns.py OLD_FOLDER [--turns 5] [--only "W1 in backward"]
+    python bench/turns.py OLD_FOLDER --bookkeeping [--blocks 64] [--passes 40]
 
 Each version is a process of its own, which wraps each workload once, after the other one; then they take a few steps in
 turn. A figure is the median over turns of the median of a turn's steps, by events of the GPU. Processor time is that of
-the thread that runs forward and of the one that runs backward, per step.
+the thread that runs forward and of the one that runs backward, per step. `--bookkeeping` runs bench/bookkeeping.py of
+each version by turns instead, without a GPU. Ends with a line of JSON. `--only tiny` is for a look without a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ WORKLOADS: dict[str, Workload] = {
     "W1 deferred, clipped": ("llama-3.2-3b", 16, 2048, "deferred", 1.0, 6),
     "1B, 8,192 tokens": ("llama-3.2-1b", 4, 2048, "in_backward", None, 25),
 }
+TINY: dict[str, Workload] = {"tiny": ("tiny", 2, 16, "in_backward", None, 2)}
 LIMITS = {"gpu": "24GiB", "host": "54GiB"}
+TINY_LIMITS = {"gpu": "16MiB", "host": "64MiB"}
 WARM_STEPS = 5
 TICKS_PER_S = 100  # of /proc
 
@@ -69,8 +73,10 @@ class Child:
         self._tokens, self._clip = batches(self._model, sequences, length, count=1)[0], clip
         optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5)
         example = {"input_ids": self._tokens, "labels": self._tokens}
-        limits, began_s = hightide.Limits(**LIMITS), time.perf_counter()
-        options = {"limits": limits, "update": update, "gradients": "param", "compile": True}
+        self._cuda = torch.cuda.is_available()
+        limits = hightide.Limits(**(TINY_LIMITS if name == "tiny" else LIMITS))
+        options = {"limits": limits, "update": update, "gradients": "param", "compile": self._cuda}
+        began_s = time.perf_counter()
         self._model, self._optimizer = hightide.wrap(self._model, optimizer, example, **options)
         told_s = hightide.stats(self._model).forecast.step_s
         return {"wrap_s": time.perf_counter() - began_s, "told_s": told_s}
@@ -87,10 +93,12 @@ class Child:
                 torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._clip)
             self._optimizer.step()
             self._optimizer.zero_grad()
-            events.append(torch.cuda.Event(enable_timing=True))
-            events[-1].record()
-        torch.cuda.synchronize()
-        laps_s = [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]
+            events.append(torch.cuda.Event(enable_timing=True) if self._cuda else time.perf_counter())
+            if self._cuda:
+                events[-1].record()
+        if self._cuda:
+            torch.cuda.synchronize()
+        laps_s = [begin.elapsed_time(end) / 1e3 if self._cuda else end - begin for begin, end in pairwise(events)]
         after = processor_s()
         return {"step_s": statistics.median(laps_s), **{key: (after[key] - before[key]) / number for key in after}}
 
@@ -109,8 +117,9 @@ def ask(process: subprocess.Popen[str], *words: object) -> dict[str, float]:
     raise SystemExit("a version ended before it had answered; its error is above")
 
 
-def compare(label: str, versions: dict[str, subprocess.Popen[str]], turns: int) -> None:
-    *_, num_steps = workload = WORKLOADS[label]
+def compare(label: str, versions: dict[str, subprocess.Popen[str]], turns: int) -> dict[str, dict[str, float]]:
+    """By version."""
+    *_, num_steps = workload = {**WORKLOADS, **TINY}[label]
     made = {name: ask(process, "wrap", *workload) for name, process in versions.items()}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in versions}
     for process in versions.values():
@@ -129,19 +138,60 @@ def compare(label: str, versions: dict[str, subprocess.Popen[str]], turns: int) 
             flush=True,
         )
     print(f"{label}: new / old {middle['new']['step_s'] / middle['old']['step_s']:.4f}", flush=True)
+    return {name: {**middle[name], **made[name]} for name in versions}
 
 
-def main() -> None:
+def bookkeeping(folders: dict[str, Path], options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
+    """By version and variant; medians over turns."""
+    command = ["--json", "--blocks", str(options.blocks), "--passes", str(options.passes)]
+    found: dict[str, dict[str, list[dict[str, float]]]] = {name: {} for name in folders}
+    for turn in range(options.turns):
+        for name in sorted(folders, reverse=bool(turn % 2)):
+            folder = folders[name].resolve()
+            done = subprocess.run(
+                [sys.executable, str(folder / "bench" / "bookkeeping.py"), *command],
+                env={**os.environ, "PYTHONPATH": str(folder / "src"), "CUDA_VISIBLE_DEVICES": ""},
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            for row in json.loads(done.stdout)["rows"]:
+                variant = row.get("variant") or row["placement"]  # as it was called before
+                found[name].setdefault(variant, []).append(row)
+    middle = {
+        name: {
+            variant: {key: statistics.median(row[key] for row in rows) for key in ("block_us", "wall_us", "wrap_s")}
+            for variant, rows in variants.items()
+        }
+        for name, variants in found.items()
+    }
+    for variant in middle["new"]:
+        old, new = middle["old"][variant]["block_us"], middle["new"][variant]["block_us"]
+        print(f"{variant}: {old:.0f} us per block and step before, {new:.0f} after: {new / old:.2f}", flush=True)
+    return middle
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, help="a folder with src and bench of the old version")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--only", action="append", choices=WORKLOADS, default=[])
+    parser.add_argument("--only", choices=[*WORKLOADS, *TINY], help="one workload instead of all")
+    parser.add_argument("--bookkeeping", action="store_true")
+    parser.add_argument("--blocks", type=int, default=64, help="of --bookkeeping")
+    parser.add_argument("--passes", type=int, default=40, help="of --bookkeeping")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    options = parse(sys.argv[1:])
     if options.child:
         Child(str(options.old)).obey()
         return
     folders = {"old": options.old, "new": Path(__file__).resolve().parents[1]}
+    if options.bookkeeping:
+        print(json.dumps(bookkeeping(folders, options)), flush=True)
+        return
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     versions = {
         name: subprocess.Popen(
@@ -153,9 +203,12 @@ def main() -> None:
         )
         for name, folder in folders.items()
     }
+    found: dict[str, dict[str, Any]] = {name: {} for name in versions}
     try:
-        for label in options.only or WORKLOADS:
-            compare(label, versions, options.turns)
+        for label in [options.only] if options.only else WORKLOADS:
+            for name, row in compare(label, versions, options.turns).items():
+                found[name][label] = row
+        print(json.dumps(found), flush=True)
     finally:
         for process in versions.values():
             process.kill()

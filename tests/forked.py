@@ -130,6 +130,8 @@ def _load() -> None:
     torch, hightide = (importlib.import_module(name) for name in ("torch", "hightide"))
     importlib.import_module("torch._dynamo")
     importlib.import_module("transformers.models.llama.modeling_llama")
+    if torch.backends.cuda.is_built():  # a profile would start threads of autograd, behind which no fork runs backward
+        return
     model = torch.nn.Sequential(torch.nn.Linear(4, 4))
     hightide.plan(model, torch.optim.AdamW(model.parameters()), torch.ones(2, 4))
 

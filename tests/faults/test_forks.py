@@ -66,8 +66,10 @@ SCRIPT = """
         "move_to": lambda: run.move_to(Solution.of(run.profile, run.plan)),
         "wrap": lambda: hightide.wrap(model, optimizer, x),
     }
+    # Built for CUDA, torch refuses every backward in a fork of a process that has run one, profiles included.
+    refused = "fork-based multiprocessing" if torch.backends.cuda.is_built() else "is a fork"
     backward = told(uses.pop("backward"))
-    assert "is a fork" in backward, backward
+    assert refused in backward, backward
     loss.backward()
     for name, use in uses.items():
         message = told(use)
@@ -82,7 +84,8 @@ SCRIPT = """
     def its_own():
         interrupts.Subject("deferred").check()
 
-    assert told(its_own) == "status 0 nothing", told(its_own)
+    own = told(its_own)
+    assert refused in own if torch.backends.cuda.is_built() else own == "status 0 nothing", own
     optimizer.zero_grad()
     subject.check()
     print("parent is well")

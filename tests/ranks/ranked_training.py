@@ -81,10 +81,13 @@ def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=3e-3, eps=EPS)
 
 
-for subject in BUILD:
-    model, example = built(subject)
-    Plans(model, optimizer_of(model), example)
-del model, example
+# A profile runs backward on tensors without values. Where torch is built for CUDA, its engine starts a thread for each
+# device then, and no fork of such a process can run backward: there each rank makes its own profiles.
+if not torch.backends.cuda.is_built():
+    for subject in BUILD:
+        model, example = built(subject)
+        Plans(model, optimizer_of(model), example)
+    del model, example
 
 
 class WithMasters:

@@ -30,8 +30,8 @@ def _qwen2(layers: int, hidden: int, ffn: int, heads: int, kv: int, *, tied: boo
     return Shape("Qwen2Config", _decoder(layers, hidden, ffn, heads, kv, vocab, tied, positions=32768, theta=1000000.0))
 
 
-def _qwen3(layers: int, hidden: int, ffn: int, heads: int, kv: int, *, head: int) -> Shape:
-    settings = _decoder(layers, hidden, ffn, heads, kv, 151936, False, positions=40960, theta=1000000.0)
+def _qwen3(layers: int, hidden: int, ffn: int, heads: int, kv: int, *, head: int, tied: bool = False) -> Shape:
+    settings = _decoder(layers, hidden, ffn, heads, kv, 151936, tied, positions=40960, theta=1000000.0)
     return Shape("Qwen3Config", {**settings, "head_dim": head})
 
 
@@ -68,6 +68,7 @@ SHAPES: dict[str, Shape] = {
     "qwen2.5-3b": _qwen2(36, 2048, 11008, 16, 2, tied=True, vocab=151936),
     "qwen2.5-7b": _qwen2(28, 3584, 18944, 28, 4, tied=False),
     "qwen2.5-14b": _qwen2(48, 5120, 13824, 40, 8, tied=False),
+    "qwen3-4b": _qwen3(36, 2560, 9728, 32, 8, head=128, tied=True),
     "qwen3-8b": _qwen3(36, 4096, 12288, 32, 8, head=128),
     "gpt2-xl": _gpt(48, 1600, 25, positions=1024),
     "gpt-13b": _gpt(40, 5120, 40),

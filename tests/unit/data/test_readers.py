@@ -80,6 +80,8 @@ def test_lines_of_json_may_be_called_json(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_named_with_its_place(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    if name.endswith(".parquet"):
+        pytest.importorskip("datasets")
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
