@@ -109,6 +109,13 @@ class Searched(Solution):
         save = save_forecast(problem, placement, passes, peak, step)
         return cls(problem.profile, placement, passes, peak, problem, None, step, 0, save)
 
+    def with_slots(self, number: int) -> Searched:
+        """With at least so many of each kind."""
+        slots, grad_slots = max(number, self.plan.num_slots), max(number, self.plan.num_grad_slots)
+        other = Searched.elsewhere(self.problem, replace(self.plan, num_slots=slots, num_grad_slots=grad_slots))
+        sizes = bytes_forecast(other.passes, other.peaks, self.problem.machine)
+        return other._told(replace(sizes, step_s=other.step.step_s))
+
     def _told(self, sizes: Forecast) -> Self:
         explained = _explained(self.profile, self.placement, sizes, self.passes, self.peaks, self.save)
         return replace(self, placement=explained)
