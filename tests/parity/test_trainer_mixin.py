@@ -103,6 +103,34 @@ def test_options(options: dict[str, Any], tmp_path: Path) -> None:
         check(tmp_path, **options)
 
 
+class EndsInTheMiddle(transformers.TrainerCallback):
+    """Ends one epoch, after one batch of a step of two."""
+
+    has_ended = False
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1 and not self.has_ended:
+            self.has_ended = control.should_epoch_stop = True
+
+
+def test_an_epoch_that_ends_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    """The gradients of its batches stay for the next step, and its loss for the next log."""
+    options: dict[str, Any] = {
+        "gradient_accumulation_steps": 2,
+        "max_steps": -1,
+        "num_train_epochs": 2,
+        "lengths": LENGTHS,
+    }
+    trainers = plain_trainer(tmp_path / "plain", **options), trainer(tmp_path / "wrapped", **options)
+    for one in trainers:
+        one.add_callback(EndsInTheMiddle())
+        one.train()
+    plain, wrapped = trainers
+    assert wrapped._calls is not None and wrapped.state.global_step == 7
+    assert_same_logs(logs(wrapped), logs(plain))
+    assert_close_weights(plain.model.state_dict(), wrapped.model.state_dict())
+
+
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=long)])
 def test_autocast(precision: str, tmp_path: Path) -> None:
     check(tmp_path, {"micro_batch": 2}, error=1e-3, **{precision: True})

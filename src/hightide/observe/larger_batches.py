@@ -19,7 +19,7 @@ from hightide.ir.refusal import Refused, RefusedArgument
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, format_seconds
 from hightide.observe.watch import Watch
-from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.infeasible import InfeasiblePlan, TooFewSlots
 from hightide.planner.inputs_on_disk import buffer_bytes, stored_bytes
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.peaks import needed_bytes
@@ -193,13 +193,20 @@ class LargerBatches:
         raise refusals[0]
 
     def _holding(self, profile: ModelProfile, others: Sequence[ModelProfile], quick: bool) -> Searched:
-        """A plan for one that holds the others. It is filled to the brim, as far as the others leave room."""
-        more_bytes = 0
-        for last in (False, False, True):
+        """A plan for one that holds the others. It is filled to the brim, as far as the others leave room. Blocks that
+        only the others call pass through slots, if it has none for them."""
+        more_bytes, slots = 0, 0
+        for last in (False, False, False, True):
             found = search(self._posed(profile, quick, more_bytes))
-            found.verify()
+            found = found.with_slots(slots) if slots else found
             try:
+                found.verify()
                 on_host = [self._under(found, other).peaks.host_peak_bytes for other in others]
+            except TooFewSlots as short:
+                if last:
+                    raise
+                slots = max(slots, short.num_slots)
+                continue
             except InfeasiblePlan as short:
                 if last or short.tier is not Tier.GPU:
                     raise

@@ -32,3 +32,11 @@ class InfeasiblePlan(ValueError):
         self.num_bytes = num_bytes
         self.enough = enough
         self.num_calls = num_calls
+
+
+class TooFewSlots(InfeasiblePlan):
+    """A plan in which one block's chunks do not find room at once. `num_slots`: what they need."""
+
+    def __init__(self, message: str, num_slots: int) -> None:
+        super().__init__(message)
+        self.num_slots = num_slots

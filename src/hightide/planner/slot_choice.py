@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.infeasible import TooFewSlots
 
 Occupants = Sequence[int | None]  # per slot the chunk in it; a wide chunk stands in several consecutive slots
 Use = Callable[[int], float]  # chunk -> tick
@@ -56,10 +56,11 @@ def choose_windows(occupants: Occupants, needed: Mapping[int, int], next_use: Us
 
 
 def _pack(needed: Mapping[int, int], num_slots: int) -> dict[int, int]:
-    if sum(needed.values()) > num_slots:
-        raise InfeasiblePlan(
-            f"one block needs {sum(needed.values())} slots at once for its chunks {sorted(needed)}, the plan has "
-            f"{num_slots}; raise num_slots or num_grad_slots in the plan"
+    if (total := sum(needed.values())) > num_slots:
+        raise TooFewSlots(
+            f"one block needs {total} slots at once for its chunks {sorted(needed)}, the plan has {num_slots}; raise "
+            "num_slots or num_grad_slots in the plan",
+            total,
         )
     windows: dict[int, int] = {}
     end = 0

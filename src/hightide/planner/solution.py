@@ -119,6 +119,13 @@ class Searched(Solution):
         told = (write_bytes_per_s, source)
         return save_forecast(self.problem, self.placement, self.passes, self.peaks, self.step, told)
 
+    def with_slots(self, number: int) -> Searched:
+        """With at least so many of each kind."""
+        slots, grad_slots = max(number, self.plan.num_slots), max(number, self.plan.num_grad_slots)
+        other = Searched.elsewhere(self.problem, replace(self.plan, num_slots=slots, num_grad_slots=grad_slots))
+        sizes = bytes_forecast(other.passes, other.peaks, self.problem.machine)
+        return other._told(replace(sizes, step_s=other.step.step_s))
+
     def _told(self, sizes: Forecast) -> Self:
         return replace(self, placement=_explained(self, sizes, self.save))
 

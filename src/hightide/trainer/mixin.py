@@ -88,6 +88,7 @@ class TrainerMixin(Base):
         self._calls: int | None = None  # of a step, where the plan decides; None: the user's cut stays
         self._collected: list[Any] = []  # batches of the present step
         self._num_batches = 0  # that it will have
+        self._num_items: Any = None  # labels in all of them
         self._is_owed = False  # a model whose values are loaded after wrapping
         self._saving: tuple[Saving, str] | None = None  # under way, and the folder in which old ones are removed
         super().__init__(*args, **kwargs)
@@ -248,12 +249,24 @@ class TrainerMixin(Base):
         if self._calls is None or num_items_in_batch is None:
             return super().training_step(model, inputs, num_items_in_batch)
         self._collected.append(inputs)
+        self._num_items = num_items_in_batch
         if len(self._collected) < self._num_batches:
             return torch.zeros((), device=self.args.device)
+        return self._call_collected(model)
+
+    def _call_collected(self, model: nn.Module) -> Tensor:
         batches, self._collected = self._collected, []
         one = super().training_step
-        losses = [one(model, call, num_items_in_batch) for call in self._cut(batches)]
+        losses = [one(model, call, self._num_items) for call in self._cut(batches)]
         return torch.stack(losses).sum()
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Tensor, grad_norm: Any, model: nn.Module, *args: Any, **kw: Any
+    ) -> None:
+        """A callback that ends an epoch in the middle of a step leaves the gradients of its batches to the next one."""
+        if self._collected:
+            tr_loss += self._call_collected(model)
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, *args, **kw)
 
     def _cut(self, batches: Sequence[Any]) -> list[dict[str, Any]]:
         """A step's batches, into the calls of the plan."""

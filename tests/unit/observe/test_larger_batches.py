@@ -163,6 +163,33 @@ def test_larger_batches_are_planned_anew(name: str) -> None:
     pair.close()
 
 
+class TwoWays(nn.Module):
+    """Of two blocks each batch calls one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.ways = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("left", "right")})
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor, way: str) -> dict[str, torch.Tensor]:
+        return {"loss": self.head(self.ways[way](x)).pow(2).mean()}
+
+
+@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+def test_a_block_that_the_example_does_not_call(update: str) -> None:
+    """Everything fits, so that there is no slot: neither for the block of the other way, nor later for the first."""
+    x = torch.randn(4, 8)
+    pair = wrapped(TwoWays(), {"x": x, "way": "left"}, 1 << 20, update=update)
+    assert pair.run.plan.num_slots == 0
+    assert not pair.step({"x": x, "way": "left"})
+    (said,) = pair.step({"x": x, "way": "right"})
+    assert AGAIN in said and "way='right', where batches had up to x 4x8, way='left'" in said
+    for way in ("left", "right", "left"):
+        assert not pair.step({"x": x, "way": way})
+    pair.close()
+
+
 def test_without_it_memory_runs_out() -> None:
     """What the case above is about."""
     _, (batch, longer, *_) = CASES["longer"]

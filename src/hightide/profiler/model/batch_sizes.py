@@ -59,7 +59,7 @@ class BatchSizes:
             f"{name} {'x'.join(str(self.num_samples if size == SAMPLES else size) for size in sizes) or 'a number'}"
             for name, sizes in self.tensors.items()
         )
-        return ", ".join(sizes)
+        return ", ".join((*sizes, *sorted(self.flags)))
 
 
 def _fits(sizes: tuple[int, ...], room: tuple[int, ...] | None) -> bool:

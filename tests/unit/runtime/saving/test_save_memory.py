@@ -17,7 +17,7 @@ import hightide
 import models
 from hightide.checkpoint import prepare
 from hightide.runtime import plan_stores
-from hightide.runtime import run as run_module
+from hightide.runtime import run_values as run_module
 from hightide.runtime.saving import save_memory
 from hightide.stores import host_arena, pinned
 from hightide.stores.host_arena import HostArena
