@@ -81,6 +81,7 @@ class BlockCall:
         self.bounds, self._inputs, self.output_dims = divided(split, tensors, runner.run.plan.micro_batch)
         self._draws = runner.run.passes.draws(runner.index, len(self.bounds))
         self._before: Snapshot | None = None  # what the block kept, if its forward changes it and is run again
+        self._buffers: list[tuple[Tensor, int]] = []  # else its buffers and their versions, which must stay
         self._differentiable: list[bool] = []  # of the outputs
         self._is_looked_at = False  # see first_look.py
 
@@ -119,6 +120,8 @@ class BlockCall:
                     whole = self._run_parts(tensors, needs_backward)
                 if needs_backward and not self._keep:
                     self._before = look.before
+            if needs_backward and not self._keep and self._before is None:
+                self._buffers = self.runner.buffer_versions()
             held = self._hold.leaving()
             if any(self.away.which) or held:
                 self._leave(tensors, held)
@@ -319,6 +322,7 @@ class BlockCall:
         self.runner.check_plan(self.module)
         self.runner.check_parameters()
         self.runner.check_version(self._version)
+        self.runner.check_buffers(self._buffers)
         accumulate = self.runner.will_accumulate()
         run.passes.queue_end_of_backward()
         run.adopt([grad for grad in grads if grad is not None], "activations")

@@ -98,6 +98,22 @@ class BlockRunner:
                 "gradient would be that of other weights. Call backward() before optimizer.step()."
             )
 
+    def buffer_versions(self) -> list[tuple[Tensor, int]]:
+        places = (module._buffers for module in self.inside)
+        return [(one, one._version) for place in places if place for one in place.values() if one is not None]
+
+    def check_buffers(self, before: list[tuple[Tensor, int]]) -> None:
+        """`before`: as a forward left them that changes none of them, and is run again now. Plain PyTorch has saved
+        what it made of them."""
+        if not before:
+            return
+        now = self.buffer_versions()
+        if [(id(one), version) for one, version in now] != [(id(one), version) for one, version in before]:
+            raise Refused(
+                f"a buffer of block {self.spec.name!r} was changed between its forward and its backward, which runs the "
+                "block again: the gradient would be that of another forward. Change buffers after backward()"
+            )
+
     def will_accumulate(self) -> bool:
         return self.trainable and self.run.anchor.is_reached()
 
