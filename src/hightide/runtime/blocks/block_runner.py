@@ -110,8 +110,8 @@ class BlockRunner:
         now = self.buffer_versions()
         if [(id(one), version) for one, version in now] != [(id(one), version) for one, version in before]:
             raise Refused(
-                f"a buffer of block {self.spec.name!r} was changed between its forward and its backward, which runs the "
-                "block again: the gradient would be that of another forward. Change buffers after backward()"
+                f"a buffer of block {self.spec.name!r} was changed between its forward and its backward, which runs "
+                "the block again: the gradient would be that of another forward. Change buffers after backward()"
             )
 
     def will_accumulate(self) -> bool:
