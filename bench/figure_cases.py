@@ -38,10 +38,11 @@ def _once(command: str, expected_s: int, limit_s: int, tiny: str | None = TINY, 
 
 CASES: dict[str, Case] = {
     "doctor": Case("hightide doctor", 35, 80, ""),
-    # W1. NCCL forced at world size 1 belongs here too, against w1-24, as soon as throughput.py has an option for it.
+    # W1
     "resident": Case(f"throughput.py {STEPS} --steps 10 --system resident --recompute --micro-batch 4", 75, 150),
     "w1-24": Case(f"throughput.py {STEPS} --steps 10 --gpu 24GiB --update in_backward", 130, 220),
     "w1-24-clip": Case(f"throughput.py {STEPS} --steps 10 --gpu 24GiB --clip 1.0", 100, 180),
+    "w1-24-nccl": Case(f"throughput.py {STEPS} --steps 10 --gpu 24GiB --update in_backward --collectives", 110, 200),
     "w1-48": Case(f"throughput.py {STEPS} --steps 10 --gpu 48GiB --update in_backward", 100, 180),
     "w1-trainer": _once(
         "trainer_throughput.py --warmup 3 --gradients param --host 112GiB --steps 10 --gpu 24GiB --update in_backward",
@@ -311,6 +312,7 @@ def _most_lost(run: Result) -> float:
 FREE = float("inf")
 FIGURES: dict[str, Figure] = {
     "W1, 24 GiB, in backward / resident": Figure("1.10", 1.10, True, ("resident", "w1-24"), ratio, "w1"),
+    "W1, 24 GiB, one rank that gathers / not": Figure("0.98", 0.98, True, ("w1-24", "w1-24-nccl"), ratio, "nccl"),
     "W1, 24 GiB, clipped / resident": Figure("0.97", 0.97, True, ("resident", "w1-24-clip"), ratio, "w1"),
     "W1, 24 GiB, Trainer / own loop": Figure("0.97", 0.97, True, ("w1-24", "w1-trainer"), ratio, "w1"),
     "W1, 48 GiB, in backward / resident": Figure("1.15", 1.15, True, ("resident", "w1-48"), ratio, "w1-48"),
@@ -418,6 +420,7 @@ CALLS: tuple[tuple[str, ...], ...] = (
     ("ablate-w1",),
     ("ablate-1b",),
     ("ablate-1b-64", "w1-48"),
+    ("nccl",),
     ("turns-clip", "tests-gpu"),
     ("tests-alone",),
     ("largest",),
