@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
-from unit.profiler.model.test_attention import attention_call
 
 from hightide.profiler.fake.attention import AttentionCall, gpu_kernel, kernel_by_rule
 from hightide.profiler.model.model_profile import profile_model
+from unit.profiler.fake.test_attention import attention_call
 
 pytestmark = pytest.mark.gpu
 

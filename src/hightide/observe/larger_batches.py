@@ -39,6 +39,7 @@ from hightide.stores.store import OutOfMemory
 
 LARGEST = "wrap the model with the largest batch of your run as its example"
 MOST_STARTS = 3  # profiles for which a plan is made that shall hold all others
+ROUNDS = 5  # of searches, each with what the one before lacked
 ROUNDS = 8  # in which it is found how much to keep free for an evaluation
 EVAL_MARGIN = 1.1  # on what an evaluation had taken when it ran out: it had not ended
 
@@ -196,7 +197,7 @@ class LargerBatches:
         """A plan for one that holds the others. It is filled to the brim, as far as the others leave room. Blocks that
         only the others call pass through slots, if it has none for them."""
         more_bytes, slots = 0, 0
-        for last in (False, False, False, True):
+        for last in (*[False] * ROUNDS, True):
             found = search(self._posed(profile, quick, more_bytes))
             found = found.with_slots(slots) if slots else found
             try:

@@ -169,5 +169,5 @@ def test_who_has_gone_on_is_told() -> None:
 
 def test_who_issued_what_is_told_by_name() -> None:
     told = difference("gather", 4, ["a", "b", "a"], [0, 1, 2])
-    assert "number 4 of lane gather: a on ranks 0, 2, b on rank 1" in told and told.endswith(EQUALLY)
+    assert "number 4 of lane gather: a on ranks 0, 2, b on rank 1" in told and told.endswith(f"{EXCHANGED}. {EQUALLY}")
     assert difference("gather", 4, ["a, of an evaluation, after 3 steps", "a after 3 steps"], [0, 1]).endswith(EVALUATE)
