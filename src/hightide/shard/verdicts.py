@@ -50,7 +50,7 @@ def difference(lane: str, number: int, names: Sequence[str], ranks: Sequence[int
     is_of_model = any("of an evaluation" in name for name in by_name)
     return (
         f"ranks issued different collectives as number {number} of lane {lane}: {issued}. "
-        f"{EVALUATE if is_of_model else f'{EQUALLY}. {EXCHANGED}'}"
+        f"{EVALUATE if is_of_model else f'{EXCHANGED}. {EQUALLY}'}"
     )
 
 
