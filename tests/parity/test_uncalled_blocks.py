@@ -80,7 +80,7 @@ def test_a_head_that_trains_later_trains_as_in_plain_pytorch(gpu: str) -> None:
 
 def test_one_for_which_there_is_no_room_is_refused_and_training_goes_on() -> None:
     plain, x = TwoHeads(), torch.randn(8, 16)
-    model, optimizer = wrapped(plain, x, "30KiB")
+    model, optimizer = wrapped(plain, x, "20KiB")
     plain_optimizer = pair(plain)[1]
     model.tells = True
     with pytest.raises(hightide.Refused, match="'other'"), torch.no_grad(), warnings.catch_warnings():

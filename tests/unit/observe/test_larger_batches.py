@@ -178,9 +178,10 @@ class TwoWays(nn.Module):
 
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])
 def test_a_block_that_the_example_does_not_call(update: str) -> None:
-    """Everything fits, so that there is no slot: neither for the block of the other way, nor later for the first."""
+    """What the example calls fits, so that there is no slot: neither for the block of the other way, for which there is
+    no room beside, nor later for the first."""
     x = torch.randn(4, 8)
-    pair = wrapped(TwoWays(), {"x": x, "way": "left"}, 1 << 20, update=update)
+    pair = wrapped(TwoWays(), {"x": x, "way": "left"}, 8000, update=update)
     assert pair.run.plan.num_slots == 0
     assert not pair.step({"x": x, "way": "left"})
     (said,) = pair.step({"x": x, "way": "right"})
