@@ -81,7 +81,7 @@ def train(device: str, update: str = "deferred", clip: float | None = None, **ho
     run.executor.wait_for_updates()
     schedule, records = run.executor.programs[Mode.TRAIN].schedule, run.lanes.records_of(run.lanes.pass_index)
     records = [record for record in records if not record.id.startswith("norms.")]  # summed behind the last REDUCE
-    logs = {} if run.watchman is None else run.watchman._logs
+    logs = {} if run.watchman is None else run.watchman.own.logs
     issued = Counter({lane: logs[str(lane)].number for lane in COLLECTIVES if logs})
     weights = b"".join(value.cpu().numpy().tobytes() for value in wrapped.state_dict().values())
     trained = Trained(
