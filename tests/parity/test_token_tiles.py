@@ -97,6 +97,27 @@ def test_lora_gradients_of_frozen_parts() -> None:
         compare(build, lambda: LLAMA.batches(NUM_STEPS), wrap={"micro_batch": 3, "room": 1.3})
 
 
+def test_a_forward_on_the_instance_is_the_users() -> None:
+    """It runs as it is, whole, and stays where it is; also one that is put there after wrapping."""
+
+    def patch(model: nn.Module, number: int) -> None:
+        mlp = model.model.layers[number].mlp
+        vars(mlp)["forward"] = lambda tokens: 2 * type(mlp).forward(mlp, tokens)
+
+    def build() -> models.Pair:
+        model, batch = LLAMA.build(num_samples=7)
+        patch(model, 1)
+        return model, batch
+
+    tiled = tiled_in(*build())
+    assert "mlp" not in tiled["model.layers.1"] and "mlp" in tiled["model.layers.2"]
+    compare(build, lambda: LLAMA.batches(NUM_STEPS), wrap={"micro_batch": 3})
+    block = build()[0].model.layers[1]
+    with token_tiles.tiling(block, ["mlp"]):
+        assert block.mlp.forward.__name__ == "<lambda>"
+    assert "forward" in vars(block.mlp)
+
+
 def test_sums_over_tiles_are_rounded_once() -> None:
     """In bf16: the gradient of a part's parameter is the fp32 sum of what its tiles give."""
     torch.manual_seed(0)

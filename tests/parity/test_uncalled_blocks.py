@@ -12,6 +12,7 @@ from harness import assert_close_weights
 from torch import Tensor, nn
 
 import hightide
+from even_alone import talking
 
 
 class TwoHeads(nn.Module):
@@ -90,3 +91,13 @@ def test_one_for_which_there_is_no_room_is_refused_and_training_goes_on() -> Non
     with pytest.raises(hightide.Refused, match="it does not fit"):
         model(x, second=True)
     assert step(model, optimizer, x) == pytest.approx(step(plain, plain_optimizer, x), rel=1e-6)
+
+
+def test_in_shards_a_place_without_a_slot_is_of_no_use() -> None:
+    """Also in those of one rank that talks to itself: what it takes would be taken for nothing."""
+    with talking():
+        model, _ = wrapped(TwoHeads(), torch.randn(8, 16), "1MiB")
+    plan = hightide.stats(model).plan
+    assert plan.is_cut and plan.num_slots == 0
+    assert {block.name: block.params for block in plan.blocks}["other"] == "host"
+    hightide.unwrap(model)

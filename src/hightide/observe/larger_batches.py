@@ -198,8 +198,9 @@ class LargerBatches:
         only the others call pass through slots, if it has none for them."""
         more_bytes, slots = 0, 0
         for last in (*[False] * ROUNDS, True):
-            found = search(self._posed(profile, quick, more_bytes))
-            found = found.with_slots(slots) if slots else found
+            found = tight = search(self._posed(profile, quick, more_bytes))
+            if slots:  # what was kept free for them is theirs
+                found = replace(tight, problem=self._posed(profile, quick)).with_slots(slots)
             try:
                 found.verify()
                 on_host = [self._under(found, other).peaks.host_peak_bytes for other in others]
@@ -211,7 +212,8 @@ class LargerBatches:
             except InfeasiblePlan as short:
                 if last or short.tier is not Tier.GPU:
                     raise
-                more_bytes += short.num_bytes - found.plan.gpu_limit_bytes
+                of_slots = found.peaks.gpu_peak_bytes - (tight.peaks.gpu_peak_bytes - more_bytes)
+                more_bytes = max(more_bytes + short.num_bytes - found.plan.gpu_limit_bytes, of_slots)
                 continue
             most = max([found.peaks.host_peak_bytes, *on_host])
             return replace(found, peaks=replace(found.peaks, host_peak_bytes=most))

@@ -9,6 +9,7 @@ such a rank works, as far as anybody knows. So does the source.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import sysconfig
 from pathlib import Path
@@ -28,13 +29,14 @@ TOGETHER = frozenset(  # of torch.distributed: no member leaves it before all ha
 FROM_ONE = frozenset(("broadcast", "scatter"))  # no member leaves it before the source has come
 _OF_TORCH = dist.distributed_c10d.__file__ if dist.is_available() else ""
 _OURS, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+_CALL, _calls = "hightide's number of this call", itertools.count(1)
 _INSTALLED = tuple({_OURS, *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))})
 
 
 class Outside(NamedTuple):
     """A collective of the user's own that is under way."""
 
-    call: int  # another number is another call; to keep its frame would keep all that the user's functions hold
+    call: int  # another number is another call
     name: str
     members: tuple[int, ...]  # who must come; what torch.distributed calls them
 
@@ -72,4 +74,7 @@ def outside(frame: FrameType | None) -> Outside | None:
         if not isinstance(source, int) or not 0 <= source < len(members) or members[source] == own:
             return None
         members = (members[source], own)
-    return Outside(id(frame), frame.f_code.co_name, members)
+    # Beside its variables, and gone with them. To keep the frame would keep all that the user's functions hold, and the
+    # next call's frame has the same address as a rule.
+    call = frame.f_locals.setdefault(_CALL, next(_calls))
+    return Outside(call, frame.f_code.co_name, members)

@@ -56,6 +56,27 @@ def test_a_collective_of_the_users_is_found_with_its_group(one_rank: None, name:
         assert line_of(frame_of(thread)) == f"{Path(__file__).name}:2"
 
 
+def test_the_next_call_of_the_same_collective_is_another(one_rank: None) -> None:
+    """Its frame lies where the former one lay; a rank that goes from one to the next does not stand still."""
+    comes, goes_on = threading.Lock(), threading.Lock()  # in C, as a collective waits
+    comes.acquire()
+    goes_on.acquire()
+    namespace: dict[str, Callable[[], None]] = {"come": comes.release, "wait": goes_on.acquire}
+    exec(compile("def barrier(group=None):\n    come()\n    wait()", OF_TORCH, "exec"), namespace)
+    exec(compile("def user():\n    for _ in range(5):\n        barrier()", __file__, "exec"), namespace)
+    thread = threading.Thread(target=namespace["user"])
+    thread.start()
+    calls = []
+    for _ in range(5):
+        assert comes.acquire(timeout=10)
+        twice = [outside(frame_of(thread.ident or 0)) for _ in range(2)]
+        calls.append({None if found is None else found.call for found in twice})
+        goes_on.release()
+    thread.join()
+    assert None not in set.union(*calls) and [len(call) for call in calls] == [1] * 5
+    assert len(set.union(*calls)) == 5
+
+
 def test_who_waits_for_one_rank_waits_for_no_other(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 0, 7])
     with Waiting("broadcast", OF_TORCH, source=2) as thread:

@@ -22,10 +22,9 @@ from hightide.process.interrupts import in_a_line, safe_point
 from hightide.profiler.fake.attention import workspace_bytes
 from hightide.profiler.fake.values import Values
 from hightide.profiler.model.call_tree import flatten, leaves_key, narrow, tensors, unflatten
-from hightide.profiler.model.hooks import num_hooks
 from hightide.profiler.model.kinds import build_of
 from hightide.profiler.needs.caching_allocator import holes_of
-from hightide.profiler.needs.token_tiles import TokenParts, is_long, tiling
+from hightide.profiler.needs.token_tiles import TokenParts, is_long, staying_whole, tiling
 from hightide.profiler.needs.work import Counted, Result, WorkMeter
 from hightide.profiler.probe.probe_record import CallRecord
 from hightide.profiler.probe.taps import Tap, tapping
@@ -114,7 +113,7 @@ class CallMeter:
         """`one` and `two` are the same call with num_samples and with one more. To be called with fake parameters.
         Returns the kind of the call."""
         key: tuple[Any, ...] = (build_of(module), repr(module), split, num_samples, leaves_key(one.leaves), two is None)
-        key += (tuple(taps), is_long(one, num_samples) and num_hooks(list(module.modules())[1:]) > 0)
+        key += (tuple(taps), is_long(one, num_samples) and staying_whole(module))
         known = self._measured.get(key)
         if known is not None and self._values is None:
             return known.kind

@@ -12,7 +12,8 @@ Which parts these are nobody reads off their names: they are tried on values, as
 trying a block alone]), with the tokens in the place of the samples. Tried are the block and the modules inside, the
 outermost first, that are called with one tensor, return one of as many tokens, and hold more than their input in
 between. A part that draws random numbers, keeps something, or has hooks inside stays whole, and so does one that gets
-such hooks later: they would see tiles, whose tensors have no graph. A tiled call runs eagerly.
+such hooks later: they would see tiles, whose tensors have no graph. So does one with a forward of its own on the
+instance, which is the user's. A tiled call runs eagerly.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def tiling(block: nn.Module, parts: Sequence[str]) -> AbstractContextManager[Non
 
 @contextmanager
 def _tiling(parts: Sequence[nn.Module]) -> Iterator[None]:
+    parts = [part for part in parts if not _has_own_forward(part)]
     try:
         for part in parts:
             part.__dict__["forward"] = by_tiles(part, type(part).forward)
@@ -59,6 +61,11 @@ def _tiling(parts: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for part in parts:
             part.__dict__.pop("forward", None)
+
+
+def _has_own_forward(part: nn.Module) -> bool:
+    """On the instance, beside that of its class."""
+    return "forward" in vars(part)
 
 
 def by_tiles(part: nn.Module, whole: Forward) -> Forward:
@@ -206,16 +213,25 @@ def is_long(record: CallRecord, num_samples: int) -> bool:
     return any(one.ndim > 2 and one[..., 0].numel() > LONG * num_samples for one in record.inputs)
 
 
+def staying_whole(block: nn.Module) -> frozenset[str]:
+    """Names of modules inside, or BLOCK, that are not tiled whatever they compute."""
+    return frozenset(
+        name
+        for name, inside in block.named_modules()
+        if num_hooks(list(inside.modules())[1:]) or (inside is not block and _has_own_forward(inside))
+    )
+
+
 def _calls_inside(block: nn.Module, record: CallRecord) -> dict[str, list[CallRecord | None]]:
     """What the modules inside are called with. None: with something that cannot be tiled."""
     calls: dict[str, list[CallRecord | None]] = {}
-    hooked = {name for name, inside in block.named_modules() if num_hooks(list(inside.modules())[1:])}
+    whole = staying_whole(block)
     args, kwargs = unflatten([one.detach() if isinstance(one, Tensor) else one for one in record.leaves], record.tree)
     handles = []
     with users_hooks_aside(block), torch.no_grad():
         try:
             for name, inside in block.named_modules():
-                if inside is not block and name not in hooked:
+                if inside is not block and name not in whole:
 
                     def note(module: nn.Module, args: Any, kwargs: Any, result: Any, name: str = name) -> None:
                         calls.setdefault(name, []).append(_record(module, args, kwargs, result))
@@ -225,7 +241,7 @@ def _calls_inside(block: nn.Module, record: CallRecord) -> dict[str, list[CallRe
         finally:
             for handle in handles:
                 handle.remove()
-    if BLOCK not in hooked:
+    if BLOCK not in whole:
         calls[BLOCK] = [_record(block, args, kwargs, result)]
     return calls
 
