@@ -51,8 +51,8 @@ def read_data(config: TrainConfig, source: ModelSource, console: Console) -> Tra
         num_held = max(1, round(len(sequences) * config.eval.share))
         if num_held >= len(sequences):
             raise ValueError(
-                f"--eval-share {config.eval.share:g} of {counted(len(sequences), 'sequence')} leaves none to learn; give "
-                "more data, or --eval-data of its own"
+                f"--eval-share {config.eval.share:g} of {counted(len(sequences), 'sequence')} leaves none to learn; "
+                "give more data, or --eval-data of its own"
             )
         sequences, held = sequences.split(num_held)
         texts.append(f"evaluation: the last {counted(num_held, 'sequence')} of these")
