@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -19,6 +20,7 @@ import hightide.checkpoint.save
 import hightide.rehearsal.rehearse  # noqa: F401
 from hightide.__main__ import main
 from hightide.cli.train.options import TrainOptions, load_config
+from hightide.cli.train.run_folder import RunFolder
 from hightide.cli.train.train_command import train
 from hightide.cli.train.training_run import TrainingRun
 
@@ -33,8 +35,11 @@ def commanded(rank: int, world: int, port: int, line: list[str]) -> None:
     main()
 
 
-def trained(rank: int, world: int, settings: str, signalled: int = -1, at_step: int = 0, **options: Any) -> dict:
-    """What this rank has printed, and the signal that ended it. `signalled`: that rank gets SIGTERM in a step."""
+def trained(
+    rank: int, world: int, settings: str, signalled: int = -1, at_step: int = 0, no_room: int = 0, **options: Any
+) -> dict:
+    """What this rank has printed, and the signal that ended it. `signalled`: that rank gets SIGTERM in a step.
+    `no_room`: so often the metrics, which the first rank writes, find none on the disk."""
     step = TrainingRun.step
 
     def watched(self: TrainingRun, number: int, *rest: Any) -> None:
@@ -42,7 +47,15 @@ def trained(rank: int, world: int, settings: str, signalled: int = -1, at_step: 
             os.kill(os.getpid(), signal.SIGTERM)
         step(self, number, *rest)
 
+    sync, left = RunFolder.sync, iter(range(no_room))
+
+    def full(self: RunFolder) -> None:
+        if next(left, None) is not None:
+            raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+        sync(self)
+
     TrainingRun.step = watched  # type: ignore[method-assign]
+    RunFolder.sync = full  # type: ignore[method-assign]
     output = io.StringIO()
     stopped = train(load_config(Path(settings), TrainOptions(**options)), Console(file=output, width=80))
     return {"output": output.getvalue(), "stopped": None if stopped is None else int(stopped)}

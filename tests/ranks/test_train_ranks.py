@@ -101,6 +101,14 @@ def test_a_signal_to_one_rank_ends_all_in_order_and_they_go_on(commanded: Starte
     assert "nothing to do" in finished[0].result["output"]
 
 
+def test_metrics_without_room_cost_one_save_and_no_rank_waits(commanded: StartedRanks, settings: Path) -> None:
+    runs, options = settings.parent / "runs", {"settings": str(settings), "save_every": 2, "steps": 4}
+    first, _ = (ended.result for ended in commanded.run("trained", 2, within_s=90, no_room=1, **options))
+    assert "warning: step 2 is not saved (no step is):" in first["output"] and "step 4 saved: " in first["output"]
+    assert [line["step"] for line in lines(runs / "ranks-001")] == [1, 2, 3, 4]
+    assert [path.name for path in (runs / "ranks-001" / "checkpoints").iterdir()] == ["step-4"]
+
+
 @pytest.mark.long
 def test_what_two_have_saved_one_goes_on_from(commanded: StartedRanks, settings: Path) -> None:
     runs = settings.parent / "runs"

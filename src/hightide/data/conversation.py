@@ -16,6 +16,7 @@ from typing import Any
 from hightide.ir.foreign import KEPT, quoted, shown
 
 ASSISTANT = "assistant"
+TOOLS, TOOL_CALLS = "tools", "tool_calls"
 _ASKS_DATE = "strftime_now"  # what transformers lets templates call
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -29,17 +30,24 @@ class Conversations:
         self._given: dict[str, Any] = {}  # beside the messages; what a template is given goes before its globals
         if today is not None and _ASKS_DATE in str(template):
             self._given[_ASKS_DATE] = today.strftime
-        self._has_template = template is not None
+        self._has_template, self._writes_tools = template is not None, TOOLS in str(template)
         self._is_marked = isinstance(template, str) and _MARKED.search(template) is not None
 
-    def tokens(self, messages: object, where: str) -> tuple[list[int], list[bool]]:
-        """With what is learned of them. `where`: the row, for messages."""
+    def tokens(self, messages: object, where: str, tools: object = None) -> tuple[list[int], list[bool]]:
+        """With what is learned of them. `where`: the row, for messages. `tools`: what the assistant may call, which the
+        template describes."""
         if not self._has_template:
             raise ValueError(
                 f"{where}: it has messages, and the model's tokenizer has no chat template; take the instruct variant "
                 "of the model, put a chat_template.jinja into its folder, or give rows with prompt and completion"
             )
         turns = _checked(messages, where)
+        self._given[TOOLS] = _checked_tools(tools, where)
+        if self._given[TOOLS] is not None and not self._writes_tools:
+            raise ValueError(
+                f"{where}: it has {TOOLS}, and the chat template writes none; take a model whose template does, or "
+                "leave the column out"
+            )
         if self._completions_only and self._is_marked:
             return self._as_marked(turns, where)
         text = self._written(turns, where)
@@ -125,4 +133,22 @@ def _checked(messages: object, where: str) -> list[dict[str, Any]]:
     for turn in messages:
         if not isinstance(turn, dict) or not isinstance(turn.get("role"), str) or "content" not in turn:
             raise ValueError(f"{where}: a message is {quoted(turn)}; each has a role and a content")
+        if turn["content"] is None and not turn.get(TOOL_CALLS):  # templates write it as the word None
+            raise ValueError(
+                f"{where}: the content of a message of role {quoted(turn['role'])} is null; give it a text"
+            )
     return messages
+
+
+def _checked_tools(tools: object, where: str) -> list[Any] | None:
+    """CSV, and some tables, have them as JSON."""
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{where}: {TOOLS} are {quoted(tools)}, which is no JSON list of functions") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"{where}: {TOOLS} are {quoted(tools)}; they must be a list of functions, as JSON schemas")
+    return tools

@@ -163,11 +163,26 @@ def _json_lines(path: Path, progress: Progress) -> Iterator[Row]:
 
 def _parsed(text: str, where: str) -> Any:
     try:
-        return json.loads(text.rstrip())  # behind the end of a line characters would be counted anew
+        # Behind the end of a line characters would be counted anew.
+        return json.loads(text.rstrip(), object_pairs_hook=_each_once)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: it is not JSON ({error.msg} at character {error.colno}); correct it") from error
+    except _Twice as error:
+        raise ValueError(f"{where}: {error}") from None
     except RecursionError:
         raise ValueError(f"{where}: it is nested too deeply; correct it") from None
+
+
+class _Twice(Exception):
+    """A name that a mapping has twice: JSON would keep the last value, and the others would be lost."""
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise _Twice(f"it names {quoted(name)} twice in one mapping; leave one of them out, or rename it")
+    return found
 
 
 def _row(data: object, where: str) -> Row:
@@ -185,7 +200,9 @@ def _json(path: Path, progress: Progress) -> Iterator[Row]:
         return
     with _opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
         try:
-            rows = json.load(text)
+            rows = json.load(text, object_pairs_hook=_each_once)
+        except _Twice as error:
+            raise ValueError(f"{shown(path)}: {error}") from None
         except json.JSONDecodeError as error:
             raise ValueError(f"{shown(path)}, line {error.lineno}: it is not JSON ({error.msg}); correct it") from error
         except UnicodeDecodeError as error:

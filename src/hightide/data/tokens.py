@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hightide.data.conversation import Conversations, check_characters
+from hightide.data.conversation import TOOLS, Conversations, check_characters
 from hightide.data.readers import Row
 from hightide.ir.foreign import quoted, shown
+from hightide.ir.units import counted
 
 TEXT, PROMPT, COMPLETION, MESSAGES = "text", "prompt", "completion", "messages"
 
@@ -152,11 +153,11 @@ def tokenize(
         _end_text(collected, length)
     made = Sequences(*collected.tensors(), kind, num_rows, num_cut, num_dropped, lost_tokens)
     if not len(made):
+        rows_text = counted(num_rows, "row")
         why = (
-            f"in all {num_rows} rows nothing within {length} tokens is learned; a larger --length, or no "
-            "--completions-only"
+            f"in {rows_text} nothing within {length} tokens is learned; a larger --length, or no --completions-only"
             if num_dropped
-            else f"its {num_rows} rows have no text; give some"
+            else f"{rows_text} without text; give some"
         )
         raise ValueError(f"{source} has nothing to learn: {why}")
     return made
@@ -253,7 +254,7 @@ def _end_text(collected: _Collected, length: int) -> None:
 def _maker(kind: RowKind, tokenizer: Any, completions_only: bool, today: date | None) -> Callable[[Row], Learned]:
     if kind is RowKind.CHAT:
         conversations = Conversations(tokenizer, completions_only, today)
-        return lambda row: Learned(*conversations.tokens(row.fields[MESSAGES], row.where))
+        return lambda row: Learned(*conversations.tokens(row.fields[MESSAGES], row.where, row.fields.get(TOOLS)))
     begin, end = first_ids(tokenizer), last_ids(tokenizer)
 
     def pair(row: Row) -> Learned:

@@ -43,6 +43,11 @@ def parse_bytes(value: int | str, name: str) -> int:
     return num_bytes
 
 
+def counted(number: int, what: str) -> str:
+    """1 -> '1 row', 2000 -> '2,000 rows'."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def format_bytes(num_bytes: int) -> str:
     """Short text for people: 1536 -> '1.5 KiB'."""
     size, unit = float(num_bytes), "B"

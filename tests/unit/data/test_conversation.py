@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from hightide.cli.train.tiny_model import CHAT_TEMPLATE as OWN
 from hightide.data.conversation import Conversations
 from tiny_folders import tiny_folder
 
@@ -81,6 +83,33 @@ def test_a_template_that_marks_them_is_asked() -> None:
 def test_what_cannot_be_written_is_named_with_its_line(template: str | None, turns: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Conversations(tokenizer(template), completions_only=True).tokens(turns, "line 7")
+
+
+def test_tools_of_a_row_are_written_by_the_template() -> None:
+    made = tokenizer("{% if tools %}{{ tools | tojson }}{% endif %}" + OWN)
+    conversations = Conversations(made, completions_only=True)
+    tools = [{"type": "function", "function": {"name": "tide", "parameters": {}}}]
+    for given in (tools, json.dumps(tools)):
+        ids, flags = conversations.tokens(TURNS, "here", given)
+        assert made.decode(ids) == made.apply_chat_template(TURNS, tools=tools, tokenize=False)
+        assert '"name": "tide"' in made.decode(ids)
+        assert said(made, ids, flags) == ["yes: é<|im_end|>\n", "of men<|im_end|>\n"]
+    for none in (None, [], ""):  # of the next row, which has none
+        assert made.decode(conversations.tokens(TURNS, "here", none)[0]) == tokenizer().apply_chat_template(
+            TURNS, tokenize=False
+        )
+    for wrong in ("nonsense", {"name": "tide"}, ["tide"]):
+        with pytest.raises(ValueError, match=r"here: tools are"):
+            conversations.tokens(TURNS, "here", wrong)
+    with pytest.raises(ValueError, match=r"here: it has tools, and the chat template writes none"):
+        Conversations(tokenizer(), completions_only=True).tokens(TURNS, "here", tools)
+
+
+def test_no_content_is_not_learned_as_a_word() -> None:
+    conversations = Conversations(tokenizer(), completions_only=True)
+    with pytest.raises(ValueError, match=r"here: the content of a message of role 'assistant' is null"):
+        conversations.tokens([TURNS[1], {"role": "assistant", "content": None}], "here")
+    conversations.tokens([TURNS[1], {"role": "assistant", "content": None, "tool_calls": [{}]}], "here")
 
 
 def test_messages_may_be_json_as_csv_has_them() -> None:

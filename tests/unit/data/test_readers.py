@@ -69,6 +69,8 @@ def test_lines_of_json_may_be_called_json(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"a.jsonl, line 2: it is not UTF-8"),
         ("a.json", '[{"text": "a"},\n 3]', r"a.json, row 2: a row is a mapping"),
         ("a.json", '[{"text": "a"},\n 3', r"a.json, line 2: it is not JSON"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b", "text": "c"}', r"a.jsonl, line 2: it names 'text' twice"),
+        ("a.json", '[{"messages": [{"role": "a", "role": "b"}]}]', r"a.json: it names 'role' twice"),
         ("a.json", '"text"', r"it must be a list of rows"),
         ("a.csv", "text,more\na,b\nc\n", r"a.csv, line 3: it has 1 values, and the first line names 2"),
         ("a.csv", "text\na,b\n", r"a.csv, line 2: it has 2 values"),

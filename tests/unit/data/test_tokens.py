@@ -101,7 +101,7 @@ def test_rows_that_are_too_long_are_cut_and_those_that_teach_nothing_left_out(to
     num_ids = len(tokenizer("a" + "tide " * 50).input_ids) + 1
     assert (made.num_rows, len(made), made.num_cut, made.num_dropped) == (3, 2, 1, 1)
     assert made.lost_tokens == pytest.approx(num_ids - 20, abs=1)
-    with pytest.raises(ValueError, match=r"nothing to learn: in all 1 rows nothing within 20 tokens is learned"):
+    with pytest.raises(ValueError, match=r"nothing to learn: in 1 row nothing within 20 tokens is learned"):
         tokenize(rows(lost), tokenizer, 20, completions_only=True)
 
 
@@ -109,7 +109,7 @@ def test_rows_that_are_too_long_are_cut_and_those_that_teach_nothing_left_out(to
     ("given", "options", "message"),
     [
         ([], {}, r"the data has no rows"),
-        ([{"text": ""}], {}, r"its 1 rows have no text"),
+        ([{"text": ""}], {}, r"1 row without text"),
         ([{"words": "a", "id": 3}], {}, r"line 1: a row has text, or prompt and .*has words, id.*--column NAME"),
         ([{"prompt": "a"}], {}, r"line 1: a row has text, or prompt and completion.*this one has prompt"),
         ([{"text": "a"}, {"text": 3}], {}, r"line 2: text is 3; it must be text"),

@@ -17,6 +17,7 @@ from hightide.cli.train.run_folder import CHECKPOINTS, SUMMARY, newest_saved
 from hightide.cli.train.run_state import RunState, changes, difference
 from hightide.ir.foreign import shown
 from hightide.ir.plan import Plan
+from hightide.ir.units import counted
 
 _ANEW = "begin anew with --no-resume, or with another --name"
 
@@ -42,9 +43,9 @@ class Resumed:
         return self.step >= num_steps and (self.folder / SUMMARY).exists()
 
     def finished_text(self, num_steps: int) -> str:
-        asked = "all of them" if num_steps == self.step else f"and {num_steps} are asked for"
+        asked = "all of them" if num_steps == self.step else f"{num_steps} asked for"
         return (
-            f"nothing to do: {self.folder} has done {self.step} steps, {asked}; "
+            f"nothing to do: {self.folder} has done {counted(self.step, 'step')}, {asked}; "
             "go on with more --steps, or begin anew with --no-resume"
         )
 

@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 import hightide
+from hightide.cli.train.company import Company
 from hightide.cli.train.config import OnSaveError, SaveConfig
 from hightide.cli.train.run_folder import RunFolder
 from hightide.cli.train.run_state import RunState
@@ -28,10 +29,17 @@ class Saves:
     fails is one warning, or the end of the run, as the settings say."""
 
     def __init__(
-        self, config: SaveConfig, checkpoints: Path, folder: RunFolder | None, console: Console, newest: int = 0
+        self,
+        config: SaveConfig,
+        checkpoints: Path,
+        folder: RunFolder | None,
+        company: Company,
+        console: Console,
+        newest: int = 0,
     ) -> None:
         """`folder`: of the run, which the first rank has. `newest`: the step of the checkpoint that it goes on from."""
-        self._config, self._checkpoints, self._folder, self._console = config, checkpoints, folder, console
+        self._config, self._checkpoints, self._console = config, checkpoints, console
+        self._folder, self._company = folder, company
         self._present: Saving | None = None
         self._step, self._asking_s = 0, 0.0  # of the present one; what the call itself took
         self.newest = newest  # the step that is whole
@@ -51,8 +59,7 @@ class Saves:
         self.finish()  # of the one before: two at once would only share the disk
         self._step = step
         try:
-            if self._folder is not None:
-                self._folder.sync()
+            self._company.all_or_none("metrics.jsonl", self._sync)  # the disk is full: nobody saves
             self._present = hightide.save(
                 model,
                 optimizer,
@@ -66,6 +73,10 @@ class Saves:
         except (OSError, ValueError) as error:
             self._failed(error)
         self._asking_s = time.perf_counter() - began_s
+
+    def _sync(self) -> None:
+        if self._folder is not None:
+            self._folder.sync()
 
     def poll(self) -> None:
         if self._present is not None and self._present.done:

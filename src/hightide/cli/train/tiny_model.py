@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
@@ -43,7 +44,11 @@ def tiny_folder(shape: ModelConfig, seed: int, text: Path, out: Path) -> Path:
     except (OSError, ValueError) as error:  # ValueError: a NUL in it
         problem = error.strerror if isinstance(error, OSError) else str(error)
         raise ValueError(f"cannot create the tiny model in {str(out)!r}: {problem}; choose another --out") from error
-    make_tiny_model(unfinished, shape, seed, read_rows(text, lambda share: None, LEARNED_BYTES))
+    try:
+        make_tiny_model(unfinished, shape, seed, read_rows(text, lambda share: None, LEARNED_BYTES))
+    except BaseException:  # of data that cannot be read, or an interrupt
+        rmtree(unfinished, ignore_errors=True)
+        raise
     unfinished.chmod(0o755)
     try:
         unfinished.rename(folder)

@@ -18,6 +18,7 @@ from hightide.data.batches import Batches
 from hightide.data.packing import one_each, pack
 from hightide.data.readers import read_rows
 from hightide.data.tokens import RowKind, Sequences, tokenize
+from hightide.ir.units import counted
 
 EVALUATIONS = 10  # in a run at most, unless it says how often
 
@@ -50,14 +51,16 @@ def read_data(config: TrainConfig, source: ModelSource, console: Console) -> Tra
         num_held = max(1, round(len(sequences) * config.eval.share))
         if num_held >= len(sequences):
             raise ValueError(
-                f"--eval-share {config.eval.share:g} of {len(sequences)} sequences leaves none to learn; give more "
-                "data, or --eval-data of its own"
+                f"--eval-share {config.eval.share:g} of {counted(len(sequences), 'sequence')} leaves none to learn; "
+                "give more data, or --eval-data of its own"
             )
         sequences, held = sequences.split(num_held)
-        texts.append(f"evaluation: the last {num_held:,} of these sequences")
+        texts.append(f"evaluation: the last {counted(num_held, 'sequence')} of these")
     train = _batches(sequences, config, source)
     if len(train) < len(sequences):
-        texts.append(f"packed into {len(train):,} rows of {config.data.length} tokens, each sequence by itself")
+        texts.append(
+            f"packed into {counted(len(train), 'row')} of {config.data.length} tokens, each sequence by itself"
+        )
     elif len(train.lengths) > 1:
         texts.append(f"padded to {', '.join(map(str, train.lengths))} tokens")
     return TrainingData(
@@ -93,17 +96,17 @@ def _batches(sequences: Sequences, config: TrainConfig, source: ModelSource) -> 
 def _told(sequences: Sequences) -> str:
     num_learned = int(sequences.is_learned.sum())
     what = "document" if sequences.kind is RowKind.TEXT else "row"
-    plural = "" if sequences.num_rows == 1 else "s"
     text = (
-        f"data: {sequences.num_rows:,} {what}{plural} ({sequences.kind.value}), {len(sequences):,} sequences, "
+        f"data: {counted(sequences.num_rows, what)} ({sequences.kind.value}), {counted(len(sequences), 'sequence')}, "
         f"{len(sequences.ids):,} tokens"
     )
     if num_learned < len(sequences.ids) - len(sequences):
         text += f", {num_learned:,} of them learned"
     if sequences.num_cut:
-        text += f"\nwarning: {sequences.num_cut:,} rows are longer and were cut: {sequences.lost_tokens:,} tokens lost"
+        lost = counted(sequences.lost_tokens, "token")
+        text += f"\nwarning: longer and cut: {counted(sequences.num_cut, 'row')}, {lost} lost"
     if sequences.num_dropped:
-        text += f"\nwarning: {sequences.num_dropped:,} rows left out: nothing in them is learned"
+        text += f"\nwarning: {counted(sequences.num_dropped, 'row')} left out: nothing there is learned"
     return text
 
 

@@ -149,7 +149,7 @@ class TrainingRun:
         self.model.train()
         first, last = len(self.losses) + 1, self.num_steps
         display = StepDisplay(self.console, last, self.config.log_every, first)
-        saves = Saves(self.config.save, self.checkpoints, folder, self.console, self.newest_saved)
+        saves = Saves(self.config.save, self.checkpoints, folder, self.company, self.console, self.newest_saved)
         saves.prepare(self.model)
 
         def log(record: StepRecord) -> None:

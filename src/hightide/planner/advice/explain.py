@@ -15,7 +15,7 @@ from hightide.ir.passes import Passes
 from hightide.ir.plan import BlockPlan, Plan, Sharing, Update
 from hightide.ir.state_spec import summary
 from hightide.ir.tier import Lane, Tier
-from hightide.ir.units import format_bytes
+from hightide.ir.units import counted, format_bytes
 from hightide.planner.chunk_places import Buffer
 from hightide.planner.inputs_on_disk import buffer_bytes as input_buffer_bytes
 from hightide.planner.inputs_on_disk import stored_bytes
@@ -116,9 +116,9 @@ def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
     plan, sizes = placement.plan, placement.buffer_bytes
     num_micro = -(-plan.num_samples // plan.micro_batch)
     micro = "one micro-batch" if num_micro == 1 else f"{num_micro} micro-batches of up to {plan.micro_batch}"
-    lines = [f"batch: {plan.num_samples} samples in {micro}"]
+    lines = [f"batch: {counted(plan.num_samples, 'sample')} in {micro}"]
     if plan.accumulate > 1:
-        lines.insert(0, f"loop: {plan.accumulate} calls of {plan.num_samples} samples, then step()")
+        lines.insert(0, f"loop: {plan.accumulate} calls of {counted(plan.num_samples, 'sample')}, then step()")
     unsplit = Counter(call.note or "?" for call in profile.calls if not call.splittable)
     for note, count in unsplit.items():
         text = f"  {count} call{'s' if count > 1 else ''} unsplit: {note}"
@@ -148,7 +148,7 @@ def _batch(profile: ModelProfile, placement: Placement) -> list[str]:
         if places:
             owners = len({place.chunk.block for place in places})
             total = format_bytes(sum(place.chunk.grad_bytes for place in places))
-            lines.append(f"sums of gradients: {total} of {owners} blocks {text}")
+            lines.append(f"sums of gradients: {total} of {counted(owners, 'block')} {text}")
     rings = [
         f"{count} of {format_bytes(sizes[ring])} {_RINGS[ring]}"
         for ring, count in placement.num_buffers.items()

@@ -58,6 +58,14 @@ def test_without_a_folder_a_tiny_model_is_made_once(tmp_path: Path) -> None:
     assert source.tokenizer.decode(source.tokenizer(text).input_ids) == text
 
 
+def test_data_that_cannot_be_read_leave_no_half_of_a_tiny_model(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("nonsense")
+    with pytest.raises(ValueError, match=r"line 1: it is not JSON"):
+        find(TrainConfig(out=str(tmp_path / "runs"), data=DataConfig(path=str(data))))
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 def test_a_name_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 

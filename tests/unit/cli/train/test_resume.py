@@ -168,7 +168,7 @@ def test_a_run_that_was_ended_goes_on_by_itself_and_is_the_one_that_was_not(
         again.exit_code == 0 and "nothing to do: " in again.output and "has done 9 steps, all of them" in again.output
     )
     fewer = stopped.train("--steps", "7")
-    assert fewer.exit_code == 0 and "has done 9 steps, and 7 are asked for" in fewer.output
+    assert fewer.exit_code == 0 and "has done 9 steps, 7 asked for" in fewer.output
     assert same(stopped.metrics()) == uninterrupted and (stopped.run() / "summary.json").exists()
 
 

@@ -44,7 +44,7 @@ def lines(chat: Path, name: str, file: str) -> list[dict[str, Any]]:
 def test_a_run_of_adapters_goes_on_as_if_it_had_never_been_stopped(chat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = train(chat, "whole")
     assert whole.exit_code == 0, whole.output
-    assert "rows are longer and were cut" in whole.output and "packed into" in whole.output
+    assert "warning: longer and cut: " in whole.output and "packed into" in whole.output
     assert whole.output.count("evaluation loss") == 3 and "7 steps of 4 rows in 2 calls" in whole.output
     kept = ("data:", "run folder", "trained:", "evaluation:", "warning:", "packed")
     assert all(len(line) <= 80 for line in whole.output.splitlines() if not line.startswith(kept))
