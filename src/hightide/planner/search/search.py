@@ -55,7 +55,7 @@ def _with_uncalled(trials: Trials, candidate: Candidate, may_fill: Callable[[Can
     """Blocks that the example does not call, and that no slot could take, live on the GPU as far as there is room: an
     evaluation may call them. Of several ranks' blocks there it would take slots too."""
     space = trials.space
-    if space.is_cut:
+    if space.terms.num_shards > 1:
         return candidate
     plan = space.build(candidate)
     needed = [sum(place.num_slots for place in places) for places in space.placement(plan).by_block]
