@@ -78,3 +78,34 @@ def test_it_is_right_where_everything_is_kept() -> None:
     for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert param.grad is not None and other.grad is not None
         assert torch.allclose(param.grad, other.grad, rtol=1e-4, atol=1e-6), name
+
+
+def test_a_buffer_that_only_a_hook_uses_may_change() -> None:
+    """An average of what the block returns, which its hook takes after the forward."""
+
+    def average(layer: Any, _: Any, result: Tensor) -> None:
+        layer.average.lerp_(result.detach().mean(0), 0.1)
+
+    def watch(model: Stack) -> None:
+        for layer in model.layers:
+            layer.register_buffer("average", torch.zeros(WIDTH))
+            layer.register_forward_hook(average)
+
+    def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+        model(x).backward()
+        return [param.grad.clone() for param in model.parameters() if param.grad is not None]
+
+    torch.manual_seed(0)
+    plain, x = Stack(), torch.randn(4, WIDTH)
+    model = Stack()
+    model.load_state_dict(plain.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+    for one in (plain, model):
+        watch(one)
+    plan = hightide.plan(model, optimizer, x, limits=hightide.Limits(gpu="8MiB", host="8MiB"), micro_batch=2)
+    blocks = tuple(replace(block, activation=Activation.RECOMPUTE) for block in plan.blocks)
+    model, _ = hightide.wrap(model, optimizer, x, plan=replace(plan, blocks=blocks))
+    for one, two in zip(gradients(plain, x), gradients(model, x), strict=True):
+        assert torch.allclose(one, two, rtol=1e-4, atol=1e-6)
+    for one, two in zip(plain.buffers(), model.buffers(), strict=True):
+        assert torch.allclose(one, two)

@@ -163,16 +163,24 @@ class Mixing(nn.Module):
         self.up, self.down = nn.Linear(models.HIDDEN, 128), nn.Linear(128, models.HIDDEN)
         self.drop = nn.Dropout(0.5 if how == "draws" else 0.0)
         self.register_buffer("seen", torch.zeros(()))
+        self.extra = nn.Linear(4, 4) if how == "unused" else None
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = F.gelu(self.up(x))
+        hidden = F.gelu(self.up(x.detach() if self.how == "detached" else x))
         if self.how == "mean":
             hidden = hidden - hidden.mean(1, keepdim=True)
         elif self.how == "largest":
             hidden = hidden / hidden.abs().amax((1, 2), keepdim=True)
         elif self.how == "position":
             hidden = hidden * torch.linspace(0.5, 2.0, x.shape[1])[:, None]
+        elif self.how == "dilated":
+            hidden = hidden + F.pad(hidden, (0, 0, 4, 0))[:, : x.shape[1]]
+        elif self.how == "prefix":
+            hidden = hidden * torch.where(torch.arange(x.shape[1]) < 4, 3.0, 1.0)[:, None]
+        elif self.how == "capacity":
+            chosen = (hidden[..., :1] > hidden[..., 1:2]).int()
+            hidden = hidden * torch.where(chosen > 0, chosen, 1 - chosen).cumsum(1).le(4)
         elif self.how == "counts":
             self.seen += 1
         return self.drop(self.down(F.silu(hidden)))
@@ -182,7 +190,7 @@ class Mixer(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.stack = nn.ModuleList(
-            nn.ModuleDict({"part": Mixing(how), "norm": nn.LayerNorm(models.HIDDEN)}) for _ in range(2)
+            nn.ModuleDict({"part": Mixing(how), "norm": nn.LayerNorm(models.HIDDEN)}) for _ in range(3)
         )
         self.layers = nn.ModuleList(_Layer(entry["part"], entry["norm"]) for entry in self.stack)
         del self.stack
@@ -200,7 +208,8 @@ class _Layer(nn.Module):
         self.part, self.norm = part, norm
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.part(self.norm(x)))
+        around = x.mean(1, keepdim=True) if self.part.how == "patched later" else 0.0  # then only the part is tiled
+        return x + torch.tanh(self.part(self.norm(x))) + around
 
 
 def mixer(how: str) -> models.Pair:
@@ -209,26 +218,59 @@ def mixer(how: str) -> models.Pair:
     return Mixer(how).train(), batch
 
 
-@pytest.mark.parametrize("how", ["mean", "largest", "position", "draws", "counts"])
+@pytest.mark.parametrize(
+    "how", ["mean", "largest", "position", "dilated", "prefix", "capacity", "draws", "counts", "patched"]
+)
 def test_parts_that_are_not_by_token_stay_whole(how: str) -> None:
-    assert all(not PART & set(parts) for parts in tiled_in(*mixer(how)).values())
+    model, batch = mixer(how)
+    if how == "patched":
+        patch(model)
+    assert all(not PART & set(parts) for parts in tiled_in(model, batch).values())
 
 
-def test_a_part_of_ones_own_is_tiled_and_equal() -> None:
-    assert all(PART & set(parts) for parts in tiled_in(*mixer("")).values()), "else the others show nothing"
+def patch(model: Mixer) -> None:
+    """As libraries of kernels do."""
+    for layer in model.layers:
+        part = layer.get_submodule("part")
+        part.forward = lambda x, part=part: 0.5 * part.down(part.up(x))
+
+
+def test_blocks_that_look_alike_are_each_tried() -> None:
+    """One has a flag in an attribute."""
+    model, batch = mixer("")
+    model.layers[2].get_submodule("part").how = "mean"
+    tiled = tiled_in(model, batch)
+    assert PART & set(tiled["layers.1"]) and not PART & set(tiled.get("layers.2", ()))
+
+
+@pytest.mark.parametrize("how", ["", "unused", "detached", "patched later"])
+def test_a_part_of_ones_own_is_tiled_and_equal(how: str) -> None:
+    """ "unused", "detached": what has no gradient in plain PyTorch is not shrunk by weight decay."""
+    assert all(PART & set(parts) for parts in tiled_in(*mixer(how)).values()), "else the others show nothing"
 
     def step(loop: Loop, batch: Any) -> Tensor:
+        if how == "patched later":
+            patch(loop.model)
         loss: Tensor = loop.model(**batch)
         loss.backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
         return loss
 
-    batches = [mixer("")[1] for _ in range(NUM_STEPS)]
-    model, batch = mixer("")
+    batches = [mixer(how)[1] for _ in range(NUM_STEPS)]
+    model, batch = mixer(how)
     plan = hightide.plan(model, make_optimizer(model), batch, limits=NO_LIMIT, micro_batch=2)
     given = {"plan": streamed(plan, Activation.RECOMPUTE, Tier.HOST)}
-    compare(partial(mixer, ""), lambda: batches, wrap=given, step=step)
+    compare(partial(mixer, how), lambda: batches, wrap=given, step=step)
+
+
+def test_a_part_that_draws_later_is_refused() -> None:
+    model, batch = mixer("")
+    model, _ = hightide.wrap(model, make_optimizer(model), batch, limits=NO_LIMIT, device="cpu")
+    for layer in model.layers:
+        layer.part.drop.p = 0.5
+    with pytest.raises(hightide.Refused, match="Set dropout before"):
+        model(**batch)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

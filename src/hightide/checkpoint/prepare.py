@@ -27,7 +27,8 @@ from hightide.stores.threads import background
 THREAD = "hightide-save-memory"  # gets and pins memory for saves while training goes on
 LEAST_BYTES = 2**24  # a checkpoint of less tells nothing about a disk, and needs to know nothing
 TRY_BYTES = 2**28  # that are written to try a disk,
-TRY_S = 0.5  # and no longer than that
+TRY_S = 0.5  # and no longer than that,
+HANGS_S = 10.0  # unless a write hangs: then its speed is not known
 NUM_WRITERS = 4
 JOIN_TIMEOUT_S = 10.0
 
@@ -109,11 +110,14 @@ def _tried(folder: Path) -> tuple[float, str] | None:
     except ValueError:
         return None
     try:
-        return _written_per_s(file), "tried:"
+        per_s = _written_per_s(file)
+    except TimeoutError:
+        return None  # the file stays open: whoever still writes to it must not find another under its number
     except OSError:
-        return None
-    finally:
         file.close()
+        return None
+    file.close()
+    return per_s, "tried:"
 
 
 def _written_per_s(file: DiskFile) -> float:
@@ -140,7 +144,9 @@ def _written_per_s(file: DiskFile) -> float:
 
     threads = [background(f"{THREAD}-{number}", write) for number in range(NUM_WRITERS)]
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, began_s + HANGS_S - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError(f"a disk has not written {BLOCK_BYTES} bytes in {HANGS_S:g} s")
     if failed:
         raise failed[0]
     return written / (time.monotonic() - began_s)

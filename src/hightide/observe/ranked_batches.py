@@ -105,8 +105,10 @@ class RankedLargerBatches(LargerBatches):
             return json.dumps(told).encode()
 
         before, watchman.doing = watchman.doing, "profiling a larger batch"
-        rows = [json.loads(row) for row in of_each(self._collectives, "profiles of larger batches", own)]
-        watchman.doing = before
+        try:
+            rows = [json.loads(row) for row in of_each(self._collectives, "profiles of larger batches", own)]
+        finally:
+            watchman.doing = before
         found = [
             _Larger(rank, _sizes(row["sizes"]), row["profile"] and codec.from_json(ModelProfile, row["profile"]))
             for rank, row in enumerate(rows)

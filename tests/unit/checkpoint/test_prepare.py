@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,24 @@ def test_another_plan_gets_its_memory_too(tmp_path: Path) -> None:
     assert run.host is not before and own.end() and run.host._ready > run.host._end
     assert run.save_forecast is not None and run.save_forecast.is_ready
     hightide.unwrap(model)
+
+
+def test_a_disk_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over, closed = threading.Event(), []
+
+    class Hangs:
+        def transfer(self, address: int, place: int, num_bytes: int, is_write: bool) -> None:
+            over.wait(60.0)
+
+        def close(self) -> None:
+            closed.append(True)
+
+    monkeypatch.setattr(prepare, "HANGS_S", 0.2)
+    monkeypatch.setattr(prepare, "open_disk_file", lambda *args, **kwargs: Hangs())
+    threads = OwnThreads()
+    try:
+        assert prepare._tried(tmp_path) is None
+        assert not closed, "its number would be another file's, to which the thread that hangs might write"
+    finally:
+        over.set()
+    assert threads.end()

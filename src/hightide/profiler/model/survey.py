@@ -16,7 +16,7 @@ from hightide.profiler.fake.fake import Originals
 from hightide.profiler.fake.values import Source, Values
 from hightide.profiler.model.block_finder import BlockChoice, FoundBlocks, find_blocks
 from hightide.profiler.model.call_tree import Batch
-from hightide.profiler.model.kinds import is_plain_linear
+from hightide.profiler.model.kinds import is_plain_linear, kinds_of
 from hightide.profiler.model.samples import Samples, possible_samples
 from hightide.profiler.needs.glue import GlueNeeds, measure_glue
 from hightide.profiler.needs.needs import CallMeter, CallNeeds, meter_call
@@ -143,6 +143,7 @@ class Surveying:
             self.originals, self.device or CPU, lambda part, call: meter_call(part, call.leaves, call).kept
         )
         meter = CallMeter(values, parts)
+        alike = kinds_of(probed.blocks)
         kinds = [
             meter.measure(
                 probed.blocks[call.block].module,
@@ -151,6 +152,7 @@ class Surveying:
                 two,
                 probed.num_samples,
                 probed.taps.get(call.block, ()),
+                alike[call.block],
             )
             for call, (one, two) in zip(probed.calls, pair_records(*runs), strict=True)
         ]

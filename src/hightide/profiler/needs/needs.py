@@ -8,7 +8,7 @@ in between, and exact at both ends. Work is affine itself.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,11 +109,13 @@ class CallMeter:
         two: CallRecord | None,
         num_samples: int,
         taps: Sequence[Tap] = (),
+        alike: Hashable = None,
     ) -> int:
-        """`one` and `two` are the same call with num_samples and with one more. To be called with fake parameters.
-        Returns the kind of the call."""
+        """`one` and `two` are the same call with num_samples and with one more. `alike`: equal for blocks that do the
+        same, which is more than taking the same bytes. To be called with fake parameters. Returns the kind of the
+        call."""
         key: tuple[Any, ...] = (build_of(module), repr(module), split, num_samples, leaves_key(one.leaves), two is None)
-        key += (tuple(taps), is_long(one, num_samples) and staying_whole(module))
+        key += (tuple(taps), is_long(one, num_samples) and (alike, staying_whole(module)))
         known = self._measured.get(key)
         if known is not None and self._values is None:
             return known.kind

@@ -11,9 +11,11 @@ whether a call is tiled follows from its shapes alone and not from the plan.
 Which parts these are nobody reads off their names: they are tried on values, as splits into samples are (see [Note:
 trying a block alone]), with the tokens in the place of the samples. Tried are the block and the modules inside, the
 outermost first, that are called with one tensor, return one of as many tokens, and hold more than their input in
-between. A part that draws random numbers, keeps something, or has hooks inside stays whole, and so does one that gets
-such hooks later: they would see tiles, whose tensors have no graph. So does one with a forward of its own on the
-instance, which is the user's. A tiled call runs eagerly.
+between. A trial of three tokens does not show what looks further (a dilated convolution, a prefix of tokens, an expert
+that takes so many and no more): the part is cut into tiles in a trial of more tokens, too, which are first random and
+then all the same. A part that draws random numbers, keeps something, has hooks inside, or a `forward` that is not its
+class's stays whole, and so does one that gets such hooks or a forward later; one that draws later is refused. A tiled
+call runs eagerly.
 """
 
 from __future__ import annotations
@@ -25,19 +27,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from hightide.ir.refusal import Refused
 from hightide.ir.split import BatchDim, Split, micro_batches
 from hightide.process.interrupts import is_interrupt
 from hightide.profiler.fake.fake import Originals
 from hightide.profiler.model.call_tree import flatten, flatten_call, mode_of, signature_of, unflatten, way_of
 from hightide.profiler.model.hooks import num_hooks, users_hooks_aside
 from hightide.profiler.probe.probe_record import CallRecord
-from hightide.profiler.trial.independence import examine
+from hightide.profiler.trial.alone import alone
+from hightide.profiler.trial.independence import LOW_PRECISION, SAME, examine
 from hightide.profiler.trial.repeated_call import TriedCall
+from hightide.profiler.trial.state import GlobalRandom
 
 LONG = 16384  # tokens of one sample: more of them are tiled
 TILE = 8192
 TOKENS = -2  # the dimension; the last one has their features
+LEAST = 256  # tokens in the longer trial, and more where they have little work:
+MOST_WORK, MOST_NUMBERS = 2**31, 2**22  # tokens times parameters; numbers of the input
 BLOCK = ""  # the name of the block itself, as of one that is only a norm
 
 Forward = Callable[..., Any]
@@ -53,26 +61,23 @@ def tiling(block: nn.Module, parts: Sequence[str]) -> AbstractContextManager[Non
 
 @contextmanager
 def _tiling(parts: Sequence[nn.Module]) -> Iterator[None]:
-    parts = [part for part in parts if not _has_own_forward(part)]
+    tiled: list[nn.Module] = []
     try:
         for part in parts:
-            part.__dict__["forward"] = by_tiles(part, type(part).forward)
+            if not has_own_forward([part]):
+                part.__dict__["forward"] = by_tiles(part, type(part).forward)
+                tiled.append(part)
         yield
     finally:
-        for part in parts:
+        for part in tiled:
             part.__dict__.pop("forward", None)
-
-
-def _has_own_forward(part: nn.Module) -> bool:
-    """On the instance, beside that of its class."""
-    return "forward" in vars(part)
 
 
 def by_tiles(part: nn.Module, whole: Forward) -> Forward:
     inside = list(part.modules())[1:]
 
     def forward(tokens: Tensor) -> Any:
-        if tokens.shape[TOKENS] <= TILE or num_hooks(inside):
+        if tokens.shape[TOKENS] <= TILE or num_hooks(inside) or has_own_forward(inside):
             return whole(part, tokens)
         if not torch.is_grad_enabled():
             return _by_tile(part, whole, tokens)
@@ -81,6 +86,11 @@ def by_tiles(part: nn.Module, whole: Forward) -> Forward:
         return _ByTile.apply(part, whole, saved, kept, *part.parameters())
 
     return forward
+
+
+def has_own_forward(modules: Sequence[nn.Module]) -> bool:
+    """Set on the module itself, as patches of kernels do: not what was tried, perhaps."""
+    return any("forward" in module.__dict__ for module in modules)
 
 
 def _tiles(tokens: Tensor) -> list[tuple[int, int]]:
@@ -95,12 +105,19 @@ def _tile(tokens: Tensor, start: int, count: int) -> Tensor:
 
 def _by_tile(part: nn.Module, whole: Forward, tokens: Tensor) -> Tensor:
     result: Tensor | None = None
+    random = None if isinstance(tokens, FakeTensor) else GlobalRandom(tokens.device)
     for start, count in _tiles(tokens):
         made = whole(part, _tile(tokens, start, count))
         if result is None:
             result = made.new_empty((*tokens.shape[:-1], made.shape[-1]))
         result.narrow(TOKENS, start, count).copy_(made)
         del made
+    if random is not None and random.drawn() & {"CUDA" if tokens.is_cuda else "torch"}:
+        raise Refused(
+            f"a {type(part).__name__} that runs in tiles of {TILE} of {tokens.shape[TOKENS]} tokens draws random "
+            "numbers, which it did not when it was planned: its backward would draw others. Set dropout before "
+            "hightide.wrap"
+        )
     assert result is not None
     return result
 
@@ -118,10 +135,11 @@ class _Kept(torch.autograd.Function):
     def forward(ctx: Any, saved: _Saved, tokens: Tensor) -> Tensor:
         ctx.save_for_backward(tokens)
         saved.context = ctx
+        ctx.set_materialize_grads(False)  # none stays none
         return tokens.view_as(tokens)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None]:
         return None, grad
 
 
@@ -143,29 +161,38 @@ class _ByTile(torch.autograd.Function):
         kind, dtype, enabled = ctx.autocast
         wanted = [number for number, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
         params = [ctx.params[number] for number in wanted]
-        sums = [torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32)) for param in params]
-        result = torch.empty_like(tokens) if ctx.needs_input_grad[3] else None
+        sums: list[Tensor | None] = [None] * len(params)  # of what no tile uses there is none, as in plain PyTorch
+        result: Tensor | None = None
+        wants_input = ctx.needs_input_grad[3]
         for start, count in _tiles(tokens):
-            tile = _tile(tokens, start, count).detach().requires_grad_(result is not None)
+            tile = _tile(tokens, start, count).detach().requires_grad_(wants_input)
             with torch.enable_grad(), torch.autocast(kind, dtype, enabled, cache_enabled=False):
                 made = ctx.whole(ctx.part, tile)
-            leaves = [*([tile] if result is not None else ()), *params]
+            leaves = [*([tile] if wants_input else ()), *params]
             grads: list[Tensor | None] = list(
                 torch.autograd.grad(made, leaves, _tile(grad, start, count), allow_unused=True)
             )
             del made
-            if result is not None:
-                of_tile = grads.pop(0)
-                result.narrow(TOKENS, start, count).copy_(torch.zeros_like(tile) if of_tile is None else of_tile)
+            if wants_input and (of_tile := grads.pop(0)) is not None:
+                result = torch.zeros_like(tokens) if result is None else result
+                result.narrow(TOKENS, start, count).copy_(of_tile)
                 del of_tile
-            for total, of_param in zip(sums, grads, strict=True):
+            for number, of_param in enumerate(grads):
                 if of_param is not None:
-                    total += of_param
+                    sums[number] = _added(sums[number], of_param)
             del tile, grads
         found: list[Tensor | None] = [None] * len(ctx.params)
         for number in wanted:
-            found[number] = sums.pop(0).to(ctx.params[number].dtype)
+            if (total := sums.pop(0)) is not None:
+                found[number] = total.to(ctx.params[number].dtype)
+                del total
         return None, None, None, result, *found
+
+
+def _added(total: Tensor | None, grad: Tensor) -> Tensor:
+    if total is None:
+        total = torch.zeros_like(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
+    return total.add_(grad)
 
 
 # -- finding ----------------------------------------------------------------------------------------------------------
@@ -206,20 +233,59 @@ class TokenParts:
         dim = BatchDim(tokens.ndim + TOKENS)
         split = Split(record.signature, (dim,), (dim,))
         finding = examine(TriedCall(part, record, tokens.shape[TOKENS], split), self.originals, self.device)
-        return not (finding.note or finding.keeps or finding.refusal or finding.draws or finding.replays_whole)
+        if finding.note or finding.keeps or finding.refusal or finding.draws or finding.replays_whole:
+            return False
+        return is_same_in_tiles(part, tokens, self.originals, self.device)
+
+
+def is_same_in_tiles(part: nn.Module, tokens: Tensor, originals: Originals, device: torch.device) -> bool:
+    """Tried on as many tokens as take little. What does not run is not tiled."""
+    numel = sum(param.numel() for param in part.parameters())
+    most = min(MOST_WORK // max(1, numel), MOST_NUMBERS // tokens.shape[-1])
+    length = min(tokens.shape[TOKENS], max(LEAST, most))
+    shape = (*(1 for _ in tokens.shape[:TOKENS]), length, tokens.shape[-1])
+    bounds = micro_batches(length, 2 * length // 5 + 1)
+    with originals.as_trained():
+        for dtype, tolerance in ((torch.float32, SAME), (None, SAME * LOW_PRECISION)):
+            try:
+                with alone(part, originals, device, dtype), torch.autocast(device.type, enabled=False):
+                    noise = _noise(shape, device, dtype or tokens.dtype)
+                    same = noise.narrow(TOKENS, 0, 1).expand(shape).contiguous()
+                    return all(_is_cut(part, each, noise, bounds, tolerance) for each in (noise, same))
+            except Exception as error:  # whatever a part raises on numbers that are not the user's
+                if is_interrupt(error):
+                    raise
+    return False
+
+
+def _noise(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+
+def _is_cut(part: nn.Module, tokens: Tensor, seed: Tensor, bounds: Sequence[tuple[int, int]], tolerance: float) -> bool:
+    """Whether results and gradients of tiles are those of the whole. `seed`: of gradients."""
+
+    def run(start: int, count: int) -> list[Tensor]:
+        tile = tokens.narrow(TOKENS, start, count).detach().clone().requires_grad_()
+        with torch.enable_grad():
+            made = part.forward(tile)
+            of_made = seed.narrow(TOKENS, start, count)[..., :1].expand_as(made)
+            (grad,) = torch.autograd.grad(made, tile, of_made, allow_unused=True)
+        return [made.detach(), torch.zeros_like(tile) if grad is None else grad]
+
+    whole = run(0, tokens.shape[TOKENS])
+    allowed = [tolerance * float(one.abs().max()) for one in whole]
+    for start, count in bounds:
+        for one, two, most in zip(whole, run(start, count), allowed, strict=True):
+            expected = one.narrow(TOKENS, start, count)
+            if expected.shape != two.shape or not torch.allclose(expected, two, rtol=0.0, atol=most):
+                return False
+    return True
 
 
 def is_long(record: CallRecord, num_samples: int) -> bool:
     return any(one.ndim > 2 and one[..., 0].numel() > LONG * num_samples for one in record.inputs)
-
-
-def staying_whole(block: nn.Module) -> frozenset[str]:
-    """Names of modules inside, or BLOCK, that are not tiled whatever they compute."""
-    return frozenset(
-        name
-        for name, inside in block.named_modules()
-        if num_hooks(list(inside.modules())[1:]) or (inside is not block and _has_own_forward(inside))
-    )
 
 
 def _calls_inside(block: nn.Module, record: CallRecord) -> dict[str, list[CallRecord | None]]:
@@ -244,6 +310,12 @@ def _calls_inside(block: nn.Module, record: CallRecord) -> dict[str, list[CallRe
     if BLOCK not in whole:
         calls[BLOCK] = [_record(block, args, kwargs, result)]
     return calls
+
+
+def staying_whole(block: nn.Module) -> frozenset[str]:
+    """Modules whose calls have something of the user's inside."""
+    parts = ((name, list(part.modules())) for name, part in block.named_modules())
+    return frozenset(name for name, inside in parts if num_hooks(inside[1:]) > 0 or has_own_forward(inside))
 
 
 def _record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> CallRecord | None:

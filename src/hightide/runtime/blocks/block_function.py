@@ -81,7 +81,8 @@ class BlockCall:
         self.bounds, self._inputs, self.output_dims = divided(split, tensors, runner.run.plan.micro_batch)
         self._draws = runner.run.passes.draws(runner.index, len(self.bounds))
         self._before: Snapshot | None = None  # what the block kept, if its forward changes it and is run again
-        self._buffers: list[tuple[Tensor, int]] = []  # else its buffers and their versions, which must stay
+        self._buffers: list[tuple[Tensor, int]] = []  # else its buffers and their versions
+        self._changed: list[Tensor] = []  # of these, before the backward: they must not be read again
         self._differentiable: list[bool] = []  # of the outputs
         self._is_looked_at = False  # see first_look.py
 
@@ -322,7 +323,9 @@ class BlockCall:
         self.runner.check_plan(self.module)
         self.runner.check_parameters()
         self.runner.check_version(self._version)
-        self.runner.check_buffers(self._buffers)
+        self._changed = self.runner.changed_buffers(self._buffers)
+        if self._changed and any(graph.compiled for graph in self._graphs or ()):  # what it reads is not seen
+            self.runner.refuse_buffer()
         accumulate = self.runner.will_accumulate()
         run.passes.queue_end_of_backward()
         run.adopt([grad for grad in grads if grad is not None], "activations")
@@ -356,7 +359,8 @@ class BlockCall:
     def run_or_replay(self) -> list[Tensor]:
         """In forward, and again in backward. See [Note: replays]. What backward itself changes, by a hook, stays."""
         if self._before is None:
-            return self.run(self._now)
+            with self.runner.unread(self._changed):
+                return self.run(self._now)
         gpu = self.runner.run.gpu
         with gpu.unmetered():
             now = Snapshot(self.module, shared_random=True, hooks=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from hightide.ir.action import Op
 from hightide.ir.activation import Activation
@@ -102,20 +105,38 @@ class BlockRunner:
         places = (module._buffers for module in self.inside)
         return [(one, one._version) for place in places if place for one in place.values() if one is not None]
 
-    def check_buffers(self, before: list[tuple[Tensor, int]]) -> None:
-        """`before`: as a forward left them that changes none of them, and is run again now. Plain PyTorch has saved
-        what it made of them."""
-        if not before:
-            return
-        now = self.buffer_versions()
-        if [(id(one), version) for one, version in now] != [(id(one), version) for one, version in before]:
-            raise Refused(
-                f"a buffer of block {self.spec.name!r} was changed between its forward and its backward, which runs "
-                "the block again: the gradient would be that of another forward. Change buffers after backward()"
-            )
+    def changed_buffers(self, before: list[tuple[Tensor, int]]) -> list[Tensor]:
+        """`before`: as a forward left them that changes none of them, and is run again now."""
+        unchanged = {(id(one), version) for one, version in before}
+        return [one for one, version in self.buffer_versions() if before and (id(one), version) not in unchanged]
+
+    def unread(self, buffers: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        return _Unread(buffers, self.refuse_buffer) if buffers else nullcontext()
+
+    def refuse_buffer(self) -> None:
+        """Plain PyTorch has saved what it made of it."""
+        raise Refused(
+            f"a buffer of block {self.spec.name!r} was changed between its forward and its backward, which runs "
+            "the block again: the gradient would be that of another forward. Change buffers after backward()"
+        )
 
     def will_accumulate(self) -> bool:
         return self.trainable and self.run.anchor.is_reached()
+
+
+class _Unread(TorchFunctionMode):
+    """Inside, whoever uses one of these buffers is refused. One that only hooks fill may change at any time."""
+
+    def __init__(self, buffers: Sequence[Tensor], refuse: Callable[[], None]) -> None:
+        super().__init__()
+        self._buffers, self._refuse = {id(one) for one in buffers}, refuse
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_question = getattr(func, "__name__", "") == "__get__" and not isinstance(result, Tensor)  # of its shape
+        if not is_question and any(id(leaf) in self._buffers for leaf in pytree.tree_leaves((args, kwargs))):
+            self._refuse()
+        return result
 
 
 def refilled(container: Any, result: Any) -> Any:
