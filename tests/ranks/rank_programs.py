@@ -407,7 +407,7 @@ def goes_on_after_a_stop(rank: int, world: int) -> dict:
 def slow(rank: int, world: int, slow_s: float, timeout_s: float) -> dict:
     warnings.simplefilter("always")
     ranks_module.SETTING_UP_S = 1.0  # it counts for no longer than that
-    work = Work(Patience(timeout_s=timeout_s, warn_s=0.4, silent_s=20.0, beat_s=0.2))
+    work = Work(Patience(timeout_s=timeout_s, warn_s=1.2, silent_s=20.0, beat_s=0.2))
     if rank == 0:
         work.ranks.watchman.doing = "an evaluation"
         time.sleep(slow_s)

@@ -113,7 +113,7 @@ def test_a_rank_that_was_stopped_goes_on(started: StartedRanks) -> None:
 
 
 def test_a_slow_rank_gives_a_warning(started: StartedRanks) -> None:
-    ranks = started.run("slow", 2, slow_s=1.5, timeout_s=30)
+    ranks = started.run("slow", 2, slow_s=3.0, timeout_s=30)
     assert [rank.result for rank in ranks] == [{}, {}]
     assert "UserWarning: rank 1 has waited" in ranks[1].stderr and "rank 0 is at an evaluation" in ranks[1].stderr
     assert "gives up after 30 s" in ranks[1].stderr and "Warning" not in ranks[0].stderr
