@@ -92,8 +92,29 @@ class Forecast:
         return {Tier.GPU: self.gpu_bytes, Tier.HOST: self.host_peak_bytes, Tier.DISK: self.disk_peak_bytes}
 
 
+class Shared:
+    """How ranks share a model, in a plan and in what is asked of it."""
+
+    ranks: int
+    replicas: int
+    even_alone: bool
+
+    @property
+    def num_shards(self) -> int:
+        return self.ranks // self.replicas
+
+    @property
+    def has_collectives(self) -> bool:
+        return self.ranks > 1 or self.even_alone
+
+    @property
+    def is_cut(self) -> bool:
+        """Chunks are in shards."""
+        return self.num_shards > 1 or self.even_alone
+
+
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shared):
     version: int
     fingerprint: str  # of the model it was made for
     num_samples: int  # in the largest batch it holds; a step has `accumulate` of them
@@ -135,19 +156,6 @@ class Plan:
     @property
     def limits(self) -> dict[Tier, int]:
         return {Tier.GPU: self.gpu_limit_bytes, Tier.HOST: self.host_limit_bytes, Tier.DISK: self.disk_limit_bytes}
-
-    @property
-    def num_shards(self) -> int:
-        return self.ranks // self.replicas
-
-    @property
-    def has_collectives(self) -> bool:
-        return self.ranks > 1 or self.even_alone
-
-    @property
-    def is_cut(self) -> bool:
-        """Chunks are in shards."""
-        return self.num_shards > 1 or self.even_alone
 
     @property
     def uses_disk(self) -> bool:

@@ -26,15 +26,13 @@ from hightide.ir.plan import Plan
 from hightide.ir.refusal import RefusedArgument
 from hightide.ir.units import format_seconds
 from hightide.observe.larger_batches import LARGEST, LargerBatches
-from hightide.observe.ranked_watch import RankedWatch
+from hightide.observe.ranked_watch import RankedWatch, no_room
 from hightide.observe.watch import Watch
-from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.predict.estimate import estimate
 from hightide.planner.solution import Searched, Solution
 from hightide.process.progress import LOG, shown
 from hightide.profiler.model.batch_sizes import BatchSizes
 from hightide.profiler.model.call_tree import Arguments
-from hightide.runtime.chunks.moving import check_room
 from hightide.runtime.run import Run
 from hightide.shard.agreement import from_first, of_each
 from hightide.shard.collectives import Collectives
@@ -163,13 +161,8 @@ class RankedLargerBatches(LargerBatches):
 
     def _check_room(self, told: str) -> None:
         """Of the host, while values move: on all ranks, or nobody moves."""
-        problem = ""
-        try:
-            check_room(self._run.plan)
-        except InfeasiblePlan as refusal:
-            problem = str(refusal)
-        if self._run.any_rank("no room to move to another plan", bool(problem)):
-            raise RefusedArgument(f"{told}: {problem or 'another rank has no memory for a move'}. Or {LARGEST}")
+        if problem := no_room(self._run):
+            raise RefusedArgument(f"{told}: {problem}. Or {LARGEST}")
 
     def _watch(self, found: Searched) -> Watch:
         return RankedWatch(self._run, found, self._collectives)

@@ -30,6 +30,17 @@ from hightide.shard.collectives import Collectives
 from hightide.stores.store import OutOfMemory
 
 
+def no_room(run: Run) -> str:
+    """Why nobody moves: the host of this rank, or of another, has no memory for it. "": all have. All ranks ask."""
+    problem = ""
+    try:
+        check_room(run.plan)
+    except InfeasiblePlan as refusal:
+        problem = str(refusal)
+    anywhere = run.any_rank("no room to move to another plan", bool(problem))
+    return (problem or "another rank has no memory for a move") if anywhere else ""
+
+
 class RankedWatch(Watch):
     """An Observer (see runtime/observer.py). What is exchanged depends on nothing that differs between ranks."""
 
@@ -114,14 +125,9 @@ class RankedWatch(Watch):
         return found
 
     def _go_on_with(self, following: Following) -> None:
-        problem = ""
-        try:
-            check_room(self._run.plan)
-        except InfeasiblePlan as refusal:
-            problem = str(refusal)
-        if self._run.any_rank("no room to move to another plan", bool(problem)):
+        if problem := no_room(self._run):
             self._next, self.is_watching, self._run.observer = None, False, None
-            self._say(f"{following.reason}. The plan stays: {problem or 'another rank has no memory for a move'}")
+            self._say(f"{following.reason}. The plan stays: {problem}")
             return
         super()._go_on_with(following)
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
-from hightide.ir.plan import GradientDtype, Plan, Update
+from hightide.ir.plan import GradientDtype, Plan, Shared, Update
 from hightide.ir.state_spec import ADAM_STATES, StateSpecs
 from hightide.ir.tier import Tier
 from hightide.planner.mechanism import NONE, Mechanisms
 
 
 @dataclass(frozen=True)
-class Terms:
+class Terms(Shared):
     """What a plan must keep to: how much memory it may use, and what the user and the loop have fixed."""
 
     gpu_bytes: int
@@ -39,19 +39,6 @@ class Terms:
         disk_bytes, accumulate = plan.disk_limit_bytes, plan.accumulate
         terms = cls(*limits, plan.update, plan.micro_batch, states, plan.gradients, disk_bytes, accumulate)
         return replace(terms, ranks=plan.ranks, replicas=plan.replicas, even_alone=plan.even_alone)
-
-    @property
-    def num_shards(self) -> int:
-        return self.ranks // self.replicas
-
-    @property
-    def has_collectives(self) -> bool:
-        return self.ranks > 1 or self.even_alone
-
-    @property
-    def is_cut(self) -> bool:
-        """Chunks are in shards."""
-        return self.num_shards > 1 or self.even_alone
 
     @property
     def limits(self) -> dict[Tier, int]:
