@@ -106,7 +106,7 @@ def _is_outside(sign: Sign, wait: Wait) -> bool:
 
 def deadlock(ranks: Sequence[int], signs: Mapping[int, Sign], callers_lane: str) -> Fault:
     """Of ranks that are `stuck`. `callers_lane`: of what is exchanged in the user's thread."""
-    told, remedy = [], EQUALLY
+    told, remedies = [], []
     for rank in ranks[:SHOWN_RANKS]:
         still = signs[rank].standstill
         assert still is not None
@@ -114,15 +114,15 @@ def deadlock(ranks: Sequence[int], signs: Mapping[int, Sign], callers_lane: str)
         whom = missing(wait, signs)
         has = "has" if len(whom) == 1 else "have"
         if wait.lane == callers_lane:
-            remedy = f"{EXCHANGED}. {EQUALLY}"
+            remedies = [EXCHANGED]
         told.append(
             f"rank {rank} (at {signs[rank].at}) waits for {in_full(wait)}, to which {in_words(whom)} {has} not come"
         )
     if len(ranks) > SHOWN_RANKS:
         told.append(f"and {len(ranks) - SHOWN_RANKS} more ranks wait")
     calls = _unequal({rank: signs[rank].calls for rank in ranks})
-    remedy = EVALUATE if "evaluation" in calls else remedy
-    return Fault(None, f"ranks wait for each other: {'; '.join(told)}. {_in_calls(calls)}{remedy}")
+    remedies.append(EVALUATE if "evaluation" in calls else EQUALLY)
+    return Fault(None, f"ranks wait for each other: {'; '.join(told)}. {_in_calls(calls)}{'. '.join(remedies)}")
 
 
 def _unequal(calls: Mapping[int, Mapping[str, int]]) -> dict[str, dict[int, list[int]]]:

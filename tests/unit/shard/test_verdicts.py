@@ -144,7 +144,9 @@ def test_a_deadlock_of_an_evaluation_says_who_must_evaluate() -> None:
     signs = {0: sign(wait("gather", 5, (0, 1)), gather=5, calls={"evaluation": 1}), 1: sign(barrier, gather=4)}
     text = deadlock([0, 1], signs, "control").text
     assert "rank 1 (at tick 4, train.py:5) waits for torch.distributed.barrier(), to which rank 0 has not come" in text
-    assert "evaluation: 1 on rank 0, 0 on rank 1" in text and text.endswith(EVALUATE)
+    assert "evaluation: 1 on rank 0, 0 on rank 1" in text and text.endswith(EVALUATE) and EXCHANGED not in text
+    signs[1] = sign(wait("control", 1, (0, 1)), gather=4, control=1)  # it reads a gradient: either may be the mistake
+    assert deadlock([0, 1], signs, "control").text.endswith(f"{EXCHANGED}. {EVALUATE}")
 
 
 def test_of_many_ranks_a_few_are_told() -> None:
