@@ -72,7 +72,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     data = write_conversations(folder / "chat.jsonl")
     num_bytes = write_model(options.shape, options.length, folder / "model", data)
     made_s = time.perf_counter() - began_s
-
+    tell(f"made in {made_s:.0f} s")
     whole = Command(options, folder, "whole")
     whole_s = whole.run()
     killed = Command(options, folder, "killed")
@@ -99,6 +99,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "resumed_adapter_bytes": (killed.run_folder() / "adapter" / adapter.name).stat().st_size,
         "summary": json.loads((whole.run_folder() / "summary.json").read_text()),
     }
+
+
+def tell(what: str) -> None:
+    """For who has to end this before it is through."""
+    print(what, file=sys.stderr, flush=True)
 
 
 class Command:
@@ -141,9 +146,11 @@ class Command:
                     losses = self.losses()
                     if self.first_step_s is None and set(losses) - known:
                         self.first_step_s = time.perf_counter() - began_s
+                        tell(f"{self._name}: the first step after {self.first_step_s:.0f} s")
                     if kill_at is not None and max(losses, default=0) >= kill_at and self._is_saved():
                         os.killpg(process.pid, signal.SIGKILL)
                         process.wait()
+                        tell(f"{self._name}: killed after {time.perf_counter() - began_s:.0f} s")
                         return time.perf_counter() - began_s
                     time.sleep(0.1)
             finally:
@@ -152,6 +159,7 @@ class Command:
                     process.wait()
         if process.returncode != 0 or kill_at is not None:
             raise SystemExit(f"{self._name}: exit {process.returncode}\n{log.read_text()[-3000:]}")
+        tell(f"{self._name}: ended after {time.perf_counter() - began_s:.0f} s")
         return time.perf_counter() - began_s
 
     def _is_saved(self) -> bool:

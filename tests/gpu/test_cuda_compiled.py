@@ -116,21 +116,23 @@ def test_bf16_loss_curve_of_a_200m_model() -> None:
     assert difference <= 1.5 * noise, (difference, noise)
 
 
-def test_a_plan_that_was_searched_for_compiled_blocks_can_be_used_again(tmp_path: Path) -> None:
+def test_a_plan_that_fits_compiled_blocks_alone_can_be_used_again(tmp_path: Path) -> None:
     """By tensors without values it takes more: they know nothing of what the compiler saves."""
     model, batch = rehearsed_llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    limits = hightide.Limits(gpu="1500MiB", host="8GiB")
-    hightide.plan(model, optimizer, batch, limits=limits, compile=True, device="cuda").save(tmp_path / "plan.json")
+    limits = hightide.Limits(gpu="8GiB", host="8GiB")
+    options = {"micro_batch": 8, "compile": True, "device": "cuda"}
+    found = streamed(hightide.plan(model, optimizer, batch, limits=limits, **options), Activation.KEEP)
+    needed = peaks(lower(profile_calls(model, optimizer, batch, None)[0], found, Mode.TRAIN)).gpu_peak_bytes
+    replace(found, gpu_limit_bytes=needed - 2**20).save(tmp_path / "plan.json")
     plan = hightide.Plan.load(tmp_path / "plan.json")
-    profile = profile_calls(model, optimizer, batch, None)[0]
-    assert peaks(lower(profile, plan, Mode.TRAIN)).gpu_peak_bytes > plan.forecast.gpu_peak_bytes
     model, optimizer = hightide.wrap(model, optimizer, batch, plan=plan, compile=True, device="cuda")
     for _ in range(2):
         models.loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert hightide.stats(model).plan is plan
+    assert hightide.stats(model).plan.decisions == plan.decisions
+    assert hightide.stats(model).forecast.gpu_peak_bytes < needed - 2**20
     hightide.unwrap(model)
 
 

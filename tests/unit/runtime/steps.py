@@ -86,4 +86,5 @@ def assert_equal_weights(model: nn.Module, plain: nn.Module) -> None:
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         bound = 1e-5 * expected.abs().max().item() + 1e-6
-        assert (ours[name] - expected).abs().max().item() <= bound, name
+        difference = (ours[name] - expected).abs().max().item()
+        assert difference <= bound, (name, difference, bound)
