@@ -45,7 +45,7 @@ from hightide.observe.recorder import record as record_run
 from hightide.observe.stats import Stats, read_stats
 from hightide.observe.watch import Watch
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
-from hightide.optim.registry import rule_for
+from hightide.optim.registry import in_parts, rule_for
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.solution import Searched, Solution
@@ -239,7 +239,14 @@ def _wrapped(
             if plan is None:
                 sizes = memory_limits(limits or Limits(), place, model, optimizer, sharers)
                 terms = Terms(
-                    *sizes, timing, micro_batch, rule.states, rounding, disk_bytes_of(disks), known_calls(accumulate)
+                    *sizes,
+                    timing,
+                    micro_batch,
+                    rule.states,
+                    rounding,
+                    disk_bytes_of(disks),
+                    known_calls(accumulate),
+                    in_parts=in_parts(rule, optimizer),
                 )
 
                 def posed(terms: Terms) -> Problem:
@@ -342,7 +349,8 @@ def plan(
     with deferred, shown("hightide.plan"), checkpointing.off(model):
         profiled = _profile(model, optimizer, batch, blocks, place)
         sizes = memory_limits(limits or Limits(), place, model, optimizer)
-        terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, disk_bytes_of(disks), known_calls(accumulate))
+        passes, parts = known_calls(accumulate), in_parts(rule, optimizer)
+        terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, disk_bytes_of(disks), passes, in_parts=parts)
         problem = problem_of(profiled, optimizer, place, compile, terms, disks)
         return _moving_in(
             _searched(problem, profiled, place, compile, accumulate == "auto"), model, optimizer, place

@@ -206,7 +206,11 @@ def random_plan(case: Case, profile: ModelProfile, random: Random) -> hightide.P
         params = GPU if states is GPU and spec.index not in with_frozen else params
         activation = random.choice(list(Activation))
         inputs = GPU if activation is Activation.KEEP else random.choice([HOST, GPU])
-        blocks.append(block if spec.loose else BlockPlan(spec.name, params, states, activation, inputs))
+        blocks.append(
+            block
+            if spec.loose
+            else BlockPlan(spec.name, params, states, activation, inputs, settles=random.random() < 0.5)
+        )
     plan = replace(base, layout=layout, blocks=tuple(blocks))
     slots, grad_slots = Placement(plan).widest_tick({call.block for call in profile.calls})
     plan = replace(plan, num_slots=slots + random.randrange(3), num_grad_slots=grad_slots + random.randrange(3))

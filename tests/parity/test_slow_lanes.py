@@ -36,12 +36,10 @@ def slow_down(patch: pytest.MonkeyPatch, lane: Lane) -> list[str]:
     return delayed
 
 
-def streamed(plan: Plan, inputs: Tier, activation: Activation, params: Tier) -> Plan:
+def streamed(plan: Plan, inputs: Tier, activation: Activation, params: Tier, settles: bool = False) -> Plan:
     """Everything moves: params on the GPU are still updated on host and refreshed."""
-    blocks = tuple(
-        replace(block, params=params, states=Tier.HOST, inputs=inputs, activation=activation) if block.name else block
-        for block in plan.blocks
-    )
+    way = {"params": params, "states": Tier.HOST, "inputs": inputs, "activation": activation, "settles": settles}
+    blocks = tuple(replace(block, **way) if block.name else block for block in plan.blocks)
     slots = {"num_slots": 0} if params is Tier.GPU else {"num_slots": max(2, plan.num_slots)}
     return replace(plan, blocks=blocks, num_grad_slots=max(2, plan.num_grad_slots), gpu_limit_bytes=2**24, **slots)
 
@@ -50,6 +48,7 @@ PLANS = {
     "inputs on host": (Tier.HOST, Activation.RECOMPUTE, Tier.HOST),
     "kept": (Tier.GPU, Activation.KEEP, Tier.HOST),
     "refreshed": (Tier.HOST, Activation.RECOMPUTE, Tier.GPU),
+    "states later": (Tier.HOST, Activation.RECOMPUTE, Tier.HOST, True),
 }
 
 

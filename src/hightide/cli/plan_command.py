@@ -128,7 +128,6 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
     check_source(options.model)
     node = chosen_machine(options.machine, device, notes)
     machine = machine_of_rank(node, options.gpus, options.nodes)
-    limits, disk_bytes = _limits(options, machine), _disk_bytes(options, machine)
     lora = Lora.parse(options.lora) if options.lora is not None else None
     with notes.status("profiling the model, without its values") as status:
         workload = load_workload(options.model, options.sequences, options.length, options.dtype, lora)
@@ -136,9 +135,8 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
             profile = workload.profile(GPU if is_real(machine) else CPU)
         _check_against(profile, options)
         costs = estimate(profile, machine)
-        micro_batch, gradients = options.micro_batch, options.gradients
-        terms = Terms(*limits, options.update, micro_batch, gradients=gradients, disk_bytes=disk_bytes)
-        problem = Problem(profile, costs, machine, replace(terms, ranks=options.gpus * options.nodes))
+        terms = replace(_terms(options, machine), ranks=options.gpus * options.nodes)
+        problem = Problem(profile, costs, machine, terms)
         status.update("searching a plan")
         before_s = time.process_time()
         try:
@@ -171,11 +169,21 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
     return report.fits
 
 
+def _terms(options: PlanOptions, machine: Machine) -> Terms:
+    return Terms(
+        *_limits(options, machine),
+        options.update,
+        options.micro_batch,
+        gradients=options.gradients,
+        disk_bytes=_disk_bytes(options, machine),
+        in_parts=True,  # by AdamW
+    )
+
+
 def _alone(options: PlanOptions, workload: Workload, profile: ModelProfile, node: Machine) -> Searched | None:
     """On one GPU that has the node to itself. None: it does not fit."""
     options = replace(options, gpus=1, nodes=1)
-    limits, disk_bytes = _limits(options, node), _disk_bytes(options, node)
-    terms = Terms(*limits, options.update, options.micro_batch, gradients=options.gradients, disk_bytes=disk_bytes)
+    terms = _terms(options, node)
     try:
         return _searched(options, workload, Problem(profile, estimate(profile, node), node, terms))
     except InfeasiblePlan:

@@ -29,6 +29,7 @@ class Op(StrEnum):
     STASH = "stash"  # block inputs and what a block holds, GPU to host, after forward
     UNSTASH = "unstash"  # the same, host to GPU, before backward
     UPDATE = "update"  # the optimizer's update of one chunk
+    SETTLE = "settle"  # its second part, of a chunk whose update writes parameters first: its states
     READ = "read"  # from disk into a buffer on the host
     WRITE = "write"  # from a buffer on the host to disk
     GATHER = "gather"  # of a chunk from the shards of all ranks, on the GPU: in a slot, or where its parameters stay

@@ -67,6 +67,9 @@ class BlockPlan:
     parks: bool = True
     late: bool = False  # its update, from the disk and in backward, comes after those of the others, in order of need
     sharing: Sharing = Sharing.SHARDED  # of several ranks
+    # With deferred updates, of states on the host: parameters are written first, which the next forward waits for, and
+    # states when nobody waits. More bytes in all
+    settles: bool = False
 
 
 @dataclass(frozen=True)

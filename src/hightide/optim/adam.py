@@ -79,6 +79,10 @@ class AdamRule(Rule):
             maximize=hyper.maximize,
         )
 
+    def has_parts(self, hyper: AdamHyper) -> bool:
+        """A decay that is added to the gradient reads the parameter of before."""
+        return hyper.decoupled or hyper.weight_decay == 0.0
+
     def kernel(self) -> c_kernel.CKernel | None:
         return c_kernel.load("adam", _numbers)
 

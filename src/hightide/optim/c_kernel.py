@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hightide.optim import build
-from hightide.optim.operands import Operands
+from hightide.optim.operands import Operands, Part
 from hightide.runtime.lanes.kernel_threads import WorkInC
 
 _NONE = 0
@@ -28,7 +28,7 @@ class _Update(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("next", "tile_numel", "numel")),
         *((name, ctypes.c_void_p) for name in ("master", "grad", "first", "second", "param", "remainder", "hyper")),
-        *((name, ctypes.c_int) for name in ("grad_type", "param_type")),
+        *((name, ctypes.c_int) for name in ("grad_type", "param_type", "part")),
     )
 
 
@@ -53,7 +53,15 @@ class CKernel:
             return grad == torch.float32
         return param in (torch.bfloat16, torch.float16) and grad in (torch.float32, param)
 
-    def share(self, operands: Operands, step: int, hyper: Any, scale: float, tile_numel: int) -> WorkInC:
+    def share(
+        self,
+        operands: Operands,
+        step: int,
+        hyper: Any,
+        scale: float,
+        tile_numel: int,
+        part: Part = Part.WHOLE,
+    ) -> WorkInC:
         """One update as work for any number of threads at once: each takes tiles until none are left."""
         first, second = (*operands.states, None, None)[:2]
         param = operands.param
@@ -69,5 +77,6 @@ class CKernel:
             ctypes.addressof(numbers),
             _NONE if scale == 0.0 else _TYPES[operands.grad.dtype],  # zero times infinity would be NaN
             _NONE if param is None else _TYPES[param.dtype],
+            part,
         )
         return WorkInC(self._library, self._update, arguments, alive=(operands, numbers))

@@ -1,10 +1,18 @@
 """The optimizer's update of one chunk: a few contiguous ranges, with the hyper-parameters of the moment in which it
-was issued."""
+was issued.
+
+[Note: states later] An update on the host moves bytes, and the next forward waits for it, but only for parameters. So
+where a plan says so (`BlockPlan.settles`) it comes in two parts: the first reads everything and writes parameters and
+masters; the second, SETTLE, reads gradient and states again and writes the states, while the lane has nothing that
+anybody waits for. Both compute the same numbers from the same numbers, so the bits are those of the update as a whole.
+Of Adam with bf16 parameters the first part moves 18 bytes per parameter in the place of 26. Between the two the states
+are those of before: who reads them, or changes the gradient, waits for the second part."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +21,7 @@ from hightide.ir.refusal import Refused
 from hightide.ir.state_spec import MASTER, REMAINDER, StateSpec
 from hightide.optim.groups import Groups
 from hightide.optim.host_update import HostUpdate
-from hightide.optim.operands import Operands
+from hightide.optim.operands import Operands, Part
 from hightide.optim.rule import Rule
 from hightide.optim.states.moments import Moments
 from hightide.runtime.chunks.chunks import Chunks
@@ -21,6 +29,7 @@ from hightide.runtime.chunks.disk_homes import UpdateArrays
 from hightide.runtime.gradients.factors import Factor, HostNumber
 from hightide.runtime.gradients.gradients import Gradients
 from hightide.runtime.lanes.update_threads import UpdateThreads
+from hightide.runtime.schedule.disk_performer import LaneWork
 from hightide.stores.array import Array
 
 BROKEN_PROMISE = (
@@ -79,14 +88,17 @@ class ChunkUpdates:
             self._group_of = groups
             self._gradients.optimised = frozenset(self._group_of)
 
-    def prepare(self, chunk: int) -> Callable[[], None] | None:
+    def prepare(self, chunk: int, in_parts: bool) -> tuple[LaneWork, LaneWork | None] | None:
         self.follow()
         hypers: dict[int, Any] = {}
         ranges = self._ranges(chunk, hypers)
         if not hypers:
             return None
         self.masters_differ = True
-        return lambda: self._apply(chunk, ranges, hypers)
+        if not in_parts:
+            return partial(self._apply, chunk, ranges, hypers), None
+        later: list[LaneWork] = []
+        return partial(self._apply, chunk, ranges, hypers, later), partial(_run, later)
 
     def _ranges(self, chunk: int, hypers: dict[int, Any]) -> list[Range]:
         """What is to be updated; the hyper-parameters of its groups go to `hypers`. Of a chunk that is in shards on
@@ -157,15 +169,26 @@ class ChunkUpdates:
         """What computes updates on the host: "c" or "torch"."""
         return self._on_host.kernel
 
-    def _apply(self, chunk: int, ranges: list[Range], hypers: dict[int, Any]) -> None:
+    def _apply(
+        self, chunk: int, ranges: list[Range], hypers: dict[int, Any], later: list[LaneWork] | None = None
+    ) -> None:
+        """`later`: gets the second part of what can be done in two."""
         update = self._rule.update if self._chunks.placed[chunk].is_updated_on_gpu else self._on_host.update
+        in_parts = later is not None and self._chunks.update_arrays(chunk).is_memory
         for start, piece in self._pieces(chunk):
             stop = start + len(piece)
             for part in ranges:
                 begin, end = max(start, part.start), min(stop, part.stop)
                 if begin < end:
                     operands = piece if (begin, end) == (start, stop) else piece[begin - start : end - start]
-                    update(operands, part.step, hypers[part.group], _number(part.factor))
+                    hyper, factor = hypers[part.group], _number(part.factor)
+                    if later is not None and in_parts and self._on_host.has_parts(operands, hyper):
+                        factor = float(factor)  # the number may be another one by then
+                        self._on_host.update(operands, part.step, hyper, factor, Part.PARAMS)
+                        states = partial(self._on_host.update, operands, part.step, hyper, factor, Part.STATES)
+                        later.append(states)
+                    else:
+                        update(operands, part.step, hyper, factor)
 
     def _pieces(self, chunk: int) -> Iterator[tuple[int, Operands]]:
         """(start, operands) of a chunk: all of it at once, if it is in memory."""
@@ -208,6 +231,12 @@ class ChunkUpdates:
 
     def close(self) -> None:
         self._wholes.clear()
+
+
+def _run(works: list[LaneWork]) -> None:
+    for work in works:
+        work()
+    works.clear()
 
 
 def _number(factor: Factor) -> float | Tensor:

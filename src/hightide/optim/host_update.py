@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from hightide.ir.chunk import ALIGN_NUMEL
-from hightide.optim.operands import Operands
+from hightide.optim.c_kernel import CKernel
+from hightide.optim.operands import Operands, Part
 from hightide.optim.rule import Rule
 from hightide.runtime.lanes.update_threads import UpdateThreads
 
@@ -39,13 +40,29 @@ class HostUpdate:
     def kernel(self) -> str:
         return "torch" if self._compiled is None else "c"
 
-    def update(self, operands: Operands, step: int, hyper: Any, scale: float | Tensor = 1.0) -> None:
-        scale = float(scale)
+    def has_parts(self, operands: Operands, hyper: Any) -> bool:
+        """Whether `update` can do it in parts."""
+        return self._by_kernel(operands) is not None and self._rule.has_parts(hyper)
+
+    def _by_kernel(self, operands: Operands) -> CKernel | None:
         param = None if operands.param is None else operands.param.dtype
-        if self._compiled is not None and self._compiled.supports(operands.grad.dtype, param):
+        kernel = self._compiled
+        return kernel if kernel is not None and kernel.supports(operands.grad.dtype, param) else None
+
+    def update(
+        self,
+        operands: Operands,
+        step: int,
+        hyper: Any,
+        scale: float | Tensor = 1.0,
+        part: Part = Part.WHOLE,
+    ) -> None:
+        scale = float(scale)
+        if (kernel := self._by_kernel(operands)) is not None:
             tile_numel = self._tile_numel or C_TILE_NUMEL
-            work: Callable[[int], None] = self._compiled.share(operands, step, hyper, scale, tile_numel)
+            work: Callable[[int], None] = kernel.share(operands, step, hyper, scale, tile_numel, part)
         else:
+            assert part is Part.WHOLE
             tile_numel = self._tile_numel or TORCH_TILE_NUMEL
             work = self._by_torch(operands, step, hyper, scale, tile_numel)
         self._sharers.run(work, -(-len(operands) // tile_numel))

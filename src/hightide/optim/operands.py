@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from hightide.runtime.chunks.remainder import join
+
+
+class Part(IntEnum):
+    """What of an update is to be done. The numbers are those of kernels/elements.h."""
+
+    WHOLE = 0
+    PARAMS = 1  # and their masters; the states stay as they are
+    STATES = 2  # what PARAMS has left
 
 
 @dataclass(frozen=True)

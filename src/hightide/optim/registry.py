@@ -11,6 +11,11 @@ from hightide.optim.sgd import SGDRule
 RULES: tuple[type[Rule], ...] = (AdamWRule, AdamRule, SGDRule)
 
 
+def in_parts(rule: Rule, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its updates on the host can write parameters first: see [Note: states later] in chunk_updates.py."""
+    return rule.kernel() is not None and all(rule.has_parts(rule.read(group)) for group in optimizer.param_groups)
+
+
 def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
     """The rule of an optimizer, all of whose groups were checked. A subclass may do anything in its step: refused."""
     for kind in RULES:

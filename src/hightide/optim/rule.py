@@ -74,6 +74,11 @@ class Rule(ABC):
         """Whether an update with these hyper-parameters uses the states: only such updates are counted."""
         return True
 
+    def has_parts(self, hyper: Any) -> bool:
+        """Whether new states follow from the old ones, the gradient and these hyper-parameters alone, and the kernel in
+        C can write them after the parameters: see [Note: states later] in chunk_updates.py."""
+        return False
+
     def kernel(self) -> CKernel | None:
         """The same arithmetic in C, for ranges on the host, if there is one and it can be used here."""
         return None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from hightide.ir.action import ActionKey, Op
 from hightide.ir.block import DTYPE_BYTES
 from hightide.ir.chunk import (
     GRAD_BYTES,
@@ -62,6 +63,7 @@ class Home(NamedTuple):
     compute: Tier = Tier.GPU
     parks: bool = True
     sharing: Sharing = Sharing.SHARDED
+    settles: bool = False
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -79,7 +81,8 @@ class ChunkPlace:
     grad_bytes: int  # of a gradient on the link and at home
     rounds_to: str | None  # the dtype to which a finished gradient is rounded
     rounds_in_place: bool  # where it is summed: nobody else would do it, or more is added later
-    update_bytes: int  # that an update touches, each array once
+    # That an update touches, each array once. Where it `settles`, such a part of them as its first part moves
+    update_bytes: int
     num_slots: int  # that its parameters take at once
     num_grad_slots: int  # 0: there is no gradient, or it is summed at a place of its own on the GPU
     copies: Mapping[tuple[ChunkKind, Tier], int]  # what is there for the whole run, in bytes
@@ -94,6 +97,17 @@ class ChunkPlace:
     is_gathered: bool = False
     is_averaged: bool = False  # what is trained of it, over several ranks
     is_cut: bool = False  # a rank has a shard of it, which of one rank that talks to itself is all of it
+    settle_bytes: int = 0  # the same, of the second part of its update; 0: its update is one
+
+    @property
+    def settles(self) -> bool:
+        """Its states are written after its parameters."""
+        return self.settle_bytes > 0
+
+    @property
+    def last_of_update(self) -> ActionKey:
+        """What reads its gradient last."""
+        return ActionKey(Op.SETTLE if self.settles else Op.UPDATE, self.chunk.index)
 
     @property
     def is_streamed(self) -> bool:
@@ -227,6 +241,7 @@ class ChunkPlaces:
         compute: Tier,
         may_park: bool,
         sharing: Sharing,
+        may_settle: bool,
     ) -> ChunkPlace:
         trained, layout = chunk.trainable_numel > 0, self.layout
         on_host = compute is Tier.HOST
@@ -291,6 +306,9 @@ class ChunkPlaces:
             Buffer.UPDATED: sum(map(on_disk_bytes, on_disk.values())) if states is Tier.DISK and trained else 0,
         }
         read_grad_bytes = DTYPE_BYTES[grad_dtype] if leaves else GRAD_BYTES
+        update_bytes = shard.optimised_numel * (read_grad_bytes + DTYPE_BYTES[chunk.dtype]) + shard.state_bytes
+        settles = may_settle and self._update is Update.DEFERRED and states is grad is Tier.HOST and not on_host
+        first_bytes, later_bytes = _in_parts(shard, read_grad_bytes, update_bytes) if settles else (update_bytes, 0)
         return ChunkPlace(
             chunk,
             shard,
@@ -303,7 +321,7 @@ class ChunkPlaces:
             grad_bytes,
             rounds_to=chunk.dtype if rounds else None,
             rounds_in_place=rounds_in_place,
-            update_bytes=shard.optimised_numel * (read_grad_bytes + DTYPE_BYTES[chunk.dtype]) + shard.state_bytes,
+            update_bytes=first_bytes,
             num_slots=num_slots,
             num_grad_slots=num_grad_slots,
             copies=copies,
@@ -321,7 +339,19 @@ class ChunkPlaces:
             is_gathered=is_gathered,
             is_averaged=self._is_averaged,
             is_cut=is_cut,
+            settle_bytes=later_bytes,
         )
+
+
+def _in_parts(shard: ChunkSpec, grad_bytes: int, update_bytes: int) -> tuple[int, int]:
+    """Bytes of the two parts of an update, as fractions of those that it touches as a whole. That reads the gradient,
+    and reads and writes the rest; the first part only reads the rule's own states, and the second reads the gradient
+    again, and reads and writes these states."""
+    grads = shard.optimised_numel * grad_bytes
+    states = sum(state.num_bytes(shard.optimised_numel) for state in shard.rule_states)
+    whole = 2 * update_bytes - grads
+    later = grads + 2 * states if states else 0
+    return update_bytes * (whole - states) // whole if states else update_bytes, update_bytes * later // max(1, whole)
 
 
 def _staged_bytes(chunk: ChunkSpec, most_numel: int) -> int:

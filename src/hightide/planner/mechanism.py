@@ -13,6 +13,7 @@ class Mechanism(StrEnum):
     SWAP = "swap"  # of these, those that wait on the host
     LOSS_IN_FORWARD = "loss in forward"  # the head's gradients are made with the loss: logits neither wait nor repeat
     LOOKUP = "lookup on the host"  # of embeddings: rows cross the link, and no tables
+    STATES_LATER = "states later"  # than parameters are written by the host's updates: forward waits for less
     UPDATE_OVERLAP = "update overlap"  # the host's updates run beside the next forward
 
 

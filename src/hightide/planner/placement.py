@@ -21,7 +21,7 @@ class Placement:
             plan.layout, plan.update, plan.gradients, plan.accumulate, plan.ranks, plan.replicas, plan.even_alone
         )
         homes = [
-            Home(block.params, block.states, block.sums, block.compute, block.parks, block.sharing)
+            Home(block.params, block.states, block.sums, block.compute, block.parks, block.sharing, block.settles)
             for block in plan.blocks
         ]
         self.plan = plan

@@ -30,6 +30,7 @@ class Terms(Shared):
     ranks: int = 1  # of which each has a GPU, a batch like the profile's, and these limits for itself
     replicas: int = 1  # groups of ranks that have a copy of everything
     even_alone: bool = False  # one rank does what each of several does
+    in_parts: bool = False  # updates on the host can write states later than parameters
 
     @classmethod
     def of(cls, plan: Plan) -> Terms:
@@ -38,6 +39,7 @@ class Terms(Shared):
         states = next((chunk.rule_states for chunk in plan.layout.chunks if chunk.optimised_numel), ())
         disk_bytes, accumulate = plan.disk_limit_bytes, plan.accumulate
         terms = cls(*limits, plan.update, plan.micro_batch, states, plan.gradients, disk_bytes, accumulate)
+        terms = replace(terms, in_parts=any(block.settles for block in plan.blocks))
         return replace(terms, ranks=plan.ranks, replicas=plan.replicas, even_alone=plan.even_alone)
 
     @property

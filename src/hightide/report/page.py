@@ -42,6 +42,7 @@ _NAMES = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
     Op.UPDATE: "update",
+    Op.SETTLE: "update",
     Op.STASH: "block inputs move",
     Op.UNSTASH: "block inputs move",
     Op.WRITE_BACK: "gradients move",

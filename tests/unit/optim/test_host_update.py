@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,10 @@ from torch import Tensor, nn
 
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.optim import build
-from hightide.optim.adam import AdamWHyper, AdamWRule
+from hightide.optim.adam import AdamRule, AdamWHyper, AdamWRule
 from hightide.optim.host_update import HostUpdate
-from hightide.optim.operands import Operands
+from hightide.optim.operands import Operands, Part
+from hightide.optim.sgd import SGDRule
 from hightide.runtime.chunks.remainder import split
 
 RULE = AdamWRule()
@@ -120,6 +122,41 @@ def test_c_gives_the_same_bits_however_a_range_is_cut(lanes, kind):
         for start, stop in itertools.pairwise([0, 1, 8, 23, 1000, 1001, 4990, numel]):
             many.update(parts[start:stop], step, HYPER, 0.7)
     assert not any(num_different(whole, parts))
+
+
+@needs_compiler
+@pytest.mark.parametrize("scale", [0.37, 0.0])
+@pytest.mark.parametrize("hyper", HYPERS.values(), ids=HYPERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_two_parts_it_gives_the_same_bits(lanes, kind, hyper, scale):
+    """The first leaves the states as they are; the second, everything else."""
+    numel = 3001
+    whole, parts = operands(kind, numel), operands(kind, numel)
+    update = HostUpdate(RULE, lanes.sharers, "c", 8 * ALIGN_NUMEL)
+    assert update.has_parts(parts, hyper)
+    for step in range(1, 5):
+        update.update(whole, step, hyper, scale)
+        states, params = [state.clone() for state in parts.states], parts.master_values().clone()
+        update.update(parts, step, hyper, scale, Part.PARAMS)
+        assert all(map(torch.equal, states, parts.states))
+        assert torch.equal(bits(parts.master_values()), bits(whole.master_values()))
+        assert scale == 0.0 or not torch.equal(parts.master_values(), params)
+        written_first = [
+            tensor.clone() for tensor in (parts.master, parts.param, parts.remainder) if tensor is not None
+        ]
+        update.update(parts, step, hyper, scale, Part.STATES)
+        others = [tensor for tensor in (parts.master, parts.param, parts.remainder) if tensor is not None]
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(written_first, others, strict=True))
+        assert not any(num_different(whole, parts))
+
+
+def test_what_cannot_be_done_in_parts(lanes):
+    """A decay by way of the gradient reads the parameter of before; torch's operations do all of it at once."""
+    coupled = replace(HYPER, decoupled=False)
+    ops = operands("fp32", 8)
+    assert not HostUpdate(RULE, lanes.sharers, "torch").has_parts(ops, HYPER)
+    assert not AdamRule().has_parts(coupled) and AdamRule().has_parts(replace(coupled, weight_decay=0.0))
+    assert not SGDRule().has_parts(SGDRule().read(torch.optim.SGD([nn.Parameter(torch.zeros(1))]).param_groups[0]))
 
 
 @pytest.mark.parametrize("kernel", ["torch", pytest.param("c", marks=needs_compiler)])

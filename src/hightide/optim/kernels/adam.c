@@ -1,4 +1,5 @@
-/* Adam and AdamW in one pass over memory: reads gradient, moments and master, writes moments, master and parameter.
+/* Adam and AdamW in one pass over memory: reads gradient, moments and master, writes moments, master and parameter. Or
+ * in two, of which the first leaves the moments as they are, and the second computes and writes these alone.
  *
  * The order of operations, and which of them are fused, is that of torch's own kernel (FusedAdamKernel.cpp), so that
  * results are the same bits where torch has fused multiply-add too. */
@@ -20,20 +21,25 @@ typedef struct {
 
 static inline __attribute__((always_inline)) void tile(int64_t n, float *restrict master, const void *restrict grad,
                                                        float *restrict first, float *restrict second,
-                                                       void *restrict param, Hyper h, int grad_type, int param_type) {
+                                                       void *restrict param, Hyper h, int grad_type, int param_type,
+                                                       int part) {
     for (int64_t i = 0; i < n; i++) {
         float g = load(grad, i, grad_type) * h.scale;
-        if (h.coupled != 0.0f) g = FMA(master[i], h.coupled, g);
+        if (part == WHOLE && h.coupled != 0.0f) g = FMA(master[i], h.coupled, g);
         float m = FMA(h.lerp, g - first[i], h.from_grad != 0.0f ? g : first[i]);
         float v = FMA(h.square * g, g, second[i] * h.beta2);
+        if (part != PARAMS) {
+            first[i] = m;
+            second[i] = v;
+        }
+        if (part == STATES) continue;
         float denominator = __builtin_sqrtf(v) / h.correction + h.eps;
         float p = master[i] * h.decay + h.step_size * m / denominator;
-        first[i] = m;
-        second[i] = v;
         master[i] = p;
         store(param, i, p, param_type);
     }
 }
 
 #define NAME hightide_adam
+#define HAS_PARTS
 #include "ranges.h"

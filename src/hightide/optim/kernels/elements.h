@@ -16,6 +16,7 @@
 #endif
 
 enum { NONE = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
+enum { WHOLE = 0, PARAMS = 1, STATES = 2 }; /* what of an update is to be done */
 
 static inline uint32_t bits_of(float value) {
     uint32_t bits;

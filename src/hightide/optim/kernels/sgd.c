@@ -14,8 +14,9 @@ typedef struct {
 
 static inline __attribute__((always_inline)) void tile(int64_t n, float *restrict master, const void *restrict grad,
                                                        float *restrict buffer, float *restrict unused,
-                                                       void *restrict param, Hyper h, int grad_type, int param_type) {
-    (void)unused;
+                                                       void *restrict param, Hyper h, int grad_type, int param_type,
+                                                       int part) {
+    (void)unused, (void)part;
     if (h.momentum == 0.0f) {
         for (int64_t i = 0; i < n; i++) {
             float g = load(grad, i, grad_type) * h.scale;

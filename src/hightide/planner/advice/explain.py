@@ -296,7 +296,9 @@ def _timing(plan: Plan, schedule: Schedule) -> list[str]:
         (Update.IN_BACKWARD, True): "as soon as a gradient is final",
         (Update.IN_BACKWARD, False): "on the GPU, as soon as a gradient is final",
     }
-    return [f"update: {plan.update}, {text[plan.update, on_host]}"]
+    settles = any(action.op is Op.SETTLE for action in schedule.lane(Lane.CPU))
+    later = ["  on the host parameters are written first, and moments while nobody waits"] if settles else []
+    return [f"update: {plan.update}, {text[plan.update, on_host]}", *later]
 
 
 def _traffic(profile: ModelProfile, plan: Plan, passes: Passes) -> list[str]:

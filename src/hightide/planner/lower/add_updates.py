@@ -1,5 +1,6 @@
-"""Pass 5: the optimizer's update of each chunk that got a gradient, where its states are. Parameters that are whole on
-each of several GPUs, and updated in shards, are gathered after it: the next pass that uses them waits for that.
+"""Pass 5: the optimizer's update of each chunk that got a gradient, where its states are. Where these may be written
+later than parameters (`ChunkPlace.settles`), that is an action of its own. Parameters that are whole on each of several
+GPUs, and updated in shards, are gathered after it: the next pass that uses them waits for that.
 
 An update on the GPU in backward waits for the REDUCE of its gradient. So that compute does not, it comes a few ticks
 later, if its grad slot is free so long."""
@@ -24,6 +25,8 @@ def add_updates(draft: Draft) -> None:
         elif draft.backward_uses.get(place.chunk.index) and not place.is_used_up:  # those left grad slots by it
             on_gpu = place.states is Tier.GPU
             draft.actions.append(update_on_gpu(draft, place) if on_gpu else _on_host(draft, place))
+            if place.settles:
+                draft.actions.append(_settle(draft, place, draft.actions[-1]))
     _put_off(draft)
     updates = [action for action in draft.actions if action.op is Op.UPDATE]
     draft.actions += [_gather(draft, one) for one in updates if draft.place_of(one).is_gathered_after_update]
@@ -79,6 +82,14 @@ def _on_host(draft: Draft, place: ChunkPlace) -> Action:
         return _action(place, Lane.CPU, tick=due, opens=home.opens, after=(home.id,))
     step = draft.ticks[-1]
     return _action(place, Lane.CPU, tick=due, opens=step.tick, after=(step.id, home.id))
+
+
+def _settle(draft: Draft, place: ChunkPlace, update: Action) -> Action:
+    """Before the next gradient comes to where this one is: the lane has all of the next pass for it."""
+    due = len(draft.ticks) + draft.backward_uses[place.chunk.index][-1]
+    return update.changed(
+        id=place.last_of_update, op=Op.SETTLE, tick=due, num_bytes=place.settle_bytes, after=(update.id,)
+    )
 
 
 def _due(draft: Draft, place: ChunkPlace) -> int:

@@ -214,7 +214,7 @@ def _write_back(draft: Draft, place: ChunkPlace, tick: Action, slot: int | None)
         target=Place(Tier.HOST),
         num_bytes=place.grad_bytes,
         after=(tick.id, *_reduced(draft, place)),
-        after_prev=(ActionKey(Op.UPDATE, chunk.index),) if chunk.optimised_numel else (),
+        after_prev=(place.last_of_update,) if chunk.optimised_numel else (),
     )
 
 

@@ -91,7 +91,7 @@ def least_step_s(problem: Problem, placement: Placement) -> float:
 
 def _add_update(moved: Counter[Lane], place: ChunkPlace) -> None:
     """On the host, and what it reads and writes of a disk."""
-    moved[Lane.CPU] += place.update_bytes
+    moved[Lane.CPU] += place.update_bytes + place.settle_bytes
     if place.states is Tier.DISK:
         moved[Lane.DISK_WRITE] += place.written_bytes
         moved[Lane.DISK_READ] += place.read_bytes

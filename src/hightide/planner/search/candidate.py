@@ -28,6 +28,7 @@ class Candidate:
     sums: frozenset[int] = NO_BLOCKS  # blocks whose sums stay on the GPU from pass to pass
     trained: frozenset[int] = NO_BLOCKS  # blocks whose adapters stay while the rest streams
     looked_up: frozenset[int] = NO_BLOCKS  # embeddings on the host, whatever else is said of them
+    settles: bool = False  # updates on the host write states later than parameters
     loss_kept_tokens: int = 0
     near: frozenset[int] = NO_BLOCKS  # blocks whose inputs stay on the GPU, whatever `inputs` is
     spare_grad_slots: int | None = None  # None: as many as spare_slots
@@ -53,6 +54,7 @@ class Candidate:
             Mechanism.LEVELS: self.selective | self.swapped,
             Mechanism.SWAP: self.swapped,
             Mechanism.LOOKUP: self.looked_up,
+            Mechanism.STATES_LATER: self.settles,
         }
         return frozenset(mechanism for mechanism, used in uses.items() if used)
 

@@ -219,6 +219,22 @@ class Moves(Ladders):
                 if self.may_fit(start):
                     yield from (self.fill(start, order) for order in ORDERS[:3])
 
+    def settled(self, filled: Candidate) -> Iterator[Candidate]:
+        """Fillings of its kind in which updates on the host write parameters first: fewer states need be on the GPU so
+        that forward does not wait for them."""
+        if filled.disk or not self._may_settle:
+            return
+        here = filled.changed(settles=True)
+        yield here
+        bare = Candidate(filled.micro_batch, filled.inputs, filled.spare_slots, settles=True)
+        start = Form(filled.slot_numel, filled.loss_tile_tokens).of(bare)
+        if self.may_fit(start):
+            yield from (self.fill(start, order) for order in ORDERS)
+
+    @property
+    def _may_settle(self) -> bool:
+        return self.space.terms.in_parts and not self.space.updates_in_backward
+
     def stored(self, filled: Candidate) -> Iterator[Candidate]:
         """Fillings of its kind in which inputs of the first blocks, which wait longest, do so on disk: what they had of
         the host is there for others, and in forward the disk may have nothing else to do."""
@@ -322,6 +338,8 @@ class Moves(Ladders):
         """One thing is another."""
         if self.space.tables and not candidate.disk:
             yield self._looked_up(candidate)
+        if self._may_settle and not candidate.disk:
+            yield candidate.changed(settles=not candidate.settles)
         for spare in (candidate.spare_slots + 1, candidate.spare_slots - 1):
             if 0 <= spare <= MOST_SPARE:
                 yield candidate.changed(spare_slots=spare)

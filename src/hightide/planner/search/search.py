@@ -105,6 +105,7 @@ class _Search:
             starts += self._best(self.moves.recast(starts[0]))
         starts += self._best(self.moves.swaps(starts[0]))
         starts += self._best(self.moves.lookups(starts[0]))
+        starts += self._best(self.moves.settled(starts[0]))
         starts += self._best(self.moves.gradient_rings(starts[0]))
         best = min((self._improved(candidate) for candidate in starts), key=self.trials.step_s)
         stored = [self._improved(candidate) for candidate in self._best(self.moves.stored(best))]

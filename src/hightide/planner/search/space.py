@@ -117,7 +117,8 @@ class Space:
         states = Tier.DISK if candidate.disk and index not in candidate.host_states else Tier.HOST
         in_part = Tier.GPU if index in candidate.params else params, Tier.GPU if index in candidate.trained else states
         sums = self._sums(index, in_part[1], candidate)
-        return Home(*in_part, sums, parks=False, sharing=self._sharing(block, candidate))
+        settles = candidate.settles and in_part[1] is Tier.HOST
+        return Home(*in_part, sums, parks=False, sharing=self._sharing(block, candidate), settles=settles)
 
     @property
     def is_cut(self) -> bool:
@@ -165,12 +166,13 @@ class Space:
         return tuple(replace(plan, late=True) if block in late else plan for block, plan in enumerate(plans))
 
     def _block_plan(self, block: BlockSpec, home: Home, candidate: Candidate) -> BlockPlan:
-        params, states, sums, compute, parks, sharing = home
+        params, states, sums, compute, parks, sharing, settles = home
         activation = candidate.activation(block.index)
         held = Tier.HOST if block.index in candidate.swapped else Tier.GPU
         inputs = self._inputs(block, candidate)
         made = BlockPlan(block.name, params, states, activation, inputs, held, sums, compute, parks)
-        return made if sharing is made.sharing else replace(made, sharing=sharing)
+        rare = (sharing, settles) != (made.sharing, made.settles)
+        return replace(made, sharing=sharing, settles=settles) if rare else made
 
     def _inputs(self, block: BlockSpec, candidate: Candidate) -> Tier:
         index = block.index

@@ -19,6 +19,7 @@ _LANES = {
     Op.STASH: Lane.D2H,
     Op.LOOK_UP: Lane.H2D,
     Op.SUM: Lane.CPU,
+    Op.SETTLE: Lane.CPU,
     Op.READ: Lane.DISK_READ,
     Op.WRITE: Lane.DISK_WRITE,
     Op.GATHER: Lane.GATHER,
@@ -44,6 +45,7 @@ _KINDS = {
     Op.WRITE_BACK: (ChunkKind.GRAD,),
     Op.SUM: (ChunkKind.GRAD,),
     Op.UPDATE: (ChunkKind.STATE,),
+    Op.SETTLE: (ChunkKind.STATE,),
     Op.READ: (ChunkKind.PARAM, ChunkKind.GRAD, ChunkKind.STATE),
     Op.WRITE: (ChunkKind.GRAD, ChunkKind.STATE),
     Op.GATHER: (ChunkKind.PARAM,),
@@ -105,8 +107,8 @@ def _num_bytes(profile: ModelProfile, plan: Plan, action: Action, place: ChunkPl
     if place.is_looked_up and action.call is not None:
         call = profile.calls[action.call]
         return sum_bytes(profile, plan, call) if action.op is Op.SUM else rows_bytes(plan, call)
-    if action.op is Op.UPDATE:
-        return place.update_bytes
+    if action.op in (Op.UPDATE, Op.SETTLE):
+        return place.update_bytes if action.op is Op.UPDATE else place.settle_bytes
     if action.kind is ChunkKind.STATE:
         return place.read_bytes if action.op is Op.READ else place.written_bytes
     if action.op is Op.CLEAR:

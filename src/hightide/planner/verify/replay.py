@@ -28,6 +28,7 @@ class Replay(OrderedReplay):
         super().__init__(placement, schedule, precedence)
         self.profile = profile
         self.updates: dict[int, Action] = {}  # by chunk
+        self.settled: set[int] = set()  # chunks whose states were written after their parameters
         self.params = ParamReplay(placement, schedule, precedence, self.updates)
         self.grad_slots = Places("slot", placement.plan.num_grad_slots)
         self.cleared: set[int] = set()  # gradients that live on the GPU
@@ -55,6 +56,7 @@ class Replay(OrderedReplay):
             Op.STASH: self._stash,
             Op.UNSTASH: self._stash,
             Op.UPDATE: self._update,
+            Op.SETTLE: self._settle,
             Op.LOOK_UP: self.params.look_up,
             Op.SUM: self._sum_rows,
             Op.GATHER: self.params.gather,
@@ -243,7 +245,7 @@ class Replay(OrderedReplay):
             return self._rows_leave(action, chunk.index)
         self._is_mean(action, place)
         if chunk.optimised_numel:
-            self.follows(action, ActionKey(Op.UPDATE, chunk.index), "overwrites a gradient that may still be read")
+            self.follows(action, place.last_of_update, "overwrites a gradient that may still be read")
         if place.stays and action.source != Place(Tier.GPU):
             self.fail(action, f"leaves {action.source}, but the gradient of chunk {chunk.index} has its own place")
         if not place.stays:
@@ -280,6 +282,15 @@ class Replay(OrderedReplay):
             self._check_step(action)
         self.updates[chunk.index] = action
 
+    def _settle(self, action: Action) -> None:
+        place = self.place(action)
+        chunk = place.chunk
+        if not place.settles or chunk.index in self.settled:
+            self.fail(action, f"writes the states of chunk {chunk.index}, which its update has written")
+        update = self.updates.get(chunk.index)
+        self.after(action, update, f"writes the states of chunk {chunk.index} before its parameters")
+        self.settled.add(chunk.index)
+
     def _check_step(self, update: Action) -> None:
         """On the host after the step, on the GPU as its first part."""
         step = self.schedule.ticks[-1]
@@ -314,6 +325,8 @@ class Replay(OrderedReplay):
             raise InfeasiblePlan(
                 f"the chunks {sorted(due - self.updates.keys())} have a gradient and are never updated"
             )
+        if owing := {index for index in self.updates if places[index].settles} - self.settled:
+            raise InfeasiblePlan(f"the chunks {sorted(owing)} are updated, and their states are never written")
         if self.unreduced:
             raise InfeasiblePlan(f"the gradients of chunks {sorted(self.unreduced)} are never reduced")
         self.params.check_gathered()

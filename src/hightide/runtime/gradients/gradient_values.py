@@ -58,7 +58,7 @@ class GradientValues:
         """Until nobody moves or reads the gradient at its home. Whoever asks may change it: what was read ahead of an
         update, or of another pass, is read again."""
         tickets = self._tickets
-        for ticket in (tickets.exits.get(chunk), tickets.updates.get(chunk), *tickets.reads_of(chunk)):
+        for ticket in (tickets.exits.get(chunk), *tickets.changes(chunk), *tickets.reads_of(chunk)):
             if ticket is not None:
                 ticket.settle()
         if self._chunks.disk is not None:

@@ -183,6 +183,7 @@ class Demands:
             return
         ticket = self._flight.lanes.submit(name, Lane.CPU, 0, after, work)
         self._flight.latest[name] = self._flight.updates[chunk] = ticket
+        self._flight.latest[ActionKey(Op.SETTLE, chunk)] = ticket  # it has left nothing
         if self._chunks.disk is not None and chunk in self._chunks.disk:  # it writes what it has changed by itself
             self._flight.latest[ActionKey(Op.WRITE, chunk, ChunkKind.STATE)] = self._flight.stored[chunk] = ticket
 

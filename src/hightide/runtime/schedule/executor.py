@@ -395,9 +395,11 @@ class Executor:
             self.wait_for_update(chunk)
 
     def wait_for_update(self, chunk: int) -> None:
-        """Until its home has the values."""
+        """Until its home has the values, and its states too."""
         if chunk in self._flight.updates:
             self._flight.wait(self._flight.updates[chunk], Lane.CPU)
+        if chunk in self._flight.settled:
+            self._flight.wait(self._flight.settled[chunk], Lane.CPU)
         if chunk in self._flight.stored:
             self._flight.wait(self._flight.stored[chunk], Lane.DISK_WRITE)
         if self._chunks.placed[chunk].is_gathered_after_update and chunk in self._flight.fetches:

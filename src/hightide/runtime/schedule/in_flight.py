@@ -18,6 +18,7 @@ class Tickets:
         self.gradient_fetches: dict[int, Ticket] = {}
         self.exits: dict[int, Ticket] = {}  # write-backs of gradients
         self.updates: dict[int, Ticket] = {}
+        self.settled: dict[int, Ticket] = {}  # states that are written after parameters
         self.stored: dict[int, Ticket] = {}  # of chunks on disk: when what their update has changed is written there
         self.reads: dict[tuple[int, ChunkKind], Ticket] = {}  # from disk
         self.rows: dict[int, Ticket] = {}  # copies of gradients of rows to the host; their sums are `exits`
@@ -25,14 +26,16 @@ class Tickets:
 
     def forget(self) -> None:
         """Nothing is under way, and chunks are others now."""
-        for tickets in (self.fetches, self.gradient_fetches, self.exits, self.updates, self.stored, self.rows):
+        for tickets in (self.fetches, self.gradient_fetches, self.exits, self.updates, self.settled):
+            tickets.clear()
+        for tickets in (self.stored, self.rows):
             tickets.clear()
         self.reads.clear()
         self.latest.clear()
 
     def changes(self, chunk: int) -> list[Ticket]:
         """What makes the values of a chunk others, at home."""
-        found = (self.updates.get(chunk), self.stored.get(chunk))
+        found = (self.updates.get(chunk), self.settled.get(chunk), self.stored.get(chunk))
         return [ticket for ticket in found if ticket is not None]
 
     def reads_of(self, chunk: int) -> list[Ticket]:

@@ -133,6 +133,8 @@ class Issuer:
                     current.stashes[action.id] = stash
         elif op is Op.UPDATE:
             flight.updates[chunk] = ticket
+        elif op is Op.SETTLE:
+            flight.settled[chunk] = ticket
         elif op is Op.GATHER:  # the last that a use waits for
             flight.fetches[chunk] = ticket
         elif op is Op.FETCH:

@@ -44,6 +44,7 @@ class Performer:
         self.gradients = gradients
         self.stashes = stashes
         self.updates: Updates | None = None  # set by the optimizer
+        self._unsettled: dict[int, LaneWork] = {}  # by chunk, what its planned update leaves for SETTLE
         self._saving: CopyOnUpdate | None = None
         self.moved_bytes: Counter[Lane] = Counter()
         self.num_evictions = 0
@@ -59,6 +60,7 @@ class Performer:
             Op.READ: self._read,
             Op.WRITE: self._write,
             Op.UPDATE: self._update,
+            Op.SETTLE: self._settle,
             Op.GATHER: self._gather,
             Op.REDUCE: self._reduce,
         }
@@ -372,9 +374,12 @@ class Performer:
         used_up = self.chunks.placed[chunk].is_used_up
         if used_up and self.chunks.grad_slots.first(chunk) is None:
             return nothing
-        apply = self.updates.prepare(chunk)
-        if apply is None:
+        prepared = self.updates.prepare(chunk, in_parts=is_planned and self.chunks.placed[chunk].settles)
+        if prepared is None:
             return (lambda: self.drop_gradient(chunk)) if used_up else lambda: self.chunks.unpark(chunk)
+        apply, states = prepared
+        if states is not None:
+            self._unsettled[chunk] = states
         if self._saving is not None:
             apply = self._saved_first(chunk, apply)
         if self._disk is not None and (self._disk.has_states(chunk) or self.chunks.placed[chunk].passes_ring):
@@ -393,6 +398,11 @@ class Performer:
             self.chunks.unpark(chunk)
 
         return work
+
+    def _settle(self, action: Action) -> LaneWork:
+        """Nothing, where there was no update."""
+        assert action.chunk is not None
+        return self._unsettled.pop(action.chunk, nothing)
 
     @property
     def saving(self) -> CopyOnUpdate | None:

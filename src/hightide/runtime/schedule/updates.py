@@ -20,9 +20,10 @@ class Updates(Protocol):
     def moment(self) -> tuple[int, bool]:
         """Number of steps so far, and whether updates of one were issued that has not ended."""
 
-    def prepare(self, chunk: int) -> LaneWork | None:
+    def prepare(self, chunk: int, in_parts: bool) -> tuple[LaneWork, LaneWork | None] | None:
         """Called in the user's thread when the update is issued: copies hyper-parameters by value. None: nothing to
-        do."""
+        do. `in_parts`: the second may be left for later, and must be done then; else there is none. See [Note: states
+        later] in optim/chunk_updates.py."""
 
     def begin_saving(self) -> Callable[[str], bool]:
         """What users have written to copies of states goes to its place. Returns what tells whether a parameter has

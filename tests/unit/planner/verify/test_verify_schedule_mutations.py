@@ -58,6 +58,11 @@ def mixed(profile: ModelProfile, update: Update) -> Plan:
     return replace(finish(profile, blocks, update, 2, 1, 1, 1024), gradients=GradientDtype.PARAM)
 
 
+def settling(plan: Plan) -> Plan:
+    """Whose states are written after parameters."""
+    return replace(plan, blocks=tuple(replace(block, settles=True) for block in plan.blocks))
+
+
 def twice() -> ModelProfile:
     """An embedding that is called twice."""
     profile = stack(2)
@@ -99,6 +104,8 @@ CASES: dict[str, tuple[ModelProfile, Plan, Mode]] = {
     "looked up, in backward": (TABLES, looked_up(TABLES, plan_with(TABLES, update=Update.IN_BACKWARD)), Mode.TRAIN),
     "looked up, accumulating": (TABLES, looked_up(TABLES, plan_with(TABLES)), Mode.ACCUMULATE),
     "looked up, evaluating": (TABLES, looked_up(TABLES, plan_with(TABLES)), Mode.EVAL),
+    "settling": (STACK, settling(mixed(STACK, Update.DEFERRED)), Mode.TRAIN),
+    "settling, tied, accumulating": (TIED, settling(plan_with(TIED)), Mode.ACCUMULATE),
     "adapters": (ADAPTERS, plan_with(ADAPTERS, states=Tier.GPU), Mode.TRAIN),
 }
 
