@@ -74,6 +74,7 @@ ABLATIONS = (
     _without(Mechanism.SWAP),
     _without(Mechanism.LOSS_IN_FORWARD),
     _without(Mechanism.LOOKUP),
+    _without(Mechanism.STATES_LATER),
     Ablation("updates begin at step()", update=Update.DEFERRED),
     _without(Mechanism.UPDATE_OVERLAP, update=Update.DEFERRED),
     Ablation("micro-batches as passes", update=Update.DEFERRED, in_passes=True),
@@ -136,7 +137,7 @@ def posed(options: argparse.Namespace, model: str, sequences: int) -> Problem:
 
 def _terms(options: argparse.Namespace) -> Terms:
     limits = parse_bytes(options.gpu, "--gpu"), parse_bytes(options.host, "--host")
-    return Terms(*limits, Update(options.update), gradients=GradientDtype.PARAM)
+    return Terms(*limits, Update(options.update), gradients=GradientDtype.PARAM, in_parts=True)
 
 
 def simulated_rows(options: argparse.Namespace, model: str, sequences: int) -> Iterator[Row]:

@@ -102,7 +102,7 @@ def planned(options: argparse.Namespace, heads: int) -> Attempt:
     machine = load_machine(options.machine)
     limits = parse_bytes(options.gpu, "--gpu"), parse_bytes(options.host, "--host")
     update, gradients = Update(options.update), GradientDtype(options.gradients)
-    terms = Terms(*limits, update, gradients=gradients, disk_bytes=disk_bytes(options))
+    terms = Terms(*limits, update, gradients=gradients, disk_bytes=disk_bytes(options), in_parts=True)
     numel = sum(spec.numel for spec in profile.params)
     try:
         found = search(Problem(profile, estimate(profile, machine), machine, terms))

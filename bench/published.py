@@ -55,7 +55,7 @@ def problem_of(model: str, machine: Machine, host_bytes: int | None = None) -> P
     assert machine.gpu is not None and machine.host is not None
     profile = load_workload(model, TOKENS // LENGTH, LENGTH, None, None).profile()
     limits = int(HEADROOM * machine.gpu.memory_bytes), host_bytes or int(HEADROOM * machine.host.memory_bytes)
-    return Problem(profile, estimate(profile, machine), machine, Terms(*limits))
+    return Problem(profile, estimate(profile, machine), machine, Terms(*limits, in_parts=True))
 
 
 def best(problem: Problem) -> Searched | None:

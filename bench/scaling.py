@@ -81,7 +81,7 @@ def row(profile: ModelProfile, machine: Machine, gpus: int, nodes: int) -> Row |
     rank = machine_of_rank(machine, gpus, nodes)
     assert rank.gpu is not None and rank.host is not None
     limits = int(GPU_SHARE * rank.gpu.memory_bytes), int(HOST_SHARE * rank.host.memory_bytes)
-    asked = Problem(profile, estimate(profile, rank), rank, Terms(*limits, ranks=gpus * nodes))
+    asked = Problem(profile, estimate(profile, rank), rank, Terms(*limits, ranks=gpus * nodes, in_parts=True))
     for disk_bytes in (0, DISK_BYTES // gpus):
         try:
             found = search_groups(asked.with_terms(disk_bytes=disk_bytes), search)

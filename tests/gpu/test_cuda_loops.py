@@ -135,7 +135,12 @@ SAME_UPDATE_DEVICE: dict[str, Callable[[Plan], Plan]] = {
     "inputs on the gpu": partial(everything_moves, inputs=Tier.GPU),
     "kept": partial(everything_moves, inputs=Tier.GPU, activation=Activation.KEEP),
     "one slot more": lambda plan: _more_slots(everything_moves(plan)),
+    "states later": lambda plan: _settling(everything_moves(plan)),
 }
+
+
+def _settling(plan: Plan) -> Plan:
+    return replace(plan, blocks=tuple(replace(block, settles=True) for block in plan.blocks))
 
 
 def _more_slots(plan: Plan) -> Plan:

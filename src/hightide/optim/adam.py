@@ -95,7 +95,7 @@ class AdamWRule(AdamRule):
 
 
 _Numbers = c_kernel.numbers_type(
-    "decay", "lerp", "from_grad", "beta2", "square", "correction", "eps", "step_size", "scale", "coupled"
+    "decay", "lerp", "from_grad", "beta2", "square", "correction", "inverse", "eps", "step_size", "scale", "coupled"
 )
 
 
@@ -103,13 +103,15 @@ def _numbers(step: int, hyper: AdamHyper, scale: float) -> ctypes.Structure:
     """As in kernels/adam.c. Computed in double precision and rounded once, as torch does."""
     weight = ctypes.c_float(1 - hyper.beta1).value
     is_small = weight < 0.5  # torch's lerp starts from the nearer end
+    correction = ctypes.c_float(math.sqrt(1 - hyper.beta2**step)).value
     return _Numbers(
         decay=1 - hyper.lr * hyper.weight_decay if hyper.decoupled else 1.0,
         lerp=weight if is_small else weight - 1,
         from_grad=0.0 if is_small else 1.0,
         beta2=hyper.beta2,
         square=1 - hyper.beta2,
-        correction=math.sqrt(1 - hyper.beta2**step),
+        correction=correction,
+        inverse=1 / correction if correction else math.inf,
         eps=hyper.eps,
         step_size=-(hyper.lr / (1 - hyper.beta1**step)),
         scale=-scale if hyper.maximize else scale,

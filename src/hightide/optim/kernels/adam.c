@@ -13,6 +13,7 @@ typedef struct {
     float beta2;
     float square; /* 1 - beta2 */
     float correction; /* sqrt(1 - beta2^step) */
+    float inverse; /* 1 / correction */
     float eps;
     float step_size; /* -lr / (1 - beta1^step) */
     float scale;     /* of the gradient; negative to maximize */
@@ -33,7 +34,7 @@ static inline __attribute__((always_inline)) void tile(int64_t n, float *restric
             second[i] = v;
         }
         if (part == STATES) continue;
-        float denominator = __builtin_sqrtf(v) / h.correction + h.eps;
+        float denominator = over(__builtin_sqrtf(v), h.correction, h.inverse) + h.eps;
         float p = master[i] * h.decay + h.step_size * m / denominator;
         master[i] = p;
         store(param, i, p, param_type);

@@ -16,6 +16,21 @@
 #endif
 
 enum { NONE = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
+/* x / by, rounded as a division is, of a number that many are divided by: a processor has one unit for divisions and
+ * square roots, which would be the limit, and multiplies in others. `inverse` is 1 / by, rounded. Two corrections by
+ * exact remainders make it the nearest number; only infinities have none. */
+static inline float over(float x, float by, float inverse) {
+#ifdef __FP_FAST_FMAF
+    float guess = x * inverse;
+    float once = FMA(FMA(-guess, by, x), inverse, guess);
+    float twice = FMA(FMA(-once, by, x), inverse, once);
+    return twice == twice ? twice : guess;
+#else
+    (void)inverse;
+    return x / by;
+#endif
+}
+
 enum { WHOLE = 0, PARAMS = 1, STATES = 2 }; /* what of an update is to be done */
 
 static inline uint32_t bits_of(float value) {

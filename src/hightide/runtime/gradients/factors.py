@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from hightide.runtime.lanes.lanes import EventFence
+from hightide.stores.ticket import Ticket
 
 
 class HostNumber:
@@ -16,6 +17,7 @@ class HostNumber:
         self._number = torch.empty((), dtype=value.dtype, pin_memory=True)
         self._number.copy_(value, non_blocking=True)
         self._arrived = EventFence(torch.cuda.current_stream(value.device))
+        self.ticket = Ticket.completed("a factor", fence=self._arrived)
 
     def __float__(self) -> float:
         self._arrived.synchronize()

@@ -28,6 +28,7 @@ from hightide.runtime.gradients.gradient_placeholder import GradientPlaceholder
 from hightide.runtime.gradients.gradient_values import GradientValues
 from hightide.runtime.schedule.in_flight import Tickets
 from hightide.runtime.tables.row_sums import NewRows, RowsNorm
+from hightide.stores.ticket import Ticket
 
 
 class Gradients(GradientValues):
@@ -320,6 +321,11 @@ class Gradients(GradientValues):
                 self._on_host[id(factor)] = HostNumber(factor)
             return self._on_host[id(factor)]
         return factor
+
+    def awaited_factors(self) -> list[Ticket]:
+        """Of updates on the host, on their way from the GPU. The lane must not choose an update before: it would wait
+        with it, and then begin with one that may not be due first."""
+        return [number.ticket for number in self._on_host.values()]
 
     def _collect_loose(self, chunk: int) -> None:
         """Plain autograd made the gradients of loose parameters; bring them to their place in the chunk."""

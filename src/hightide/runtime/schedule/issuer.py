@@ -94,6 +94,8 @@ class Issuer:
         if self._rings is not None and spots:  # see [Note: what is in a buffer] in chunks/rings.py
             after = list(dict.fromkeys((*after, *self._rings.users(spots))))
         work = self._work(current, action)
+        if action.op is Op.UPDATE:
+            after += self._performer.gradients.awaited_factors()
         if not lane.on_host:
             # Inputs may have been copied together just now; and where torch fills new memory (deterministic
             # algorithms), that is compute's work too.

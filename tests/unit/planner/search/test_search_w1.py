@@ -45,11 +45,11 @@ def hand_written(name: str) -> tuple[Plan, ModelProfile]:
 
 
 @cache
-def found(name: str, machine: Machine, gpu_bytes: int | None = None) -> Searched:
+def found(name: str, machine: Machine, gpu_bytes: int | None = None, without: Mechanisms = NONE) -> Searched:
     plan, profile = hand_written(name)
     limit_bytes = gpu_bytes or plan.gpu_limit_bytes
     costs = estimate(profile, load_machine("h200"))
-    terms = Terms(limit_bytes, HOST_BYTES, plan.update, gradients=GradientDtype.PARAM)
+    terms = Terms(limit_bytes, HOST_BYTES, plan.update, gradients=GradientDtype.PARAM, in_parts=True, without=without)
     result = search(Problem(profile, costs, machine, terms))
     assert reserved_bytes(lower(profile, result.plan, Mode.TRAIN)) == result.plan.forecast.gpu_bytes <= limit_bytes
     assert result.plan.forecast.host_peak_bytes <= HOST_BYTES
@@ -132,6 +132,16 @@ def test_clipping_leaves_only_forward_to_hide_updates() -> None:
     assert clipped.plan.update is Update.DEFERRED
     assert num_whole(clipped) > num_whole(base())
     assert clipped.step.step_s > base().step.step_s
+
+
+def test_states_are_written_later_where_forward_waits_for_updates() -> None:
+    """With clipping; an update in backward has all of backward and of the next forward."""
+    machine = load_machine("h200")
+    chosen = found("w1-24gib-clip", machine)
+    at_once = found("w1-24gib-clip", machine, without=frozenset({Mechanism.STATES_LATER}))
+    assert chosen.candidate.settles and not at_once.candidate.settles
+    assert chosen.step.step_s < 0.95 * at_once.step.step_s
+    assert not base().candidate.settles
 
 
 def clipped_on_a_4090(machine: Machine, without: Mechanisms = NONE) -> Searched:
