@@ -11,10 +11,11 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
+from hightide.planner.predict.estimate import estimate
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.slowest import slowest_problem
 from hightide.planner.solution import Searched
-from hightide.shard.agreement import from_first, least
+from hightide.shard.agreement import from_first, least, of_each
 from hightide.shard.collectives import Collectives
 
 
@@ -53,3 +54,25 @@ def plan_of_all(
     solution = Searched.elsewhere(problem, plan)
     solution.verify()
     return solution
+
+
+def problem_of_all(
+    collectives: Collectives, terms: Terms, fits: Callable[[], None], posed: Callable[[], Problem]
+) -> Problem:
+    """The first rank's, of a run that has its plan already. It must fit on each rank: a ValueError of one is one for
+    all."""
+
+    def its_own() -> bytes:
+        fits()
+        return b""
+
+    of_each(collectives, "the plan of before", its_own)
+    made: list[Problem] = []
+
+    def of_first() -> str:
+        made.append(posed())
+        return json.dumps([codec.to_json(made[0].profile), codec.to_json(made[0].machine), made[0].quick])
+
+    profile_text, machine_text, quick = json.loads(from_first(collectives, "the problem of before", of_first))
+    profile, machine = codec.from_json(ModelProfile, profile_text), codec.from_json(Machine, machine_text)
+    return Problem(profile, estimate(profile, machine), machine, terms, quick=quick)

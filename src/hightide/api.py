@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -11,12 +13,13 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from hightide.agreed_plan import plan_of_all
+from hightide.agreed_plan import plan_of_all, problem_of_all
 from hightide.asked import (
     check_accumulate,
     check_disks,
     check_fresh,
     check_limits,
+    check_still_fits,
     chosen_device,
     disk_bytes_of,
     gradient_dtype,
@@ -34,7 +37,9 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.foreign import kind_of
 from hightide.ir.limits import DiskLimit, Limits
 from hightide.ir.plan import GradientDtype, Plan, Update
+from hightide.ir.state_spec import StateSpecs
 from hightide.ir.tier import Tier
+from hightide.ir.units import counted
 from hightide.loading.unloaded import forget, origins_in, seem_unloaded
 from hightide.loading.values import first_values
 from hightide.observe.larger_batches import LargerBatches
@@ -52,6 +57,7 @@ from hightide.planner.solution import Searched, Solution
 from hightide.planner.verify.check_plan import check_plan, check_states
 from hightide.posing import (
     Profiled,
+    estimated_problem,
     is_small,
     machine_of,
     measured_products,
@@ -120,13 +126,44 @@ def wrap(
     this, with its own batches, and gradients are averaged. They are those of `group`, or of the default group. A rank
     that waits for another one gives up after `timeout_s`.
     """
+    with _among_ranks(device, group, timeout_s) as (place, collectives):
+        how = (limits, plan, micro_batch, update, gradients, compile, place, blocks, accumulate, collectives)
+        return _wrapped(model, optimizer, batch, *how)
+
+
+def wrap_again(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    before: Plan,
+    *,
+    limits: Limits | None = None,
+    micro_batch: int | None = None,
+    update: str = "deferred",
+    gradients: str = "float32",
+    compile: bool = False,
+    device: str | torch.device | None = None,
+    blocks: BlockChoice | None = None,
+    accumulate: int | Literal["auto"] = 1,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """As `wrap`, for a run that goes on: with the plan that it had `before`, which was made for all that is asked here
+    too. Where that cannot be used, another is made, which a warning tells; of several ranks all do the same. Unlike a
+    plan that is given, it gives way to another where a larger batch comes."""
+    with _among_ranks(device, None, Patience.timeout_s) as (place, collectives):
+        how = (limits, None, micro_batch, update, gradients, compile, place, blocks, accumulate, collectives, before)
+        return _wrapped(model, optimizer, batch, *how)
+
+
+@contextmanager
+def _among_ranks(
+    device: str | torch.device | None, group: ProcessGroup | None, timeout_s: float
+) -> Iterator[tuple[torch.device, Collectives | None]]:
+    """Where a model is wrapped, and the ranks that do it together, if there are several. What is raised ends them."""
     place = chosen_device(device)
     is_any = device is None or torch.device(device) == torch.device("cuda")  # on several ranks a GPU for each
     ranks = Ranks.find(group, place.type if is_any else place, Patience(timeout_s=timeout_s), talks_even_alone())
-    place, collectives = (place, None) if ranks.is_alone else (ranks.device, Collectives(ranks))
-    how = (limits, plan, micro_batch, update, gradients, compile, place, blocks, accumulate, collectives)
     try:
-        return _wrapped(model, optimizer, batch, *how)
+        yield (place, None) if ranks.is_alone else (ranks.device, Collectives(ranks))
     except BaseException as error:
         if ranks.watchman is not None:
             ranks.watchman.fail(error)
@@ -191,8 +228,9 @@ def _wrapped(
     blocks: BlockChoice | None,
     accumulate: int | Literal["auto"],
     collectives: Collectives | None,
+    before: Plan | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """`collectives`: of several ranks."""
+    """`collectives`: of several ranks. `before`: see `wrap_again`."""
     world, sharers = (1, 1) if collectives is None else (collectives.ranks.world, len(collectives.ranks.ranks_of_node))
     if plan is not None and not isinstance(plan, Plan):
         raise ValueError(f"plan is {kind_of(plan)}; pass a Plan, such as hightide.Plan.load('plan.json')")
@@ -234,9 +272,15 @@ def _wrapped(
             profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks, place)
             solution: Solution
             if collectives is not None:
-                given = "" if plan is None else plan.digest
+                given = "".join(one.digest for one in (plan, before) if one is not None)
                 check_same(collectives, {"the model and its example batch": profile.fingerprint, "plan": given})
-            if plan is None:
+            again: Searched | None = None
+            if before is not None:
+                asked = (limits or Limits(), micro_batch, rule.states, accumulate == "auto")
+                again = _again(before, *asked, profiled, model, optimizer, place, compile, disks, collectives)
+            if again is not None:
+                solution = again
+            elif plan is None:
                 sizes = memory_limits(limits or Limits(), place, model, optimizer, sharers)
                 terms = Terms(
                     *sizes,
@@ -275,7 +319,7 @@ def _wrapped(
                 if place.type == "cuda":
                     warn_of_room(room_on(place, model, optimizer), plan)
             if place.type == "cuda":
-                moving = solution if plan is None else _moving_in(solution, model, optimizer, place)
+                moving = _moving_in(solution, model, optimizer, place) if plan or again else solution
                 warn_of_moving_in(moving.plan)
             adapted = {id(param) for param in lora.adapted_parameters(model)}
             check_modules(
@@ -303,9 +347,9 @@ def _wrapped(
                 run.admission = LargerBatches(run, solution, fixed)
             else:
                 run.admission = RankedLargerBatches(run, solution, collectives, fixed)
-            if isinstance(solution, Searched):
+            if isinstance(solution, Searched) and again is None:  # one of before has been watched then
                 run.observer = Watch(run, solution) if collectives is None else RankedWatch(run, solution, collectives)
-            else:  # a plan that the user brings is never changed
+            elif plan is not None:  # a plan that the user brings is never changed
                 warn_of_reserve(run.forecast, run.plan.gpu_limit_bytes)
             return model, wrapped  # in here: what interrupts the end of the section is still undone
     except BaseException:
@@ -443,6 +487,60 @@ def _moving_in(solution: S, model: nn.Module, optimizer: torch.optim.Optimizer, 
     model_bytes = sum(param.nbytes for param in on_host.values())
     process_bytes = max(0, resident_bytes() - model_bytes - waiting_bytes) if place.type == "cuda" else 0
     return solution.moving_in(set(on_host), waiting_bytes, process_bytes)
+
+
+def _again(
+    before: Plan,
+    limits: Limits,
+    micro_batch: int | None,
+    states: StateSpecs,
+    cuts: bool,
+    profiled: Profiled,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    place: torch.device,
+    compile: bool,
+    disks: Sequence[DiskLimit],
+    collectives: Collectives | None,
+) -> Searched | None:
+    """The plan of `before`, for this model. None, on all ranks: it cannot be used, which the first one tells. `cuts`:
+    as of `solved`."""
+    ranks = None if collectives is None else collectives.ranks
+    world, sharers, nodes = (1, 1, None) if ranks is None else (ranks.world, len(ranks.ranks_of_node), ranks.nodes)
+    terms = replace(Terms.of(before), micro_batch=micro_batch)
+
+    def check() -> None:
+        if (before.ranks, before.even_alone) != (world, ranks is not None and world == 1):
+            raise ValueError(f"it is for {counted(before.ranks, 'rank')}, and there are {world}")
+        num_samples, most = profiled[0].num_samples, before.num_samples * before.accumulate
+        if cuts and num_samples > most:
+            raise ValueError(f"it holds steps of {most} samples, and a step has {num_samples}")
+        check_still_fits(before, limits, place, model, optimizer, sharers)
+
+    def posed() -> Problem:
+        problem = estimated_problem(profiled[0], place, terms, disks, nodes)
+        if cuts:
+            problem = problem.with_samples(before.num_samples)
+        check_plan(problem.profile, before)
+        check_states(before, states)
+        sized = (problem.profile, *profiled[1:])
+        rehearsed = partial(rehearsed_profile, sized, optimizer, place, compile, before.gpu_limit_bytes)
+        return replace(problem, profile=_verified(Solution.of(problem.profile, before), rehearsed).profile)
+
+    try:
+        if collectives is None:
+            check()
+            problem = posed()
+        else:
+            problem = problem_of_all(collectives, terms, check, posed)
+        solution = Searched.elsewhere(problem, before)
+        solution.verify()
+        return solution
+    except ValueError as error:
+        if ranks is None or ranks.rank == 0:
+            told = str(error).splitlines()[0]
+            warnings.warn(f"the plan that the run had cannot be used, another is made: {told}", stacklevel=4)
+        return None
 
 
 def _verified(solution: Solution, rehearsed: Callable[[], ModelProfile | None]) -> Solution:

@@ -132,6 +132,34 @@ def memory_limits(
     return gpu_bytes, host_bytes or max(1, free_bytes - gpu_bytes)
 
 
+def check_still_fits(
+    plan: Plan,
+    limits: Limits,
+    device: torch.device,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sharers: int = 1,
+) -> None:
+    """Whether a plan that was made for these limits, by an earlier process, may be used by this one: of what the user
+    leaves open there may be less now. `sharers`: as of `memory_limits`, and there may be more."""
+    if device.type == "cuda" and plan.gpu_limit_bytes > (room := room_on(device, model, optimizer)).free_bytes:
+        raise ValueError(f"it may take {format_bytes(plan.gpu_limit_bytes)} of the GPU, but {room}")
+    free_bytes, needed_bytes = free_host_bytes() // sharers, plan.forecast.host_peak_bytes
+    if limits.host_bytes is not None:
+        free_bytes, needed_bytes = limits.host_bytes // sharers, plan.host_limit_bytes
+    elif device.type == "cpu":
+        needed_bytes += plan.forecast.gpu_bytes
+    if needed_bytes > free_bytes:
+        raise ValueError(
+            f"it takes {format_bytes(needed_bytes)} of the host, which has {format_bytes(free_bytes)} for it"
+        )
+    needed_bytes, free_bytes = plan.disk_limit_bytes, disk_bytes_of(limits.disks) // sharers
+    if plan.uses_disk and needed_bytes > free_bytes:
+        raise ValueError(
+            f"it takes {format_bytes(needed_bytes)} of the disk, which has {format_bytes(free_bytes)} for it"
+        )
+
+
 def warn_of_room(room: GpuRoom, plan: Plan) -> None:
     if plan.gpu_limit_bytes > room.free_bytes:
         warnings.warn(

@@ -109,14 +109,31 @@ def problem_of(
     """On a GPU the model is rehearsed. `nodes`: of several ranks, on which each is."""
     profile = profiled[0]
     terms.check_micro_batch(profile.num_samples)
-    machine = machine_of(device, is_small(profile))
-    if disks and machine.disk is None:
-        machine = with_disk(machine, disks[0])
-    if nodes is not None:
-        machine = _of_rank(machine, nodes)
+    machine = _machine_for(profile, device, disks, nodes)
     fallback = "the plan follows from estimated times: it fits, and may be slower than another"
     costs = _rehearsed(profiled, optimizer, device, compile, terms.gpu_bytes, fallback) or estimate(profile, machine)
     return Problem(with_peaks(profile, costs), costs, machine, terms, quick=is_small(profile))
+
+
+def estimated_problem(
+    profile: ModelProfile,
+    device: torch.device,
+    terms: Terms,
+    disks: Sequence[DiskLimit] = (),
+    nodes: Sequence[int] | None = None,
+) -> Problem:
+    """Without a rehearsal: for a run that has its plan already."""
+    machine = _machine_for(profile, device, disks, nodes)
+    return Problem(profile, estimate(profile, machine), machine, terms, quick=is_small(profile))
+
+
+def _machine_for(
+    profile: ModelProfile, device: torch.device, disks: Sequence[DiskLimit], nodes: Sequence[int] | None
+) -> Machine:
+    machine = machine_of(device, is_small(profile))
+    if disks and machine.disk is None:
+        machine = with_disk(machine, disks[0])
+    return machine if nodes is None else _of_rank(machine, nodes)
 
 
 def solved(problem: Problem, profiled: Profiled, device: torch.device, compile: bool, cuts: bool = False) -> Searched:

@@ -107,7 +107,7 @@ class NoWaits(transformers.TrainerCallback):
 @pytest.mark.parametrize("update", ["deferred", "in_backward"])
 def test_a_billion_parameters_in_a_few_gigabytes(update: str, tmp_path: Path) -> None:
     """Their states take 14 GB. The model is never on the GPU as a whole, steady steps do not wait for the GPU, and a
-    run that goes on has the losses of one that never stopped."""
+    run that goes on has the losses of one that never stopped, and the plan of its checkpoint."""
     options = {"max_steps": 8, "eval_strategy": "no", "logging_steps": 8, "save_strategy": "steps", "save_steps": 6}
     options |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     options["max_grad_norm"] = 0.0 if update == "in_backward" else 1.0
@@ -128,6 +128,8 @@ def test_a_billion_parameters_in_a_few_gigabytes(update: str, tmp_path: Path) ->
             torch.cuda.set_sync_debug_mode("default")
         assert torch.cuda.max_memory_reserved() <= 5.2 * 2**30
         found.append({name: value.cpu() for name, value in of.model.state_dict().items()})
+        if resumes:
+            assert hightide.stats(of.model).plan == hightide.Plan.load(tmp_path / "checkpoint-6" / "plan.json")
         del of
     shutil.rmtree(tmp_path)  # 33 GB of checkpoints
     for name, value in found[0].items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 import hightide
+from hightide import api
 from trainers import arguments, data, full, logs
 
 torch.set_num_threads(1)
@@ -48,3 +50,30 @@ def resume(
         made.append(logs(trainer))
         hightide.unwrap(trainer.model)
     return made
+
+
+def resume_plans(rank: int, world: int, folder: str, refuses: int | None, given: dict[str, Any], **options: Any) -> Any:
+    """Trains, then once more from the middle, where rank `refuses` finds no room for the plan. Returns the plans of
+    both, how often this rank has searched the second time, and what it warned of."""
+
+    def full_up(*_: Any) -> None:
+        raise ValueError("no room")
+
+    digests, searches, search = [], [], api._searched
+    api._searched = lambda *args: searches.append(rank) or search(*args)
+    for name in ("checkpoint-2", None):
+        if name is None and rank == refuses:
+            api.check_still_fits = full_up
+        where = Path(folder) / ("second" if name is None else "first")
+        if name is None and rank == 0:
+            shutil.copytree(Path(folder) / "first" / "checkpoint-2", where / "checkpoint-2")
+        torch.distributed.barrier() if torch.distributed.is_initialized() else None
+        searches.clear()
+        trainer = hightide.Trainer(full(), arguments(where, **options), **data(), **given)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            trainer.train(resume_from_checkpoint=name is None)
+        digests.append(hightide.stats(trainer.model).plan.digest)
+        hightide.unwrap(trainer.model)
+    lines = [str(one.message) for one in told if "another is made" in str(one.message)]
+    return {"digests": digests, "searches": len(searches), "told": lines}

@@ -74,3 +74,19 @@ def test_checkpoints(started_trainers: StartedRanks, tmp_path: Path) -> None:
     found = [transformers.AutoModelForCausalLM.from_pretrained(tmp_path / one) for one in ("straight", "resumed")]
     for one, other in zip(*(model.parameters() for model in found), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("refuses", [None, 0, 1])
+def test_the_plan_of_a_checkpoint(refuses: int | None, started_trainers: StartedRanks, tmp_path: Path) -> None:
+    """All ranks go on with it, or none does, and the first one says why."""
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 3, "eval_strategy": "no"}
+    given = {"limits": {"gpu": "400KiB", "host": "64MiB"}}
+    ranks = started_trainers.run(
+        "resume_plans", 2, WITHIN_S, folder=str(tmp_path), refuses=refuses, given=given, **options
+    )
+    first, second = (rank.result for rank in ranks)
+    assert first["digests"] == second["digests"]
+    assert first["searches"] == (refuses is not None) and not second["searches"] and not second["told"]
+    assert len(first["told"]) == (refuses is not None) and all("no room" in line for line in first["told"])
+    if refuses is None:
+        assert first["digests"][0] == first["digests"][1]

@@ -91,12 +91,13 @@ def save_for_trainer(
     folder: str | os.PathLike[str],
     step: int,
     files: Mapping[str, bytes],
+    extra: Any,
     wait: bool,
 ) -> Saving:
-    """As `folder/checkpoint-N`, with small files of the caller's own. What goes wrong is raised at the next step() or
-    save."""
+    """As `folder/checkpoint-N`, with small files of the caller's own, and `extra` as of `save`. What goes wrong is
+    raised at the next step() or save."""
     form = _Form(trainer_name, files, None, None)
-    return _saved(model, optimizer, Path(folder), form, step, None, None, wait, OnError.RAISE, "wait")
+    return _saved(model, optimizer, Path(folder), form, step, extra, None, wait, OnError.RAISE, "wait")
 
 
 @dataclass(frozen=True)

@@ -45,5 +45,10 @@ class KnownBatches:
         for sizes in before:
             self.add(sizes.with_samples(max(count, sizes.num_samples)))
 
+    def longest(self, name: str) -> int:
+        """A tensor's second size, which is its length where the first one is the samples; 0: nobody has one."""
+        found = [one.tensors[name] for one in self._largest if name in one.tensors]
+        return max((sizes[1] for sizes in found if len(sizes) > 1), default=0)
+
     def __str__(self) -> str:
         return "; or ".join(map(str, self._largest))

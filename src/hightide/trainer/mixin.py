@@ -9,7 +9,8 @@ replaced where it does it:
   counters and logs see the user's batches. See [Note: whose cut].
 - A checkpoint is written beside training. `checkpoint-N` is there when all of it is; who looks at it in `on_save`, or
   uploads it, waits for it. Old ones are removed once it is there.
-- What it loads into the model and the optimizer when it resumes comes after wrapping: nothing exists twice.
+- What it loads into the model and the optimizer when it resumes comes after wrapping: nothing exists twice. The plan
+  is that of the checkpoint, if it may be: see [Note: a plan goes on].
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from hightide.profiler.model.block_finder import BlockChoice
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of
 from hightide.trainer import arguments, recut
+from hightide.trainer.earlier_plan import Earlier, asked_of, earlier_plan, extra_of
 from hightide.trainer.first_batches import first_batches, first_call, kept_generators, replayed
 from hightide.trainer.trainer_files import files_of, is_ours
 
@@ -90,6 +92,8 @@ class TrainerMixin(Base):
         self._num_batches = 0  # that it will have
         self._num_items: Any = None  # labels in all of them
         self._is_owed = False  # a model whose values are loaded after wrapping
+        self._resumes_from: str | None = None  # a checkpoint of ours, before the model is wrapped
+        self._asked: dict[str, Any] | None = None  # what the plan was made for; None: it is the user's
         self._saving: tuple[Saving, str] | None = None  # under way, and the folder in which old ones are removed
         super().__init__(*args, **kwargs)
 
@@ -186,16 +190,33 @@ class TrainerMixin(Base):
             example = {name: value[: plan.num_samples] for name, value in example.items()}
         if plan is None:
             options["accumulate"] = "auto" if is_free else self.args.gradient_accumulation_steps
-        if recut.num_samples(example) is not None:
-            example = recut.lengthened(example, self._longest(example))
+        length = self._longest(example) if recut.num_samples(example) is not None else 0
+        self._asked = asked_of(self.args, self._wrap_options, length, is_free) if plan is None else None
+        earlier = self._earlier_plan()
+        if length:
+            example = recut.lengthened(example, max(length, earlier.length if earlier else 0))
         example = first_call(self, example)
         device = "cpu" if self.args.device.type == "cpu" else self.args.device  # Accelerate numbers CPUs
-        _, self.optimizer = api.wrap(self.model, optimizer, example, device=device, **options)
+        if earlier is None:
+            _, self.optimizer = api.wrap(self.model, optimizer, example, device=device, **options)
+        else:
+            del options["plan"]
+            _, self.optimizer = api.wrap_again(self.model, optimizer, example, earlier.plan, device=device, **options)
         run = self._run
         assert run is not None
         self._calls = run.plan.accumulate if is_free else None
         if self.args.save_strategy != "no":
             prepare_saves(self.model, self.args.output_dir)
+
+    def _earlier_plan(self) -> Earlier | None:
+        """See [Note: a plan goes on]."""
+        path, self._resumes_from = self._resumes_from, None
+        if path is None or self._asked is None:
+            return None
+        found = [earlier_plan(path, self._asked) if self.args.process_index == 0 else None]
+        if self.args.world_size > 1:
+            torch.distributed.broadcast_object_list(found)
+        return found[0]
 
     def _longest(self, example: Mapping[str, Any]) -> int:
         """Tokens that the plan must hold: of the longest bucket, else of the longest example of any rank."""
@@ -298,7 +319,9 @@ class TrainerMixin(Base):
         if best and (best == step or os.path.exists(os.path.join(folder, trainer_name(best)))):
             self.state.best_model_checkpoint = os.path.join(folder, trainer_name(best))
         optimizer = None if self.args.save_only_model else _inner(self.optimizer)
-        saving = save_for_trainer(self.model, optimizer, folder, step, files_of(self), wait=False)
+        batches = self._run.batches
+        extra = extra_of(self._asked, 0 if batches is None else batches.longest(INPUT_IDS))
+        saving = save_for_trainer(self.model, optimizer, folder, step, files_of(self), extra, wait=False)
         self._saving = saving, folder
         if self.args.push_to_hub or any(map(_looks_at_checkpoints, self.callback_handler.callbacks)):
             self.finish_saving()
@@ -336,6 +359,7 @@ class TrainerMixin(Base):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """After wrapping, where it is ours, or the model has no values so far."""
         has_values = not any(param.is_meta for param in self.model.parameters())
+        self._resumes_from = resume_from_checkpoint if is_ours(resume_from_checkpoint) and self._run is None else None
         self._is_owed = not is_ours(resume_from_checkpoint) and self._run is None and not has_values
         if not is_ours(resume_from_checkpoint) and not self._is_owed:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
