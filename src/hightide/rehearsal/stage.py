@@ -41,7 +41,7 @@ from hightide.runtime.surgery import unwrap_modules, wrap_modules
 
 BLOCK = "block"
 STD = 0.02  # of weights: how much power a product takes, and so its speed, depends on its values
-NO_LIMIT_BYTES = 1 << 40
+NO_LIMIT_BYTES = 1 << 60  # a tile of the loss counts its tokens as samples, each of which may be a long sequence
 HOST_BYTES = 1 << 20  # nothing is there
 ROOM = 4  # times what the plan needs: a rehearsal looks for the truth, it must not be refused
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ from torch import nn
 
 import hightide
 import models
-from hightide.ir.block import CallSpec, ModelProfile
+from hightide.ir.activation import Activation
+from hightide.ir.block import Affine, CallSpec, ModelProfile
 from hightide.ir.costs import Costs
 from hightide.ir.machine import Machine, Speeds, subsets
 from hightide.profiler.model.model_profile import profile_calls
 from hightide.rehearsal.rehearse import rehearse
-from hightide.rehearsal.stage import Stage
+from hightide.rehearsal.stage import Stage, _plan
 from hightide.runtime.blocks import compiled
 from hightide.runtime.run import Run
 from unit.planner.profiles import forecast_of
@@ -220,6 +222,19 @@ def test_blocks_are_compiled_as_in_training(monkeypatch: pytest.MonkeyPatch) -> 
 def test_sizes_beyond_the_batch_are_refused(sizes: list[int]) -> None:
     with pytest.raises(ValueError, match="the batch has 6 samples; name sizes from 1 to 6"):
         rehearsed(*models.llama(), micro_batches=sizes)
+
+
+def test_a_tile_of_the_loss_of_very_long_sequences() -> None:
+    """It is planned as so many samples, of which each would be a whole sequence: terabytes that nobody takes."""
+    model, batch = models.llama()
+    profile, costs = _rehearsed(model, batch)
+    head = next(call for call in profile.calls if profile.blocks[call.block].lazy_head)
+    long = replace(head, block=0, kind=0, input_grads=Affine(0, 800 * 2**20), outputs=Affine(0, 2**35))
+    block = replace(profile.blocks[head.block], index=0)
+    params = tuple(spec for spec in profile.params if spec.name in block.params)
+    alone = replace(profile, num_samples=8192, params=params, blocks=(block,), calls=(long,))
+    assert _plan(alone, 8192, Activation.RECOMPUTE).gpu_limit_bytes > 2**40
+    assert costs.loss is not None
 
 
 def test_a_model_that_cannot_be_probed_is_refused() -> None:
