@@ -5,7 +5,8 @@
 
 It measures the product's own code: `HostUpdate` on the cpu lane of `Lanes`, whose threads take tiles of one update. `c`
 is the compiled kernel, `torch` torch's operations. `fp32` is the update of fp32 arrays; `bf16` takes the gradient in
-bf16 and has its master as the bf16 parameter and 16 more bits. They move 28 and 26 bytes per parameter through DRAM.
+bf16 and has its master as the bf16 parameter and 16 more bits. They move 28 and 26 bytes per parameter through DRAM,
+and 8 less in each of the two parts in which an update may come (`--parts params,states`).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hightide.doctor.update_speed import HYPER, UpdateWork, update_arrays
 from hightide.ir.chunk import ALIGN_NUMEL
 from hightide.ir.machine import UPDATE_TRAFFIC_BYTES
 from hightide.ir.tier import Lane
-from hightide.optim.operands import Operands
+from hightide.optim.operands import Operands, Part
 from hightide.runtime.lanes.lanes import Lanes
 from hightide.stores.cuda import CudaAccelerator
 from hightide.stores.pinned import PinnedArena
@@ -52,6 +53,7 @@ class Variant:
     kernel: str  # c, torch
     num_threads: int
     tile_numel: int
+    part: str = "whole"
 
 
 def arrays(kind: str, numel: int, huge_pages: bool = False) -> Operands:
@@ -92,7 +94,7 @@ def measure(operands: Operands, variant: Variant, window_s: float, loaded: bool)
     device = torch.device("cuda", torch.cuda.current_device()) if loaded else None
     lanes = Lanes(device=device, update_threads=variant.num_threads)
     try:
-        update = UpdateWork(operands, lanes.sharers, variant.kernel, variant.tile_numel)
+        update = UpdateWork(operands, lanes.sharers, variant.kernel, variant.tile_numel, Part[variant.part.upper()])
         with link_loads(lanes, device) if device is not None else nullcontext({}) as links:
             paces = measure_together(lanes, {**links, Lane.CPU: update}, window_s)
     finally:
@@ -107,7 +109,7 @@ def measure(operands: Operands, variant: Variant, window_s: float, loaded: bool)
         "gparams_per_s": rate / 1e9,
         "min_gparams_per_s": numel / max(times) / 1e9,
         "max_gparams_per_s": numel / min(times) / 1e9,
-        "gb_per_s": rate * BYTES_PER_PARAM[variant.kind] / 1e9,
+        "gb_per_s": rate * (BYTES_PER_PARAM[variant.kind] - (0 if variant.part == "whole" else 8)) / 1e9,
         "link_gb_per_s": {str(lane): pace.bytes_per_s / 1e9 for lane, pace in paces.items() if lane is not Lane.CPU},
     }
 
@@ -136,6 +138,7 @@ def main() -> None:
     add("--tiles", default="64Ki,256Ki,1Mi,4Mi", help="elements per tile, with commas")
     add("--kinds", default="fp32,bf16")
     add("--kernels", default=",".join(KERNELS))
+    add("--parts", default="whole", help="whole, params or states, with commas; the last two by c alone")
     add("--seconds", type=float, default=1.0, help="of each measurement")
     add("--huge-pages", action="store_true", help="ask for transparent huge pages")
     add("--load", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available(), help="links busy too")
@@ -151,10 +154,15 @@ def main() -> None:
     results = []
     for kind in options.kinds.split(","):
         operands = arrays(kind, numel, options.huge_pages)
-        choices = (options.kernels.split(","), _numbers(options.threads), _numbers(options.tiles))
-        for kernel, num_threads, tile_numel in itertools.product(*choices):
+        choices = (
+            options.kernels.split(","),
+            _numbers(options.threads),
+            _numbers(options.tiles),
+            options.parts.split(","),
+        )
+        for kernel, num_threads, tile_numel, part in itertools.product(*choices):
             for loaded in (False, True)[: 1 + options.load]:
-                variant = Variant(kind, kernel, num_threads, tile_numel)
+                variant = Variant(kind, kernel, num_threads, tile_numel, part)
                 results.append(measure(operands, variant, options.seconds, loaded))
                 print(json.dumps(results[-1]), flush=True)
         del operands
@@ -171,13 +179,13 @@ def _numbers(text: str) -> list[int]:
 
 def print_table(results: list[dict[str, Any]], dram_gb_per_s: float, count: int = 6) -> None:
     """The fastest few of each kind."""
-    print("kind  links  kernel   threads  tile       Gparam/s  (min-max)    DRAM share  link GB/s")
+    print("kind  links  kernel part      threads  tile       Gparam/s  (min-max)    DRAM share  link GB/s")
     for kind, loaded in itertools.product(PARAM_DTYPES, (False, True)):
         rows = [row for row in results if (row["kind"], row["loaded"]) == (kind, loaded)]
         for row in sorted(rows, key=lambda row: -row["gparams_per_s"])[:count]:
             links = " ".join(f"{way} {value:.1f}" for way, value in row["link_gb_per_s"].items())
             print(
-                f"{kind}  {'busy' if loaded else 'idle'}   {row['kernel']:7}  {row['num_threads']:7}"
+                f"{kind}  {'busy' if loaded else 'idle'}   {row['kernel']:5}  {row['part']:8}  {row['num_threads']:7}"
                 f"  {row['tile_numel']:<9}  {row['gparams_per_s']:8.2f}"
                 f"  ({row['min_gparams_per_s']:.2f}-{row['max_gparams_per_s']:.2f})"
                 f"  {row['gb_per_s'] / dram_gb_per_s:9.0%}  {links}"

@@ -10,7 +10,7 @@ from torch import Tensor
 from hightide.ir.machine import UPDATE_BYTES
 from hightide.optim.adam import AdamWHyper, AdamWRule
 from hightide.optim.host_update import HostUpdate
-from hightide.optim.operands import Operands
+from hightide.optim.operands import Operands, Part
 from hightide.runtime.lanes.update_threads import UpdateThreads
 
 HYPER = AdamWHyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, maximize=False)
@@ -42,9 +42,14 @@ class UpdateWork:
     UPDATE_TRAFFIC_BYTES cross the memory: all are read, and all but the gradient written."""
 
     def __init__(
-        self, operands: Operands, sharers: UpdateThreads, kernel: str | None = None, tile_numel: int | None = None
+        self,
+        operands: Operands,
+        sharers: UpdateThreads,
+        kernel: str | None = None,
+        tile_numel: int | None = None,
+        part: Part = Part.WHOLE,
     ) -> None:
-        self._operands = operands
+        self._operands, self._part = operands, part
         self._update = HostUpdate(AdamWRule(), sharers, kernel, tile_numel)
         self.num_updates = 0
 
@@ -54,5 +59,5 @@ class UpdateWork:
 
     def __call__(self) -> int:
         self.num_updates += 1
-        self._update.update(self._operands, self.num_updates, HYPER)
+        self._update.update(self._operands, self.num_updates, HYPER, part=self._part)
         return len(self._operands) * UPDATE_BYTES
