@@ -368,6 +368,20 @@ def test_a_second_step_breaks_the_promise(promised: Twins) -> None:
         promised.optimizer.step()
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_forward_before_step_breaks_the_promise(promised: Twins, trains: bool) -> None:
+    """Its result would be that of weights which plain PyTorch does not have yet."""
+    losses = [models.loss_of(model, promised.batch) for model in (promised.model, promised.plain)]
+    losses[0].backward()
+    with torch.set_grad_enabled(trains), broken_promise("optimizer.step() first", "evaluate"):
+        promised.model(**promised.batch)
+    promised.optimizer.step()
+    losses[1].backward()
+    promised.plain_optimizer.step()
+    with torch.no_grad():
+        promised.assert_equal(*(models.loss_of(model, promised.batch) for model in (promised.model, promised.plain)))
+
+
 def test_a_changed_learning_rate_breaks_the_promise(promised: Twins) -> None:
     models.loss_of(promised.model, promised.batch).backward()
     promised.optimizer.param_groups[0]["lr"] = 0.5

@@ -138,6 +138,7 @@ class ModelPasses:
         run = self._run
         self._backward.end()
         refuse_transforms(mode is not Mode.EVAL)
+        run.executor.promises.check_forward()
         run.lanes.check()
         run.check_values()
         run.chunks.binding.check_loose()

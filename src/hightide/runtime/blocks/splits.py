@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
 from hightide.ir.refusal import Refused
 from hightide.ir.split import Split
 from hightide.profiler.model.call_tree import Arguments
@@ -65,19 +69,24 @@ class Splits:
 
     @contextmanager
     def probing(self) -> Iterator[None]:
-        """Inside, the model may be run without values, and nothing is metered: that is done in host memory."""
+        """Inside, the model may be run without values, and nothing is metered: that is done in host memory. Nor does
+        a checkpoint that the user's code has put around a block see what is saved and computed."""
         model = self._run.model
         self.is_probing = True
         # A forward that somebody has put on the model has run already, with these arguments as its result. Accelerate's
         # enters autocast, and cannot be entered twice: autocast would stay on for ever.
         patched = vars(model).pop("forward", None)
         try:
-            with self._run.gpu.unmetered():
+            with self._run.gpu.unmetered(), saved_tensors_hooks(_itself, _itself), _disable_current_modes():
                 yield
         finally:
             self.is_probing = False
             if patched is not None:
                 vars(model)["forward"] = patched
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def on_cpu(batch: Arguments) -> Arguments:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hightide.ir.split import BatchDim
 from hightide.profiler.model.call_tree import narrow
@@ -109,10 +110,18 @@ class FirstLooks:
 
     @contextmanager
     def _aside(self, call: BlockCall) -> Iterator[None]:
-        """Inside, a block runs beside the run that counts: nobody draws, hears of it or measures it."""
-        random = GlobalRandom(self._run.gpu.device)
+        """Inside, a block runs beside the run that counts: nobody draws, hears of it or measures it, nor does a mode of
+        the user's (a checkpoint that keeps some results) see it. What it takes of the GPU counts."""
+        gpu, random = self._run.gpu, GlobalRandom(self._run.gpu.device)
         try:
-            with torch.no_grad(), users_hooks_aside(call.module), call.autocast.restored():
+            with (
+                gpu.unmetered(),
+                _disable_current_modes(),
+                gpu.meter("activations"),
+                torch.no_grad(),
+                users_hooks_aside(call.module),
+                call.autocast.restored(),
+            ):
                 yield
         finally:
             random.restore()

@@ -297,6 +297,7 @@ class Executor:
             self._average_the_rest(self._pass)
         self._gradients.end_backward()
         self._pass.backward_ended = True
+        self.promises.end_backward()
         return True
 
     def _average_the_rest(self, current: Pass) -> None:

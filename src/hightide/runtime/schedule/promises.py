@@ -23,6 +23,7 @@ class Promises:
         self._num_backwards = 0  # of the present step
         self._was_told = False
         self.owes_step = False  # in-backward updates have run, and step() was not called since
+        self._has_ended = False  # the backward of these, without an exception
         # By chunk, the tick of the last pass of a step with which its sum is final. Empty: every pass is the last.
         self._final: dict[int, int] = {}
         for index, tick in enumerate(programs[Mode.LAST].ticks if accumulate > 1 else ()):
@@ -31,7 +32,7 @@ class Promises:
 
     def go_on(self, before: Promises) -> None:
         """With what counts whatever the plan."""
-        self.owes_step = before.owes_step
+        self.owes_step, self._has_ended = before.owes_step, before._has_ended
         self._num_backwards, self._was_told = before._num_backwards, before._was_told
 
     def program(self, exists: bool | None = None) -> Program:
@@ -66,9 +67,23 @@ class Promises:
         self._num_backwards += 1
         return program, exists
 
+    def check_forward(self) -> None:
+        """Before a forward, whether it trains or not: it would see what updates have made of the weights. After a
+        backward that has failed there is no plain result that it could differ from."""
+        if self.owes_step and self._has_ended:
+            raise Refused(
+                "the model was called between backward and optimizer.step(), but it was wrapped with "
+                "update='in_backward': the updates have run already, so the result would be that of the next weights. "
+                "Call optimizer.step() first, or wrap with update='deferred' (the default) to evaluate in between, to "
+                "accumulate over several backwards or to skip steps."
+            )
+
     def uses_up(self, program: Program) -> None:
         """A backward of this pass has begun."""
-        self.owes_step = self._in_backward and program.mode.ends_step
+        self.owes_step, self._has_ended = self._in_backward and program.mode.ends_step, False
+
+    def end_backward(self) -> None:
+        self._has_ended = True
 
     def check_update(self, chunk: int, block: int) -> None:
         """Before anything is added to the chunk's gradient."""

@@ -87,13 +87,14 @@ class Held:
     """One tensor that backward will read, perhaps more than once. On the GPU, unless it has left. It lives as long as
     the graph needs it."""
 
-    __slots__ = ("__weakref__", "_away", "_is_changed", "_version", "tensor")
+    __slots__ = ("__weakref__", "_aliases", "_away", "_is_changed", "_version", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
         """Of a graph the tensor must not be part: an output that its own node holds would never die."""
         self.tensor: Tensor | None = tensor
         self._version = tensor._version
         self._is_changed = False
+        self._aliases: list[tuple[Tensor, int]] = []  # with their versions
         self._away: tuple[Entry, _Form, int] | None = None  # where it is found, and its place there, in bytes
 
     def leave(self, entry: Entry, offset_bytes: int) -> None:
@@ -104,6 +105,15 @@ class Held:
         """What has left is gone from here."""
         self._note_change()
         self.tensor = None
+        self._aliases.clear()
+
+    def watch(self, alias: Tensor) -> None:
+        """The same memory under a version of its own: who writes to one does not change the other's."""
+        self._aliases.append((alias, alias._version))
+
+    def spoil(self) -> None:
+        """Somebody writes to it in a way that no version tells."""
+        self._is_changed = True
 
     @property
     def is_changed(self) -> bool:
@@ -133,6 +143,7 @@ class Held:
 
     def _note_change(self) -> None:
         self._is_changed |= self.tensor is not None and self.tensor._version != self._version
+        self._is_changed |= any(alias._version != version for alias, version in self._aliases)
 
 
 class Holding:

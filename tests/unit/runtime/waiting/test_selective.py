@@ -125,12 +125,36 @@ class Dropping(nn.Module):
         return x + nn.functional.dropout(self.second(h), 0.3)
 
 
-class TwoOutputs(nn.Module):
-    """The first output is a held result itself, and the model writes over it."""
+class Unseen(nn.Module):
+    """Writes that the version of a product's result does not tell."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width)
+        self.first, self.second = nn.Linear(width, width, bias=False), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        h.data.mul_(0.5)
+        return x + self.second(torch.sigmoid(h) * torch.tanh(h))
+
+
+class Recurrent(nn.Module):
+    """It writes over parts of a product, which are no views of it: `unsafe_split`."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.gru = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.gru(x)[0]
+
+
+class TwoOutputs(nn.Module):
+    """The first output is a held result itself, or without bias an alias of it, and the model writes over it."""
+
+    def __init__(self, bias: bool = True, width: int = 32) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=bias)
         self.rest = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,9 +163,9 @@ class TwoOutputs(nn.Module):
 
 
 class Overwrites(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = True) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(TwoOutputs() for _ in range(3))
+        self.blocks = nn.ModuleList(TwoOutputs(bias) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -151,13 +175,14 @@ class Overwrites(nn.Module):
 
 
 @pytest.mark.parametrize("micro_batch", [2, 6])
-@pytest.mark.parametrize("kind", ["in place", "dropping", "overwrites"])
+@pytest.mark.parametrize("kind", ["in place", "dropping", "unseen", "recurrent", "overwrites", "overwrites an alias"])
 def test_what_is_written_over_or_drawn_is_as_in_plain_pytorch(kind: str, micro_batch: int) -> None:
     results = []
     for activation in Activation:
         torch.manual_seed(0)
-        block = {"in place": InPlace, "dropping": Dropping}.get(kind)
-        model = Overwrites() if block is None else nn.Sequential(*(block() for _ in range(3)))
+        kinds = {"in place": InPlace, "dropping": Dropping, "unseen": Unseen, "recurrent": Recurrent}
+        block = kinds.get(kind)
+        model = Overwrites(kind == "overwrites") if block is None else nn.Sequential(*(block() for _ in range(3)))
         batch = torch.randn(6, 5, 32)
         optimizer = torch.optim.AdamW(model.parameters(), eps=1e-4)
         limits = hightide.Limits(gpu="64MiB", host="64MiB")
