@@ -32,6 +32,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = read_tokens(tokenizer, args.text)
     pieces = tokens[: len(tokens) // args.length * args.length].view(-1, args.length)
+    if not len(pieces):
+        raise SystemExit(f"the text has {len(tokens)} tokens, and a sample --length {args.length}: give more of it")
     settings = TrainingArguments(
         args.out,
         per_device_train_batch_size=args.batch,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from inspect import Parameter, Signature, signature
+from pathlib import Path
 from signal import SIGINT
 from traceback import print_exc
 from typing import Annotated, Any, NoReturn, Protocol, TextIO, get_type_hints, runtime_checkable
@@ -31,6 +33,7 @@ from hightide.shard.told import in_company, tell, told_elsewhere
 from hightide.shard.watchman import RankFailure
 from hightide.stores.store import OutOfMemory
 
+PACKAGE = Path(asked.__file__).parent
 LONGEST = 4000  # characters of a message
 EXIT_OUT_OF_MEMORY = 1
 EXIT_NOT_EQUAL = 1
@@ -143,6 +146,7 @@ def _simulate(options: SimulateOptions) -> int:
 
 def run() -> NoReturn:
     """The command of this process. What is wrong with its line is told by one of several ranks, too."""
+    warnings.showwarning = _show_warning
     if not in_company():
         app(prog_name="hightide")
         raise SystemExit
@@ -155,6 +159,22 @@ def run() -> NoReturn:
             raise
         code = tell(error.format_message(), error.exit_code, error.show)
     raise SystemExit(code)
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Of ours the text alone: users of the command have no use for the place in hightide that it comes from."""
+    text = f"warning: {message}\n"
+    if not (category is UserWarning and Path(filename).is_relative_to(PACKAGE)):
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+    with suppress(OSError):
+        (file or sys.stderr).write(text)
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from hightide.ir.foreign import open_regular, quoted, shown
 
 TEXT_FILES = (".txt", ".py", ".md")
 KNOWN = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+ROW_FILES = (".jsonl", ".ndjson", ".csv", ".parquet")  # of a folder not read, which is told
 SAVED_BY_DATASETS = ("state.json", "dataset_dict.json")
 SKIPPED = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}  # of a folder of text files
 PIECE_BYTES = 1 << 20  # of a text file, about
@@ -74,15 +76,26 @@ def _opened(path: Path) -> Iterator[io.BufferedReader]:
 
 def _texts_in(folder: Path) -> list[Path]:
     """Sorted, so that a seed means the same run everywhere."""
-    files = [
+    found = [
         path
         for path in sorted(folder.rglob("*"))
-        if path.suffix in TEXT_FILES and path.is_file() and not SKIPPED.intersection(path.relative_to(folder).parts)
+        if path.suffix in (*TEXT_FILES, *ROW_FILES)
+        and path.is_file()
+        and not SKIPPED.intersection(path.relative_to(folder).parts)
     ]
+    files = [path for path in found if path.suffix in TEXT_FILES]
+    others = [path for path in found if path.suffix in ROW_FILES]
     if not files:
+        such = f", such as {shown(others[0])}" if others else ""
         raise ValueError(
             f"{shown(folder)} has no text files ({', '.join(TEXT_FILES)}) and was not written by "
-            "datasets.Dataset.save_to_disk; name the file with the data itself"
+            f"datasets.Dataset.save_to_disk; name the file with the data itself{such}"
+        )
+    if others:
+        warnings.warn(
+            f"of the folder {shown(folder)} only text files ({', '.join(TEXT_FILES)}) are read, and not "
+            f"{shown(others[0].relative_to(folder))}{', ...' if len(others) > 1 else ''}: name such a file itself",
+            stacklevel=3,
         )
     return files
 
@@ -166,7 +179,9 @@ def _parsed(text: str, where: str) -> Any:
         # Behind the end of a line characters would be counted anew.
         return json.loads(text.rstrip(), object_pairs_hook=_each_once)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: it is not JSON ({error.msg} at character {error.colno}); correct it") from error
+        raise ValueError(
+            f"{where}: it is not JSON ({error.msg.removesuffix(' at')} at character {error.colno}); correct it"
+        ) from error
     except _Twice as error:
         raise ValueError(f"{where}: {error}") from None
     except RecursionError:
@@ -225,6 +240,10 @@ def _csv(path: Path, progress: Progress) -> Iterator[Row]:
         try:
             if twice := [name for name, count in Counter(reader.fieldnames or ()).items() if count > 1]:
                 raise ValueError(f"{shown(path)}, line 1: it names {quoted(twice[0])} twice; rename one of the columns")
+            if len(names := reader.fieldnames or ()) == 1 and (other := set(";\t").intersection(names[0])):
+                raise ValueError(
+                    f"{shown(path)}, line 1: columns seem to be separated by {quoted(other.pop())}; write commas there"
+                )
             for values in reader:
                 where = f"{shown(path)}, line {begins}"
                 begins = reader.line_num + 1

@@ -179,6 +179,11 @@ def blaming(path: Path, options: Mapping[str, Any] | None = None) -> Iterator[No
         with nullcontext() if options and "attn_implementation" in options else _offline():
             yield
     except Exception as error:
+        if "trust_remote_code" in str(error):  # which it advises, and nothing here takes
+            raise ValueError(
+                f"{shown(path)} needs custom code (auto_map), which hightide never runs; load the model in a script of "
+                "your own, with trust_remote_code=True, and give it to hightide.wrap"
+            ) from error
         raise ValueError(
             f"transformers cannot make a model of {shown(path)}: {type(error).__name__}: {shown(error, KEPT)}"
         ) from error

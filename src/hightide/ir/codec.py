@@ -17,6 +17,7 @@ from hightide.ir.tier import Lane
 from hightide.process import files
 
 T = TypeVar("T")
+NAMED = 4  # as many keys are named in a message
 
 
 def to_json(value: object) -> str:
@@ -101,12 +102,14 @@ def _build_union(cls: Any, data: Any, where: str) -> Any:
 
 def _build_dataclass(cls: Any, data: Any, where: str) -> Any:
     if not isinstance(data, dict):
-        raise ValueError(f"{where} must be a mapping with the fields of {cls.__name__}, not {quoted(data)}")
+        names = [field.name for field in dataclasses.fields(cls)]
+        keys = ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+        raise ValueError(f"{where} must be a mapping with keys such as {keys}, not {quoted(data)}")
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     required = [name for name, field in fields.items() if _is_required(field)]
     if data and required and not any(name in data for name in required):  # another file, and not a slip
-        raise ValueError(f"{where} is no {cls.__name__}: it has none of the keys {', '.join(required[:4])}")
+        raise ValueError(f"{where} is no {cls.__name__}: it has none of the keys {', '.join(required[:NAMED])}")
     for key in data:
         if key not in fields:
             nearest = difflib.get_close_matches(str(key)[:QUOTED], fields, n=1, cutoff=0.0)

@@ -62,6 +62,16 @@ class TrainerMixin(Base):
     train_dataset: Any
     data_collator: Any
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Behind the Trainer nothing of it would be called: the model would train plain, without a word."""
+        super().__init_subclass__(**kwargs)
+        before = next((one for one in cls.__mro__[1:] if issubclass(one, TrainerMixin | transformers.Trainer)), None)
+        if before is not None and not issubclass(before, TrainerMixin):
+            bases = ", ".join(
+                ["hightide.TrainerMixin", *(one.__name__ for one in cls.__bases__ if one is not TrainerMixin)]
+            )
+            raise TypeError(f"TrainerMixin must come before {before.__name__}: class {cls.__name__}({bases})")
+
     def __init__(
         self,
         *args: Any,

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
@@ -75,3 +76,21 @@ def test_a_working_folder_that_is_gone_is_said_before_torch_is_there() -> None:
         command, env={**os.environ, "PYTHONPATH": SOURCE}, capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.returncode == 2 and "the working folder is gone" in ended.stderr
+
+
+def test_an_interrupt_while_the_command_is_loaded_ends_it() -> None:
+    script = f"""
+        import os, runpy, signal, sys
+        sys.path.insert(0, {SOURCE!r})
+        class Interrupt:
+            def find_spec(self, name, path=None, target=None):
+                if name == "hightide.cli.main":
+                    try:
+                        os.kill(os.getpid(), signal.SIGINT)
+                    except BaseException:  # as torch does, while it imports numpy
+                        pass
+        sys.meta_path.insert(0, Interrupt())
+        runpy.run_module("hightide", run_name="__main__")
+    """
+    ended = subprocess.run([sys.executable, "-c", dedent(script)], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, "\ninterrupted\n")

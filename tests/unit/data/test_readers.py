@@ -65,6 +65,7 @@ def test_lines_of_json_may_be_called_json(tmp_path: Path) -> None:
     [
         ("a.jsonl", '{"text": "a"}\n{"text": ', r"a.jsonl, line 2: it is not JSON"),
         ("a.jsonl", '{"text"\n{"text": "a"}', r"a.jsonl, line 1: it is not JSON .* at character 8\)"),
+        ("a.jsonl", '{"text": "a', r"a.jsonl, line 1: it is not JSON \(Unterminated string starting at character 10\)"),
         ("a.jsonl", '{"text": "a"}\n\n["b"]', r"a.jsonl, line 3: a row is a mapping.*\['b'\]"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "\xff"}', r"a.jsonl, line 2: it is not UTF-8"),
         ("a.json", '[{"text": "a"},\n 3]', r"a.json, row 2: a row is a mapping"),
@@ -75,6 +76,7 @@ def test_lines_of_json_may_be_called_json(tmp_path: Path) -> None:
         ("a.csv", "text,more\na,b\nc\n", r"a.csv, line 3: it has 1 values, and the first line names 2"),
         ("a.csv", "text\na,b\n", r"a.csv, line 2: it has 2 values"),
         ("a.csv", "text,n,text\na,1,b\n", r"a.csv, line 1: it names 'text' twice"),
+        ("a.csv", "id;text\n1;a\n", r"a.csv, line 1: columns seem to be separated by ';'"),
         ("a.csv", 'text\n"a', r"a.csv, line 2: it is not CSV"),
         ("a.txt", b"first\nsecond \xff", r"a.txt, line 2: it is not UTF-8"),
         ("a.parquet", "text", r"a.parquet is no Parquet file"),
@@ -98,6 +100,17 @@ def test_what_is_not_there_or_has_no_end_is_refused(tmp_path: Path) -> None:
         rows_of(tmp_path / "absent.jsonl")
     with pytest.raises(ValueError, match="has no text files"):
         rows_of(tmp_path)
+
+
+def test_files_of_a_folder_that_are_not_read_are_told(tmp_path: Path) -> None:
+    (tmp_path / "tests").mkdir()
+    for name in ("rows.jsonl", "more.csv", "tests/other.jsonl"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(ValueError, match=r"has no text files.*name the file with the data itself, such as .*more.csv"):
+        rows_of(tmp_path)
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.warns(UserWarning, match=r"only text files.*and not more.csv, \.\.\.: name such a file itself"):
+        assert [row.fields["text"] for row in rows_of(tmp_path)] == ["text"]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "folder"])

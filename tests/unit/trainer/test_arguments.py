@@ -24,6 +24,16 @@ def test_limits_by_any_name() -> None:
         as_limits(24)  # type: ignore[arg-type]
 
 
+def test_the_mixin_behind_a_trainer_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"before Trainer: class Late\(hightide.TrainerMixin, Trainer\)"):
+        type("Late", (transformers.Trainer, hightide.TrainerMixin), {})
+    with pytest.raises(TypeError, match=r"before Seq2SeqTrainer"):
+        type("Late", (transformers.Seq2SeqTrainer, hightide.TrainerMixin), {})
+    own = type("Own", (hightide.TrainerMixin,), {})
+    type("Mine", (own, transformers.Seq2SeqTrainer), {})
+    type("Derived", (hightide.Trainer,), {})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [

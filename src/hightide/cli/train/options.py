@@ -11,8 +11,9 @@ import typer
 
 from hightide.cli.train.config import RENAMED, LrSchedule, OnSaveError, TrainConfig, read_settings
 from hightide.cli.workload import Dtype
+from hightide.data.readers import ROW_FILES, TEXT_FILES
 from hightide.ir.codec import build
-from hightide.ir.foreign import quoted
+from hightide.ir.foreign import quoted, shown
 from hightide.ir.plan import GradientDtype, Update
 
 DATA, LEARNING, RUN, MACHINE = "Data", "Learning", "Run folder, checkpoints", "Memory and speed"
@@ -190,13 +191,18 @@ _PLACES = {
 
 def load_config(path: Path | None, options: TrainOptions) -> TrainConfig:
     """Reads a settings file, if any, and puts the command line's settings on top. Checked as a whole, once."""
+    if path is not None and (path.is_dir() or path.suffix.lower() in (*ROW_FILES, *TEXT_FILES)):
+        raise ValueError(f"{shown(path)} is no settings file; name a model with --model, and data with --data")
     data = {} if path is None else read_settings(path)
     where = "settings" if path is None else str(path)
     for (section, old), new in RENAMED.items():
         if isinstance(data.get(section), dict) and old in data[section]:
             raise ValueError(f"{where}: {section}.{old} is now {new}; rename it")
-    if isinstance(data.get("model"), str):
-        data["model"] = {"path": data["model"]}
+    for section in ("model", "data"):
+        if isinstance(data.get(section), str):
+            data[section] = {"path": data[section]}
+    if type(data.get("lora")) is int:  # a rank alone
+        data["lora"] = str(data["lora"])
     for name, (section, key) in _PLACES.items():
         _override(data, where, section, key, getattr(options, name))
     _override(data, where, "limits", "disk", options.disk or None)

@@ -12,6 +12,7 @@ from typing import Any
 from hightide.cli.train.config import TrainConfig
 from hightide.cli.train.folder_lock import FolderLock
 from hightide.cli.train.metrics_file import MetricsFile, cut
+from hightide.ir.foreign import shown
 from hightide.process import files
 
 PLAN, TIMELINE, METRICS, SUMMARY = "plan.json", "timeline.json", "metrics.jsonl", "summary.json"
@@ -80,6 +81,20 @@ def newest_saved(out: Path, name: str) -> Path | None:
     return None
 
 
+def check_place(out: Path) -> None:
+    """Whether run folders can be made there, as far as that can be told: a model is read first, which may take long."""
+    there = next(path for path in (out.absolute(), *out.absolute().parents) if os.path.lexists(path))
+    if not there.is_dir():
+        raise _no_folder(there)
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"cannot create run folders in {shown(there)}: it cannot be written; choose another --out")
+
+
+def _no_folder(path: Path) -> ValueError:
+    what = "is a link to nothing" if path.is_symlink() else "is no folder"
+    return ValueError(f"cannot create the run folder in {shown(path)}: it {what}; choose another --out")
+
+
 def _new_folder(out: Path, name: str) -> Path:
     """The first number that is free. mkdir decides, so two runs that start at once get two folders."""
     path = out
@@ -91,8 +106,7 @@ def _new_folder(out: Path, name: str) -> Path:
                 path.mkdir()
                 return path
     except FileExistsError:  # of `out`
-        what = "is a link to nothing" if out.is_symlink() else "is no folder"
-        raise ValueError(f"cannot create the run folder in {out}: it {what}; choose another --out") from None
+        raise _no_folder(out) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in it
         problem = error.strerror if isinstance(error, OSError) else str(error)
         raise ValueError(f"cannot create the run folder {str(path)!r}: {problem}; choose another --out") from error

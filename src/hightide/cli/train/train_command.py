@@ -22,7 +22,7 @@ from hightide.cli.train.company import Company
 from hightide.cli.train.config import OptimizerConfig, TrainConfig
 from hightide.cli.train.model_source import ModelSource, find_model
 from hightide.cli.train.resume import Resumed, beside_first, find_checkpoint
-from hightide.cli.train.run_folder import RunFolder
+from hightide.cli.train.run_folder import RunFolder, check_place
 from hightide.cli.train.run_state import deciding, placing
 from hightide.cli.train.saves import SaveFailed
 from hightide.cli.train.training_data import TrainingData, read_data
@@ -79,6 +79,8 @@ def _found_by_first(config: TrainConfig, console: Console, company: Company) -> 
 
     def find() -> str:
         found.append(find_checkpoint(config, console))
+        if found[0] is None:
+            check_place(Path(config.out))
         return "" if found[0] is None else found[0].to_text()
 
     text = company.from_first("a checkpoint", find)

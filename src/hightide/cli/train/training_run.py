@@ -40,7 +40,7 @@ from hightide.cli.train.stop_request import stop_request
 from hightide.cli.train.trained_model import save_trained, write_sample
 from hightide.cli.train.training_data import TrainingData
 from hightide.data.batches import Call, Share, Steps, all_rows
-from hightide.ir.units import format_bytes
+from hightide.ir.units import counted, format_bytes
 
 STATE_BYTES, MASTER_BYTES = 12, 4  # of each parameter that trains, in fp32
 ECHO_S = 5.0  # in which torchrun hands on a Ctrl-C that its ranks have
@@ -129,8 +129,8 @@ class TrainingRun:
         self.console.print(describe(self.source, self.config), markup=False)
         cut = f" in {self.calls} calls" if self.calls > 1 else ""
         of_ranks = f" on {self.company.world} ranks" if self.company.world > 1 else ""
-        steps = "1 step" if self.num_steps == 1 else f"{self.num_steps} steps"
-        self.console.print(f"{steps} of {self.config.data.sequences} rows{of_ranks}{cut}")
+        rows = counted(self.config.data.sequences, "row")
+        self.console.print(f"{counted(self.num_steps, 'step')} of {rows}{of_ranks}{cut}")
         show_plan(self.console, plan.explain())
         compiled = ", blocks compiled in the first step" if self.config.compile else ""
         trained = sum(param.numel() for param in self.model.parameters() if param.requires_grad)
@@ -291,9 +291,8 @@ class TrainingRun:
         wear = stats.disk_wear(self.config.limits.rated_bytes())
         if "disk" in stats.peak_bytes:
             self.console.print(stats.disk_text(self.config.limits.rated_bytes()))
-        self.console.print(
-            f"loss {self.losses[0]:.2f} -> {self.losses[-1]:.2f} in {len(self.losses)} steps, {train_s:.0f} s"
-        )
+        steps = counted(len(self.losses), "step")
+        self.console.print(f"loss {self.losses[0]:.2f} -> {self.losses[-1]:.2f} in {steps}, {train_s:.0f} s")
         if saves_text := self.saves.summary():
             self.console.print(saves_text)
         light_share = median(self.light_shares) if self.light_shares else None

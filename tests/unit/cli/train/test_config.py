@@ -109,7 +109,7 @@ def test_options_of_the_line_are_told_as_they_were_written(
         ("save: {every: 20, keep_every: 50}", r"keep_every=50 must be a multiple of save.every=20.*; 40 is"),
         ("save: {keep_every: 50}", r"save.keep_every=50, but nothing is saved"),
         ("save: {on_error: ignore}", r"on_error is 'ignore'; it must be one of warn, stop"),
-        ("save: 20", r"save must be a mapping"),
+        ("save: 20", r"save must be a mapping with keys such as every, keep, keep_every, on_error, not 20"),
         ("resume: perhaps", r"resume is 'perhaps'; it must be of type bool"),
         ("steps: 3\nsteps: 4", r"settings.yaml, line 2: the key 'steps' is given twice"),
         ("steps: [", r"settings.yaml is not YAML"),
@@ -124,6 +124,19 @@ def test_bad_values_are_refused_with_the_value(tmp_path: Path, text: str, messag
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read the settings file .*absent.yaml"):
         load_config(tmp_path / "absent.yaml", TrainOptions())
+
+
+@pytest.mark.parametrize("name", ["folder", "data.jsonl", "notes.txt"])
+def test_a_model_or_data_in_the_place_of_the_settings_say_how_they_are_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.touch() if path.suffix else path.mkdir()
+    with pytest.raises(ValueError, match=rf"{name} is no settings file; name a model with --model, and data with"):
+        load_config(path, TrainOptions())
+
+
+def test_a_path_and_a_rank_alone_are_enough(tmp_path: Path) -> None:
+    config = load(tmp_path, "model: folder\ndata: rows.jsonl\nlora: 8")
+    assert (config.model.path, config.data.path, config.lora) == ("folder", "rows.jsonl", "8")
 
 
 def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from hightide.cli.train.config import TrainConfig
 from hightide.cli.train.options import TrainOptions, load_config
-from hightide.cli.train.run_folder import RunFolder
+from hightide.cli.train.run_folder import RunFolder, check_place
 
 
 def test_folders_are_numbered_per_name_and_gaps_are_not_refilled(tmp_path: Path) -> None:
@@ -66,6 +66,24 @@ def test_an_output_that_cannot_be_is_refused_at_once(
     with pytest.raises(ValueError, match=rf"cannot create the run folder .*({problem}).*choose another --out"):
         RunFolder(TrainConfig(out=out))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file", "loop"]
+
+
+@pytest.mark.parametrize("out", ["dangling/below", "file", "file/below"])
+def test_an_output_that_cannot_be_is_known_before_a_model_is_read(out: str, tmp_path: Path) -> None:
+    (tmp_path / "dangling").symlink_to("gone")
+    (tmp_path / "file").touch()
+    check_place(tmp_path / "new" / "deeper")
+    with pytest.raises(ValueError, match=r"cannot create the run folder in .*(dangling|file): it is .*another --out"):
+        check_place(tmp_path / out)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_a_model_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)  # root may write everywhere
+    with pytest.raises(ValueError, match=r"cannot be written; choose another --out"):
+        check_place(tmp_path / "new")
 
 
 def test_what_else_is_in_the_folder_stays_and_names_are_no_patterns(tmp_path: Path) -> None:
