@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 
 import hightide
+from hightide.api import wrap_again
 from hightide.asked import check_disks
 from hightide.cli.train.company import Company
 from hightide.cli.train.config import OptimizerConfig, TrainConfig
@@ -200,21 +201,21 @@ def _wrapped(
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """With the plan of the checkpoint, if what it was made for is as it was: then values are the same to the bit."""
     limits, num_rows = config.limits.resolve(), config.data.sequences // company.world
-    wrap = partial(hightide.wrap, model, optimizer, compile=config.compile, device=config.device)
-    if resumed is not None and resumed.plan is not None and resumed.state.placing == placing(config, company.world):
-        plan = resumed.plan
-        try:
-            return wrap(data.train.example(num_rows // plan.accumulate), limits=_disks(limits), plan=plan)
-        except ValueError as error:  # it has less memory, say
-            console.print(f"the plan of the checkpoint cannot be used, another is made: {error}", markup=False)
     calls = _calls(config, num_rows)
+    is_as_it_was = resumed is not None and resumed.state.placing == placing(config, company.world)
+    before = resumed.plan if resumed is not None and is_as_it_was else None
+    wrap = hightide.wrap if before is None else partial(wrap_again, before=before)
     try:
         return wrap(
+            model,
+            optimizer,
             data.train.example(num_rows // (calls or 1)),
             limits=limits,
             micro_batch=config.micro_batch,
             update=config.update.value,
             gradients=config.gradients.value,
+            compile=config.compile,
+            device=config.device,
             accumulate=calls or "auto",
         )
     except InfeasiblePlan as error:
@@ -225,10 +226,6 @@ def _wrapped(
 
 def _as_options(sizes: Mapping[Tier, int]) -> str:
     return " ".join(limit_option(tier, size_option(size)) for tier, size in sizes.items())
-
-
-def _disks(limits: hightide.Limits) -> hightide.Limits:
-    return hightide.Limits(disk=limits.disk)
 
 
 def _calls(config: TrainConfig, num_rows: int) -> int | None:

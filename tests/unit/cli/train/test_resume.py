@@ -20,6 +20,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import hightide
+from hightide import api
 from hightide.checkpoint.files import filesystem
 from hightide.checkpoint.training import read_training
 from hightide.cli.main import app
@@ -212,19 +213,30 @@ def test_limits_and_other_places_may_change(stopped: Tiny, uninterrupted: list[l
 def test_a_plan_that_cannot_be_used_again_is_made_anew(
     stopped: Tiny, uninterrupted: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrap = train_module.hightide.wrap
-    plans = []
+    searches, searched = [], api._searched
 
-    def refusing(*args: Any, **options: Any) -> Any:
-        plans.append(options.get("plan"))
-        if options.get("plan") is not None:
-            raise ValueError("too little")
-        return wrap(*args, **options)
+    def counted(*args: Any) -> Any:
+        searches.append(args)
+        return searched(*args)
 
-    monkeypatch.setattr(train_module.hightide, "wrap", refusing)
+    def refuse(*_: Any) -> None:
+        raise ValueError("too little")
+
+    monkeypatch.setattr(api, "_searched", counted)
+    monkeypatch.setattr(api, "check_still_fits", refuse)
+    with pytest.warns(UserWarning, match="too little"):
+        result = stopped.train()
+    assert result.exit_code == 0, result.output
+    assert len(searches) == 1
+    assert same(stopped.metrics()) == uninterrupted
+
+
+def test_a_plan_that_is_as_it_was_is_not_searched_for(
+    stopped: Tiny, uninterrupted: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "_searched", lambda *_: pytest.fail("a plan was searched for"))
     result = stopped.train()
-    assert result.exit_code == 0 and "another is made: too little" in result.output
-    assert len(plans) == 2 and plans[0] is not None and plans[1] is None
+    assert result.exit_code == 0, result.output
     assert same(stopped.metrics()) == uninterrupted
 
 
