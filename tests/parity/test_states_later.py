@@ -20,6 +20,7 @@ from hightide.ir.action import Op
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
+from hightide.optim.chunk_updates import ChunkUpdates
 from hightide.runtime.lanes import lanes
 from hightide.runtime.surgery import run_of
 
@@ -239,6 +240,34 @@ def test_a_step_that_is_skipped_and_one_without_gradients() -> None:
     for (key, value), expected in zip(later[0].state_dict().items(), plain.state_dict().values(), strict=True):
         assert (value - expected).abs().max() <= 1e-5 * expected.abs().max() + 1e-6, key
     hightide.unwrap(later[0])
+
+
+def test_a_step_that_is_refused_in_the_middle_leaves_no_states_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has updated by then is what it is without parts."""
+    prepare = ChunkUpdates.prepare
+
+    def refused(settles: bool) -> Any:
+        pair, batch = built(models.llama)
+        pair = wrapped(pair, batch, settles)
+        calls = []
+
+        def third(self: ChunkUpdates, *args: Any, **options: Any) -> Any:
+            calls.append(args)
+            if len(calls) == 3:
+                raise ValueError("not this one")
+            return prepare(self, *args, **options)
+
+        models.loss_of(pair[0], batch).backward()
+        with monkeypatch.context() as patch:
+            patch.setattr(ChunkUpdates, "prepare", third)
+            with pytest.raises(ValueError, match="not this one"):
+                pair[1].step()
+        pair[1].zero_grad()
+        found = train(pair, batch)
+        hightide.unwrap(pair[0])
+        return found
+
+    assert_same_bits(refused(True), refused(False))
 
 
 def test_a_save_beside_training_has_the_states_of_its_step(tmp_path: Path) -> None:

@@ -187,6 +187,12 @@ class Demands:
         if self._chunks.disk is not None and chunk in self._chunks.disk:  # it writes what it has changed by itself
             self._flight.latest[ActionKey(Op.WRITE, chunk, ChunkKind.STATE)] = self._flight.stored[chunk] = ticket
 
+    def settle(self, chunk: int) -> None:
+        """The second part of an update that was issued."""
+        name, flight = ActionKey(Op.SETTLE, chunk), self._flight
+        ticket = flight.lanes.submit(name, Lane.CPU, 0, flight.changes(chunk), self._performer.settle(chunk))
+        flight.latest[name] = flight.settled[chunk] = ticket
+
     def _submit(self, what: str, lane: Lane, chunk: int, work: LaneWork) -> Ticket:
         self._count += 1
         after = self._flight.changes(chunk)

@@ -329,6 +329,13 @@ class Executor:
     def step(self) -> None:
         """The user's optimizer.step(). Chunks with a gradient that no planned update covers run on demand."""
         self._lanes.check()
+        try:
+            self._step()
+        finally:  # one that was refused in the middle of it, by a gradient that cannot be used
+            for chunk in self._performer.unsettled:
+                self._demands.settle(chunk)
+
+    def _step(self) -> None:
         if self._update is Update.DEFERRED:
             self._performer.updated.clear()
         self.promises.begin_step(self._leftovers)

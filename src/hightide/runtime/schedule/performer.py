@@ -402,7 +402,15 @@ class Performer:
     def _settle(self, action: Action) -> LaneWork:
         """Nothing, where there was no update."""
         assert action.chunk is not None
-        return self._unsettled.pop(action.chunk, nothing)
+        return self.settle(action.chunk)
+
+    def settle(self, chunk: int) -> LaneWork:
+        return self._unsettled.pop(chunk, nothing)
+
+    @property
+    def unsettled(self) -> list[int]:
+        """Chunks of which an update was issued whose second part was not."""
+        return list(self._unsettled)
 
     @property
     def saving(self) -> CopyOnUpdate | None:
