@@ -61,7 +61,7 @@ class Plans:
         for spec, block in zip(profile.blocks, base.blocks, strict=True):
             params, of_states, sharing = (G, G, REPLICATED) if spec.loose else ways[spec.index % len(ways)]
             activation = Activation.RECOMPUTE if spec.lazy_head else block.activation
-            told = {"sums": Tier(sums), "sharing": sharing}
+            told = {"sums": Tier(sums), "sharing": sharing, "settles": spec.index % 2 == 1}
             blocks.append(BlockPlan(spec.name, params, of_states, activation, block.inputs, **told))
         plan = replace(base, layout=layout, blocks=tuple(blocks), ranks=ranks, replicas=replicas)
         placement = Placement(plan)
