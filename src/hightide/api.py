@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -13,13 +11,12 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from hightide.agreed_plan import plan_of_all, problem_of_all
+from hightide.agreed_plan import plan_of_all
 from hightide.asked import (
     check_accumulate,
     check_disks,
     check_fresh,
     check_limits,
-    check_still_fits,
     chosen_device,
     disk_bytes_of,
     gradient_dtype,
@@ -37,9 +34,6 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.foreign import kind_of
 from hightide.ir.limits import DiskLimit, Limits
 from hightide.ir.plan import GradientDtype, Plan, Update
-from hightide.ir.state_spec import StateSpecs
-from hightide.ir.tier import Tier
-from hightide.ir.units import counted
 from hightide.loading.unloaded import forget, origins_in, seem_unloaded
 from hightide.loading.values import first_values
 from hightide.observe.larger_batches import LargerBatches
@@ -51,13 +45,12 @@ from hightide.observe.stats import Stats, read_stats
 from hightide.observe.watch import Watch
 from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
 from hightide.optim.registry import in_parts, rule_for
-from hightide.planner.infeasible import InfeasiblePlan
+from hightide.plan_again import plan_again
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.solution import Searched, Solution
 from hightide.planner.verify.check_plan import check_plan, check_states
 from hightide.posing import (
     Profiled,
-    estimated_problem,
     is_small,
     machine_of,
     measured_products,
@@ -65,6 +58,7 @@ from hightide.posing import (
     rehearsed_profile,
     room_on,
     solved,
+    verified,
 )
 from hightide.process.interrupts import deferred, held
 from hightide.process.progress import shown, tell
@@ -277,7 +271,7 @@ def _wrapped(
             again: Searched | None = None
             if before is not None:
                 asked = (limits or Limits(), micro_batch, rule.states, accumulate == "auto")
-                again = _again(before, *asked, profiled, model, optimizer, place, compile, disks, collectives)
+                again = plan_again(before, *asked, profiled, model, optimizer, place, compile, disks, collectives)
             if again is not None:
                 solution = again
             elif plan is None:
@@ -313,7 +307,7 @@ def _wrapped(
                 check_plan(profile, plan)
                 check_states(plan, rule.states)
                 rehearsed = partial(rehearsed_profile, profiled, optimizer, place, compile, plan.gpu_limit_bytes)
-                solution = _verified(Solution.of(profile, plan), rehearsed)
+                solution = verified(Solution.of(profile, plan), rehearsed)
                 if plan.is_edited:
                     solution = solution.described()
                 if place.type == "cuda":
@@ -487,71 +481,3 @@ def _moving_in(solution: S, model: nn.Module, optimizer: torch.optim.Optimizer, 
     model_bytes = sum(param.nbytes for param in on_host.values())
     process_bytes = max(0, resident_bytes() - model_bytes - waiting_bytes) if place.type == "cuda" else 0
     return solution.moving_in(set(on_host), waiting_bytes, process_bytes)
-
-
-def _again(
-    before: Plan,
-    limits: Limits,
-    micro_batch: int | None,
-    states: StateSpecs,
-    cuts: bool,
-    profiled: Profiled,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    place: torch.device,
-    compile: bool,
-    disks: Sequence[DiskLimit],
-    collectives: Collectives | None,
-) -> Searched | None:
-    """The plan of `before`, for this model. None, on all ranks: it cannot be used, which the first one tells. `cuts`:
-    as of `solved`."""
-    ranks = None if collectives is None else collectives.ranks
-    world, sharers, nodes = (1, 1, None) if ranks is None else (ranks.world, len(ranks.ranks_of_node), ranks.nodes)
-    terms = replace(Terms.of(before), micro_batch=micro_batch)
-
-    def check() -> None:
-        if (before.ranks, before.even_alone) != (world, ranks is not None and world == 1):
-            raise ValueError(f"it is for {counted(before.ranks, 'rank')}, and there are {world}")
-        num_samples, most = profiled[0].num_samples, before.num_samples * before.accumulate
-        if cuts and num_samples > most:
-            raise ValueError(f"it holds steps of {most} samples, and a step has {num_samples}")
-        check_still_fits(before, limits, place, model, optimizer, sharers)
-
-    def posed() -> Problem:
-        problem = estimated_problem(profiled[0], place, terms, disks, nodes)
-        if cuts:
-            problem = problem.with_samples(before.num_samples)
-        check_plan(problem.profile, before)
-        check_states(before, states)
-        sized = (problem.profile, *profiled[1:])
-        rehearsed = partial(rehearsed_profile, sized, optimizer, place, compile, before.gpu_limit_bytes)
-        return replace(problem, profile=_verified(Solution.of(problem.profile, before), rehearsed).profile)
-
-    try:
-        if collectives is None:
-            check()
-            problem = posed()
-        else:
-            problem = problem_of_all(collectives, terms, check, posed)
-        solution = Searched.elsewhere(problem, before)
-        solution.verify()
-        return solution
-    except ValueError as error:
-        if ranks is None or ranks.rank == 0:
-            told = str(error).splitlines()[0]
-            warnings.warn(f"the plan that the run had cannot be used, another is made: {told}", stacklevel=4)
-        return None
-
-
-def _verified(solution: Solution, rehearsed: Callable[[], ModelProfile | None]) -> Solution:
-    """A plan that does not fit the GPU may have been searched for blocks that were `rehearsed`: compiled ones take less
-    than tensors without values tell."""
-    try:
-        solution.verify()
-    except InfeasiblePlan as refusal:
-        measured = rehearsed() if refusal.tier is Tier.GPU else None
-        if measured is None:
-            raise
-        solution = Solution.of(measured, solution.plan)
-        solution.verify()
-    return solution

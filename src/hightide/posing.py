@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -37,6 +37,7 @@ from hightide.ir.costs import Costs
 from hightide.ir.limits import DiskLimit
 from hightide.ir.machine import SIMULATED, Disk, Estimate, Machine, MatmulRates
 from hightide.ir.plan import Plan
+from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.one_rank import machine_of_rank
@@ -45,7 +46,7 @@ from hightide.planner.predict.step_seconds import with_peaks
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.calls import search_calls
 from hightide.planner.search.search import search
-from hightide.planner.solution import Searched
+from hightide.planner.solution import Searched, Solution
 from hightide.process.interrupts import is_interrupt
 from hightide.process.progress import tell
 from hightide.profiler.probe.probe_record import CallRecord
@@ -182,6 +183,20 @@ def rehearsed_profile(
     """With the bytes that blocks really take, where a rehearsal can tell them."""
     costs = _rehearsed(profiled, optimizer, device, compile, gpu_bytes, "the plan is refused")
     return None if costs is None else with_peaks(profiled[0], costs)
+
+
+def verified(solution: Solution, rehearsed: Callable[[], ModelProfile | None]) -> Solution:
+    """A plan that does not fit the GPU may have been searched for blocks that were `rehearsed`: compiled ones take less
+    than tensors without values tell."""
+    try:
+        solution.verify()
+    except InfeasiblePlan as refusal:
+        measured = rehearsed() if refusal.tier is Tier.GPU else None
+        if measured is None:
+            raise
+        solution = Solution.of(measured, solution.plan)
+        solution.verify()
+    return solution
 
 
 def is_small(profile: ModelProfile) -> bool:

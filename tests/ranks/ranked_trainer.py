@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import hightide
-from hightide import api
+from hightide import api, plan_again
 from trainers import arguments, data, full, logs
 
 torch.set_num_threads(1)
@@ -63,7 +63,7 @@ def resume_plans(rank: int, world: int, folder: str, refuses: int | None, given:
     api._searched = lambda *args: searches.append(rank) or search(*args)
     for name in ("checkpoint-2", None):
         if name is None and rank == refuses:
-            api.check_still_fits = full_up
+            plan_again.check_still_fits = full_up
         where = Path(folder) / ("second" if name is None else "first")
         if name is None and rank == 0:
             shutil.copytree(Path(folder) / "first" / "checkpoint-2", where / "checkpoint-2")

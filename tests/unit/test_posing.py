@@ -210,17 +210,17 @@ def test_a_plan_for_rehearsed_blocks_is_verified_by_what_they_take() -> None:
     assert half < whole
     for gpu_bytes, expected, number in ((whole, profile, 0), (whole - 1, lean, 1), (half, lean, 2)):
         limited = Solution.of(profile, replace(roomy, gpu_limit_bytes=gpu_bytes))
-        verified = hightide.api._verified(limited, rehearsed)
+        verified = hightide.posing.verified(limited, rehearsed)
         assert verified.profile is expected and num_rehearsals == number
         assert verified.peaks.gpu_peak_bytes <= gpu_bytes
     with pytest.raises(InfeasiblePlan):
-        hightide.api._verified(Solution.of(profile, replace(roomy, gpu_limit_bytes=half - 1)), rehearsed)
+        hightide.posing.verified(Solution.of(profile, replace(roomy, gpu_limit_bytes=half - 1)), rehearsed)
     assert num_rehearsals == 3, "once for each"
     with pytest.raises(InfeasiblePlan):
-        hightide.api._verified(Solution.of(profile, replace(roomy, gpu_limit_bytes=half)), lambda: None)
+        hightide.posing.verified(Solution.of(profile, replace(roomy, gpu_limit_bytes=half)), lambda: None)
     streamed = hightide.plan(model, adamw(model), batch, limits=hightide.Limits(gpu="400KiB", host="64MiB"))
     with pytest.raises(InfeasiblePlan, match="host"):  # a rehearsal would not help
-        hightide.api._verified(Solution.of(profile, replace(streamed, host_limit_bytes=1)), rehearsed)
+        hightide.posing.verified(Solution.of(profile, replace(streamed, host_limit_bytes=1)), rehearsed)
     assert num_rehearsals == 3
 
 

@@ -20,7 +20,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import hightide
-from hightide import api
+from hightide import api, plan_again
 from hightide.checkpoint.files import filesystem
 from hightide.checkpoint.training import read_training
 from hightide.cli.main import app
@@ -223,7 +223,7 @@ def test_a_plan_that_cannot_be_used_again_is_made_anew(
         raise ValueError("too little")
 
     monkeypatch.setattr(api, "_searched", counted)
-    monkeypatch.setattr(api, "check_still_fits", refuse)
+    monkeypatch.setattr(plan_again, "check_still_fits", refuse)
     with pytest.warns(UserWarning, match="too little"):
         result = stopped.train()
     assert result.exit_code == 0, result.output

@@ -1,0 +1,77 @@
+"""The plan of a run that goes on: that of its checkpoint, if it can still be used."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+
+from hightide.agreed_plan import problem_of_all
+from hightide.asked import check_still_fits
+from hightide.ir.limits import DiskLimit, Limits
+from hightide.ir.plan import Plan
+from hightide.ir.state_spec import StateSpecs
+from hightide.ir.units import counted
+from hightide.planner.problem import Problem, Terms
+from hightide.planner.solution import Searched, Solution
+from hightide.planner.verify.check_plan import check_plan, check_states
+from hightide.posing import Profiled, estimated_problem, rehearsed_profile, verified
+from hightide.shard.collectives import Collectives
+
+
+def plan_again(
+    before: Plan,
+    limits: Limits,
+    micro_batch: int | None,
+    states: StateSpecs,
+    cuts: bool,
+    profiled: Profiled,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    place: torch.device,
+    compile: bool,
+    disks: Sequence[DiskLimit],
+    collectives: Collectives | None,
+) -> Searched | None:
+    """The plan of `before`, for this model. None, on all ranks: it cannot be used, which the first one tells. `cuts`:
+    as of `solved`."""
+    ranks = None if collectives is None else collectives.ranks
+    world, sharers, nodes = (1, 1, None) if ranks is None else (ranks.world, len(ranks.ranks_of_node), ranks.nodes)
+    terms = replace(Terms.of(before), micro_batch=micro_batch)
+
+    def check() -> None:
+        if (before.ranks, before.even_alone) != (world, ranks is not None and world == 1):
+            raise ValueError(f"it is for {counted(before.ranks, 'rank')}, and there are {world}")
+        num_samples, most = profiled[0].num_samples, before.num_samples * before.accumulate
+        if cuts and num_samples > most:
+            raise ValueError(f"it holds steps of {most} samples, and a step has {num_samples}")
+        check_still_fits(before, limits, place, model, optimizer, sharers)
+
+    def posed() -> Problem:
+        problem = estimated_problem(profiled[0], place, terms, disks, nodes)
+        if cuts:
+            problem = problem.with_samples(before.num_samples)
+        check_plan(problem.profile, before)
+        check_states(before, states)
+        sized = (problem.profile, *profiled[1:])
+        rehearsed = partial(rehearsed_profile, sized, optimizer, place, compile, before.gpu_limit_bytes)
+        return replace(problem, profile=verified(Solution.of(problem.profile, before), rehearsed).profile)
+
+    try:
+        if collectives is None:
+            check()
+            problem = posed()
+        else:
+            problem = problem_of_all(collectives, terms, check, posed)
+        solution = Searched.elsewhere(problem, before)
+        solution.verify()
+        return solution
+    except ValueError as error:
+        if ranks is None or ranks.rank == 0:
+            told = str(error).splitlines()[0]
+            warnings.warn(f"the plan that the run had cannot be used, another is made: {told}", stacklevel=5)
+        return None
