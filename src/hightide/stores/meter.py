@@ -211,17 +211,21 @@ class AllocationMeter(TorchDispatchMode):
         if (device := device_asked(func, args)) is not None:
             return device
         out = func(*args, **kwargs) if kwargs else func(*args)
+        self.saw(func, args, kwargs, out)
+        return out
+
+    def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """For another mode that calls it, instead of one more mode."""
         look = _look_of.get(func)
         if look is None:
             look = _look_of.setdefault(func, _classify(func))
         if look == _SKIP:
-            return out
+            return
         for storage in _storages(out):
             if look == _FRESH or self.ledger.knows(storage) or not _is_input(storage, args, kwargs):
                 self.ledger.count(storage, self.label)
         if self._inside is not None and (num_bytes := self._inside(func, args, kwargs or {})):
             self.ledger.pass_by(num_bytes, self.label)
-        return out
 
 
 # What an operation's outputs can be, by its schema.
