@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from hightide.stores.meter import device_asked
+from hightide.stores.meter import DispatchMode, device_asked
 
 Before = Callable[[Any, Sequence[Any], Mapping[str, Any]], object]  # of an operation and its arguments
 After = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], object]  # and its results
 
 
-class Operations(TorchDispatchMode):
+class Operations(DispatchMode):
     """Runs operations, and shows them."""
 
     def __init__(self) -> None:
@@ -29,6 +29,8 @@ class Operations(TorchDispatchMode):
         self.after: tuple[After, ...] = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.before and (device := device_asked(func, args)) is not None:
+            return device
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():  # else a mode of the caller's would see each question about a tensor
             for look in self.before:
