@@ -312,3 +312,19 @@ def test_the_garbage_collector_in_other_threads_does_not_disturb_the_account() -
     gc.collect()
     assert not problems and not any(thread.is_alive() for thread in (*threads, collector))
     assert gpu.used_bytes == 0 and gpu.breakdown() == {}
+
+
+def test_torch_compile_leaves_the_code_of_a_mode_alone() -> None:
+    compiled: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        compiled.append(graph)
+        return graph.forward
+
+    def inside(func: object, args: object, kwargs: object) -> int:
+        return 0 if torch.ones(2).sum() > 0 else 1
+
+    with AllocationMeter(inside=inside) as meter:
+        found = torch.compile(lambda x: (x.sin() + 1).cos(), backend=backend)(torch.ones(3))
+        assert meter.live_bytes == found.nbytes
+    assert not compiled

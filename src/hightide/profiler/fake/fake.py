@@ -7,6 +7,7 @@ not active, so tensors that come from inputs alone are real, and those that meet
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,14 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hightide.profiler.fake.attention import DeviceKernels
 from hightide.profiler.fake.exchange import exchange
-from hightide.profiler.fake.known_results import result_of
+from hightide.profiler.fake.known_results import fake_of, result_of
 from hightide.profiler.fake.recurrent import WORKSPACE, onednn_workspace_bytes
+from hightide.profiler.fake.watching import Operations
 from hightide.profiler.trial.state import Snapshot
-from hightide.stores.meter import device_asked
 
 CPU = torch.device("cpu")
 EXPERTS = "_experts_implementation_internal"  # in a transformers config
@@ -34,11 +34,15 @@ class Originals:
     def __init__(self, attributes: Snapshot) -> None:
         self._attributes = attributes
         self._buffers: dict[int, torch.Tensor] = {}
+        self._fakes: list[weakref.ref[torch.Tensor]] = []
         self._configs: list[Any] = []  # whose experts are computed in groups meanwhile
         self._modes: Sequence[AbstractContextManager[Any]] = ()  # that run operations without values; entered in turn
 
     def add(self, fake: torch.Tensor, original: torch.Tensor) -> None:
         self._buffers[id(fake)] = original
+        # Of a tensor that is referred to weakly torch does not swap the insides: a forward that converts its module
+        # (`self.to(dtype)`) fails, and the model is run on values. Else it would seem to write to its parameters.
+        self._fakes.append(weakref.ref(fake))
 
     def of(self, fake: torch.Tensor) -> torch.Tensor:
         """One that the model's code made meanwhile stands for itself."""
@@ -84,8 +88,9 @@ def fake_parameters(model: nn.Module, runs_on: torch.device = CPU) -> Iterator[O
         return made
 
     try:
-        exchange(modules, fake)
-        operations = _Operations()
+        operations = _Unreal()
+        with operations:
+            exchange(modules, fake)
         kernels = DeviceKernels(runs_on, operations.unreal)
         originals._modes = (operations, kernels)
         with _quiet_log(), operations, kernels, _experts_in_groups(model) as originals._configs:
@@ -150,7 +155,7 @@ def _holds_hooks(name: str, slot: Any) -> bool:
     return isinstance(slot, OrderedDict) and name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
 
 
-class _Operations(TorchDispatchMode):
+class _Unreal(Operations):
     """The matrix product of mixtures of experts works in every dtype; its version without values knows bf16 only. And
     their router's loss counts tokens per expert, of which there is no version without values.
 
@@ -170,24 +175,31 @@ class _Operations(TorchDispatchMode):
         finally:
             self._makes = before
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (device := device_asked(func, args)) is not None:
-            return device
+    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten.bincount.default and isinstance(args[0], FakeTensor):
-            least = args[2] if len(args) > 2 else (kwargs or {}).get("minlength", 0)
+            least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
             return args[0].new_empty(least, dtype=torch.int64)
         if func is torch.ops.aten.mkldnn_rnn_layer.default and isinstance(args[1], FakeTensor):
-            results: Any = args[1].fake_mode.__torch_dispatch__(func, types, args, kwargs or {})
+            results: Any = args[1].fake_mode.__torch_dispatch__(func, types, args, kwargs)
             needed = onednn_workspace_bytes(args)  # without values it would be empty
             return *results[:WORKSPACE], results[WORKSPACE].new_empty(needed, dtype=torch.uint8)
         if func is not torch.ops.aten._grouped_mm.default or not isinstance(args[0], FakeTensor):
-            mode = next((arg.fake_mode for arg in args if isinstance(arg, FakeTensor)), self._makes)
+            mode = _mode_of(args) or self._makes
             if mode is None or any(kind is not FakeTensor for kind in types):
-                return func(*args, **(kwargs or {}))
-            return result_of(mode, func, types, args, kwargs or {})
+                return func(*args, **kwargs)
+            return result_of(mode, func, types, args, kwargs)
         first, second = args[0], args[1]
-        groups = args[2] if len(args) > 2 else (kwargs or {}).get("offs")
+        groups = args[2] if len(args) > 2 else kwargs.get("offs")
         return first.new_empty(_grouped_shape(first, second, groups))
+
+
+def _mode_of(args: Sequence[Any]) -> FakeTensorMode | None:
+    for arg in args:
+        if isinstance(arg, FakeTensor):
+            return arg.fake_mode
+        if isinstance(arg, list | tuple) and (mode := _mode_of(arg)) is not None:
+            return mode
+    return None
 
 
 def _grouped_shape(first: torch.Tensor, second: torch.Tensor, groups: torch.Tensor | None) -> list[int]:
@@ -201,8 +213,7 @@ def _grouped_shape(first: torch.Tensor, second: torch.Tensor, groups: torch.Tens
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     # Contiguous whatever the original's strides: an absent parameter is one element, expanded.
-    with mode:
-        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    fake = fake_of(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), mode, CPU)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake

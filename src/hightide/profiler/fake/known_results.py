@@ -44,6 +44,8 @@ class _Rule(NamedTuple):
     with_values: bool  # those with tensors that have values, too
 
 
+_ATTRIBUTES = "hightide_attributes"  # of a fake mode
+
 _known: dict[Any, _Known | None] = {}  # None: it is to be asked for each time
 _rules: dict[Any, _Rule] = {}
 
@@ -151,7 +153,26 @@ def _made(result: _Result, mode: FakeTensorMode, given: Sequence[FakeTensor]) ->
     plain = torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device="meta")
     if result.argument is not None:
         plain.set_(given[result.argument].untyped_storage(), result.offset, result.shape, result.stride)
-    return FakeTensor(mode, plain, result.device)
+    return fake_of(plain, mode, result.device)
+
+
+def fake_of(plain: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
+    """FakeTensor(mode, plain, device) of a tensor on the meta device, in a fifth of the time: its attributes are those
+    of the first one that the mode has made so."""
+    known = vars(mode).setdefault(_ATTRIBUTES, {})
+    attributes = known.get(device)
+    if attributes is None:
+        first = FakeTensor(mode, plain, device)
+        known[device] = {name: value for name, value in vars(first).items() if name != "fake_mode"}
+        return first
+    fake = torch.Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=device)
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(attributes)
+    fake.fake_mode = mode
+    return fake
 
 
 def _remember(found: Any, mode: FakeTensorMode, given: Sequence[FakeTensor]) -> _Known | None:

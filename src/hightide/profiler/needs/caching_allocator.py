@@ -37,8 +37,12 @@ class _Range:
     reserved_bytes: int = 0
 
     def take(self, owner: Hashable, num_bytes: int) -> None:
-        free = [part for part in self.parts if part.owner is None and part.num_bytes >= num_bytes]
-        part = min(free, key=lambda part: part.num_bytes) if free else self._grown(num_bytes)
+        part = None  # the smallest that is large enough
+        for free in self.parts:
+            if free.owner is None and free.num_bytes >= num_bytes and (part is None or free.num_bytes < part.num_bytes):
+                part = free
+        if part is None:
+            part = self._grown(num_bytes)
         rest = part.num_bytes - num_bytes
         if rest >= ROUND_BYTES:
             part.num_bytes = num_bytes

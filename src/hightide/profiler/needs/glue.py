@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hightide.ir.block import Affine, Glue
 from hightide.process.interrupts import safe_point
+from hightide.profiler.fake.watching import watched
 from hightide.profiler.model.call_tree import Batch, flatten, flatten_call, tensors, unflatten
 from hightide.profiler.probe.compare_runs import pair_records
 from hightide.profiler.probe.probe import in_sizes
@@ -103,7 +104,7 @@ def _meter(
         if param.requires_grad and param.grad is None:
             param.grad = torch.empty_like(param)  # those of loose ones are added in place
     watch = _Watch(records, lazy_head)
-    with torch.enable_grad(), watch.meter:
+    with torch.enable_grad(), watched(after=(watch.meter.saw,)):
         with _standing_in(probed, watch):
             result = model(*args, **kwargs)
             roots = [tensor for tensor in tensors(flatten(result)[0]) if tensor.requires_grad]

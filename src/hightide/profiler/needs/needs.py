@@ -21,6 +21,7 @@ from hightide.ir.split import Split
 from hightide.process.interrupts import in_a_line, safe_point
 from hightide.profiler.fake.attention import workspace_bytes
 from hightide.profiler.fake.values import Values
+from hightide.profiler.fake.watching import watched
 from hightide.profiler.model.call_tree import flatten, leaves_key, narrow, tensors, unflatten
 from hightide.profiler.model.kinds import build_of
 from hightide.profiler.needs.caching_allocator import holes_of
@@ -232,7 +233,8 @@ def meter_call(module: nn.Module, leaves: Sequence[Any], record: CallRecord, tap
         return results + tapped.tensors
 
     device = _device_of(module, leaves)
-    with torch.no_grad(), AllocationMeter(inside=workspace_bytes) as meter, WorkMeter() as work:
+    meter, work = AllocationMeter(inside=workspace_bytes), WorkMeter()
+    with torch.no_grad(), watched(after=(meter.saw, work.saw)):
         allocated = _Allocated(device)
         results = run()
         outputs, forward_peak, forward = meter.live_bytes, max(meter.peak_bytes, allocated.peak_bytes), work.counted
@@ -255,7 +257,8 @@ def _with_graph(
 ) -> MeteredCall:
     """The same, and what the graph of a second run keeps, and its backward takes."""
     events: Sequence[Event] = ()
-    with torch.enable_grad(), AllocationMeter(inside=workspace_bytes) as meter, WorkMeter() as work:
+    meter, work = AllocationMeter(inside=workspace_bytes), WorkMeter()
+    with torch.enable_grad(), watched(after=(meter.saw, work.saw)):
         allocated = _Allocated(device)
         with work.until_saved() as saved:
             results = run()

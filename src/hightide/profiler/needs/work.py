@@ -9,10 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
-
-from hightide.stores.meter import device_asked
 
 aten = torch.ops.aten
 
@@ -40,11 +37,10 @@ class Result:
         return self.counted.flop / max(1, self.num_bytes)
 
 
-class WorkMeter(TorchDispatchMode):
-    """Counts the operations of the thread that entered it, of real and of fake tensors."""
+class WorkMeter:
+    """Counts the operations that it is shown, of real and of fake tensors."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._flop = self._touched_bytes = 0
         self.results: list[Result] = []
 
@@ -52,11 +48,7 @@ class WorkMeter(TorchDispatchMode):
     def counted(self) -> Counted:
         return Counted(self._flop, self._touched_bytes)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (device := device_asked(func, args)) is not None:
-            return device
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+    def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         if isinstance(func, torch._ops.OpOverload) and not func.is_view and func is not aten._unsafe_view.default:
             flop = _flop(func, args, kwargs, out)
             self._flop += flop
@@ -65,7 +57,6 @@ class WorkMeter(TorchDispatchMode):
                 self._touched_bytes += touched_bytes
                 if flop and may_hold(func, args, kwargs):
                     self.results.append(Result(written, Counted(flop, touched_bytes)))
-        return out
 
     @contextmanager
     def until_saved(self) -> Iterator[list[tuple[Counted, int]]]:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hightide.ir.foreign import kind_of
 from hightide.ir.refusal import Refused
 from hightide.process.interrupts import in_a_line, safe_point
 from hightide.profiler.fake.values import Values, stands_for
+from hightide.profiler.fake.watching import watched
 from hightide.profiler.model.block_finder import FoundBlock
 from hightide.profiler.model.call_tree import (
     Tree,
@@ -30,7 +30,6 @@ from hightide.profiler.model.call_tree import (
 from hightide.profiler.model.hooks import HookWatch
 from hightide.profiler.probe.tap_search import Opening, Taps, TapSearch
 from hightide.profiler.probe.taps import Taken, Tapped, hand_out, tapping
-from hightide.stores.meter import device_asked
 
 Forward = Callable[..., object]  # called like the model
 
@@ -115,7 +114,7 @@ class Recorder:
                 leave = block.module.register_forward_hook(self._leave, with_kwargs=True, prepend=True)
                 stack.callback(enter.remove)
                 stack.callback(leave.remove)
-            stack.enter_context(watch)
+            stack.enter_context(watched(before=(watch.look,)))
             stack.callback(self._close)
             try:
                 result = forward(*args, **kwargs)
@@ -287,11 +286,10 @@ def _follow(
     return captured, reached
 
 
-class _ParameterWatch(TorchDispatchMode):
+class _ParameterWatch:
     """Sees which parameters operations use, inside and outside of the blocks that hold them."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[FoundBlock], running: list[_Running]) -> None:
-        super().__init__()
         self.uses: dict[int, dict[str, None]] = {}
         self.loose: set[str] = set()
         self.written: set[str] = set()
@@ -318,16 +316,12 @@ class _ParameterWatch(TorchDispatchMode):
             for key in new:
                 del self._names[key]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def look(self, func: Any, args: Any, kwargs: Any) -> None:
         self._see_all(args)
-        if (device := device_asked(func, args)) is not None:
-            return device
-        kwargs = kwargs or {}
         if kwargs:
             self._see_all(kwargs.values())
         if func._schema.is_mutable:
             self._see_writes(func, args, kwargs)
-        return func(*args, **kwargs)
 
     def _see_all(self, values: Iterable[Any]) -> None:
         for value in values:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -79,12 +81,14 @@ class TapSearch:
     def taps(self, reached: Collection[int]) -> dict[int, tuple[Tap, ...]]:
         """The openings that are used: those whose tensors gradients reach from outside (`reached`: their ids), those
         that somebody has stored, all attributes, and all hooks that are the same as one of these."""
-        held = _held(self.openings)
-        used = [
+        in_doubt = [
             opening
             for opening in self.openings
-            if opening.tap.attribute or any(id(tensor) in reached or id(tensor) in held for tensor in opening.tensors)
+            if not opening.tap.attribute and not any(id(tensor) in reached for tensor in opening.tensors)
         ]
+        held = _held(in_doubt, self.openings)
+        unused = [opening for opening in in_doubt if not any(id(tensor) in held for tensor in opening.tensors)]
+        used = [opening for opening in self.openings if opening not in unused]
         codes = {code for opening in used for code in opening.hooks}
         found: dict[int, dict[Tap, None]] = {}
         for opening in self.openings:
@@ -97,18 +101,32 @@ def merged(one: Taps, two: Taps) -> dict[int, tuple[Tap, ...]]:
     return {block: tuple(dict.fromkeys([*one.get(block, ()), *two.get(block, ())])) for block in {**one, **two}}
 
 
-def _held(openings: Sequence[Opening]) -> set[int]:
-    """Ids of the tensors that Python objects other than our own hold. What a graph alone keeps has no such holder."""
-    wanted = {id(tensor): tensor for opening in openings for tensor in opening.tensors}
-    ours = {id(wanted), *(id(opening.tensors) for opening in openings)}
+def _held(openings: Sequence[Opening], all_openings: Sequence[Opening]) -> set[int]:
+    """Ids of the tensors that Python objects other than our own hold. What a graph alone keeps has no such holder.
+    Whose references are all ours needs no search, which goes through all objects that there are."""
+    lists = [opening.tensors for opening in all_openings]
+    lists.append([tensor for opening in openings for tensor in opening.tensors])
+    ours = Counter(id(tensor) for tensors in lists for tensor in tensors)
+    (asking,) = _num_references([object()])  # one of them is its list's
+    wanted = {
+        id(tensor): tensor
+        for tensor, count in zip(lists[-1], _num_references(lists[-1]), strict=True)
+        if count - (asking - 1) > ours[id(tensor)]  # a graph may have one, too
+    }
+    our_ids = {id(wanted), *map(id, lists)}
     holders = gc.get_referrers(*wanted.values()) if wanted else []
     return {
         id(entry)
         for holder in holders
-        if id(holder) not in ours and not isinstance(holder, FrameType)
+        if id(holder) not in our_ids and not isinstance(holder, FrameType)
         for entry in gc.get_referents(holder)
         if id(entry) in wanted
     }
+
+
+def _num_references(objects: list[Any]) -> list[int]:
+    """Those of the list and of the question included."""
+    return [sys.getrefcount(one) for one in objects]
 
 
 def _attributes(block: nn.Module) -> Iterable[tuple[tuple[str, str], Any]]:

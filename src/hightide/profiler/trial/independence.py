@@ -216,7 +216,7 @@ class _Trial:
         ):
             return False
         return same and not any(
-            (a is None) != (b is None) or (a is not None and b is not None and self._differ(a, b, AGAIN, _size(a)))
+            (a is None) != (b is None) or (a is not None and b is not None and self._differ(a, b, AGAIN, a))
             for a, b in pairs
         )
 
@@ -240,14 +240,14 @@ class _Trial:
             raise _Mixed("how many tensors it returns depends on a sample's values")
         for index, (one, two, dim) in enumerate(zip(base.outputs, changed.outputs, self._split.outputs, strict=True)):
             for part_one, part_two in self._others(one, two, dim, sample):
-                if self._differ(part_one, part_two, UNCHANGED, _size(one)):
+                if self._differ(part_one, part_two, UNCHANGED, one):
                     what = "changes when another sample does" if dim else "is of the batch as a whole"
                     raise _Mixed(f"samples depend on each other: output {index} {what}{how}")
         for one_grad, two_grad, dim in zip(base.input_grads, changed.input_grads, self._split.inputs, strict=True):
             if dim is None or one_grad is None or two_grad is None:
                 continue
             for part_one, part_two in self._others(one_grad, two_grad, dim, sample):
-                if self._differ(part_one, part_two, UNCHANGED, _size(one_grad)):
+                if self._differ(part_one, part_two, UNCHANGED, one_grad):
                     raise _Mixed(f"samples depend on each other: a gradient changes when another sample does{how}")
 
     def _try_split(self, base: TrialOutcome, draws: bool) -> None:
@@ -265,10 +265,10 @@ class _Trial:
             expected = _or_zero(whole.input_grads[index], leaf)
             pieces = [narrow(leaf, dim, *bound) for bound in bounds]
             found = [_or_zero(part.input_grads[index], piece) for part, piece in zip(parts, pieces, strict=True)]
-            if dim is None and self._differ(expected, found[0] + found[1], SAME, _size(expected)):
+            if dim is None and self._differ(expected, found[0] + found[1], SAME, expected):
                 raise _Mixed(f"split, the gradient of input {index} is another than that of the whole batch")
             if dim is not None and any(
-                self._differ(narrow(expected, dim, *bound), grad, SAME, _size(expected))
+                self._differ(narrow(expected, dim, *bound), grad, SAME, expected)
                 for bound, grad in zip(bounds, found, strict=True)
             ):
                 raise _Mixed(f"split, the gradient of its input {index} is another")
@@ -283,7 +283,7 @@ class _Trial:
             raise _Mixed("split, it returns other numbers or more of them")
         for index, (one, two, dim) in enumerate(zip(whole.outputs, part.outputs, self._split.outputs, strict=True)):
             expected = narrow(one, dim, start, count)
-            if expected.shape != two.shape or self._differ(expected, two, SAME, _size(one)):
+            if expected.shape != two.shape or self._differ(expected, two, SAME, one):
                 raise _Mixed(f"split, its output {index} is another than that of the whole batch")
 
     def _try_state(self, keeps: tuple[str, ...]) -> bool:
@@ -318,13 +318,17 @@ class _Trial:
             if count:
                 yield narrow(one, dim, start, count), narrow(two, dim, start, count)
 
-    def _differ(self, one: Tensor, two: Tensor, tolerance: float, size: float) -> bool:
+    def _differ(self, one: Tensor, two: Tensor, tolerance: float, like: Tensor) -> bool:
+        """By more than a part of the largest value of `like`."""
         if one.shape != two.shape:
             return True
         if not one.is_floating_point():
             return not torch.equal(one, two)
-        allowed = tolerance * self._tolerated * size + torch.finfo(torch.float32).tiny
-        return not torch.allclose(one, two.to(one.dtype), rtol=0.0, atol=allowed, equal_nan=True)
+        two = two.to(one.dtype)
+        if torch.equal(one, two):  # mostly, and it is told sooner
+            return False
+        allowed = tolerance * self._tolerated * _size(like) + torch.finfo(torch.float32).tiny
+        return not torch.allclose(one, two, rtol=0.0, atol=allowed, equal_nan=True)
 
     def _check_values(self, base: TrialOutcome) -> None:
         if len(base.outputs) != self._num_outputs:

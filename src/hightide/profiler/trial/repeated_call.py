@@ -110,7 +110,7 @@ class RepeatedCall:
 
     def reset(self) -> None:
         self._before.restore()
-        self._random.restore()
+        self._random.restore_torch()
 
     def run(
         self,

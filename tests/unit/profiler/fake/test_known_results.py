@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import models
 from hightide.profiler.fake import fake, known_results
-from hightide.profiler.fake.known_results import result_of
+from hightide.profiler.fake.known_results import fake_of, result_of
 from hightide.profiler.model.model_profile import profile_calls
 
 aten = torch.ops.aten
@@ -119,6 +119,25 @@ def test_another_mode_has_tensors_of_its_own() -> None:
         mode = FakeTensorMode()
         x, y = made(mode)
         assert result_of(mode, aten.mm.default, (), (x, y), {}).fake_mode is mode
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_a_tensor_without_values_is_as_torch_makes_it(dtype: torch.dtype) -> None:
+    mode, cpu = FakeTensorMode(), torch.device("cpu")
+    for shape in ((4, 6), (), (0, 3)):
+        plain = torch.empty(shape, dtype=dtype, device="meta")
+        expected = FakeTensor(mode, plain, cpu)
+        for _ in range(2):
+            found = fake_of(plain, mode, cpu)
+            assert vars(found) == vars(expected)
+            assert type(found) is FakeTensor and found.device == cpu and not found.requires_grad
+            assert torch._C._dispatch_keys(found) == torch._C._dispatch_keys(expected)
+            assert found.untyped_storage() is plain.untyped_storage()
+            mode._allow_unsafe_data_ptr_access = False
+            with pytest.raises(RuntimeError):
+                fake_of(torch.empty_like(plain), mode, cpu).data_ptr()
+            mode._allow_unsafe_data_ptr_access = True
+            fake_of(torch.empty_like(plain), mode, cpu).data_ptr()
 
 
 def test_it_forgets_before_it_takes_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
