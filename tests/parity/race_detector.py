@@ -150,6 +150,18 @@ class Detector:
 
             return noted
 
+        def settling(prepare: Any) -> Any:
+            def noted(chunk: int) -> Any:
+                work = prepare(chunk)
+
+                def settle() -> None:
+                    self.use([("home of gradient", chunk)], f"states of {chunk}", writes=False)
+                    work()
+
+                return settle
+
+            return noted
+
         def with_rows(chunk: int, table: Any) -> None:
             """A table on the host: its three buffers."""
             gathered, leave, add = table._gathered, table.leave, None if table.sums is None else table.sums.add
@@ -183,6 +195,7 @@ class Detector:
         for chunk, table in chunks.tables.items():
             with_rows(chunk, table)
         run.performer.update = updating(run.performer.update)
+        run.performer.settle = settling(run.performer.settle)
         chunks.param_on_gpu = noting(chunks.param_on_gpu, params, "slot")
         chunks.binding.unbind = noting(chunks.binding.unbind, params, "slot")
         chunks.grad_on_gpu = noting(chunks.grad_on_gpu, grads, "gradient slot")

@@ -320,9 +320,12 @@ def test_no_stream_overtakes_another(passes: tuple[int, int], update: str, monke
         model.calls = calls + (step % 3 == 2)  # type: ignore[assignment]  # off the plan
         for part in range(accumulate):
             backward(model, part)
+        if update == "in_backward":  # the weights are the next ones by now
+            optimizer.step()
         with torch.no_grad():
             model(**batch_of(7, num_samples=9))
-        optimizer.step()
+        if update == "deferred":
+            optimizer.step()
         optimizer.zero_grad()
     run.executor.wait_for_updates()
     hightide.unwrap(model)

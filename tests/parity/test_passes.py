@@ -431,13 +431,16 @@ def test_gradients_of_inputs_in_between(where: str, update: str) -> None:
 
 
 def test_parameters_in_slots_are_not_older_than_their_update() -> None:
-    """In backward, after the last pass of a step and before step(): a forward with gradients."""
+    """In backward, after the last pass of a step: a forward before step() is refused, and one after it sees them."""
     pair, run, _ = stacked("sums at home", torch.float32, update="in_backward", accumulate=2)
     model, x = pair[0], torch.randn(4, 32)
     for _ in range(2):
         y, z = model(x)
         (y.square().sum() + z.square().sum()).backward()
     run.executor.wait_for_updates()
+    with torch.no_grad(), pytest.raises(hightide.Refused, match="between backward and optimizer"):
+        model(x)
+    pair[1].step()
     with torch.no_grad():
         now = model(x)[0]
     assert (y.detach() - now).abs().max() > 1e-2

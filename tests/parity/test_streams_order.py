@@ -40,7 +40,10 @@ CASES += [(orders, "in_backward", 1) for orders in ORDERS if orders != "twice"] 
 
 def streamed(plan: Plan) -> Plan:
     away = {"params": Tier.HOST, "states": Tier.HOST, "inputs": Tier.HOST, "activation": Activation.RECOMPUTE}
-    blocks = tuple(replace(block, **away) if block.name else block for block in plan.blocks)
+    blocks = tuple(
+        replace(block, **away, settles=index % 2 == 0) if block.name else block
+        for index, block in enumerate(plan.blocks)
+    )
     widest = max(plan.layout.num_slots(chunk) for chunk in plan.layout.chunks)
     return replace(plan, blocks=blocks, num_slots=3 * widest, num_grad_slots=2 * widest)
 

@@ -35,6 +35,7 @@ def mixed(plan: Plan) -> Plan:
             states=homes[index % 3][1],
             inputs=Tier.GPU,
             activation=Activation.RECOMPUTE,
+            settles=index % 2 == 0,
         )
         if block.name
         else block
@@ -48,16 +49,17 @@ def watch(detector: race_detector.Detector, run: Any, patch: pytest.MonkeyPatch)
     """Uses of values on the GPU by copies and updates, and of buffers by copies and the reader."""
     prepare, submit, take = run.performer.updates.prepare, run.lanes.submit, CopyOnUpdate.take
 
-    def updating(chunk: int) -> Any:
-        apply = prepare(chunk)
-        if apply is None or not run.chunks.placed[chunk].is_updated_on_gpu:
-            return apply
+    def updating(chunk: int, in_parts: bool) -> Any:
+        prepared = prepare(chunk, in_parts)
+        if prepared is None or not run.chunks.placed[chunk].is_updated_on_gpu:
+            return prepared
+        apply, states = prepared
 
         def update() -> None:
             detector.use([("values on the GPU", chunk)], f"update of {chunk}")
             apply()
 
-        return update
+        return update, states
 
     def leaving(id: str, lane: Lane, due: int, after: Any, work: Any) -> Ticket:
         if not id.startswith("save."):

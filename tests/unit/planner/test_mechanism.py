@@ -28,7 +28,7 @@ from unit.planner.profiles import plan_with, stack
 from unit.runtime.steps import adamw, train_step
 
 SOME = frozenset({1})
-EVERYTHING = Candidate(2, whole=SOME, selective=SOME, swapped=frozenset({2}), looked_up=frozenset({0}))
+EVERYTHING = Candidate(2, whole=SOME, selective=SOME, swapped=frozenset({2}), looked_up=frozenset({0}), settles=True)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,7 @@ EVERYTHING = Candidate(2, whole=SOME, selective=SOME, swapped=frozenset({2}), lo
         ({"spare_slots": 0}, {Mechanism.SPARE_SLOTS}),
         ({"swapped": frozenset()}, {Mechanism.SWAP}),
         ({"looked_up": frozenset()}, {Mechanism.LOOKUP}),
+        ({"settles": False}, {Mechanism.STATES_LATER}),
         ({"swapped": frozenset(), "selective": frozenset()}, {Mechanism.SWAP, Mechanism.LEVELS}),
     ],
 )
