@@ -4,6 +4,7 @@ plain PyTorch gives, whatever the loop reads or changes in between."""
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -102,8 +103,6 @@ def settled(pair: Pair) -> int:
 @pytest.fixture(autouse=True)
 def _late_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second part begins late, so that who does not wait for it is seen."""
-    import time
-
     run = lanes._run
 
     def late(task: Any, *rest: Any) -> None:
@@ -288,6 +287,43 @@ def test_a_save_beside_training_has_the_states_of_its_step(tmp_path: Path) -> No
     assert all(torch.equal(value, expected[key]) for key, value in pair[0].state_dict().items())
     loaded = [state["exp_avg"] for state in pair[1].state_dict()["state"].values()]
     assert all(map(torch.equal, loaded, moments))
+
+
+@pytest.mark.parametrize("which", ["optimizer", "model"])
+@pytest.mark.parametrize("settles", [True, False])
+def test_a_save_has_the_values_of_its_step_although_others_are_loaded_at_once(
+    settles: bool, which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that is saved is still making them: of its values none may be missing, whatever is slow."""
+    run = lanes._run
+
+    def late(task: Any, *rest: Any) -> None:
+        if getattr(task.id, "op", None) in (Op.UPDATE, Op.SETTLE):
+            time.sleep(0.02)
+        run(task, *rest)
+
+    saved = []
+    for waits in (True, False):
+        pair, batch = built(models.llama)
+        model, optimizer = wrapped(pair, batch, settles)
+        train((model, optimizer), batch)
+        before = copy.deepcopy(optimizer.state_dict()), {key: one.clone() for key, one in model.state_dict().items()}
+        with monkeypatch.context() as patch:
+            patch.setattr(lanes, "_run", late)
+            models.loss_of(model, batch).backward()
+            optimizer.step()
+            if waits:
+                optimizer.state_dict()
+            saving = hightide.save(model, optimizer, tmp_path / str(waits), step=1)
+            if not waits:
+                optimizer.load_state_dict(before[0]) if which == "optimizer" else model.load_state_dict(before[1])
+            saving.wait()
+        hightide.unwrap(model)
+        pair, _ = built(models.llama)
+        hightide.load(*pair, tmp_path / str(waits))
+        moments = [state["exp_avg"] for state in pair[1].state_dict()["state"].values()]
+        saved.append([*pair[0].state_dict().values(), *moments])
+    assert all(map(torch.equal, *saved))
 
 
 def test_the_lane_writes_all_parameters_first() -> None:

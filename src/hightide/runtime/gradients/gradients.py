@@ -324,8 +324,9 @@ class Gradients(GradientValues):
 
     def awaited_factors(self) -> list[Ticket]:
         """Of updates on the host, on their way from the GPU. The lane must not choose an update before: it would wait
-        with it, and then begin with one that may not be due first."""
-        return [number.ticket for number in self._on_host.values()]
+        with it, and then begin with one that may not be due first. They come in their order, and there may be one for
+        each parameter: the last is enough."""
+        return [number.ticket for number in list(self._on_host.values())[-1:]]
 
     def _collect_loose(self, chunk: int) -> None:
         """Plain autograd made the gradients of loose parameters; bring them to their place in the chunk."""

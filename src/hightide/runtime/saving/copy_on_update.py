@@ -171,8 +171,11 @@ class CopyOnUpdate:
             self._await_copy(one)
 
     def settle(self, chunk: int | None = None) -> None:
-        """As `secure`, of one chunk or all; and copies are through when this returns."""
+        """As `secure`, of one chunk or all, for who is no update: the step whose values are read may still be making
+        them. And copies are through when this returns."""
         for number in list(self._by_chunk) if chunk is None else [chunk]:
+            for owed in self._owed.get(number, ()):
+                owed.settle()
             self.secure(number)
             for one in self._by_chunk.get(number, ()):
                 if one.tier is Tier.GPU and (ticket := one.ticket) is not None:
