@@ -174,7 +174,8 @@ class ChunkUpdates:
     ) -> None:
         """`later`: gets the second part of what can be done in two."""
         update = self._rule.update if self._chunks.placed[chunk].is_updated_on_gpu else self._on_host.update
-        in_parts = later is not None and self._chunks.update_arrays(chunk).is_memory
+        if not self._chunks.update_arrays(chunk).is_memory:  # what is in buffers is gone by then
+            later = None
         for start, piece in self._pieces(chunk):
             stop = start + len(piece)
             for part in ranges:
@@ -182,7 +183,7 @@ class ChunkUpdates:
                 if begin < end:
                     operands = piece if (begin, end) == (start, stop) else piece[begin - start : end - start]
                     hyper, factor = hypers[part.group], _number(part.factor)
-                    if later is not None and in_parts and self._on_host.has_parts(operands, hyper):
+                    if later is not None and self._on_host.has_parts(operands, hyper):
                         factor = float(factor)  # the number may be another one by then
                         self._on_host.update(operands, part.step, hyper, factor, Part.PARAMS)
                         states = partial(self._on_host.update, operands, part.step, hyper, factor, Part.STATES)

@@ -307,8 +307,11 @@ class ChunkPlaces:
         }
         read_grad_bytes = DTYPE_BYTES[grad_dtype] if leaves else GRAD_BYTES
         update_bytes = shard.optimised_numel * (read_grad_bytes + DTYPE_BYTES[chunk.dtype]) + shard.state_bytes
-        settles = may_settle and self._update is Update.DEFERRED and states is grad is Tier.HOST and not on_host
-        first_bytes, later_bytes = _in_parts(shard, read_grad_bytes, update_bytes) if settles else (update_bytes, 0)
+        has_states = shard.optimised_numel > 0 and len(shard.rule_states) > 0
+        is_later = may_settle and self._update is Update.DEFERRED and states is grad is Tier.HOST and not on_host
+        parts = update_bytes, 0
+        if is_later and has_states:
+            parts = _in_parts(shard, read_grad_bytes, update_bytes)
         return ChunkPlace(
             chunk,
             shard,
@@ -321,7 +324,7 @@ class ChunkPlaces:
             grad_bytes,
             rounds_to=chunk.dtype if rounds else None,
             rounds_in_place=rounds_in_place,
-            update_bytes=first_bytes,
+            update_bytes=parts[0],
             num_slots=num_slots,
             num_grad_slots=num_grad_slots,
             copies=copies,
@@ -339,7 +342,7 @@ class ChunkPlaces:
             is_gathered=is_gathered,
             is_averaged=self._is_averaged,
             is_cut=is_cut,
-            settle_bytes=later_bytes,
+            settle_bytes=parts[1],
         )
 
 
@@ -350,8 +353,7 @@ def _in_parts(shard: ChunkSpec, grad_bytes: int, update_bytes: int) -> tuple[int
     grads = shard.optimised_numel * grad_bytes
     states = sum(state.num_bytes(shard.optimised_numel) for state in shard.rule_states)
     whole = 2 * update_bytes - grads
-    later = grads + 2 * states if states else 0
-    return update_bytes * (whole - states) // whole if states else update_bytes, update_bytes * later // max(1, whole)
+    return update_bytes * (whole - states) // whole, update_bytes * (grads + 2 * states) // whole
 
 
 def _staged_bytes(chunk: ChunkSpec, most_numel: int) -> int:

@@ -39,8 +39,8 @@ class Terms(Shared):
         states = next((chunk.rule_states for chunk in plan.layout.chunks if chunk.optimised_numel), ())
         disk_bytes, accumulate = plan.disk_limit_bytes, plan.accumulate
         terms = cls(*limits, plan.update, plan.micro_batch, states, plan.gradients, disk_bytes, accumulate)
-        terms = replace(terms, in_parts=any(block.settles for block in plan.blocks))
-        return replace(terms, ranks=plan.ranks, replicas=plan.replicas, even_alone=plan.even_alone)
+        parts = any(block.settles for block in plan.blocks)
+        return replace(terms, ranks=plan.ranks, replicas=plan.replicas, even_alone=plan.even_alone, in_parts=parts)
 
     @property
     def limits(self) -> dict[Tier, int]:

@@ -224,8 +224,7 @@ class Moves(Ladders):
         that forward does not wait for them."""
         if filled.disk or not self._may_settle:
             return
-        here = filled.changed(settles=True)
-        yield here
+        yield filled.changed(settles=True)
         bare = Candidate(filled.micro_batch, filled.inputs, filled.spare_slots, settles=True)
         start = Form(filled.slot_numel, filled.loss_tile_tokens).of(bare)
         if self.may_fit(start):

@@ -26,9 +26,8 @@ class Tickets:
 
     def forget(self) -> None:
         """Nothing is under way, and chunks are others now."""
-        for tickets in (self.fetches, self.gradient_fetches, self.exits, self.updates, self.settled):
-            tickets.clear()
-        for tickets in (self.stored, self.rows):
+        arriving, leaving = (self.fetches, self.gradient_fetches), (self.exits, self.rows)
+        for tickets in (*arriving, *leaving, self.updates, self.settled, self.stored):
             tickets.clear()
         self.reads.clear()
         self.latest.clear()
