@@ -14,10 +14,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-import hightide.api
 import hightide.asked
 import hightide.posing
 import hightide.profiler.model.model_profile
+import hightide.wrapping
 from known_profiles import KnownProfiles
 from known_searches import KnownSearches
 
@@ -51,7 +51,7 @@ _known_profiles = KnownProfiles(hightide.profiler.model.model_profile.profile_ca
 @pytest.fixture(autouse=True)
 def _profiled_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if PROFILED_EACH_TIME.isdisjoint(request.path.relative_to(TESTS).parts):
-        for module in (hightide.profiler.model.model_profile, hightide.api):
+        for module in (hightide.profiler.model.model_profile, hightide.wrapping):
             monkeypatch.setattr(module, "profile_calls", _known_profiles)
 
 

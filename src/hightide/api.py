@@ -1,86 +1,31 @@
-"""The public functions, and the only place that wires profile, plan, schedule and runtime together."""
+"""The public functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from typing import Literal, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from hightide.agreed_plan import plan_of_all
-from hightide.asked import (
-    check_accumulate,
-    check_disks,
-    check_fresh,
-    check_limits,
-    chosen_device,
-    disk_bytes_of,
-    gradient_dtype,
-    known_calls,
-    memory_limits,
-    sets_memory,
-    timing_of,
-    warn_of_moving_in,
-    warn_of_reserve,
-    warn_of_room,
-)
-from hightide.checkpoint.pretrained_folder import save_pretrained
-from hightide.integrations import lora, transformers
-from hightide.ir.block import ModelProfile
+from hightide.asked import Asked, Calls, chosen_device
 from hightide.ir.foreign import kind_of
-from hightide.ir.limits import DiskLimit, Limits
-from hightide.ir.plan import GradientDtype, Plan, Update
-from hightide.loading.unloaded import forget, origins_in, seem_unloaded
-from hightide.loading.values import first_values
-from hightide.observe.larger_batches import LargerBatches
-from hightide.observe.ranked_batches import RankedLargerBatches
-from hightide.observe.ranked_watch import RankedWatch
+from hightide.ir.limits import Limits
+from hightide.ir.plan import Plan
 from hightide.observe.recorder import Recording
 from hightide.observe.recorder import record as record_run
 from hightide.observe.stats import Stats, read_stats
-from hightide.observe.watch import Watch
-from hightide.optim.optimizer import WrappedOptimizer, wrap_optimizer
-from hightide.optim.registry import in_parts, rule_for
-from hightide.plan_again import plan_again
-from hightide.planner.problem import Problem, Terms
-from hightide.planner.solution import Searched, Solution
-from hightide.planner.verify.check_plan import check_plan, check_states
-from hightide.posing import (
-    Profiled,
-    is_small,
-    machine_of,
-    measured_products,
-    problem_of,
-    rehearsed_profile,
-    room_on,
-    solved,
-    verified,
-)
-from hightide.process.interrupts import deferred, held
-from hightide.process.progress import shown, tell
-from hightide.process.system import resident_bytes
-from hightide.profiler.fake.values import made_up
-from hightide.profiler.model.batch_sizes import BatchSizes
 from hightide.profiler.model.block_finder import BlockChoice
 from hightide.profiler.model.call_tree import Batch
-from hightide.profiler.model.model_profile import profile_calls
 from hightide.profiler.model.samples import Samples, possible_samples, samples_along_first
-from hightide.profiler.probe.probe_record import CallRecord
-from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.profiler.switches import checkpointing
-from hightide.runtime.known_batches import KnownBatches
 from hightide.runtime.run import Run
-from hightide.runtime.surgery import check_modules, run_of, unwrap_modules, wrap_modules
-from hightide.shard.agreement import check_same
+from hightide.runtime.surgery import run_of, unwrap_modules
 from hightide.shard.collectives import Collectives
-from hightide.shard.ranks import EVEN_ALONE_SWITCH, Ranks, talks_even_alone
+from hightide.shard.ranks import Ranks, talks_even_alone
 from hightide.shard.watchman import Patience
-
-S = TypeVar("S", bound=Solution)
+from hightide.wrapping import planned, wrapped
 
 
 def wrap(
@@ -96,7 +41,7 @@ def wrap(
     compile: bool = False,
     device: str | torch.device | None = None,
     blocks: BlockChoice | None = None,
-    accumulate: int | Literal["auto"] = 1,
+    accumulate: Calls = 1,
     group: ProcessGroup | None = None,
     timeout_s: float = Patience.timeout_s,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -121,8 +66,8 @@ def wrap(
     that waits for another one gives up after `timeout_s`.
     """
     with _among_ranks(device, group, timeout_s) as (place, collectives):
-        how = (limits, plan, micro_batch, update, gradients, compile, place, blocks, accumulate, collectives)
-        return _wrapped(model, optimizer, batch, *how)
+        how = (limits, plan, micro_batch, update, gradients, compile, place, blocks, accumulate, _sharers(collectives))
+        return wrapped(Asked.of(model, optimizer, batch, *how), collectives)
 
 
 def wrap_again(
@@ -138,14 +83,14 @@ def wrap_again(
     compile: bool = False,
     device: str | torch.device | None = None,
     blocks: BlockChoice | None = None,
-    accumulate: int | Literal["auto"] = 1,
+    accumulate: Calls = 1,
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """As `wrap`, for a run that goes on: with the plan that it had `before`, which was made for all that is asked here
     too. Where that cannot be used, another is made, which a warning tells; of several ranks all do the same. Unlike a
     plan that is given, it gives way to another where a larger batch comes."""
     with _among_ranks(device, None, Patience.timeout_s) as (place, collectives):
-        how = (limits, None, micro_batch, update, gradients, compile, place, blocks, accumulate, collectives, before)
-        return _wrapped(model, optimizer, batch, *how)
+        how = (limits, None, micro_batch, update, gradients, compile, place, blocks, accumulate, _sharers(collectives))
+        return wrapped(Asked.of(model, optimizer, batch, *how), collectives, before)
 
 
 @contextmanager
@@ -163,6 +108,10 @@ def _among_ranks(
             ranks.watchman.fail(error)
         ranks.close()
         raise
+
+
+def _sharers(collectives: Collectives | None) -> int:
+    return 1 if collectives is None else len(collectives.ranks.ranks_of_node)
 
 
 def wrap_frozen(
@@ -194,7 +143,7 @@ def wrap_frozen(
         raise ValueError("the model has 0 parameters; there is nothing to move")
     # Evaluations run unsplit, and are planned so, where it is sure which dimension the samples are.
     whole = samples_along_first(batch) if possible_samples(batch) == [Samples.FIRST] else None
-    wrapped, _ = wrap(
+    frozen, _ = wrap(
         model,
         torch.optim.SGD([first], lr=0.0),  # updates nothing: its only parameter is frozen
         batch,
@@ -205,162 +154,7 @@ def wrap_frozen(
         group=group,
         timeout_s=timeout_s,
     )
-    return wrapped
-
-
-def _wrapped(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    limits: Limits | None,
-    plan: Plan | None,
-    micro_batch: int | None,
-    update: str,
-    gradients: str,
-    compile: bool,
-    place: torch.device,
-    blocks: BlockChoice | None,
-    accumulate: int | Literal["auto"],
-    collectives: Collectives | None,
-    before: Plan | None = None,
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """`collectives`: of several ranks. `before`: see `wrap_again`."""
-    world, sharers = (1, 1) if collectives is None else (collectives.ranks.world, len(collectives.ranks.ranks_of_node))
-    if plan is not None and not isinstance(plan, Plan):
-        raise ValueError(f"plan is {kind_of(plan)}; pass a Plan, such as hightide.Plan.load('plan.json')")
-    if plan is not None and plan.ranks != world:
-        raise ValueError(
-            f"the plan is for {plan.ranks} ranks, and there are {world}; leave plan= out: wrap makes one for these, "
-            "which hightide.stats(model).plan has"
-        )
-    if plan is not None and plan.even_alone != (collectives is not None and world == 1):
-        raise ValueError(
-            f"the plan has even_alone={plan.even_alone}, which goes with {EVEN_ALONE_SWITCH}={int(plan.even_alone)} in "
-            "the environment; set it, or make another plan"
-        )
-    check_limits(limits)
-    if plan is not None and (sets_memory(limits) or micro_batch is not None):
-        raise ValueError(
-            "plan= already fixes limits and micro_batch; pass either plan= or these, not both (of limits, only disk=: "
-            "a plan does not say in which folder)"
-        )
-    rule = rule_for(check_fresh(model, optimizer))
-    timing = timing_of(update)
-    if plan is not None and timing not in (Update.DEFERRED, plan.update):  # the default asks for nothing
-        raise ValueError(
-            f"update={update!r}, but the plan was made with update={str(plan.update)!r}; make a new plan with it"
-        )
-    check_accumulate(accumulate, plan)
-    rounding = gradient_dtype(gradients)
-    if plan is not None and rounding not in (GradientDtype.FLOAT32, plan.gradients):
-        raise ValueError(
-            f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new plan"
-        )
-    disks = () if limits is None else limits.disks
-    check_disks(disks)
-    disks = tuple(DiskLimit(disk.path, disk.num_bytes // sharers) for disk in disks)
-    run: Run | None = None
-    wrapped: WrappedOptimizer | None = None
-    try:
-        with deferred, shown("hightide.wrap"), checkpointing.off_unless_it_fails(model):
-            profiled = profile, probed, _ = _profile(model, optimizer, batch, blocks, place)
-            solution: Solution
-            if collectives is not None:
-                given = "".join(one.digest for one in (plan, before) if one is not None)
-                check_same(collectives, {"the model and its example batch": profile.fingerprint, "plan": given})
-            again: Searched | None = None
-            if before is not None:
-                asked = (limits or Limits(), micro_batch, rule.states, accumulate == "auto")
-                again = plan_again(before, *asked, profiled, model, optimizer, place, compile, disks, collectives)
-            if again is not None:
-                solution = again
-            elif plan is None:
-                sizes = memory_limits(limits or Limits(), place, model, optimizer, sharers)
-                terms = Terms(
-                    *sizes,
-                    timing,
-                    micro_batch,
-                    rule.states,
-                    rounding,
-                    disk_bytes_of(disks),
-                    known_calls(accumulate),
-                    in_parts=in_parts(rule, optimizer),
-                )
-
-                def posed(terms: Terms) -> Problem:
-                    nodes = None if collectives is None else collectives.ranks.nodes
-                    if collectives is not None and place.type == "cuda":  # one at a time: each would disturb others
-                        if collectives.ranks.local_rank == 0:
-                            machine_of(place, is_small(profile))
-                        collectives.exchange("measured machines", b"")
-                    return problem_of(profiled, optimizer, place, compile, terms, disks, nodes)
-
-                def planned(problem: Problem) -> Searched:
-                    found = _searched(problem, profiled, place, compile, accumulate == "auto")
-                    return _moving_in(found, model, optimizer, place)
-
-                if collectives is None:
-                    solution = planned(posed(terms))
-                else:
-                    solution = plan_of_all(collectives, profile, terms, posed, planned)
-            else:
-                check_plan(profile, plan)
-                check_states(plan, rule.states)
-                rehearsed = partial(rehearsed_profile, profiled, optimizer, place, compile, plan.gpu_limit_bytes)
-                solution = verified(Solution.of(profile, plan), rehearsed)
-                if plan.is_edited:
-                    solution = solution.described()
-                if place.type == "cuda":
-                    warn_of_room(room_on(place, model, optimizer), plan)
-            if place.type == "cuda":
-                moving = _moving_in(solution, model, optimizer, place) if plan or again else solution
-                warn_of_moving_in(moving.plan)
-            adapted = {id(param) for param in lora.adapted_parameters(model)}
-            check_modules(
-                model, solution.profile, probed, {name for name, p in model.named_parameters() if id(p) in adapted}
-            )
-            checks = transformers.training_checks(model, batch)
-            values = first_values(model)
-            around = transformers.around_call(model)
-            seem_unloaded(model, False)
-            run = Run(
-                model, solution, probed, checks, place, compile, values, around, disks=disks, collectives=collectives
-            )
-            run.products = measured_products(place)
-            for param in lora.adapted_parameters(model):
-                run.chunks.binding.ignored_versions.add(run.keys[id(param)])
-            forget(model)
-            if collectives is not None:
-                run.save_pretrained = partial(save_pretrained, run)
-            wrapped = wrap_optimizer(optimizer, run)
-            run.settle()
-            wrap_modules(run)
-            run.batches = KnownBatches(BatchSizes.of(batch, probed.samples).with_samples(run.plan.num_samples))
-            fixed = "" if plan is None else "it was given by plan=, and is never changed"
-            if collectives is None:
-                run.admission = LargerBatches(run, solution, fixed)
-            else:
-                run.admission = RankedLargerBatches(run, solution, collectives, fixed)
-            if isinstance(solution, Searched) and again is None:  # one of before has been watched then
-                run.observer = Watch(run, solution) if collectives is None else RankedWatch(run, solution, collectives)
-            elif plan is not None:  # a plan that the user brings is never changed
-                warn_of_reserve(run.forecast, run.plan.gpu_limit_bytes)
-            return model, wrapped  # in here: what interrupts the end of the section is still undone
-    except BaseException:
-        with held:
-            _undo(model, run, wrapped)
-        raise
-
-
-def _undo(model: nn.Module, run: Run | None, wrapped: WrappedOptimizer | None) -> None:
-    """Model and optimizer are as before a `wrap` that was interrupted, or failed. A run that could not be made has done
-    so itself."""
-    if wrapped is not None:
-        wrapped.give_back()
-    if run is not None:
-        run.retreat()
-        checkpointing.switch_on_again(model)
-    seem_unloaded(model, True)
+    return frozen
 
 
 def plan(
@@ -375,24 +169,11 @@ def plan(
     compile: bool = False,
     device: str | torch.device | None = None,
     blocks: BlockChoice | None = None,
-    accumulate: int | Literal["auto"] = 1,
+    accumulate: Calls = 1,
 ) -> Plan:
     """The plan that `wrap` would use, without touching the model."""
-    rule, place = rule_for(check_fresh(model, optimizer)), chosen_device(device)
-    timing, rounding = timing_of(update), gradient_dtype(gradients)
-    check_limits(limits)
-    check_accumulate(accumulate)
-    disks = () if limits is None else limits.disks
-    check_disks(disks)
-    with deferred, shown("hightide.plan"), checkpointing.off(model):
-        profiled = _profile(model, optimizer, batch, blocks, place)
-        sizes = memory_limits(limits or Limits(), place, model, optimizer)
-        passes, parts = known_calls(accumulate), in_parts(rule, optimizer)
-        terms = Terms(*sizes, timing, micro_batch, rule.states, rounding, disk_bytes_of(disks), passes, in_parts=parts)
-        problem = problem_of(profiled, optimizer, place, compile, terms, disks)
-        return _moving_in(
-            _searched(problem, profiled, place, compile, accumulate == "auto"), model, optimizer, place
-        ).plan
+    how = (limits, None, micro_batch, update, gradients, compile, chosen_device(device), blocks, accumulate)
+    return planned(Asked.of(model, optimizer, batch, *how))
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -438,46 +219,3 @@ def _run(model: nn.Module) -> Run:
     if run is None:
         raise ValueError(f"this {type(model).__name__} is not wrapped; pass the model that hightide.wrap returned")
     return run
-
-
-def _profile(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: Batch,
-    blocks: BlockChoice | None,
-    device: torch.device,
-) -> tuple[ModelProfile, ProbeResult, tuple[CallRecord, ...]]:
-    tell("profiling the model")
-    origins = origins_in(model)
-    if not origins:
-        return profile_calls(model, optimizer, batch, blocks, device=device)
-
-    def loaded(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in origins:
-            return made_up(tensor)
-        values = torch.empty(tensor.shape, dtype=tensor.dtype)
-        origins[id(tensor)].fill(values)
-        return values
-
-    return profile_calls(model, optimizer, batch, blocks, device=device, source=loaded)
-
-
-def _searched(
-    problem: Problem, profiled: Profiled, device: torch.device, compile: bool, cuts: bool = False
-) -> Searched:
-    solution = solved(problem, profiled, device, compile, cuts)
-    solution.verify()
-    return solution
-
-
-def _moving_in(solution: S, model: nn.Module, optimizer: torch.optim.Optimizer, place: torch.device) -> S:
-    """With what the host needs meanwhile. What the process has beside it is the same for all plans only where blocks
-    run on a GPU: there it has been compiled for, and has its kernels."""
-    on_host = {
-        name: param for name, param in model.named_parameters() if param.device.type == "cpu" and not param.is_meta
-    }
-    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    waiting_bytes = sum(state.nbytes for state in states if state.device.type == "cpu")
-    model_bytes = sum(param.nbytes for param in on_host.values())
-    process_bytes = max(0, resident_bytes() - model_bytes - waiting_bytes) if place.type == "cuda" else 0
-    return solution.moving_in(set(on_host), waiting_bytes, process_bytes)

@@ -1,25 +1,118 @@
-"""What the user asks for: arguments are checked, the device and the limits that were left out are found."""
+"""What the user asks for: arguments are checked, and the device that was left out is found."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import nn
 
+from hightide.free_memory import memory_limits
 from hightide.ir.foreign import kind_of
 from hightide.ir.limits import DiskLimit, Limits
-from hightide.ir.plan import Forecast, GradientDtype, Plan, Update
-from hightide.ir.units import format_bytes
+from hightide.ir.plan import GradientDtype, Plan, Update
 from hightide.optim.optimizer import WrappedOptimizer
-from hightide.posing import GpuRoom, room_on
-from hightide.process.system import free_host_bytes
+from hightide.optim.registry import in_parts, rule_for
+from hightide.optim.rule import Rule
+from hightide.planner.problem import Terms
+from hightide.profiler.model.block_finder import BlockChoice
+from hightide.profiler.model.call_tree import Batch
 from hightide.runtime.surgery import run_of
 
-GPU_HEADROOM = 0.95  # of the GPU's free memory: the allocator's fragments and libraries' workspaces need some
+Calls = int | Literal["auto"]  # of a step
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """The arguments of `wrap`, in our own words."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    rule: Rule  # of the optimizer
+    batch: Batch
+    limits: Limits
+    plan: Plan | None  # that the user brings
+    micro_batch: int | None
+    update: Update
+    gradients: GradientDtype
+    compile: bool
+    device: torch.device
+    blocks: BlockChoice | None
+    accumulate: Calls
+    sharers: int = 1  # ranks of this node, which divide its memory and disks
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batch: Batch,
+        limits: Limits | None,
+        plan: Plan | None,
+        micro_batch: int | None,
+        update: str,
+        gradients: str,
+        compile: bool,
+        device: torch.device,
+        blocks: BlockChoice | None,
+        accumulate: Calls,
+        sharers: int = 1,
+    ) -> Asked:
+        """Checked: each by itself, and that none says other than a plan that is given."""
+        if plan is not None and not isinstance(plan, Plan):
+            raise ValueError(f"plan is {kind_of(plan)}; pass a Plan, such as hightide.Plan.load('plan.json')")
+        if limits is not None and not isinstance(limits, Limits):
+            raise ValueError(f"limits is {kind_of(limits)}; pass hightide.Limits(gpu='24GiB', host='96GiB')")
+        limits = limits or Limits()
+        if plan is not None and ((limits.gpu, limits.host) != (None, None) or micro_batch is not None):
+            raise ValueError(
+                "plan= already fixes limits and micro_batch; pass either plan= or these, not both (of limits, only "
+                "disk=: a plan does not say in which folder)"
+            )
+        rule = rule_for(check_fresh(model, optimizer))
+        timing = timing_of(update)
+        if plan is not None and timing not in (Update.DEFERRED, plan.update):  # the default asks for nothing
+            raise ValueError(
+                f"update={update!r}, but the plan was made with update={str(plan.update)!r}; make a new plan with it"
+            )
+        check_accumulate(accumulate, plan)
+        rounding = gradient_dtype(gradients)
+        if plan is not None and rounding not in (GradientDtype.FLOAT32, plan.gradients):
+            raise ValueError(
+                f"gradients={gradients!r}, but the plan was made with gradients={str(plan.gradients)!r}; make a new "
+                "plan"
+            )
+        check_disks(limits.disks)
+        about = (limits, plan, micro_batch, timing, rounding, compile, device, blocks, accumulate, sharers)
+        return cls(model, optimizer, rule, batch, *about)
+
+    @property
+    def cuts(self) -> bool:
+        """The batch is all of a step, and the plan says in how many calls it comes."""
+        return self.accumulate == "auto"
+
+    @property
+    def disks(self) -> tuple[DiskLimit, ...]:
+        """What this rank has of them."""
+        return tuple(DiskLimit(disk.path, disk.num_bytes // self.sharers) for disk in self.limits.disks)
+
+    def terms(self) -> Terms:
+        """Of a plan that is to be made, with what is free now where the user has left a limit open."""
+        gpu_bytes, host_bytes = memory_limits(self.limits, self.device, self.model, self.optimizer, self.sharers)
+        return Terms(
+            gpu_bytes,
+            host_bytes,
+            self.update,
+            self.micro_batch,
+            self.rule.states,
+            self.gradients,
+            sum(disk.num_bytes for disk in self.disks),
+            1 if self.accumulate == "auto" else self.accumulate,
+            in_parts=in_parts(self.rule, self.optimizer),
+        )
 
 
 def check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -36,11 +129,6 @@ def check_fresh(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.opt
     return optimizer
 
 
-def check_limits(limits: Limits | None) -> None:
-    if limits is not None and not isinstance(limits, Limits):
-        raise ValueError(f"limits is {kind_of(limits)}; pass hightide.Limits(gpu='24GiB', host='96GiB')")
-
-
 def check_disks(disks: Sequence[DiskLimit]) -> None:
     """Whether or not the plan will use them."""
     for disk in disks:
@@ -48,19 +136,7 @@ def check_disks(disks: Sequence[DiskLimit]) -> None:
             raise ValueError(f"Limits(disk) names {disk.path!r}: there is no such folder; make it, or name another")
 
 
-def sets_memory(limits: Limits | None) -> bool:
-    return limits is not None and (limits.gpu, limits.host) != (None, None)
-
-
-def disk_bytes_of(disks: Sequence[DiskLimit]) -> int:
-    return sum(disk.num_bytes for disk in disks)
-
-
-def known_calls(accumulate: int | Literal["auto"]) -> int:
-    return 1 if accumulate == "auto" else accumulate
-
-
-def check_accumulate(accumulate: int | Literal["auto"], plan: Plan | None = None) -> None:
+def check_accumulate(accumulate: Calls, plan: Plan | None = None) -> None:
     if accumulate == "auto":
         return
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
@@ -108,88 +184,3 @@ def gradient_dtype(gradients: str) -> GradientDtype:
         return GradientDtype(gradients)
     except ValueError:
         raise ValueError(f"gradients={gradients!r} is not supported; use 'float32' or 'param'") from None
-
-
-def memory_limits(
-    limits: Limits, device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer, sharers: int = 1
-) -> tuple[int, int]:
-    """Fills in what the user left open, and lowers a limit of the GPU that others leave no room for. The simulated
-    accelerator shares the RAM with the host tier. `sharers`: ranks of this node, which divide its memory."""
-    free_bytes = free_host_bytes() // sharers
-    gpu_bytes, host_bytes = limits.gpu_bytes, limits.host_bytes
-    host_bytes = None if host_bytes is None else host_bytes // sharers
-    if device.type == "cuda":
-        if gpu_bytes is None:
-            gpu_bytes = int(torch.cuda.mem_get_info(device)[0] * GPU_HEADROOM)
-        elif gpu_bytes > (room := room_on(device, model, optimizer)).free_bytes:
-            planned_bytes = int(room.free_bytes * GPU_HEADROOM)
-            asked, planned = format_bytes(gpu_bytes), format_bytes(planned_bytes)
-            warnings.warn(f"Limits(gpu) is {asked}, but {room}: planned for {planned}", stacklevel=3)
-            gpu_bytes = planned_bytes
-        return gpu_bytes, host_bytes or free_bytes
-    if gpu_bytes is None:
-        gpu_bytes = free_bytes // 2 if host_bytes is None else max(1, free_bytes - host_bytes)
-    return gpu_bytes, host_bytes or max(1, free_bytes - gpu_bytes)
-
-
-def check_still_fits(
-    plan: Plan,
-    limits: Limits,
-    device: torch.device,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    sharers: int = 1,
-) -> None:
-    """Whether a plan that was made for these limits, by an earlier process, may be used by this one: of what the user
-    leaves open there may be less now. `sharers`: as of `memory_limits`, and there may be more."""
-    if device.type == "cuda" and plan.gpu_limit_bytes > (room := room_on(device, model, optimizer)).free_bytes:
-        raise ValueError(f"it may take {format_bytes(plan.gpu_limit_bytes)} of the GPU, but {room}")
-    free_bytes, needed_bytes = free_host_bytes() // sharers, plan.forecast.host_peak_bytes
-    if limits.host_bytes is not None:
-        free_bytes, needed_bytes = limits.host_bytes // sharers, plan.host_limit_bytes
-    elif device.type == "cpu":
-        needed_bytes += plan.forecast.gpu_bytes
-    if needed_bytes > free_bytes:
-        raise ValueError(
-            f"it takes {format_bytes(needed_bytes)} of the host, which has {format_bytes(free_bytes)} for it"
-        )
-    needed_bytes, free_bytes = plan.disk_limit_bytes, disk_bytes_of(limits.disks) // sharers
-    if plan.uses_disk and needed_bytes > free_bytes:
-        raise ValueError(
-            f"it takes {format_bytes(needed_bytes)} of the disk, which has {format_bytes(free_bytes)} for it"
-        )
-
-
-def warn_of_room(room: GpuRoom, plan: Plan) -> None:
-    if plan.gpu_limit_bytes > room.free_bytes:
-        warnings.warn(
-            f"this plan may take {format_bytes(plan.gpu_limit_bytes)} of the GPU, and expects to take "
-            f"{format_bytes(plan.forecast.gpu_bytes)}, but {room}: it may run out of memory. Free some, or make a plan "
-            f"with limits=Limits(gpu={int(room.free_bytes * GPU_HEADROOM)})",
-            stacklevel=3,
-        )
-
-
-def warn_of_reserve(forecast: Forecast, limit_bytes: int) -> None:
-    """Tensors fit for sure; what torch reserves beside them is an estimate, and no reason to refuse a plan."""
-    above_bytes = forecast.gpu_bytes - limit_bytes
-    if above_bytes > 0:
-        warnings.warn(
-            f"this plan's tensors take up to {format_bytes(forecast.gpu_peak_bytes)} of the GPU's "
-            f"{format_bytes(limit_bytes)}, and torch is expected to reserve {format_bytes(forecast.gpu_bytes)} for "
-            f"them: it may run out of memory. Make a plan with a limit that is {format_bytes(above_bytes)} lower, or "
-            "raise gpu_limit_bytes of this one by as much",
-            stacklevel=3,
-        )
-
-
-def warn_of_moving_in(plan: Plan) -> None:
-    needed_bytes = plan.forecast.moving_host_bytes
-    if needed_bytes > max(plan.host_limit_bytes, plan.forecast.host_peak_bytes):
-        warnings.warn(
-            f"the host may have {format_bytes(plan.host_limit_bytes)}, and has {format_bytes(needed_bytes)} while the "
-            "model's values move from the CPU to their places, because the model is there now. Afterwards they are "
-            f"{format_bytes(plan.forecast.host_peak_bytes)}. A model of hightide.from_pretrained, or one that was made "
-            'under torch.device("meta"), is never there as a whole',
-            stacklevel=3,
-        )

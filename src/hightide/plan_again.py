@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
-from torch import nn
-
 from hightide.agreed_plan import problem_of_all
-from hightide.asked import check_still_fits
-from hightide.ir.limits import DiskLimit, Limits
+from hightide.asked import Asked
+from hightide.free_memory import check_still_fits
 from hightide.ir.plan import Plan
-from hightide.ir.state_spec import StateSpecs
 from hightide.ir.units import counted
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.solution import Searched, Solution
@@ -23,42 +18,29 @@ from hightide.posing import Profiled, estimated_problem, rehearsed_profile, veri
 from hightide.shard.collectives import Collectives
 
 
-def plan_again(
-    before: Plan,
-    limits: Limits,
-    micro_batch: int | None,
-    states: StateSpecs,
-    cuts: bool,
-    profiled: Profiled,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    place: torch.device,
-    compile: bool,
-    disks: Sequence[DiskLimit],
-    collectives: Collectives | None,
-) -> Searched | None:
-    """The plan of `before`, for this model. None, on all ranks: it cannot be used, which the first one tells. `cuts`:
-    as of `solved`."""
+def plan_again(before: Plan, asked: Asked, profiled: Profiled, collectives: Collectives | None) -> Searched | None:
+    """The plan of `before`, for this model. None, on all ranks: it cannot be used, which the first one tells."""
     ranks = None if collectives is None else collectives.ranks
-    world, sharers, nodes = (1, 1, None) if ranks is None else (ranks.world, len(ranks.ranks_of_node), ranks.nodes)
-    terms = replace(Terms.of(before), micro_batch=micro_batch)
+    world, nodes = (1, None) if ranks is None else (ranks.world, ranks.nodes)
+    terms = replace(Terms.of(before), micro_batch=asked.micro_batch)
 
     def check() -> None:
         if (before.ranks, before.even_alone) != (world, ranks is not None and world == 1):
             raise ValueError(f"it is for {counted(before.ranks, 'rank')}, and there are {world}")
         num_samples, most = profiled[0].num_samples, before.num_samples * before.accumulate
-        if cuts and num_samples > most:
+        if asked.cuts and num_samples > most:
             raise ValueError(f"it holds steps of {most} samples, and a step has {num_samples}")
-        check_still_fits(before, limits, place, model, optimizer, sharers)
+        check_still_fits(before, asked.limits, asked.device, asked.model, asked.optimizer, asked.sharers)
 
     def posed() -> Problem:
-        problem = estimated_problem(profiled[0], place, terms, disks, nodes)
-        if cuts:
+        problem = estimated_problem(profiled[0], asked.device, terms, asked.disks, nodes)
+        if asked.cuts:
             problem = problem.with_samples(before.num_samples)
         check_plan(problem.profile, before)
-        check_states(before, states)
+        check_states(before, asked.rule.states)
         sized = (problem.profile, *profiled[1:])
-        rehearsed = partial(rehearsed_profile, sized, optimizer, place, compile, before.gpu_limit_bytes)
+        about = (asked.optimizer, asked.device, asked.compile, before.gpu_limit_bytes)
+        rehearsed = partial(rehearsed_profile, sized, *about)
         return replace(problem, profile=verified(Solution.of(problem.profile, before), rehearsed).profile)
 
     try:

@@ -1,19 +1,10 @@
-"""The problem that `wrap` has solved: the machine that it runs on, what is free there, and what a step costs.
+"""The problem that `wrap` has solved: the machine that it runs on, and what a step costs there.
 
 [Note: small models] Measuring a machine and a model, and a thorough search, take seconds: too much for a model whose
 step takes milliseconds. Those are planned with assumed speeds and by a quick search. Speeds are assumed on the
 simulated accelerator too, where plans must not depend on how busy the machine is. Assumed speeds may make a plan slower
 than another, never larger.
-
-[Note: what is free on a GPU] A limit counts what a run takes, so everything that others hold makes less of it
-available: other programs, and tensors of this process outside of the model. Three things are free although somebody has
-them now. What torch keeps for later is given back before the slab is allocated, unless a wrapped model will use it
-again. The model's parameters and its optimizer's states move into the run's own memory. While they move, they exist
-beside the slab: a plan that is filled to the brim may be refused then.
-
-Nothing like it is said of the host. Pages of files count as used by a control group, and those of a model that was
-mapped from files as free: both are most of the memory, right after a model was loaded. A limit of the user's that is
-lowered by such a number would refuse models that fit."""
+"""
 
 from __future__ import annotations
 
@@ -21,12 +12,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from hightide.doctor.disk_speed import DiskTest, measure_disk
 from hightide.doctor.known import known_machine, load_machine, remember
@@ -38,7 +28,6 @@ from hightide.ir.limits import DiskLimit
 from hightide.ir.machine import SIMULATED, Disk, Estimate, Machine, MatmulRates
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
-from hightide.ir.units import format_bytes
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.one_rank import machine_of_rank
 from hightide.planner.predict.estimate import estimate
@@ -52,7 +41,6 @@ from hightide.process.progress import tell
 from hightide.profiler.probe.probe_record import CallRecord
 from hightide.profiler.probe.probe_result import ProbeResult
 from hightide.rehearsal.rehearse import let_go, measure_costs, measure_selective
-from hightide.stores import device_limit
 
 SMALL_NUMEL = 2**24  # parameters
 ASSUMED = "rtx-3090"  # a preset
@@ -64,38 +52,6 @@ _disturbed: dict[torch.device, Machine] = {}  # measured by this process, and no
 _measured_disks: dict[Path, Disk] = {}  # likewise; `hightide doctor --disk` measures thoroughly, and keeps it
 
 Profiled = tuple[ModelProfile, ProbeResult, Sequence[CallRecord]]
-
-
-@dataclass(frozen=True)
-class GpuRoom:
-    """What a run could take of a GPU now, and who has the rest. See [Note: what is free on a GPU]."""
-
-    device: torch.device
-    free_bytes: int
-    here_bytes: int  # of this process, outside of the model
-    elsewhere_bytes: int
-
-    def __str__(self) -> str:
-        return (
-            f"only {format_bytes(self.free_bytes)} of {self.device} are free (other programs and CUDA itself hold "
-            f"{format_bytes(self.elsewhere_bytes)}, other tensors of this process {format_bytes(self.here_bytes)})"
-        )
-
-
-def room_on(device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer) -> GpuRoom:
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    reserved_bytes = torch.cuda.memory_reserved(device)
-    held_bytes = reserved_bytes if device_limit.num_limits(device.index) else torch.cuda.memory_allocated(device)
-    here_bytes = max(0, held_bytes - _moving_bytes(device, model, optimizer))
-    elsewhere_bytes = max(0, total_bytes - free_bytes - reserved_bytes)
-    return GpuRoom(device, free_bytes + reserved_bytes - here_bytes, here_bytes, elsewhere_bytes)
-
-
-def _moving_bytes(device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """What `wrap` will move out of the device's memory, into the run's own. Views of one storage hold it once."""
-    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *states) if tensor.device == device]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def problem_of(

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 import hightide
-import hightide.api
 import hightide.profiler.model.model_profile
+import hightide.wrapping
 import models
 from hightide.process import interrupts
 from hightide.profiler.model.model_profile import profile_calls
@@ -55,7 +55,7 @@ def _handler() -> Iterator[None]:
 
 @pytest.fixture
 def profiled_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (hightide.profiler.model.model_profile, hightide.api):
+    for module in (hightide.profiler.model.model_profile, hightide.wrapping):
         monkeypatch.setattr(module, "profile_calls", profile_calls)
 
 
@@ -208,7 +208,7 @@ def test_states_in_other_dtypes_come_back(monkeypatch: pytest.MonkeyPatch) -> No
     def interrupt(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(hightide.api, "wrap_modules", interrupt)
+    monkeypatch.setattr(hightide.wrapping, "wrap_modules", interrupt)
     with pytest.raises(KeyboardInterrupt):
         hightide.wrap(model, optimizer, batch, limits=hightide.Limits(gpu="1MiB", host="8MiB"))
     torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
@@ -219,7 +219,7 @@ def test_states_in_other_dtypes_come_back(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_wrap_that_fails_is_undone_too(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = bench.Fresh(1)
-    monkeypatch.setattr(hightide.api, "wrap_modules", lambda _: 1 / 0)
+    monkeypatch.setattr(hightide.wrapping, "wrap_modules", lambda _: 1 / 0)
     options = {"limits": hightide.Limits(gpu="100KiB", host="64MiB"), "micro_batch": 2}
     with pytest.raises(ZeroDivisionError):
         hightide.wrap(fresh.model, fresh.optimizer, fresh.x, **options)

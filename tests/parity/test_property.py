@@ -19,7 +19,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from random_models import Layer, Sketch, sketches
 from torch import Tensor
 
-import hightide.api
+import hightide.wrapping
 from hightide.ir.action import Mode
 from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
@@ -112,7 +112,7 @@ class Subject:
 
     def wrap(self, **options: Any) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hightide.api, "_profile", self.profile)
+            patch.setattr(hightide.wrapping, "profile_of", self.profile)
             self.model, self.optimizer = hightide.wrap(self.model, self.optimizer, self.example, **options)
 
 

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hightide
-import hightide.api
 import hightide.posing
 import hightide.profiler.model.model_profile
+import hightide.wrapping
 import models
 from hightide.doctor.known import load_machine
 from hightide.ir.tier import Lane, Tier
@@ -51,8 +51,8 @@ BATCH = {"llama": models.token_batch, "llama_tied": models.token_batch, "hand_wr
 
 # Plans of one model are made of one profile; of the usual ones it is there before a rank is forked, with all that is
 # loaded lazily.
-KNOWN = KnownProfiles(hightide.api.profile_calls)
-for module in (hightide.api, hightide.profiler.model.model_profile):
+KNOWN = KnownProfiles(hightide.profiler.model.model_profile.profile_calls)
+for module in (hightide.wrapping, hightide.profiler.model.model_profile):
     module.profile_calls = KNOWN  # type: ignore[attr-defined]
 
 

@@ -16,7 +16,6 @@ import torch
 import typer
 from rich.console import Console
 
-from hightide.asked import GPU_HEADROOM
 from hightide.cli.chosen_machine import MachineOption, chosen_machine
 from hightide.cli.plan_text import show
 from hightide.cli.target import check_target, writing
@@ -33,6 +32,7 @@ from hightide.cli.workload import (
     check_source,
     load_workload,
 )
+from hightide.free_memory import GPU_HEADROOM
 from hightide.integrations.lora import Lora
 from hightide.ir.block import ModelProfile
 from hightide.ir.codec import to_json

@@ -51,6 +51,10 @@ class Limits:
     def disks(self) -> tuple[DiskLimit, ...]:
         return tuple(disk for disk in self.disk or () if isinstance(disk, DiskLimit))
 
+    @property
+    def disk_bytes(self) -> int:
+        return sum(disk.num_bytes for disk in self.disks)
+
 
 def parse_disks(value: str | Sequence[str | DiskLimit] | None, name: str) -> tuple[DiskLimit, ...]:
     """Turns "/scratch:200GiB" into a limit. `name` is what an error calls the value."""

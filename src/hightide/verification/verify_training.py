@@ -7,7 +7,8 @@ import time
 import torch
 from torch import nn
 
-from hightide.asked import GPU_HEADROOM, check_fresh, chosen_device
+from hightide.asked import check_fresh, chosen_device
+from hightide.free_memory import GPU_HEADROOM
 from hightide.ir.limits import Limits
 from hightide.ir.units import parse_bytes
 from hightide.process.progress import shown

@@ -10,7 +10,7 @@ import torch
 
 import hightide
 import models
-from hightide.asked import warn_of_reserve
+from hightide.free_memory import warn_of_reserve
 from hightide.ir.action import Mode
 from hightide.ir.machine import MatmulRates
 from hightide.ir.plan import Forecast

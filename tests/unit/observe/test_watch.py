@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 import hightide
-import hightide.api
 import hightide.observe.watch
 import hightide.posing
+import hightide.wrapping
 import models
+from hightide.asked import Asked
 from hightide.doctor.known import load_machine
 from hightide.ir.block import Affine, ModelProfile
 from hightide.ir.costs import Costs
@@ -68,14 +69,14 @@ def halve(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def halved(monkeypatch: pytest.MonkeyPatch) -> None:
     halve(monkeypatch)
-    profile, known = hightide.api._profile, {}
+    profile, known = hightide.wrapping.profile_of, {}
 
-    def once(model: nn.Module, *args: Any) -> Any:  # per model: that takes most of the time
-        if id(model) not in known:
-            known[id(model)] = model, profile(model, *args)
-        return known[id(model)][1]
+    def once(asked: Asked) -> Any:  # per model: that takes most of the time
+        if id(asked.model) not in known:
+            known[id(asked.model)] = asked.model, profile(asked)
+        return known[id(asked.model)][1]
 
-    monkeypatch.setattr(hightide.api, "_profile", once)
+    monkeypatch.setattr(hightide.wrapping, "profile_of", once)
 
 
 def parts(model: nn.Module) -> tuple[Run, Watch]:
