@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import hightide
-from hightide import api, plan_again
+from hightide import plan_again, wrapping
 from trainers import arguments, data, full, logs
 
 torch.set_num_threads(1)
@@ -59,8 +59,8 @@ def resume_plans(rank: int, world: int, folder: str, refuses: int | None, given:
     def full_up(*_: Any) -> None:
         raise ValueError("no room")
 
-    digests, searches, search = [], [], api._searched
-    api._searched = lambda *args: searches.append(rank) or search(*args)
+    digests, searches, search = [], [], wrapping._searched
+    wrapping._searched = lambda *args: searches.append(rank) or search(*args)
     for name in ("checkpoint-2", None):
         if name is None and rank == refuses:
             plan_again.check_still_fits = full_up

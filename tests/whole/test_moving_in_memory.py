@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import hightide
-from hightide import api
+from hightide import wrapping
+from hightide.asked import Asked
 from hightide.planner.predict.moving_in import RETURN_BYTES
 from hightide.planner.solution import Solution
 from resident_memory import reported
@@ -112,7 +113,9 @@ def test_what_the_process_has_beside_the_model_is_told_on_a_gpu(monkeypatch: pyt
     values_bytes = sum(param.nbytes for param in model.parameters()) + 4 * 64 * 64
     plan = hightide.plan(model, torch.optim.AdamW(model.parameters()), torch.ones(2, 64))
     assert plan.profile is not None and plan.forecast.process_bytes == 0
-    monkeypatch.setattr(api, "resident_bytes", lambda: 7 * 2**20 + values_bytes)
-    told = api._moving_in(Solution.of(plan.profile, plan), model, optimizer, torch.device("cuda")).plan
+    monkeypatch.setattr(wrapping, "resident_bytes", lambda: 7 * 2**20 + values_bytes)
+    how = (None, None, None, "deferred", "float32", False, torch.device("cuda"), None, 1)
+    asked = Asked.of(model, optimizer, torch.ones(2, 64), *how)
+    told = wrapping._moving_in(Solution.of(plan.profile, plan), asked).plan
     assert told.forecast.process_bytes == 7 * 2**20
     assert "beside it 7.0 MiB of the process: Python, torch, code" in told.explain()

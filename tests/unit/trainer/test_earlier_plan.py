@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import hightide
-from hightide import api
+from hightide import wrapping
 from hightide.checkpoint.training import read_plan
 from hightide.ir.plan import Forecast
 from hightide.trainer import earlier_plan, mixin
@@ -35,13 +35,13 @@ def _fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """One entry for each search of `wrap`."""
     made: list[str] = []
-    search = api._searched
+    search = wrapping._searched
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         made.append("search")
         return search(*args, **kwargs)
 
-    monkeypatch.setattr(api, "_searched", counted)
+    monkeypatch.setattr(wrapping, "_searched", counted)
     return made
 
 

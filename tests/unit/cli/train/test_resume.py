@@ -20,7 +20,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import hightide
-from hightide import api, plan_again
+from hightide import plan_again, wrapping
 from hightide.checkpoint.files import filesystem
 from hightide.checkpoint.training import read_training
 from hightide.cli.main import app
@@ -213,7 +213,7 @@ def test_limits_and_other_places_may_change(stopped: Tiny, uninterrupted: list[l
 def test_a_plan_that_cannot_be_used_again_is_made_anew(
     stopped: Tiny, uninterrupted: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    searches, searched = [], api._searched
+    searches, searched = [], wrapping._searched
 
     def counted(*args: Any) -> Any:
         searches.append(args)
@@ -222,7 +222,7 @@ def test_a_plan_that_cannot_be_used_again_is_made_anew(
     def refuse(*_: Any) -> None:
         raise ValueError("too little")
 
-    monkeypatch.setattr(api, "_searched", counted)
+    monkeypatch.setattr(wrapping, "_searched", counted)
     monkeypatch.setattr(plan_again, "check_still_fits", refuse)
     with pytest.warns(UserWarning, match="too little"):
         result = stopped.train()
@@ -234,7 +234,7 @@ def test_a_plan_that_cannot_be_used_again_is_made_anew(
 def test_a_plan_that_is_as_it_was_is_not_searched_for(
     stopped: Tiny, uninterrupted: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(api, "_searched", lambda *_: pytest.fail("a plan was searched for"))
+    monkeypatch.setattr(wrapping, "_searched", lambda *_: pytest.fail("a plan was searched for"))
     result = stopped.train()
     assert result.exit_code == 0, result.output
     assert same(stopped.metrics()) == uninterrupted

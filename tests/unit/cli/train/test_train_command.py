@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import hightide
-from hightide import api
+from hightide import wrapping
 from hightide.cli.main import app
 from hightide.cli.train import training_run as train_module
 from hightide.cli.train.config import TrainConfig
@@ -144,7 +144,7 @@ def test_a_measured_gpu_has_a_share_of_the_speed_of_light_in_every_step(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = MatmulRates(bfloat16=2e9, float16=2e9, float32=1e9, tf32=None)
-    monkeypatch.setattr(api, "measured_products", lambda device: rates)
+    monkeypatch.setattr(wrapping, "measured_products", lambda device: rates)
     result = CliRunner().invoke(app, ["train", str(tiny), "--out", str(tiny.parent / "runs")], env={"COLUMNS": "80"})
     folder = tiny.parent / "runs" / "tiny-001"
     lines = metrics(folder)
