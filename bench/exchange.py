@@ -15,7 +15,7 @@ import torch
 
 from hightide.runtime.model_passes import FORWARD_BEGINS
 from hightide.shard.collectives import Collectives
-from hightide.shard.ranks import Ranks
+from hightide.shard.meeting import find_ranks
 
 WARM_UP = 50
 
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=2000)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    collectives = Collectives(Ranks.find(device="cpu"))
+    collectives = Collectives(find_ranks(device="cpu"))
     if collectives.ranks.is_alone:
         raise SystemExit("one rank exchanges nothing: start it with torchrun --nproc-per-node 2")
     seconds = []

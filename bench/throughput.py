@@ -50,7 +50,7 @@ from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import Tier
 from hightide.ir.units import format_bytes, parse_bytes
 from hightide.runtime.surgery import run_of
-from hightide.shard.ranks import EVEN_ALONE_SWITCH
+from hightide.shard.meeting import EVEN_ALONE_SWITCH
 
 LR = 1e-5
 # deepspeed is ZeRO-3, with --disk ZeRO-Infinity; roundpipe-stale trains with gradients that are one step old

@@ -1,5 +1,5 @@
 """One rank with and without collectives to itself, for the simulated accelerator and for a GPU. See [Note: one rank
-that talks to itself] in shard/ranks.py."""
+that talks to itself] in shard/meeting.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hightide.ir.tier import COLLECTIVES, Lane, Tier
 from hightide.planner.placement import Placement
 from hightide.planner.verify.compare_records import compare
 from hightide.runtime.surgery import run_of
-from hightide.shard.ranks import EVEN_ALONE_SWITCH
+from hightide.shard.meeting import EVEN_ALONE_SWITCH
 
 NUM_SAMPLES = 4
 NUM_STEPS = 3

@@ -23,7 +23,7 @@ from hightide.profiler.switches import checkpointing
 from hightide.runtime.run import Run
 from hightide.runtime.surgery import run_of, unwrap_modules
 from hightide.shard.collectives import Collectives
-from hightide.shard.ranks import Ranks, talks_even_alone
+from hightide.shard.meeting import find_ranks, talks_even_alone
 from hightide.shard.watchman import Patience
 from hightide.wrapping import planned, wrapped
 
@@ -100,7 +100,7 @@ def _among_ranks(
     """Where a model is wrapped, and the ranks that do it together, if there are several. What is raised ends them."""
     place = chosen_device(device)
     is_any = device is None or torch.device(device) == torch.device("cuda")  # on several ranks a GPU for each
-    ranks = Ranks.find(group, place.type if is_any else place, Patience(timeout_s=timeout_s), talks_even_alone())
+    ranks = find_ranks(group, place.type if is_any else place, Patience(timeout_s=timeout_s), talks_even_alone())
     try:
         yield (place, None) if ranks.is_alone else (ranks.device, Collectives(ranks))
     except BaseException as error:

@@ -47,7 +47,7 @@ from hightide.runtime.run import Run
 from hightide.runtime.surgery import check_modules, wrap_modules
 from hightide.shard.agreement import check_same
 from hightide.shard.collectives import Collectives
-from hightide.shard.ranks import EVEN_ALONE_SWITCH
+from hightide.shard.meeting import EVEN_ALONE_SWITCH
 
 S = TypeVar("S", bound=Solution)
 

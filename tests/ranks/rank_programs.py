@@ -17,11 +17,13 @@ import torch.distributed as dist
 
 from hightide.doctor.between_gpus import CollectiveEffort, measure_links, with_links
 from hightide.doctor.known import load_machine
-from hightide.shard import ranks as ranks_module
+from hightide.shard import communicators, meeting
 from hightide.shard.agreement import check_same, from_first, least
 from hightide.shard.collectives import Collectives, Section
+from hightide.shard.communicators import GATHER, REDUCE, STEP
+from hightide.shard.meeting import find_ranks
 from hightide.shard.nccl_lane import NcclLane
-from hightide.shard.ranks import GATHER, REDUCE, STEP, Ranks
+from hightide.shard.ranks import Ranks
 from hightide.shard.watchman import Patience, RankFailure
 
 torch.set_num_threads(1)
@@ -59,16 +61,16 @@ def _left(ranks: Ranks) -> dict:
 
 
 def from_environment(rank: int, world: int) -> dict:
-    ranks = Ranks.find(patience=SOON)
+    ranks = find_ranks(patience=SOON)
     return {**_told(ranks), "while": thread_names(), **_left(ranks)}
 
 
 def from_the_users_group(rank: int, world: int) -> dict:
     dist.init_process_group("gloo")
-    ranks = Ranks.find(patience=SOON)
+    ranks = find_ranks(patience=SOON)
     found = {**_told(ranks), **_left(ranks)}
     dist.all_reduce(torch.ones(1))  # theirs goes on
-    again = Ranks.find(patience=SOON)
+    again = find_ranks(patience=SOON)
     found["again"] = _told(again)
     dist.destroy_process_group()  # all groups, ours too
     again.close()
@@ -79,11 +81,11 @@ def halves(rank: int, world: int) -> dict:
     """Two models, each on a half of the ranks, and one on all."""
     dist.init_process_group("gloo")
     groups = [dist.new_group(list(range(start, start + world // 2))) for start in (0, world // 2)]
-    mine = Ranks.find(groups[rank // (world // 2)], patience=SOON)
-    everybody = Ranks.find(patience=SOON)
+    mine = find_ranks(groups[rank // (world // 2)], patience=SOON)
+    everybody = find_ranks(patience=SOON)
     found = {"mine": _told(mine), "all": _told(everybody)}
     try:
-        Ranks.find(groups[1 - rank // (world // 2)])
+        find_ranks(groups[1 - rank // (world // 2)])
     except ValueError as error:
         found["other"] = str(error)
     mine.close()
@@ -92,14 +94,14 @@ def halves(rank: int, world: int) -> dict:
 
 
 def on_two_nodes(rank: int, world: int) -> dict:
-    ranks_module.socket.gethostname = lambda: f"host-{1 - rank % 2}"
-    ranks = Ranks.find(patience=SOON)
+    meeting.socket.gethostname = lambda: f"host-{1 - rank % 2}"
+    ranks = find_ranks(patience=SOON)
     return {**_told(ranks), **_left(ranks)}
 
 
 def other_backends(rank: int, world: int) -> dict:
-    ranks_module._backend = lambda group, device: "gloo" if rank else "nccl"
-    return {"message": _message(lambda: Ranks.find(patience=SOON)), "is_initialised": dist.is_initialized()}
+    meeting._backend = lambda group, device: "gloo" if rank else "nccl"
+    return {"message": _message(lambda: find_ranks(patience=SOON)), "is_initialised": dist.is_initialized()}
 
 
 # ---- collectives
@@ -125,7 +127,7 @@ def over_gloo(device: str) -> Collectives:
     """On one GPU too, which several ranks share."""
     if device != "cpu":
         dist.init_process_group("gloo")
-    return Collectives(Ranks.find(device=device, patience=SOON))
+    return Collectives(find_ranks(device=device, patience=SOON))
 
 
 def gathered(rank: int, world: int, sizes: list[list[int]], device: str = "cpu") -> dict:
@@ -198,7 +200,7 @@ def numbers(rank: int, world: int, device: str = "cpu") -> dict:
 
 def nccl_lanes_over_gloo(rank: int, world: int) -> dict:
     """The same calls of torch, which gloo knows too: names, places, and that each is followed to its end."""
-    ranks = Ranks.find(patience=SOON)
+    ranks = find_ranks(patience=SOON)
     gather, reduce, step = (NcclLane(ranks, lane) for lane in (GATHER, REDUCE, STEP))
     whole = torch.full((world * 10,), -1, dtype=torch.int16)
     whole.view(world, -1)[rank] = rank
@@ -238,7 +240,7 @@ def _message(action: Callable[[], object]) -> str:
 
 
 def agreed(rank: int, world: int) -> dict:
-    both = Collectives(Ranks.find(patience=SOON))
+    both = Collectives(find_ranks(patience=SOON))
 
     def fails() -> str:
         raise TypeError("no plan fits\nat all")
@@ -266,7 +268,7 @@ class Work:
     """Steps of collectives on two lanes at once, as training has them, for ever unless told how many."""
 
     def __init__(self, patience: Patience = SOON) -> None:
-        self.ranks = Ranks.find(patience=patience)
+        self.ranks = find_ranks(patience=patience)
         self.both = Collectives(self.ranks)
         self.failures: list[BaseException] = []
 
@@ -406,7 +408,7 @@ def goes_on_after_a_stop(rank: int, world: int) -> dict:
 
 def slow(rank: int, world: int, slow_s: float, timeout_s: float) -> dict:
     warnings.simplefilter("always")
-    ranks_module.SETTING_UP_S = 1.0  # it counts for no longer than that
+    communicators.SETTING_UP_S = 1.0  # it counts for no longer than that
     work = Work(Patience(timeout_s=timeout_s, warn_s=1.2, silent_s=20.0, beat_s=0.2))
     if rank == 0:
         work.ranks.watchman.doing = "an evaluation"
@@ -418,7 +420,7 @@ def slow(rank: int, world: int, slow_s: float, timeout_s: float) -> dict:
 
 def alone_in_the_end(rank: int, world: int) -> dict:
     """Rank 1 ends first, and rank 0 then; the others wait for nobody, and go on as long as they like."""
-    ranks = Ranks.find(patience=SOON)
+    ranks = find_ranks(patience=SOON)
     Collectives(ranks).any_true("the end", True)
     time.sleep({1: 0.0, 0: 0.5}.get(rank, SOON.silent_s + 1.5))
     ranks.watchman.check()
@@ -431,12 +433,12 @@ def never_comes(rank: int, world: int) -> dict:
     if rank == 1:
         time.sleep(2)
         return {}
-    return {"message": _message(lambda: Ranks.find(patience=Patience(timeout_s=1.0)))}
+    return {"message": _message(lambda: find_ranks(patience=Patience(timeout_s=1.0)))}
 
 
 def costs(rank: int, world: int, seconds: float, beat_s: float = 1.0) -> dict:
     """What the watchman takes of the processor while a rank does nothing."""
-    ranks = Ranks.find(patience=Patience(beat_s=beat_s))
+    ranks = find_ranks(patience=Patience(beat_s=beat_s))
     before = time.process_time()
     time.sleep(seconds)
     idle_s = time.process_time() - before
@@ -449,7 +451,7 @@ def costs(rank: int, world: int, seconds: float, beat_s: float = 1.0) -> dict:
 
 def nccl_alone(rank: int, world: int) -> dict:
     """One rank that is made to talk: all of the path, on a stream of its own."""
-    ranks = Ranks.find(device="cuda:0", patience=SOON, even_alone=True)
+    ranks = find_ranks(device="cuda:0", patience=SOON, even_alone=True)
     both, stream = Collectives(ranks), torch.cuda.Stream()
     whole, sections = whole_chunk(1, torch.bfloat16, (300, 0, 1))
     whole = whole.cuda()
@@ -481,7 +483,7 @@ def nccl_alone(rank: int, world: int) -> dict:
 
 def nccl_raises(rank: int, world: int) -> dict:
     """After a fault the communicators are gone, and collectives say why."""
-    ranks = Ranks.find(device="cuda:0", patience=SOON, even_alone=True)
+    ranks = find_ranks(device="cuda:0", patience=SOON, even_alone=True)
     both, whole = Collectives(ranks), torch.ones(10, device="cuda")
     both.gather("a chunk", whole, [Section(0, 10)])
     ranks.watchman.fail(KeyError("a bad batch"))
@@ -495,7 +497,7 @@ def nccl_raises(rank: int, world: int) -> dict:
 
 
 def nccl_on_one_gpu(rank: int, world: int) -> dict:
-    return {"message": _message(lambda: Ranks.find(device="cuda:0", patience=SOON))}
+    return {"message": _message(lambda: find_ranks(device="cuda:0", patience=SOON))}
 
 
 # ---- how fast
@@ -504,8 +506,8 @@ def nccl_on_one_gpu(rank: int, world: int) -> dict:
 def links_between(rank: int, world: int, nodes: int, path: str) -> dict:
     """Measured in a moment, and written into a machine file."""
     name = f"host-{rank * nodes // world}"
-    ranks_module.socket = SimpleNamespace(gethostname=lambda: name)
-    both = Collectives(Ranks.find(patience=SOON))
+    meeting.socket = SimpleNamespace(gethostname=lambda: name)
+    both = Collectives(find_ranks(patience=SOON))
     links = measure_links(both, CollectiveEffort(chunk_bytes=1 << 18, num_pieces=2))
     machine = with_links(load_machine("rtx-3090"), links)
     if rank == 0:

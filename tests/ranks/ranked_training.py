@@ -36,7 +36,7 @@ from hightide.runtime import alike
 from hightide.runtime.chunks import moving
 from hightide.runtime.lanes.lanes import SHARER
 from hightide.runtime.surgery import run_of
-from hightide.shard import ranks as ranks_module
+from hightide.shard import meeting
 from known_profiles import KnownProfiles
 
 NUM_STEPS = 5
@@ -208,7 +208,7 @@ def train(
 def pretend_nodes(rank: int, world: int, nodes: int) -> None:
     """As if so many machines had equally many ranks each: a rank tells the others where it is by its host's name."""
     name = f"node-{rank * nodes // world}"
-    ranks_module.socket = SimpleNamespace(gethostname=lambda: name)
+    meeting.socket = SimpleNamespace(gethostname=lambda: name)
 
 
 def plan_and_train(rank: int, world: int, gpu: str, host: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def test_any_gpu_is_one_for_each_rank(device: str | None, asked: Any, monkeypatc
 
     monkeypatch.setattr(hightide.asked, "has_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(hightide.api.Ranks, "find", find)
+    monkeypatch.setattr(hightide.api, "find_ranks", find)
     model = nn.Linear(2, 2)
     with pytest.raises(Asked):
         hightide.wrap(model, torch.optim.SGD(model.parameters()), torch.ones(1, 2), device=device)

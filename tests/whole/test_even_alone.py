@@ -10,7 +10,7 @@ import hightide
 import models
 from even_alone import NUM_SAMPLES, check, talking, train, with_collectives
 from hightide.ir.plan import Plan
-from hightide.shard.ranks import EVEN_ALONE_SWITCH
+from hightide.shard.meeting import EVEN_ALONE_SWITCH
 from waiting import OwnThreads
 
 LIMITS = {"lean": "250KiB", "half": "500KiB", "everything fits": "32MiB"}

@@ -33,7 +33,7 @@ from hightide.runtime.saving.saved_tensor import PARAM
 from hightide.runtime.saving.snapshot import Snapshot
 from hightide.shard.agreement import of_each
 from hightide.shard.collectives import Collectives
-from hightide.shard.ranks import SAVE
+from hightide.shard.communicators import SAVE
 
 SECRET_BYTES = 16
 TRAVELLING_BYTES = 4 * 2**20  # of a tensor that comes together on one rank, at once

@@ -24,7 +24,7 @@ from hightide.ir.machine import Disk, Links, Machine, MatmulRates
 from hightide.ir.tier import Lane
 from hightide.ir.units import format_bytes, parse_bytes
 from hightide.shard.collectives import Collectives
-from hightide.shard.ranks import Ranks, are_several
+from hightide.shard.meeting import are_several, find_ranks
 
 H, D, C = Lane.H2D, Lane.D2H, Lane.CPU
 NONE = "-"
@@ -79,7 +79,7 @@ def doctor(options: DoctorOptions, device: torch.device, console: Console, progr
 
 def _of_ranks(device: torch.device, test: DiskTest | None, tell: Callable[[str], None]) -> Report | None:
     """Under torchrun. The first rank of each node measures it alone, then all ranks what is between them."""
-    collectives = Collectives(Ranks.find(device=device))
+    collectives = Collectives(find_ranks(device=device))
     ranks = collectives.ranks
     assert ranks.watchman is not None
     ranks.watchman.doing = "hightide doctor"

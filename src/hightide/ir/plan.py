@@ -145,7 +145,7 @@ class Plan(Shared):
     ranks: int = 1  # processes, with a GPU and a batch each; the plan is the same for all, within the limits of one
     # Groups of ranks, one or several nodes each, that have a copy of everything: shards are of one group. 1: of all
     replicas: int = 1
-    # One rank does what each of several does, and talks to itself: so its cost is measured. See shard/ranks.py
+    # One rank does what each of several does, and talks to itself: so its cost is measured. See shard/meeting.py
     even_alone: bool = False
     # The facts that it was made from. No decision depends on this copy: with it the file alone can be simulated.
     profile: ModelProfile | None = None

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from hightide.process.system import usable_cores
 from hightide.runtime.lanes.lanes import CORES_FOR_OTHERS, Lanes
 from hightide.shard.collectives import Collectives
-from hightide.shard.ranks import AT_LAST_S, Ranks
+from hightide.shard.communicators import AT_LAST_S
+from hightide.shard.ranks import Ranks
 
 TILE_BYTES = 2**20  # that travel at once
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from hightide.ir.tier import Lane
 from hightide.runtime.schedule.in_flight import InFlight
+from hightide.shard.communicators import ACROSS, GATHER, REDUCE, STEP
 from hightide.shard.own_rank import Standing
-from hightide.shard.ranks import ACROSS, GATHER, REDUCE, STEP
 from hightide.shard.watchman import Watchman
 
 ISSUED_ON = {Lane.GATHER: (GATHER,), Lane.REDUCE: (REDUCE, ACROSS, STEP)}  # by a lane's thread

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from hightide.shard.collectives import Collectives
-from hightide.shard.ranks import CONTROL
+from hightide.shard.communicators import CONTROL
 
 LONG = 200  # characters of a value in a message
 

@@ -9,9 +9,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from hightide.shard.communicators import ACROSS, CONTROL, GATHER, NCCL, ON_HOST, REDUCE, STEP
 from hightide.shard.gloo_lane import GlooLane
 from hightide.shard.nccl_lane import NcclLane
-from hightide.shard.ranks import ACROSS, CONTROL, GATHER, NCCL, ON_HOST, REDUCE, STEP, Ranks
+from hightide.shard.ranks import Ranks
 
 LENGTH_BYTES = 8
 SHORT_BYTES = 4096  # what is not longer goes at once

@@ -15,7 +15,7 @@ from hightide.process.progress import shown
 from hightide.process.system import free_host_bytes
 from hightide.profiler.model.block_finder import BlockChoice
 from hightide.profiler.model.call_tree import Arguments, Batch, call_arguments
-from hightide.shard.ranks import are_several
+from hightide.shard.meeting import are_several
 from hightide.verification.copies import as_before
 from hightide.verification.observed_training import LossOf, recorded_warnings, usual_loss
 from hightide.verification.side_by_side import NotTrained, SideBySide

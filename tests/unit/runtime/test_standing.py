@@ -12,8 +12,8 @@ from hightide.ir.tier import Lane
 from hightide.runtime.lanes.lanes import Lanes
 from hightide.runtime.schedule.in_flight import InFlight
 from hightide.runtime.standing import is_watched_by
+from hightide.shard.communicators import GATHER, REDUCE
 from hightide.shard.own_rank import Standing
-from hightide.shard.ranks import GATHER, REDUCE
 from hightide.shard.watchman import Patience, Watchman
 from hightide.stores.ticket import Ticket
 from waiting import soon

@@ -11,7 +11,7 @@ from typing import TypeVar
 from hightide.asked import chosen_device
 from hightide.shard.agreement import from_first, of_each
 from hightide.shard.collectives import Collectives
-from hightide.shard.ranks import Ranks
+from hightide.shard.meeting import find_ranks
 
 Made = TypeVar("Made")
 
@@ -25,7 +25,7 @@ class Company:
     def find(cls, device: str | None) -> Company:
         """Waits for the others, where torchrun has started some: then "cuda" is a GPU for each."""
         place = chosen_device(device)
-        ranks = Ranks.find(device=place.type if device in (None, "cuda") else place)
+        ranks = find_ranks(device=place.type if device in (None, "cuda") else place)
         return cls(None if ranks.is_alone else Collectives(ranks))
 
     @property
