@@ -10,7 +10,7 @@ import hightide
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
-from hightide.planner.chunk_places import RING_COUNTS
+from hightide.planner.chunk_place import RING_COUNTS
 from hightide.planner.inputs_on_disk import passing_calls
 from hightide.planner.placement import Placement
 

@@ -25,7 +25,7 @@ from hightide.runtime.surgery import run_of, unwrap_modules
 from hightide.shard.collectives import Collectives
 from hightide.shard.meeting import find_ranks, talks_even_alone
 from hightide.shard.watchman import Patience
-from hightide.wrapping import planned, wrapped
+from hightide.wrapping import plan_for, wrap_model
 
 
 def wrap(
@@ -66,8 +66,22 @@ def wrap(
     that waits for another one gives up after `timeout_s`.
     """
     with _among_ranks(device, group, timeout_s) as (place, collectives):
-        how = (limits, plan, micro_batch, update, gradients, compile, place, blocks, accumulate, _sharers(collectives))
-        return wrapped(Asked.of(model, optimizer, batch, *how), collectives)
+        asked = Asked.of(
+            model,
+            optimizer,
+            batch,
+            limits=limits,
+            plan=plan,
+            micro_batch=micro_batch,
+            update=update,
+            gradients=gradients,
+            compile=compile,
+            device=place,
+            blocks=blocks,
+            accumulate=accumulate,
+            ranks_on_node=_ranks_on_node(collectives),
+        )
+        return wrap_model(asked, collectives)
 
 
 def wrap_again(
@@ -89,8 +103,21 @@ def wrap_again(
     too. Where that cannot be used, another is made, which a warning tells; of several ranks all do the same. Unlike a
     plan that is given, it gives way to another where a larger batch comes."""
     with _among_ranks(device, None, Patience.timeout_s) as (place, collectives):
-        how = (limits, None, micro_batch, update, gradients, compile, place, blocks, accumulate, _sharers(collectives))
-        return wrapped(Asked.of(model, optimizer, batch, *how), collectives, before)
+        asked = Asked.of(
+            model,
+            optimizer,
+            batch,
+            limits=limits,
+            micro_batch=micro_batch,
+            update=update,
+            gradients=gradients,
+            compile=compile,
+            device=place,
+            blocks=blocks,
+            accumulate=accumulate,
+            ranks_on_node=_ranks_on_node(collectives),
+        )
+        return wrap_model(asked, collectives, before)
 
 
 @contextmanager
@@ -110,7 +137,7 @@ def _among_ranks(
         raise
 
 
-def _sharers(collectives: Collectives | None) -> int:
+def _ranks_on_node(collectives: Collectives | None) -> int:
     return 1 if collectives is None else len(collectives.ranks.ranks_of_node)
 
 
@@ -172,8 +199,20 @@ def plan(
     accumulate: Calls = 1,
 ) -> Plan:
     """The plan that `wrap` would use, without touching the model."""
-    how = (limits, None, micro_batch, update, gradients, compile, chosen_device(device), blocks, accumulate)
-    return planned(Asked.of(model, optimizer, batch, *how))
+    asked = Asked.of(
+        model,
+        optimizer,
+        batch,
+        limits=limits,
+        micro_batch=micro_batch,
+        update=update,
+        gradients=gradients,
+        compile=compile,
+        device=chosen_device(device),
+        blocks=blocks,
+        accumulate=accumulate,
+    )
+    return plan_for(asked)
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -42,7 +42,7 @@ class Asked:
     device: torch.device
     blocks: BlockChoice | None
     accumulate: Calls
-    sharers: int = 1  # ranks of this node, which divide its memory and disks
+    ranks_on_node: int = 1  # which divide its memory and disks
 
     @classmethod
     def of(
@@ -50,8 +50,9 @@ class Asked:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         batch: Batch,
+        *,
         limits: Limits | None,
-        plan: Plan | None,
+        plan: Plan | None = None,
         micro_batch: int | None,
         update: str,
         gradients: str,
@@ -59,7 +60,7 @@ class Asked:
         device: torch.device,
         blocks: BlockChoice | None,
         accumulate: Calls,
-        sharers: int = 1,
+        ranks_on_node: int = 1,
     ) -> Asked:
         """Checked: each by itself, and that none says other than a plan that is given."""
         if plan is not None and not isinstance(plan, Plan):
@@ -86,8 +87,22 @@ class Asked:
                 "plan"
             )
         check_disks(limits.disks)
-        about = (limits, plan, micro_batch, timing, rounding, compile, device, blocks, accumulate, sharers)
-        return cls(model, optimizer, rule, batch, *about)
+        return cls(
+            model=model,
+            optimizer=optimizer,
+            rule=rule,
+            batch=batch,
+            limits=limits,
+            plan=plan,
+            micro_batch=micro_batch,
+            update=timing,
+            gradients=rounding,
+            compile=compile,
+            device=device,
+            blocks=blocks,
+            accumulate=accumulate,
+            ranks_on_node=ranks_on_node,
+        )
 
     @property
     def cuts(self) -> bool:
@@ -97,20 +112,20 @@ class Asked:
     @property
     def disks(self) -> tuple[DiskLimit, ...]:
         """What this rank has of them."""
-        return tuple(DiskLimit(disk.path, disk.num_bytes // self.sharers) for disk in self.limits.disks)
+        return tuple(DiskLimit(disk.path, disk.num_bytes // self.ranks_on_node) for disk in self.limits.disks)
 
     def terms(self) -> Terms:
         """Of a plan that is to be made, with what is free now where the user has left a limit open."""
-        gpu_bytes, host_bytes = memory_limits(self.limits, self.device, self.model, self.optimizer, self.sharers)
+        gpu_bytes, host_bytes = memory_limits(self.limits, self.device, self.model, self.optimizer, self.ranks_on_node)
         return Terms(
-            gpu_bytes,
-            host_bytes,
-            self.update,
-            self.micro_batch,
-            self.rule.states,
-            self.gradients,
-            sum(disk.num_bytes for disk in self.disks),
-            1 if self.accumulate == "auto" else self.accumulate,
+            gpu_bytes=gpu_bytes,
+            host_bytes=host_bytes,
+            update=self.update,
+            micro_batch=self.micro_batch,
+            states=self.rule.states,
+            gradients=self.gradients,
+            disk_bytes=sum(disk.num_bytes for disk in self.disks),
+            accumulate=1 if self.accumulate == "auto" else self.accumulate,
             in_parts=in_parts(self.rule, self.optimizer),
         )
 

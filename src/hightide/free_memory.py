@@ -4,7 +4,8 @@
 available: other programs, and tensors of this process outside of the model. Three things are free although somebody has
 them now. What torch keeps for later is given back before the slab is allocated, unless a wrapped model will use it
 again. The model's parameters and its optimizer's states move into the run's own memory. While they move, they exist
-beside the slab: a plan that is filled to the brim may be refused then.
+beside the slab: a plan that is filled to the brim may be refused then. So a limit that the user has set is held against
+all that is free in this sense, but where none was set, only what the driver has free is planned for.
 
 Nothing like it is said of the host. Pages of files count as used by a control group, and those of a model that was
 mapped from files as free: both are most of the memory, right after a model was loaded. A limit of the user's that is
@@ -61,13 +62,13 @@ def _moving_bytes(device: torch.device, model: nn.Module, optimizer: torch.optim
 
 
 def memory_limits(
-    limits: Limits, device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer, sharers: int = 1
+    limits: Limits, device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer, ranks_on_node: int = 1
 ) -> tuple[int, int]:
     """Fills in what the user left open, and lowers a limit of the GPU that others leave no room for. The simulated
-    accelerator shares the RAM with the host tier. `sharers`: ranks of this node, which divide its memory."""
-    free_bytes = free_host_bytes() // sharers
+    accelerator shares the RAM with the host tier. `ranks_on_node` divide its memory."""
+    free_bytes = free_host_bytes() // ranks_on_node
     gpu_bytes, host_bytes = limits.gpu_bytes, limits.host_bytes
-    host_bytes = None if host_bytes is None else host_bytes // sharers
+    host_bytes = None if host_bytes is None else host_bytes // ranks_on_node
     if device.type == "cuda":
         if gpu_bytes is None:
             gpu_bytes = int(torch.cuda.mem_get_info(device)[0] * GPU_HEADROOM)
@@ -88,22 +89,22 @@ def check_still_fits(
     device: torch.device,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    sharers: int = 1,
+    ranks_on_node: int = 1,
 ) -> None:
     """Whether a plan that was made for these limits, by an earlier process, may be used by this one: of what the user
-    leaves open there may be less now. `sharers`: as of `memory_limits`, and there may be more."""
+    leaves open there may be less now. `ranks_on_node`: as of `memory_limits`, and there may be more."""
     if device.type == "cuda" and plan.gpu_limit_bytes > (room := room_on(device, model, optimizer)).free_bytes:
         raise ValueError(f"it may take {format_bytes(plan.gpu_limit_bytes)} of the GPU, but {room}")
-    free_bytes, needed_bytes = free_host_bytes() // sharers, plan.forecast.host_peak_bytes
+    free_bytes, needed_bytes = free_host_bytes() // ranks_on_node, plan.forecast.host_peak_bytes
     if limits.host_bytes is not None:
-        free_bytes, needed_bytes = limits.host_bytes // sharers, plan.host_limit_bytes
+        free_bytes, needed_bytes = limits.host_bytes // ranks_on_node, plan.host_limit_bytes
     elif device.type == "cpu":
         needed_bytes += plan.forecast.gpu_bytes
     if needed_bytes > free_bytes:
         raise ValueError(
             f"it takes {format_bytes(needed_bytes)} of the host, which has {format_bytes(free_bytes)} for it"
         )
-    needed_bytes, free_bytes = plan.disk_limit_bytes, limits.disk_bytes // sharers
+    needed_bytes, free_bytes = plan.disk_limit_bytes, limits.disk_bytes // ranks_on_node
     if plan.uses_disk and needed_bytes > free_bytes:
         raise ValueError(
             f"it takes {format_bytes(needed_bytes)} of the disk, which has {format_bytes(free_bytes)} for it"

@@ -52,18 +52,19 @@ from hightide.shard.meeting import EVEN_ALONE_SWITCH
 S = TypeVar("S", bound=Solution)
 
 
-def planned(asked: Asked) -> Plan:
-    """The plan that `wrap` would use."""
+def plan_for(asked: Asked) -> Plan:
+    """The plan that `wrap` would use, without touching the model."""
     with deferred, shown("hightide.plan"), checkpointing.off(asked.model):
         profiled = profile_of(asked)
         problem = problem_of(profiled, asked.optimizer, asked.device, asked.compile, asked.terms(), asked.disks)
         return _moving_in(_searched(problem, profiled, asked), asked).plan
 
 
-def wrapped(
+def wrap_model(
     asked: Asked, collectives: Collectives | None, before: Plan | None = None
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """`collectives`: of several ranks. `before`: the plan that a run had which goes on."""
+    """`wrap`, from its checked arguments. `collectives`: of several ranks. `before`: the plan that a run had which goes
+    on."""
     model, plan = asked.model, asked.plan
     if plan is not None:
         _check_ranks(plan, collectives)
@@ -79,19 +80,19 @@ def wrapped(
             if again is not None:
                 solution: Solution = again
             elif plan is not None:
-                solution = _brought(plan, profiled, asked)
+                solution = _solution_of_given(plan, profiled, asked)
             elif collectives is None:
-                solution = _found(asked.terms(), profiled, asked)
+                solution = _searched_for_one(asked.terms(), profiled, asked)
             else:
-                solution = _found_for_all(profiled, asked, collectives)
+                solution = _searched_for_all(profiled, asked, collectives)
             if asked.device.type == "cuda":
                 warn_of_moving_in((_moving_in(solution, asked) if plan or again else solution).plan)
-            run = _made(solution, profiled, asked, collectives)
-            _know_its_origin(run, collectives)
+            run = _make_run(solution, profiled, asked, collectives)
+            _complete_run(run, collectives)
             optimizer = wrap_optimizer(asked.optimizer, run)
             run.settle()
             wrap_modules(run)
-            _let_in_batches(run, solution, profiled, asked, collectives)
+            _set_admission(run, solution, profiled, asked, collectives)
             if isinstance(solution, Searched) and again is None:  # one of before has been watched then
                 run.observer = Watch(run, solution) if collectives is None else RankedWatch(run, solution, collectives)
             elif plan is not None:  # a plan that the user brings is never changed
@@ -137,8 +138,8 @@ def _check_ranks(plan: Plan, collectives: Collectives | None) -> None:
         )
 
 
-def _brought(plan: Plan, profiled: Profiled, asked: Asked) -> Solution:
-    """By the user."""
+def _solution_of_given(plan: Plan, profiled: Profiled, asked: Asked) -> Solution:
+    """The solution of a plan that the user brings."""
     profile, place = profiled[0], asked.device
     check_plan(profile, plan)
     check_states(plan, asked.rule.states)
@@ -149,13 +150,13 @@ def _brought(plan: Plan, profiled: Profiled, asked: Asked) -> Solution:
     return solution.described() if plan.is_edited else solution
 
 
-def _found(terms: Terms, profiled: Profiled, asked: Asked) -> Searched:
+def _searched_for_one(terms: Terms, profiled: Profiled, asked: Asked) -> Searched:
     problem = problem_of(profiled, asked.optimizer, asked.device, asked.compile, terms, asked.disks)
     return _moving_in(_searched(problem, profiled, asked), asked)
 
 
-def _found_for_all(profiled: Profiled, asked: Asked, collectives: Collectives) -> Searched:
-    """Of several ranks."""
+def _searched_for_all(profiled: Profiled, asked: Asked, collectives: Collectives) -> Searched:
+    """One plan for several ranks."""
     ranks, place = collectives.ranks, asked.device
 
     def posed(terms: Terms) -> Problem:
@@ -165,10 +166,10 @@ def _found_for_all(profiled: Profiled, asked: Asked, collectives: Collectives) -
             collectives.exchange("measured machines", b"")
         return problem_of(profiled, asked.optimizer, place, asked.compile, terms, asked.disks, ranks.nodes)
 
-    def planned(problem: Problem) -> Searched:
+    def search(problem: Problem) -> Searched:
         return _moving_in(_searched(problem, profiled, asked), asked)
 
-    return plan_of_all(collectives, profiled[0], asked.terms(), posed, planned)
+    return plan_of_all(collectives, profiled[0], asked.terms(), posed, search)
 
 
 def _searched(problem: Problem, profiled: Profiled, asked: Asked) -> Searched:
@@ -195,8 +196,8 @@ def _moving_in(solution: S, asked: Asked) -> S:
 # ---- from a plan to a run
 
 
-def _made(solution: Solution, profiled: Profiled, asked: Asked, collectives: Collectives | None) -> Run:
-    """The model's values are in their places; its modules are still its own."""
+def _make_run(solution: Solution, profiled: Profiled, asked: Asked, collectives: Collectives | None) -> Run:
+    """A run in which the model's values are in their places; its modules are still its own."""
     model, probed = asked.model, profiled[1]
     adapted = {id(param) for param in lora.adapted_parameters(model)}
     names = {name for name, param in model.named_parameters() if id(param) in adapted}
@@ -208,8 +209,8 @@ def _made(solution: Solution, profiled: Profiled, asked: Asked, collectives: Col
     return Run(model, solution, probed, *how, disks=asked.disks, collectives=collectives)
 
 
-def _know_its_origin(run: Run, collectives: Collectives | None) -> None:
-    """What a run is told of the model's library and of the machine."""
+def _complete_run(run: Run, collectives: Collectives | None) -> None:
+    """Tells a run of the model's library and of the machine, and forgets the files from which values came."""
     run.products = measured_products(run.gpu.device)
     adapted = lora.adapted_parameters(run.model)
     run.chunks.binding.ignored_versions.update(run.keys[id(param)] for param in adapted)
@@ -218,10 +219,10 @@ def _know_its_origin(run: Run, collectives: Collectives | None) -> None:
     forget(run.model)
 
 
-def _let_in_batches(
+def _set_admission(
     run: Run, solution: Solution, profiled: Profiled, asked: Asked, collectives: Collectives | None
 ) -> None:
-    """Like the example, and larger ones as the plan allows."""
+    """Which batches are let in: those like the example, and larger ones as the plan allows."""
     sizes = BatchSizes.of(asked.batch, profiled[1].samples)
     run.batches = KnownBatches(sizes.with_samples(run.plan.num_samples))
     fixed = "" if asked.plan is None else "it was given by plan=, and is never changed"

@@ -34,7 +34,7 @@ from hightide.ir.activation import Activation
 from hightide.ir.plan import BlockPlan
 from hightide.ir.refusal import Refused
 from hightide.ir.tier import Lane, Tier
-from hightide.planner.chunk_places import RING_COUNTS
+from hightide.planner.chunk_place import RING_COUNTS
 from hightide.planner.placement import Placement
 from hightide.planner.solution import Solution
 from hightide.planner.verify.compare_records import compare

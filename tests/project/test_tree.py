@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -38,3 +39,10 @@ def test_names_differ_between_folders() -> None:
     """pytest imports them by name."""
     names = [test.name for test in TESTS.rglob("test_*.py")]
     assert len(names) == len(set(names))
+
+
+def test_no_constant_has_two_values() -> None:
+    """The later one would count for the readers of both."""
+    for source in sorted(SOURCES.rglob("*.py")):
+        names = re.findall(r"^(_?[A-Z][A-Z0-9_]+)(?:: [^=\n]+)? = ", source.read_text(), flags=re.M)
+        assert len(names) == len(set(names)), source

@@ -12,7 +12,7 @@ import hightide
 from hightide.ir.activation import Activation
 from hightide.ir.plan import BlockPlan, Plan, Sharing
 from hightide.ir.tier import Tier
-from hightide.planner.chunk_places import RING_COUNTS
+from hightide.planner.chunk_place import RING_COUNTS
 from hightide.planner.layout import pack
 from hightide.planner.placement import Placement
 from hightide.profiler.model.model_profile import profile_model

@@ -114,8 +114,19 @@ def test_what_the_process_has_beside_the_model_is_told_on_a_gpu(monkeypatch: pyt
     plan = hightide.plan(model, torch.optim.AdamW(model.parameters()), torch.ones(2, 64))
     assert plan.profile is not None and plan.forecast.process_bytes == 0
     monkeypatch.setattr(wrapping, "resident_bytes", lambda: 7 * 2**20 + values_bytes)
-    how = (None, None, None, "deferred", "float32", False, torch.device("cuda"), None, 1)
-    asked = Asked.of(model, optimizer, torch.ones(2, 64), *how)
+    asked = Asked.of(
+        model,
+        optimizer,
+        torch.ones(2, 64),
+        limits=None,
+        micro_batch=None,
+        update="deferred",
+        gradients="float32",
+        compile=False,
+        device=torch.device("cuda"),
+        blocks=None,
+        accumulate=1,
+    )
     told = wrapping._moving_in(Solution.of(plan.profile, plan), asked).plan
     assert told.forecast.process_bytes == 7 * 2**20
     assert "beside it 7.0 MiB of the process: Python, torch, code" in told.explain()

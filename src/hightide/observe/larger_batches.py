@@ -39,8 +39,8 @@ from hightide.stores.store import OutOfMemory
 
 LARGEST = "wrap the model with the largest batch of your run as its example"
 MOST_STARTS = 3  # profiles for which a plan is made that shall hold all others
-ROUNDS = 5  # of searches, each with what the one before lacked
-ROUNDS = 8  # in which it is found how much to keep free for an evaluation
+SEARCH_ROUNDS = 8  # each with what the one before lacked
+ROOM_ROUNDS = 8  # in which it is found how much to keep free for an evaluation
 EVAL_MARGIN = 1.1  # on what an evaluation had taken when it ran out: it had not ended
 
 
@@ -197,7 +197,7 @@ class LargerBatches:
         """A plan for one that holds the others. It is filled to the brim, as far as the others leave room. Blocks that
         only the others call pass through slots, if it has none for them."""
         more_bytes, slots = 0, 0
-        for last in (*[False] * ROUNDS, True):
+        for last in (*[False] * SEARCH_ROUNDS, True):
             found = tight = search(self._posed(profile, quick, more_bytes))
             if slots:  # what was kept free for them is theirs
                 found = replace(tight, problem=self._posed(profile, quick)).with_slots(slots)
@@ -325,7 +325,7 @@ class LargerBatches:
         before_bytes, limit_bytes = self._kept_bytes, self._run.plan.gpu_limit_bytes
         low, high = before_bytes, limit_bytes
         missing = wanted_bytes - (limit_bytes - self._base_bytes(self._solution))
-        for number in range(ROUNDS):
+        for number in range(ROOM_ROUNDS):
             self._kept_bytes = min(low + max(1, missing) * 2**number, (low + high) // 2)
             try:
                 found = self._searched(self._profiles[0])

@@ -9,7 +9,8 @@ from functools import cached_property
 
 from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.tier import Tier
-from hightide.planner.chunk_places import BUFFER_TIERS, RING_COUNTS, STAGING, Buffer, ChunkPlace, ChunkPlaces, Home
+from hightide.planner.chunk_place import BUFFER_TIERS, RING_COUNTS, STAGING, Buffer, ChunkPlace
+from hightide.planner.chunk_places import ChunkPlaces, Home
 
 
 class Placement:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan, Sharing, Update
 from hightide.ir.tier import Tier
-from hightide.planner.chunk_places import RING_COUNTS
+from hightide.planner.chunk_place import RING_COUNTS
 from hightide.planner.layout import pack
 from hightide.planner.placement import Placement
 from unit.planner.profiles import plans

@@ -14,7 +14,7 @@ from hightide.ir.action import Mode, Op, Place, Schedule
 from hightide.ir.machine import Disk
 from hightide.ir.plan import BlockPlan, Plan, Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.planner.chunk_places import RING_COUNTS
+from hightide.planner.chunk_place import RING_COUNTS
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.inputs_on_disk import passing_calls
 from hightide.planner.lower import lower, lower_step

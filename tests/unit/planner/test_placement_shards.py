@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan, Sharing, Update
 from hightide.ir.tier import ChunkKind, Tier
-from hightide.planner.chunk_places import Buffer
+from hightide.planner.chunk_place import Buffer
 from hightide.planner.placement import Placement
 from unit.planner.profiles import plan_with, plans, profiles, stack
 from unit.planner.ranked import ranked

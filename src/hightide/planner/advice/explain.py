@@ -16,7 +16,7 @@ from hightide.ir.plan import BlockPlan, Plan, Sharing, Update
 from hightide.ir.state_spec import summary
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.units import counted, format_bytes
-from hightide.planner.chunk_places import Buffer
+from hightide.planner.chunk_place import Buffer
 from hightide.planner.inputs_on_disk import buffer_bytes as input_buffer_bytes
 from hightide.planner.inputs_on_disk import stored_bytes
 from hightide.planner.lookup import buffer_bytes

@@ -11,7 +11,7 @@ from hightide.ir.activation import Activation
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import BlockPlan, Plan
 from hightide.ir.tier import Tier
-from hightide.planner.chunk_places import RING_COUNTS
+from hightide.planner.chunk_place import RING_COUNTS
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.inputs_on_disk import passing_calls
 from hightide.planner.lower import lower_step

@@ -10,7 +10,7 @@ from __future__ import annotations
 from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.lower.draft import Draft
 
 TICKS_OF_REDUCE = 2  # for which an update on the GPU may be put off

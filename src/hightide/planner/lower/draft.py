@@ -10,7 +10,7 @@ from functools import cached_property
 from hightide.ir.action import Action, ActionKey, Mode, Op
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan
-from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.placement import Placement
 
 

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.chunk import ChunkSpec
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.lower.draft import Draft
 from hightide.planner.lower.lay_ticks import lay_ticks
 from hightide.planner.slot_choice import Use, choose_windows

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.lookup import is_looked_up, rows_bytes, sum_bytes
 from hightide.planner.lower.draft import Draft
 

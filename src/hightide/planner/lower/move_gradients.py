@@ -25,7 +25,7 @@ from typing import Any
 
 from hightide.ir.action import Action, ActionKey, Op, Place
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.lower.add_updates import update_on_gpu
 from hightide.planner.lower.draft import Draft
 from hightide.planner.slot_choice import choose_windows

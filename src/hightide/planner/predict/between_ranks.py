@@ -17,7 +17,7 @@ from operator import attrgetter
 from hightide.ir.action import Op
 from hightide.ir.machine import CollectiveRates, Links, Machine
 from hightide.ir.plan import Plan
-from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.chunk_place import ChunkPlace
 
 Rate = Callable[[CollectiveRates], float]
 _GATHER: Rate = attrgetter("gather_bytes_per_s")

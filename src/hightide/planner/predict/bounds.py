@@ -18,7 +18,7 @@ from hightide.ir.action import Mode, Op
 from hightide.ir.machine import Links, Machine
 from hightide.ir.plan import Update
 from hightide.ir.tier import Lane, Tier
-from hightide.planner.chunk_places import Buffer, ChunkPlace
+from hightide.planner.chunk_place import Buffer, ChunkPlace
 from hightide.planner.inputs_on_disk import stored_bytes
 from hightide.planner.lookup import is_looked_up, rows_bytes
 from hightide.planner.lower.draft import Draft

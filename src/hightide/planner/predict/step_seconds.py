@@ -23,7 +23,7 @@ from hightide.ir.passes import Passes
 from hightide.ir.plan import Plan, Update
 from hightide.ir.split import micro_batches
 from hightide.ir.tier import COLLECTIVES, Lane, Tier
-from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.lookup import is_looked_up, rows_bytes
 from hightide.planner.loss_tiles import early_gradient_bytes, num_rows
 from hightide.planner.mechanism import Mechanism, Mechanisms

@@ -16,7 +16,7 @@ from hightide.ir.machine import Machine
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Lane, Tier
 from hightide.ir.timeline import Bar, LaneTime, Level, MemoryPart, Timeline
-from hightide.planner.chunk_places import Buffer
+from hightide.planner.chunk_place import Buffer
 from hightide.planner.lookup import standing_bytes
 from hightide.planner.placement import Placement
 from hightide.planner.predict.light import light_s

@@ -11,7 +11,8 @@ from hightide.ir.block import BlockSpec, ModelProfile
 from hightide.ir.chunk import Layout
 from hightide.ir.plan import PLAN_VERSION, BlockPlan, Forecast, GradientDtype, Plan, Sharing, Update
 from hightide.ir.tier import Tier
-from hightide.planner.chunk_places import Buffer, ChunkPlaces, Home
+from hightide.planner.chunk_place import Buffer
+from hightide.planner.chunk_places import ChunkPlaces, Home
 from hightide.planner.inputs_on_disk import passing_calls, place_bytes
 from hightide.planner.layout import adapters, pack, slot_sizes, tiny_blocks
 from hightide.planner.loss_tiles import (
@@ -166,13 +167,19 @@ class Space:
         return tuple(replace(plan, late=True) if block in late else plan for block, plan in enumerate(plans))
 
     def _block_plan(self, block: BlockSpec, home: Home, candidate: Candidate) -> BlockPlan:
-        params, states, sums, compute, parks, sharing, settles = home
-        activation = candidate.activation(block.index)
-        held = Tier.HOST if block.index in candidate.swapped else Tier.GPU
-        inputs = self._inputs(block, candidate)
-        made = BlockPlan(block.name, params, states, activation, inputs, held, sums, compute, parks)
-        rare = (sharing, settles) != (made.sharing, made.settles)
-        return replace(made, sharing=sharing, settles=settles) if rare else made
+        return BlockPlan(
+            name=block.name,
+            params=home.params,
+            states=home.states,
+            activation=candidate.activation(block.index),
+            inputs=self._inputs(block, candidate),
+            held=Tier.HOST if block.index in candidate.swapped else Tier.GPU,
+            sums=home.sums,
+            compute=home.compute,
+            parks=home.parks,
+            sharing=home.sharing,
+            settles=home.settles,
+        )
 
     def _inputs(self, block: BlockSpec, candidate: Candidate) -> Tier:
         index = block.index

@@ -11,7 +11,8 @@ from itertools import product
 
 from hightide.ir.chunk import ChunkSpec, Layout, region_bytes
 from hightide.ir.tier import Tier
-from hightide.planner.chunk_places import RINGS, STAGING, Buffer, ChunkPlace, Home
+from hightide.planner.chunk_place import RINGS, STAGING, Buffer, ChunkPlace
+from hightide.planner.chunk_places import Home
 from hightide.planner.lookup import standing_bytes
 from hightide.planner.search.candidate import Candidate
 from hightide.planner.search.space import Space

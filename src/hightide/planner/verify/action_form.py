@@ -7,7 +7,7 @@ from hightide.ir.action import TICK_OPS, Action, Op, Place
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Plan
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.lookup import rows_bytes, sum_bytes
 from hightide.planner.placement import Placement
 from hightide.planner.waiting import away

@@ -12,7 +12,7 @@ from hightide.ir.foreign import MAX_COUNT, quoted, shown
 from hightide.ir.plan import PLAN_VERSION, BlockPlan, Plan, Sharing
 from hightide.ir.state_spec import StateSpecs
 from hightide.ir.tier import Tier
-from hightide.planner.chunk_places import RING_COUNTS
+from hightide.planner.chunk_place import RING_COUNTS
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.inputs_on_disk import buffer_bytes
 from hightide.planner.layout import made_again

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from hightide.ir.action import Action, ActionKey, Schedule
 from hightide.ir.tier import ChunkKind
-from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.placement import Placement
 from hightide.planner.verify.precedence import Precedence

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hightide.ir.action import Action, ActionKey, Op, Place, Schedule
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.placement import Placement
 from hightide.planner.verify.ordered_replay import OrderedReplay, Places

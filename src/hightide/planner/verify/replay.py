@@ -13,7 +13,7 @@ from hightide.ir.action import TICK_OPS, Action, ActionKey, Op, Place, Schedule
 from hightide.ir.block import ModelProfile
 from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
-from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.placement import Placement
 from hightide.planner.verify.action_form import objection

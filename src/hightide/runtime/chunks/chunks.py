@@ -11,7 +11,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.chunk import ChunkSpec, ParamRange
 from hightide.ir.state_spec import MASTER
 from hightide.ir.tier import ChunkKind, Tier
-from hightide.planner.chunk_places import STAGING, Buffer
+from hightide.planner.chunk_place import STAGING, Buffer
 from hightide.planner.lookup import buffer_bytes
 from hightide.planner.placement import Placement
 from hightide.planner.predict.moving_in import RETURN_BYTES

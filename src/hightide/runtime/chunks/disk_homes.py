@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hightide.ir.state_spec import StateSpec
 from hightide.ir.tier import ChunkKind, Tier
-from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.placement import Placement
 from hightide.runtime.chunks.rings import Content, Rings
 from hightide.stores.array import Array

@@ -15,7 +15,7 @@ from hightide.ir.chunk import ChunkSpec, ParamRange
 from hightide.ir.state_spec import MASTER, REMAINDER, STATE_DTYPE_BYTES, StateSpec
 from hightide.ir.tier import ChunkKind, Tier
 from hightide.planner import inputs_on_disk
-from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.placement import Placement
 from hightide.runtime.chunks.disk_homes import DiskHomes
 from hightide.runtime.chunks.remainder import join, split

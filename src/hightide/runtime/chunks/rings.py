@@ -19,7 +19,7 @@ import torch
 from hightide.ir.action import Action, Op
 from hightide.ir.chunk import DISK_REGION_BYTES
 from hightide.ir.tier import ChunkKind
-from hightide.planner.chunk_places import RINGS, Buffer
+from hightide.planner.chunk_place import RINGS, Buffer
 from hightide.planner.placement import Placement
 from hightide.stores.array import Array
 from hightide.stores.store import MemoryStore

@@ -13,7 +13,7 @@ from hightide.ir.action import Op
 from hightide.ir.machine import CollectiveRates, Links, Machine
 from hightide.ir.plan import Plan, Sharing, Update
 from hightide.ir.tier import COLLECTIVES, Lane, Tier
-from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.lower import lower_step
 from hightide.planner.placement import Placement
 from hightide.planner.predict.between_ranks import collective_s, links_of

@@ -18,7 +18,7 @@ from hightide.ir.block import ModelProfile
 from hightide.ir.plan import GradientDtype, Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.advice.helpful import Circumstances, improvements
-from hightide.planner.chunk_places import Buffer
+from hightide.planner.chunk_place import Buffer
 from hightide.planner.lower import lower_step
 from hightide.planner.placement import Placement
 from hightide.planner.predict.bounds import disk_s, least_step_s

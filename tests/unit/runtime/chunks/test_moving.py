@@ -16,7 +16,7 @@ from each_value import each_value
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
 from hightide.ir.tier import Tier
-from hightide.planner.chunk_places import ChunkPlace
+from hightide.planner.chunk_place import ChunkPlace
 from hightide.planner.placement import Placement
 from hightide.planner.solution import Solution
 from hightide.runtime.chunks import moving
