@@ -28,8 +28,6 @@ from hightide.planner.verify.check_plan import check_plan, check_states
 from hightide.posing import (
     Profiled,
     is_small,
-    machine_of,
-    measured_products,
     problem_of,
     rehearsed_profile,
     solved,
@@ -48,6 +46,7 @@ from hightide.runtime.surgery import check_modules, wrap_modules
 from hightide.shard.agreement import check_same
 from hightide.shard.collectives import Collectives
 from hightide.shard.meeting import EVEN_ALONE_SWITCH
+from hightide.this_machine import machine_of, measured_products
 
 S = TypeVar("S", bound=Solution)
 

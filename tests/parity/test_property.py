@@ -33,9 +33,9 @@ from hightide.planner.predict.estimate import estimate
 from hightide.planner.predict.peaks import peaks
 from hightide.planner.problem import Problem, Terms
 from hightide.planner.search.search import search
-from hightide.posing import simulated_machine
 from hightide.profiler.model.model_profile import profile_calls
 from hightide.runtime.surgery import run_of
+from hightide.this_machine import simulated_machine
 
 NUM_STEPS = 3
 PLENTY = 2**26

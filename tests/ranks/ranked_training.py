@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hightide
 import hightide.posing
 import hightide.profiler.model.model_profile
+import hightide.this_machine
 import hightide.wrapping
 import models
 from hightide.doctor.known import load_machine
@@ -600,8 +601,8 @@ def watched(rank: int, world: int, seen: str) -> dict[str, Any]:
     what it has measured before."""
     torch.set_num_threads(1)
     links, estimate = load_machine("4x-rtx-4090").links, hightide.posing.estimate
-    machine = replace(hightide.posing.simulated_machine(), estimates=(), links=links)
-    hightide.posing.simulated_machine = lambda: machine
+    machine = replace(hightide.this_machine.simulated_machine(), estimates=(), links=links)
+    hightide.this_machine.simulated_machine = lambda: machine
     hightide.posing.estimate = lambda *args: replace(
         estimate(*args), source="measured, for this test", glue_s=1e-6 * (rank + 1)
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +10,9 @@ import torch
 
 import hightide
 import models
-from hightide import posing
-from hightide.doctor.disk_speed import MIN_FILE_BYTES
-from hightide.doctor.known import Known, load_machine
+from hightide import posing, this_machine
 from hightide.ir.action import Mode
 from hightide.ir.block import Affine, ModelProfile
-from hightide.ir.limits import DiskLimit
-from hightide.ir.machine import Machine
 from hightide.ir.tier import Tier
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.lower import lower
@@ -35,59 +29,6 @@ GIB = 2**30
 CUDA = torch.device("cuda", 0)
 
 
-def no_measuring(*_: Any) -> Any:
-    raise AssertionError("this is no moment to measure a machine")
-
-
-def test_the_simulated_accelerator_is_never_measured_and_plans_are_the_same_every_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(posing, "examine", no_measuring)
-    monkeypatch.setattr(posing, "known_machine", no_measuring)
-    model, batch = models.hand_written()
-    limits = hightide.Limits(gpu="128KiB", host="1MiB")
-    first, second = (hightide.plan(model, adamw(model), batch, limits=limits) for _ in range(2))
-    assert first == second and first.forecast.step_s > 0
-    machine = posing.simulated_machine()
-    assert machine.is_simulated and not machine.is_measured
-
-
-def test_a_machine_that_was_measured_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = replace(load_machine("h200"), name="here")
-    monkeypatch.setattr(posing, "known_machine", lambda device: Known(here))
-    monkeypatch.setattr(posing, "examine", no_measuring)
-    assert posing.machine_of(CUDA, is_small=False) is here
-
-
-def test_an_unknown_machine_is_measured_once_for_a_large_model_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    here, kept = replace(load_machine("h200"), name="here"), []
-    monkeypatch.setattr(posing, "known_machine", lambda device: Known(None, "this machine was never measured"))
-    monkeypatch.setattr(posing, "examine", lambda device, tell: SimpleNamespace(machine=here, is_undisturbed=True))
-
-    def remember(machine: Machine) -> None:
-        kept.append(machine)
-        raise OSError("a home folder that cannot be written")
-
-    monkeypatch.setattr(posing, "remember", remember)
-    assumed = posing.machine_of(CUDA, is_small=True)
-    assert not kept and assumed.gpu is not None and not assumed.is_simulated
-    with pytest.warns(UserWarning, match="never measured: `hightide doctor` runs now, once"):
-        assert posing.machine_of(CUDA, is_small=False) is here
-    assert kept == [here]
-
-
-def test_what_was_measured_beside_other_programs_is_used_and_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = replace(load_machine("h200"), name="here")
-    monkeypatch.setattr(posing, "known_machine", lambda device: Known(None, "this machine was never measured"))
-    monkeypatch.setattr(posing, "examine", lambda device, tell: SimpleNamespace(machine=here, is_undisturbed=False))
-    monkeypatch.setattr(posing, "remember", no_measuring)
-    monkeypatch.setattr(posing, "_disturbed", {})
-    with pytest.warns(UserWarning, match="other programs used the machine while it was measured"):
-        assert posing.machine_of(CUDA, is_small=False) is here
-    monkeypatch.setattr(posing, "examine", no_measuring)
-    assert posing.machine_of(CUDA, is_small=False) is here, "once in a process"
-
-
 def test_on_a_gpu_a_large_model_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the simulated accelerator, in a GPU's place."""
     sizes, measure = [], posing.measure_costs
@@ -100,7 +41,7 @@ def test_on_a_gpu_a_large_model_is_rehearsed(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(posing, "measure_costs", measured)
     monkeypatch.setattr(posing, "SMALL_NUMEL", 0)
-    monkeypatch.setattr(posing, "machine_of", lambda device, is_small: posing.simulated_machine())
+    monkeypatch.setattr(posing, "machine_of", lambda device, is_small: this_machine.simulated_machine())
     model, batch = models.hand_written()
     optimizer = adamw(model)
     profiled = profile_calls(model, optimizer, batch)
@@ -172,7 +113,7 @@ def test_a_block_that_cannot_run_alone_is_estimated(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(posing, "measure_costs", fails)
     monkeypatch.setattr(posing, "let_go", lambda device: None)
     monkeypatch.setattr(posing, "SMALL_NUMEL", 0)
-    monkeypatch.setattr(posing, "machine_of", lambda device, is_small: posing.simulated_machine())
+    monkeypatch.setattr(posing, "machine_of", lambda device, is_small: this_machine.simulated_machine())
     model, batch = models.hand_written()
     optimizer = adamw(model)
     terms = Terms(2**26, 2**26)
@@ -197,23 +138,3 @@ def test_everything_fits_so_nothing_moves() -> None:
 
 
 # -- disks ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_that_nobody_has_measured_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = replace(posing.QUICK_DISK, file_bytes=MIN_FILE_BYTES, sustained_s=0.3, phase_s=0.1, small_s=0.05)
-    monkeypatch.setattr(posing, "QUICK_DISK", quick)
-    machine = replace(load_machine("h200"), disk=None)
-    limit = DiskLimit(str(tmp_path), 1 << 40)
-    found = posing.with_disk(machine, limit)
-    assert found.disk is not None and found.disk.read_bytes_per_s > 0 and found.disk.written_bytes > 0
-    assert found.estimates == machine.estimates
-    assert posing.with_disk(machine, limit).disk is found.disk
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_folder_that_cannot_be_measured_is_taken_for_a_preset_and_said_so(tmp_path: Path) -> None:
-    machine = replace(load_machine("h200"), disk=None)
-    with pytest.warns(UserWarning, match=r"cannot be measured .* the plan follows from the speed of a PCIe 4.0 SSD"):
-        found = posing.with_disk(machine, DiskLimit(str(tmp_path), 1 << 20))
-    assert found.disk == load_machine(posing.ASSUMED).disk
-    assert "disk" in {estimate.of for estimate in found.estimates}

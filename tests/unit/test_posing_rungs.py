@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import models
-from hightide import posing
+from hightide import posing, this_machine
 from hightide.ir.activation import Activation
 from hightide.ir.costs import CallPeaks, Costs, Curve, Point
 from hightide.planner.infeasible import InfeasiblePlan
@@ -33,7 +33,7 @@ def posed(name: str) -> tuple[Problem, posing.Profiled]:
     """As on a GPU with compiled blocks: all is measured but for what is held in part."""
     model, batch = models.ZOO[name]()
     profiled = profile_calls(model, adamw(model), batch, None, device=None)
-    costs = estimate(profiled[0], posing.simulated_machine())
+    costs = estimate(profiled[0], this_machine.simulated_machine())
     bytes_of = {call.kind: call for call in profiled[0].calls}
 
     def curve(kind: int, what: str) -> Curve:
@@ -41,7 +41,7 @@ def posed(name: str) -> tuple[Problem, posing.Profiled]:
 
     whats = ("forward_peak", "kept", "backward_peak")
     peaks = tuple(CallPeaks(*(curve(kind, what) for what in whats)) for kind in range(len(costs.calls)))
-    problem = Problem(profiled[0], replace(costs, peaks=peaks), posing.simulated_machine(), TERMS)
+    problem = Problem(profiled[0], replace(costs, peaks=peaks), this_machine.simulated_machine(), TERMS)
     return problem, profiled
 
 

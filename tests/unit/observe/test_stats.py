@@ -18,10 +18,10 @@ from hightide.planner.lower import lower
 from hightide.planner.predict.light import needed_flop
 from hightide.planner.predict.peaks import peaks, reserved_bytes
 from hightide.planner.solution import Solution
-from hightide.posing import measured_products
 from hightide.profiler.trial.quiet import float32_precision
 from hightide.runtime.plan_stores import forecast_on
 from hightide.runtime.surgery import run_of
+from hightide.this_machine import measured_products
 from unit.planner.profiles import plan_with, stack
 
 GIB = 2**30

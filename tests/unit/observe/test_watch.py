@@ -21,6 +21,7 @@ from torch import nn
 import hightide
 import hightide.observe.watch
 import hightide.posing
+import hightide.this_machine
 import hightide.wrapping
 import models
 from hightide.asked import Asked
@@ -382,8 +383,8 @@ def test_other_runs_on_the_device_are_not_this_ones_memory(halved: None, monkeyp
 @pytest.fixture
 def promised(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine that was measured, of blocks that were rehearsed."""
-    machine, estimate = replace(hightide.posing.simulated_machine(), estimates=()), hightide.posing.estimate
-    monkeypatch.setattr(hightide.posing, "simulated_machine", lambda: machine)
+    machine, estimate = replace(hightide.this_machine.simulated_machine(), estimates=()), hightide.posing.estimate
+    monkeypatch.setattr(hightide.this_machine, "simulated_machine", lambda: machine)
     monkeypatch.setattr(
         hightide.posing, "estimate", lambda *args: replace(estimate(*args), source="measured, for this test")
     )
@@ -423,8 +424,8 @@ def test_a_slow_disk_is_explained_and_planned_around(
     told_disk = load_machine("h200").disk
     assert told_disk is not None
     fast = {name: 1e3 * rate for name, rate in vars(told_disk).items() if name.endswith("_bytes_per_s")}
-    machine = replace(hightide.posing.simulated_machine(), disk=replace(told_disk, **fast))
-    monkeypatch.setattr(hightide.posing, "simulated_machine", lambda: machine)
+    machine = replace(hightide.this_machine.simulated_machine(), disk=replace(told_disk, **fast))
+    monkeypatch.setattr(hightide.this_machine, "simulated_machine", lambda: machine)
 
     def throttled(real: Callable[..., int]) -> Callable[..., int]:
         def moved(file: int, buffers: Any, offset: int) -> int:

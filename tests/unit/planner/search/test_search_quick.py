@@ -21,7 +21,7 @@ from hightide.planner.search.activation_bytes import ActivationBytes
 from hightide.planner.search.search import search
 from hightide.planner.solution import Solution
 from hightide.planner.verify.check_plan import check_plan
-from hightide.posing import simulated_machine
+from hightide.this_machine import simulated_machine
 from unit.planner.profiles import UNLIMITED, Sketch, build, call, param, profiles, stack
 
 MACHINE = simulated_machine()

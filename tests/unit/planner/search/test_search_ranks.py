@@ -25,7 +25,7 @@ from hightide.planner.search.space import Space
 from hightide.planner.search.standing_bytes import Needs, StandingBytes
 from hightide.planner.solution import Searched
 from hightide.planner.verify.check_plan import check_plan
-from hightide.posing import simulated_machine
+from hightide.this_machine import simulated_machine
 from unit.planner.profiles import UNLIMITED, profiles, stack
 from unit.planner.search.test_standing_bytes import choices
 
