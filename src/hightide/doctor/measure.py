@@ -164,7 +164,7 @@ def _measure(device: torch.device, effort: Effort, tell: Tell) -> tuple[Machine,
 def stores_of(device: torch.device, host_bytes: int, gpu_bytes: int) -> tuple[HostArena, Accelerator]:
     """As a run has them."""
     if device.type == "cuda":
-        return PinnedArena(host_bytes), CudaAccelerator(gpu_bytes, device, gpu_bytes)
+        return PinnedArena(host_bytes, device=device), CudaAccelerator(gpu_bytes, device, gpu_bytes)
     return HostArena(host_bytes), SimulatedAccelerator(gpu_bytes)
 
 
