@@ -160,7 +160,8 @@ CASES: dict[str, Case] = {
     "tests-new": _once(  # those that have changed since they ran
         "pytest -q -n 10 --dist worksteal --timeout 200 -m 'gpu and not alone and not long'"
         " tests/gpu/test_cuda_trainer_mixin.py tests/gpu/test_cuda_larger_batches.py tests/gpu/test_cuda_compiled.py"
-        " tests/gpu/test_cuda_loops.py tests/gpu/test_cuda_sharing.py tests/gpu/test_cuda_stores.py",
+        " tests/gpu/test_cuda_loops.py tests/gpu/test_cuda_sharing.py tests/gpu/test_cuda_stores.py"
+        " tests/gpu/test_cuda_saving.py",
         200,
         330,
         "--collect-only",
