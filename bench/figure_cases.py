@@ -157,19 +157,19 @@ CASES: dict[str, Case] = {
         280,
         "--model tiny --device cpu --gpu 1MiB --host 64MiB --sequences 2 --length 16",
     ),
-    "tests-new": _once(
-        "pytest -q -n 8 --dist worksteal --timeout 200 -m 'gpu and not alone and not long'"
-        " tests/gpu/test_cuda_trainer_mixin.py"
-        " tests/gpu/test_cuda_ranks.py tests/gpu/test_cuda_ranked_checkpoints.py tests/gpu/test_cuda_larger_batches.py"
-        " tests/gpu/test_cuda_train.py tests/gpu/test_cuda_watch.py",
+    "tests-new": _once(  # those that have changed since they ran
+        "pytest -q -n 10 --dist worksteal --timeout 200 -m 'gpu and not alone and not long'"
+        " tests/gpu/test_cuda_trainer_mixin.py tests/gpu/test_cuda_larger_batches.py tests/gpu/test_cuda_compiled.py"
+        " tests/gpu/test_cuda_loops.py tests/gpu/test_cuda_sharing.py tests/gpu/test_cuda_stores.py"
+        " tests/gpu/test_cuda_saving.py",
         200,
         330,
         "--collect-only",
     ),
     "tests-gpu": Case(
-        "pytest -q -n 15 --dist worksteal --timeout 150 -m 'gpu and not alone and not long' tests/gpu",
-        320,
-        450,
+        "pytest -q -n 12 --dist worksteal --timeout 200 -m 'gpu and not alone and not long' tests/gpu",
+        350,
+        470,
         "--collect-only",
     ),
     "tests-alone": _once(
@@ -307,7 +307,7 @@ FREE = float("inf")
 FIGURES: dict[str, Figure] = {
     "W1, 24 GiB, in backward / resident": Figure("1.10", 1.10, True, ("resident", "w1-24"), ratio, "w1"),
     "W1, 24 GiB, one rank that gathers / not": Figure("0.98", 0.98, True, ("w1-24", "w1-24-nccl"), ratio, "nccl"),
-    "W1, 24 GiB, clipped / resident": Figure("0.97", 0.97, True, ("resident", "w1-24-clip"), ratio, "w1"),
+    "W1, 24 GiB, clipped / resident": Figure("0.97", 0.97, True, ("resident", "w1-24-clip"), ratio, "w1-clip"),
     "W1, 24 GiB, Trainer / own loop": Figure("0.97", 0.97, True, ("w1-24", "w1-trainer"), ratio, "w1"),
     "W1, 48 GiB, in backward / resident": Figure("1.15", 1.15, True, ("resident", "w1-48"), ratio, "w1-48"),
     "3B, no limit / plain, no recompute": Figure("0.98", 0.98, True, ("plain-3b", "kept-3b"), ratio, "kept"),
@@ -393,27 +393,28 @@ FIGURES: dict[str, Figure] = {
     "tiny, without a GPU, tokens/s": Figure("stated", 0, True, ("tiny",), tokens_per_s, "tiny"),
 }
 BY_NAME_ONLY = {"tiny"}
-FIRST = {"w1": ("doctor",)}  # cases of a group that no figure is taken of
+FIRST = {group: ("doctor",) for group in ("w1", "w1-clip")}  # cases of a group that no figure is taken of
 
 # One call of 9.5 minutes each, the most valuable first: the first three are what half an hour of a GPU is for.
 CALLS: tuple[tuple[str, ...], ...] = (
-    ("w1", "trainer"),
-    ("train-8b", "long"),
-    ("disk",),
-    ("tests-gpu", "nccl"),
+    ("w1-clip", "long", "tests-new"),
+    ("train-8b", "trainer"),
     ("qwen7", "kept"),
-    ("disk-host", "1b"),
+    ("tests-gpu", "eager"),
+    ("disk",),
+    ("w1", "nccl", "1b"),
+    ("disk-host", "w1-48"),
     ("save", "qwen"),
-    ("forecasts", "eager"),
+    ("forecasts",),
     ("save-w1",),
     ("disk8b", "rivals-rp"),
     ("turns",),
-    ("rivals", "w1-48"),
+    ("rivals",),
     ("saturation",),
     ("ablate-w1",),
     ("ablate-1b",),
     ("ablate-1b-64",),
-    ("turns-clip", "tests-new"),
+    ("turns-clip",),
     ("tests-alone",),
     ("largest",),
     ("largest",),

@@ -219,20 +219,27 @@ class Results:
     def run(self, figures: Iterable[Figure], budget_s: float) -> None:
         end_s = time.monotonic() + budget_s
         for figure in figures:
-            if is_found(figure, self.of):
+            todo = [] if is_found(figure, self.of) else self._todo(figure)
+            if lacking := next((name for name in todo if self.runner.missing(CASES[name])), None):
+                print(f"{lacking}: left out, it needs {self.runner.missing(CASES[lacking])}")
                 continue
-            for name in (*FIRST.get(figure.group, ()), *figure.cases):
-                case, known = CASES[name], self.of.get(name, {})
-                if known.get("call") == self.call or ("error" not in known and known and not figure.in_one_call):
-                    continue
-                left_s = end_s - time.monotonic()
-                if missing := self.runner.missing(case):
-                    print(f"{name}: left out, it needs {missing}")
-                    break
-                if case.expected_s > left_s:
-                    print(f"{name}: not begun, {left_s:.0f} s are left and it is expected to take {case.expected_s}")
+            for at, name in enumerate(todo):
+                case, left_s = CASES[name], end_s - time.monotonic()
+                # Half of a ratio is none.
+                expected = todo[at:] if figure.in_one_call else [name]
+                if (together_s := sum(CASES[one].expected_s for one in expected)) > left_s:
+                    names = ", ".join(expected)
+                    print(f"{names}: not begun, {left_s:.0f} s are left and {together_s} are expected")
                     break
                 self._add(name, self.runner.run(name, case.command, min(case.limit_s, left_s)))
+
+    def _todo(self, figure: Figure) -> list[str]:
+        found = []
+        for name in (*FIRST.get(figure.group, ()), *figure.cases):
+            known = self.of.get(name, {})
+            if known.get("call") != self.call and ("error" in known or not known or figure.in_one_call):
+                found.append(name)
+        return found
 
     def _add(self, name: str, result: Result) -> None:
         self.of[name] = {**result, "call": self.call}

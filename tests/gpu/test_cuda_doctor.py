@@ -38,3 +38,4 @@ def test_a_gpu_is_measured_in_half_a_minute_and_leaves_nothing() -> None:
     assert products.tf32 is not None and products.bfloat16 > products.tf32 > products.float32
     assert machine.gpu.memory_bytes_per_s > 5 * alone[Lane.H2D]
     assert 1e-6 < machine.latency_s < 1e-3
+    assert machine.first_part is not None and 1.0 <= machine.first_part < 1.6, "of an update in C, in two parts"

@@ -117,6 +117,30 @@ def test_a_grad_scaler_trains_an_fp16_model(edit: Callable[[Plan], Plan]) -> Non
     check_scaled_training("cuda", edit)
 
 
+def test_a_factor_counts_as_it_was_when_gradients_were_scaled_by_it() -> None:
+    """Whatever is done with it before their updates have read it. Two in turn, and one update for all of a block."""
+    model, batch = models.llama()
+    plain = copy.deepcopy(model).cuda()
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=1e-4)
+    here = {name: value.cuda() for name, value in batch.items()}
+    model, optimizer = wrap(model, batch)
+    for _ in range(3):
+        for one, its_optimizer, data in ((model, optimizer, batch), (plain, plain_optimizer, here)):
+            models.loss_of(one, data).backward()
+            factor = torch.full((), 0.5, device="cuda")
+            for _ in range(2):
+                for param in one.parameters():
+                    param.grad.mul_(factor)
+                factor.mul_(100.0)
+            its_optimizer.step()
+            factor.fill_(torch.nan)
+            its_optimizer.zero_grad()
+    weights = hightide.unwrap(model).state_dict()
+    for name, expected in plain.state_dict().items():
+        bound = 1e-5 * expected.abs().max().item() + 1e-6
+        assert (weights[name].cuda() - expected).abs().max().item() <= bound, name
+
+
 # -- determinism ------------------------------------------------------------------------------------------------------
 
 

@@ -56,8 +56,10 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begun(homes: str, update: str, spare: int, dtype: torch.dtype = torch.float32) -> Training:
     def placed(plan: Plan) -> Plan:
-        choose = (lambda index: MIXED[index % 3]) if homes == "mixed" else homes
+        choose = (lambda index: MIXED[index % 3]) if homes == "mixed" else homes.removesuffix(", states later")
         plan = replace(disk_plans.placed(plan, choose), gpu_limit_bytes=2**30)
+        if homes.endswith(", states later"):
+            plan = replace(plan, blocks=tuple(replace(block, settles=True) for block in plan.blocks))
         return with_spare(plan, spare)
 
     def make() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -73,6 +75,7 @@ def begun(homes: str, update: str, spare: int, dtype: torch.dtype = torch.float3
 CASES = [(homes, update, PLENTY) for homes in ("gpu", "host", "mixed") for update in ("deferred", "in_backward")]
 CASES += [("gpu", "deferred", NONE), ("gpu", "in_backward", LITTLE), ("mixed", "deferred", LITTLE)]
 CASES += [("every tier", "deferred", PLENTY), ("every tier", "in_backward", NONE)]
+CASES += [("host, states later", "deferred", PLENTY), ("host, states later", "deferred", NONE)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -103,6 +103,7 @@ def test_what_fails_says_why_and_runs_again(two: Figure, tmp_path: Path) -> None
 def test_what_does_not_fit_the_budget_or_lacks_something_is_not_begun(two: Figure, tmp_path: Path) -> None:
     results = begun(tmp_path)
     results.run([two], 2)
+    results.run([two], 5)  # for one of the two, whose ratio would be none
     results.run([of("old")], 60)
     assert results.of == {}
     with_old = begun(tmp_path, old=str(tmp_path))

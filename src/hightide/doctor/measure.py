@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from statistics import mean
 
 import torch
 
@@ -19,8 +20,19 @@ from hightide.doctor.pace import Work, measure_together
 from hightide.doctor.rates import dram_rates, gpu_memory_rate, matmul_rates
 from hightide.doctor.update_speed import UpdateWork, update_arrays
 from hightide.ir.chunk import ALIGN_NUMEL
-from hightide.ir.machine import UPDATE_BYTES, Gpu, Host, Machine, Speeds, Unpinned, subsets
+from hightide.ir.machine import (
+    FIRST_TRAFFIC_BYTES,
+    UPDATE_BYTES,
+    UPDATE_TRAFFIC_BYTES,
+    Gpu,
+    Host,
+    Machine,
+    Speeds,
+    Unpinned,
+    subsets,
+)
 from hightide.ir.tier import Lane
+from hightide.optim.operands import Operands, Part
 from hightide.process.system import available_bytes, cgroup_limit_bytes, free_host_bytes, host_bytes, usable_cores
 from hightide.runtime.lanes.lanes import Lanes
 from hightide.stores.cuda import CudaAccelerator
@@ -30,6 +42,8 @@ from hightide.stores.simulated import SimulatedAccelerator
 from hightide.stores.store import ALIGN_BYTES, Accelerator
 
 Tell = Callable[[str], None]  # what is being measured now
+
+NUM_TURNS = 2
 
 
 @dataclass(frozen=True)
@@ -105,7 +119,8 @@ def _measure(device: torch.device, effort: Effort, tell: Tell) -> tuple[Machine,
         def array(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return host.view(host.allocate(numel * dtype.itemsize, "update"), dtype)
 
-        update = UpdateWork(update_arrays(effort.update_numel, array), lanes.sharers)
+        operands = update_arrays(effort.update_numel, array)
+        update = UpdateWork(operands, lanes.sharers)
         works: dict[Lane, Work] = {**links, Lane.CPU: update}
 
         def speeds(*busy: Lane) -> Speeds:
@@ -117,6 +132,7 @@ def _measure(device: torch.device, effort: Effort, tell: Tell) -> tuple[Machine,
         tell("pinning")
         pin_problem = _pin(host)
         table = [speeds(*busy) for busy in subsets()]
+        first_part = _first_part(lanes, operands, effort.window_s) if update.kernel == "c" else None
         pci = read_pci_link(device) if is_cuda else None
         latency_s = links[Lane.H2D].latency_s()
     finally:
@@ -150,6 +166,7 @@ def _measure(device: torch.device, effort: Effort, tell: Tell) -> tuple[Machine,
             update_kernel=update.kernel,
         ),
         fingerprint=fingerprint(device),
+        first_part=first_part,
     )
     now = replace(
         host_conditions(update.kernel),
@@ -161,10 +178,20 @@ def _measure(device: torch.device, effort: Effort, tell: Tell) -> tuple[Machine,
     return machine, now
 
 
+def _first_part(lanes: Lanes, operands: Operands, window_s: float) -> float:
+    """See Machine. By turns: how fast memory is changes."""
+    whole, first = (UpdateWork(operands, lanes.sharers, part=part) for part in (Part.WHOLE, Part.PARAMS))
+    shares = []
+    for _ in range(NUM_TURNS):
+        whole_pace, first_pace = (measure_together(lanes, {Lane.CPU: work}, window_s) for work in (whole, first))
+        shares.append(whole_pace[Lane.CPU].bytes_per_s / first_pace[Lane.CPU].bytes_per_s)
+    return max(1.0, mean(shares) * UPDATE_TRAFFIC_BYTES / FIRST_TRAFFIC_BYTES)
+
+
 def stores_of(device: torch.device, host_bytes: int, gpu_bytes: int) -> tuple[HostArena, Accelerator]:
     """As a run has them."""
     if device.type == "cuda":
-        return PinnedArena(host_bytes), CudaAccelerator(gpu_bytes, device, gpu_bytes)
+        return PinnedArena(host_bytes, device=device), CudaAccelerator(gpu_bytes, device, gpu_bytes)
     return HostArena(host_bytes), SimulatedAccelerator(gpu_bytes)
 
 

@@ -15,6 +15,7 @@ from hightide.ir.tier import COLLECTIVES, Lane
 SHARING = tuple(lane for lane in Lane if lane.shares == Lane.CPU.shares)  # of which every set is measured
 UPDATE_BYTES = 14  # touched per parameter: bf16 gradient and parameter, the master's other 16 bits, two fp32 moments
 UPDATE_TRAFFIC_BYTES = 26  # of these, through host memory: all are read, and all but the gradient written
+FIRST_TRAFFIC_BYTES = 18  # where moments are written later: the first part reads all, and leaves them as they are
 MIN_RATE, MAX_RATE = 1e-6, 1e24  # of whatever a machine has per second, and of its bytes and cores: nothing is zero
 MAX_LATENCY_S = 3600.0
 DISK_REQUEST_BYTES = 16 << 20  # of one request, and how many are under way of each kind, where nobody has measured
@@ -192,6 +193,9 @@ class Machine:
     fingerprint: Fingerprint | None = None
     estimates: tuple[Estimate, ...] = ()  # empty if all was measured
     links: Links | None = None  # None: one GPU, or nobody has said
+    # Seconds of the first part of an update, over those that its bytes take in an update as a whole: it moves less of
+    # them, and computes as much. None: nobody has measured it
+    first_part: float | None = None
 
     def __post_init__(self) -> None:
         missing = [busy for busy in subsets() if frozenset(busy) not in self._table]
@@ -206,6 +210,7 @@ class Machine:
         where = f"the machine {quoted(self.name)}"
         check_numbers(self.latency_s, f"{where}: latency_s", 0, MAX_LATENCY_S)
         check_numbers(self.fingerprint, f"{where}: fingerprint")
+        check_numbers(self.first_part, f"{where}: first_part", 1, MAX_RATE)
         if self.links is not None:
             for latency_s in (self.links.latency_s, self.links.across_latency_s):
                 check_numbers(latency_s, f"{where}: links: latency_s", 0, MAX_LATENCY_S)

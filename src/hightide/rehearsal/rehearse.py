@@ -342,7 +342,8 @@ class _Rehearsal:
         finally:
             stage.close()
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # what one part held must not be in the way of the next
+                with torch.cuda.device(self.device):
+                    torch.cuda.empty_cache()  # what one part held must not be in the way of the next
 
 
 def _in_proportion(told: Curve, found: dict[int, float]) -> Curve:

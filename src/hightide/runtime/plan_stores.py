@@ -75,7 +75,7 @@ def _memory(solution: Solution, device: torch.device) -> tuple[Accelerator, Host
     host_bytes = max(solution.peaks.host_peak_bytes, *beside)
     if device.type != "cuda":
         return SimulatedAccelerator(plan.gpu_limit_bytes), HostArena(plan.host_limit_bytes, needed_bytes=host_bytes)
-    host = PinnedArena(max(plan.host_limit_bytes, ALIGN_BYTES), max(host_bytes, ALIGN_BYTES))
+    host = PinnedArena(max(plan.host_limit_bytes, ALIGN_BYTES), max(host_bytes, ALIGN_BYTES), device)
     base_bytes = max(schedule.gpu_base_bytes for schedule in schedules.values())
     slab_bytes = base_bytes - profile.batch_bytes - profile.buffer_bytes  # these two are no regions
     rounding_bytes = 2 * ALIGN_BYTES  # of the two pools of slots

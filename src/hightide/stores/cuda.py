@@ -42,7 +42,7 @@ class CudaAccelerator(Accelerator):
         super().__init__(Tier.GPU, capacity_bytes)
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         use_expandable_segments()
-        torch.cuda.empty_cache()  # a slab cut out of a larger cached block would share its fate
+        self._empty_cache()  # a slab cut out of a larger cached block would share its fate
         self._outside_tensor_bytes = 0
         self._slab_bytes = min(slab_bytes, capacity_bytes)
         self._apart: dict[int, torch.UntypedStorage] = {}  # regions beyond the slab, by offset
@@ -96,7 +96,7 @@ class CudaAccelerator(Accelerator):
         torch.cuda.synchronize(self.device)
         for storage, _ in self._storages():
             storage.resize_(0)
-        torch.cuda.empty_cache()
+        self._empty_cache()
 
     def reoccupy(self) -> None:
         with self.meter("slots and persistent chunks"):
@@ -112,7 +112,7 @@ class CudaAccelerator(Accelerator):
     def enforce_limit(self) -> None:
         """See [Note: from when a limit counts]."""
         self._check_open()
-        torch.cuda.empty_cache()
+        self._empty_cache()
         device_limit.settle(self.device.index, self._limit, torch.cuda.memory_reserved(self.device))
         self._outside_tensor_bytes = max(0, torch.cuda.memory_allocated(self.device) - self._slab_bytes)
         self.reset_peak()
@@ -163,6 +163,10 @@ class CudaAccelerator(Accelerator):
     def unmetered(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def empty(self, shape: torch.Size, dtype: torch.dtype, label: str) -> torch.Tensor:
+        with self.meter(label):
+            return super().empty(shape, dtype, label)
+
     def adopt(self, tensor: torch.Tensor, label: str) -> None:
         """The device counts by itself."""
 
@@ -174,7 +178,11 @@ class CudaAccelerator(Accelerator):
         super().close()
         self._slab = None
         self._apart.clear()
-        torch.cuda.empty_cache()  # what stays cached is room above another run's limit
+        self._empty_cache()  # what stays cached is room above another run's limit
+
+    def _empty_cache(self) -> None:
+        with torch.cuda.device(self.device):  # else CUDA makes itself at home on the present one
+            torch.cuda.empty_cache()
 
 
 class _InOurWords:

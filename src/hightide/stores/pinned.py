@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from bisect import bisect_right
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
@@ -29,8 +29,12 @@ class PinnedArena(HostArena):
     asynchronously. What goes beyond it, up to the limit, is plain memory: block inputs of a forward that somebody keeps
     without its backward. Where the system refuses to pin, it says so and works as plain memory."""
 
-    def __init__(self, capacity_bytes: int, pinned_bytes: int | None = None) -> None:
+    def __init__(
+        self, capacity_bytes: int, pinned_bytes: int | None = None, device: torch.device | None = None
+    ) -> None:
+        """`device`: the GPU for which it is pinned; None: the present one."""
         super().__init__(capacity_bytes, min(pinned_bytes or capacity_bytes, capacity_bytes), pinned_bytes)
+        self._device = device
         self._pinned_bytes = self._end
         self._keep_apart()
         self._unpin: weakref.finalize | None = None
@@ -56,13 +60,12 @@ class PinnedArena(HostArena):
         self._check_open()
         if self.is_pinned:
             return
-        status = _register(self._base, self._pinned_bytes)
+        status = self._registered(self._base, self._pinned_bytes)
         if status == 0:
             # Also if nobody closes it: memory that is unmapped while it is registered cannot be registered again.
-            self._unpin = weakref.finalize(self, _unregister, self._base, Birthplace())
+            self._unpin = weakref.finalize(self, _unregister, self._base, Birthplace(), self._device)
             self._unpin.atexit = False
             return
-        _forget_error()
         warnings.warn(
             f"{self._pinned_bytes} bytes ({format_bytes(self._pinned_bytes)}) of host memory could not be pinned "
             f"(CUDA error {status}): copies to and from the GPU will be slower and will not overlap. Raise the limit "
@@ -91,15 +94,14 @@ class PinnedArena(HostArena):
                 start = _pages(offset + ALIGN_BYTES + mmap.PAGESIZE - 1)
                 self._begin_lending()
             self._touch(start, size)
-            status = _register(self._base + start, size)
+            status = self._registered(self._base + start, size)
             with self._lock:
                 if status:
-                    _forget_error()
                     self._can_pin_more = False
                     self._runs.give(offset, size + 2 * mmap.PAGESIZE)
                     return False
                 self._pinned_spare.append((start, size))
-                unpin = weakref.finalize(self, _unregister, self._base + start, Birthplace())
+                unpin = weakref.finalize(self, _unregister, self._base + start, Birthplace(), self._device)
                 unpin.atexit = False
                 self._unpin_spare.append(unpin)
                 self._runs.give(start, size)
@@ -114,6 +116,14 @@ class PinnedArena(HostArena):
             return self.is_pinned
         index = bisect_right(self._pinned_spare, region.offset, key=lambda known: known[0]) - 1
         return index >= 0 and region.offset < sum(self._pinned_spare[index])
+
+    def _registered(self, address: int, num_bytes: int) -> int:
+        """Perhaps in a thread of its own; CUDA's error, 0 for none, which it has forgotten then."""
+        with _on(self._device):
+            status = _register(address, num_bytes)
+            if status:
+                _forget_error()
+        return status
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=self.is_pinned)
@@ -141,11 +151,18 @@ def _register(address: int, num_bytes: int) -> int:
     return int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
 
 
-def _unregister(address: int, birthplace: Birthplace) -> None:
+def _unregister(address: int, birthplace: Birthplace, device: torch.device | None) -> None:
     if not birthplace.is_here:  # a fork can neither use CUDA nor end what the memory is to its parent
         return
-    torch.cuda.synchronize()  # a copy may still be on its way
-    torch.cuda.cudart().cudaHostUnregister(address)
+    with _on(device):
+        torch.cuda.synchronize()  # a copy may still be on its way
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _on(device: torch.device | None) -> AbstractContextManager[object]:
+    """Threads begin with the first GPU, whatever others have chosen: CUDA would make itself at home there, which takes
+    half a GiB of it, and copies of another one would not be waited for."""
+    return nullcontext() if device is None else torch.cuda.device(device)
 
 
 def _forget_error() -> None:

@@ -327,6 +327,12 @@ class Accelerator(MemoryStore):
     def unmetered(self) -> AbstractContextManager[None]:
         """Inside `meter()`, counts nothing for a while."""
 
+    def empty(self, shape: torch.Size, dtype: torch.dtype, label: str) -> torch.Tensor:
+        """Beside the regions, as what blocks allocate; outside of `meter()`, too."""
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        self.adopt(tensor, label)
+        return tensor
+
     @abstractmethod
     def adopt(self, tensor: torch.Tensor, label: str) -> None:
         """Counts an existing tensor's memory until it dies, unless it is counted already."""

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,15 @@ import torch
 
 from hightide.doctor import measure, rates
 from hightide.doctor.measure import Effort, Report, examine
+from hightide.doctor.pace import Pace
+from hightide.doctor.update_speed import update_arrays
 from hightide.ir.action import Mode
 from hightide.ir.codec import from_json, to_json
 from hightide.ir.machine import UPDATE_BYTES, Machine, subsets
 from hightide.ir.tier import Lane
 from hightide.planner.lower import lower
 from hightide.planner.predict.simulator import simulate
+from hightide.runtime.lanes.update_threads import UpdateThreads
 from hightide.stores.host_arena import HostArena
 from unit.planner.profiles import plan_with, stack
 
@@ -58,6 +62,19 @@ def test_the_update_is_given_in_parameters_too(report: Report) -> None:
     assert report.machine.host is not None
     touched = report.machine.speeds_of({Lane.CPU})[Lane.CPU]
     assert report.machine.host.update_params_per_s == pytest.approx(touched / UPDATE_BYTES)
+
+
+def test_the_first_part_of_an_update_is_measured_against_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    paces = iter([13.0, 12.0, 26.0, 20.0])  # of the whole, of its first part, and again
+
+    def paced(lanes: object, works: Any, window_s: float) -> Any:
+        assert all(work() > 0 for work in works.values())
+        return {Lane.CPU: Pace(next(paces), ())}
+
+    monkeypatch.setattr(measure, "measure_together", paced)
+    operands = update_arrays(1024, lambda numel, dtype: torch.empty(numel, dtype=dtype))
+    found = measure._first_part(SimpleNamespace(sharers=UpdateThreads(1, 10.0)), operands, 0.0)  # type: ignore[arg-type]
+    assert found == pytest.approx((13 / 12 + 26 / 20) / 2 * 26 / 18)
 
 
 def test_it_is_measured_here_and_has_no_estimates(report: Report) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from mmap import PAGESIZE
 
 import pytest
@@ -108,7 +110,7 @@ def test_who_waits_in_vain_is_told_of_the_limit(monkeypatch: pytest.MonkeyPatch)
 def test_spare_memory_is_pinned_in_slices_that_no_region_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     registered: dict[int, int] = {}
     monkeypatch.setattr(pinned, "_register", lambda address, num_bytes: registered.update({address: num_bytes}) or 0)
-    monkeypatch.setattr(pinned, "_unregister", lambda address, _: registered.pop(address))
+    monkeypatch.setattr(pinned, "_unregister", lambda address, *_: registered.pop(address))
     monkeypatch.setattr(pinned, "SLICE_BYTES", 4 * PAGESIZE)
     arena = PinnedArena(32 * PAGESIZE, pinned_bytes=2 * PAGESIZE + 512)
     assert not arena.pin_spare(PAGESIZE), "what the plan needs is not pinned"
@@ -134,10 +136,44 @@ def test_spare_memory_is_pinned_in_slices_that_no_region_leaves(monkeypatch: pyt
     assert not registered
 
 
+def test_memory_is_pinned_for_its_own_gpu_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's first GPU is number 0, whatever the process trains on."""
+    present = threading.local()
+    seen: list[tuple[str, int]] = []
+
+    @contextmanager
+    def device(place: torch.device) -> Iterator[None]:
+        present.index = place.index
+        yield
+        present.index = 0
+
+    class Cudart:
+        def cudaHostRegister(self, *_: int) -> int:
+            seen.append(("register", present.index))
+            return 0 if len(seen) < 3 else 2
+
+        def cudaHostUnregister(self, _: int) -> None:
+            seen.append(("unregister", present.index))
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append(("synchronize", present.index)))
+    monkeypatch.setattr(pinned, "_forget_error", lambda: seen.append(("forget", present.index)))
+    monkeypatch.setattr(pinned, "SLICE_BYTES", 4 * PAGESIZE)
+    arena = PinnedArena(32 * PAGESIZE, pinned_bytes=2 * PAGESIZE, device=torch.device("cuda", 3))
+    arena.pin()
+    saver = threading.Thread(target=lambda: [arena.pin_spare(10 * PAGESIZE) for _ in range(2)])
+    saver.start()
+    saver.join()
+    arena.close()
+    assert [what for what, _ in seen] == [*["register"] * 3, "forget", *["synchronize", "unregister"] * 2]
+    assert {index for _, index in seen} == {3}
+
+
 def test_where_no_more_can_be_pinned_it_is_plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([0, 2])
     monkeypatch.setattr(pinned, "_register", lambda address, num_bytes: next(answers))
-    monkeypatch.setattr(pinned, "_unregister", lambda address, _: None)
+    monkeypatch.setattr(pinned, "_unregister", lambda address, *_: None)
     arena = PinnedArena(32 * PAGESIZE, pinned_bytes=2 * PAGESIZE)
     arena.pin()
     spare_bytes = arena.spare_bytes

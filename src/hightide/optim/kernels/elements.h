@@ -9,18 +9,20 @@
 #include <immintrin.h>
 #endif
 
-#ifdef __FP_FAST_FMAF
+#if defined(__FP_FAST_FMAF) || defined(__FMA__) || defined(__ARM_FEATURE_FMA) /* clang says it in other words */
+#define HAS_FMA
 #define FMA(a, b, c) __builtin_fmaf((a), (b), (c))
 #else /* in software it would be a hundred times slower */
 #define FMA(a, b, c) ((a) * (b) + (c))
 #endif
 
 enum { NONE = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
+
 /* x / by, rounded as a division is, of a number that many are divided by: a processor has one unit for divisions and
  * square roots, which would be the limit, and multiplies in others. `inverse` is 1 / by, rounded. Two corrections by
  * exact remainders make it the nearest number; only infinities have none. */
 static inline float over(float x, float by, float inverse) {
-#ifdef __FP_FAST_FMAF
+#ifdef HAS_FMA
     float guess = x * inverse;
     float once = FMA(FMA(-guess, by, x), inverse, guess);
     float twice = FMA(FMA(-once, by, x), inverse, once);

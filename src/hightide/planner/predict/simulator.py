@@ -15,7 +15,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hightide.ir.action import TICK_OPS, Action, ActionKey, Schedule
+from hightide.ir.action import TICK_OPS, Action, ActionKey, Op, Schedule
 from hightide.ir.machine import Machine
 from hightide.ir.passes import Passes
 from hightide.ir.tier import COLLECTIVES, Lane
@@ -137,8 +137,9 @@ class _Graph:
         lanes: Sequence[Lane],
         outlasting: AbstractSet[ActionKey],
         seconds: Callable[[Action], float],
+        first_part: float,
     ) -> None:
-        """`outlasting`: those for which later passes wait."""
+        """`outlasting`: those for which later passes wait. `first_part`: see Machine."""
         actions = self.actions = schedule.actions
         place = {action.id: at for at, action in enumerate(actions)}
         ticks = [at for at, action in enumerate(actions) if action.op in TICK_OPS]
@@ -147,7 +148,12 @@ class _Graph:
         number = {lane: at for at, lane in enumerate(lanes)}
         self.lane = [number[action.lane] for action in actions]
         self.is_in_order = [action.lane.is_in_order for action in actions]
-        self.work = [seconds(one) if one.lane in _TIMED else float(one.num_bytes) for one in actions]
+        settled = {action.chunk for action in actions if action.op is Op.SETTLE}
+        in_parts = {at for at, one in enumerate(actions) if one.op is Op.UPDATE and one.chunk in settled}
+        self.work = [
+            seconds(one) if one.lane in _TIMED else one.num_bytes * (first_part if at in in_parts else 1.0)
+            for at, one in enumerate(actions)
+        ]
         self.followers: list[list[int]] = [[] for _ in actions]  # in the same pass
         self.missing = [0] * len(actions)  # how many it waits for in the same pass
         self.causes: list[list[int]] = []  # its `after`s
@@ -192,7 +198,8 @@ class _Clock:
         used = {Lane.COMPUTE, *(action.lane for action in actions)}
         self._lanes = lanes = [lane for lane in Lane if lane in used]
         outlasting = {name for action in actions for name in action.after_prev}
-        self._graphs = {key: _Graph(one, lanes, outlasting, seconds) for key, one in different.items()}
+        first_part = machine.first_part or 1.0
+        self._graphs = {key: _Graph(one, lanes, outlasting, seconds, first_part) for key, one in different.items()}
         self._machine = machine
         self._speeds: dict[int, tuple[float, ...]] = {}  # by the lanes that move bytes, as bits
         self.now_s = 0.0

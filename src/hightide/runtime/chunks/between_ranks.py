@@ -96,13 +96,10 @@ class BetweenRanks:
 
     def sum_norms(self, keys: Sequence[str], norms: dict[str, Tensor]) -> dict[str, Tensor]:
         """Of whole parameters, from those of parts; the same bits on all ranks."""
-        device = self._chunks.gpu.device
-        squares = torch.zeros(len(keys), dtype=GRAD_DTYPE, device=device)
-        at = {key: index for index, key in enumerate(keys)}
-        known = [key for key in keys if key in norms]
-        if known:
-            found = torch.stack([norms[key] for key in known])
-            squares[torch.tensor([at[key] for key in known], device=device)] = found * found
+        none = torch.zeros((), dtype=GRAD_DTYPE, device=self._chunks.gpu.device)
+        # No places are looked up there: their numbers would come from the host, which would wait for them.
+        found = [norms.get(key, none).to(GRAD_DTYPE) for key in keys]
+        squares = torch.stack(found).square() if found else none.new_empty(0)
         self.collectives.sum_all("norms of gradients", squares)
         return dict(zip(keys, squares.sqrt().unbind(), strict=True))
 

@@ -206,10 +206,11 @@ def _foreach_zero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """What torch.amp.GradScaler does to all gradients: look for infinities, then multiply."""
     gradients, found_inf, inverse_scale = args
+    factor = inverse_scale.reshape(())
     for gradient in gradients:
         is_finite = gradient.owner.is_finite(gradient._key) if _whole(gradient) else _all_finite(gradient)
         found_inf.copy_(torch.maximum(found_inf, (~is_finite).to(found_inf)))
-        gradient.mul_(inverse_scale.reshape(()))
+        gradient.mul_(factor)
 
 
 def _all_finite(gradient: Tensor) -> Tensor:

@@ -85,7 +85,8 @@ class EventFence:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        with torch.cuda.device(self._device):  # a thread begins with the first GPU, where it needs nothing
+            self._event.synchronize()
 
 
 class Begun(NamedTuple):

@@ -221,8 +221,7 @@ class Stashes:
             entry.is_wanted = True
             if entry.tensor is None:
                 assert entry.is_away
-                entry.tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self._gpu.device)
-                self._gpu.adopt(entry.tensor, entry.label)
+                entry.tensor = self._gpu.empty(entry.shape, entry.dtype, entry.label)
                 entry.version = entry.tensor._version
                 if entry.region is None:
                     unpacked[at] = entry.tensor.detach().data

@@ -65,6 +65,20 @@ def test_lanes_that_share_memory_slow_each_other_down() -> None:
     assert {span.id: span.end_s for span in result.spans} == pytest.approx({"out": 4.0, "in": 6.0, "tick.0": 6.0})
 
 
+def test_an_update_in_parts_takes_as_long_as_its_first_part_was_measured() -> None:
+    """Of others nothing changes, and the second part has the speed of its bytes."""
+    actions = schedule(
+        tick(0),
+        copy("first", C, 4, tick=1, chunk=0),
+        copy("states", C, 4, tick=2, chunk=0, op=Op.SETTLE, after=("first",)),
+        copy("whole", C, 4, tick=3, chunk=1, after=("states",)),
+        tick(1, after=("whole",)),
+    )
+    for first_part, ends in ((None, (4.0, 8.0, 12.0)), (1.5, (6.0, 10.0, 14.0))):
+        result = simulate(actions, one_second, replace(machine(), first_part=first_part), num_steps=1)
+        assert tuple(span.end_s for span in result.spans if span.lane is C) == pytest.approx(ends)
+
+
 def test_the_cpu_lane_takes_what_is_due_first_among_the_ready() -> None:
     actions = schedule(
         tick(0),

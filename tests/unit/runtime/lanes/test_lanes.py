@@ -6,12 +6,15 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from hightide.ir.tier import Lane
-from hightide.runtime.lanes.lanes import WORKERS, Lanes
+from hightide.runtime.lanes.lanes import WORKERS, EventFence, Lanes
 from hightide.runtime.lanes.queues import KEPT_PASSES
 from hightide.stores.ticket import Ticket
 from waiting import OwnThreads
@@ -403,3 +406,30 @@ def test_a_fence_that_fails_fails_the_lanes(lanes: Lanes) -> None:
     with pytest.raises(RuntimeError) as raised:
         task.wait(TIMEOUT_S)
     assert raised.value is error and lanes.failure is error
+
+
+def test_who_waits_for_a_fence_does_so_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else CUDA would make itself at home on the first one, in whichever thread that is."""
+    present = [0]
+    waited_on: list[int] = []
+
+    @contextmanager
+    def device(place: torch.device) -> Iterator[None]:
+        present[0] = place.index
+        yield
+        present[0] = 0
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            assert blocking, "a thread that waits for it sleeps"
+
+        def record(self, stream: Any) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            waited_on.append(present[0])
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    EventFence(SimpleNamespace(device=torch.device("cuda", 2))).synchronize()  # type: ignore[arg-type]
+    assert waited_on == [2] and present == [0]

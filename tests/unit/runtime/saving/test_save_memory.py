@@ -43,7 +43,7 @@ class Registration:
         self.registered[address] = num_bytes
         return 0
 
-    def unregister(self, address: int, _: object) -> None:
+    def unregister(self, address: int, *_: object) -> None:
         del self.registered[address]
 
 
