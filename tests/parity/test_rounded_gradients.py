@@ -393,6 +393,30 @@ def test_gradients_can_be_read_scaled_and_replaced(where):
     hightide.unwrap(model)
 
 
+def test_what_is_added_to_gradients_is_rounded_alike_everywhere() -> None:
+    """Once, with the factor that they still had: an update on the GPU must not see more bits than one on the host."""
+
+    def updated(where: str) -> dict[str, Tensor]:
+        pair = bf16_model("hand_written")
+        model, optimizer, run = wrapped(pair, where)
+        models.loss_of(model, pair[1]).backward()
+        found: dict[str, Tensor] = {}
+        for name, param in model.named_parameters():
+            param.grad.mul_(0.3)
+            param.grad.add_(torch.full(param.shape, 0.01))
+            found[f"gradient of {name}"] = param.grad.clone()
+        found["norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        found |= masters(run)
+        hightide.unwrap(model)
+        return found
+
+    first = updated("all on the gpu")
+    for where in ("streamed", "mixed"):
+        for name, value in updated(where).items():
+            assert torch.equal(value, first[name]), f"{name}, {where}"
+
+
 def wrapped_moments(optimizer: Any, key: str) -> list[Tensor]:
     return [moment.view for moment in optimizer._updates.moments.of(key)]
 

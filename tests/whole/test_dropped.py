@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 import hightide
+from hightide.ir.activation import Activation
+from hightide.ir.tier import Tier
 from hightide.runtime.surgery import run_of
 
 SIZE = 256
-ROOMS = {"streamed": "2MiB", "resident": "64MiB"}
+ROOMS = {"streamed": "2MiB", "resident": "64MiB", "inputs on the host": "64MiB"}
 
 
 class Interruption(Exception):
@@ -29,6 +32,10 @@ def wrapped(room: str, size: int = SIZE) -> tuple[nn.Module, torch.optim.Optimiz
     x = torch.randn(6, size)
     optimizer: Any = torch.optim.AdamW(model.parameters())
     limits = hightide.Limits(gpu=ROOMS[room] if size == SIZE else "64MiB", host="512MiB")
+    if room == "inputs on the host":
+        plan = hightide.plan(model, optimizer, x, limits=limits, micro_batch=2)
+        blocks = [replace(block, activation=Activation.RECOMPUTE, inputs=Tier.HOST) for block in plan.blocks]
+        return *hightide.wrap(model, optimizer, x, plan=replace(plan, blocks=tuple(blocks))), x
     return *hightide.wrap(model, optimizer, x, limits=limits, micro_batch=2), x
 
 

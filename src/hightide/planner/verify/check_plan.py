@@ -12,7 +12,7 @@ from hightide.ir.foreign import MAX_COUNT, quoted, shown
 from hightide.ir.plan import PLAN_VERSION, BlockPlan, Plan, Sharing
 from hightide.ir.state_spec import StateSpecs
 from hightide.ir.tier import Tier
-from hightide.planner.chunk_place import RING_COUNTS
+from hightide.planner.chunk_place import RING_COUNTS, Buffer
 from hightide.planner.infeasible import InfeasiblePlan
 from hightide.planner.inputs_on_disk import buffer_bytes
 from hightide.planner.layout import made_again
@@ -202,6 +202,16 @@ def _check_blocks(profile: ModelProfile, plan: Plan) -> None:
             raise InfeasiblePlan(f"{where} (parameters used outside of blocks) must have params and states on the gpu")
 
 
+def _check_update_from_disk(placement: Placement) -> None:
+    for place in placement.chunks:
+        if place.states is Tier.DISK and place.chunk.optimised_numel and not place.buffer_bytes.get(Buffer.UPDATED):
+            name = placement.plan.blocks[place.chunk.block].name
+            raise InfeasiblePlan(
+                f"the plan of block {name!r} has states on the disk, but its update has 0 bytes there: this optimizer "
+                f"keeps no states, and its gradient comes from the GPU; use states={Tier.HOST}"
+            )
+
+
 def _check_sharing(spec: BlockSpec, block: BlockPlan, plan: Plan, where: str) -> None:
     """Of a block on several ranks."""
     optimised = any(chunk.block == spec.index and chunk.optimised_numel for chunk in plan.layout.chunks)
@@ -287,6 +297,7 @@ def _check_numbers(profile: ModelProfile, plan: Plan) -> None:
     if plan.loss_in_forward:
         _check_loss_in_forward(profile, plan)
     placement = Placement(plan)
+    _check_update_from_disk(placement)
     for ring, name in RING_COUNTS.items():
         if placement.buffer_bytes[ring] and getattr(plan, name) < 1:
             raise InfeasiblePlan(f"{name} is 0, but chunks pass through such buffers; it must be at least 1")

@@ -130,12 +130,19 @@ class GradientValues:
         """A tensor of the gradient's shape, or one that broadcasts to it."""
         self._refuse_in_backward("changed", "change them")
         self._settle(chunk := self._chunks.places[key][0])
-        if chunk in self._chunks.tables:
-            self._is_written(chunk)
-        with held, self.place_of(key).opened() as gradient:
-            scale(gradient, self._factor.pop(key, 1.0))
-            gradient.add_(value.to(gradient.device))
-            self._norms[key] = torch.linalg.vector_norm(gradient, dtype=GRAD_DTYPE).to(self._chunks.gpu.device)
+        self._is_written(chunk)
+        with held, (place := self.place_of(key)).opened() as gradient:
+            self._add_to(gradient, self._factor.pop(key, 1.0), value)
+        self._norms[key] = torch.linalg.vector_norm(self._at_rest(chunk, place)).to(self._chunks.gpu.device)
+
+    @staticmethod
+    def _add_to(gradient: Tensor, factor: float | Tensor, value: Tensor) -> None:
+        """In fp32, also where 16 bits are kept: then it is rounded once, as where that comes later."""
+        exact = gradient.to(GRAD_DTYPE)
+        scale(exact, factor)
+        exact.add_(value.to(gradient.device))
+        if exact is not gradient:
+            gradient.copy_(exact)
 
     def zero(self, key: str) -> None:
         self._factor[key] = 0.0

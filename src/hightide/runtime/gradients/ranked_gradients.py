@@ -203,13 +203,13 @@ class RankedGradients(Gradients):
         self._check_averaged(key, "")
         self._settle(chunk := self._chunks.places[key][0])
         self._rewritten.add(key)
+        self._is_written(chunk)
         place = self.place_of(key) if not self._chunks.is_cut(chunk) else self._own_place(key)
         factor = self._factor.pop(key, 1.0)
         if place is not None:
             whole = value.broadcast_to(self._chunks.shapes[key])
             with held, place.opened() as gradient:
-                scale(gradient, factor)
-                gradient.add_(self._chunks.own_elements(key, whole).to(gradient.device))
+                self._add_to(gradient, factor, self._chunks.own_elements(key, whole))
 
     def _put(self, key: str, gradient: Tensor) -> None:
         self._check_averaged(key, "")

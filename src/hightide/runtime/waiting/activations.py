@@ -37,7 +37,9 @@ class Entry:
 
     def __init__(self, tensor: Tensor, host: Store, orphans: deque[_Orphan], held: Sequence[Held] = ()) -> None:
         """`held`: what is made of the bytes of `tensor`. They own this, and not the other way round."""
-        self.tensor: Tensor | None = tensor
+        # Without its graph, in which the call is that owns this: Python finds no circle that runs through autograd.
+        self.tensor: Tensor | None = tensor.detach()
+        self._of = weakref.ref(tensor)
         self.version = tensor._version
         self.shape, self.dtype = tensor.shape, tensor.dtype
         self.region: Region | None = None  # on the host
@@ -49,6 +51,9 @@ class Entry:
         self.on_the_way: list[Ticket] = []  # lanes' copies, asked for by any call that shares the tensor
         self.leaving: Tensor | None = None  # what the lane reads: the tensor, or a contiguous copy of it
         self._host, self._orphans = host, orphans
+
+    def is_of(self, tensor: Tensor) -> bool:
+        return self.tensor is not None and self._of() is tensor
 
     @property
     def is_away(self) -> bool:
@@ -133,7 +138,7 @@ class Stashes:
             key = (tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()), tensor.shape, tensor._version)
             known = self._shared.get(key)
             entry = None if known is None else known()
-            if entry is None or entry.tensor is not tensor:
+            if entry is None or not entry.is_of(tensor):
                 entry = Entry(tensor, self._host, self._orphans)
                 self._shared[key] = weakref.ref(entry)
             entry.num_users += 1

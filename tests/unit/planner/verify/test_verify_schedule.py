@@ -6,8 +6,10 @@ import pytest
 
 from hightide.ir.action import Mode, Op, Place
 from hightide.ir.activation import Activation
+from hightide.ir.plan import Update
 from hightide.ir.tier import ChunkKind, Lane, Tier
 from hightide.planner.infeasible import InfeasiblePlan
+from hightide.planner.layout import pack
 from hightide.planner.lower import lower
 from hightide.planner.predict.peaks import peaks
 from hightide.planner.verify.check_plan import check_plan
@@ -258,6 +260,14 @@ def test_a_bad_edit_of_a_plan_is_refused(plan, message):
     check_plan(PROFILE, PLAN)
     with pytest.raises(InfeasiblePlan, match=message):
         check_plan(PROFILE, plan)
+
+
+def test_states_on_the_disk_of_an_optimizer_that_keeps_none_are_refused():
+    """SGD without momentum: in backward nothing of an update is there."""
+    stateless = replace(PLAN, layout=pack(PROFILE, 3200, states=()), update=Update.IN_BACKWARD, num_grad_buffers=1)
+    check_plan(PROFILE, stateless)
+    with pytest.raises(InfeasiblePlan, match=r"'layers\.1' has states on the disk.*0 bytes there.*use states=host"):
+        check_plan(PROFILE, with_block(stateless, 2, states=Tier.DISK))
 
 
 def test_loose_parameters_cannot_leave_the_gpu():
