@@ -51,6 +51,7 @@ class Sequences:
     num_cut: int = 0  # rows that lost their end
     num_dropped: int = 0  # rows of which nothing is learned
     lost_tokens: int = 0
+    has_end: bool = True  # each document or completion ends with a token that says so, or a template writes one
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -151,7 +152,8 @@ def tokenize(
         collected.add(learned.ids[:length], learned.is_learned[:length])
     if kind is RowKind.TEXT:
         _end_text(collected, length)
-    made = Sequences(*collected.tensors(), kind, num_rows, num_cut, num_dropped, lost_tokens)
+    has_end = kind is RowKind.CHAT or bool(last_ids(tokenizer))
+    made = Sequences(*collected.tensors(), kind, num_rows, num_cut, num_dropped, lost_tokens, has_end)
     if not len(made):
         rows_text = counted(num_rows, "row")
         why = (
