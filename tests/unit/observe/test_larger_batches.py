@@ -329,3 +329,23 @@ def test_an_evaluation_that_is_larger() -> None:
     pair.step(tokens(4, 10))
     pair.step(tokens(4, 14))
     pair.close()
+
+
+def test_an_evaluation_that_is_too_large_beside_a_graph_leaves_the_plan_and_the_graph() -> None:
+    """As of a reference that is the model without its adapters: the graph of the forward before it is still to be used.
+    It runs out of memory in a block, which gives up the evaluation, and must not give up the other forward."""
+    pair = wrapped(models.llama(num_layers=6)[0], tokens(4, 10), 1400 * 1024)
+    pair.step(tokens(4, 10))
+    before = pair.run.plan
+    loss = models.loss_of(pair.model, tokens(4, 10))
+    with torch.no_grad(), pytest.raises(OutOfMemory) as error:
+        models.loss_of(pair.model, tokens(40, 16, mask=True))
+    assert any("the plan cannot be exchanged now. Pass smaller batches" in note for note in error.value.__notes__)
+    assert pair.run.plan is before
+    loss.backward()
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    train_step(pair.plain, pair.plain_optimizer, tokens(4, 10))
+    del loss
+    pair.step(tokens(4, 10))
+    pair.close()
