@@ -358,9 +358,12 @@ def test_larger_batches_of_a_model_with_a_forward_of_its_own() -> None:
     model = models.llama(num_layers=6)[0]
     own = transformers.LlamaForCausalLM.forward
     model.forward = MethodType(lambda self, **batch: own(self, **batch), model)
-    pair = wrapped(model, tokens(4, 8), needed(model, tokens(4, 30)) * 3 // 2)
+    pair = wrapped(model, tokens(4, 8), needed(model, tokens(4, 30)) * 5 // 4)
     pair.step(tokens(4, 8))
-    with pytest.warns(UserWarning, match=AGAIN):
-        pair.step(tokens(4, 30))
+    (said,) = pair.step(tokens(4, 30))
+    assert AGAIN in said
+    with torch.no_grad(), pytest.raises(OutOfMemory) as error:
+        models.loss_of(pair.model, tokens(99, 30))
+    assert any("Pass smaller batches: fewer than" in note for note in error.value.__notes__)
     pair.step(tokens(4, 10))
     pair.close()
