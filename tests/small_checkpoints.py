@@ -21,13 +21,15 @@ def values(step: int, numel: int = 3000) -> dict[str, Tensor]:
     }
 
 
-def write(folder: Path, step: int, numel: int = 3000) -> Path:
-    """Two files of tensors, open at once, and a small one."""
+def write(folder: Path, step: int, numel: int = 3000, below: str = "") -> Path:
+    """Two files of tensors, open at once, and a small one; one more `below`."""
     content = values(step, numel)
     entries = [Entry(name, value.dtype, tuple(value.shape)) for name, value in content.items()]
     with CheckpointWriter(folder, step) as writer:
         files = [writer.tensors(f"{name}.safetensors", entries) for name in ("model", "optimizer")]
         writer.bytes("training.json", b'{"step": %d}' % step)
+        if below:
+            writer.bytes(f"{below}/adapter_config.json", b"{}")
         for value in content.values():
             for file in files:
                 file.put(value)

@@ -18,6 +18,8 @@ from torch import nn
 import hightide
 import models
 from hightide.checkpoint import shards
+from hightide.checkpoint.files.folder import damages
+from hightide.integrations import model_files
 from hightide.loading.tensor_file import StoredTensor, read_header
 
 LLAMA = SUBJECTS["llama"]
@@ -135,27 +137,86 @@ def test_frozen_parameters_are_not_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert saving.num_bytes == 3 * trained_bytes, "parameters and two moments"
 
 
-def test_all_of_several_adapters_are_there(tmp_path: Path) -> None:
-    """The second is frozen (a reference, as in DPO): its values are in no other file."""
+ROOMY = {"limits": hightide.Limits("64MiB", "1GiB")}
 
-    def two(offset: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model, example = lora()
-        model.add_adapter("reference", model.peft_config["default"])  # type: ignore[operator, index]
-        model.set_adapter("default")  # type: ignore[operator]
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                param.add_(offset if "lora" in name else 0)
-        return wrap(model, make_optimizer(model), example, **WRAP)
 
-    model, optimizer = two(0.1)
+def several(
+    names: tuple[str, ...], offset: float, options: dict[str, Any] | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Adapters of different ranks, of which the first trains, and the last has a head of its own. Without options
+    plain."""
+    model, example = models.llama(num_layers=2, num_samples=7)
+    configs = [peft.LoraConfig(r=2 + index, target_modules=["q_proj"]) for index in range(len(names))]
+    configs[-1].modules_to_save = ["lm_head"]
+    adapted = peft.get_peft_model(model, configs[0], adapter_name=names[0])
+    for name, config in zip(names[1:], configs[1:], strict=True):
+        adapted.add_adapter(name, config)
+    adapted.set_adapter(names[0])
+    with torch.no_grad():
+        for number, (name, param) in enumerate(adapted.named_parameters()):
+            param.add_(offset + number / 100 if "lora" in name or "modules_to_save" in name else 0)
+    optimizer = make_optimizer(adapted)
+    return (adapted, optimizer) if options is None else wrap(adapted, optimizer, example, **options)
+
+
+def adapter_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in model.state_dict().items() if "lora" in key or "modules_to_save" in key}
+
+
+@pytest.mark.parametrize(
+    ("names", "options"), [(("default", "judge", "Référence 2"), ROOMY), (("actor", "judge"), None)]
+)
+def test_each_of_several_adapters_has_its_folder_as_peft_has_it(
+    names: tuple[str, ...], options: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """The others are frozen (a reference, as in DPO): their values are in no other file."""
+    model, optimizer = several(names, 0.1, options)
+    steps(model, optimizer, LLAMA.batches(1))
+    path = hightide.save(model, optimizer, tmp_path / "ours", wait=True).path
+    model.save_pretrained(tmp_path / "theirs")  # type: ignore[operator]
+    assert not stored(path, "trained-*") and not damages(path)
+    for name in names:
+        ours, theirs = path / ("" if name == names[0] else name), tmp_path / "theirs" / (name * (name != "default"))
+        assert_same_tensors(stored(ours, "adapter_model*"), stored(theirs, "adapter_model*"))
+        assert filecmp.cmp(ours / "adapter_config.json", theirs / "adapter_config.json", shallow=False)
+    loaded = peft.PeftModel.from_pretrained(models.llama(num_layers=2)[0], path, adapter_name=names[0])
+    for name in names[1:]:
+        loaded.load_adapter(path / name, adapter_name=name)
+    values, found = adapter_values(model), adapter_values(loaded)
+    assert found.keys() == values.keys() and all(torch.equal(found[key], value) for key, value in values.items())
+
+
+@pytest.mark.parametrize("options", [WRAP, ROOMY, None])
+def test_several_adapters_load_under_any_plan(options: dict[str, Any] | None, tmp_path: Path) -> None:
+    names = ("judge", "default", "third")  # PEFT's "default" is at the top, wherever it stands
+    model, optimizer = several(names, 0.1, WRAP)
     steps(model, optimizer, LLAMA.batches(1))
     path = hightide.save(model, optimizer, tmp_path, wait=True).path
-    beside = stored(path, "trained-*")
-    assert beside and all(".reference." in name for name in beside) and stored(path, "adapter_model*")
-    other, its = two(0.7)
-    hightide.load(other, its, path)
-    values = other.state_dict()
-    assert all(torch.equal(values[name], value) for name, value in model.state_dict().items() if "lora" in name)
+    assert {one.name for one in path.iterdir() if one.is_dir()} == {"judge", "third"}
+    other, its = several(names, 0.7, options)
+    hightide.load(other, its, tmp_path)
+    values, found = adapter_values(model), adapter_values(other)
+    assert all(torch.equal(found[key], value) for key, value in values.items())
+    again = hightide.save(other, its, tmp_path / "again", step=1, wait=True).path
+    for file in ("adapter_model.safetensors", "judge/adapter_model.safetensors", "third/adapter_model.safetensors"):
+        assert_same_tensors(stored(path, file), stored(again, file))
+    assert_same_tensors(stored(path, "optimizer-*"), stored(again, "optimizer-*"))
+
+
+def test_adapters_that_were_saved_without_folders_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As further ones were before they had folders: among all else that trains."""
+    names = ("default", "judge")
+    model, other = (several(names, offset)[0] for offset in (0.1, 0.7))
+    for name, param in model.named_parameters():
+        param.requires_grad_("lora" in name or "modules_to_save" in name)
+    known = model_files._adapters
+    with monkeypatch.context() as patch:
+        patch.setattr(model_files, "_adapters", lambda *args: known(*args)[:1])
+        path = hightide.save(model, None, tmp_path, step=1, wait=True).path
+    assert stored(path, "trained-*") and not (path / "judge").exists()
+    hightide.load(other, None, path)
+    found = adapter_values(other)
+    assert all(torch.equal(found[key], value) for key, value in adapter_values(model).items())
 
 
 def test_a_checkpoint_of_adapters_does_not_fit_another_model(tmp_path: Path) -> None:

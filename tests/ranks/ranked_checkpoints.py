@@ -43,7 +43,9 @@ def with_adapters(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
 
     torch.manual_seed(4)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    return peft.get_peft_model(model, config).train(), example
+    adapted = peft.get_peft_model(model, config)
+    adapted.add_adapter("judge", peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    return adapted.train(), example
 
 
 def made(

@@ -114,16 +114,17 @@ def test_save_pretrained_is_called_by_all(checkpoints: StartedRanks, subject: st
     assert first.result["digest"] == second.result["digest"] and first.result["num_tensors"] > 10
     assert "max_shard_size=...) of a model that several ranks train" in second.result["refusal"]
     made, plain = tmp_path / "of-ranks", tmp_path / "plain"
-    assert sorted(file.name for file in made.iterdir()) == sorted(file.name for file in plain.iterdir())
-    for file in plain.glob("*.json"):
-        assert (made / file.name).read_text() == file.read_text()
+    names = sorted(str(file.relative_to(plain)) for file in plain.rglob("*"))
+    assert sorted(str(file.relative_to(made)) for file in made.rglob("*")) == names
+    for name in names:
+        assert not name.endswith(".json") or (made / name).read_text() == (plain / name).read_text()
     assert contents(made) == contents(plain)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {
-        name: stored.read().numpy().tobytes()
-        for file in folder.glob("*.safetensors")
+        f"{file.parent.name if file.parent != folder else ''}:{name}": stored.read().numpy().tobytes()
+        for file in folder.rglob("*.safetensors")
         for name, stored in read_header(file).items()
     }
 

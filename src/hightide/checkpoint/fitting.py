@@ -35,7 +35,7 @@ from hightide.runtime.chunks.origin import Origin
 from hightide.runtime.run import Run
 
 OPTIMIZER = "optimizer"
-_SHARD = re.compile(rf"({MODEL}|{ADAPTER}|{TRAINED}|{OPTIMIZER})(-\d{{5}}-of-\d{{5}})?\.safetensors")
+_SHARD = re.compile(rf"({MODEL}|(?:[^/]+/)?{ADAPTER}|{TRAINED}|{OPTIMIZER})(-\d{{5}}-of-\d{{5}})?\.safetensors")
 OF_MASTERS = (MASTER.name, REMAINDER.name)
 
 
@@ -97,6 +97,11 @@ class Checkpoint:
                 raise ValueError(f"{shown(path)} has {quoted(twice)} in two files of its {stem}; it is damaged")
         return cls(path, manifest, training_of(path, manifest), opened)
 
+    @property
+    def adapters(self) -> list[str]:
+        """Stems of their files."""
+        return [stem for stem in self.shards if stem.rpartition("/")[2] == ADAPTER]
+
     def tensors(self, *stems: str) -> list[StoredTensor]:
         return [tensor for stem in stems for shard in self.shards.get(stem, ()) for tensor in shard.tensors]
 
@@ -139,8 +144,13 @@ Found = tuple[Targets, dict[str, torch.dtype], list[str]]  # dtypes in files, by
 def _by_name(model: nn.Module, tensors: Mapping[str, Tensor], checkpoint: Checkpoint) -> Found:
     saved, known = checkpoint.training.optimizer, dict(model.named_parameters())
     files = model_files(model, [] if saved is None else [name for name in saved.updates if name in known])
-    expected = {(one.stem, one.stored[0].name): one.sources[0] for one in files.written}
-    found = {(stem, tensor.name): tensor for stem in (MODEL, ADAPTER, TRAINED) for tensor in checkpoint.tensors(stem)}
+    stems = (MODEL, *checkpoint.adapters, TRAINED)
+    found = {(stem, tensor.name): tensor for stem in stems for tensor in checkpoint.tensors(stem)}
+    expected = {}
+    for one in files.written:
+        place, earlier = (one.stem, one.stored[0].name), (TRAINED, one.sources[0])
+        # It may have been saved among what trains: so further adapters were, before they had folders.
+        expected[earlier if earlier in found and place not in found else place] = one.sources[0]
     shapes = {place: tuple(tensors[name].shape) for place, name in expected.items()}
     unlike = [
         f"{place[1]} {found[place].shape} instead of {shape}"
@@ -171,7 +181,7 @@ def _of_transformers(model: nn.Module, tensors: Mapping[str, Tensor], checkpoint
             targets.direct[MODEL, origin.name] = first
         else:
             targets.converted[first] = origin
-    others = [stem for stem in (ADAPTER, TRAINED) if stem in checkpoint.shards]
+    others = [*checkpoint.adapters, *({TRAINED} & checkpoint.shards.keys())]
     return targets, dtypes, plan.problems() + [f"it has files of adapters ({stem}), the model none" for stem in others]
 
 

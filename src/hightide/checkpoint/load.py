@@ -27,7 +27,7 @@ from hightide.checkpoint.places import Places, PlainPlaces, RunPlaces
 from hightide.checkpoint.ranked_training import set_own_state
 from hightide.checkpoint.state_dicts import as_state_dict, chosen, load_torch_file, state_of
 from hightide.checkpoint.training import STEP, Group, OptimizerState, optimizer_state
-from hightide.integrations.model_files import ADAPTER, MODEL, TRAINED, tensors_of
+from hightide.integrations.model_files import MODEL, TRAINED, tensors_of
 from hightide.ir.foreign import kind_of, shown
 from hightide.loading.tensor_file import StoredTensor
 from hightide.optim.optimizer import WrappedOptimizer
@@ -238,7 +238,7 @@ def _fill_values(model: nn.Module, places: Places, checkpoint: Checkpoint, targe
             return all_of(stored)
         return places.needed_of_value(name)
 
-    for stem in (MODEL, ADAPTER, TRAINED):
+    for stem in (MODEL, *checkpoint.adapters, TRAINED):
         for stored, start, part in _parts(checkpoint, stem, partial(needed, stem)):
             if (stem, stored.name) in targets.direct:
                 put(targets.direct[stem, stored.name], start, part)

@@ -84,7 +84,9 @@ class _Files:
         self._open: dict[str, BinaryIO] = {}
 
     def tensors(self, name: str, entries: Sequence[Entry]) -> _File:
-        file = self._open[name] = (self._folder / (name + TMP)).open("wb")
+        path = self._folder / (name + TMP)
+        path.parent.mkdir(exist_ok=True)
+        file = self._open[name] = path.open("wb")
         file.write(header(entries, {"format": "pt"}))
         return _File(file)
 

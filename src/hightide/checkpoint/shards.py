@@ -111,7 +111,7 @@ def _split(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
 
 
 def _named(stem: str, shards: Sequence[list[Entry]]) -> dict[str, list[Entry]]:
-    if len(shards) == 1 and stem in (MODEL, ADAPTER):
+    if len(shards) == 1 and stem.rpartition("/")[2] in (MODEL, ADAPTER):
         return {stem + SUFFIX: shards[0]}
     count = len(shards)
     return {f"{stem}-{number:05d}-of-{count:05d}{SUFFIX}": its for number, its in enumerate(shards, start=1)}

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from hightide.loading.tensor_file import read_header
 from hightide.profiler.switches.caches import PRETRAINED
 
-MODEL, ADAPTER, TRAINED = "model", "adapter_model", "trained"  # the files' names begin so
+MODEL, ADAPTER, TRAINED = "model", "adapter_model", "trained"  # the files' names begin so; further adapters: FOLDER/...
+DEFAULT = "default"  # the adapter that PEFT writes without a folder of its own
 SUFFIX = ".safetensors"
 
 
@@ -157,58 +158,67 @@ def _linked(targets: Mapping[str, set[str]]) -> list[list[str]]:
 
 # -- PEFT ------------------------------------------------------------------------------------------------------------
 
-_known: weakref.WeakKeyDictionary[nn.Module, tuple[object, _Adapter]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[nn.Module, tuple[object, list[_Adapter]]] = weakref.WeakKeyDictionary()
 
 
 class _Adapter(NamedTuple):
+    folder: str  # "" is the model's own
     sources: dict[str, str]  # the name in the model, by that in the file
     small: dict[str, bytes]
-    others: frozenset[str] = frozenset()  # names in the model, of parameters of other adapters
+
+    def placed(self, name: str) -> str:
+        return f"{self.folder}/{name}" if self.folder else name
 
 
 def _with_adapters(model: nn.Module, tensors: Mapping[str, Tensor], trained: Sequence[str]) -> ModelFiles:
-    names, adapter = first_names(tensors), _adapter(model, tensors)
+    names, adapters = first_names(tensors), _adapters(model, tensors)
     firsts = {names[id(tensor)]: tensor for tensor in tensors.values()}
-    written = [_as_it_is(ADAPTER, name, stored, firsts[name]) for stored, name in adapter.sources.items()]
-    covered, params = set(adapter.sources.values()), dict(model.named_parameters())
-    moving = {name for name, param in params.items() if param.requires_grad} | set(trained) | adapter.others
+    written = [
+        _as_it_is(adapter.placed(ADAPTER), name, stored, firsts[name])
+        for adapter in adapters
+        for stored, name in adapter.sources.items()
+    ]
+    covered = {name for adapter in adapters for name in adapter.sources.values()}
+    params = dict(model.named_parameters())
+    moving = {name for name, param in params.items() if param.requires_grad} | set(trained)
     others = [name for name in firsts if name not in covered and (name in moving or name not in params)]
     written += [_as_it_is(TRAINED, name, name, firsts[name]) for name in others]
     left_out = tuple(name for name in params if name not in covered and name not in others)
-    return ModelFiles(tuple(written), left_out, adapter.small)
+    small = {adapter.placed(name): content for adapter in adapters for name, content in adapter.small.items()}
+    return ModelFiles(tuple(written), left_out, small)
 
 
-def _adapter(model: Any, tensors: Mapping[str, Tensor]) -> _Adapter:
-    """PEFT may ask a server about the base model: it is asked once. Of several adapters the first has its own files;
-    the others' parameters are written beside them, whether they train or not: they are in no other file."""
-    chosen, *others = model.peft_config
-    if others and is_pretrained(model):
+def _adapters(model: Any, tensors: Mapping[str, Tensor]) -> list[_Adapter]:
+    """Each has a folder of its name, as PEFT has it, but for PEFT's "default", else the first: whoever loads the folder
+    finds that one. PEFT may ask a server about the base model: it is asked once."""
+    known_names = list(model.peft_config)
+    if len(known_names) > 1 and is_pretrained(model):
         raise ValueError(
-            f"the model has {1 + len(others)} adapters ({', '.join(model.peft_config)}) that transformers has put into "
+            f"the model has {len(known_names)} adapters ({', '.join(known_names)}) that transformers has put into "
             "it, which writes one of them; delete the others (model.delete_adapter), or put them in with PEFT's "
             "get_peft_model and add_adapter"
         )
     asked = (*((name, repr(config)) for name, config in model.peft_config.items()), tuple(tensors))
     known = _known.get(model)
     if known is None or known[0] != asked:
-        adapter = _asked(model, tensors, chosen)
-        beside = {name for other in others for name in _asked(model, tensors, other).sources.values()}
-        known = _known[model] = (asked, adapter._replace(others=frozenset(beside)))
+        chosen = DEFAULT if DEFAULT in known_names else known_names[0]
+        adapters = [_asked(model, tensors, name, "" if name == chosen else name) for name in known_names]
+        known = _known[model] = (asked, adapters)
     return known[1]
 
 
-def _asked(model: Any, tensors: Mapping[str, Tensor], chosen: str) -> _Adapter:
+def _asked(model: Any, tensors: Mapping[str, Tensor], name: str, folder: str) -> _Adapter:
     names = first_names(tensors)
     numbers = {name: number for number, name in enumerate(names.values())}
     marks = {name: torch.tensor([numbers[names[id(tensor)]]]) for name, tensor in tensors.items()}
-    options = {} if is_pretrained(model) else {"selected_adapters": [chosen]}
-    with TemporaryDirectory() as folder, without_bars():
-        model.save_pretrained(folder, state_dict=marks, **options)
-        file = next(Path(folder).rglob(f"{ADAPTER}*{SUFFIX}"))
+    options = {} if is_pretrained(model) else {"selected_adapters": [name]}
+    with TemporaryDirectory() as made, without_bars():
+        model.save_pretrained(made, state_dict=marks, **options)
+        file = next(Path(made).rglob(f"{ADAPTER}*{SUFFIX}"))
         found = {stored: int(mark.read().flatten()[0]) for stored, mark in read_header(file).items()}
         small = {one.name: one.read_bytes() for one in file.parent.iterdir() if one.is_file() and one != file}
     by_number = {number: name for name, number in numbers.items()}
-    return _Adapter({stored: by_number[number] for stored, number in found.items()}, small)
+    return _Adapter(folder, {stored: by_number[number] for stored, number in found.items()}, small)
 
 
 # -- files -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,6 +115,17 @@ def max_length(config: Any) -> int | None:
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     most: int | None = getattr(text_config, "max_position_embeddings", None)
     return most
+
+
+def same_rotary_length(config: Any) -> int | None:
+    """Tokens of a call up to which rotary embeddings do not depend on how many there are; None: they never do."""
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    given = getattr(text_config, "rope_parameters", None) or {}
+    # By themselves, or by kind of layer.
+    kinds = [given] if "rope_type" in given else [one for one in given.values() if isinstance(one, Mapping)]
+    found = [max_length(config)] * any("dynamic" in str(one.get("rope_type")) for one in kinds)
+    found += [one.get("original_max_position_embeddings") for one in kinds if one.get("rope_type") == "longrope"]
+    return min((length for length in found if isinstance(length, int)), default=None)
 
 
 def check_length(config: Any, length: int, name: str) -> None:

@@ -99,24 +99,39 @@ def first_batches(trainer: Any, number: int) -> list[Any]:
     loaders = trainer.accelerator._dataloaders
     before = list(loaders)
     with kept_generators():
-        loader, dataset = trainer.get_train_dataloader(), trainer.train_dataset
-        found = iter(loader)
         try:
-            if isinstance(dataset, ReplayedStream):
-                dataset.is_look = True
-            batches = list(islice(found, number))
+            batches = looked_at(trainer.get_train_dataloader(), number)
         finally:
-            if hasattr(found, "close"):
-                found.close()
-            del found  # its workers end
-            if hasattr(loader, "end"):  # Accelerate takes the last one that was begun for the one in use
-                loader.end()
             loaders[:] = before
-            if isinstance(dataset, ReplayedStream):
-                dataset.is_look = False
     if not batches:
         raise ValueError("the training dataset gives no batch: there is no example to plan from")
     return batches
+
+
+def looked_at(loader: Any, number: int) -> list[Any]:
+    """Its first batches, at most so many, which come again."""
+    stream = _stream_of(loader)
+    found = iter(loader)
+    try:
+        if stream is not None:
+            stream.is_look = True
+        return list(islice(found, number))
+    finally:
+        if hasattr(found, "close"):
+            found.close()
+        del found  # its workers end
+        if hasattr(loader, "end"):  # Accelerate takes the last one that was begun for the one in use
+            loader.end()
+        if stream is not None:
+            stream.is_look = False
+
+
+def _stream_of(loader: Any) -> ReplayedStream | None:
+    """Of several ranks each has its share of it around it."""
+    dataset = getattr(loader, "dataset", None)
+    while dataset is not None and not isinstance(dataset, ReplayedStream):
+        dataset = vars(dataset).get("dataset") if hasattr(dataset, "__dict__") else None
+    return dataset
 
 
 class _Called(BaseException):

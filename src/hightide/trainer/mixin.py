@@ -44,6 +44,7 @@ from hightide.runtime.surgery import run_of
 from hightide.trainer import arguments, recut
 from hightide.trainer.earlier_plan import Earlier, asked_of, earlier_plan, extra_of
 from hightide.trainer.first_batches import first_batches, first_call, kept_generators, replayed
+from hightide.trainer.only_evaluated import thaw, wrap_frozen
 from hightide.trainer.trainer_files import files_of, is_ours
 
 Base: Any = transformers.Trainer if TYPE_CHECKING else object
@@ -101,6 +102,7 @@ class TrainerMixin(Base):
         self._collected: list[Any] = []  # batches of the present step
         self._num_batches = 0  # that it will have
         self._num_items: Any = None  # labels in all of them
+        self._frozen: list[nn.Parameter] | None = None  # by us, to be evaluated only
         self._is_owed = False  # a model whose values are loaded after wrapping
         self._resumes_from: str | None = None  # a checkpoint of ours, before the model is wrapped
         self._asked: dict[str, Any] | None = None  # what the plan was made for; None: it is the user's
@@ -150,6 +152,12 @@ class TrainerMixin(Base):
         finally:
             self.data_collator = collator
 
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        """One of evaluation is looked into too, where nothing trains."""
+        if self._run is None and self.train_dataset is None:
+            dataset = replayed(dataset, self.args.dataloader_num_workers)
+        return super()._get_dataloader(dataset, *args, **kwargs)
+
     def _pad_id(self) -> int:
         """What models look for that take the last token of a sample for a class; to others it is all the same."""
         for of in (getattr(self, "processing_class", None), getattr(self.model, "config", None)):
@@ -174,6 +182,10 @@ class TrainerMixin(Base):
         return run_of(self.model)
 
     def create_optimizer(self, model: Any = None) -> Any:
+        if self._frozen is not None:  # there is something to train on since
+            api.unwrap(self.model)
+            frozen, self._frozen = self._frozen, None
+            thaw(frozen)
         if self._run is None:
             self._wrap(self._plain_optimizer(model))
         elif self.optimizer is None:
@@ -263,11 +275,14 @@ class TrainerMixin(Base):
         run.gradients.takes_norms = True
         return self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """A model that will train is wrapped by now: it need not fit the GPU."""
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """A model need not fit the GPU: by now it is wrapped, to train, or where there is nothing to train on, to be
+        evaluated only."""
         if self._run is None and self.train_dataset is not None:
             self.create_optimizer()
-        return super().evaluation_loop(*args, **kwargs)
+        elif self._run is None:
+            self._frozen = wrap_frozen(self, dataloader, self._wrap_options)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 

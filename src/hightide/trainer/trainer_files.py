@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,12 +32,8 @@ def files_of(trainer: Any) -> dict[str, bytes]:
         torch.save(trainer.args, Path(folder) / TRAINING_ARGS_NAME)
         _note_callbacks(trainer)
         trainer.state.save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
-        found = list(Path(folder).iterdir())
-        for below in (one for one in found if one.is_dir()):
-            warnings.warn(
-                f"{below.name}/ of the tokenizer is not part of checkpoints; save_model() writes it", stacklevel=2
-            )
-        return own | {one.name: one.read_bytes() for one in found if one.is_file()}
+        found = (one for one in Path(folder).rglob("*") if one.is_file())  # tokenizers may have a folder of templates
+        return own | {str(one.relative_to(folder)): one.read_bytes() for one in found}
 
 
 def _of_ranks(trainer: Any, folder: str) -> dict[str, bytes]:

@@ -1,8 +1,9 @@
 """All system calls that change a disk during a save: nothing else in this folder does. Tests record them and let them
 fail here, so each is looked up in this module when it is called.
 
-Names are of one folder, which is held open: what a path names may be another folder a moment later. Links are never
-followed. What a file system does not support, and what is only there to be safe or fast, is passed over.
+Names are of one folder, which is held open: what a path names may be another folder a moment later. A name may have one
+folder below that in front, such as `judge/adapter_model.safetensors`. Links are never followed. What a file system does
+not support, and what is only there to be safe or fast, is passed over.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hightide.ir.foreign import MAX_COUNT
@@ -40,8 +41,28 @@ def make_folder(name: str, folder: int) -> None:
     os.mkdir(name, dir_fd=folder)
 
 
+@contextmanager
+def holder(name: str, folder: int) -> Iterator[tuple[str, int]]:
+    """The folder that a file is in, open, and what the file is called there."""
+    above, _, own = name.rpartition("/")
+    if not above:
+        yield own, folder
+        return
+    descriptor = open_below(above, folder)
+    try:
+        yield own, descriptor
+    finally:
+        close(descriptor)
+
+
+def status(name: str, folder: int) -> os.stat_result:
+    with holder(name, folder) as (own, its):
+        return os.stat(own, dir_fd=its, follow_symlinks=False)
+
+
 def create(name: str, folder: int) -> int:
-    return os.open(name, _CREATE, 0o666, dir_fd=folder)
+    with holder(name, folder) as (own, its):
+        return os.open(own, _CREATE, 0o666, dir_fd=its)
 
 
 def open_existing(name: str, folder: int) -> int:
@@ -53,7 +74,8 @@ def open_to_write(name: str, folder: int, past_cache: bool = False) -> int:
     read fills up pages of which it was given a part, and so writes what others have written there meanwhile once more,
     as it was before."""
     direct = getattr(os, "O_DIRECT", 0) if past_cache else 0
-    return os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | direct, dir_fd=folder)
+    with holder(name, folder) as (own, its):
+        return os.open(own, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | direct, dir_fd=its)
 
 
 def write(file: int, memory: memoryview, offset: int) -> int:
@@ -115,7 +137,8 @@ def rename(name: str, target: str, folder: int) -> None:
 
 
 def unlink(name: str, folder: int) -> None:
-    os.unlink(name, dir_fd=folder)
+    with holder(name, folder) as (own, its):
+        os.unlink(own, dir_fd=its)
 
 
 def remove_folder(name: str, folder: int) -> None:

@@ -129,7 +129,7 @@ def _missing(folder: int, manifest: Manifest) -> str | None:
     """What is not there as the manifest has it, by size."""
     for file in manifest.files:
         try:
-            status = os.stat(file.name, dir_fd=folder, follow_symlinks=False)
+            status = filesystem.status(file.name, folder)
         except OSError as error:
             return f"{file.name} is missing ({error.strerror})"
         if not stat.S_ISREG(status.st_mode):

@@ -18,11 +18,11 @@ from pathlib import Path
 import psutil
 
 from hightide.checkpoint.files import filesystem
-from hightide.checkpoint.files.manifest import MARKER, NAME, Manifest, read_manifest
+from hightide.checkpoint.files.manifest import MARKER, NAME, Manifest, folders_of, read_manifest
 from hightide.checkpoint.files.names import GONE, OLD, TMP, parse_name, whole_name
 from hightide.ir.foreign import shown
 
-_MARKER_BYTES = 512
+_MARKER_BYTES = 64 * 1024  # who writes, and on a line each the folders below
 _TRIES = 3
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)
 
@@ -64,8 +64,8 @@ def check_replaceable(parent: int, path: Path) -> None:
 
 def _mode(name: str, folder: int) -> int | None:
     try:
-        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-    except FileNotFoundError:
+        return filesystem.status(name, folder).st_mode
+    except (FileNotFoundError, NotADirectoryError):  # the latter: a link in the place of the folder it was in
         return None
 
 
@@ -120,10 +120,28 @@ def _writer_is_gone(marker: int) -> bool:
     is_locked = filesystem.lock(marker)
     if is_locked is not None:
         return is_locked
-    host, _, number = os.pread(marker, _MARKER_BYTES, 0).decode("ascii", "replace").partition(" ")
+    owner, *_ = os.pread(marker, _MARKER_BYTES, 0).decode(errors="replace").split("\n")
+    host, _, number = owner.partition(" ")
     if host != _this_process().partition(" ")[0] or not number.isdecimal():
         return False
     return not psutil.pid_exists(int(number))
+
+
+def note_folder(marker: int, name: str) -> None:
+    """That it is ours, before it is made."""
+    filesystem.write_all(marker, memoryview(f"\n{name}".encode()), os.fstat(marker).st_size)
+    filesystem.sync(marker)
+
+
+def _noted(folder: int) -> set[str]:
+    try:
+        marker = filesystem.open_existing(MARKER, folder)
+    except OSError:
+        return set()
+    try:
+        return set(os.pread(marker, _MARKER_BYTES, 0).decode(errors="replace").split("\n")[1:])
+    finally:
+        filesystem.close(marker)
 
 
 def _this_process() -> str:
@@ -150,9 +168,13 @@ def clear(parent: int, path: Path) -> None:
 
 
 def _is_empty(name: str, parent: int) -> bool:
+    return not _listed(name, parent)
+
+
+def _listed(name: str, parent: int) -> list[str]:
     folder = filesystem.open_below(name, parent)
     try:
-        return not os.listdir(folder)
+        return os.listdir(folder)
     finally:
         filesystem.close(folder)
 
@@ -169,13 +191,19 @@ def _clear_unfinished(name: str, parent: int) -> None:
 
 
 def remove_unfinished(name: str, folder: int, parent: int) -> None:
-    """See [Note: removing]. Nothing of it, if there is anything that no save makes: a link, a folder."""
-    names = os.listdir(folder)
-    if not all(stat.S_ISREG(_mode(entry, folder) or 0) for entry in names):
+    """See [Note: removing]. Nothing of it, if there is anything that no save makes: a link, a folder of others."""
+    names, noted = os.listdir(folder), _noted(folder)
+    below = [entry for entry in names if entry in noted and stat.S_ISDIR(_mode(entry, folder) or 0)]
+    files = [entry for entry in names if entry not in below]
+    for entry in below:
+        files += [f"{entry}/{one}" for one in _listed(entry, folder)]
+    if not all(stat.S_ISREG(_mode(entry, folder) or 0) for entry in files):
         return
-    for entry in names:
+    for entry in files:
         if entry != MARKER:
             filesystem.unlink(entry, folder)
+    for entry in below:
+        filesystem.remove_folder(entry, folder)
     filesystem.sync(folder)
     if MARKER in names:
         filesystem.unlink(MARKER, folder)
@@ -209,6 +237,9 @@ def remove_checkpoint(name: str, parent: int, path: Path) -> None:
             if stat.S_ISREG(_mode(entry, folder) or 0):
                 with suppress(FileNotFoundError):  # another save may clear it at the same time
                     filesystem.unlink(entry, folder)
+        for below in folders_of(file.name for file in manifest.files):
+            with suppress(OSError):  # files of somebody else stay, and with them all that is above
+                filesystem.remove_folder(below, folder)
         filesystem.sync(folder)
         with suppress(FileNotFoundError):
             filesystem.unlink(NAME, folder)

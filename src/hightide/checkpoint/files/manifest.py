@@ -4,7 +4,8 @@
 lock, at some GB/s; any tool can check it; every change of up to 32 bits in a row shows, any other but for one in 2^32.
 The manifest has one of its own, over its other entries, so that a changed figure in it is noticed too.
 
-A manifest may be a stranger's: names are those of files in its own folder and nothing else, numbers are bounded.
+A manifest may be a stranger's: names are those of files in its own folder, or one below it, and nothing else; numbers
+are bounded.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from __future__ import annotations
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hightide.ir.codec import build
-from hightide.ir.foreign import MAX_COUNT, MAX_FILE_BYTES, decoded, parse_json, quoted, read_bytes, shown
+from hightide.ir.foreign import MAX_COUNT, MAX_FILE_BYTES, decoded, has_controls, parse_json, quoted, read_bytes, shown
 
 NAME = "manifest.json"
 MARKER = "hightide-save-in-progress"
@@ -30,6 +31,7 @@ MAX_PIECE_BYTES = PIECE_BYTES  # a reader has one in memory
 WRITTEN_S = "written_s"  # among the facts
 MAX_NAME_CHARS = 255  # as file systems have it
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+-]*")
+_FOLDER_NAME = re.compile(r"\w[^/\0]*")  # whatever an adapter may be called
 _KEYS = ("format", "version", "step", "time", "piece_bytes", "files", "facts", "crc32")
 
 
@@ -87,8 +89,20 @@ def num_pieces(num_bytes: int, piece_bytes: int) -> int:
 
 def check_name(name: str) -> None:
     """Of a file of a checkpoint, whoever says so."""
-    if len(name) > MAX_NAME_CHARS or not _FILE_NAME.fullmatch(name) or name in (NAME, MARKER, SHOWN):
-        raise ValueError(f"{quoted(name)} is no name of a file in a checkpoint: letters, digits, '.', '_', '+' and '-'")
+    above, slash, own = name.rpartition("/")
+    is_known = bool(_FILE_NAME.fullmatch(own)) and len(own) <= MAX_NAME_CHARS and own not in (NAME, MARKER, SHOWN)
+    if slash:
+        is_known &= bool(_FOLDER_NAME.fullmatch(above)) and len(above.encode(errors="replace")) <= MAX_NAME_CHARS
+    if not is_known or has_controls(name):
+        raise ValueError(
+            f"{quoted(name)} is no name of a file in a checkpoint: letters, digits, '.', '_', '+' and '-', with one "
+            "folder in front at most"
+        )
+
+
+def folders_of(names: Iterable[str]) -> list[str]:
+    """Below a checkpoint's own, in which some of its files are."""
+    return sorted({name.rpartition("/")[0] for name in names} - {""})
 
 
 def read_manifest(folder: int, path: Path) -> Manifest:

@@ -26,7 +26,7 @@ from hightide.checkpoint.files import filesystem, leftovers, manifest
 from hightide.checkpoint.files.blocks import Block, Blocks, Lend
 from hightide.checkpoint.files.filesystem import FULL
 from hightide.checkpoint.files.joined_sums import joined
-from hightide.checkpoint.files.manifest import MARKER, SHOWN, WRITTEN_S, FileSums, Manifest, check_name
+from hightide.checkpoint.files.manifest import MARKER, SHOWN, WRITTEN_S, FileSums, Manifest, check_name, folders_of
 from hightide.checkpoint.files.names import OLD, TMP, check_step, step_name
 from hightide.checkpoint.files.tensor_layout import Entry, header
 from hightide.ir.foreign import MAX_FILE_BYTES, quoted, shown
@@ -57,6 +57,7 @@ class CheckpointWriter:
         self.step, self.path = step, Path(folder) / (name or step_name(step))
         self.expected_bytes = expected_bytes
         self._files: list[_FileWriter] = []
+        self._folders: set[str] = set()  # below it
         self._is_shown = False
         self._blocks = Blocks(min(BLOCK_BYTES, manifest.PIECE_BYTES), lend, expected_bytes)
         self._began_s = time.monotonic()
@@ -97,7 +98,7 @@ class CheckpointWriter:
         """A file of this length, which several ranks write (`SharedFile`)."""
         check_name(name)
         try:
-            descriptor = filesystem.create(name, self._folder)
+            descriptor = self._create(name)
             try:
                 filesystem.set_aside(descriptor, num_bytes)
                 filesystem.set_length(descriptor, num_bytes)
@@ -127,6 +128,12 @@ class CheckpointWriter:
         try:
             if self._is_shown:
                 filesystem.unlink(SHOWN, self._folder)
+            for below in self._folders:
+                descriptor = filesystem.open_below(below, self._folder)
+                try:
+                    filesystem.sync(descriptor)
+                finally:
+                    filesystem.close(descriptor)
             last = _FileWriter(self, manifest.NAME, len(content))
             last.begin(content)
             last.finish()
@@ -163,6 +170,15 @@ class CheckpointWriter:
             raise ValueError(self._too_little("the disk is too full"))
         self._folder, self._marker = leftovers.claim(self._tmp, self._parent, self.path)
         filesystem.sync(self._folder)  # nothing of it is there without its marker
+
+    def _create(self, name: str) -> int:
+        """With the folder that it is in."""
+        for below in folders_of([name]):
+            if below not in self._folders:
+                leftovers.note_folder(self._marker, below)
+                filesystem.make_folder(below, self._folder)
+                self._folders.add(below)
+        return filesystem.create(name, self._folder)
 
     def _put_in_place(self) -> None:
         """See [Note: a checkpoint]."""
@@ -251,7 +267,7 @@ class _FileWriter:
         """Space for all of it is set aside first."""
         writer = self._writer
         try:
-            self.descriptor = filesystem.create(self.name, writer._folder)
+            self.descriptor = writer._create(self.name)
             writer._files.append(self)
             filesystem.set_aside(self.descriptor, self.num_bytes)
         except OSError as error:

@@ -1,5 +1,9 @@
 """Where the model of a run comes from: its folder, its tokenizer, and the model itself, whose values stay in the files
-until `wrap` reads them. With LoRA only the adapters have values before that."""
+until `wrap` reads them. With LoRA only the adapters have values before that.
+
+[Note: one length] Rotary embeddings may follow the length of a call, padding included: LongRoPE has others behind
+the model's original length. Which sequences meet in a call, and how long the longest of them is, would then decide what
+each of them learns; so where sequences may be that long all rows are padded to one length."""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from hightide.cli.workload import Dtype
 from hightide.data.packing import SEPARATED
 from hightide.integrations.folder import CONFIG, blaming, check_folder, import_transformers
 from hightide.integrations.lora import Lora, with_adapters
-from hightide.integrations.shapes import config_of_folder, max_length
+from hightide.integrations.shapes import config_of_folder, max_length, same_rotary_length
 from hightide.ir.foreign import KEPT, quoted, shown, with_article
 
 LENGTH, TINY_LENGTH = 2048, 128
@@ -40,6 +44,11 @@ class ModelSource:
     def keeps_packed_apart(self) -> bool:
         """See [Note: packed sequences] in data/packing.py."""
         return self.config.model_type in SEPARATED
+
+    def follows_length(self, length: int) -> bool:
+        """Whether what a sequence of so many tokens learns depends on how long its call is. See [Note: one length]."""
+        most = same_rotary_length(self.config)
+        return most is not None and length > most
 
     @property
     def pad_id(self) -> int:
@@ -70,7 +79,15 @@ class ModelSource:
             lr = TINY_LR if is_tiny else LR if config.lora is None else LORA_LR
         dtype = config.model.dtype or (Dtype.FLOAT32 if is_tiny else Dtype.BFLOAT16)
         tokens = config.sample.tokens if config.sample.tokens is not None else TINY_SAMPLE if is_tiny else 0
-        pack = self.keeps_packed_apart if config.data.pack is None else config.data.pack
+        follows = self.follows_length(length)
+        if follows and config.data.pack:
+            raise ValueError(
+                f"--pack: rotary embeddings of {shown(self.folder)} change where a call has more than "
+                f"{same_rotary_length(self.config)} tokens, so packed sequences would learn others than single ones; "
+                f"give --length {same_rotary_length(self.config)}, or leave --pack out: then every row is padded to "
+                f"{length} tokens"
+            )
+        pack = (self.keeps_packed_apart and not follows) if config.data.pack is None else config.data.pack
         if pack and not self.keeps_packed_apart:
             raise ValueError(
                 f"--pack: models of type {quoted(self.config.model_type)} are not known to keep packed sequences apart "

@@ -18,6 +18,7 @@ from hightide.data.batches import Batches
 from hightide.data.packing import one_each, pack
 from hightide.data.readers import read_rows
 from hightide.data.tokens import RowKind, Sequences, tokenize
+from hightide.integrations.shapes import same_rotary_length
 from hightide.ir.units import counted
 
 EVALUATIONS = 10  # in a run at most, unless it says how often
@@ -29,6 +30,7 @@ class TrainingData:
     eval: Batches | None
     checksum: int
     text: str  # what is said of it
+    warnings: tuple[str, ...] = ()  # which that has too
 
     def settled(self, config: TrainConfig) -> TrainConfig:
         """With the number of steps, where that follows from the data."""
@@ -42,11 +44,12 @@ class TrainingData:
 def read_data(config: TrainConfig, source: ModelSource, console: Console) -> TrainingData:
     path = STANDARD_LIBRARY if config.data.path is None else Path(config.data.path)
     sequences = _read(path, config, source, console)
-    texts = [_told(sequences)]
+    texts, warnings = [_told(sequences)], [*_warnings(sequences)]
     held: Sequences | None = None
     if config.eval.path is not None:
         held = _read(Path(config.eval.path), config, source, console)
         texts.append(f"evaluation: {_told(held)}")
+        warnings += [f"evaluation: {text}" for text in _warnings(held)]
     elif config.eval.share is not None:
         num_held = max(1, round(len(sequences) * config.eval.share))
         if num_held >= len(sequences):
@@ -61,11 +64,16 @@ def read_data(config: TrainConfig, source: ModelSource, console: Console) -> Tra
         texts.append(
             f"packed into {counted(len(train), 'row')} of {config.data.length} tokens, each sequence by itself"
         )
+    elif source.follows_length(config.data.length or 0):
+        texts.append(
+            f"every row is padded to {config.data.length} tokens: rotary embeddings of this model change where a call "
+            f"has more than {same_rotary_length(source.config)}, and so all rows have the same; with --length "
+            f"{same_rotary_length(source.config)} less is padded"
+        )
     elif len(train.lengths) > 1:
         texts.append(f"padded to {', '.join(map(str, train.lengths))} tokens")
-    return TrainingData(
-        train, None if held is None else _batches(held, config, source), sequences.checksum, "\n".join(texts)
-    )
+    batches = None if held is None else _batches(held, config, source)
+    return TrainingData(train, batches, sequences.checksum, "\n".join(texts), tuple(warnings))
 
 
 def _read(path: Path, config: TrainConfig, source: ModelSource, console: Console) -> Sequences:
@@ -90,6 +98,7 @@ def _batches(sequences: Sequences, config: TrainConfig, source: ModelSource) -> 
     assert config.data.length is not None
     rows = pack(sequences, config.data.length) if config.data.pack else one_each(sequences)
     one_shape = bool(config.data.pack) or bool((sequences.lengths == config.data.length).all())
+    one_shape |= source.follows_length(config.data.length)
     return Batches(sequences, rows, config.data.length, source.pad_id, one_shape=one_shape)
 
 
@@ -102,12 +111,21 @@ def _told(sequences: Sequences) -> str:
     )
     if num_learned < len(sequences.ids) - len(sequences):
         text += f", {num_learned:,} of them learned"
+    return "\n".join([text, *(f"warning: {warning}" for warning in _warnings(sequences))])
+
+
+def _warnings(sequences: Sequences) -> Iterator[str]:
     if sequences.num_cut:
         lost = counted(sequences.lost_tokens, "token")
-        text += f"\nwarning: longer and cut: {counted(sequences.num_cut, 'row')}, {lost} lost"
+        yield f"longer and cut: {counted(sequences.num_cut, 'row')}, {lost} lost"
     if sequences.num_dropped:
-        text += f"\nwarning: {counted(sequences.num_dropped, 'row')} left out: nothing there is learned"
-    return text
+        yield f"{counted(sequences.num_dropped, 'row')} left out: nothing there is learned"
+    if not sequences.has_end:
+        what = "document" if sequences.kind is RowKind.TEXT else "completion"
+        yield (
+            f"the tokenizer has no end token, so nothing teaches the model where a {what} ends: it will write on. Name "
+            "one of its tokens as eos_token in the tokenizer_config.json of its folder, and train anew"
+        )
 
 
 @contextmanager

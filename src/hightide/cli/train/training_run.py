@@ -309,6 +309,7 @@ class TrainingRun:
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
                 "device": device_text(self.device),
+                "warnings": list(self.data.warnings),  # of the data
                 "steps": len(self.losses),
                 "train_s": round(train_s, 3),
                 "first_loss": self.losses[0],

@@ -386,6 +386,8 @@ class Executor:
         if self._pass is not None:
             self._num_begun = self._pass.cursor + 1  # the one that failed, too
         self._in_use.release_all()
+        if self._pass is None and self._was_abandoned:
+            return  # by the block that has failed; whoever called it says so once more
         if self._pass is None or self.is_training:
             self._suspended = None  # an evaluation that fails leaves the forward before it as it is
         self._pass = None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hightide.checkpoint.files import filesystem, leftovers
-from hightide.checkpoint.files.folder import latest
+from hightide.checkpoint.files.folder import damages, latest
 from hightide.checkpoint.files.manifest import MARKER
 from hightide.checkpoint.files.writer import CheckpointWriter
 from small_checkpoints import content, write
@@ -209,6 +209,57 @@ def test_files_of_others_in_a_checkpoint_stay_where_they_are(tmp_path: Path) -> 
     assert sorted(os.listdir(path)) == ["model.safetensors", "notes.txt"] and (tmp_path / "target").exists()
     with pytest.raises(ValueError, match="manifest"):
         remove(tmp_path, "step-1")
+
+
+def test_folders_of_a_checkpoint_go_with_it_and_those_of_others_stay(tmp_path: Path) -> None:
+    path = write(tmp_path, 1, below="judge")
+    assert sorted(os.listdir(path / "judge")) == ["adapter_config.json"] and not damages(path)
+    remove(tmp_path, "step-1")
+    assert os.listdir(tmp_path) == []
+    path = write(tmp_path, 2, below="judge")
+    (path / "judge" / "notes.txt").write_text("mine")
+    (path / "mine").mkdir()
+    remove(tmp_path, "step-2")
+    assert [str(one.relative_to(path)) for one in sorted(path.rglob("*"))] == ["judge", "judge/notes.txt", "mine"]
+
+
+def test_an_unfinished_one_goes_with_the_folders_that_it_has_made_itself(tmp_path: Path) -> None:
+    for step, named in ((1, "judge"), (2, "mine")):
+        path = unfinished(tmp_path, step)
+        for name in ("judge", named):
+            path.joinpath(name).mkdir(exist_ok=True)
+            path.joinpath(name, "adapter_config.json").write_text("half of it")
+        path.joinpath(MARKER).write_text("\njudge")
+    unfinished(tmp_path, 3).joinpath(MARKER).write_text("\njudge")  # noted, and not made yet
+    write(tmp_path, 4, below="judge")
+    assert sorted(os.listdir(tmp_path)) == ["step-2.tmp", "step-4"]
+
+
+def test_a_save_that_is_given_up_leaves_no_folder_and_what_it_makes_is_noted_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[str] = []
+    make = filesystem.make_folder
+
+    def making(name: str, folder: int) -> None:
+        if name == "judge":
+            noted.append((tmp_path / "step-1.tmp" / MARKER).read_text().splitlines()[-1])
+        make(name, folder)
+
+    monkeypatch.setattr(filesystem, "make_folder", making)
+    with CheckpointWriter(tmp_path, 1) as writer:
+        writer.bytes("judge/adapter_config.json", b"{}")
+        writer.bytes("judge/README.md", b"")
+    assert noted == ["judge"] and os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    path = write(tmp_path, 1, below="judge")
+    (path / "judge").rename(tmp_path / "elsewhere")
+    (path / "judge").symlink_to(tmp_path / "elsewhere")
+    assert "judge/adapter_config.json" in damages(path)[0]
+    remove(tmp_path, "step-1")
+    assert os.listdir(tmp_path / "elsewhere") == ["adapter_config.json"] and os.listdir(path) == ["judge"]
 
 
 def test_what_is_no_checkpoint_is_not_removed(tmp_path: Path) -> None:

@@ -41,7 +41,13 @@ def changed(change: Callable[[dict[str, Any]], object], with_sum: bool = True) -
     [
         (lambda m: m["files"][0].update(name="../other"), "no name of a file"),
         (lambda m: m["files"][0].update(name="/etc/passwd"), "no name of a file"),
-        (lambda m: m["files"][0].update(name="a/b"), "no name of a file"),
+        (lambda m: m["files"][0].update(name="a/b/c"), "no name of a file"),
+        (lambda m: m["files"][0].update(name="../b"), "no name of a file"),
+        (lambda m: m["files"][0].update(name="./b"), "no name of a file"),
+        (lambda m: m["files"][0].update(name="a/.."), "no name of a file"),
+        (lambda m: m["files"][0].update(name="a/manifest.json"), "no name of a file"),
+        (lambda m: m["files"][0].update(name="\u00e9" * 200 + "/b"), "no name of a file"),
+        (lambda m: m["files"][0].update(name="a\x1b[2J/b"), "control characters"),
         (lambda m: m["files"][0].update(name=".."), "no name of a file"),
         (lambda m: m["files"][0].update(name="manifest.json"), "no name of a file"),
         (lambda m: m["files"][0].update(name="x" * 300), "no name of a file"),
@@ -96,7 +102,7 @@ def test_facts_that_could_not_be_read_are_not_written(facts: dict[str, Any]) -> 
         Manifest(1, 0.0, (), facts).to_bytes()
 
 
-@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "a", "_x+y.json"])
+@pytest.mark.parametrize("name", ["model-00001-of-00002.safetensors", "a", "_x+y.json", "my judge/a"])
 def test_names_of_files(name: str) -> None:
     check_name(name)
 

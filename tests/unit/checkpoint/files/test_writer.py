@@ -230,7 +230,7 @@ def test_steps_that_are_none(step: Any, tmp_path: Path) -> None:
         CheckpointWriter(tmp_path, step)
 
 
-@pytest.mark.parametrize("name", ["../out", "a/b", "manifest.json", "hightide-save-in-progress", ""])
+@pytest.mark.parametrize("name", ["../out", "a/b/c", "../b", "manifest.json", "hightide-save-in-progress", ""])
 def test_names_do_not_leave_the_folder(name: str, tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path, 1) as checkpoint, pytest.raises(ValueError, match="no name of a file"):
         checkpoint.bytes(name, b"")
