@@ -82,6 +82,7 @@ def test_an_interrupt_while_the_command_is_loaded_ends_it() -> None:
     script = f"""
         import os, runpy, signal, sys
         sys.path.insert(0, {SOURCE!r})
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without it
         class Interrupt:
             def find_spec(self, name, path=None, target=None):
                 if name == "hightide.cli.main":
