@@ -768,6 +768,25 @@ def test_an_error_of_the_disk_ends_the_step_as_itself(
     run.discard()
 
 
+def test_a_lane_that_has_failed_is_told_before_a_step_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """That is missing because it failed."""
+    model, _, run = wrapped(Words(), "states on disk", tmp_path, update="in_backward")
+    model(**batch_of(0))["loss"].backward()
+    with pytest.raises(hightide.Refused, match=r"between backward and optimizer\.step"):
+        model(**batch_of(0))
+
+    def failed() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(run.lanes, "check", failed)
+    with pytest.raises(OSError, match="Input/output error"):
+        model(**batch_of(0))
+    monkeypatch.undo()
+    run.discard()
+
+
 def test_a_model_that_is_not_wrapped_after_all_is_as_before(failing: Callable[..., None], tmp_path: Path) -> None:
     model = Words()
     before = {name: value.clone() for name, value in model.state_dict().items()}
