@@ -11,15 +11,17 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 TESTS = Path(__file__).resolve().parent
 KILLED_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
@@ -35,12 +37,16 @@ class Ended:
     stderr: str
 
 
-def run_script(script: str, arguments: Sequence[str], timeout_s: float, mmap_bytes: int | None = None) -> Ended:
+def run_script(
+    script: str, arguments: Sequence[str], timeout_s: float, mmap_bytes: int | None = None, quick_end: bool = False
+) -> Ended:
     """In a process with torch in place and one thread, which ends as any does: the script is its main program. It is
-    killed when its time is over. `mmap_bytes`: what is larger is not kept by malloc when it is freed."""
+    killed when its time is over. `mmap_bytes`: what is larger is not kept by malloc when it is freed. `quick_end`: for
+    scripts that are not about how a process ends; see `end_quickly`."""
     with tempfile.TemporaryDirectory() as folder:
         asked = {"script": textwrap.dedent(script), "arguments": list(arguments), "folder": folder}
-        status = _first_process().ask({**asked, "timeout_s": timeout_s, "mmap_bytes": mmap_bytes})
+        asked |= {"timeout_s": timeout_s, "mmap_bytes": mmap_bytes, "quick_end": quick_end}
+        status = _first_process().ask(asked)
         return Ended(status, *(Path(folder, name).read_text() for name in ("out", "err")))
 
 
@@ -54,9 +60,48 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+class Conversation:
+    """With a script's process that stays: its standard input and output are ours. One thread in it, and in place what
+    `run_script` has."""
+
+    def __init__(self, script: str, arguments: Sequence[str]) -> None:
+        with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as meeting:
+            meeting.bind(f"{folder}/meeting")
+            meeting.listen()
+            meeting.settimeout(60)
+            asked = {"script": textwrap.dedent(script), "arguments": list(arguments), "quick_end": False}
+            _first_process().ask({**asked, "meeting": f"{folder}/meeting"})
+            self._socket, _ = meeting.accept()
+        self._file = self._socket.makefile("rw")
+
+    def ask(self, line: str) -> str:
+        """What it answers: a line, or nothing where it has ended."""
+        print(line, file=self._file, flush=True)
+        return self._file.readline()
+
+    def close(self) -> None:
+        """It has no more to read, and ends."""
+        self._socket.shutdown(socket.SHUT_WR)
+        self._socket.settimeout(30)
+        assert self._socket.recv(1) == b""
+        self._file.close()
+        self._socket.close()
+
+
+def end_quickly() -> NoReturn:
+    """Ends this fork well, but leaves alone what was in place before: to take all of it apart, and the libraries below,
+    takes a process a quarter of a second. Other threads and whoever wants to be called at the end come first, as
+    ever."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def run_file(folder: Path, path: str, *arguments: str, timeout_s: float = 110.0) -> Ended:
     """As `python path arguments` in that folder."""
-    return run_script(_FILE, [str(folder), path, *arguments], timeout_s)
+    return run_script(_FILE, [str(folder), path, *arguments], timeout_s, quick_end=True)
 
 
 _FORK = """
@@ -138,12 +183,18 @@ def _load() -> None:
 
 def _become(asked: dict[str, Any]) -> None:
     ctypes.CDLL(None).prctl(KILLED_WITH_PARENT, signal.SIGKILL)
+    sys.argv = ["-c", *asked["arguments"]]
+    if "meeting" in asked:
+        with socket.socket(socket.AF_UNIX) as ours:
+            ours.connect(asked["meeting"])
+            for descriptor in (0, 1):
+                os.dup2(ours.fileno(), descriptor)
+        return
     if asked["mmap_bytes"] is not None:
         assert ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, asked["mmap_bytes"]) == 1
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{asked['folder']}/{name}", os.O_WRONLY | os.O_CREAT), descriptor)
-    sys.argv = ["-c", *asked["arguments"]]
 
 
 def _wait(child: int, timeout_s: float) -> int:
@@ -154,15 +205,15 @@ def _wait(child: int, timeout_s: float) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _fork_each() -> str | None:
+def _fork_each() -> dict[str, Any] | None:
     """What to run, in a fork; None in the first process, when there is no more to do."""
     for line in sys.stdin:
         asked = json.loads(line)
         child = os.fork()
         if child == 0:
             _become(asked)
-            return str(asked["script"])
-        print(_wait(child, asked["timeout_s"]), flush=True)
+            return asked
+        print(0 if "meeting" in asked else _wait(child, asked["timeout_s"]), flush=True)
     return None
 
 
@@ -171,6 +222,8 @@ if __name__ == "__main__":
     _load()
     gc.freeze()
     gc.enable()
-    _script = _fork_each()
-    if _script is not None:
-        exec(compile(_script, "<string>", "exec"), {"__name__": "__main__"})
+    _asked = _fork_each()
+    if _asked is not None:
+        exec(compile(_asked["script"], "<string>", "exec"), {"__name__": "__main__"})
+        if _asked["quick_end"]:
+            end_quickly()

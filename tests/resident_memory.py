@@ -19,7 +19,7 @@ def reported(script: str, *arguments: str) -> dict[str, Any]:
     """Its last line."""
     if not os.path.exists("/proc/self/clear_refs"):
         pytest.skip("reads the peak of resident memory from /proc")
-    done = run_script(script, arguments, timeout_s=110, mmap_bytes=STEADY_BYTES)
+    done = run_script(script, arguments, timeout_s=110, mmap_bytes=STEADY_BYTES, quick_end=True)
     assert done.status == 0, done.stderr
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report

@@ -1,7 +1,8 @@
-"""Processes that are ranks of one another, as torchrun starts them. One process imports torch, and each rank of each
-case is a fork of it: the import takes longer than most cases do. What a rank does is a function `(rank, world,
-**arguments)` of a module that the caller names, or that the program's name begins with; it ends as any program does, by
-an exception too."""
+"""Processes that are ranks of one another, as torchrun starts them. One process imports what they need, itself a fork
+of the one that has torch in place (forked.py), and each rank of each case is a fork of it: the imports take longer than
+most cases do. What a rank does is a function `(rank, world, **arguments)` of a module that the caller names, or that
+the program's name begins with; it ends as any program does, by an exception too. `quick_end`: where nothing was raised
+it ends quickly (forked.py), in tests that are not about how ranks end."""
 
 from __future__ import annotations
 
@@ -14,7 +15,6 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parent
+from forked import Conversation, end_quickly
+
 KILLED_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 
 
@@ -52,31 +53,27 @@ class EndedRank:
 class StartedRanks:
     """Starts ranks, again and again."""
 
-    def __init__(self, module: str, folder: Path) -> None:
-        path = os.pathsep.join((str(TESTS.parent / "src"), str(TESTS), str(folder)))
-        self._process = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", __file__, module],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    def __init__(self, module: str, folder: Path, quick_end: bool = False) -> None:
+        self._quick_end = quick_end
+        self._process = Conversation("import started_ranks; started_ranks.serve()", [module, str(folder)])
 
     def run(
-        self, program: str, world: int, within_s: float = 30.0, stopped: int | None = None, **arguments: object
+        self,
+        program: str,
+        world: int,
+        within_s: float = 30.0,
+        stopped: int | None = None,
+        quick_end: bool | None = None,
+        **arguments: object,
     ) -> list[EndedRank]:
         """Of each rank. Who has not ended in time is killed; so is `stopped`, when all others have ended."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps([program, world, within_s, stopped, arguments]), file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
-        assert answer, f"the process that starts ranks has ended: {self._process.wait()}"
+        is_quick = self._quick_end if quick_end is None else quick_end
+        answer = self._process.ask(json.dumps([program, world, within_s, stopped, is_quick, arguments]))
+        assert answer, "the process that starts ranks has ended"
         return [EndedRank(**rank) for rank in json.loads(answer)]
 
     def close(self) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
-        self._process.stdout.close()
+        self._process.close()
 
 
 # ---- in the process that starts them
@@ -128,16 +125,22 @@ def _function(module: object, program: str) -> Callable[..., object]:
     return getattr(importlib.import_module(name) if name else module, function)
 
 
-def _start_each_case(module: object) -> Callable[[], object] | None:
+def _run(function: Callable[..., object], quick_end: bool, rank: int, world: int, arguments: dict[str, Any]) -> None:
+    print(json.dumps(function(rank, world, **arguments)))
+    if quick_end:
+        end_quickly()
+
+
+def _start_each_case(module: object) -> Callable[[], None] | None:
     """What a rank is to do, in a fork; None in the first process, when there is no more to do."""
     for line in sys.stdin:
-        program, world, timeout_s, stopped, arguments = json.loads(line)
+        program, world, timeout_s, stopped, quick_end, arguments = json.loads(line)
         port, children, folder = _free_port(), {}, tempfile.mkdtemp()  # a fork must not remove it
         for rank in range(world):
             child = os.fork()
             if child == 0:
                 _become(rank, world, port, folder)
-                return lambda rank=rank: _function(module, program)(rank, world, **arguments)
+                return lambda rank=rank: _run(_function(module, program), quick_end, rank, world, arguments)
             children[rank] = child
         ended = _wait(children, timeout_s, stopped)
         texts = [[Path(folder, f"{rank}.{name}").read_text() for name in ("out", "err")] for rank in range(world)]
@@ -150,12 +153,15 @@ def _start_each_case(module: object) -> Callable[[], object] | None:
     return None
 
 
-if __name__ == "__main__":
+def serve() -> None:
+    name, folder = sys.argv[1:]
+    sys.path.insert(0, folder)
+    os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun has it
+    importlib.import_module("torch").set_num_threads(1)
     gc.disable()
-    importlib.import_module("torch._dynamo")  # by the first optimizer else, in every child, for a second
-    _module = importlib.import_module(sys.argv[1])
+    module = importlib.import_module(name)
     gc.freeze()  # else each child looks through all of it, when it ends at the latest, and so copies it
     gc.enable()
-    _program = _start_each_case(_module)
-    if _program is not None:
-        print(json.dumps(_program()))
+    program = _start_each_case(module)
+    if program is not None:
+        program()

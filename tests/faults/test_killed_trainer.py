@@ -22,7 +22,7 @@ OPTIONS = [
 
 @pytest.fixture(scope="module")
 def runs() -> Iterator[StartedRanks]:
-    started = StartedRanks("clm_runs", Path(__file__).parent)
+    started = StartedRanks("clm_runs", Path(__file__).parent, quick_end=True)
     yield started
     started.close()
 

@@ -390,9 +390,10 @@ def evaluated_between(
 
 
 @pytest.mark.filterwarnings("ignore:block .* was called in an order")
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("homes", ["all on disk", "every tier"])
-@pytest.mark.parametrize("loop", [out_of_order, dropped, evaluated_between])
+@pytest.mark.parametrize(
+    ("loop", "homes", "update"),
+    each_value((out_of_order, evaluated_between, dropped), ("all on disk", "every tier"), UPDATES),
+)
 def test_off_the_plan_it_is_slower_and_right(loop: Any, homes: str, update: str, tmp_path: Path) -> None:
     if loop is out_of_order and update == "in_backward":
         pytest.skip("a block that runs twice is not what that promises")
@@ -430,8 +431,7 @@ def test_no_stream_overtakes_another(homes: str, update: str, tmp_path: Path, mo
     assert not detector.races, "\n".join(sorted(set(detector.races)))
 
 
-@pytest.mark.parametrize("num_buffers", [1, 3])
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
+@pytest.mark.parametrize(("num_buffers", "update"), each_value((1, 3), UPDATES))
 def test_what_the_plan_sets_aside_is_what_is_taken(update: str, num_buffers: int, tmp_path: Path) -> None:
     for homes in ON_DISK:
         model, _, run = wrapped(Words(), homes, tmp_path, update=update, num_buffers=num_buffers)
@@ -746,9 +746,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, int], No
     yield fail
 
 
-@pytest.mark.parametrize("update", ["deferred", "in_backward"])
-@pytest.mark.parametrize("name", ["preadv", "pwritev"])
-@pytest.mark.parametrize("homes", ["all on disk", "states on disk"])
+@pytest.mark.parametrize(
+    ("homes", "name", "update"), each_value(("all on disk", "states on disk"), ("preadv", "pwritev"), UPDATES)
+)
 def test_an_error_of_the_disk_ends_the_step_as_itself(
     homes: str, name: str, update: str, failing: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -765,6 +765,25 @@ def test_an_error_of_the_disk_ends_the_step_as_itself(
     with pytest.raises(OSError, match=r"Input/output error"):
         model.state_dict()
     assert time.monotonic() - began_s < 20
+    run.discard()
+
+
+def test_a_lane_that_has_failed_is_told_before_a_step_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """That is missing because it failed."""
+    model, _, run = wrapped(Words(), "states on disk", tmp_path, update="in_backward")
+    model(**batch_of(0))["loss"].backward()
+    with pytest.raises(hightide.Refused, match=r"between backward and optimizer\.step"):
+        model(**batch_of(0))
+
+    def failed() -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(run.lanes, "check", failed)
+    with pytest.raises(OSError, match="Input/output error"):
+        model(**batch_of(0))
+    monkeypatch.undo()
     run.discard()
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import hightide
 import models
+from each_value import each_value
 from hightide.ir.action import Op
 from hightide.ir.activation import Activation
 from hightide.ir.plan import Plan
@@ -118,8 +119,9 @@ def assert_same_bits(one: Any, other: Any) -> None:
     assert all(map(torch.equal, one[2], other[2]))
 
 
-@pytest.mark.parametrize("optimizer", [adamw, half_coupled, sgd])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"), each_value((adamw, half_coupled, sgd), (torch.float32, torch.bfloat16, torch.float16))
+)
 def test_the_same_bits_as_in_one_part(optimizer: Any, dtype: torch.dtype) -> None:
     pair, batch = built(models.llama_tied, optimizer, dtype)
     options = {"gradients": "param"} if dtype is not torch.float32 else {}
@@ -288,8 +290,7 @@ def test_a_save_beside_training_has_the_states_of_its_step(tmp_path: Path) -> No
     assert all(map(torch.equal, loaded, moments))
 
 
-@pytest.mark.parametrize("which", ["optimizer", "model"])
-@pytest.mark.parametrize("settles", [True, False])
+@pytest.mark.parametrize(("which", "settles"), each_value(("optimizer", "model"), (True, False)))
 def test_a_save_has_the_values_of_its_step_although_others_are_loaded_at_once(
     settles: bool, which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ from hightide.planner.infeasible import InfeasiblePlan
 from hightide.profiler.model.model_profile import profile_model
 from hightide.profiler.needs import token_tiles
 
-NUM_STEPS = 6
+NUM_STEPS = 3
 LAYER = ("input_layernorm", "post_attention_layernorm", "mlp")
 LLAMA = SUBJECTS["llama"]
 PART = {"part", token_tiles.BLOCK}  # alone, or with all that is around it

@@ -12,20 +12,20 @@ from started_ranks import StartedRanks
 
 @pytest.fixture(scope="session")
 def started() -> Iterator[StartedRanks]:
-    ranks = StartedRanks("rank_programs", Path(__file__).parent)
+    ranks = StartedRanks("rank_programs", Path(__file__).parent, quick_end=True)
     yield ranks
     ranks.close()
 
 
 @pytest.fixture(scope="session")
 def training() -> Iterator[StartedRanks]:
-    ranks = StartedRanks("ranked_training", Path(__file__).parent)
+    ranks = StartedRanks("ranked_training", Path(__file__).parent, quick_end=True)
     yield ranks
     ranks.close()
 
 
 @pytest.fixture(scope="session")
 def checkpoints() -> Iterator[StartedRanks]:
-    ranks = StartedRanks("ranked_checkpoints", Path(__file__).parent)
+    ranks = StartedRanks("ranked_checkpoints", Path(__file__).parent, quick_end=True)
     yield ranks
     ranks.close()

@@ -48,6 +48,16 @@ def with_adapters(model: nn.Module, example: Any) -> tuple[nn.Module, Any]:
     return adapted.train(), example
 
 
+def built(subject: str, dtype: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model, example = BUILD[subject]()
+    model.to(getattr(torch, dtype))
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(
+        [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0}], lr=3e-3, eps=EPS
+    )
+    return model, optimizer, cast(example, dtype)
+
+
 def made(
     subject: str, dtype: str, where: str, world: int, device: str | None = None
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -55,13 +65,7 @@ def made(
     torch.set_num_threads(1)
     if device is not None:
         dist.init_process_group("gloo")
-    model, example = BUILD[subject]()
-    model.to(getattr(torch, dtype))
-    example = cast(example, dtype)
-    params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.0}], lr=3e-3, eps=EPS
-    )
+    model, optimizer, example = built(subject, dtype)
     plan = Plans(model, optimizer, example, gpu="32MiB" if device is None else ON_GPU).of(world, where)
     limits = hightide.Limits(disk=f"{tempfile.gettempdir()}:64MiB") if plan.disk_limit_bytes else None
     return hightide.wrap(model, optimizer, example, plan=plan, limits=limits, device=device)
@@ -72,6 +76,11 @@ def cast(batch: Any, dtype: str) -> Any:
         name: value.to(getattr(torch, dtype)) if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in batch.items()
     }
+
+
+if not torch.backends.cuda.is_built():  # profiles that most tests need, made once: see ranked_training.py
+    for kept in ("bfloat16", "float16"):
+        Plans(*built("hand_written", kept))
 
 
 def trained(model: Any, optimizer: Any, subject: str, dtype: str, rank: int, begin: int, end: int) -> list[float]:

@@ -85,7 +85,7 @@ def test_raised_at_random_moments(started: StartedRanks, world: int, seed: int) 
 
 @pytest.mark.parametrize(("how", "text"), [("exception", "it has ended with ZeroDivisionError"), ("done", "has ended")])
 def test_a_rank_that_has_ended_is_not_waited_for(started: StartedRanks, how: str, text: str) -> None:
-    ranks = started.run("ends_early", 2, how=how)
+    ranks = started.run("ends_early", 2, quick_end=False, how=how)
     check_all_end(ranks, 1, f"rank 1 is no longer there: {text}" if how == "exception" else text)
 
 
@@ -108,7 +108,7 @@ def test_other_sizes_are_told_to_all(started: StartedRanks, numel: int) -> None:
 
 
 def test_a_rank_that_was_stopped_goes_on(started: StartedRanks) -> None:
-    for rank in started.run("goes_on_after_a_stop", 2):
+    for rank in started.run("goes_on_after_a_stop", 2, quick_end=False):
         assert rank.result == {}
 
 
@@ -127,5 +127,5 @@ def test_a_slow_rank_has_a_timeout(started: StartedRanks) -> None:
 
 
 def test_who_waits_for_nobody_goes_on(started: StartedRanks) -> None:
-    for rank in started.run("alone_in_the_end", 3):
+    for rank in started.run("alone_in_the_end", 3, quick_end=False):
         assert rank.result == {} and rank.stderr == ""

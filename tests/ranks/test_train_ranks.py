@@ -20,7 +20,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def commanded() -> Iterator[StartedRanks]:
-    ranks = StartedRanks("ranked_train", Path(__file__).parent)
+    ranks = StartedRanks("ranked_train", Path(__file__).parent, quick_end=True)
     yield ranks
     ranks.close()
 

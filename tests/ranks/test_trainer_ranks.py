@@ -17,7 +17,7 @@ WITHIN_S = 100.0
 
 @pytest.fixture(scope="module")
 def started_trainers() -> Iterator[StartedRanks]:
-    ranks = StartedRanks("ranked_trainer", Path(__file__).parent)
+    ranks = StartedRanks("ranked_trainer", Path(__file__).parent, quick_end=True)
     yield ranks
     ranks.close()
 

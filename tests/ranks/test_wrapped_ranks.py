@@ -14,8 +14,10 @@ WITHIN_S = 100.0
 
 
 def test_the_first_rank_plans_for_all(training: StartedRanks) -> None:
-    """Host memory is a node's: each of its ranks has a half of it. No rank has more than that."""
-    first, second = (r.result for r in training.run("plan_and_train", 2, WITHIN_S, gpu="400KiB", host="64MiB"))
+    """Host memory is a node's: each of its ranks has a half of it. No rank has more than that. And they end as any
+    program does."""
+    ranks = training.run("plan_and_train", 2, WITHIN_S, quick_end=False, gpu="400KiB", host="64MiB")
+    first, second = (rank.result for rank in ranks)
     assert first["ranks"] == second["ranks"] == 2
     assert first["limits"] == second["limits"] == [400 * 1024, 32 * 1024**2]
     assert first["norms"] == second["norms"] and first["losses"] != second["losses"]

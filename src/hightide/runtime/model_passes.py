@@ -138,8 +138,8 @@ class ModelPasses:
         run = self._run
         self._backward.end()
         refuse_transforms(mode is not Mode.EVAL)
-        run.executor.promises.check_forward()
         run.lanes.check()
+        run.executor.promises.check_forward()
         run.check_values()
         run.chunks.binding.check_loose()
         if run.between_passes is not None:

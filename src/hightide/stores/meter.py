@@ -94,6 +94,7 @@ class StorageLedger:
         self._on_change = on_change
         self._known: dict[int, _StorageRef] = {}
         self._dead: deque[_StorageRef] = deque()
+        self._died = self._dead.append
         self._live_bytes = 0
         self._peak_bytes = 0
         self._events = events
@@ -119,19 +120,20 @@ class StorageLedger:
 
     def count(self, storage: torch.UntypedStorage, label: str, num_bytes: int | None = None) -> None:
         """Counts a storage from now until it dies. A known one is only measured again: `out=` may have resized it."""
+        key = id(storage)
         with self._lock:
-            self.settle()
-            ref = self._known.get(id(storage))
+            if self._dead:
+                self.settle()
+            ref = self._known.get(key)
             if ref is not None and ref() is storage:
                 self._recount(ref, storage, num_bytes)
                 return
             size = storage.nbytes() if num_bytes is None else num_bytes
-            ref = _StorageRef(storage, self._dead.append)
-            ref.key, ref.label, ref.num_bytes, ref.number = id(storage), label, size, self._num_counted
+            self._known[key] = ref = _StorageRef(storage, self._died)
+            ref.key, ref.label, ref.num_bytes, ref.number = key, label, size, self._num_counted
             self._num_counted += 1
-            self._known[ref.key] = ref
-            self._write_down(ref.number, size)
-            self._change(size, label)
+            if size:
+                self._change(ref.number, size, label)
 
     def ignore(self, storage: torch.UntypedStorage) -> None:
         """Makes a storage known at no cost: somebody else counts it."""
@@ -142,42 +144,36 @@ class StorageLedger:
         with self._lock:
             self.settle()
             for delta_bytes in (num_bytes, -num_bytes):
-                self._write_down(self._num_counted, delta_bytes)
-                self._change(delta_bytes, label)
+                self._change(self._num_counted, delta_bytes, label)
             self._num_counted += 1
 
     def settle(self) -> None:
         """Takes the storages that have died off the books."""
-        if not self._dead:
+        dead = self._dead
+        if not dead:
             return
         with self._lock:
-            while True:
-                try:
-                    ref = self._dead.popleft()
-                except IndexError:
-                    return
+            while dead:  # whoever takes from it has the lock
+                ref = dead.popleft()
                 if self._known.get(ref.key) is ref:  # else the address already belongs to a younger storage
                     del self._known[ref.key]
-                self._write_down(ref.number, -ref.num_bytes)
-                self._change(-ref.num_bytes, ref.label)
+                if ref.num_bytes:
+                    self._change(ref.number, -ref.num_bytes, ref.label)
 
     def _recount(self, ref: _StorageRef, storage: torch.UntypedStorage, num_bytes: int | None) -> None:
         if ref.label == "":  # ignored: stays so
             return
         size = storage.nbytes() if num_bytes is None else num_bytes
         if size != ref.num_bytes:
-            self._write_down(ref.number, -ref.num_bytes)
-            delta, ref.num_bytes = size - ref.num_bytes, size
-            self._write_down(ref.number, size)
-            self._change(delta, ref.label)
+            before, ref.num_bytes = ref.num_bytes, size
+            if self._events is not None:
+                self._events += [Event(ref.number, delta) for delta in (-before, size) if delta]
+            self._change(None, size - before, ref.label)
 
-    def _write_down(self, number: int, delta_bytes: int) -> None:
-        if self._events is not None and delta_bytes:
+    def _change(self, number: int | None, delta_bytes: int, label: str) -> None:
+        """`number`: of the storage that is born or dies; None: that is written down."""
+        if self._events is not None and number is not None:
             self._events.append(Event(number, delta_bytes))
-
-    def _change(self, delta_bytes: int, label: str) -> None:
-        if delta_bytes == 0:
-            return
         self._live_bytes += delta_bytes
         if self._live_bytes > self._peak_bytes:
             self._peak_bytes = self._live_bytes
@@ -229,22 +225,25 @@ class AllocationMeter(DispatchMode):
             self.ledger.ignore(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (device := device_asked(func, args)) is not None:
+        if func is _DEVICE and (device := device_asked(func, args)) is not None:
             return device
         out = func(*args, **kwargs) if kwargs else func(*args)
-        self.saw(func, args, kwargs, out)
+        if _look_of.get(id(func)) != _SKIP:
+            self.saw(func, args, kwargs, out)
         return out
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """For another mode that calls it, instead of one more mode."""
-        look = _look_of.get(func)
+        look = _look_of.get(id(func))
         if look is None:
-            look = _look_of.setdefault(func, _classify(func))
+            _looked_at.append(func)
+            look = _look_of.setdefault(id(func), _classify(func))
         if look == _SKIP:
             return
+        ledger = self.ledger
         for storage in _storages(out):
-            if look == _FRESH or self.ledger.knows(storage) or not _is_input(storage, args, kwargs):
-                self.ledger.count(storage, self.label)
+            if look == _FRESH or ledger.knows(storage) or not _is_input(storage, args, kwargs):
+                ledger.count(storage, self.label)
         if self._inside is not None and (num_bytes := self._inside(func, args, kwargs or {})):
             self.ledger.pass_by(num_bytes, self.label)
 
@@ -254,7 +253,8 @@ _SKIP = 1  # only views of its inputs, or its inputs changed in place
 _LOOK = 2  # new storages, or (composite operations, dropout in eval, _unsafe_view) an input's
 _FRESH = 3  # annotated as a view, of a tensor that was made below the dispatcher: torch.tensor(...)
 
-_look_of: dict[Any, int] = {}
+_look_of: dict[int, int] = {}  # by the operation's id: its hash is computed in Python, for each of thousands a step
+_looked_at: list[Any] = []  # they live, so that no other has the id of one
 
 
 def _classify(func: Any) -> int:
@@ -274,9 +274,10 @@ def _classify(func: Any) -> int:
 
 def _is_input(storage: torch.UntypedStorage, args: Any, kwargs: Any) -> bool:
     for arg in args:
-        for other in _storages(arg):
-            if other is storage:
-                return True
+        if isinstance(arg, torch.Tensor | list | tuple):
+            for other in _storages(arg):
+                if other is storage:
+                    return True
     return bool(kwargs) and _is_input(storage, tuple(kwargs.values()), None)
 
 

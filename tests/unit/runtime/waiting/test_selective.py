@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hightide
 import models
+from each_value import each_value
 from hightide.ir.activation import Activation
 from hightide.ir.block import Affine, Selective, Work
 from hightide.ir.plan import Plan
@@ -174,8 +175,10 @@ class Overwrites(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("micro_batch", [2, 6])
-@pytest.mark.parametrize("kind", ["in place", "dropping", "unseen", "recurrent", "overwrites", "overwrites an alias"])
+@pytest.mark.parametrize(
+    ("kind", "micro_batch"),
+    each_value(("in place", "dropping", "unseen", "recurrent", "overwrites", "overwrites an alias"), (2, 6)),
+)
 def test_what_is_written_over_or_drawn_is_as_in_plain_pytorch(kind: str, micro_batch: int) -> None:
     results = []
     for activation in Activation:
