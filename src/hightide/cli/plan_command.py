@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from rich.console import Console
 
 from hightide.cli.chosen_machine import MachineOption, chosen_machine
 from hightide.cli.plan_text import show
+from hightide.cli.quiet import errors_only
 from hightide.cli.target import check_target, writing
 from hightide.cli.tide_page import HtmlOption, save_page
 from hightide.cli.workload import (
@@ -131,7 +131,7 @@ def plan(options: PlanOptions, device: torch.device, console: Console, notes: Co
     lora = Lora.parse(options.lora) if options.lora is not None else None
     with notes.status("profiling the model, without its values") as status:
         workload = load_workload(options.model, options.sequences, options.length, options.dtype, lora)
-        with _quiet("transformers"):
+        with errors_only("transformers"):
             profile = workload.profile(GPU if is_real(machine) else CPU)
         _check_against(profile, options)
         costs = estimate(profile, machine)
@@ -290,15 +290,3 @@ def _clock(end_s: float, least_s: float, num_least: int) -> Callable[[], bool]:
     end_s = max(end_s, time.process_time() + least_s)
     numbers = itertools.count()
     return lambda: next(numbers) < num_least or time.process_time() < end_s
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    """A model on zeros makes its library give advice about training that nobody asked for."""
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

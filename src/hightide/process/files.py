@@ -17,7 +17,8 @@ from pathlib import Path
 
 _NO_NEIGHBOUR = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_RENAME = (errno.EBUSY, errno.EXDEV)
-_NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # some network and user-space file systems
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # some network and user-space file systems
 _NEW_MODE = 0o666  # less the umask
 
 
@@ -104,7 +105,7 @@ def _sync(descriptor: int) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _NO_SYNC:
+        if error.errno not in NO_SYNC:
             raise
 
 

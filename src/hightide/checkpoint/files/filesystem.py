@@ -18,9 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hightide.ir.foreign import MAX_COUNT
+from hightide.process.files import NO_SYNC
 
-UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # some network and user-space file systems
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
 TRIES = 8  # writes in a row that may write nothing
 PAUSE_S = 0.01  # between them
@@ -101,7 +100,7 @@ def set_aside(file: int, num_bytes: int) -> None:
         return
     while _fallocate(file, 0, 0, num_bytes):
         number = ctypes.get_errno()
-        if number in UNSUPPORTED:
+        if number in NO_SYNC:
             return
         if number != errno.EINTR:
             os.ftruncate(file, 0)
@@ -209,7 +208,7 @@ def _unless_unsupported(call: Callable[[int], None], file: int) -> None:
     try:
         call(file)
     except OSError as error:
-        if error.errno not in UNSUPPORTED:
+        if error.errno not in NO_SYNC:
             raise
 
 

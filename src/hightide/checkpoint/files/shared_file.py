@@ -20,6 +20,7 @@ from hightide.checkpoint.files.blocks import Block, Blocks, Memory
 from hightide.checkpoint.files.joined_sums import joined
 from hightide.checkpoint.files.manifest import FileSums, num_pieces
 from hightide.ir.foreign import quoted
+from hightide.process.files import NO_SYNC
 from hightide.stores.disk_file import SECTOR_BYTES
 
 Sum = tuple[int, int, int]  # offset, CRC-32 and number of bytes of a run; none goes beyond its piece
@@ -44,7 +45,7 @@ class SharedFile:
                 self._direct = filesystem.open_to_write(self.name, folder, past_cache=True)
                 self.is_direct = True
             except OSError as error:
-                if error.errno not in filesystem.UNSUPPORTED:
+                if error.errno not in NO_SYNC:
                     self.close()
                     raise
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from hightide.checkpoint.files import filesystem, manifest
 from hightide.checkpoint.files.blocks import Blocks
-from hightide.checkpoint.files.filesystem import FULL
 from hightide.checkpoint.files.manifest import SHOWN
 from hightide.checkpoint.files.names import TMP
 from hightide.checkpoint.files.shared_file import SharedFile, Sum
 from hightide.ir.foreign import shown
 from hightide.ir.save_sizes import BLOCK_BYTES
 from hightide.ir.units import format_bytes
+from hightide.process.files import FULL
 
 VISIBLE_S = 15.0  # a network file system may show what another node has made so much later
 LOOK_S = 0.05

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from hightide.checkpoint.files import filesystem, leftovers, manifest
 from hightide.checkpoint.files.blocks import Block, Blocks, Lend
-from hightide.checkpoint.files.filesystem import FULL
 from hightide.checkpoint.files.joined_sums import joined
 from hightide.checkpoint.files.manifest import MARKER, SHOWN, WRITTEN_S, FileSums, Manifest, check_name, folders_of
 from hightide.checkpoint.files.names import OLD, TMP, check_step, step_name
@@ -32,6 +31,7 @@ from hightide.checkpoint.files.tensor_layout import Entry, header
 from hightide.ir.foreign import MAX_FILE_BYTES, quoted, shown
 from hightide.ir.save_sizes import BLOCK_BYTES
 from hightide.ir.units import format_bytes
+from hightide.process.files import FULL
 from hightide.stores.disk_file import SECTOR_BYTES
 
 Bytes = bytes  # a method is called so, too

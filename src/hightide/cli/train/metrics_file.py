@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from contextlib import suppress
@@ -12,8 +11,6 @@ from typing import Any
 from hightide.ir.foreign import open_regular, parse_json
 from hightide.process import files
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # some network and user-space file systems
 MAX_LINE = 64 * 1024  # bytes; real ones have some hundreds
 
 
@@ -32,7 +29,7 @@ class MetricsFile:
         try:
             self._write()
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in files.FULL:
                 raise
 
     def sync(self) -> None:
@@ -41,7 +38,7 @@ class MetricsFile:
         try:
             os.fsync(self._file)
         except OSError as error:
-            if error.errno not in _NO_SYNC:
+            if error.errno not in files.NO_SYNC:
                 raise
 
     def close(self) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import io
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
@@ -19,6 +18,7 @@ from rich.console import Console
 import hightide
 from hightide.api import wrap_again
 from hightide.asked import check_disks
+from hightide.cli.quiet import errors_only
 from hightide.cli.train.company import Company
 from hightide.cli.train.config import OptimizerConfig, TrainConfig
 from hightide.cli.train.model_source import ModelSource, find_model
@@ -38,7 +38,8 @@ def train(config: TrainConfig, console: Console, record: bool = False) -> Signal
     """Runs the whole command. `record`: what the last step did is written into the run folder. Returns the signal that
     ended it early, if one did."""
     with ExitStack() as stack:
-        stack.enter_context(_without_advice())
+        import_transformers()  # it sets the level itself
+        stack.enter_context(errors_only("transformers"))
         company = Company.find(config.device)
         stack.callback(company.close)
         if not company.is_first:
@@ -104,19 +105,6 @@ def _dated(config: TrainConfig, company: Company, resumed: Resumed | None) -> Tr
     began = None if resumed is None else resumed.state.date
     date = began or company.from_first("the date", lambda: datetime.now().date().isoformat())
     return replace(config, data=replace(config.data, date=date))
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Of transformers, which is about loops that are not ours."""
-    import_transformers()  # it sets the level itself
-    logger = logging.getLogger("transformers")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def _check_company(config: TrainConfig, company: Company, record: bool) -> None:
