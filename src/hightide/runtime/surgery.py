@@ -142,6 +142,14 @@ class WrappedRoot(Wrapped):
         return self.hightide_run.passes.forward(super().forward, args, kwargs)  # type: ignore[misc]
 
 
+class PatchedRoot(WrappedRoot):
+    """One whose forward was set on the module itself before it was wrapped, as TRL does: it is called, and that of the
+    class is not."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hightide_run.passes.forward(super().__call__, args, kwargs)  # type: ignore[misc]
+
+
 class WrappedInner(Wrapped):
     """A module between the root and its blocks. Called alone, as `model.model(...)`, it trains on the root's terms: a
     cache, filled once more by each recomputation, would give wrong gradients."""
@@ -228,7 +236,7 @@ def wrap_modules(run: Run) -> None:
                 if inside is not module and next(inside.parameters(), None) is not None:
                     _swap_shared(inside, Wrapped, run, classes)
             _swap_shared(module, WrappedHead if block.lazy_head else WrappedBlock, run, classes)
-    _swap(run.model, WrappedRoot, run, {})
+    _swap(run.model, PatchedRoot if "forward" in vars(run.model) else WrappedRoot, run, {})
     if run.compiled.enabled and run.probed.taps:
         warnings.warn(
             f"{len(run.probed.taps)} blocks run eagerly in spite of compile=True: hooks or attributes take tensors out "

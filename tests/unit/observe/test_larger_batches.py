@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import hightide
@@ -347,5 +349,21 @@ def test_an_evaluation_that_is_too_large_beside_a_graph_leaves_the_plan_and_the_
     pair.optimizer.zero_grad()
     train_step(pair.plain, pair.plain_optimizer, tokens(4, 10))
     del loss
+    pair.step(tokens(4, 10))
+    pair.close()
+
+
+def test_larger_batches_of_a_model_with_a_forward_of_its_own() -> None:
+    """As TRL sets one on the module itself."""
+    model = models.llama(num_layers=6)[0]
+    own = transformers.LlamaForCausalLM.forward
+    model.forward = MethodType(lambda self, **batch: own(self, **batch), model)
+    pair = wrapped(model, tokens(4, 8), needed(model, tokens(4, 30)) * 5 // 4)
+    pair.step(tokens(4, 8))
+    (said,) = pair.step(tokens(4, 30))
+    assert AGAIN in said
+    with torch.no_grad(), pytest.raises(OutOfMemory) as error:
+        models.loss_of(pair.model, tokens(99, 30))
+    assert any("Pass smaller batches: fewer than" in note for note in error.value.__notes__)
     pair.step(tokens(4, 10))
     pair.close()
