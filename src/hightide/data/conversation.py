@@ -18,6 +18,8 @@ from hightide.ir.foreign import KEPT, quoted, shown
 ASSISTANT = "assistant"
 TOOLS, TOOL_CALLS = "tools", "tool_calls"
 _ASKS_DATE = "strftime_now"  # what transformers lets templates call
+# A template that writes each part of a content by its type. Others write text that is given as one.
+_PARTS = re.compile(r"""(\[["']type["']\]|\.type)\s*==\s*["']text["']""")
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -31,6 +33,8 @@ class Conversations:
         if today is not None and _ASKS_DATE in str(template):
             self._given[_ASKS_DATE] = today.strftime
         self._has_template, self._writes_tools = template is not None, TOOLS in str(template)
+        self._writes_calls = TOOL_CALLS in str(template)
+        self._looks_into_parts = _PARTS.search(str(template)) is not None
         self._is_marked = isinstance(template, str) and _MARKED.search(template) is not None
 
     def tokens(self, messages: object, where: str, tools: object = None) -> tuple[list[int], list[bool]]:
@@ -42,6 +46,13 @@ class Conversations:
                 "of the model, put a chat_template.jinja into its folder, or give rows with prompt and completion"
             )
         turns = _checked(messages, where)
+        if not self._writes_calls and any(turn.get(TOOL_CALLS) for turn in turns):
+            raise ValueError(
+                f"{where}: a message has {TOOL_CALLS}, and the chat template writes none; take a model whose template "
+                "does, or leave such rows out"
+            )
+        if not self._looks_into_parts:
+            turns = _as_text(turns, where)
         self._given[TOOLS] = _checked_tools(tools, where)
         if self._given[TOOLS] is not None and not self._writes_tools:
             raise ValueError(
@@ -110,6 +121,11 @@ class Conversations:
         return made["input_ids"], is_learned
 
 
+def roles_of(messages: object) -> list[str]:
+    """Of messages that have been written."""
+    return [str(turn["role"]) for turn in _checked(messages, "")]
+
+
 def check_characters(text: str, where: str) -> None:
     """JSON can write halves of characters, which are none."""
     try:
@@ -137,7 +153,26 @@ def _checked(messages: object, where: str) -> list[dict[str, Any]]:
             raise ValueError(
                 f"{where}: the content of a message of role {quoted(turn['role'])} is null; give it a text"
             )
+        if turn["content"] is not None and not isinstance(turn["content"], str | list):
+            raise ValueError(f"{where}: the content of a message is {quoted(turn['content'])}; it must be text")
     return messages
+
+
+def _as_text(turns: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """Content that comes in parts as one text: a template that does not look into parts would write the list itself."""
+    return [
+        {**turn, "content": "".join(_text_of(part, where) for part in turn["content"])}
+        if isinstance(turn["content"], list)
+        else turn
+        for turn in turns
+    ]
+
+
+def _text_of(part: object, where: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+        raise ValueError(f"{where}: a part of a message is {quoted(part)}; this command learns from text only")
+    text: str = part["text"]
+    return text
 
 
 def _checked_tools(tools: object, where: str) -> list[Any] | None:

@@ -17,11 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hightide.data.conversation import TOOLS, Conversations, check_characters
+from hightide.data.conversation import ASSISTANT, TOOLS, Conversations, check_characters, roles_of
 from hightide.data.readers import Row
 from hightide.ir.foreign import quoted, shown
 from hightide.ir.units import counted
 
+NAMED_ROLES = 8
 TEXT, PROMPT, COMPLETION, MESSAGES = "text", "prompt", "completion", "messages"
 
 
@@ -131,6 +132,7 @@ def tokenize(
         )
     make = _maker(kind, tokenizer, completions_only, date)
     num_rows = num_cut = num_dropped = lost_tokens = 0
+    roles: set[str] = set()  # of conversations of which nothing is learned
     for row in _chained(first, rest):
         if _kind_of(row, column) is not kind:
             raise ValueError(
@@ -146,6 +148,8 @@ def tokenize(
         learned = make(row)
         if not any(learned.is_learned[1:length]):
             num_dropped += 1
+            if kind is RowKind.CHAT and len(roles) < NAMED_ROLES:
+                roles |= set(roles_of(row.fields[MESSAGES]))
             continue
         if len(learned.ids) > length:
             num_cut, lost_tokens = num_cut + 1, lost_tokens + len(learned.ids) - length
@@ -156,11 +160,16 @@ def tokenize(
     made = Sequences(*collected.tensors(), kind, num_rows, num_cut, num_dropped, lost_tokens, has_end)
     if not len(made):
         rows_text = counted(num_rows, "row")
-        why = (
-            f"in {rows_text} nothing within {length} tokens is learned; a larger --length, or no --completions-only"
-            if num_dropped
-            else f"{rows_text} without text; give some"
-        )
+        why = f"{rows_text} without text; give some"
+        if num_dropped and roles and ASSISTANT not in roles:
+            why = (
+                f"in {rows_text} no message has the role {ASSISTANT!r}, which --completions-only learns; they have "
+                f"{', '.join(map(quoted, sorted(roles)))}"
+            )
+        elif num_dropped:
+            why = (
+                f"in {rows_text} nothing within {length} tokens is learned; a larger --length, or no --completions-only"
+            )
         raise ValueError(f"{source} has nothing to learn: {why}")
     return made
 
@@ -193,6 +202,11 @@ def _names(fields: Mapping[str, Any]) -> str:
 
 def _text_of(row: Row, name: str) -> str:
     value = row.fields[name]
+    if isinstance(value, list) and value and isinstance(value[0], dict) and "role" in value[0]:
+        raise ValueError(
+            f"{row.where}: {name} is a list of messages; put those of {PROMPT} and {COMPLETION} into one list, "
+            f"{MESSAGES}: --completions-only learns the assistant's"
+        )
     if not isinstance(value, str):
         raise ValueError(f"{row.where}: {name} is {quoted(value)}; it must be text")
     check_characters(value, row.where)

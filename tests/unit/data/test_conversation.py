@@ -109,7 +109,34 @@ def test_no_content_is_not_learned_as_a_word() -> None:
     conversations = Conversations(tokenizer(), completions_only=True)
     with pytest.raises(ValueError, match=r"here: the content of a message of role 'assistant' is null"):
         conversations.tokens([TURNS[1], {"role": "assistant", "content": None}], "here")
-    conversations.tokens([TURNS[1], {"role": "assistant", "content": None, "tool_calls": [{}]}], "here")
+    calls = [TURNS[1], {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+    with pytest.raises(ValueError, match=r"here: a message has tool_calls, and the chat template writes none"):
+        conversations.tokens(calls, "here")
+    calling = "{% for message in messages %}<{{ message.role }}>{% if message.tool_calls %}calls "
+    calling += "{{ message.tool_calls[0].name }}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+    made = tokenizer(calling)
+    ids, _ = Conversations(made, completions_only=False).tokens(calls, "here")
+    assert made.decode(ids) == "<user>a tide?<assistant>calls f"
+
+
+def test_content_in_parts_is_written_as_one_text_or_by_a_template_that_looks_into_them() -> None:
+    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "tide?"}]
+    turns = [{"role": "user", "content": parts}, TURNS[2]]
+    plain = Conversations(tokenizer(), completions_only=True)
+    assert plain.tokens(turns, "here") == plain.tokens([TURNS[1], TURNS[2]], "here")
+    for template in (
+        "{% for part in messages[0].content %}{% if part.type == 'text' %}{{ part.text }}|{% endif %}{% endfor %}",
+        "{% for part in messages[0]['content'] %}{{ part['text'] if part['type']=='text' }}|{% endfor %}",
+    ):
+        made = tokenizer(template)
+        ids, _ = Conversations(made, completions_only=False).tokens(turns, "here")
+        assert made.decode(ids) == "a |tide?|"
+    for odd, message in (
+        ([{"type": "image", "url": "x"}], "a part of a message is .*; this command learns from text only"),
+        (3, "the content of a message is 3; it must be text"),
+    ):
+        with pytest.raises(ValueError, match=f"here: {message}"):
+            plain.tokens([{"role": "user", "content": odd}, TURNS[2]], "here")
 
 
 def test_messages_may_be_json_as_csv_has_them() -> None:

@@ -105,10 +105,21 @@ def test_rows_that_are_too_long_are_cut_and_those_that_teach_nothing_left_out(to
         tokenize(rows(lost), tokenizer, 20, completions_only=True)
 
 
+def test_conversations_without_the_assistant_name_the_roles_that_they_have(tokenizer: Any) -> None:
+    turns = [{"role": "human", "content": "a"}, {"role": "gpt", "content": "b"}]
+    with pytest.raises(ValueError, match=r"in 1 row no message has the role 'assistant', .* have 'gpt', 'human'"):
+        tokenize(rows({"messages": turns}), tokenizer, 20, completions_only=True)
+
+
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
         ([], {}, r"the data has no rows"),
+        (
+            [{"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": "b"}]}],
+            {},
+            r"line 1: prompt is a list of messages; put those of prompt and completion into one list, messages",
+        ),
         ([{"text": ""}], {}, r"1 row without text"),
         ([{"words": "a", "id": 3}], {}, r"line 1: a row has text, or prompt and .*has words, id.*--column NAME"),
         ([{"prompt": "a"}], {}, r"line 1: a row has text, or prompt and completion.*this one has prompt"),
