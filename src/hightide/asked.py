@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Literal
 import torch
 from torch import nn
 
+from hightide.doctor.conditions import IN_RAM
+from hightide.doctor.disk_speed import filesystem_of
 from hightide.free_memory import memory_limits
 from hightide.ir.foreign import kind_of
 from hightide.ir.limits import DiskLimit, Limits
@@ -149,6 +152,13 @@ def check_disks(disks: Sequence[DiskLimit]) -> None:
     for disk in disks:
         if not Path(disk.path).is_dir():
             raise ValueError(f"Limits(disk) names {disk.path!r}: there is no such folder; make it, or name another")
+        kind = filesystem_of(Path(disk.path)).kind
+        if kind in IN_RAM:
+            warnings.warn(
+                f"Limits(disk) names {disk.path!r}, which is a {kind}: what is put there lies in host memory, beside "
+                "the host's limit; name a folder on a real disk",
+                stacklevel=1,  # from here, so that it is told once
+            )
 
 
 def check_accumulate(accumulate: Calls, plan: Plan | None = None) -> None:

@@ -144,7 +144,9 @@ def _read_through(
 
 def _show(folder: Path, reports: list[CheckpointReport], console: Console) -> None:
     if not reports:
-        console.print(f"no checkpoints in {shown(folder)}", markup=False, soft_wrap=True)
+        runs = sorted(path.parent for path in folder.glob(f"*/{CHECKPOINTS}") if path.is_dir())
+        elsewhere = f"; name a run, such as {shown(runs[-1])}" if runs else ""
+        console.print(f"no checkpoints in {shown(folder)}{elsewhere}", markup=False, soft_wrap=True)
         return
     rows = [_HEADINGS, *map(_cells, reports)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

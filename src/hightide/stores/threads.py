@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable, Sequence
+from weakref import WeakSet
 
 import torch
 
 START_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 0.5  # for all of them together
+
+_in_background: WeakSet[threading.Thread] = WeakSet()
 
 
 def start_threads(threads: Sequence[threading.Thread], begun: threading.Semaphore) -> None:
@@ -34,4 +40,14 @@ def background(name: str, work: Callable[[], object]) -> threading.Thread:
 
     thread = threading.Thread(target=live, name=name, daemon=True)
     start_threads([thread], begun)
+    _in_background.add(thread)
     return thread
+
+
+@atexit.register
+def _await_ends() -> None:
+    """Of threads that have done their work and are about to end. Python ends one that comes back to it while the
+    process ends, and inside of torch that is `std::terminate`, which aborts."""
+    until_s = time.monotonic() + END_TIMEOUT_S
+    for thread in list(_in_background):
+        thread.join(max(0.0, until_s - time.monotonic()))

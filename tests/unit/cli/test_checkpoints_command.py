@@ -168,6 +168,11 @@ def test_what_is_no_folder_of_checkpoints_is_one_message(tmp_path: Path, name: s
     assert result.stderr.startswith("error: ") and message in result.stderr
 
 
+def test_a_folder_of_runs_names_one_of_them(run: Path) -> None:
+    result = listed(run.parent)
+    assert (result.exit_code, result.stdout) == (0, f"no checkpoints in {run.parent}; name a run, such as {run}\n")
+
+
 def test_an_empty_folder_has_none(tmp_path: Path) -> None:
     result = listed(tmp_path)
     assert (result.exit_code, result.stdout) == (0, f"no checkpoints in {tmp_path}\n")
