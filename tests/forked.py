@@ -218,6 +218,7 @@ def _fork_each() -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs without it
     gc.disable()
     _load()
     gc.freeze()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hightide.loading.unloaded import Unloaded, UnloadedParameter
 from hightide.profiler.model.block_finder import FoundBlock
 from hightide.profiler.model.call_tree import Batch, call_arguments, flatten_call
 from hightide.profiler.needs import token_tiles
@@ -102,11 +103,11 @@ def _facts(model: nn.Module, optimizer: Any, batch: Batch, chosen: Any) -> Itera
     yield _text(chosen)
     first: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        yield name, type(module), first.setdefault(id(module), name)
+        yield name, _kind(module), first.setdefault(id(module), name)
         yield tuple(_attributes(module))
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None:
-                kind = type(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.device
+                kind = _kind(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.device
                 yield key, kind, first.setdefault(id(tensor), f"{name}.{key}")
     for group in optimizer.param_groups if optimizer is not None else ():
         yield tuple(first.get(id(param)) for param in group["params"])
@@ -114,6 +115,13 @@ def _facts(model: nn.Module, optimizer: Any, batch: Batch, chosen: Any) -> Itera
     yield str(tree)
     for leaf in leaves:
         yield _contents(leaf) if isinstance(leaf, torch.Tensor) else _text(leaf)
+
+
+def _kind(value: Any) -> Hashable:
+    """Each model whose values are in files has classes of its own, which say no more than where they are."""
+    kind = type(value)
+    made_here = kind.__name__ == "Parameter" and kind.__bases__ == (UnloadedParameter,)
+    return kind.__bases__ if made_here or Unloaded in kind.__bases__ else kind
 
 
 def _attributes(module: nn.Module) -> Iterator[Hashable]:

