@@ -24,6 +24,25 @@ class HostNumber:
         return self._number.item()
 
 
+class GivenFactor:
+    """The latest number on the GPU that gradients were multiplied by. They are multiplied later, and whoever has given
+    it may write over it before: so they get a copy, one for all that were given the same."""
+
+    def __init__(self) -> None:
+        self._given: Tensor | None = None
+        self._version = 0
+        self._copy: Tensor | None = None
+
+    def copy_of(self, factor: Tensor) -> Tensor:
+        version = -1 if factor.is_inference() else factor._version  # writes to such a tensor are not counted
+        if self._copy is None or factor is not self._given or version != self._version or version < 0:
+            self._given, self._version, self._copy = factor, version, factor.detach().clone()
+        return self._copy
+
+    def forget(self) -> None:
+        self._given = self._copy = None
+
+
 Factor = float | Tensor | HostNumber
 
 

@@ -15,7 +15,7 @@ from hightide.process.interrupts import held
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.homes import GRAD_DTYPE
 from hightide.runtime.chunks.residency import Residency
-from hightide.runtime.gradients.factors import scale
+from hightide.runtime.gradients.factors import GivenFactor, scale
 from hightide.runtime.schedule.in_flight import Tickets
 from hightide.runtime.tables.row_sums import RowsNorm
 from hightide.stores.array import Array
@@ -38,6 +38,7 @@ class GradientValues:
     _loose: set[str]  # of these, those whose gradients plain autograd makes
     _valid: set[str]  # parameters whose chunk holds a gradient
     _factor: dict[str, float | Tensor]  # what it still has to be multiplied by; absent: 1
+    _given: GivenFactor
     _norms: dict[str, Tensor | RowsNorm]
     _unrounded: set[int]  # chunks whose sum is still to be rounded where it is
     takes_norms: bool
@@ -120,8 +121,8 @@ class GradientValues:
     def scale(self, key: str, factor: float | Tensor) -> None:
         """By a number or a 0-dimensional tensor."""
         self._refuse_in_backward("scaled", "clip or scale them")
-        if isinstance(factor, Tensor) and factor.device.type == "cpu":
-            factor = float(factor)
+        if isinstance(factor, Tensor):
+            factor = float(factor) if factor.device.type == "cpu" else self._given.copy_of(factor)
         earlier = self._factor.get(key)
         self._factor[key] = factor if earlier is None else earlier * factor
 

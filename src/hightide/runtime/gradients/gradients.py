@@ -23,7 +23,7 @@ from hightide.process.interrupts import held
 from hightide.runtime.chunks.absent import Disabled
 from hightide.runtime.chunks.chunks import Chunks
 from hightide.runtime.chunks.homes import GRAD_DTYPE
-from hightide.runtime.gradients.factors import Factor, HostNumber, scale
+from hightide.runtime.gradients.factors import Factor, GivenFactor, HostNumber, scale
 from hightide.runtime.gradients.gradient_placeholder import GradientPlaceholder
 from hightide.runtime.gradients.gradient_values import GradientValues
 from hightide.runtime.schedule.in_flight import Tickets
@@ -51,6 +51,7 @@ class Gradients(GradientValues):
         }
         self._valid: set[str] = set()  # parameters whose chunk holds a gradient
         self._factor: dict[str, float | Tensor] = {}  # what it still has to be multiplied by; absent: 1
+        self._given = GivenFactor()
         self._norms: dict[str, Tensor | RowsNorm] = {}
         self._on_host: dict[int, HostNumber] = {}  # factors of this step, by the id of their tensor
         self._opened: set[int] = set()  # chunks whose gradient was opened in this pass
@@ -74,6 +75,7 @@ class Gradients(GradientValues):
     def begin_pass(self) -> None:
         self._opened.clear()
         self._on_host.clear()
+        self._given.forget()
 
     def end_backward(self) -> None:
         """The user may scale or drop gradients now; the next backward looks again, also one of the same pass."""
