@@ -147,6 +147,7 @@ class ModelPasses:
         run.executor.begin(mode)
         if mode is not Mode.EVAL:
             run.num_passes += 1
+            run.looks.begin_pass()
             self._seed = rng.pass_seed(run.num_passes)
             self._nth_call.clear()
             self.open_calls.clear()
