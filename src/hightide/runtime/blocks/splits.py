@@ -44,7 +44,8 @@ class Splits:
                 split = again.split(block, signature)
                 if (reason := again.refusals.get(block)) is not None:
                     raise Refused(f"the block {run.profile.blocks[block].name!r} {reason}")
-                if written := (again.written & {*run.profile.blocks[block].params}) - run.chunks.binding.ignored_versions:
+                written = again.written & {*run.profile.blocks[block].params}
+                if written := written - run.chunks.binding.ignored_versions:
                     raise Refused(WRITES.format(block=run.profile.blocks[block].name, name=min(written)))
                 if not again.failure:
                     run.probed = again.after(run.probed)

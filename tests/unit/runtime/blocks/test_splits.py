@@ -77,6 +77,8 @@ def test_what_would_be_lost_is_refused_at_the_first_call() -> None:
     model, optimizer = hightide.wrap(model, optimizer, {"x": x}, limits=limits)
     model(x)["loss"].backward()
     optimizer.step()
-    with pytest.raises(hightide.Refused, match="'more', which the example did not call, gives the parameter 'more.wei"):
+    with pytest.raises(
+        hightide.Refused, match=r"'more', which the example did not call, gives the parameter 'more\.wei"
+    ):
         model(x, torch.arange(4))
     hightide.unwrap(model)
