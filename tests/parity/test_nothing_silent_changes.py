@@ -208,6 +208,67 @@ def a_rate_in_a_global_list() -> nn.Module:
     return Net(ReadsAGlobalRate(), ReadsAGlobalRate())
 
 
+# --- what the model's own code, or the loop, gives to blocks and to gradients ---
+
+
+class Scaled(Block):
+    scale: Any = 1.0
+
+    def mix(self, h: Tensor) -> Tensor:
+        return torch.tanh(h * self.scale)
+
+
+class Scaling(Net):
+    """It gives its blocks something before it calls them."""
+
+    def __init__(self, how: Any) -> None:
+        super().__init__(Scaled(), Scaled())
+        self.how = how
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, **others: Any) -> dict[str, Any]:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            block.scale = self.how(x, number)
+            x = block(x)
+        prediction = self.head(x)
+        return {"loss": (prediction - labels).square().mean(), "prediction": prediction}
+
+
+@add(ways=FREE)
+def a_number_for_each_block() -> nn.Module:
+    return Scaling(lambda x, number: number + 0.5)
+
+
+@add(ways=FREE)
+def a_tensor_for_each_block() -> nn.Module:
+    return Scaling(lambda x, number: x.detach().abs().mean())
+
+
+@add(ways=FREE)
+def a_tensor_of_all_samples_for_each_block() -> nn.Module:
+    return Scaling(lambda x, number: x.detach().abs().mean(-1, keepdim=True))
+
+
+def some_dropped(model: nn.Module, optimizer: Any, batch: Any, index: int) -> Any:
+    output = model(**batch)
+    loss_in(output).backward()
+    for parameter in model.blocks[0].parameters():  # type: ignore[union-attr,index]
+        parameter.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+    return output
+
+
+@add(step=some_dropped)
+def gradients_of_a_block_are_dropped() -> nn.Module:
+    return Net(Block(), Block())
+
+
+@add("refused", step=some_dropped, ways=(Way(2, tight=False, update="in_backward"),))
+def gradients_of_a_block_are_dropped_after_its_update() -> nn.Module:
+    return Net(Block(), Block())
+
+
 @pytest.mark.parametrize(("case", "ways"), CASES.quick)
 def test_what_changes(case: Case, ways: tuple[Way, ...]) -> None:
     check(case, ways)

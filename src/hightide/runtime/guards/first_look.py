@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from hightide.ir.split import BatchDim
+from hightide.process.interrupts import in_a_line
 from hightide.profiler.model.call_tree import narrow
 from hightide.profiler.model.hooks import HookWatch, num_hooks, users_hooks_aside
 from hightide.profiler.probe.compare_runs import HOOKED
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 MAX_SHAPES = 16  # of one block as it is; a loop whose batches all have other lengths does not pay for ever
 CHANGES = "a forward changes what it keeps ({}), which must happen once for the whole batch"
+FAILS = "it fails on a part of the batch ({}): it may keep a tensor that has all samples"
 DIFFERS = "split at its real size, its output {} is another than that of the whole batch"
 
 
@@ -232,7 +234,12 @@ def _compared(call: BlockCall, tensors: Sequence[Tensor], count: int) -> str:
         dims: Sequence[BatchDim | None] = call.output_dims or [None] * len(whole)
         errors: list[list[Tensor]] = [[] for _ in whole]  # per output and micro-batch: its size, and that of the error
         for start, size in bounds:
-            parts = tried(start, size)
+            try:
+                parts = tried(start, size)
+            except OutOfMemory:
+                raise
+            except Exception as error:  # the whole batch has run
+                return FAILS.format(in_a_line(error))
             if len(parts) != len(whole):
                 return DIFFERS.format(min(len(parts), len(whole)))
             for index, (expected, part, dim) in enumerate(zip(whole, parts, dims, strict=True)):
