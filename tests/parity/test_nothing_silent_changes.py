@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -206,6 +207,94 @@ class ReadsAGlobalRate(Block):
 def a_rate_in_a_global_list() -> nn.Module:
     RATE[0] = 1.0
     return Net(ReadsAGlobalRate(), ReadsAGlobalRate())
+
+
+class Share:
+    """Of the mean, that a hook takes off; an object, as no function is."""
+
+    def __init__(self) -> None:
+        self.share = 0.0
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output - self.share * output.mean(0)
+
+    def less(self, h: Tensor, share: float | None = None) -> Tensor:
+        return h - (self.share if share is None else share) * h.mean(0)
+
+
+class Sharing(Block):
+    """It takes off a share of the mean, which it has from elsewhere."""
+
+    def __init__(self, kept: Any, share: Any) -> None:
+        super().__init__()
+        self.kept, self.share = kept, share
+
+    def mix(self, h: Tensor) -> Tensor:
+        return h - float(self.share(self.kept)) * h.mean(0)
+
+
+def in_the_third(change: Any) -> Any:
+    return at_each_step(lambda model, index: change(model) if index == 2 else None)
+
+
+@add(step=in_the_third(lambda model: setattr(model.hook, "share", 1.0)), ways=FREE)
+def an_object_is_a_hook() -> nn.Module:
+    model = Net(Block(), Block())
+    model.__dict__["hook"] = Share()
+    model.blocks[0].linear.register_forward_hook(model.hook)
+    return model
+
+
+@add(step=in_the_third(lambda model: setattr(model.first, "share", 1.0)), ways=FREE)
+def a_number_of_another_module() -> nn.Module:
+    model = Net()
+    model.first.share = 0.0
+    model.blocks.extend(Sharing([model.first], lambda kept: kept[0].share) for _ in range(2))
+    return model
+
+
+@add(step=in_the_third(lambda model: model.blocks[0].kept.keywords.update(share=1.0)), ways=FREE)
+def an_argument_of_a_partial_function() -> nn.Module:
+    kept = functools.partial(lambda share: share, share=0.0)
+    return Net(*(Sharing(kept, lambda kept: kept()) for _ in range(2)))
+
+
+@add(step=in_the_third(lambda model: setattr(model.blocks[0].kept.__self__, "share", 1.0)), ways=FREE)
+def an_object_behind_a_method() -> nn.Module:
+    kept = Share().less
+    return Net(*(Sharing(kept, lambda kept: kept.__self__.share) for _ in range(2)))
+
+
+def buffer_by_data(model: nn.Module) -> None:
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.taken.data = torch.ones(())
+
+
+class TakesOff(Block):
+    def make(self) -> None:
+        self.register_buffer("taken", torch.zeros(()))
+
+    def mix(self, h: Tensor) -> Tensor:
+        return h - self.taken * h.mean(0)
+
+
+@add(step=in_the_third(buffer_by_data), ways=FREE)
+def a_buffer_is_given_other_data() -> nn.Module:
+    return Net(TakesOff(), TakesOff())
+
+
+def give_another_forward(model: nn.Module) -> None:
+    *_, own = (cls for cls in type(model.blocks[0]).__mro__ if cls.__name__ == "Own")  # type: ignore[union-attr,index]
+    own.forward = lambda self, x: 2 * x  # type: ignore[attr-defined]
+
+
+@add("refused", step=in_the_third(give_another_forward), ways=(Way(NUM_SAMPLES, tight=False),))
+def a_class_is_given_another_forward() -> nn.Module:
+    class Own(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(self.linear(x))
+
+    return Net(Own(), Own())
 
 
 # --- what the model's own code, or the loop, gives to blocks and to gradients ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,6 +94,14 @@ class BlockRunner:
     def check_parameters(self) -> None:
         if (unchanged := self.run.unchanged.get(self.index)) is not None:
             unchanged.check()
+
+    def check_forward(self, now: Callable[..., Any]) -> None:
+        """`now`: what its class has for a forward."""
+        if getattr(now, "__func__", self.original) is not self.original and isinstance(self.original, FunctionType):
+            raise Refused(
+                f"the class of block {self.spec.name!r} was given another forward after hightide.wrap, which would not "
+                "be run; call hightide.unwrap(model), change it, and wrap again"
+            )
 
     def check_version(self, version: int) -> None:
         """`version`: at forward."""

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, MappingProxyType, ModuleType
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -178,7 +178,8 @@ class Hidden:
 def _written(value: Any) -> Any:
     """What tells that it was written to. None: nothing does, or every update does."""
     if isinstance(value, Tensor):
-        return None if isinstance(value, nn.Parameter) else version(value)
+        address = value.data_ptr() if type(value) is Tensor else 0  # `buffer.data = ...` is not counted
+        return None if isinstance(value, nn.Parameter) else (version(value), address)
     return value.tobytes() if _is_array(value) and value.size <= MOST_VALUES else None
 
 
@@ -240,8 +241,15 @@ def _fill(place: Any, values: Any) -> None:
 
 def _inside(value: Any) -> _Place | None:
     """What is to be followed of a value."""
-    if _is_plain(value) or _is_written_to(value) or isinstance(value, type | nn.Module | ModuleType):
+    if _is_plain(value) or _is_written_to(value) or isinstance(value, type | ModuleType):
         return None
+    if isinstance(value, nn.Module):  # none of the block's: of all that hangs on it only numbers count
+        kept = vars(value)
+        return Hidden([partial(kept.__getitem__, name) for name, one in kept.items() if _is_plain(one)])
+    if isinstance(value, MethodType):
+        return (value.__self__,)
+    if isinstance(value, partial):
+        return (value.func, value.args, value.keywords)
     if isinstance(value, FunctionType):
         cells = value.__closure__ or ()
         return Hidden([partial(getattr, cell, "cell_contents") for cell in cells]) if cells else None

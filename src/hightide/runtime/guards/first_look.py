@@ -238,8 +238,8 @@ def _compared(call: BlockCall, tensors: Sequence[Tensor], count: int) -> str:
                 parts = tried(start, size)
             except OutOfMemory:
                 raise
-            except Exception as error:  # the whole batch has run
-                return FAILS.format(in_a_line(error))
+            except Exception as failure:  # the whole batch has run
+                return FAILS.format(in_a_line(failure))
             if len(parts) != len(whole):
                 return DIFFERS.format(min(len(parts), len(whole)))
             for index, (expected, part, dim) in enumerate(zip(whole, parts, dims, strict=True)):

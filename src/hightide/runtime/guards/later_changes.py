@@ -69,7 +69,7 @@ class BlockChanges:
         roots += [root[part] for root in roots for part in ("_modules", "_buffers")]
         hooks = [root[part] for root in roots[: len(self.inside)] for part in HOOKS if root[part]]
         closed = [id(module.__dict__[part]) for module in self.inside for part in INTERNAL]
-        self.contents = Contents([*roots, *hooks], without, closed)
+        self.contents = Contents([*roots, *hooks], without, [*closed, *map(id, self.inside)])
 
     def epoch(self, num_hooks: int) -> int:
         if num_hooks == self._num_hooks and self.contents.are_same():

@@ -167,7 +167,7 @@ def test_a_look_is_a_few_calls_however_many_modules_there_are() -> None:
     config, block = Config(), nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
     for module in block:
         module.config = config
-    contents, calls = Contents([module.__dict__ for module in block.modules()], closed=parameters(block)), 0
+    contents, calls = Contents([module.__dict__ for module in block.modules()], closed=own(block)), 0
 
     def count(*_: Any) -> None:
         nonlocal calls
@@ -181,5 +181,5 @@ def test_a_look_is_a_few_calls_however_many_modules_there_are() -> None:
     assert calls < 120  # one for each of the 40 links to the config, to and fro; none for each module and attribute
 
 
-def parameters(block: nn.Module) -> list[int]:
-    return [id(module._parameters) for module in block.modules()]
+def own(block: nn.Module) -> list[int]:
+    return [id(one) for module in block.modules() for one in (module, module._parameters)]
